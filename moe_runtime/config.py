@@ -1,0 +1,118 @@
+"""Sizes as people write them, and names with a suggestion when one is not known."""
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "k": 2**10,
+    "m": 2**20,
+    "g": 2**30,
+    "t": 2**40,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+MemorySize = int | float | str
+"""Bytes (``8_000_000_000``), a size (``"7GiB"``), a share of the machine (``0.25``) or ``"auto"``."""
+
+
+def parse_bytes(text: str) -> int:
+    """Reads a size such as ``"7GiB"``, ``"800MB"`` or ``"123456"`` as a number of bytes.
+
+    ``k``, ``m``, ``g`` and ``t`` alone are binary, as memory is commonly given.
+
+    Raises:
+        ValueError: the text is not a number followed by a known unit.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(f"expected a size such as 7GiB, 800MB or a number of bytes, got {text!r}")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Writes a number of bytes for people, in binary units with three significant digits."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.3g} TiB" if value < 1024 else f"{value:.0f} TiB"
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much memory a tier may use: exactly one of the two is set, or neither for ``auto``.
+
+    Attributes:
+        num_bytes: an absolute number of bytes.
+        share: a share of the memory that is free for us, more than 0 and at most 1.
+    """
+
+    num_bytes: int | None = None
+    share: float | None = None
+
+    def resolve(self, available_bytes: int, *, auto_share: float) -> int:
+        """Turns the budget into bytes, given what the machine or control group has left."""
+        if self.num_bytes is not None:
+            return self.num_bytes
+        return int(available_bytes * (auto_share if self.share is None else self.share))
+
+
+def parse_budget(value: MemorySize, *, name: str) -> Budget:
+    """Reads a memory budget: bytes, ``"7GiB"``, a share such as ``0.25``, or ``"auto"``.
+
+    Args:
+        value: what the caller gave.
+        name: the option's name, for the error message.
+
+    Raises:
+        ValueError: the value is none of these, or not positive.
+        TypeError: the value is neither a number nor a text.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise TypeError(f"{name} must be bytes, a size, a share or 'auto', got {value!r}")
+    if isinstance(value, str):
+        if value.strip().lower() == "auto":
+            return Budget()
+        value = _number(value, name)
+    if isinstance(value, float) and 0 < value <= 1:
+        return Budget(share=value)
+    if value <= 0 or value != int(value):
+        raise ValueError(
+            f"{name} must be a positive number of bytes, a size such as 7GiB, "
+            f"a share in (0, 1] or 'auto', got {value!r}"
+        )
+    return Budget(num_bytes=int(value))
+
+
+def _number(text: str, name: str) -> int | float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = None
+    if share is not None and "." in text:
+        return share
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}, a share such as 0.25, or 'auto'") from None
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Says which known names there are, the most similar one first; for messages about a typo."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}known: {', '.join(names)}"
