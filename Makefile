@@ -1,0 +1,80 @@
+# Everything runs in .venv, which is made on first use. Needed: Python >= 3.11, pip, git, make;
+# gcc if the native CPU kernel is to be built (without it torch does that work, more slowly).
+#
+#   make PYTHON=python3.12 test      use another interpreter
+#   make TORCH=torch==2.12.1 test    use another torch
+#   make PYTEST_ARGS="-k store" test pass arguments to pytest
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PYTEST_ARGS ?=
+
+# The model and the budget of `make demo`. The budget is smaller than the model's experts.
+DEMO_MODEL ?= models/pocket
+DEMO_BUDGET ?= 16MiB
+DEMO_PROMPT ?= The function returns
+
+# Where pip offers torch both with and without CUDA, a machine without an NVIDIA GPU gets the build
+# without it ("+cpu"), which is ten times smaller. An index that has no such build is no obstacle:
+# the plain version of the same number is installed instead, and runs on a CPU as well.
+TORCH ?= $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+
+INSTALLED := $(VENV)/.installed
+NATIVE_SOURCES := $(wildcard setup.py kernels/*/*.c kernels/*/*.cpp kernels/*/*.h)
+
+# Python leaves the current folder off sys.path, where the folder `kernels` would be found as a
+# package of that name.
+export PYTHONSAFEPATH := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check bench format clean
+
+help:
+	@echo "make demo    install, then generate text under a budget smaller than the model's experts"
+	@echo "make test    install, then run every test"
+	@echo "make check   install, then ruff and pyright"
+	@echo "make bench   install, then time generation against peers on a small synthetic checkpoint"
+	@echo "make format  rewrite the sources the way make check wants them"
+	@echo "make clean   remove .venv and everything built"
+
+install: $(INSTALLED)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "$(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): pyproject.toml constraints.txt $(NATIVE_SOURCES) | $(BIN)/python
+ifeq ($(HAS_GPU),yes)
+	$(BIN)/pip install --quiet "$(TORCH)"
+else
+	$(BIN)/pip install --quiet "$(TORCH)+cpu" 2>/dev/null || $(BIN)/pip install --quiet "$(TORCH)"
+endif
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/moe-runtime run $(DEMO_MODEL) --host-memory $(DEMO_BUDGET) --prompt "$(DEMO_PROMPT)" \
+	  --max-new-tokens 120
+
+test: $(INSTALLED)
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/generate.py --shape small
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	find kernels -name '*.so' -delete

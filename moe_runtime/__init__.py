@@ -1,0 +1,46 @@
+"""Run Mixture-of-Experts models whose experts do not fit in memory.
+
+`load` returns an ordinary `transformers` model whose routed experts are read from the
+checkpoint on demand and kept in a cache of bounded size.
+
+Importing this package is cheap: public names are resolved on first use, so neither torch nor
+transformers is imported before it is needed.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moe_runtime.engine import load as load
+    from moe_runtime.errors import CapacityError as CapacityError
+    from moe_runtime.errors import CheckpointError as CheckpointError
+    from moe_runtime.errors import MoERuntimeError as MoERuntimeError
+    from moe_runtime.errors import UnsupportedModelError as UnsupportedModelError
+
+__version__ = "0.1.0"
+
+# Public name -> the module that defines it.
+_HOMES = {
+    "CapacityError": "moe_runtime.errors",
+    "CheckpointError": "moe_runtime.errors",
+    "MoERuntimeError": "moe_runtime.errors",
+    "UnsupportedModelError": "moe_runtime.errors",
+    "load": "moe_runtime.engine",
+}
+
+__all__ = ["CapacityError", "CheckpointError", "MoERuntimeError", "UnsupportedModelError", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module that defines a public name when the name is first used (PEP 562)."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Names offered by completion: what is loaded already, and the lazy public names."""
+    return sorted({*globals(), *__all__})

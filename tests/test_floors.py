@@ -1,0 +1,195 @@
+"""Rules of the house that a machine can check: imports, file length, state, text.
+
+The floors are those of the table in CONTRIBUTING.md. Files are parsed, not imported.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_FILE_LINES = 400
+TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".json", ".c", ".cpp", ".h", ".yml", ".yaml"}
+
+# Room -> floor. An import may lead to its own room or to a room on a lower floor.
+FLOORS = {
+    "errors": 0,
+    "config": 0,
+    "types": 0,
+    "kernels": 1,
+    "policies": 1,
+    "routing": 2,
+    "store": 2,
+    "tracing": 2,
+    "planning": 2,
+    "layer": 3,
+    "parallel": 3,
+    "models": 4,
+    "engine": 5,
+    "training": 5,
+    "cli": 6,
+    "serve": 6,
+    "benchmarks": 7,
+    "tests": 7,
+}
+# Floor 0 is one room: three files that may use one another.
+GROUND = {"errors", "config", "types"}
+LIGHT = sys.stdlib_module_names | {"moe_runtime"}
+# A policy decides over keys and counts; clocks and threads belong to the store.
+NOT_IN_POLICIES = {"torch", "triton", "transformers", "threading", "time"}
+
+
+def python_files(*tops: str) -> list[Path]:
+    """Python files under the given top folders, relative to the root; links are not followed."""
+    links = [ROOT / "moe_runtime" / name for name in ("kernels", "policies", "models")]
+    return [
+        path.relative_to(ROOT)
+        for top in tops
+        for path in sorted((ROOT / top).rglob("*.py"))
+        if not any(path.is_relative_to(link) for link in links)
+    ]
+
+
+PRODUCT = python_files("moe_runtime", "kernels", "policies", "models")
+EVERYTHING = [*PRODUCT, *python_files("benchmarks", "tests"), *map(Path, ["setup.py"])]
+EVERYTHING = [path for path in EVERYTHING if (ROOT / path).exists()]
+
+
+def read(path: Path) -> str:
+    return (ROOT / path).read_text(encoding="utf-8", errors="replace")
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(read(path), filename=str(path))
+
+
+def room_of_file(path: Path) -> str | None:
+    """The room a file belongs to; None for the package's own `__init__`, which is the door."""
+    parts = path.with_suffix("").parts
+    room = parts[1] if parts[0] == "moe_runtime" else parts[0]
+    return None if room in ("__init__", "setup") else room
+
+
+def imported_modules(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Every absolute module name a file imports, wherever in the file, with the line number."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.lineno, node.module
+            # `from moe_runtime import engine` imports a room as well.
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
+
+
+def room_of_module(module: str) -> str | None:
+    parts = module.split(".")
+    if parts[0] != "moe_runtime" or len(parts) == 1:
+        return None
+    return parts[1] if parts[1] in FLOORS else None
+
+
+def may_import(room: str, target: str) -> bool:
+    if room == target or {room, target} <= GROUND:
+        return True
+    return FLOORS[target] < FLOORS[room]
+
+
+def test_every_room_has_a_floor() -> None:
+    """A new room gets a floor here and in CONTRIBUTING.md."""
+    assert {room_of_file(path) for path in EVERYTHING} <= {*FLOORS, None}
+
+
+def test_imports_go_down() -> None:
+    wrong = [
+        f"{path}:{line} imports {module}"
+        for path in EVERYTHING
+        if (room := room_of_file(path)) is not None
+        for line, module in imported_modules(parse(path))
+        if (target := room_of_module(module)) is not None and not may_import(room, target)
+    ]
+    assert wrong == []
+
+
+def test_rule_can_fail() -> None:
+    tree = ast.parse("def f():\n    from moe_runtime import engine")
+    targets = {room_of_module(module) for _, module in imported_modules(tree)} - {None}
+    assert targets == {"engine"}
+    assert not may_import("store", "engine")
+    assert not may_import("store", "tracing")
+    assert may_import("engine", "store")
+
+
+def test_light_rooms_stay_light() -> None:
+    """The ground floor needs only the standard library, and policies never see a tensor."""
+    wrong = []
+    for path in PRODUCT:
+        room = room_of_file(path)
+        roots = {module.split(".")[0] for _, module in imported_modules(parse(path))}
+        if room in GROUND or room is None:
+            wrong += [f"{path}: {root}" for root in roots - LIGHT]
+        if room == "policies":
+            wrong += [f"{path}: {root}" for root in roots & NOT_IN_POLICIES]
+    assert wrong == []
+
+
+def test_files_are_short() -> None:
+    lengths = {str(path): len(read(path).splitlines()) for path in EVERYTHING}
+    assert {path: length for path, length in lengths.items() if length > MAX_FILE_LINES} == {}
+
+
+def environment_reads(tree: ast.Module) -> list[int]:
+    names = {"environ", "environb", "getenv", "putenv", "unsetenv"}
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr in names)
+        or (isinstance(node, ast.ImportFrom) and names & {alias.name for alias in node.names})
+    ]
+
+
+def blanket_handlers(tree: ast.Module) -> list[int]:
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ExceptHandler)
+        and (node.type is None or ast.unparse(node.type) in ("Exception", "BaseException"))
+    ]
+
+
+def test_no_hidden_state() -> None:
+    """No `global`; the environment is read by the command line only; nothing swallows errors."""
+    wrong = []
+    for path in PRODUCT:
+        tree = parse(path)
+        lines = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Global)]
+        if room_of_file(path) != "cli":
+            lines += environment_reads(tree) + blanket_handlers(tree)
+        wrong += [f"{path}:{line}" for line in lines]
+    assert wrong == []
+
+
+def committed_texts() -> list[Path]:
+    """Text files of the working tree as git sees it: tracked, or new and not ignored."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listing = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
+    paths = [Path(name) for name in listing.split("\0") if name]
+    return [
+        path
+        for path in paths
+        if (path.suffix in TEXT_SUFFIXES or path.name in ("Makefile", "run", "LICENSE"))
+        and (ROOT / path).is_file()
+        and not (ROOT / path).is_symlink()
+    ]
+
+
+def test_no_machine_paths() -> None:
+    """No file names a folder of somebody's machine: everything is relative or an argument."""
+    folders = "|".join(["root", "work", "tmp", "home", "Users", "mnt"])
+    machine_path = re.compile(rf"(?<![\w.<}}-])/(?:{folders})/[\w.]+[^\s\"'`)]*")
+    found = {str(path): machine_path.findall(read(path)) for path in committed_texts()}
+    assert {path: hits for path, hits in found.items() if hits} == {}
