@@ -1,0 +1,119 @@
+"""Reads arrays from an ``.npz`` that may be damaged or hostile.
+
+``numpy.load`` allocates whatever a member's header announces before it looks at the data. Here the
+announced type must be the expected one, and the announced shape must account for every byte of the
+member, before anything is allocated; nothing is ever unpickled.
+"""
+
+import math
+import os
+import struct
+import zipfile
+import zlib
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from moe_runtime.config import format_bytes
+from moe_runtime.errors import CheckpointError
+
+_MAX_NPY_HEADER_BYTES = 4096
+_DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    EOFError,
+    NotImplementedError,
+    OverflowError,
+    RuntimeError,
+    SyntaxError,
+    ValueError,
+)
+"""What zipfile, zlib and numpy raise for bytes that are not what they claim to be."""
+
+
+class Archive:
+    """One open ``.npz`` file.
+
+    Args:
+        path: the file.
+        max_bytes: largest sum of the unpacked sizes of its members.
+
+    Raises:
+        CheckpointError: the file is missing, unreadable, not a zip file, or too large.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, max_bytes: int) -> None:
+        self.path = Path(path)
+        try:
+            self._zip = zipfile.ZipFile(self.path)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from error
+        except _DAMAGE as error:
+            raise CheckpointError(f"{self.path}: not an .npz file: {error}") from error
+        total_bytes = sum(member.file_size for member in self._zip.infolist())
+        if total_bytes > max_bytes:
+            self._zip.close()
+            raise CheckpointError(
+                f"{self.path}: holds {format_bytes(total_bytes)} when unpacked, expected at most "
+                f"{format_bytes(max_bytes)}"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._zip.close()
+
+    def read(self, name: str, dtype: np.dtype[Any], *, max_bytes: int | None = None) -> np.ndarray:
+        """Reads one array, which must be C-contiguous and exactly of the given type.
+
+        Raises:
+            CheckpointError: it is missing, damaged, or of another type.
+        """
+        try:
+            member = self._zip.getinfo(f"{name}.npy")
+        except KeyError:
+            raise CheckpointError(f"{self.path}: has no array named {name!r}") from None
+        if max_bytes is not None and member.file_size > max_bytes:
+            raise CheckpointError(
+                f"{self.path}: array {name!r} has {member.file_size} bytes, "
+                f"expected at most {max_bytes}"
+            )
+        try:
+            return self._read_member(member, dtype)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read: {error}") from error
+        except _DAMAGE as error:
+            raise CheckpointError(f"{self.path}: array {name!r} is damaged: {error}") from error
+
+    def _read_member(self, member: zipfile.ZipInfo, dtype: np.dtype[Any]) -> np.ndarray:
+        with self._zip.open(member) as file:
+            version = np.lib.format.read_magic(file)
+            if version != (1, 0):
+                raise ValueError(f"npy version {version}, expected (1, 0)")
+            shape, fortran_order, found = np.lib.format.read_array_header_1_0(
+                file, max_header_size=_MAX_NPY_HEADER_BYTES
+            )
+            if found != dtype or (fortran_order and len(shape) > 1):
+                raise ValueError(f"expected {dtype} in C order, got {found}")
+            if any(size < 0 for size in shape):
+                raise ValueError(f"negative size in shape {shape}")
+            num_bytes = math.prod(shape) * dtype.itemsize
+            if num_bytes != member.file_size - file.tell():
+                raise ValueError(
+                    f"shape {shape} needs {num_bytes} bytes, "
+                    f"the file has {member.file_size - file.tell()}"
+                )
+            # One byte more than announced makes zipfile verify the member's checksum.
+            data = file.read(num_bytes + 1)
+        if len(data) != num_bytes:
+            raise ValueError(f"expected {num_bytes} bytes of data, got {len(data)}")
+        return np.frombuffer(data, dtype=dtype).reshape(shape)

@@ -1,0 +1,235 @@
+"""The trace file: one ``.npz`` without pickles, described array by array in docs/trace-format.md.
+
+Legend: S steps, T tokens over all steps, L Mixture-of-Experts layers, K experts a token visits.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_runtime.errors import CheckpointError
+from moe_runtime.tracing.archive import Archive
+from moe_runtime.types import ModelSignature
+
+TRACE_FORMAT = "moe-runtime-trace"
+TRACE_VERSION = 1
+PHASES = ("prefill", "decode")
+"""Names of the phases; the file stores a phase as its index here."""
+
+_MAX_HEADER_BYTES = 1 << 16
+_DEFAULT_MAX_BYTES = 16 << 30
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trace:
+    """Every routing event of a recording, as columns.
+
+    A step is one forward pass; its tokens are the rows ``step_start[s]:step_start[s + 1]`` of all
+    token columns. An entry of ``expert_ids`` equal to ``absent`` was not recorded; its weight is 0.
+
+    Attributes:
+        version: version of the file format.
+        signature: the model that was recorded.
+        step_phase: ``[S]`` uint8, index into ``PHASES``.
+        step_start: ``[S + 1]`` int64, first token of each step, then T.
+        token_request: ``[T]`` int32, number of the request (sequence) that the token belongs to.
+        token_id: ``[T]`` int32, id in the vocabulary; -1 where the caller had none.
+        token_position: ``[T]`` int32, position in its sequence.
+        expert_ids: ``[T, L, K]`` uint8 or uint16, experts in the gate's order.
+        gate_weights: ``[T, L, K]`` float16, what the experts' outputs were multiplied by.
+    """
+
+    version: int
+    signature: ModelSignature
+    step_phase: np.ndarray
+    step_start: np.ndarray
+    token_request: np.ndarray
+    token_id: np.ndarray
+    token_position: np.ndarray
+    expert_ids: np.ndarray
+    gate_weights: np.ndarray
+
+    @property
+    def num_steps(self) -> int:
+        """Number of forward passes."""
+        return len(self.step_phase)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens over all steps."""
+        return len(self.token_id)
+
+    @property
+    def absent(self) -> int:
+        """The expert id that stands for "not recorded"."""
+        return absent_id(self.expert_ids.dtype)
+
+    @property
+    def token_step(self) -> np.ndarray:
+        """The step of every token: ``[T]`` int32."""
+        steps = np.arange(self.num_steps, dtype=np.int32)
+        return np.repeat(steps, np.diff(self.step_start))
+
+    def tokens_of(self, step: int) -> slice:
+        """The rows of one step in all token columns."""
+        return slice(int(self.step_start[step]), int(self.step_start[step + 1]))
+
+    def accesses(self) -> Iterator[tuple[int, int, np.ndarray]]:
+        """What an expert store was asked for, in order of time.
+
+        Yields:
+            ``(step, layer, experts)``: the distinct experts that this layer used in this step,
+            ascending. Layers that recorded nothing in a step are left out.
+        """
+        absent = self.absent
+        for step in range(self.num_steps):
+            block = self.expert_ids[self.tokens_of(step)]
+            for layer in range(self.signature.num_layers):
+                experts = np.unique(block[:, layer])
+                experts = experts[experts != absent]
+                if experts.size:
+                    yield step, layer, experts
+
+
+def expert_dtype(num_experts: int) -> np.dtype[Any]:
+    """The smallest type that holds every expert id and one value more, for "not recorded"."""
+    return np.dtype("|u1") if num_experts <= 0xFF else np.dtype("<u2")
+
+
+def absent_id(dtype: np.dtype[Any]) -> int:
+    """The value that stands for "not recorded" in a column of expert ids."""
+    return int(np.iinfo(dtype).max)
+
+
+def write_trace(path: str | os.PathLike[str], trace: Trace) -> None:
+    """Writes a trace; the file appears under its name only when it is complete.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
+    target = Path(path)
+    signature = dataclasses.asdict(trace.signature)
+    header = {"format": TRACE_FORMAT, "version": trace.version, "signature": signature}
+    columns = {name: getattr(trace, name) for name in _column_specs(trace.signature)}
+    header_bytes = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
+
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            with temporary.open("xb") as file:
+                np.savez_compressed(file, allow_pickle=False, header=header_bytes, **columns)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{target}: the trace cannot be written: {error.strerror}") from error
+
+
+def read_trace(path: str | os.PathLike[str], *, max_bytes: int = _DEFAULT_MAX_BYTES) -> Trace:
+    """Reads and verifies a trace.
+
+    Args:
+        path: a file that ``TraceRecorder`` wrote.
+        max_bytes: largest size of all columns together, unpacked, that is accepted.
+
+    Raises:
+        CheckpointError: the file is missing, unreadable, not a trace, of another version, larger
+            than ``max_bytes``, or its columns contradict each other.
+    """
+    with Archive(path, max_bytes=max_bytes) as archive:
+        signature = _read_header(archive)
+        specs = _column_specs(signature)
+        columns = {name: archive.read(name, dtype) for name, (dtype, _) in specs.items()}
+    sizes = {"L": signature.num_layers, "K": signature.top_k}
+    sizes |= {"S": columns["step_phase"].size, "T": columns["token_id"].size}
+    for name, (_, axes) in specs.items():
+        expected = tuple(sizes[axis] if axis != "S+1" else sizes["S"] + 1 for axis in axes)
+        if columns[name].shape != expected:
+            raise CheckpointError(
+                f"{archive.path}: column {name} has shape {columns[name].shape}, "
+                f"expected {list(axes)} = {expected}"
+            )
+    trace = Trace(version=TRACE_VERSION, signature=signature, **columns)
+    _check_values(trace, archive.path)
+    return trace
+
+
+def _column_specs(signature: ModelSignature) -> dict[str, tuple[np.dtype[Any], tuple[str, ...]]]:
+    """Type and axes of every column, in the order of the file."""
+    return {
+        "step_phase": (np.dtype("|u1"), ("S",)),
+        "step_start": (np.dtype("<i8"), ("S+1",)),
+        "token_request": (np.dtype("<i4"), ("T",)),
+        "token_id": (np.dtype("<i4"), ("T",)),
+        "token_position": (np.dtype("<i4"), ("T",)),
+        "expert_ids": (expert_dtype(signature.num_experts), ("T", "L", "K")),
+        "gate_weights": (np.dtype("<f2"), ("T", "L", "K")),
+    }
+
+
+def _read_header(archive: Archive) -> ModelSignature:
+    raw = archive.read("header", np.dtype("|u1"), max_bytes=_MAX_HEADER_BYTES)
+    try:
+        header = json.loads(raw.tobytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{archive.path}: the trace's header is not JSON: {error}") from None
+    if not isinstance(header, dict) or header.get("format") != TRACE_FORMAT:
+        raise CheckpointError(f"{archive.path}: not a routing trace of moe-runtime")
+    if header.get("version") != TRACE_VERSION:
+        raise CheckpointError(
+            f"{archive.path}: trace version {header.get('version')!r} is not known, expected "
+            f"{TRACE_VERSION}; read it with the moe-runtime that wrote it, or record it again"
+        )
+    return _parse_signature(header.get("signature"), archive.path)
+
+
+def _parse_signature(value: object, path: Path) -> ModelSignature:
+    fields = {field.name: field.type for field in dataclasses.fields(ModelSignature)}
+    if not isinstance(value, dict) or set(value) != set(fields):
+        raise CheckpointError(f"{path}: the trace's signature must have exactly {sorted(fields)}")
+    for name, kind in fields.items():
+        item = value[name]
+        if kind is str and isinstance(item, str):
+            continue
+        if kind is int and type(item) is int and 0 < item < 2**31:
+            continue
+        raise CheckpointError(f"{path}: the trace's signature has {name} = {item!r}")
+    signature = ModelSignature(**value)
+    if signature.num_experts > 0xFFFF or signature.top_k > signature.num_experts:
+        raise CheckpointError(
+            f"{path}: the trace's signature has {signature.num_experts} experts, "
+            f"top {signature.top_k}; expected at most {0xFFFF} experts and no larger top"
+        )
+    return signature
+
+
+def _check_values(trace: Trace, path: Path) -> None:
+    """Verifies what the columns say about each other."""
+    starts = trace.step_start
+    known = trace.expert_ids[trace.expert_ids != trace.absent]
+    problems = {
+        "step_start must rise from 0 to the number of tokens": starts[0] != 0
+        or starts[-1] != trace.num_tokens
+        or bool(np.any(starts[1:] < starts[:-1])),
+        f"step_phase must be below {len(PHASES)}": _any(trace.step_phase >= len(PHASES)),
+        "token_request must not be negative": _any(trace.token_request < 0),
+        "token_position must not be negative": _any(trace.token_position < 0),
+        "token_id must lie in [-1, vocab_size)": _any(trace.token_id < -1)
+        or _any(trace.token_id >= trace.signature.vocab_size),
+        "expert_ids must be below num_experts": _any(known >= trace.signature.num_experts),
+    }
+    for expectation, violated in problems.items():
+        if violated:
+            raise CheckpointError(f"{path}: the trace is damaged: {expectation}")
+
+
+def _any(mask: np.ndarray) -> bool:
+    return bool(mask.any())

@@ -1,0 +1,207 @@
+"""Collects routing events while a model runs and writes them when it is done.
+
+Legend: T tokens of one step, L layers, K experts a token visits.
+"""
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_runtime.errors import CheckpointError
+from moe_runtime.tracing.format import (
+    PHASES,
+    TRACE_VERSION,
+    Trace,
+    absent_id,
+    expert_dtype,
+    write_trace,
+)
+from moe_runtime.types import ModelSignature
+
+
+class TraceRecorder:
+    """Records the routing of every token of every step into one file.
+
+    Call ``begin_request`` for each prompt, ``begin_step`` for each forward pass and ``routing`` for
+    each layer of it. An event costs two small array copies; a token takes ``L * K * 3`` bytes (4
+    when a layer has more than 255 experts) until the file is written by ``close``.
+
+    Args:
+        path: file to write, conventionally ``*.npz``. It is replaced only when the recording is
+            closed, and never left half written.
+        signature: the model that is recorded.
+
+    Raises:
+        CheckpointError: the file could not be written there. Found out now rather than after
+            minutes of generation.
+        ValueError: the model has more than 65535 experts a layer.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], signature: ModelSignature) -> None:
+        if signature.num_experts > 0xFFFF:
+            raise ValueError(
+                f"a trace holds at most {0xFFFF} experts a layer, got {signature.num_experts}"
+            )
+        self._path = Path(path)
+        _check_writable(self._path)
+        self._signature = signature
+        self._expert_dtype = expert_dtype(signature.num_experts)
+        self._absent = absent_id(self._expert_dtype)
+        self._recording = True
+        self._closed = False
+        self._first_request = 0
+        self._num_requests = 0
+        self._phases: list[int] = []
+        self._requests: list[np.ndarray] = []
+        self._token_ids: list[np.ndarray] = []
+        self._positions: list[np.ndarray] = []
+        self._expert_ids: list[np.ndarray] = []
+        self._weights: list[np.ndarray] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps recorded so far."""
+        return len(self._phases)
+
+    def begin_request(self, *, num_sequences: int = 1) -> None:
+        """Starts a prompt, or a batch of them: each sequence gets the next request number."""
+        if num_sequences < 1:
+            raise ValueError(f"num_sequences must be at least 1, got {num_sequences}")
+        if self._recording:
+            self._first_request = self._num_requests
+            self._num_requests += num_sequences
+
+    def begin_step(
+        self,
+        *,
+        phase: str,
+        token_ids: npt.ArrayLike,
+        positions: npt.ArrayLike,
+        sequences: npt.ArrayLike | None = None,
+    ) -> None:
+        """Starts a forward pass.
+
+        Args:
+            phase: ``"prefill"`` or ``"decode"``.
+            token_ids: ``[T]`` ids in the vocabulary, -1 where there is none.
+            positions: ``[T]`` positions in their sequences.
+            sequences: ``[T]`` sequence of the batch that each token belongs to; all 0 when omitted.
+
+        Raises:
+            ValueError: the phase is not known, or the lengths differ.
+        """
+        if phase not in PHASES:
+            raise ValueError(f"phase must be one of {', '.join(PHASES)}, got {phase!r}")
+        if not self._recording:
+            return
+        tokens = np.array(token_ids, dtype=np.int32)
+        places = np.array(positions, dtype=np.int32)
+        rows = np.zeros_like(tokens) if sequences is None else np.array(sequences, dtype=np.int32)
+        if tokens.ndim != 1 or tokens.shape != places.shape or tokens.shape != rows.shape:
+            raise ValueError(
+                "token_ids, positions and sequences must be one-dimensional and equally long, got "
+                f"shapes {tokens.shape}, {places.shape} and {rows.shape}"
+            )
+        self._num_requests = max(self._num_requests, 1)
+        self._phases.append(PHASES.index(phase))
+        self._requests.append(rows + np.int32(self._first_request))
+        self._token_ids.append(tokens)
+        self._positions.append(places)
+        block = (len(tokens), self._signature.num_layers, self._signature.top_k)
+        self._expert_ids.append(np.full(block, self._absent, dtype=self._expert_dtype))
+        self._weights.append(np.zeros(block, dtype=np.float16))
+
+    def routing(self, layer: int, expert_ids: npt.ArrayLike, weights: npt.ArrayLike) -> None:
+        """Records where one layer sent the tokens of the current step.
+
+        Args:
+            layer: index among the Mixture-of-Experts layers.
+            expert_ids: ``[T, K]`` (or fewer columns, for a layer that uses fewer experts).
+            weights: ``[T, K]`` what the experts' outputs are multiplied by.
+
+        Raises:
+            ValueError: no step was begun, or layer, shape or ids do not fit the model.
+        """
+        if not self._recording:
+            return
+        if not self._phases:
+            raise ValueError("routing was called before begin_step")
+        if not 0 <= layer < self._signature.num_layers:
+            raise ValueError(f"layer must be below {self._signature.num_layers}, got {layer}")
+        ids, gates = np.asarray(expert_ids), np.asarray(weights)
+        num_tokens, _, top_k = self._expert_ids[-1].shape
+        if ids.shape != gates.shape or len(ids) != num_tokens or not 0 < ids.shape[-1] <= top_k:
+            raise ValueError(
+                f"expert_ids and weights must be [{num_tokens}, {top_k}], "
+                f"got {ids.shape} and {gates.shape}"
+            )
+        if ids.size and not 0 <= ids.min() <= ids.max() < self._signature.num_experts:
+            raise ValueError(
+                f"expert_ids must lie in [0, {self._signature.num_experts}), "
+                f"got {ids.min()} to {ids.max()}"
+            )
+        self._expert_ids[-1][:, layer, : ids.shape[1]] = ids
+        self._weights[-1][:, layer, : ids.shape[1]] = gates
+
+    def pause(self) -> None:
+        """Ignores all events until ``resume``; for warm-up."""
+        self._recording = False
+
+    def resume(self) -> None:
+        """Records again after ``pause``."""
+        self._recording = True
+
+    def close(self) -> None:
+        """Writes the file. Later calls do nothing.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._recording = False
+        write_trace(self._path, self._trace())
+
+    def _trace(self) -> Trace:
+        lengths = [len(tokens) for tokens in self._token_ids]
+        layers, top_k = self._signature.num_layers, self._signature.top_k
+        no_tokens = np.zeros(0, dtype=np.int32)
+        no_ids = np.zeros((0, layers, top_k), dtype=self._expert_dtype)
+        no_weights = np.zeros((0, layers, top_k), dtype=np.float16)
+        return Trace(
+            version=TRACE_VERSION,
+            signature=self._signature,
+            step_phase=np.array(self._phases, dtype=np.uint8),
+            step_start=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            token_request=np.concatenate([no_tokens, *self._requests]),
+            token_id=np.concatenate([no_tokens, *self._token_ids]),
+            token_position=np.concatenate([no_tokens, *self._positions]),
+            expert_ids=np.concatenate([no_ids, *self._expert_ids]),
+            gate_weights=np.concatenate([no_weights, *self._weights]),
+        )
+
+
+def _check_writable(path: Path) -> None:
+    folder = path.parent
+    if path.is_dir():
+        raise CheckpointError(f"{path}: is a folder, expected the name of a trace file")
+    if not folder.is_dir():
+        raise CheckpointError(f"{path}: the trace cannot be written: there is no folder {folder}")
+    if not os.access(folder, os.W_OK):
+        raise CheckpointError(f"{path}: the trace cannot be written: no right to write to {folder}")
