@@ -1,0 +1,1 @@
+"""The expert store: tiers of slots, filled from the files of a checkpoint."""

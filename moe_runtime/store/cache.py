@@ -1,0 +1,349 @@
+"""The expert store: which experts lie in a tier's slots, and the leases that hold them there."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from moe_runtime.policies.eviction import LayerShares
+from moe_runtime.store.slab import Slab
+from moe_runtime.store.transfer import OnDone, Priority, Read
+from moe_runtime.types import ExpertKey, StoreStats
+
+W = TypeVar("W")
+
+
+class Fetcher(Protocol):
+    """Where a tier gets its experts from: the files of a checkpoint, or the tier below."""
+
+    def fetch(
+        self, key: ExpertKey, slot: torch.Tensor, priority: Priority, on_done: OnDone
+    ) -> Read:
+        """Starts to fill a slot; ``on_done`` is called once from another thread when that ended."""
+        ...
+
+    def promote(self, key: ExpertKey, read: Read) -> None:
+        """Serves what is left of a read-ahead as a demand."""
+        ...
+
+    def close(self) -> None:
+        """Ends what is under way."""
+        ...
+
+
+@dataclass(slots=True)
+class _Entry(Generic[W]):
+    """One occupied slot. ``transient`` experts pass through; the policy does not know them."""
+
+    slot: int
+    transient: bool
+    pins: int = 0
+    read: Read | None = None
+    arrived: bool = False
+    weights: W | None = None
+
+
+@dataclass(slots=True)
+class _Counters:
+    hits: int = 0
+    late_hits: int = 0
+    misses: int = 0
+    demand_bytes: int = 0
+    readahead_bytes: int = 0
+    evictions: int = 0
+    stall_s: float = 0.0
+
+
+class ExpertStore(Generic[W]):
+    """Slots of one tier, filled on demand, kept by a policy, held by leases.
+
+    All methods may be called from several threads. What a lease yields is valid until the lease
+    asks for more or ends. The content of a slot never depends on when or why it was read, so the
+    store changes when experts are computed, never what is computed.
+    """
+
+    def __init__(
+        self,
+        fetcher: Fetcher,
+        slab: Slab,
+        policy: LayerShares,
+        bind: Callable[[ExpertKey, torch.Tensor], W],
+        *,
+        stream_slots: int,
+    ) -> None:
+        """Takes over the fetcher and the slab.
+
+        Args:
+            fetcher: what fills slots.
+            slab: the slots.
+            policy: decides who gives up a slot; must hold no key yet.
+            bind: turns a filled slot (``uint8``) into the expert's weights.
+            stream_slots: slots that experts who only pass through may take from the others.
+        """
+        self._fetcher = fetcher
+        self._slab = slab
+        self._policy = policy
+        self._bind = bind
+        self._stream_slots = max(1, min(stream_slots, slab.num_slots))
+        self._entries: dict[ExpertKey, _Entry[W]] = {}
+        self._free = list(range(slab.num_slots - 1, -1, -1))
+        self._changed = threading.Condition()
+        self._counters = _Counters()
+
+    @property
+    def num_slots(self) -> int:
+        """Experts that the tier can hold."""
+        return self._slab.num_slots
+
+    def lease(self, keys: Sequence[ExpertKey], *, streaming: bool = False) -> "Lease[W]":
+        """Holds experts of one layer in their slots while they are used.
+
+        Misses are demanded at once, as far as there are slots; iterating over the lease yields the
+        experts in groups as they become usable.
+
+        Args:
+            keys: the experts, no one twice, least recently used first.
+            streaming: the call visits most of the layer's experts (a prompt): missing ones pass
+                through a few slots and the cache stays as it is, except that free room is filled.
+        """
+        return Lease(self, keys, streaming=streaming)
+
+    def read_ahead(self, keys: Iterable[ExpertKey]) -> None:
+        """Starts reading experts that will probably be leased next, behind all demands.
+
+        Takes free slots only, and no more of them than streaming may use; the rest is ignored.
+        """
+        with self._changed:
+            for key in keys:
+                if key in self._entries:
+                    continue
+                if not self._free or self._num_transient() >= self._stream_slots:
+                    return
+                self._start(key, self._free.pop(), transient=True, priority=Priority.READAHEAD)
+
+    def stats(self) -> StoreStats:
+        """The counters so far."""
+        with self._changed:
+            c = self._counters
+            return StoreStats(
+                hits=c.hits,
+                late_hits=c.late_hits,
+                misses=c.misses,
+                bytes_read=c.demand_bytes + c.readahead_bytes,
+                demand_bytes=c.demand_bytes,
+                readahead_bytes=c.readahead_bytes,
+                evictions=c.evictions,
+                stall_s=c.stall_s,
+                expert_slots=self._slab.num_slots,
+                slot_bytes=self._slab.slot_bytes,
+            )
+
+    def reset_stats(self) -> None:
+        """Sets all counters to zero, as after a warm-up."""
+        with self._changed:
+            self._counters = _Counters()
+
+    def check(self) -> None:
+        """Proves that free, resident and arriving slots make up the tier, each exactly once.
+
+        Raises:
+            AssertionError: the books do not balance.
+        """
+        with self._changed:
+            occupied = [entry.slot for entry in self._entries.values()]
+            assert sorted(occupied + self._free) == list(range(self._slab.num_slots))
+            kept = {key for key, entry in self._entries.items() if not entry.transient}
+            assert len(self._policy) == len(kept)
+            assert all(key in self._policy for key in kept)
+            assert all(entry.pins >= 0 for entry in self._entries.values())
+            assert all(entry.arrived or entry.read for entry in self._entries.values())
+            self._policy.check()
+
+    def close(self) -> None:
+        """Ends the reads under way. The store must not be used afterwards."""
+        self._fetcher.close()
+
+    # What follows is called with the lock held.
+
+    def _start(
+        self, key: ExpertKey, slot: int, *, transient: bool, priority: Priority
+    ) -> _Entry[W]:
+        entry: _Entry[W] = _Entry(slot, transient)
+        self._entries[key] = entry
+        if not transient:
+            self._policy.insert(key)
+        entry.read = self._fetcher.fetch(
+            key, self._slab.slot(slot), priority, lambda read: self._arrive(key, entry, read)
+        )
+        return entry
+
+    def _arrive(self, key: ExpertKey, entry: _Entry[W], read: Read) -> None:
+        with self._changed:
+            entry.read = read
+            entry.arrived = True
+            if read.priority is Priority.DEMAND:
+                self._counters.demand_bytes += read.num_bytes
+            else:
+                self._counters.readahead_bytes += read.num_bytes
+            if read.error is not None and entry.pins == 0:
+                self._drop(key)
+            self._changed.notify_all()
+
+    def _take_slot(self, incoming: ExpertKey, *, transient: bool) -> int | None:
+        if self._free:
+            return self._free.pop()
+        idle = next((k for k, e in self._entries.items() if e.transient and self._idle(e)), None)
+        if idle is None:
+            if transient and self._num_transient() >= self._stream_slots:
+                return None
+            idle = self._policy.victim(self._is_evictable, incoming)
+        if idle is None:
+            return None
+        self._counters.evictions += 1
+        self._drop(idle)
+        return self._free.pop()
+
+    def _drop(self, key: ExpertKey) -> None:
+        entry = self._entries.pop(key)
+        if not entry.transient:
+            self._policy.remove(key)
+        self._free.append(entry.slot)
+
+    def _unpin(self, key: ExpertKey) -> None:
+        entry = self._entries[key]
+        entry.pins -= 1
+        failed = entry.read is not None and entry.read.error is not None
+        if entry.pins == 0 and entry.arrived and (entry.transient or failed):
+            self._drop(key)
+        self._changed.notify_all()
+
+    def _is_evictable(self, key: object) -> bool:
+        return self._idle(self._entries[key])  # type: ignore[index]
+
+    def _idle(self, entry: _Entry[W]) -> bool:
+        return entry.arrived and entry.pins == 0
+
+    def _num_transient(self) -> int:
+        return sum(entry.transient for entry in self._entries.values())
+
+
+class Lease(Generic[W]):
+    """A hold on some experts of a layer; made by ``ExpertStore.lease`` and used as a context.
+
+    Iterating yields lists of ``(key, weights)``: what is resident first, then what arrives,
+    together as it arrives. When streaming, arrivals go first and residents fill the time between
+    them, so that the slots which the stream passes through are free again as soon as possible. The
+    experts of a list are released when the next list is asked for.
+    """
+
+    def __init__(
+        self, store: ExpertStore[W], keys: Sequence[ExpertKey], *, streaming: bool
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._streaming = streaming
+        self._resident: deque[ExpertKey] = deque()
+        self._arriving: list[ExpertKey] = []
+        self._wanted: deque[ExpertKey] = deque()
+        self._held: list[ExpertKey] = []
+        self._keep: set[ExpertKey] = set()
+
+    def __enter__(self) -> "Lease[W]":
+        with self._store._changed:
+            missing = [key for key in self._keys if not self._pin_present(key)]
+            self._keep = set(self._worth_keeping(missing))
+            self._wanted.extend(missing)
+            self._store._counters.misses += len(missing)
+            self._admit()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._store._changed:
+            for key in (*self._held, *self._resident, *self._arriving):
+                self._store._unpin(key)
+            self._held, self._arriving = [], []
+            self._resident.clear()
+            self._wanted.clear()
+
+    def __iter__(self) -> Iterator[list[tuple[ExpertKey, W]]]:
+        while group := self._next_group():
+            yield [(key, self._weights(key)) for key in group]
+
+    def _next_group(self) -> list[ExpertKey]:
+        store = self._store
+        with store._changed:
+            for key in self._held:
+                store._unpin(key)
+            self._held = []
+            while True:
+                self._admit()
+                self._held = self._take_ready()
+                if self._held or not (self._wanted or self._arriving):
+                    return self._held
+                start = time.perf_counter()
+                store._changed.wait()
+                store._counters.stall_s += time.perf_counter() - start
+
+    def _pin_present(self, key: ExpertKey) -> bool:
+        store = self._store
+        entry = store._entries.get(key)
+        if entry is None:
+            return False
+        entry.pins += 1
+        if entry.arrived:
+            store._counters.hits += 1
+            self._resident.append(key)
+        else:
+            assert entry.read is not None
+            store._counters.late_hits += 1
+            store._fetcher.promote(key, entry.read)
+            self._arriving.append(key)
+        if not entry.transient:
+            store._policy.touch(key)
+        elif not self._streaming or store._policy.room(key.layer) > 0:
+            entry.transient = False
+            store._policy.insert(key)
+        return True
+
+    def _worth_keeping(self, missing: Sequence[ExpertKey]) -> Sequence[ExpertKey]:
+        if not self._streaming or not missing:
+            return missing
+        room = self._store._policy.room(missing[0].layer)
+        return missing[max(0, len(missing) - room) :]
+
+    def _admit(self) -> None:
+        store = self._store
+        while self._wanted:
+            key = self._wanted[0]
+            if key in store._entries:  # another lease asked for it while this one waited for a slot
+                store._entries[key].pins += 1
+            else:
+                transient = key not in self._keep
+                slot = store._take_slot(key, transient=transient)
+                if slot is None:
+                    return
+                store._start(key, slot, transient=transient, priority=Priority.DEMAND).pins += 1
+            self._arriving.append(self._wanted.popleft())
+
+    def _take_ready(self) -> list[ExpertKey]:
+        arrived = [key for key in self._arriving if self._store._entries[key].arrived]
+        for key in arrived:
+            read = self._store._entries[key].read
+            if read is not None and read.error is not None:
+                raise read.error
+        self._arriving = [key for key in self._arriving if key not in set(arrived)]
+        if self._streaming:
+            return arrived or ([self._resident.popleft()] if self._resident else [])
+        ready = [*self._resident, *arrived]
+        self._resident.clear()
+        return ready
+
+    def _weights(self, key: ExpertKey) -> W:
+        entry = self._store._entries[key]
+        if entry.weights is None:
+            entry.weights = self._store._bind(key, self._store._slab.slot(entry.slot))
+        return entry.weights

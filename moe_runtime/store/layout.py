@@ -1,0 +1,128 @@
+"""Where the bytes of one expert lie: in the checkpoint's files, and in a slot of memory.
+
+An expert is read as a few extents (contiguous ranges of a file, grown to whole blocks so that
+direct I/O can take them) which are laid one after the other into a slot. Its tensors are views into
+the slot at the places where the extents put them; no byte is moved after it was read.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+BLOCK_BYTES = 4096
+"""Alignment of file offsets, lengths and addresses that direct I/O accepts everywhere."""
+
+MERGE_GAP_BYTES = 64 * 1024
+"""Ranges of a file closer than this are read as one: the gap costs less than a second read."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRange:
+    """One tensor of an expert, as a strided view over bytes of a checkpoint file.
+
+    Attributes:
+        file: the safetensors file.
+        offset: absolute byte offset of the view's first element.
+        span_bytes: bytes from the first element to the end of the last one.
+        dtype: element type.
+        shape: sizes of the view.
+        stride: strides of the view, in elements.
+    """
+
+    file: Path
+    offset: int
+    span_bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A range of whole blocks of a file and its place in the slot.
+
+    Attributes:
+        file: the file to read.
+        offset: byte offset in the file, a multiple of the block size.
+        num_bytes: bytes to read, a multiple of the block size; the file may end before that.
+        needed_bytes: bytes from ``offset`` to the end of the last tensor; all of them must arrive.
+        slot_offset: byte offset in the slot.
+    """
+
+    file: Path
+    offset: int
+    num_bytes: int
+    needed_bytes: int
+    slot_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayout:
+    """What to read for one expert, and where its tensors are found afterwards.
+
+    Attributes:
+        extents: the reads that fill a slot, in slot order.
+        tensors: the expert's tensors as the checkpoint has them.
+        slot_offsets: byte offset in the slot of each of ``tensors``.
+    """
+
+    extents: tuple[Extent, ...]
+    tensors: tuple[TensorRange, ...]
+    slot_offsets: tuple[int, ...]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot that can hold this expert."""
+        last = self.extents[-1]
+        return last.slot_offset + last.num_bytes
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of the expert itself, without alignment."""
+        return sum(tensor.span_bytes for tensor in self.tensors)
+
+    def views(self, slot: torch.Tensor) -> list[torch.Tensor]:
+        """The expert's tensors as views into a filled slot (``uint8``, at least ``slot_bytes``)."""
+        views = []
+        for tensor, start in zip(self.tensors, self.slot_offsets, strict=True):
+            flat = slot[start : start + tensor.span_bytes].view(tensor.dtype)
+            views.append(flat.as_strided(tensor.shape, tensor.stride))
+        return views
+
+
+def lay_out(tensors: Sequence[TensorRange]) -> ExpertLayout:
+    """Plans the reads of one expert: neighbours share a read, and each read takes whole blocks.
+
+    Args:
+        tensors: the expert's tensors; each must start at a multiple of its item size.
+    """
+    extents: list[Extent] = []
+    slot_offset = 0
+    for file, start, end in _merge_ranges(tensors):
+        offset = start // BLOCK_BYTES * BLOCK_BYTES
+        num_bytes = -(-(end - offset) // BLOCK_BYTES) * BLOCK_BYTES
+        extents.append(Extent(file, offset, num_bytes, end - offset, slot_offset))
+        slot_offset += num_bytes
+    placed = tuple(_slot_offset(tensor, extents) for tensor in tensors)
+    return ExpertLayout(tuple(extents), tuple(tensors), placed)
+
+
+def _merge_ranges(tensors: Iterable[TensorRange]) -> list[tuple[Path, int, int]]:
+    merged: list[tuple[Path, int, int]] = []
+    ranges = sorted((t.file, t.offset, t.offset + t.span_bytes) for t in tensors)
+    for file, start, end in ranges:
+        if merged and merged[-1][0] == file and start <= merged[-1][2] + MERGE_GAP_BYTES:
+            merged[-1] = (file, merged[-1][1], max(end, merged[-1][2]))
+        else:
+            merged.append((file, start, end))
+    return merged
+
+
+def _slot_offset(tensor: TensorRange, extents: Iterable[Extent]) -> int:
+    for extent in extents:
+        begin = tensor.offset - extent.offset
+        if extent.file == tensor.file and 0 <= begin < extent.needed_bytes:
+            return extent.slot_offset + begin
+    raise AssertionError(f"no extent covers {tensor}")

@@ -1,0 +1,68 @@
+"""A tier's memory: one allocation, cut into equal slots."""
+
+import mmap
+
+import torch
+
+from moe_runtime.config import format_bytes
+from moe_runtime.errors import CapacityError
+
+HUGE_PAGE_BYTES = 2 * 2**20
+
+
+class Slab:
+    """Preallocated slots of one tier.
+
+    Host slabs are page-aligned anonymous memory: nothing is resident until it is written, and huge
+    pages are asked for, because reading weights at the speed of memory leaves no time for page
+    walks.
+    """
+
+    def __init__(
+        self, num_slots: int, slot_bytes: int, *, device: str | torch.device = "cpu"
+    ) -> None:
+        """Allocates the slab.
+
+        Raises:
+            ValueError: a size is not positive.
+            CapacityError: the memory cannot be had.
+        """
+        if num_slots < 1 or slot_bytes < 1:
+            raise ValueError(
+                f"a slab needs a slot of a byte, got {num_slots} of {slot_bytes} bytes"
+            )
+        self.num_slots = num_slots
+        self.slot_bytes = slot_bytes
+        self.device = torch.device(device)
+        total = num_slots * slot_bytes
+        if self.device.type == "cpu":
+            self._bytes = aligned_bytes(total)
+        else:
+            self._bytes = _device_bytes(total, self.device)
+
+    def slot(self, index: int) -> torch.Tensor:
+        """The bytes of one slot: ``uint8`` of ``slot_bytes``."""
+        return self._bytes[index * self.slot_bytes : (index + 1) * self.slot_bytes]
+
+
+def aligned_bytes(num_bytes: int) -> torch.Tensor:
+    """Page-aligned zeroed host memory as a ``uint8`` tensor, in huge pages where there are any.
+
+    Raises:
+        CapacityError: the memory cannot be had.
+    """
+    try:
+        memory = mmap.mmap(-1, num_bytes)
+    except (OSError, OverflowError) as error:
+        size = format_bytes(num_bytes)
+        raise CapacityError(f"cannot allocate {size} of host memory: {error}") from None
+    if num_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _device_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        raise CapacityError(f"cannot allocate {format_bytes(num_bytes)} on {device}") from None

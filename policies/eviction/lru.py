@@ -1,0 +1,44 @@
+"""Least recently used: evicts the key whose last use lies furthest back."""
+
+from collections import OrderedDict
+from typing import Generic
+
+from moe_runtime.policies.eviction.base import Evictable, K
+
+
+class LRU(Generic[K]):
+    """Least-recently-used order over keys.
+
+    ``touch``, ``insert`` and ``remove`` take constant time; ``victim`` takes one step for every key
+    at the old end that is not evictable.
+    """
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[K, None] = OrderedDict()
+
+    def touch(self, key: K) -> None:
+        """Makes a held key the most recent one."""
+        self._order.move_to_end(key)
+
+    def insert(self, key: K) -> None:
+        """Starts to hold a key as the most recent one."""
+        if key in self._order:
+            raise ValueError(f"{key} is held already")
+        self._order[key] = None
+
+    def remove(self, key: K) -> None:
+        """Stops holding a key."""
+        del self._order[key]
+
+    def victim(self, evictable: Evictable, incoming: K) -> K | None:
+        """The least recently used key that may be evicted."""
+        return next((key for key in self._order if evictable(key)), None)
+
+    def check(self) -> None:
+        """Nothing can contradict itself here: the order is the state."""
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._order

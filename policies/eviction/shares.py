@@ -1,0 +1,76 @@
+"""A share of the slots for every layer, each ordered by a policy of its own.
+
+A model visits its layers in a fixed cycle. A single order over all layers would let the layers just
+computed push out those that come next, although every layer is equally far away; a share for each
+layer keeps what is useful in all of them.
+"""
+
+from collections.abc import Callable, Sequence
+
+from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy
+from moe_runtime.types import ExpertKey
+
+
+def even_shares(num_slots: int, num_layers: int) -> list[int]:
+    """Splits slots over layers as evenly as whole slots allow; earlier layers get the remainder.
+
+    Raises:
+        ValueError: there is no layer, or a negative number of slots.
+    """
+    if num_layers < 1 or num_slots < 0:
+        raise ValueError(f"cannot split {num_slots} slots over {num_layers} layers")
+    each, remainder = divmod(num_slots, num_layers)
+    return [each + (layer < remainder) for layer in range(num_layers)]
+
+
+class LayerShares:
+    """An eviction policy for expert keys that lets a layer grow to its share and no further.
+
+    A layer that has used up its share evicts one of its own experts. A layer below its share takes
+    a slot from the layer that is furthest above its share.
+    """
+
+    def __init__(
+        self, make_policy: Callable[[], EvictionPolicy[ExpertKey]], shares: Sequence[int]
+    ) -> None:
+        self._shares = list(shares)
+        self._layers = [make_policy() for _ in shares]
+
+    def room(self, layer: int) -> int:
+        """How many more experts the layer may hold before its share is used up."""
+        return max(0, self._shares[layer] - len(self._layers[layer]))
+
+    def touch(self, key: ExpertKey) -> None:
+        """Notes a use of a held key in its layer's order."""
+        self._layers[key.layer].touch(key)
+
+    def insert(self, key: ExpertKey) -> None:
+        """Starts to hold a key in its layer's order."""
+        self._layers[key.layer].insert(key)
+
+    def remove(self, key: ExpertKey) -> None:
+        """Stops holding a key."""
+        self._layers[key.layer].remove(key)
+
+    def victim(self, evictable: Evictable, incoming: ExpertKey) -> ExpertKey | None:
+        """Chooses from the incoming key's layer if its share is used up, else the fullest layer."""
+        layers = sorted(range(len(self._layers)), key=self._surplus, reverse=True)
+        if self.room(incoming.layer) == 0:
+            layers.remove(incoming.layer)
+            layers.insert(0, incoming.layer)
+        victims = (self._layers[layer].victim(evictable, incoming) for layer in layers)
+        return next((key for key in victims if key is not None), None)
+
+    def check(self) -> None:
+        """Proves that every key is held by its own layer's policy, and each policy's invariants."""
+        for policy in self._layers:
+            policy.check()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._layers))
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, ExpertKey) and key in self._layers[key.layer]
+
+    def _surplus(self, layer: int) -> int:
+        return len(self._layers[layer]) - self._shares[layer]
