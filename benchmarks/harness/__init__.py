@@ -1,0 +1,1 @@
+"""Parts that the benchmark programs beside this folder share."""
