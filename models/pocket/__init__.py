@@ -1,0 +1,23 @@
+"""The pocket model: a small Mixture-of-Experts language model trained and shipped by this project.
+
+Importing this package is light: it only knows where the bundled checkpoint lies. `corpus.py`
+gathers the training text, `train.py` trains, `evaluate.py` measures and writes the model card.
+"""
+
+from pathlib import Path
+
+
+def pocket_path() -> Path:
+    """The folder of the bundled checkpoint, in the layout `from_pretrained` reads.
+
+    Raises:
+        FileNotFoundError: if the installation lacks the checkpoint's files.
+    """
+    folder = Path(__file__).resolve().parent
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(
+                f"the pocket model's {name} is missing from {folder}; reinstall the package, or "
+                "train the model again with `python -P -m moe_runtime.models.pocket.train`"
+            )
+    return folder
