@@ -1,0 +1,119 @@
+"""What all commands share on the terminal: the session, the loading bar, tables.
+
+Results go to stdout, everything else to stderr.
+"""
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage's name, the bytes done and the bytes in total."""
+
+
+@dataclass
+class Session:
+    """What the entry point must know about the running command.
+
+    Attributes:
+        debug: errors show a traceback.
+        as_json: stdout carries exactly one JSON object.
+    """
+
+    debug: bool = False
+    as_json: bool = False
+
+    def begin(self, *, debug: bool, as_json: bool) -> None:
+        """Notes the options of the command and silences the libraries below it."""
+        self.debug = debug
+        self.as_json = as_json
+        if not debug:
+            import warnings
+
+            warnings.simplefilter("ignore")
+
+    def fail(self, message: str) -> None:
+        """Shows the one line that an error gets."""
+        sys.stdout.flush()
+        print(f"moe-runtime: error: {message}", file=sys.stderr)
+        if self.as_json:
+            print_json({"error": message})
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Prints one JSON object on stdout."""
+    print(json.dumps(value, ensure_ascii=False, allow_nan=False), flush=True)
+
+
+def quiet_transformers(session: Session) -> None:
+    """Keeps the log lines and bars of transformers and huggingface_hub out of our output."""
+    if session.debug:
+        return
+    import huggingface_hub.utils as hub
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    hub.logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        hub.disable_progress_bars()
+
+
+@contextlib.contextmanager
+def loading_bar() -> Iterator[Progress]:
+    """Shows a bar on stderr while the ``with`` block loads; nothing where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda stage, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn(True))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda stage, done, total: bar.update(
+            task, description=stage, completed=done, total=total or None
+        )
+
+
+def print_rows(title: str, rows: Sequence[tuple[str, str]], *, to_stderr: bool) -> None:
+    """Prints a table of two columns: what, and its value."""
+    print_table(title, [("", "left"), ("", "left")], rows, to_stderr=to_stderr)
+
+
+def print_table(
+    title: str,
+    columns: Sequence[tuple[str, str]],
+    rows: Sequence[Sequence[str]],
+    *,
+    to_stderr: bool = False,
+) -> None:
+    """Prints a table.
+
+    Args:
+        title: a line above it.
+        columns: header and alignment (``"left"`` or ``"right"``) of each column.
+        rows: the cells, as many in each row as there are columns.
+        to_stderr: for tables that are not the result of the command.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    has_header = any(header for header, _ in columns)
+    table = Table(
+        title=Text(title, style="bold"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD if has_header else box.SIMPLE,
+        show_header=has_header,
+        pad_edge=False,
+    )
+    for header, align in columns:
+        table.add_column(header, justify="right" if align == "right" else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console(stderr=to_stderr).print(table)

@@ -1,0 +1,144 @@
+"""How fast a disk serves random reads of one expert's size."""
+
+import contextlib
+import mmap
+import os
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+_ALIGNMENT = 4096
+_SCRATCH_BYTES = 128 << 20
+_SCRATCH_BLOCK_BYTES = 16 << 20
+_MIN_READS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiskSpeed:
+    """Bandwidth of random reads.
+
+    Attributes:
+        path: the file that was read.
+        read_bytes: size of one read.
+        in_flight: reads under way at once.
+        direct_bytes_per_s: past the page cache; None where the file system does not allow it.
+        buffered_bytes_per_s: through the page cache, with nothing of the file in it.
+    """
+
+    path: Path
+    read_bytes: int
+    in_flight: int
+    direct_bytes_per_s: float | None
+    buffered_bytes_per_s: float
+
+
+def measure_disk(
+    path: Path, *, read_bytes: int, seconds: float = 0.8, in_flight: int = 4
+) -> DiskSpeed:
+    """Measures random reads from a file, or from the disk that a folder lies on.
+
+    A folder's largest file is read; where there is none large enough, a scratch file of 128 MiB is
+    written into the folder and removed again.
+
+    Args:
+        path: file or folder.
+        read_bytes: size of one read, rounded up to whole pages.
+        seconds: time for each of the two measurements.
+        in_flight: reads under way at once.
+
+    Raises:
+        OSError: the path cannot be read, or the scratch file cannot be written.
+        ValueError: the file is too small to be measured.
+    """
+    read_bytes = -(-read_bytes // _ALIGNMENT) * _ALIGNMENT
+    with _file_to_read(path, read_bytes) as file:
+        if file.stat().st_size < read_bytes:
+            raise ValueError(
+                f"{file}: has {file.stat().st_size} bytes, too few for reads of {read_bytes}"
+            )
+        try:
+            direct = _bandwidth(file, read_bytes, seconds, in_flight, direct=True)
+        except OSError:
+            direct = None
+        buffered = _bandwidth(file, read_bytes, seconds, in_flight, direct=False)
+        return DiskSpeed(
+            path=file,
+            read_bytes=read_bytes,
+            in_flight=in_flight,
+            direct_bytes_per_s=direct,
+            buffered_bytes_per_s=buffered,
+        )
+
+
+@contextlib.contextmanager
+def _file_to_read(path: Path, read_bytes: int) -> Iterator[Path]:
+    if not path.is_dir():
+        yield path
+        return
+    files = [file for file in path.iterdir() if file.is_file() and os.access(file, os.R_OK)]
+    largest = max(files, key=lambda file: file.stat().st_size, default=None)
+    if largest is not None and largest.stat().st_size >= _MIN_READS * read_bytes:
+        yield largest
+        return
+    with tempfile.NamedTemporaryFile(dir=path, prefix=".moe-runtime-doctor-") as scratch:
+        # Random bytes, so that a file system that compresses does not flatter the disk.
+        block = os.urandom(_SCRATCH_BLOCK_BYTES)
+        for _ in range(max(_SCRATCH_BYTES, _MIN_READS * read_bytes) // len(block)):
+            scratch.write(block)
+        scratch.flush()
+        os.fsync(scratch.fileno())
+        yield Path(scratch.name)
+
+
+def _bandwidth(
+    file: Path, read_bytes: int, seconds: float, in_flight: int, *, direct: bool
+) -> float:
+    """Bytes a second over reads of distinct places in random order."""
+    flags = os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if direct else 0)
+    if direct and flags == os.O_RDONLY:
+        raise OSError("this system has no direct reads")
+    descriptor = os.open(file, flags)
+    try:
+        num_places = file.stat().st_size // read_bytes
+        places = [place * read_bytes for place in range(num_places)]
+        random.Random(0).shuffle(places)
+        if not direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        started = time.perf_counter()
+        reader = _Reader(descriptor, read_bytes, places, started + seconds)
+        with ThreadPoolExecutor(in_flight) as pool:
+            workers = [pool.submit(reader.read_until_done) for _ in range(in_flight)]
+            num_bytes = sum(worker.result() for worker in workers)
+        return num_bytes / (time.perf_counter() - started)
+    finally:
+        os.close(descriptor)
+
+
+class _Reader:
+    """Hands out places of a file to several threads that read them."""
+
+    def __init__(
+        self, descriptor: int, read_bytes: int, places: list[int], deadline_s: float
+    ) -> None:
+        self._descriptor = descriptor
+        self._read_bytes = read_bytes
+        self._places = iter(places)
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()
+
+    def read_until_done(self) -> int:
+        """Reads place after place until time or places run out; returns the bytes read."""
+        num_bytes = 0
+        with mmap.mmap(-1, self._read_bytes) as buffer:
+            while time.perf_counter() < self._deadline_s:
+                with self._lock:
+                    place = next(self._places, None)
+                if place is None:
+                    break
+                num_bytes += os.preadv(self._descriptor, [buffer], place)
+        return num_bytes

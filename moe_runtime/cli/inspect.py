@@ -1,0 +1,137 @@
+"""``moe-runtime inspect``: what a checkpoint holds, and what a budget buys."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moe_runtime.cli.console import Session, print_json, print_rows, print_table, quiet_transformers
+from moe_runtime.config import format_bytes, parse_budget
+
+if TYPE_CHECKING:
+    from moe_runtime.engine.inspection import CheckpointSummary
+
+_SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
+"""Shares of the experts whose budgets the table shows."""
+
+
+def inspect(
+    ctx: typer.Context,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Folder of a checkpoint, or name on the hub.")
+    ],
+    host_memory: Annotated[
+        str | None, typer.Option(help="Also show what this budget buys, such as 7GiB.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="auto (as stored), bfloat16, float16 or float32.")
+    ] = "auto",
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that the key-value cache must hold.")
+    ] = 4096,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of tables.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")] = False,
+) -> None:
+    """Show a model's layers and experts, its sizes, and what a memory budget buys."""
+    session: Session = ctx.obj
+    session.begin(debug=debug, as_json=as_json)
+    budget = None if host_memory is None else parse_budget(host_memory, name="--host-memory")
+    if budget is not None and budget.num_bytes is None:
+        raise ValueError(f"--host-memory must be a size such as 7GiB here, got {host_memory!r}")
+    quiet_transformers(session)
+    from moe_runtime.engine.inspection import inspect_checkpoint
+
+    summary = inspect_checkpoint(model, dtype=dtype, max_tokens=max_tokens)
+    asked_bytes = budget.num_bytes if budget is not None else None
+    purchases = [_buy(summary, size) for size in _budgets(summary, asked_bytes)]
+    if as_json:
+        sizes = {field.name: getattr(summary, field.name) for field in dataclasses.fields(summary)}
+        sizes["path"] = str(summary.path)
+        print_json({**sizes, "budgets": [dataclasses.asdict(purchase) for purchase in purchases]})
+        return
+    print_rows(f"{summary.path}", _as_rows(summary), to_stderr=False)
+    _print_purchases(purchases)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Purchase:
+    """What one budget buys.
+
+    Attributes:
+        budget_bytes: host memory given to the runtime.
+        expert_slots: experts resident at once; 0 when the budget does not work.
+        slots_per_layer: the same, by layer.
+        resident_share: share of all experts.
+    """
+
+    budget_bytes: int
+    expert_slots: int
+    slots_per_layer: float
+    resident_share: float
+
+
+def _budgets(summary: "CheckpointSummary", asked_bytes: int | None) -> list[int]:
+    """The smallest budget that works, those for certain shares of the experts, and the asked one."""
+    smallest = summary.smallest_budget_bytes
+    first_slots = summary.slots_for(smallest)
+    total_slots = summary.num_layers * summary.num_experts
+    wanted = (max(first_slots, round(total_slots * share)) for share in _SHARES)
+    budgets = {smallest + (slots - first_slots) * summary.slot_bytes for slots in wanted}
+    budgets |= {smallest} | ({asked_bytes} if asked_bytes is not None else set())
+    return sorted(budgets)
+
+
+def _buy(summary: "CheckpointSummary", budget_bytes: int) -> Purchase:
+    total = summary.num_layers * summary.num_experts
+    works = budget_bytes >= summary.smallest_budget_bytes
+    slots = min(total, summary.slots_for(budget_bytes)) if works else 0
+    return Purchase(
+        budget_bytes=budget_bytes,
+        expert_slots=slots,
+        slots_per_layer=slots / summary.num_layers,
+        resident_share=slots / total,
+    )
+
+
+def _as_rows(summary: "CheckpointSummary") -> list[tuple[str, str]]:
+    total_bytes = summary.dense_bytes + summary.expert_bytes
+    return [
+        ("model", f"{summary.architecture} ({summary.model_type})"),
+        (
+            "experts",
+            f"{summary.num_layers} layers of {summary.num_experts}, "
+            f"{summary.top_k} of them for each token",
+        ),
+        ("each expert", f"{format_bytes(summary.bytes_per_expert)} as {summary.expert_dtype}"),
+        ("all experts", format_bytes(summary.expert_bytes)),
+        ("everything else", format_bytes(summary.dense_bytes)),
+        ("together", format_bytes(total_bytes)),
+        (
+            "smallest budget",
+            f"{format_bytes(summary.smallest_budget_bytes)}, of which "
+            f"{format_bytes(summary.reserve_bytes)} for the key-value cache and buffers",
+        ),
+    ]
+
+
+def _print_purchases(purchases: list[Purchase]) -> None:
+    columns = [
+        ("--host-memory", "right"),
+        ("experts in memory", "right"),
+        ("per layer", "right"),
+        ("share", "right"),
+    ]
+    rows = [
+        (
+            format_bytes(purchase.budget_bytes),
+            str(purchase.expert_slots),
+            f"{purchase.slots_per_layer:.1f}",
+            f"{purchase.resident_share:.0%}",
+        )
+        if purchase.expert_slots
+        else (format_bytes(purchase.budget_bytes), "too small", "", "")
+        for purchase in purchases
+    ]
+    print_table("what a budget buys", columns, rows)

@@ -1,0 +1,225 @@
+"""Facts about this machine, and what to do where it falls short."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from moe_runtime.cli.disk import DiskSpeed, measure_disk
+from moe_runtime.config import format_bytes
+
+Status = Literal["ok", "note", "problem"]
+
+_REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy")
+_OPTIONAL = ("accelerate", "llama-cpp-python", "gguf")
+_VECTOR_FLAGS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16", "asimd", "sve")
+_SLOW_DISK_BYTES_PER_S = 500e6
+_LITTLE_MEMORY_BYTES = 2 << 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        name: what it is.
+        status: ``"ok"``, ``"note"`` (works, could be better) or ``"problem"`` (does not work).
+        value: what was found.
+        advice: what to do about it; empty when there is nothing to do.
+    """
+
+    name: str
+    status: Status
+    value: str
+    advice: str = ""
+
+
+def examine(path: Path, read_bytes: int) -> list[Finding]:
+    """Looks at everything that decides whether models run here, and how fast."""
+    return [
+        _python(),
+        *_packages(),
+        _processor(),
+        _native_kernel(),
+        *_accelerators(),
+        *_memory(),
+        *_disk(path, read_bytes),
+    ]
+
+
+def _python() -> Finding:
+    value = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.platform == "linux":
+        return Finding(name="python", status="ok", value=value)
+    return Finding(
+        name="python", status="note", value=value, advice="only Linux is tested; expect rough edges"
+    )
+
+
+def _packages() -> list[Finding]:
+    versions = {name: _version(name) for name in (*_REQUIRED, *_OPTIONAL)}
+    missing = [name for name in _REQUIRED if versions[name] is None]
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    if not missing:
+        return [Finding(name="packages", status="ok", value=listed)]
+    return [
+        Finding(
+            name="packages",
+            status="problem",
+            value=f"missing: {', '.join(missing)}",
+            advice=f"pip install {' '.join(missing)}",
+        )
+    ]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> Finding:
+    model, flags = _cpu_model_and_flags()
+    vectors = [flag for flag in _VECTOR_FLAGS if flag in flags]
+    num_usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    cores = f"{num_usable or os.cpu_count()} of {os.cpu_count()} threads usable"
+    value = f"{model}; {cores}; {' '.join(vectors) or 'no vector extensions known'}"
+    if "avx2" in flags or "asimd" in flags or not flags:
+        return Finding(name="processor", status="ok", value=value)
+    return Finding(
+        name="processor",
+        status="note",
+        value=value,
+        advice="without AVX2 the portable kernel runs; decoding will be slow",
+    )
+
+
+def _cpu_model_and_flags() -> tuple[str, frozenset[str]]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or "unknown processor", frozenset()
+    facts = dict(_split_fact(line) for line in reversed(lines) if ":" in line)
+    flags = facts.get("flags") or facts.get("Features") or ""
+    return facts.get("model name", platform.machine()), frozenset(flags.split())
+
+
+def _split_fact(line: str) -> tuple[str, str]:
+    name, _, value = line.partition(":")
+    return name.strip(), value.strip()
+
+
+def _native_kernel() -> Finding:
+    return Finding(name="native kernel", status="note", value="not built")
+
+
+def _accelerators() -> list[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        return []
+    import torch
+
+    if not torch.cuda.is_available():
+        return [_no_gpu(torch.version.cuda), _triton(needed=False)]
+    names = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+        names.append(
+            f"{properties.name}, {format_bytes(free_bytes)} of {format_bytes(total_bytes)} free"
+        )
+    return [Finding(name="gpu", status="ok", value="; ".join(names)), _triton(needed=True)]
+
+
+def _no_gpu(cuda_version: str | None) -> Finding:
+    if shutil.which("nvidia-smi") is None:
+        return Finding(name="gpu", status="ok", value="none; everything runs on the processor")
+    if cuda_version is None:
+        advice = "this torch is built without CUDA; install a CUDA build from pytorch.org"
+    else:
+        advice = "torch sees no GPU; check that nvidia-smi works and CUDA_VISIBLE_DEVICES is right"
+    return Finding(name="gpu", status="note", value="installed, but not usable", advice=advice)
+
+
+def _triton(*, needed: bool) -> Finding:
+    version = _version("triton")
+    if version is not None:
+        return Finding(name="triton", status="ok", value=version)
+    if not needed:
+        return Finding(name="triton", status="ok", value="absent; only used with a GPU")
+    return Finding(
+        name="triton",
+        status="note",
+        value="absent",
+        advice="GPU experts run through torch; pip install triton for faster kernels",
+    )
+
+
+def _memory() -> list[Finding]:
+    machine = psutil.virtual_memory()
+    available_bytes = machine.available
+    value = f"{format_bytes(available_bytes)} of {format_bytes(machine.total)} available"
+    limit = _control_group_limit()
+    if limit is not None:
+        limit_bytes, used_bytes = limit
+        left_bytes = max(0, limit_bytes - used_bytes)
+        available_bytes = min(available_bytes, left_bytes)
+        value += f"; control group: {format_bytes(left_bytes)} of {format_bytes(limit_bytes)} left"
+    if available_bytes >= _LITTLE_MEMORY_BYTES:
+        return [Finding(name="memory", status="ok", value=value)]
+    advice = "close other programs, raise the control group's limit, or give a small --host-memory"
+    return [Finding(name="memory", status="note", value=value, advice=advice)]
+
+
+def _control_group_limit() -> tuple[int, int] | None:
+    """Limit and use in bytes of the tightest control group (version 2) around this process."""
+    try:
+        group = Path("/proc/self/cgroup").read_text(encoding="utf-8").strip().splitlines()[-1]
+    except (OSError, IndexError):
+        return None
+    root = Path("/sys/fs/cgroup")
+    folder = root / group.rpartition(":")[2].lstrip("/")
+    limits = []
+    for place in (folder, *folder.parents):
+        if not place.is_relative_to(root):
+            break
+        try:
+            limit = (place / "memory.max").read_text(encoding="utf-8").strip()
+            used = (place / "memory.current").read_text(encoding="utf-8").strip()
+        except OSError:
+            continue
+        if limit.isdecimal() and used.isdecimal():
+            limits.append((int(limit), int(used)))
+    return min(limits, key=lambda pair: pair[0] - pair[1], default=None)
+
+
+def _disk(path: Path, read_bytes: int) -> list[Finding]:
+    try:
+        speed = measure_disk(path, read_bytes=read_bytes)
+    except (OSError, ValueError) as error:
+        advice = "name a readable file, or a folder that a scratch file may be written to"
+        return [Finding(name="disk", status="problem", value=str(error), advice=advice)]
+    return [_disk_finding(path, speed)]
+
+
+def _disk_finding(path: Path, speed: DiskSpeed) -> Finding:
+    direct, buffered = speed.direct_bytes_per_s, speed.buffered_bytes_per_s
+    direct_text = "not possible" if direct is None else f"{direct / 1e9:.2f} GB/s"
+    value = (
+        f"{path}: random reads of {format_bytes(speed.read_bytes)}, {speed.in_flight} at once: "
+        f"direct {direct_text}, buffered {buffered / 1e9:.2f} GB/s"
+    )
+    if max(direct or 0, buffered) < _SLOW_DISK_BYTES_PER_S:
+        advice = "slow for experts on disk; put the checkpoint on a local NVMe drive"
+        return Finding(name="disk", status="note", value=value, advice=advice)
+    if direct is None:
+        advice = "this file system has no direct reads; reads go through the page cache"
+        return Finding(name="disk", status="note", value=value, advice=advice)
+    return Finding(name="disk", status="ok", value=value)

@@ -1,0 +1,121 @@
+"""Entry point of ``moe-runtime``: commands, and errors as one line with an exit code.
+
+Exit codes: 0 done, 1 a bug of ours, 2 something that the user or the machine can change,
+130 interrupted by Ctrl-C.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import moe_runtime
+from moe_runtime.cli.console import Session
+from moe_runtime.cli.doctor import doctor
+from moe_runtime.cli.inspect import inspect
+from moe_runtime.cli.run import run
+from moe_runtime.errors import MoERuntimeError
+
+_FIRST_SCREEN = """\
+moe-runtime runs Mixture-of-Experts models whose experts do not fit in memory.
+
+  moe-runtime run MODEL --prompt "..."    generate text; experts stream from disk
+  moe-runtime inspect MODEL               what a model needs, and what a budget buys
+  moe-runtime doctor                      what this machine offers, and what it lacks
+
+MODEL is a folder with a safetensors checkpoint, or a model's name on the Hugging Face hub.
+For example, with at most 7 GiB of memory:
+
+  moe-runtime run ./OLMoE-1B-7B --host-memory 7GiB --prompt "The sea is"
+
+`moe-runtime COMMAND --help` lists the options of a command."""
+
+_OUTSIDE_PACKAGES = frozenset({"huggingface_hub", "httpx", "safetensors", "torch"})
+"""Errors that these packages define are about files, networks and memory, not about our code."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns the exit code.
+
+    Args:
+        args: the words after the program's name; those of the process when omitted.
+    """
+    session = Session()
+    try:
+        code = build_app()(
+            args=None if args is None else list(args),
+            prog_name="moe-runtime",
+            standalone_mode=False,
+            obj=session,
+        )
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output left, as `| head` does. Python would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        return _report(error, session)
+    return code if isinstance(code, int) else 0
+
+
+def build_app() -> typer.Typer:
+    """The command line with all its commands."""
+    app = typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        rich_markup_mode="rich",
+    )
+    app.callback(invoke_without_command=True)(_first_screen)
+    app.command()(run)
+    app.command()(inspect)
+    app.command()(doctor)
+    return app
+
+
+def _first_screen(
+    ctx: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Run Mixture-of-Experts models whose experts do not fit in memory."""
+    if version:
+        print(f"moe-runtime {moe_runtime.__version__}")
+    elif ctx.invoked_subcommand is None:
+        print(_FIRST_SCREEN)
+
+
+def _report(error: Exception, session: Session) -> int:
+    """Says what went wrong in one line, and returns the exit code that goes with it."""
+    if session.debug:
+        traceback.print_exception(error)
+    code, message = describe(error)
+    session.fail(message)
+    return code
+
+
+def describe(error: Exception) -> tuple[int, str]:
+    """Turns an error into an exit code and one line of text."""
+    if isinstance(error, typer.TyperException):
+        return 2, _one_line(error.format_message())
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return 2, _one_line(f"{error.filename}: {error.strerror}")
+    package = type(error).__module__.partition(".")[0]
+    if isinstance(error, MoERuntimeError | ValueError | OSError) or package in _OUTSIDE_PACKAGES:
+        return 2, _one_line(str(error)) or type(error).__name__
+    if isinstance(error, MemoryError):
+        return 2, "memory could not be allocated; try a smaller --host-memory"
+    message = _one_line(f"{type(error).__name__}: {error}")
+    return 1, f"{message} (a bug of moe-runtime; --debug shows where)"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
