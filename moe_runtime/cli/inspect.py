@@ -73,7 +73,7 @@ class Purchase:
 
 
 def _budgets(summary: "CheckpointSummary", asked_bytes: int | None) -> list[int]:
-    """The smallest budget that works, those for certain shares of the experts, and the asked one."""
+    """The smallest budget, those for certain shares of the experts, and the asked one."""
     smallest = summary.smallest_budget_bytes
     first_slots = summary.slots_for(smallest)
     total_slots = summary.num_layers * summary.num_experts

@@ -163,7 +163,7 @@ class _TimedStreamer(TextStreamer):
         num_new = len(self.token_ids)
         decode_s = self._last_s - self._first_s
         return GenerationResult(
-            text=self.tokenizer.decode(self.token_ids, skip_special_tokens=True),
+            text=str(self.tokenizer.decode(self.token_ids, skip_special_tokens=True)),
             token_ids=tuple(self.token_ids),
             prompt_tokens=num_prompt_tokens,
             new_tokens=num_new,
