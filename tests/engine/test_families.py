@@ -1,0 +1,130 @@
+"""Every family of `transformers` with routed experts, against `transformers` itself.
+
+For each row of `moe_families` a tiny random checkpoint is written, as one file and sharded. What
+`moe_runtime.load` makes of it under the smallest budget that works must give the logits that
+`transformers` gives with all experts in memory.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import moe_families
+import pytest
+import tiny_checkpoints
+import torch
+from moe_families import Family
+from transformers import PreTrainedModel
+
+import moe_runtime
+
+# Both sides compute in fp32 and differ only in how sums are ordered. A few hundred products of
+# order one leave an error near 1e-6 of the largest logit; a wrong weight anywhere leaves 1e-2.
+MAX_RELATIVE_ERROR = 1e-5
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A checkpoint in both layouts, and what transformers computes from it."""
+
+    single: Path
+    sharded: Path
+    model: PreTrainedModel
+    logits: list[torch.Tensor]
+
+
+def make_sample(family: Family, folder: Path) -> Sample:
+    made = tiny_checkpoints.tiny_model(family)
+    single = tiny_checkpoints.save(made, folder / "single", sharded=False)
+    sharded = tiny_checkpoints.save(made, folder / "sharded", sharded=True)
+    model = tiny_checkpoints.model_class_of(family).from_pretrained(
+        single, dtype=torch.float32, experts_implementation="eager"
+    )
+    logits = tiny_checkpoints.prompt_and_step_logits(model.eval(), family)
+    return Sample(single, sharded, model, logits)
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    assert got.shape == expected.shape
+    assert torch.isfinite(expected).all()
+    return ((got - expected).abs().max() / expected.abs().max()).item()
+
+
+def smallest_budget(path: Path) -> int:
+    with pytest.raises(moe_runtime.CapacityError) as caught:
+        moe_runtime.load(path, device="cpu", dtype="float32", host_memory=1)
+    assert caught.value.smallest_bytes is not None
+    return caught.value.smallest_bytes
+
+
+def assert_same_logits(path: Path, family: Family, sample: Sample) -> None:
+    budget = smallest_budget(path)
+    model = moe_runtime.load(path, device="cpu", dtype="float32", host_memory=budget)
+    with model.moe:
+        logits = tiny_checkpoints.prompt_and_step_logits(model, family)
+        model.moe.check()
+        assert_same_experts(model, sample.model)
+    errors = [relative_error(*pair) for pair in zip(logits, sample.logits, strict=True)]
+    assert max(errors) < MAX_RELATIVE_ERROR, errors
+
+
+@torch.no_grad()
+def assert_same_experts(model: PreTrainedModel, reference: PreTrainedModel) -> None:
+    """Call every experts module by itself: a text prompt does not reach those of other towers."""
+    for name, expected_module in tiny_checkpoints.experts_modules(reference).items():
+        module = model.get_submodule(name)
+        num_experts, hidden_size = experts_shape(expected_module)
+        hidden = torch.randn(5, hidden_size)
+        weights, ids = torch.rand(5, num_experts).topk(2)
+        error = relative_error(module(hidden, ids, weights), expected_module(hidden, ids, weights))
+        assert error < MAX_RELATIVE_ERROR, f"{name}: {error}"
+
+
+def experts_shape(module: torch.nn.Module) -> tuple[int, int]:
+    """Number of experts and width of their input, from the stacked weight of the way in."""
+    stacked = module.gate_up_proj if module.has_gate else module.up_proj
+    return stacked.shape[0], stacked.shape[1 if module.is_transposed else 2]
+
+
+@pytest.mark.parametrize("family", moe_families.FAMILIES, ids=str)
+def test_logits_equal_transformers(family: Family, tmp_path: Path) -> None:
+    sample = make_sample(family, tmp_path)
+    assert_same_logits(sample.single, family, sample)
+    assert_same_logits(sample.sharded, family, sample)
+
+
+@pytest.mark.parametrize("family", moe_families.FAMILIES, ids=str)
+def test_sample_can_tell_a_wrong_expert(family: Family) -> None:
+    """Swapping two experts moves the logits by far more than the tolerance."""
+    model = tiny_checkpoints.tiny_model(family)
+    before = tiny_checkpoints.prompt_and_step_logits(model, family)
+    modules = tiny_checkpoints.experts_modules(model)
+    assert modules
+    for module in modules.values():
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.data.roll(1, dims=0)
+    after = tiny_checkpoints.prompt_and_step_logits(model, family)
+    assert relative_error(after[0], before[0]) > 1000 * MAX_RELATIVE_ERROR
+
+
+@pytest.mark.parametrize("family", moe_families.UNSUPPORTED, ids=str)
+def test_other_experts_are_refused(family: Family, tmp_path: Path) -> None:
+    """A family without the experts interface is refused in one line that names it."""
+    model = tiny_checkpoints.tiny_model(family)
+    tiny_checkpoints.save(model, tmp_path, sharded=True)
+    with pytest.raises(moe_runtime.UnsupportedModelError) as caught:
+        moe_runtime.load(tmp_path, device="cpu", dtype="float32", host_memory="1GiB")
+    message = str(caught.value)
+    assert "\n" not in message
+    assert family.folder in message
+
+
+def test_table_is_complete() -> None:
+    """The table has every family that transformers decorates, and only families that it has."""
+    import transformers
+
+    models = Path(transformers.__file__).parent / "models"
+    sources = {path.parent.name: path.read_text("utf-8") for path in models.glob("*/modeling_*.py")}
+    decorated = {name for name, text in sources.items() if "\n@use_experts_implementation" in text}
+    listed = {family.folder for family in moe_families.FAMILIES}
+    assert decorated <= listed
+    assert {family.folder for family in moe_families.UNSUPPORTED} <= set(sources) - decorated

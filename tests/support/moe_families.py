@@ -1,0 +1,401 @@
+"""The `transformers` families with routed experts, each with a configuration of a few kilobytes.
+
+Data only. A row names the class that a checkpoint of the family loads as and what its
+configuration needs beyond `COMMON`, which holds a small value for every size that many families
+have. `tiny_checkpoints` turns a row into a checkpoint.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "d_rel": 4,
+    "rel_extent": 32,
+    "max_position_embeddings": 128,
+    "sliding_window": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    # experts
+    "num_experts": 6,
+    "num_local_experts": 6,
+    "n_routed_experts": 6,
+    "moe_num_experts": 6,
+    "num_experts_per_tok": 2,
+    "top_k_experts": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "moe_num_shared_experts": 1,
+    "num_shared_experts": 1,
+    "shared_expert_intermediate_size": 24,
+    "shared_experts_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 24,
+    "shared_intermediate_size": 24,
+    "dense_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    # latent attention and its indexer
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "index_topk": 8,
+    "index_block_size": 4,
+    "index_topk_blocks": 2,
+    "moe_hidden_size": 16,
+    "sliding_window_size": 8,
+    "n_mel_bins": 8,
+    "mel_vocab_size": 16,
+    # linear attention and state-space layers
+    "linear_num_heads": 2,
+    "linear_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "mamba_n_heads": 4,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "mamba_d_state": 8,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    # towers for pictures and sound, which these checkpoints carry but do not run
+    "depth": 1,
+    "num_heads": 4,
+    "patch_size": 4,
+    "image_size": 16,
+    "out_hidden_size": 32,
+    "text_hidden_size": 32,
+    "output_channels": 8,
+    "mlp_dim": 32,
+    "downsample_channels": [8, 32],
+    "downsample_hidden_size": 8,
+    "num_position_embeddings": 16,
+    "position_embedding_size": 16,
+    "adapter_in_dim": 32,
+    "adapter_input_size": 32,
+    "adapter_out_dim": 32,
+    "projector_hidden_size": 32,
+    "projection_intermediate_size": 32,
+    "projection_hidden_dim": 32,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "d_model": 32,
+    "num_mel_bins": 16,
+    "feature_size": 16,
+    "output_dim": 32,
+    "output_proj_dims": 32,
+}
+
+# Latent attention has one key per query head.
+ALL_HEADS = {"num_key_value_heads": 4}
+ONE_DENSE = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+LINEAR_THEN_FULL = {"layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+LINEAR_THEN_INDEXED = {"layer_types": ["linear_attention", "linear_attention", "indexed_attention"]}
+SLIDING_THEN_FULL = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+ALL_INDEXED = {"layer_types": ["indexed_attention"] * 3}
+GEMMA4 = {
+    "enable_moe_block": True,
+    "global_head_dim": 8,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 96,
+    **SLIDING_THEN_FULL,
+}
+QWEN4 = {
+    "hc_count": 2,
+    "hc_lowrank": 4,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+    **LINEAR_THEN_INDEXED,
+}
+
+
+def rope(**values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **values}}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family.
+
+    Attributes:
+        folder: the family's folder under `models` in `transformers`.
+        model_class: name in `transformers` of the class a checkpoint of this family loads as.
+        config: overrides for the configuration, nested for sub-configurations.
+        part: attribute of the model that takes token ids; empty if the model itself does.
+        inputs: token ids the forward pass needs beyond the prompt, by argument name.
+        decodes: whether a second step can be run with the cache of the first.
+    """
+
+    folder: str
+    model_class: str
+    config: dict[str, Any] = field(default_factory=dict)
+    part: str = ""
+    inputs: dict[str, list[int]] = field(default_factory=dict)
+    decodes: bool = True
+
+    def __str__(self) -> str:
+        return self.model_class
+
+
+# Every family that `transformers` builds with its experts interface. Where a family can be loaded
+# as a text model and as a whole with towers, both are here: their checkpoints name keys
+# differently.
+FAMILIES = [
+    Family("afmoe", "AfmoeForCausalLM"),
+    Family("aria", "AriaTextForCausalLM"),
+    Family(
+        "aria",
+        "AriaForConditionalGeneration",
+        {
+            "vision_config": {"model_type": "idefics3_vision"},
+            "projector_patch_to_query_dict": {16: 4},
+        },
+    ),
+    Family("axk1", "AXK1ForCausalLM", ALL_HEADS),
+    Family("axk2", "AXK2ForCausalLM", ALL_HEADS),
+    Family("bailing_hybrid", "BailingHybridForCausalLM", ALL_HEADS | LINEAR_THEN_FULL),
+    Family("beam", "BeamForCausalLM", ONE_DENSE),
+    Family("cohere2_moe", "Cohere2MoeForCausalLM"),
+    Family(
+        "deepseek_ocr2",
+        "DeepseekOcr2ForConditionalGeneration",
+        {"text_config": ALL_HEADS | ONE_DENSE},
+    ),
+    Family("deepseek_v2", "DeepseekV2ForCausalLM", ALL_HEADS),
+    Family("deepseek_v3", "DeepseekV3ForCausalLM", ALL_HEADS),
+    Family("deepseek_v32", "DeepseekV32ForCausalLM", ALL_HEADS),
+    Family(
+        "deepseek_v4",
+        "DeepseekV4ForCausalLM",
+        {"num_key_value_heads": 1, "o_groups": 2, "o_lora_rank": 8},
+    ),
+    Family(
+        "diffusion_gemma",
+        "DiffusionGemmaForBlockDiffusion",
+        {
+            "text_config": {"global_head_dim": 8, **SLIDING_THEN_FULL},
+            "vision_config": {"model_type": "gemma4_vision"},
+            "canvas_length": 8,
+        },
+        # Without a canvas it draws one at random; it refines a canvas instead of decoding.
+        inputs={"decoder_input_ids": [3, 1, 4, 1, 5, 9, 2, 6]},
+        decodes=False,
+    ),
+    Family("dots1", "Dots1ForCausalLM"),
+    Family("dots3_note", "Dots3NoteForCausalLM", ALL_HEADS | ALL_INDEXED),
+    Family(
+        "dots3_note",
+        "Dots3NoteForConditionalGeneration",
+        {"text_config": ALL_HEADS | ALL_INDEXED, "vision_config": ONE_DENSE},
+    ),
+    Family("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
+    Family(
+        "ernie4_5_vl_moe",
+        "Ernie4_5_VLMoeForConditionalGeneration",
+        # Text and picture experts of different width.
+        {"text_config": {"moe_intermediate_size": [24, 16], **rope(mrope_section=[1, 1, 2])}},
+    ),
+    Family("exaone_moe", "ExaoneMoeForCausalLM"),
+    Family("flex_olmo", "FlexOlmoForCausalLM"),
+    Family("flint", "FlintForCausalLM", {"mlp_only_layers": [0]}),
+    Family("gemma4", "Gemma4ForCausalLM", GEMMA4),
+    Family(
+        "gemma4", "Gemma4ForConditionalGeneration", {"text_config": GEMMA4, "audio_config": None}
+    ),
+    Family("glm4_moe", "Glm4MoeForCausalLM"),
+    Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", ALL_HEADS),
+    Family(
+        "glm4v_moe",
+        "Glm4vMoeForConditionalGeneration",
+        {"text_config": rope(partial_rotary_factor=1.0, mrope_section=[2, 1, 1])},
+    ),
+    Family(
+        "glm5_next",
+        "Glm5NextForConditionalGeneration",
+        {
+            "text_config": {
+                "qk_rope_head_dim": 0,
+                "index_kpool": 2,
+                **ALL_HEADS,
+                **ONE_DENSE,
+                **LINEAR_THEN_INDEXED,
+            }
+        },
+    ),
+    Family("glm_moe_dsa", "GlmMoeDsaForCausalLM", ALL_HEADS),
+    Family("gpt_oss", "GptOssForCausalLM"),
+    Family("granitemoe", "GraniteMoeForCausalLM"),
+    Family("granitemoe_swa", "GraniteMoeSWAForCausalLM"),
+    Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", LINEAR_THEN_FULL),
+    Family("granitemoeshared", "GraniteMoeSharedForCausalLM"),
+    Family("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM"),
+    Family("hy_v3", "HYV3ForCausalLM"),
+    Family("hy_v4", "HYV4ForCausalLM"),
+    Family("inkling", "InklingForCausalLM"),
+    Family("inkling", "InklingForConditionalGeneration"),
+    Family("inkling2", "Inkling2ForCausalLM"),
+    Family("inkling2", "Inkling2ForConditionalGeneration"),
+    Family(
+        "jamba",
+        "JambaForCausalLM",
+        {"num_hidden_layers": 4, "attn_layer_period": 3, "attn_layer_offset": 2},
+    ),
+    # The text model of another family inside a wrapper.
+    Family(
+        "kimi_k25",
+        "Kimi_K25ForConditionalGeneration",
+        {"text_config": {"model_type": "deepseek_v3", **ALL_HEADS}},
+    ),
+    Family("kimi_linear", "KimiLinearForCausalLM", ALL_HEADS | LINEAR_THEN_FULL | ONE_DENSE),
+    Family("kolibri1", "Kolibri1ForCausalLM"),
+    Family("laguna", "LagunaForCausalLM"),
+    Family("lfm2_moe", "Lfm2MoeForCausalLM", {"layer_types": ["conv", "conv", "full_attention"]}),
+    Family("mellum", "MellumForCausalLM"),
+    Family("mimo_v2_flash", "MiMoV2FlashForCausalLM"),
+    Family("minimax", "MiniMaxForCausalLM"),
+    Family("minimax_m2", "MiniMaxM2ForCausalLM"),
+    Family("minimax_m3_vl", "MiniMaxM3VLForCausalLM"),
+    Family("minimax_m3_vl", "MiniMaxM3SparseForConditionalGeneration"),
+    Family("mistral4", "Mistral4ForCausalLM", ALL_HEADS),
+    Family(
+        "mistral_large4",
+        "MistralLarge4ForConditionalGeneration",
+        {"text_config": ALL_HEADS, "vision_config": {"model_type": "pixtral"}},
+    ),
+    Family("mixtral", "MixtralForCausalLM"),
+    Family(
+        "muse_spark",
+        "MuseSparkForConditionalGeneration",
+        {
+            "audio_config": {
+                "num_hidden_layers": 1,
+                "patch_sizes": [4],
+                "hidden_sizes": [8],
+                "depths": [1],
+            }
+        },
+    ),
+    Family(
+        "nemotron_h",
+        "NemotronHForCausalLM",
+        {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
+    ),
+    Family("olmoe", "OlmoeForCausalLM"),
+    Family("openai_privacy_filter", "OpenAIPrivacyFilterForTokenClassification", decodes=False),
+    Family("phimoe", "PhimoeForCausalLM"),
+    Family("qwen2_moe", "Qwen2MoeForCausalLM"),
+    Family("qwen3_5_moe", "Qwen3_5MoeForCausalLM", LINEAR_THEN_FULL),
+    Family("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", {"text_config": LINEAR_THEN_FULL}),
+    Family("qwen3_moe", "Qwen3MoeForCausalLM"),
+    Family("qwen3_next", "Qwen3NextForCausalLM", LINEAR_THEN_FULL),
+    Family("qwen3_omni_moe", "Qwen3OmniMoeThinkerForConditionalGeneration"),
+    Family(
+        "qwen3_omni_moe",
+        "Qwen3OmniMoeForConditionalGeneration",
+        {
+            "talker_config": {
+                "spatial_merge_size": 2,
+                "text_config": {"shared_expert_intermediate_size": 24},
+            },
+            "code2wav_config": {"codebook_size": 16, "decoder_dim": 32},
+        },
+        part="thinker",
+    ),
+    Family("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
+    Family("qwen4_exp", "Qwen4ExpForCausalLM", QWEN4),
+    Family("qwen4_exp", "Qwen4ExpForConditionalGeneration", {"text_config": QWEN4}),
+    Family("solar_open", "SolarOpenForCausalLM"),
+    Family("unlimited_ocr", "UnlimitedOcrForConditionalGeneration"),
+    Family("zaya", "ZayaForCausalLM", {"num_experts_per_tok": 1, "router_hidden_size": 8}),
+]
+
+# Families that have routed experts but do not build them with the experts interface: the runtime
+# has no adapter for them and must say so.
+UNSUPPORTED = [
+    Family(
+        "dbrx",
+        "DbrxForCausalLM",
+        {
+            "n_layers": 2,
+            "n_heads": 4,
+            "attn_config": {"rope_theta": 10000.0},
+            "ffn_config": {"ffn_hidden_size": 24},
+        },
+    ),
+    Family("jetmoe", "JetMoeForCausalLM", {"kv_channels": 8}),
+    Family("llama4", "Llama4ForCausalLM", {"intermediate_size_mlp": 48, "num_experts_per_tok": 1}),
+    Family(
+        "llama4",
+        "Llama4ForConditionalGeneration",
+        {
+            "text_config": {"intermediate_size_mlp": 48, "num_experts_per_tok": 1},
+            "vision_config": {
+                "vision_output_dim": 32,
+                "projector_input_dim": 32,
+                "projector_output_dim": 32,
+            },
+        },
+    ),
+    Family(
+        "longcat_flash",
+        "LongcatFlashForCausalLM",
+        {
+            "num_layers": 1,
+            "ffn_hidden_size": 48,
+            "expert_ffn_hidden_size": 24,
+            "zero_expert_num": 2,
+            **ALL_HEADS,
+        },
+    ),
+    Family(
+        "nllb_moe",
+        "NllbMoeForConditionalGeneration",
+        {
+            "decoder_layers": 2,
+            "encoder_layers": 2,
+            "decoder_attention_heads": 2,
+            "decoder_ffn_dim": 32,
+            "encoder_sparse_step": 2,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    Family(
+        "step3p7",
+        "Step3p7ForConditionalGeneration",
+        {"text_config": {"share_expert_dim": 24, "mlp_layer_types": ["dense", "sparse", "sparse"]}},
+    ),
+    Family(
+        "switch_transformers",
+        "SwitchTransformersForConditionalGeneration",
+        {
+            "d_kv": 8,
+            "d_ff": 32,
+            "num_layers": 2,
+            "num_decoder_layers": 2,
+            "num_sparse_encoder_layers": 1,
+            "num_sparse_decoder_layers": 1,
+        },
+    ),
+]
