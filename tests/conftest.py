@@ -9,6 +9,10 @@ import pytest
 # imports huggingface_hub, which reads them once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# The models here are so small that handing work to a second thread costs more than it saves: ten
+# times more where two test processes share two cores. Read when torch is first imported; tests
+# about threads set the number themselves.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def _has_cuda() -> bool:

@@ -1,109 +1,11 @@
 """The `transformers` families with routed experts, each with a configuration of a few kilobytes.
 
 Data only. A row names the class that a checkpoint of the family loads as and what its
-configuration needs beyond `COMMON`, which holds a small value for every size that many families
-have. `tiny_checkpoints` turns a row into a checkpoint.
+configuration needs beyond the sizes in `tiny_sizes`. `tiny_checkpoints` turns a row into a checkpoint.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
-
-COMMON: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "swa_num_attention_heads": 4,
-    "swa_num_key_value_heads": 2,
-    "swa_head_dim": 8,
-    "d_rel": 4,
-    "rel_extent": 32,
-    "max_position_embeddings": 128,
-    "sliding_window": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    # experts
-    "num_experts": 6,
-    "num_local_experts": 6,
-    "n_routed_experts": 6,
-    "moe_num_experts": 6,
-    "num_experts_per_tok": 2,
-    "top_k_experts": 2,
-    "moe_k": 2,
-    "moe_topk": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "moe_num_shared_experts": 1,
-    "num_shared_experts": 1,
-    "shared_expert_intermediate_size": 24,
-    "shared_experts_intermediate_size": 24,
-    "moe_shared_expert_intermediate_size": 24,
-    "shared_intermediate_size": 24,
-    "dense_intermediate_size": 48,
-    "first_k_dense_replace": 1,
-    "num_dense_layers": 1,
-    # latent attention and its indexer
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "index_n_heads": 2,
-    "index_head_dim": 8,
-    "index_topk": 8,
-    "index_block_size": 4,
-    "index_topk_blocks": 2,
-    "moe_hidden_size": 16,
-    "sliding_window_size": 8,
-    "n_mel_bins": 8,
-    "mel_vocab_size": 16,
-    # linear attention and state-space layers
-    "linear_num_heads": 2,
-    "linear_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "mamba_n_heads": 4,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 16,
-    "mamba_d_state": 8,
-    "ssm_state_size": 8,
-    "n_groups": 2,
-    # towers for pictures and sound, which these checkpoints carry but do not run
-    "depth": 1,
-    "num_heads": 4,
-    "patch_size": 4,
-    "image_size": 16,
-    "out_hidden_size": 32,
-    "text_hidden_size": 32,
-    "output_channels": 8,
-    "mlp_dim": 32,
-    "downsample_channels": [8, 32],
-    "downsample_hidden_size": 8,
-    "num_position_embeddings": 16,
-    "position_embedding_size": 16,
-    "adapter_in_dim": 32,
-    "adapter_input_size": 32,
-    "adapter_out_dim": 32,
-    "projector_hidden_size": 32,
-    "projection_intermediate_size": 32,
-    "projection_hidden_dim": 32,
-    "encoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-    "d_model": 32,
-    "num_mel_bins": 16,
-    "feature_size": 16,
-    "output_dim": 32,
-    "output_proj_dims": 32,
-}
 
 # Latent attention has one key per query head.
 ALL_HEADS = {"num_key_value_heads": 4}
@@ -129,10 +31,7 @@ QWEN4 = {
     "indexer_compress_ratio": 2,
     **LINEAR_THEN_INDEXED,
 }
-
-
-def rope(**values: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **values}}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 @dataclass(frozen=True)
@@ -215,7 +114,12 @@ FAMILIES = [
         "ernie4_5_vl_moe",
         "Ernie4_5_VLMoeForConditionalGeneration",
         # Text and picture experts of different width.
-        {"text_config": {"moe_intermediate_size": [24, 16], **rope(mrope_section=[1, 1, 2])}},
+        {
+            "text_config": {
+                "moe_intermediate_size": [24, 16],
+                "rope_parameters": ROPE | {"mrope_section": [1, 1, 2]},
+            }
+        },
     ),
     Family("exaone_moe", "ExaoneMoeForCausalLM"),
     Family("flex_olmo", "FlexOlmoForCausalLM"),
@@ -229,7 +133,11 @@ FAMILIES = [
     Family(
         "glm4v_moe",
         "Glm4vMoeForConditionalGeneration",
-        {"text_config": rope(partial_rotary_factor=1.0, mrope_section=[2, 1, 1])},
+        {
+            "text_config": {
+                "rope_parameters": ROPE | {"partial_rotary_factor": 1.0, "mrope_section": [2, 1, 1]}
+            }
+        },
     ),
     Family(
         "glm5_next",

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import transformers
-from moe_families import COMMON, Family
+from moe_families import Family
+from tiny_sizes import COMMON
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
-
 
 PROMPT = torch.tensor([[5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41]])
 NEXT_TOKEN = torch.tensor([[43]])
