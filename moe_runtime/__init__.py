@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moe_runtime.engine import load as load
+    from moe_runtime.engine.loading import load as load
     from moe_runtime.errors import CapacityError as CapacityError
     from moe_runtime.errors import CheckpointError as CheckpointError
     from moe_runtime.errors import MoERuntimeError as MoERuntimeError
@@ -25,7 +25,7 @@ _HOMES = {
     "CheckpointError": "moe_runtime.errors",
     "MoERuntimeError": "moe_runtime.errors",
     "UnsupportedModelError": "moe_runtime.errors",
-    "load": "moe_runtime.engine",
+    "load": "moe_runtime.engine.loading",
 }
 
 __all__ = ["CapacityError", "CheckpointError", "MoERuntimeError", "UnsupportedModelError", "load"]

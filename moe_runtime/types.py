@@ -81,16 +81,30 @@ class RuntimeStats:
     """What a loaded model did so far; the value of ``model.moe.stats()``.
 
     Attributes:
-        store: counters of the expert store.
+        hits: experts that lay in the fastest tier when a layer asked for them.
+        late_hits: experts that were on their way when a layer asked for them.
+        misses: experts that a layer had to demand.
+        stall_s: seconds that computation waited for experts.
+        bytes_read: bytes read from the checkpoint's files for experts, alignment included.
+        readahead_bytes: the part of ``bytes_read`` that was read before it was asked for.
+        expert_slots: experts that fit into the fastest tier at once.
+        slot_bytes: size of one slot.
         budget_bytes: host memory that the runtime was allowed to allocate.
         dense_bytes: bytes of everything but the routed experts.
         expert_bytes: bytes of all routed experts of the checkpoint.
-        baseline_rss_bytes: resident memory of the process before the model was loaded.
+        baseline_rss_bytes: resident memory of the process after its imports, before loading.
         peak_rss_bytes: highest resident memory of the process so far, as the kernel counts it.
         load_s: seconds that loading took.
     """
 
-    store: StoreStats
+    hits: int
+    late_hits: int
+    misses: int
+    stall_s: float
+    bytes_read: int
+    readahead_bytes: int
+    expert_slots: int
+    slot_bytes: int
     budget_bytes: int
     dense_bytes: int
     expert_bytes: int

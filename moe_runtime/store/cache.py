@@ -3,9 +3,9 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, cast
 
 import torch
 
@@ -37,10 +37,10 @@ class Fetcher(Protocol):
 
 @dataclass(slots=True)
 class _Entry(Generic[W]):
-    """One occupied slot. ``transient`` experts pass through; the policy does not know them."""
+    """One occupied slot. ``expected``: read ahead, and its layer has not come yet."""
 
     slot: int
-    transient: bool
+    expected: bool = False
     pins: int = 0
     read: Read | None = None
     arrived: bool = False
@@ -90,14 +90,14 @@ class ExpertStore(Generic[W]):
         self._bind = bind
         self._stream_slots = max(1, min(stream_slots, slab.num_slots))
         self._entries: dict[ExpertKey, _Entry[W]] = {}
+        self._passing: set[ExpertKey] = set()  # they only pass through; the policy knows the rest
         self._free = list(range(slab.num_slots - 1, -1, -1))
         self._changed = threading.Condition()
         self._counters = _Counters()
 
-    @property
-    def num_slots(self) -> int:
-        """Experts that the tier can hold."""
-        return self._slab.num_slots
+    def share(self, layer: int) -> int:
+        """Experts of a layer that the tier may hold before the layer has to evict its own."""
+        return self._policy.share(layer)
 
     def lease(self, keys: Sequence[ExpertKey], *, streaming: bool = False) -> "Lease[W]":
         """Holds experts of one layer in their slots while they are used.
@@ -121,9 +121,10 @@ class ExpertStore(Generic[W]):
             for key in keys:
                 if key in self._entries:
                     continue
-                if not self._free or self._num_transient() >= self._stream_slots:
+                if not self._free or len(self._passing) >= self._stream_slots:
                     return
-                self._start(key, self._free.pop(), transient=True, priority=Priority.READAHEAD)
+                entry = self._start(key, self._free.pop(), keep=False, priority=Priority.READAHEAD)
+                entry.expected = True
 
     def stats(self) -> StoreStats:
         """The counters so far."""
@@ -156,7 +157,8 @@ class ExpertStore(Generic[W]):
         with self._changed:
             occupied = [entry.slot for entry in self._entries.values()]
             assert sorted(occupied + self._free) == list(range(self._slab.num_slots))
-            kept = {key for key, entry in self._entries.items() if not entry.transient}
+            kept = self._entries.keys() - self._passing
+            assert self._passing <= self._entries.keys()
             assert len(self._policy) == len(kept)
             assert all(key in self._policy for key in kept)
             assert all(entry.pins >= 0 for entry in self._entries.values())
@@ -169,13 +171,13 @@ class ExpertStore(Generic[W]):
 
     # What follows is called with the lock held.
 
-    def _start(
-        self, key: ExpertKey, slot: int, *, transient: bool, priority: Priority
-    ) -> _Entry[W]:
-        entry: _Entry[W] = _Entry(slot, transient)
+    def _start(self, key: ExpertKey, slot: int, *, keep: bool, priority: Priority) -> _Entry[W]:
+        entry: _Entry[W] = _Entry(slot)
         self._entries[key] = entry
-        if not transient:
+        if keep:
             self._policy.insert(key)
+        else:
+            self._passing.add(key)
         entry.read = self._fetcher.fetch(
             key, self._slab.slot(slot), priority, lambda read: self._arrive(key, entry, read)
         )
@@ -189,46 +191,52 @@ class ExpertStore(Generic[W]):
                 self._counters.demand_bytes += read.num_bytes
             else:
                 self._counters.readahead_bytes += read.num_bytes
-            if read.error is not None and entry.pins == 0:
-                self._drop(key)
+            self._drop_if_done(key)
             self._changed.notify_all()
 
-    def _take_slot(self, incoming: ExpertKey, *, transient: bool) -> int | None:
+    def _take_slot(self, incoming: ExpertKey, *, keep: bool) -> int | None:
         if self._free:
             return self._free.pop()
-        idle = next((k for k, e in self._entries.items() if e.transient and self._idle(e)), None)
-        if idle is None:
-            if transient and self._num_transient() >= self._stream_slots:
-                return None
-            idle = self._policy.victim(self._is_evictable, incoming)
-        if idle is None:
+        victim = next((key for key in self._passing if self._is_idle(key)), None)
+        if victim is None and (keep or len(self._passing) < self._stream_slots):
+            victim = self._policy.victim(self._is_idle, incoming)
+        if victim is None:
             return None
         self._counters.evictions += 1
-        self._drop(idle)
+        self._drop(victim)
         return self._free.pop()
 
+    def _keep(self, key: ExpertKey) -> None:
+        self._passing.remove(key)
+        self._policy.insert(key)
+
     def _drop(self, key: ExpertKey) -> None:
-        entry = self._entries.pop(key)
-        if not entry.transient:
+        if key in self._passing:
+            self._passing.remove(key)
+        else:
             self._policy.remove(key)
-        self._free.append(entry.slot)
+        self._free.append(self._entries.pop(key).slot)
+
+    def _drop_if_done(self, key: ExpertKey) -> None:
+        entry = self._entries[key]
+        failed = entry.read is not None and entry.read.error is not None
+        passed = key in self._passing and not entry.expected
+        if self._is_idle(key) and (failed or passed):
+            self._drop(key)
+
+    def _forget_expected(self, layer: int) -> None:
+        for key in [key for key in self._passing if key.layer == layer]:
+            self._entries[key].expected = False
+            self._drop_if_done(key)
 
     def _unpin(self, key: ExpertKey) -> None:
-        entry = self._entries[key]
-        entry.pins -= 1
-        failed = entry.read is not None and entry.read.error is not None
-        if entry.pins == 0 and entry.arrived and (entry.transient or failed):
-            self._drop(key)
+        self._entries[key].pins -= 1
+        self._drop_if_done(key)
         self._changed.notify_all()
 
-    def _is_evictable(self, key: object) -> bool:
-        return self._idle(self._entries[key])  # type: ignore[index]
-
-    def _idle(self, entry: _Entry[W]) -> bool:
+    def _is_idle(self, key: Hashable) -> bool:
+        entry = self._entries[cast(ExpertKey, key)]
         return entry.arrived and entry.pins == 0
-
-    def _num_transient(self) -> int:
-        return sum(entry.transient for entry in self._entries.values())
 
 
 class Lease(Generic[W]):
@@ -255,6 +263,8 @@ class Lease(Generic[W]):
     def __enter__(self) -> "Lease[W]":
         with self._store._changed:
             missing = [key for key in self._keys if not self._pin_present(key)]
+            for layer in {key.layer for key in self._keys}:
+                self._store._forget_expected(layer)
             self._keep = set(self._worth_keeping(missing))
             self._wanted.extend(missing)
             self._store._counters.misses += len(missing)
@@ -272,6 +282,11 @@ class Lease(Generic[W]):
     def __iter__(self) -> Iterator[list[tuple[ExpertKey, W]]]:
         while group := self._next_group():
             yield [(key, self._weights(key)) for key in group]
+
+    @property
+    def all_started(self) -> bool:
+        """Whether every expert of the lease is resident or on its way."""
+        return not self._wanted
 
     def _next_group(self) -> list[ExpertKey]:
         store = self._store
@@ -294,19 +309,18 @@ class Lease(Generic[W]):
         if entry is None:
             return False
         entry.pins += 1
-        if entry.arrived:
+        assert entry.read is not None
+        if entry.arrived and entry.read.error is None:
             store._counters.hits += 1
             self._resident.append(key)
         else:
-            assert entry.read is not None
             store._counters.late_hits += 1
             store._fetcher.promote(key, entry.read)
             self._arriving.append(key)
-        if not entry.transient:
+        if key not in store._passing:
             store._policy.touch(key)
         elif not self._streaming or store._policy.room(key.layer) > 0:
-            entry.transient = False
-            store._policy.insert(key)
+            store._keep(key)
         return True
 
     def _worth_keeping(self, missing: Sequence[ExpertKey]) -> Sequence[ExpertKey]:
@@ -322,11 +336,11 @@ class Lease(Generic[W]):
             if key in store._entries:  # another lease asked for it while this one waited for a slot
                 store._entries[key].pins += 1
             else:
-                transient = key not in self._keep
-                slot = store._take_slot(key, transient=transient)
+                keep = key in self._keep
+                slot = store._take_slot(key, keep=keep)
                 if slot is None:
                     return
-                store._start(key, slot, transient=transient, priority=Priority.DEMAND).pins += 1
+                store._start(key, slot, keep=keep, priority=Priority.DEMAND).pins += 1
             self._arriving.append(self._wanted.popleft())
 
     def _take_ready(self) -> list[ExpertKey]:

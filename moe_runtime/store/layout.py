@@ -5,6 +5,7 @@ direct I/O can take them) which are laid one after the other into a slot. Its te
 the slot at the places where the extents put them; no byte is moved after it was read.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,7 @@ class ExpertLayout:
     @property
     def tensor_bytes(self) -> int:
         """Bytes of the expert itself, without alignment."""
-        return sum(tensor.span_bytes for tensor in self.tensors)
+        return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors)
 
     def views(self, slot: torch.Tensor) -> list[torch.Tensor]:
         """The expert's tensors as views into a filled slot (``uint8``, at least ``slot_bytes``)."""

@@ -40,6 +40,16 @@ class Slab:
         else:
             self._bytes = _device_bytes(total, self.device)
 
+    def pin(self) -> None:
+        """Locks a host slab in memory, so that a GPU copies from it at full speed.
+
+        Raises:
+            CapacityError: the system does not allow so much locked memory.
+        """
+        size = self._bytes.numel()
+        if torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), size, 0) != 0:
+            raise CapacityError(f"cannot lock {format_bytes(size)} of host memory for the GPU")
+
     def slot(self, index: int) -> torch.Tensor:
         """The bytes of one slot: ``uint8`` of ``slot_bytes``."""
         return self._bytes[index * self.slot_bytes : (index + 1) * self.slot_bytes]

@@ -36,6 +36,10 @@ class LayerShares:
         self._shares = list(shares)
         self._layers = [make_policy() for _ in shares]
 
+    def share(self, layer: int) -> int:
+        """How many experts the layer may hold."""
+        return self._shares[layer]
+
     def room(self, layer: int) -> int:
         """How many more experts the layer may hold before its share is used up."""
         return max(0, self._shares[layer] - len(self._layers[layer]))

@@ -1,0 +1,1 @@
+"""Loading a checkpoint with its experts left on disk, and running it."""

@@ -1,0 +1,183 @@
+"""A checkpoint and the model that transformers would make of it, without its weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from moe_runtime.errors import CheckpointError, UnsupportedModelError
+from moe_runtime.store.safetensors_index import TensorEntry, read_checkpoint_index
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+TORCH_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Element types of safetensors files that dense weights may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint folder whose headers have been read.
+
+    Attributes:
+        folder: where the files lie.
+        config: the model's configuration.
+        entries: every tensor of the checkpoint by name.
+        dtype: the type in which the model computes.
+    """
+
+    folder: Path
+    config: PreTrainedConfig
+    entries: dict[str, TensorEntry]
+    dtype: torch.dtype
+
+
+def open_checkpoint(path_or_id: str | Path, dtype: str | torch.dtype) -> Checkpoint:
+    """Finds a checkpoint and reads its configuration and headers.
+
+    Args:
+        path_or_id: a folder, or the name of a repository on the hub.
+        dtype: a torch type, its name, or ``"auto"`` for the checkpoint's own.
+
+    Raises:
+        CheckpointError: nothing readable is there.
+        UnsupportedModelError: the weights are quantised, or the architecture is unknown.
+        ValueError: the dtype is not one to compute in.
+    """
+    folder = _find(path_or_id)
+    config = _read_config(folder)
+    _refuse_quantized(config)
+    entries = read_checkpoint_index(folder)
+    return Checkpoint(folder, config, entries, _compute_dtype(dtype, config, entries))
+
+
+def build_on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
+    """Makes the checkpoint's model with all its parameters on the meta device.
+
+    Raises:
+        UnsupportedModelError: transformers knows no model for the configuration.
+        CheckpointError: the configuration contradicts itself.
+    """
+    model_class = _model_class(checkpoint.config)
+    contexts = model_class.get_init_context(checkpoint.dtype, False, False, None)
+    try:
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            return model_class(checkpoint.config)
+    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise CheckpointError(
+            f"{checkpoint.folder / 'config.json'} does not describe a "
+            f"{model_class.__name__}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _find(path_or_id: str | Path) -> Path:
+    folder = Path(path_or_id).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise CheckpointError(f"{folder} is a file; expected the folder of a checkpoint")
+    name = str(path_or_id)
+    if isinstance(path_or_id, Path) or name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise CheckpointError(f"{folder} is not a directory")
+    return _download(name)
+
+
+def _download(repository: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    wanted = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.txt", "*.jinja"]
+    try:
+        return Path(snapshot_download(repository, allow_patterns=wanted))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(
+            f"{repository} is neither a directory nor a repository to download: {reason}"
+        ) from None
+
+
+def _read_config(folder: Path) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    file = folder / "config.json"
+    if not file.is_file():
+        raise CheckpointError(f"{folder} has no config.json; expected a Hugging Face checkpoint")
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if "model_type" in reason or "model type" in reason or "custom code" in reason:
+            raise UnsupportedModelError(f"{file}: unknown architecture: {reason}") from None
+        raise CheckpointError(f"{file} cannot be read: {reason}") from None
+
+
+def _refuse_quantized(config: PreTrainedConfig) -> None:
+    for part in (config, config.get_text_config()):
+        quantization = getattr(part, "quantization_config", None)
+        if quantization is not None:
+            get = quantization.get if isinstance(quantization, dict) else vars(quantization).get
+            method = get("quant_method", "quantised")
+            raise UnsupportedModelError(
+                f"{config.model_type}: {method} experts are not supported yet; "
+                "expected a checkpoint in bf16, fp16 or fp32"
+            )
+
+
+def _compute_dtype(
+    dtype: str | torch.dtype, config: PreTrainedConfig, entries: dict[str, TensorEntry]
+) -> torch.dtype:
+    if isinstance(dtype, str):
+        if dtype == "auto":
+            return _stored_dtype(config, entries)
+        dtype = getattr(torch, dtype, dtype)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, got {dtype}")
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _stored_dtype(config: PreTrainedConfig, entries: dict[str, TensorEntry]) -> torch.dtype:
+    declared = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    if isinstance(declared, torch.dtype):
+        return declared
+    sizes: Counter[torch.dtype] = Counter()
+    for entry in entries.values():
+        stored = TORCH_DTYPES.get(entry.dtype)
+        if stored is not None and stored.is_floating_point:
+            sizes[stored] += entry.num_bytes
+    if not sizes:
+        raise UnsupportedModelError("the checkpoint has no tensor in bf16, fp16 or fp32")
+    return sizes.most_common(1)[0][0]
+
+
+def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    import transformers
+    from transformers import AutoModelForCausalLM
+
+    for name in config.architectures or ():
+        model_class = getattr(transformers, name, None)
+        if model_class is not None:
+            return model_class
+    mapping = AutoModelForCausalLM._model_mapping
+    if type(config) in mapping:
+        return mapping[type(config)]
+    named = ", ".join(config.architectures or ()) or config.model_type
+    raise UnsupportedModelError(f"transformers {transformers.__version__} knows no model {named}")

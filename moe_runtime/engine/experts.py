@@ -1,0 +1,176 @@
+"""The module that stands where a model had its experts, and computes them out of the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from moe_runtime.engine.expert_map import ExpertMap, ExpertsModule
+from moe_runtime.kernels.expert_ffn import ExpertRows, ExpertWeights, expert_ffn
+from moe_runtime.store.cache import ExpertStore
+from moe_runtime.types import ExpertKey
+
+if TYPE_CHECKING:
+    from moe_runtime.tracing import TraceRecorder
+
+# T tokens, D model, F hidden, E experts, K top-k, R routed rows = T * K
+
+_FUSED_ACTIVATIONS = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "ReLU": "relu",
+    "ReLUSquaredActivation": "relu2",
+}
+"""Classes of activation modules that the kernels compute themselves, by their name there."""
+
+GateFunction = Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor]
+"""Takes gate ``[R, F]`` (None where there is none) and up ``[R, F]``, returns ``[R, F]``."""
+
+
+class OffloadedExperts(torch.nn.Module):
+    """Routed experts whose weights lie in a store, for the interface that transformers expects.
+
+    Takes over the flags, the gate and the other submodules of the module that it replaces, but none
+    of the expert parameters. Every expert is computed for its rows alone and the copies of a token
+    are summed in the order of its top-k, so the result does not depend on which experts were
+    resident or in which order the others arrived.
+    """
+
+    def __init__(
+        self, experts: ExpertsModule, layer: int, matrices: Sequence[str], num_layers: int
+    ) -> None:
+        super().__init__()
+        original = experts.module
+        self.config = original.config
+        self.num_experts = experts.num_experts
+        self.layer = layer
+        self.store: ExpertStore[ExpertWeights] | None = None
+        self.recorder: TraceRecorder | None = None
+        self._is_last = layer == num_layers - 1
+        self._matrices = tuple(matrices)
+        for name in experts.parameters:
+            del original._parameters[name]
+        for name, parameter in original.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        for name, child in original.named_children():
+            self.add_module(name, child)
+        self._activation = _activation(original)
+        # not registered: its remaining submodules are ours, and its class would be initialised anew
+        self.__dict__["replaced"] = original
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Computes the routed experts.
+
+        Args:
+            hidden_states: ``[T, D]``.
+            top_k_index: ``[T, K]`` expert ids; ids outside the layer's experts are skipped.
+            top_k_weights: ``[T, K]`` gate weights.
+
+        Returns:
+            ``[T, D]``, in the dtype of ``hidden_states``.
+
+        Raises:
+            CheckpointError: an expert could not be read.
+        """
+        num_tokens, top_k = top_k_index.shape
+        if self.recorder is not None:
+            self.recorder.routing(
+                self.layer, top_k_index.cpu().numpy(), top_k_weights.float().cpu().numpy()
+            )
+        out_RD = hidden_states.new_empty(num_tokens * top_k, hidden_states.shape[-1])
+        rows = self._group(top_k_index, out_RD)
+        self._compute(hidden_states, rows, out_RD, streaming=num_tokens > 1)
+        if getattr(self.replaced, "has_post_expert_norm", False):
+            out_RD = self.post_expert_norm(out_RD)
+        return _combine(out_RD, top_k_weights)
+
+    def _group(
+        self, top_k_index: torch.Tensor, out_RD: torch.Tensor
+    ) -> dict[int, list[int] | torch.Tensor]:
+        """Maps each visited expert to its routed rows, the expert used last in last place."""
+        num_tokens, top_k = top_k_index.shape
+        if num_tokens == 1:
+            ids = top_k_index[0].tolist()
+            if max(ids) < self.num_experts and min(ids) >= 0 and len(set(ids)) == top_k:
+                return {expert: [row] for row, expert in enumerate(ids)}
+        flat = top_k_index.reshape(-1).cpu()
+        skipped = (flat < 0) | (flat >= self.num_experts)
+        if skipped.any():
+            out_RD[skipped.to(out_RD.device)] = 0
+            flat = flat.masked_fill(skipped, self.num_experts)
+        order = torch.argsort(flat, stable=True)
+        counts = torch.bincount(flat, minlength=self.num_experts)[: self.num_experts]
+        ends = counts.cumsum(0).tolist()
+        groups = {}
+        for expert, (end, count) in enumerate(zip(ends, counts.tolist(), strict=True)):
+            if count:
+                groups[expert] = order[end - count : end]
+        return dict(sorted(groups.items(), key=lambda item: int(item[1][-1]) // top_k))
+
+    def _compute(
+        self,
+        hidden_TD: torch.Tensor,
+        rows: dict[int, list[int] | torch.Tensor],
+        out_RD: torch.Tensor,
+        *,
+        streaming: bool,
+    ) -> None:
+        assert self.store is not None
+        top_k = out_RD.shape[0] // hidden_TD.shape[0]
+        keys = [ExpertKey(self.layer, expert) for expert in rows]
+        streaming = streaming and len(keys) > self.store.share(self.layer)
+        with self.store.lease(keys, streaming=streaming) as lease:
+            for group in lease:
+                if streaming and lease.all_started and not self._is_last:
+                    following = range(self.num_experts)
+                    self.store.read_ahead(ExpertKey(self.layer + 1, e) for e in following)
+                batch = [ExpertRows(weights, rows[key.expert]) for key, weights in group]
+                expert_ffn(hidden_TD, batch, out_RD, top_k=top_k, activation=self._activation)
+
+
+def bind_weights(experts: ExpertMap) -> Callable[[ExpertKey, torch.Tensor], ExpertWeights]:
+    """Makes the function by which a store turns a filled slot into an expert's weights."""
+
+    def bind(key: ExpertKey, slot: torch.Tensor) -> ExpertWeights:
+        views = experts.layouts[key].views(slot)
+        return ExpertWeights(**dict(zip(experts.matrices[key.layer], views, strict=True)))
+
+    return bind
+
+
+def _activation(experts: torch.nn.Module) -> str | GateFunction:
+    """The kernels' name for what a module does between its projections, or the module's own way.
+
+    A gate that the model overrides is never guessed at: it is called on gate and up laid out as the
+    model expects them.
+    """
+    from transformers.integrations.moe import _default_apply_gate
+
+    fused = _FUSED_ACTIVATIONS.get(type(experts.act_fn).__name__) if _has_act_fn(experts) else None
+    if fused is not None and type(experts)._apply_gate is _default_apply_gate:
+        return fused
+
+    def own_gate(gate: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
+        if gate is None:
+            return experts.act_fn(up)
+        if experts.is_concatenated:
+            return experts._apply_gate(torch.cat((gate, up), dim=-1))
+        return experts._apply_gate(torch.stack((gate, up), dim=-1).flatten(-2))
+
+    return own_gate
+
+
+def _has_act_fn(experts: torch.nn.Module) -> bool:
+    return isinstance(getattr(experts, "act_fn", None), torch.nn.Module)
+
+
+def _combine(out_RD: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    num_tokens, top_k = weights_TK.shape
+    out_TKD = out_RD.view(num_tokens, top_k, -1)
+    return torch.bmm(weights_TK.unsqueeze(1).float(), out_TKD.float()).squeeze(1).to(out_RD.dtype)

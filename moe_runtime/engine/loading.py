@@ -1,0 +1,253 @@
+"""``load``: an ordinary transformers model whose routed experts stay in the checkpoint's files."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from moe_runtime.config import Budget, MemorySize, nearest, parse_budget
+from moe_runtime.engine.checkpoint import Checkpoint, build_on_meta, open_checkpoint
+from moe_runtime.engine.dense import Progress, load_dense, use_native_linears
+from moe_runtime.engine.expert_map import ExpertMap, map_experts
+from moe_runtime.engine.experts import OffloadedExperts, bind_weights
+from moe_runtime.engine.memory import (
+    MemoryPlan,
+    available_device_bytes,
+    available_host_bytes,
+    experts_per_token,
+    plan_memory,
+    reserve_for,
+    resident_bytes,
+    resolve_budget,
+)
+from moe_runtime.engine.runtime import LoadedFacts, RuntimeHandle
+from moe_runtime.engine.tracing import attach_recorder
+from moe_runtime.kernels.expert_ffn import ExpertWeights
+from moe_runtime.policies.eviction import POLICIES, LayerShares, make_policy
+from moe_runtime.store.cache import ExpertStore
+from moe_runtime.store.slab import Slab
+from moe_runtime.store.source import ExpertSource
+from moe_runtime.store.tiers import TierFetcher
+from moe_runtime.types import ExpertKey, ModelSignature
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def load(
+    path_or_id: str | Path,
+    *,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    host_memory: MemorySize = "auto",
+    device_memory: MemorySize = "auto",
+    policy: str = "lru",
+    trace: str | Path | None = None,
+    max_tokens: int = 4096,
+    io_threads: int = 4,
+    progress: Progress | None = None,
+) -> PreTrainedModel:
+    """Loads a Mixture-of-Experts checkpoint and leaves its routed experts on disk.
+
+    The result is the model that ``transformers`` would give: ``forward``, ``generate``, pipelines
+    and chat templates work. Its experts are read from the original safetensors files when they are
+    routed to, and kept in memory as far as the budget goes. Neither the budget nor the policy nor
+    the number of threads changes a bit of what it computes.
+
+    Args:
+        path_or_id: the folder of a checkpoint, or the name of a repository on the hub.
+        device: where to compute: ``"cpu"``, ``"cuda"``, or ``"auto"`` for a GPU if there is one.
+        dtype: the type to compute in, or ``"auto"`` for the checkpoint's own.
+        host_memory: what the runtime may allocate of the host's memory, dense weights, KV cache
+            and activations included: bytes, ``"7GiB"``, a share such as ``0.25``, or ``"auto"`` for
+            most of what the machine or the process's control group has free.
+        device_memory: the same for the memory of a GPU; unused on a CPU.
+        policy: the eviction policy, by name.
+        trace: a file to record the routing in, see ``docs/trace-format.md``.
+        max_tokens: longest context to set memory aside for.
+        io_threads: reads in flight at once.
+        progress: called with what is being done, the bytes done and the bytes in all.
+
+    Returns:
+        The model, in evaluation mode and frozen, with a ``RuntimeHandle`` as its ``moe``.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged or incomplete.
+        UnsupportedModelError: the checkpoint is sound but not one that can be served.
+        CapacityError: the budget is too small, or memory cannot be had.
+        ValueError: an option is not one of those that exist.
+    """
+    start = time.perf_counter()
+    budgets = {
+        "host": parse_budget(host_memory, name="host_memory"),
+        "device": parse_budget(device_memory, name="device_memory"),
+    }
+    _check_options(policy, max_tokens, io_threads)
+    place = _resolve_device(device)
+    checkpoint = open_checkpoint(path_or_id, dtype)
+    model = build_on_meta(checkpoint)
+    # the model's module is imported now, so that everything after this line counts as ours
+    baseline = resident_bytes()
+    experts = map_experts(model, checkpoint)
+    modules = _replace_experts(model, experts)
+    dense_bytes = _dense_bytes(experts, checkpoint.dtype)
+    plans = _plan(checkpoint, experts, budgets, place, dense_bytes, max_tokens)
+
+    load_dense(model, checkpoint, experts, place, progress)
+    if place.type == "cpu":
+        use_native_linears(model)
+    _load_generation_config(model, checkpoint.folder)
+    model.eval().requires_grad_(False)
+
+    source = ExpertSource(experts.layouts, io_threads=io_threads)
+    store, host_store = _open_stores(source, experts, plans, policy, place)
+    for module in modules:
+        module.store = store
+    signature = _signature(checkpoint, experts)
+    facts = LoadedFacts(
+        signature=signature,
+        host_plan=plans["host"],
+        device_plan=plans.get("device"),
+        dense_bytes=dense_bytes,
+        expert_bytes=sum(layout.tensor_bytes for layout in experts.layouts.values()),
+        baseline_rss_bytes=baseline,
+        load_s=time.perf_counter() - start,
+    )
+    recorder = None if trace is None else attach_recorder(model, modules, Path(trace), signature)
+    model.moe = RuntimeHandle(store, facts, host_store=host_store, recorder=recorder)
+    return model
+
+
+def _check_options(policy: str, max_tokens: int, io_threads: int) -> None:
+    if policy not in POLICIES:
+        raise ValueError(f"unknown policy {policy!r}: {nearest(policy, POLICIES)}")
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+    if io_threads < 1:
+        raise ValueError(f"io_threads must be at least 1, got {io_threads}")
+
+
+def _resolve_device(device: str | torch.device) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device must be auto, cpu or cuda, got {device!r}") from None
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for, but torch sees no GPU; use cpu or auto")
+    if place.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu or cuda, got {device!r}")
+    return place
+
+
+def _replace_experts(model: PreTrainedModel, experts: ExpertMap) -> list[OffloadedExperts]:
+    replaced = []
+    for layer, module in enumerate(experts.modules):
+        offloaded = OffloadedExperts(
+            module, layer, experts.matrices[layer], num_layers=len(experts.modules)
+        )
+        parent, _, name = module.name.rpartition(".")
+        setattr(model.get_submodule(parent), name, offloaded)
+        replaced.append(offloaded)
+    return replaced
+
+
+def _dense_bytes(experts: ExpertMap, dtype: torch.dtype) -> int:
+    num_bytes = 0
+    for entry in experts.dense_entries.values():
+        elements = 1
+        for size in entry.shape:
+            elements *= size
+        num_bytes += elements * dtype.itemsize
+    return num_bytes
+
+
+def _plan(
+    checkpoint: Checkpoint,
+    experts: ExpertMap,
+    budgets: dict[str, Budget],
+    place: torch.device,
+    dense_bytes: int,
+    max_tokens: int,
+) -> dict[str, MemoryPlan]:
+    """Divides the budgets: all on the host for a CPU, dense weights on the device for a GPU."""
+    slot_bytes = max(layout.slot_bytes for layout in experts.layouts.values())
+    reserve = reserve_for(checkpoint.config, checkpoint.dtype, max_tokens)
+    on_device = place.type != "cpu"
+    plans = {
+        "host": plan_memory(
+            resolve_budget(budgets["host"], available_host_bytes(), "this machine"),
+            dense_bytes=0 if on_device else dense_bytes,
+            reserve_bytes=0 if on_device else reserve,
+            slot_bytes=slot_bytes,
+            num_experts=len(experts.layouts),
+        )
+    }
+    if on_device:
+        plans["device"] = plan_memory(
+            resolve_budget(budgets["device"], available_device_bytes(place), str(place)),
+            dense_bytes=dense_bytes,
+            reserve_bytes=reserve,
+            slot_bytes=slot_bytes,
+            num_experts=len(experts.layouts),
+        )
+    return plans
+
+
+def _open_stores(
+    source: ExpertSource,
+    experts: ExpertMap,
+    plans: dict[str, MemoryPlan],
+    policy: str,
+    place: torch.device,
+) -> tuple[ExpertStore[ExpertWeights], ExpertStore[torch.Tensor] | None]:
+    """The store that experts are computed from and, for a device, the one below it."""
+    num_layers = len(experts.modules)
+
+    def layer_policy(plan: MemoryPlan) -> LayerShares:
+        return make_policy(policy, num_slots=plan.num_slots, num_layers=num_layers)
+
+    bind = bind_weights(experts)
+    host = plans["host"]
+    slab = Slab(host.num_slots, host.slot_bytes)
+    if "device" not in plans:
+        store = ExpertStore(source, slab, layer_policy(host), bind, stream_slots=host.stream_slots)
+        return store, None
+    slab.pin()
+    below: ExpertStore[torch.Tensor] = ExpertStore(
+        source, slab, layer_policy(host), _raw_slot, stream_slots=host.stream_slots
+    )
+    device = plans["device"]
+    above = ExpertStore(
+        TierFetcher(below, place),
+        Slab(device.num_slots, device.slot_bytes, device=place),
+        layer_policy(device),
+        bind,
+        stream_slots=device.stream_slots,
+    )
+    return above, below
+
+
+def _raw_slot(key: ExpertKey, slot: torch.Tensor) -> torch.Tensor:
+    return slot
+
+
+def _signature(checkpoint: Checkpoint, experts: ExpertMap) -> ModelSignature:
+    return ModelSignature(
+        model_type=checkpoint.config.model_type,
+        num_layers=len(experts.modules),
+        num_experts=max(module.num_experts for module in experts.modules),
+        top_k=experts_per_token(checkpoint.config),
+        vocab_size=checkpoint.config.get_text_config().vocab_size,
+    )
+
+
+def _load_generation_config(model: PreTrainedModel, folder: Path) -> None:
+    from transformers import GenerationConfig
+
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
