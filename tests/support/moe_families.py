@@ -1,7 +1,7 @@
 """The `transformers` families with routed experts, each with a configuration of a few kilobytes.
 
 Data only. A row names the class that a checkpoint of the family loads as and what its
-configuration needs beyond the sizes in `tiny_sizes`. `tiny_checkpoints` turns a row into a checkpoint.
+configuration needs beyond the sizes in `tiny_sizes`; `tiny_checkpoints` makes a checkpoint of it.
 """
 
 from dataclasses import dataclass, field
