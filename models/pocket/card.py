@@ -1,0 +1,144 @@
+"""The model card of the pocket model, written from `evaluation.json`."""
+
+from typing import Any
+
+_TEMPLATE = """\
+---
+license: apache-2.0
+language: en
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# The pocket model
+
+A Mixture-of-Experts language model of {total_millions:.1f} million parameters, of which a token
+passes through {active_millions:.1f} million. It is small enough to ship with the code
+({megabytes:.1f} MB) and real where it matters for a runtime: a trained router, a trained tokenizer,
+text that a reader recognises. Tests, traces, benchmarks and `make demo` use it. It writes something
+like Python's documentation; it does not know Python, and nothing it says should be relied on.
+
+`transformers` reads it as it is: `AutoModelForCausalLM.from_pretrained("models/pocket")`.
+
+## Architecture
+
+`Qwen3MoeForCausalLM`: 6 layers, every one a mixture of 16 experts with top-2 (weights
+renormalised), hidden size 256, expert hidden size 128, 4 query and 2 key-value heads of 64,
+context 512, tied embeddings, byte-level BPE with 4096 tokens. Weights in bfloat16, one tensor per
+expert matrix; one expert is 192 KiB. `<|endoftext|>` ends a document and begins one.
+
+## Data and licence
+
+Text that comes with every Python installation, gathered by `corpus.py` from Python {python}: the
+language reference in `pydoc_data.topics` ({topic_tokens:,} tokens), the docstrings of the standard
+library ({docstring_tokens:,}) and its source without docstrings ({source_tokens:,}), drawn with
+the weights 15 : 50 : 35. Tests, generated tables and third-party packages are left out. Whole
+topics and files, one name in twenty, are held out; a paragraph of 80 characters or more that
+occurs in held-out text is removed from the training text.
+
+The training text is under the PSF License Agreement. The model and its tokenizer are under
+Apache-2.0.
+
+## Training
+
+{tokens_millions:.1f} million tokens ({steps:,} steps of 2,048), AdamW, matrix products in bfloat16,
+one thread, {minutes:.0f} minutes on one core of a shared two-core machine. A load-balance loss per
+layer and a router z loss keep the experts in use. The dense baseline saw the same number of tokens
+({dense_steps:,} steps) in the same batches.
+
+```
+python -P -m moe_runtime.models.pocket.train --output runs/moe --steps {steps}
+python -P -m moe_runtime.models.pocket.train --output runs/dense --dense --steps {dense_steps}
+python -P -m moe_runtime.models.pocket.evaluate \\
+    --moe runs/moe --dense runs/dense --output models/pocket
+```
+
+Another Python version has other text and gives a slightly different model.
+
+## Held-out loss
+
+Nats per token (bits per byte). The unigram model has the token frequencies of the training mixture.
+The dense baseline is the same network with one MLP as large as two experts: {dense_millions:.2f}
+million parameters; a token uses {active_exact_millions:.2f} million here, the routers included.
+
+{losses}
+
+## Expert usage
+
+Share of the routed rows that each expert receives on the held-out text; even would be 6.25 %.
+Entropy is relative to that of even use.
+
+{usage}
+
+## Samples
+
+Prompts in bold; 80 new tokens, greedy and at temperature 0.8 (seed 0, not selected).
+
+{samples}
+"""
+
+
+def render_card(evaluation: dict[str, Any], *, checkpoint_bytes: int) -> str:
+    """The card's Markdown for the numbers that `evaluate.py` measured.
+
+    Args:
+        evaluation: the content of `evaluation.json`.
+        checkpoint_bytes: size of the checkpoint and tokenizer files.
+    """
+    parameters = evaluation["parameters"]
+    run = evaluation["training"]["moe"]
+    available = evaluation["training_tokens_available"]
+    return _TEMPLATE.format(
+        total_millions=parameters["total"] / 1e6,
+        active_millions=parameters["active"] / 1e6,
+        active_exact_millions=parameters["active"] / 1e6,
+        dense_millions=parameters["dense"] / 1e6,
+        megabytes=checkpoint_bytes / 1e6,
+        python=evaluation["versions"]["python"],
+        topic_tokens=available["topic"],
+        docstring_tokens=available["docstring"],
+        source_tokens=available["source"],
+        tokens_millions=run["tokens"] / 1e6,
+        steps=run["steps"],
+        dense_steps=evaluation["training"]["dense"]["steps"],
+        minutes=run["elapsed_s"] / 60,
+        losses=_loss_table(evaluation),
+        usage=_usage_table(evaluation["expert_usage"]),
+        samples="\n\n".join(_sample(sample) for sample in evaluation["samples"]),
+    )
+
+
+def _loss_table(evaluation: dict[str, Any]) -> str:
+    lines = ["| held-out text | tokens | unigram | dense | pocket model |", "|---|--:|--:|--:|--:|"]
+    for kind, scores in evaluation["held_out"].items():
+        lines.append(f"| {kind} | {scores['tokens']:,} | {_cells(scores)} |")
+    lines.append(f"| mixture, 15 : 50 : 35 | | {_cells(evaluation['held_out_mixture'])} |")
+    return "\n".join(lines)
+
+
+def _cells(scores: dict[str, Any]) -> str:
+    return " | ".join(
+        f"{scores[model]['nats_per_token']:.3f} ({scores[model]['bits_per_byte']:.3f})"
+        for model in ("unigram", "dense", "moe")
+    )
+
+
+def _usage_table(layers: list[dict[str, Any]]) -> str:
+    lines = ["| layer | least used | most used | entropy | all 16 (%) |", "|--:|--:|--:|--:|---|"]
+    for number, layer in enumerate(layers):
+        shares = " ".join(f"{100 * share:.1f}" for share in layer["shares"])
+        lines.append(
+            f"| {number} | {100 * layer['min']:.1f} % | {100 * layer['max']:.1f} % "
+            f"| {layer['entropy']:.3f} | {shares} |"
+        )
+    return "\n".join(lines)
+
+
+def _sample(sample: dict[str, str]) -> str:
+    """One prompt with its continuations, as indented code so that any text stays literal."""
+    parts = [f"**`{sample['prompt'].strip().splitlines()[0]}`**"]
+    for name in ("greedy", "sampled"):
+        text = sample["prompt"] + sample[name]
+        body = "\n".join(f"    {line}".rstrip() for line in text.splitlines())
+        parts.append(f"{name}:\n\n{body}")
+    return "\n\n".join(parts)

@@ -1,0 +1,271 @@
+"""Measure a trained pocket model and export it with its card.
+
+    python -P -m moe_runtime.models.pocket.evaluate \\
+        --moe runs/moe --dense runs/dense --output models/pocket
+
+Takes the checkpoints of two runs of `train.py`, writes the bfloat16 checkpoint in the layout of
+`save_pretrained`, and measures what it wrote: `evaluation.json` has the numbers and `README.md`,
+the model card, shows them. Weights are the exported bfloat16 ones; arithmetic is float32.
+"""
+
+import argparse
+import json
+import logging
+import math
+import platform
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional as F
+
+from moe_runtime.models.pocket.card import render_card
+from moe_runtime.models.pocket.corpus import KINDS, Document, Kind, gather
+from moe_runtime.models.pocket.data import SHARES, BatchPlan, Streams, tokenize
+from moe_runtime.models.pocket.model import (
+    CONTEXT,
+    NUM_EXPERTS,
+    TOP_K,
+    active_parameters,
+    build_dense,
+    build_moe,
+)
+from moe_runtime.models.pocket.train import CHECKPOINT_FILE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
+
+WEIGHT_FILES = ("config.json", "generation_config.json", "model.safetensors")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+PROMPTS = (
+    "The for statement",
+    "A class definition",
+    "Return the absolute value of",
+    "string.Template.substitute(self, mapping)\n    ",
+    'def read_lines(path):\n    """',
+)
+SAMPLE_TOKENS = 80
+SAMPLE_TEMPERATURE = 0.8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldOut:
+    """One kind of held-out text: its token stream and its length in bytes."""
+
+    ids: npt.NDArray[np.uint16]
+    num_bytes: int
+
+    def scores(self, nats: float) -> dict[str, float]:
+        """A total log loss as nats per token and as bits per byte."""
+        bits_per_byte = nats / math.log(2) / self.num_bytes
+        return {"nats_per_token": nats / len(self.ids), "bits_per_byte": bits_per_byte}
+
+
+def export(run: Path, build: Any, folder: Path) -> dict[str, float]:
+    """Write a run's model in bfloat16 with its tokenizer; returns what the run spent.
+
+    Returns:
+        `steps` and `elapsed_s` of the training run.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(run)
+    model = build(tokenizer.eos_token_id, tokenizer.pad_token_id)
+    state = torch.load(run / CHECKPOINT_FILE, weights_only=True)
+    model.load_state_dict(state["model"])
+    folder.mkdir(parents=True, exist_ok=True)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(run / name, folder / name)
+    for name in WEIGHT_FILES:
+        # safetensors makes its file readable by its owner only.
+        (folder / name).chmod(0o644)
+    return {"steps": state["step"], "elapsed_s": round(state["elapsed_s"])}
+
+
+def held_out_texts(
+    documents: list[Document], tokenizer: "PreTrainedTokenizerBase"
+) -> dict[Kind, HeldOut]:
+    """The held-out documents of each kind as one stream."""
+    kept = [document for document in documents if document.held_out]
+    streams = tokenize(kept, tokenizer)
+    sizes = dict.fromkeys(KINDS, 0)
+    for document in kept:
+        sizes[document.kind] += len(document.text.encode(errors="surrogatepass"))
+    return {kind: HeldOut(ids=streams[kind], num_bytes=sizes[kind]) for kind in KINDS}
+
+
+def unigram_nats(training: Streams, text: HeldOut, *, vocab_size: int) -> float:
+    """Log loss of a unigram model: token frequencies of the training mixture, add-one smoothed."""
+    frequencies = np.zeros(vocab_size)
+    for kind, stream in training.items():
+        counts = np.bincount(stream, minlength=vocab_size) + 1.0
+        frequencies += SHARES[kind] * counts / counts.sum()
+    return float(-np.log(frequencies[text.ids]).sum())
+
+
+@torch.inference_mode()
+def model_nats(
+    model: "PreTrainedModel", ids: npt.NDArray[np.uint16], *, usage: torch.Tensor | None = None
+) -> float:
+    """Log loss of a model over a stream cut into whole contexts; every token is predicted once.
+
+    Args:
+        model: a causal language model.
+        ids: (T,) token ids; the end-of-text token stands before the first.
+        usage: (L, E) float64 counts of the experts chosen, added to in place.
+    """
+    stream = torch.from_numpy(np.concatenate([[model.config.eos_token_id], ids]).astype(np.int64))
+    nats = 0.0
+    for start in range(0, len(ids), CONTEXT):
+        inputs = stream[start : min(start + CONTEXT, len(ids))]
+        targets = stream[start + 1 : start + 1 + len(inputs)]
+        options = {} if usage is None else {"output_router_logits": True}
+        outputs: Any = model(inputs[None], use_cache=False, **options)
+        nats += float(F.cross_entropy(outputs.logits[0].double(), targets, reduction="sum"))
+        if usage is not None:
+            for layer, logits in enumerate(outputs.router_logits):
+                chosen = logits.topk(TOP_K, dim=-1).indices.reshape(-1)
+                usage[layer] += torch.bincount(chosen, minlength=NUM_EXPERTS)
+    return nats
+
+
+def summarise_usage(usage: torch.Tensor) -> list[dict[str, Any]]:
+    """Per layer: each expert's share of the routed rows, extremes, and normalised entropy."""
+    layers: list[dict[str, Any]] = []
+    for counts in usage:
+        shares = counts / counts.sum()
+        entropy = float(-(shares * shares.clamp_min(1e-12).log()).sum()) / math.log(NUM_EXPERTS)
+        layers.append(
+            {
+                "shares": [round(float(share), 4) for share in shares],
+                "min": round(float(shares.min()), 4),
+                "max": round(float(shares.max()), 4),
+                "entropy": round(entropy, 4),
+            }
+        )
+    return layers
+
+
+def generate_samples(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
+) -> list[dict[str, str]]:
+    """Greedy and sampled continuations of a few fixed prompts."""
+    generate: Any = model.generate
+    samples: list[dict[str, str]] = []
+    for prompt in PROMPTS:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        sample = {"prompt": prompt}
+        for name, options in (
+            ("greedy", {"do_sample": False}),
+            ("sampled", {"do_sample": True, "temperature": SAMPLE_TEMPERATURE}),
+        ):
+            torch.manual_seed(0)
+            ids = generate(**inputs, max_new_tokens=SAMPLE_TOKENS, **options)[0]
+            new_ids = ids[inputs["input_ids"].shape[1] :]
+            sample[name] = str(tokenizer.decode(new_ids, skip_special_tokens=True))
+        samples.append(sample)
+    return samples
+
+
+def measure(moe_folder: Path, dense_folder: Path) -> dict[str, Any]:
+    """All numbers of the card that come from the exported checkpoints and the corpus."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(moe_folder)
+    moe: Any = AutoModelForCausalLM.from_pretrained(moe_folder, dtype=torch.float32).eval()
+    dense: Any = AutoModelForCausalLM.from_pretrained(dense_folder, dtype=torch.float32).eval()
+    documents = gather()
+    training = tokenize([document for document in documents if not document.held_out], tokenizer)
+    usage = torch.zeros(moe.config.num_hidden_layers, NUM_EXPERTS, dtype=torch.float64)
+    held_out: dict[str, Any] = {}
+    for kind, text in held_out_texts(documents, tokenizer).items():
+        _log.info("measuring %d held-out tokens of kind %s", len(text.ids), kind)
+        unigram = unigram_nats(training, text, vocab_size=moe.config.vocab_size)
+        held_out[kind] = {
+            "tokens": len(text.ids),
+            "bytes": text.num_bytes,
+            "unigram": text.scores(unigram),
+            "dense": text.scores(model_nats(dense, text.ids)),
+            "moe": text.scores(model_nats(moe, text.ids, usage=usage)),
+        }
+    return {
+        "parameters": {
+            "total": moe.num_parameters(),
+            "active": active_parameters(moe),
+            "dense": dense.num_parameters(),
+        },
+        "training_tokens_available": {kind: len(stream) for kind, stream in training.items()},
+        "held_out": held_out,
+        "held_out_mixture": _mixture(held_out),
+        "expert_usage": summarise_usage(usage),
+        "samples": generate_samples(moe, tokenizer),
+    }
+
+
+def _mixture(held_out: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Scores averaged over the kinds with the weights that training gives them."""
+    return {
+        model: {
+            unit: sum(SHARES[kind] * held_out[kind][model][unit] for kind in KINDS)
+            for unit in ("nats_per_token", "bits_per_byte")
+        }
+        for model in ("unigram", "dense", "moe")
+    }
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 4)
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_rounded(inner) for inner in value]
+    return value
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line of the evaluation script."""
+    import transformers
+
+    parser = argparse.ArgumentParser(description="Export and measure the pocket model.")
+    parser.add_argument("--moe", type=Path, required=True, help="folder of the training run")
+    parser.add_argument("--dense", type=Path, required=True, help="folder of the dense run")
+    parser.add_argument("--output", type=Path, required=True, help="folder to export to")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+
+    dense_folder = options.dense / "exported"
+    moe_run = export(options.moe, build_moe, options.output)
+    dense_run = export(options.dense, build_dense, dense_folder)
+    tokens_per_step = BatchPlan().tokens_per_step
+    evaluation = {
+        "training": {
+            "moe": moe_run | {"tokens": moe_run["steps"] * tokens_per_step},
+            "dense": dense_run | {"tokens": dense_run["steps"] * tokens_per_step},
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        **measure(options.output, dense_folder),
+    }
+    evaluation = _rounded(evaluation)
+    text = json.dumps(evaluation, indent=1, ensure_ascii=False) + "\n"
+    (options.output / "evaluation.json").write_text(text, encoding="utf-8")
+    checkpoint_bytes = sum(
+        (options.output / name).stat().st_size for name in (*WEIGHT_FILES, *TOKENIZER_FILES)
+    )
+    card = render_card(evaluation, checkpoint_bytes=checkpoint_bytes)
+    (options.output / "README.md").write_text(card, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
