@@ -7,9 +7,12 @@ file has no vocabulary, because the benchmark feeds token ids.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -84,13 +87,12 @@ def write_gguf(
     Args:
         progress: called with bytes written and bytes in all after each tensor.
     """
-    import gguf
-
+    gguf = importlib.import_module("gguf")
     tensors = list(_plan(shape, locate_tensors(checkpoint)))
     total = sum(tensor.num_bytes for tensor in tensors)
     unfinished = target.with_suffix(".partial")
     writer = gguf.GGUFWriter(unfinished, "olmoe")
-    _add_metadata(writer, shape)
+    _add_metadata(writer, gguf, shape)
     for tensor in tensors:
         kind = "F32" if tensor.is_float32 else "BF16"
         stored = tensor.shape if tensor.is_float32 else (*tensor.shape[:-1], 2 * tensor.shape[-1])
@@ -130,9 +132,7 @@ def _plan(shape: Shape, places: dict[str, TensorPlace]) -> Iterator[GgufTensor]:
             yield GgufTensor(f"blk.{layer}.{name}.weight", experts, stacked=True)
 
 
-def _add_metadata(writer, shape: Shape) -> None:
-    import gguf
-
+def _add_metadata(writer: Any, gguf: ModuleType, shape: Shape) -> None:
     writer.add_name(shape.name)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_context_length(4096)

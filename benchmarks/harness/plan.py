@@ -1,0 +1,90 @@
+"""What to run: settings, the runs in their order, and which of them cannot work and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from harness.shapes import Shape
+
+GIB = 1 << 30
+NEEDED_PACKAGES = {
+    "ours": "moe_runtime",
+    "transformers": "transformers",
+    "accelerate": "accelerate",
+    "llama.cpp": "llama_cpp",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What the user asked for."""
+
+    shape: Shape
+    systems: tuple[str, ...]
+    caps: tuple[int | None, ...]
+    repeats: int
+    prompt_tokens: int
+    new_tokens: int
+    warmup_tokens: int
+    max_decode_s: float
+    timeout_s: float
+    num_threads: int
+    greedy: bool
+    host_memory: str
+    tokenizer: str
+    seed: int
+    disk_s: float
+    trace: bool
+    data: Path
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.data / self.shape.name
+
+    @property
+    def gguf(self) -> Path:
+        return self.data / f"{self.shape.name}.gguf"
+
+    @property
+    def offload_folder(self) -> Path:
+        return self.data / f"{self.shape.name}-offload"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """One run of one system under one cap (None: no cap)."""
+
+    system: str
+    cap_bytes: int | None
+    repeat: int
+
+
+def planned_runs(settings: Settings, caps: tuple[int | None, ...]) -> Iterator[PlannedRun]:
+    """The systems in turn (A B C, A B C), so that a drift of the machine falls on all alike."""
+    for cap in caps:
+        for repeat in range(settings.repeats):
+            for system in settings.systems:
+                if cannot_work(system, cap, settings.shape) is None:
+                    yield PlannedRun(system, cap, repeat)
+
+
+def cannot_work(system: str, cap_bytes: int | None, shape: Shape) -> str | None:
+    """Why a system is not run under a cap, in a few words; None when it is."""
+    name = system.partition(":")[0]
+    if find_spec(NEEDED_PACKAGES[name]) is None:
+        return f"{NEEDED_PACKAGES[name]} is not installed (pip install '.[peers]')"
+    if name == "accelerate" and cap_bytes is None:
+        return "offloads to disk only under a cap"
+    if name == "transformers" and cap_bytes is not None and cap_bytes < shape.total_bytes:
+        return "its weights exceed the cap"
+    return None
+
+
+def cap_label(cap_bytes: int | None) -> str:
+    """A cap as people say it."""
+    if cap_bytes is None:
+        return "none"
+    return f"{cap_bytes / GIB:.3g} GiB"

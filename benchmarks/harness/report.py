@@ -1,0 +1,260 @@
+"""Turns a session's findings into medians, ratios, tables and the results file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from harness.plan import Settings, cannot_work, cap_label
+from harness.replay import misses_per_token
+from harness.session import Findings, RunRecord
+
+MEDIANS = (
+    "load_s",
+    "ttft_s",
+    "prefill_first_tokens_per_s",
+    "prefill_warm_tokens_per_s",
+    "decode_tokens_per_s",
+    "peak_rss_bytes",
+    "peak_rss_less_imports_bytes",
+    "group_peak_bytes",
+)
+RATIOS = ("prefill_first_tokens_per_s", "prefill_warm_tokens_per_s", "decode_tokens_per_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Medians of one system under one cap, or the reason why there are none."""
+
+    cap_bytes: int | None
+    system: str
+    num_runs: int
+    medians: dict[str, float]
+    failure: str | None
+
+
+def summarize(settings: Settings, caps: Iterable[int | None], findings: Findings) -> list[Row]:
+    """One row a system and cap, in the order of the settings."""
+    rows: list[Row] = []
+    for cap in caps:
+        for system in settings.systems:
+            records = [
+                record
+                for record in findings.records
+                if record.run.system == system and record.run.cap_bytes == cap
+            ]
+            rows.append(_row(settings, cap, system, records))
+    return rows
+
+
+def ratios(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Ours over each peer under the same cap, for every speed both have."""
+    table = list(rows)
+    ours = {row.cap_bytes: row for row in table if row.system == "ours" and row.medians}
+    return [
+        {
+            "cap_bytes": row.cap_bytes,
+            "peer": row.system,
+            **{name: ours[row.cap_bytes].medians[name] / row.medians[name] for name in RATIOS},
+        }
+        for row in table
+        if row.system != "ours" and row.medians and row.cap_bytes in ours
+    ]
+
+
+def compare_misses(
+    settings: Settings, rows: Iterable[Row], findings: Findings
+) -> list[dict[str, Any]]:
+    """Measured misses beside those of LRU and of Belady's optimum with as many slots a layer."""
+    if findings.routes is None:
+        return []
+    compared: list[dict[str, Any]] = []
+    for row in rows:
+        if row.system == "ours" and row.medians:
+            slots = int(row.medians["expert_slots"]) // settings.shape.num_layers
+            lru, optimum = misses_per_token(findings.routes, slots)
+            compared.append(
+                {
+                    "cap_bytes": row.cap_bytes,
+                    "slots_per_layer": slots,
+                    "measured_per_token": row.medians["misses_per_token"],
+                    "lru_per_token": lru,
+                    "belady_per_token": optimum,
+                }
+            )
+    return compared
+
+
+def write_results(
+    path: Path,
+    settings: Settings,
+    caps: Iterable[int | None],
+    findings: Findings,
+    facts: dict[str, Any],
+) -> None:
+    """Writes everything found as JSON; `facts` says where, when and how it was measured."""
+    rows = summarize(settings, caps, findings)
+    plain = {name: getattr(settings, name) for name in settings.__slots__ if name != "shape"}
+    content = {
+        **facts,
+        "shape": settings.shape.describe(),
+        "settings": {**plain, "data": settings.data.name},
+        "notes": findings.notes,
+        "summary": [asdict(row) for row in rows],
+        "ratios_ours_over_peer": ratios(rows),
+        "misses": compare_misses(settings, rows, findings),
+        "disk": [result.describe() for result in findings.disk],
+        "runs": [
+            {
+                **asdict(record.run),
+                "disk_bytes_per_s": record.disk_bytes_per_s,
+                "io_bound_fraction": io_bound_fraction(settings, record),
+                "failure": record.outcome.failure,
+                **record.outcome.numbers,
+            }
+            for record in findings.records
+        ],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def io_bound_fraction(settings: Settings, record: RunRecord) -> float | None:
+    """Seconds that reading the missed bytes takes at the disk's speed, over seconds decoded."""
+    counters = record.outcome.numbers.get("decode_counters", {})
+    if record.disk_bytes_per_s is None or not counters.get("misses"):
+        return None
+    bound_s = counters["misses"] * settings.shape.expert_bytes / record.disk_bytes_per_s
+    return bound_s / record.outcome.numbers["decode_s"]
+
+
+def print_report(
+    console: Console, settings: Settings, caps: Iterable[int | None], findings: Findings
+) -> None:
+    """Prints the tables: every system, ours over the peers, misses."""
+    rows = summarize(settings, caps, findings)
+    console.print(_systems_table(settings, rows))
+    if table := ratios(rows):
+        console.print(_ratios_table(table))
+    if compared := compare_misses(settings, rows, findings):
+        console.print(_misses_table(settings, compared))
+    for note in findings.notes:
+        console.print(f"note: {note}")
+
+
+def _row(settings: Settings, cap: int | None, system: str, records: list[RunRecord]) -> Row:
+    good = [record for record in records if record.outcome.succeeded]
+    if not good:
+        reason = cannot_work(system, cap, settings.shape)
+        if records:
+            reason = records[-1].outcome.failure
+        return Row(cap, system, 0, {}, reason or "not run")
+    medians = _medians(record.outcome.numbers for record in good)
+    if system == "ours":
+        medians |= _medians_of_ours(settings, good)
+    return Row(cap, system, len(good), medians, None)
+
+
+def _medians(runs: Iterable[dict[str, Any]]) -> dict[str, float]:
+    table = list(runs)
+    return {
+        name: median(run[name] for run in table)
+        for name in MEDIANS
+        if all(run.get(name) is not None for run in table)
+    }
+
+
+def _medians_of_ours(settings: Settings, records: list[RunRecord]) -> dict[str, float]:
+    runs = [record.outcome.numbers for record in records]
+    misses = median(run["decode_counters"]["misses"] / run["decode_tokens"] for run in runs)
+    found = {
+        "expert_slots": median(run["counters"]["expert_slots"] for run in runs),
+        "budget_bytes": median(run["counters"]["budget_bytes"] for run in runs),
+        "misses_per_token": misses,
+        "missed_bytes_per_token": misses * settings.shape.expert_bytes,
+        "stall_fraction": median(
+            run["decode_counters"]["stall_s"] / run["decode_s"] for run in runs
+        ),
+    }
+    fractions = [io_bound_fraction(settings, record) for record in records]
+    if known := [fraction for fraction in fractions if fraction is not None]:
+        found["io_bound_fraction"] = median(known)
+    return found
+
+
+def _systems_table(settings: Settings, rows: list[Row]) -> Table:
+    table = Table(
+        title=f"{settings.shape.name}, {settings.prompt_tokens} prompt tokens, "
+        f"{settings.new_tokens} decoded, {settings.num_threads} threads, "
+        f"median of {settings.repeats}"
+    )
+    for name in ("cap", "system"):
+        table.add_column(name)
+    for name in (
+        "load s",
+        "first token s",
+        "prefill tok/s\nfirst",
+        "prefill tok/s\nwarm",
+        "decode\ntok/s",
+        "peak RSS\nGB",
+        "missed\nGB/token",
+        "of I/O\nbound",
+    ):
+        table.add_column(name, justify="right")
+    for row in rows:
+        label = cap_label(row.cap_bytes)
+        if row.failure is not None:
+            table.add_row(label, row.system, f"[dim]{row.failure}[/dim]")
+            continue
+        found = row.medians
+        table.add_row(
+            label,
+            row.system,
+            f"{found['load_s']:.1f}",
+            f"{found['ttft_s']:.1f}",
+            f"{found['prefill_first_tokens_per_s']:.4g}",
+            f"{found['prefill_warm_tokens_per_s']:.4g}",
+            f"{found['decode_tokens_per_s']:.3g}",
+            f"{found['peak_rss_bytes'] / 1e9:.2f}",
+            _optional(found.get("missed_bytes_per_token"), lambda value: f"{value / 1e9:.3f}"),
+            _optional(found.get("io_bound_fraction"), lambda value: f"{value:.0%}"),
+        )
+    return table
+
+
+def _ratios_table(found: list[dict[str, Any]]) -> Table:
+    table = Table(title="ours over the peer (more is faster)")
+    for name in ("cap", "peer"):
+        table.add_column(name)
+    for name in ("prefill first", "prefill warm", "decode"):
+        table.add_column(name, justify="right")
+    for entry in found:
+        values = (f"{entry[name]:.2f} x" for name in RATIOS)
+        table.add_row(cap_label(entry["cap_bytes"]), entry["peer"], *values)
+    return table
+
+
+def _misses_table(settings: Settings, compared: list[dict[str, Any]]) -> Table:
+    table = Table(title="experts missed a decoded token (GB)")
+    for name in ("cap", "slots a layer", "measured", "LRU", "Belady's optimum"):
+        table.add_column(name, justify="right")
+    for entry in compared:
+        counts = (entry[f"{name}_per_token"] for name in ("measured", "lru", "belady"))
+        gigabytes = settings.shape.expert_bytes / 1e9
+        table.add_row(
+            cap_label(entry["cap_bytes"]),
+            f"{entry['slots_per_layer']} of {settings.shape.num_experts}",
+            *(f"{count:.1f} ({count * gigabytes:.3f})" for count in counts),
+        )
+    return table
+
+
+def _optional(value: float | None, form: Any) -> str:
+    return "" if value is None else form(value)
