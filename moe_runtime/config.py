@@ -42,13 +42,13 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Writes a number of bytes for people, in binary units with three significant digits."""
+    """Writes a number of bytes for people, in binary units with four significant digits."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.4g} {unit}"
         value /= 1024
-    return f"{value:.3g} TiB" if value < 1024 else f"{value:.0f} TiB"
+    return f"{value:.4g} TiB"
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ def examine(path: Path, read_bytes: int) -> list[Finding]:
         _processor(),
         _native_kernel(),
         *_accelerators(),
-        *_memory(),
+        _memory(),
         *_disk(path, read_bytes),
     ]
 
@@ -162,42 +162,20 @@ def _triton(*, needed: bool) -> Finding:
     )
 
 
-def _memory() -> list[Finding]:
+def _memory() -> Finding:
+    from moe_runtime.engine.memory import AUTO_SHARE, available_host_bytes, control_group_free_bytes
+
     machine = psutil.virtual_memory()
-    available_bytes = machine.available
-    value = f"{format_bytes(available_bytes)} of {format_bytes(machine.total)} available"
-    limit = _control_group_limit()
-    if limit is not None:
-        limit_bytes, used_bytes = limit
-        left_bytes = max(0, limit_bytes - used_bytes)
-        available_bytes = min(available_bytes, left_bytes)
-        value += f"; control group: {format_bytes(left_bytes)} of {format_bytes(limit_bytes)} left"
-    if available_bytes >= _LITTLE_MEMORY_BYTES:
-        return [Finding(name="memory", status="ok", value=value)]
-    advice = "close other programs, raise the control group's limit, or give a small --host-memory"
-    return [Finding(name="memory", status="note", value=value, advice=advice)]
-
-
-def _control_group_limit() -> tuple[int, int] | None:
-    """Limit and use in bytes of the tightest control group (version 2) around this process."""
-    try:
-        group = Path("/proc/self/cgroup").read_text(encoding="utf-8").strip().splitlines()[-1]
-    except (OSError, IndexError):
-        return None
-    root = Path("/sys/fs/cgroup")
-    folder = root / group.rpartition(":")[2].lstrip("/")
-    limits = []
-    for place in (folder, *folder.parents):
-        if not place.is_relative_to(root):
-            break
-        try:
-            limit = (place / "memory.max").read_text(encoding="utf-8").strip()
-            used = (place / "memory.current").read_text(encoding="utf-8").strip()
-        except OSError:
-            continue
-        if limit.isdecimal() and used.isdecimal():
-            limits.append((int(limit), int(used)))
-    return min(limits, key=lambda pair: pair[0] - pair[1], default=None)
+    value = f"{format_bytes(machine.available)} of {format_bytes(machine.total)} free"
+    group_bytes = control_group_free_bytes()
+    if group_bytes is not None:
+        value += f", {format_bytes(group_bytes)} free in the control group"
+    budget_bytes = int(available_host_bytes() * AUTO_SHARE)
+    value += f"; --host-memory auto takes {format_bytes(budget_bytes)}"
+    if budget_bytes >= _LITTLE_MEMORY_BYTES:
+        return Finding(name="memory", status="ok", value=value)
+    advice = "close other programs, or raise the limit of the control group"
+    return Finding(name="memory", status="note", value=value, advice=advice)
 
 
 def _disk(path: Path, read_bytes: int) -> list[Finding]:

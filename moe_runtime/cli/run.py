@@ -1,6 +1,7 @@
 """``moe-runtime run``: generate text from a prompt."""
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,6 +80,9 @@ def run(
 
     with loading_bar() as progress:
         quiet_transformers(session)
+        from moe_runtime.engine.generation import check_options
+
+        check_options(max_new_tokens, temperature, top_p, seed)
         tokenizer = _load_tokenizer(model)
         room = _room_for(tokenizer, text, max_new_tokens, max_tokens, chat=chat)
         import moe_runtime
@@ -173,19 +177,32 @@ def _generate(
 ) -> "GenerationResult":
     from moe_runtime.engine.generation import GenerationInterrupted, generate_text
 
-    def write(piece: str) -> None:
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-
+    output = _Stdout()
     if show and sys.stdout.isatty():
-        write(f"\033[2m{text}\033[0m")
+        output.write(f"\033[2m{text}\033[0m")
     try:
-        return generate_text(loaded, tokenizer, text, on_text=write if show else None, **options)
+        on_text = output.write if show else None
+        return generate_text(loaded, tokenizer, text, on_text=on_text, **options)
     except GenerationInterrupted as interrupted:
         return interrupted.result
     finally:
-        if show:
-            write("\n")
+        output.end_line()
+
+
+class _Stdout:
+    """Text as it comes, and a line break after it, also when an error cuts it short."""
+
+    def __init__(self) -> None:
+        self._used = False
+
+    def write(self, piece: str) -> None:
+        self._used = True
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    def end_line(self) -> None:
+        if self._used:
+            self.write("\n")
 
 
 def _show_outcome(
@@ -200,7 +217,6 @@ def _show_outcome(
 def _as_json(
     model: str, policy: str, result: "GenerationResult", stats: "RuntimeStats"
 ) -> dict[str, Any]:
-    store = stats.store
     return {
         "model": model,
         "policy": policy,
@@ -208,31 +224,15 @@ def _as_json(
         "finish_reason": result.finish_reason,
         "prompt_tokens": result.prompt_tokens,
         "new_tokens": result.new_tokens,
-        "load_s": stats.load_s,
         "ttft_s": result.ttft_s,
         "decode_tokens_per_s": result.decode_tokens_per_s,
-        "hits": store.hits,
-        "misses": store.misses,
-        "late_hits": store.late_hits,
-        "evictions": store.evictions,
-        "bytes_read": store.bytes_read,
-        "demand_bytes": store.demand_bytes,
-        "readahead_bytes": store.readahead_bytes,
-        "stall_s": store.stall_s,
-        "expert_slots": store.expert_slots,
-        "slot_bytes": store.slot_bytes,
-        "dense_bytes": stats.dense_bytes,
-        "expert_bytes": stats.expert_bytes,
-        "baseline_rss_bytes": stats.baseline_rss_bytes,
-        "peak_rss_bytes": stats.peak_rss_bytes,
-        "budget_bytes": stats.budget_bytes,
+        **dataclasses.asdict(stats),
     }
 
 
 def _as_rows(result: "GenerationResult", stats: "RuntimeStats") -> list[tuple[str, str]]:
-    store = stats.store
-    asked = store.hits + store.late_hits + store.misses
-    hit_share = f"{store.hits / asked:.1%}" if asked else "none asked for"
+    asked = stats.hits + stats.late_hits + stats.misses
+    hit_share = f"{stats.hits / asked:.1%}" if asked else "none asked for"
     rows = [
         ("tokens", f"{result.prompt_tokens} in the prompt, {result.new_tokens} new"),
         ("loading", f"{stats.load_s:.2f} s"),
@@ -249,10 +249,10 @@ def _as_rows(result: "GenerationResult", stats: "RuntimeStats") -> list[tuple[st
             f"{format_bytes(used_bytes)} at the peak, budget {format_bytes(stats.budget_bytes)}, "
             f"model {format_bytes(stats.dense_bytes + stats.expert_bytes)}",
         ),
-        ("experts in memory", f"{store.expert_slots} of {format_bytes(store.slot_bytes)} each"),
+        ("experts in memory", f"{stats.expert_slots} of {format_bytes(stats.slot_bytes)} each"),
         (
             "experts asked for",
-            f"{asked}: {hit_share} in memory, {store.late_hits} on their way, {store.misses} read",
+            f"{asked}: {hit_share} in memory, {stats.late_hits} on their way, {stats.misses} read",
         ),
-        ("read from disk", f"{format_bytes(store.bytes_read)}, waited {store.stall_s:.2f} s"),
+        ("read from disk", f"{format_bytes(stats.bytes_read)}, waited {stats.stall_s:.2f} s"),
     ]

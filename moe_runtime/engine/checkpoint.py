@@ -6,7 +6,7 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -178,6 +178,6 @@ def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
             return model_class
     mapping = AutoModelForCausalLM._model_mapping
     if type(config) in mapping:
-        return mapping[type(config)]
+        return cast("type[PreTrainedModel]", mapping[type(config)])
     named = ", ".join(config.architectures or ()) or config.model_type
     raise UnsupportedModelError(f"transformers {transformers.__version__} knows no model {named}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -19,7 +19,7 @@ from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.kernels.linear import linear
 from moe_runtime.store.layout import BLOCK_BYTES
 from moe_runtime.store.safetensors_index import TensorEntry
-from moe_runtime.store.slab import aligned_bytes
+from moe_runtime.store.slab import aligned_bytes, host_view
 from moe_runtime.store.source import READ_BYTES, CheckpointFile
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class _Reader:
         lead = entry.offset - start
         needed = lead + entry.num_bytes
         memory = aligned_bytes(-(-needed // BLOCK_BYTES) * BLOCK_BYTES)
-        buffer = memoryview(memory.numpy())
+        buffer = host_view(memory)
         try:
             for begin in range(0, len(buffer), READ_BYTES):
                 part = buffer[begin : begin + READ_BYTES]
@@ -118,7 +118,7 @@ def load_dense(
         device_map={"": device},
         dtype=checkpoint.dtype,
         dtype_plan=model._get_dtype_plan(checkpoint.dtype),
-        weight_mapping=experts.weight_mapping,
+        weight_mapping=cast(Any, experts.weight_mapping),
     )
     lazy = {name: _LazyTensor(entry, reader) for name, entry in experts.dense_entries.items()}
     try:

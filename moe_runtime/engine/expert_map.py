@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ class ExpertsModule:
     """
 
     name: str
-    module: torch.nn.Module
+    module: Any
     parameters: tuple[str, ...]
     num_experts: int
 
@@ -173,7 +173,7 @@ def _convert(
                 WeightRenaming(entry.name, name) if pattern is None else _fresh(by_pattern[pattern])
             )
         stand_in = provenance.source(index, entry.shape, _float_dtype(entry))
-        job.add_tensor(name, entry.name, pattern or entry.name, stand_in)
+        job.add_tensor(name, entry.name, pattern or entry.name, cast(Any, stand_in))
     converted: dict[str, torch.Tensor] = {}
     for name, job in jobs.items():
         with provenance:
@@ -240,7 +240,7 @@ def _ranges(
     """One strided range of a file for each expert, for one of its matrices."""
     tensor = parameters[rows.parameter]
     stride = tensor.stride()
-    first = tensor.storage_offset() + np.arange(tensor.shape[0])[:, None] * stride[0]
+    first = int(tensor.storage_offset()) + np.arange(tensor.shape[0])[:, None] * stride[0]
     starts = first + (rows.start + rows.step * np.arange(rows.count)) * stride[rows.out_dim]
     width = 1
     if tensor.dim() == 3:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -87,7 +87,7 @@ class OffloadedExperts(torch.nn.Module):
         rows = self._group(top_k_index, out_RD)
         self._compute(hidden_states, rows, out_RD, streaming=num_tokens > 1)
         if getattr(self.replaced, "has_post_expert_norm", False):
-            out_RD = self.post_expert_norm(out_RD)
+            out_RD = self.get_submodule("post_expert_norm")(out_RD)
         return _combine(out_RD, top_k_weights)
 
     def _group(
@@ -144,7 +144,7 @@ def bind_weights(experts: ExpertMap) -> Callable[[ExpertKey, torch.Tensor], Expe
     return bind
 
 
-def _activation(experts: torch.nn.Module) -> str | GateFunction:
+def _activation(experts: Any) -> str | GateFunction:
     """The kernels' name for what a module does between its projections, or the module's own way.
 
     A gate that the model overrides is never guessed at: it is called on gate and up laid out as the
@@ -166,7 +166,7 @@ def _activation(experts: torch.nn.Module) -> str | GateFunction:
     return own_gate
 
 
-def _has_act_fn(experts: torch.nn.Module) -> bool:
+def _has_act_fn(experts: Any) -> bool:
     return isinstance(getattr(experts, "act_fn", None), torch.nn.Module)
 
 

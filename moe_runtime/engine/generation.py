@@ -84,7 +84,7 @@ def generate_text(
             exceed the positions that the model knows.
         GenerationInterrupted: Ctrl-C; carries what was generated so far.
     """
-    _check_options(max_new_tokens, temperature, top_p, seed)
+    check_options(max_new_tokens, temperature, top_p, seed)
     started = time.perf_counter()
     inputs = encode_prompt(tokenizer, prompt, chat=chat)
     num_prompt_tokens = inputs["input_ids"].shape[1]
@@ -110,6 +110,24 @@ def generate_text(
         raise GenerationInterrupted(result) from None
     stopped = bool(stream.token_ids) and stream.token_ids[-1] in _end_token_ids(model)
     return stream.result(num_prompt_tokens, started, "stop" if stopped else "length")
+
+
+def check_options(
+    max_new_tokens: int, temperature: float, top_p: float, seed: int | None
+) -> None:
+    """Refuses what ``generate_text`` would refuse; for callers who load a model in between.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"temperature must be 0 (greedy) or positive, got {temperature}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ValueError(f"seed must lie in [0, 2**63), got {seed}")
 
 
 def encode_prompt(tokenizer: Any, prompt: str, *, chat: bool = False) -> dict[str, torch.Tensor]:
@@ -171,17 +189,6 @@ class _TimedStreamer(TextStreamer):
             decode_tokens_per_s=(num_new - 1) / decode_s if num_new > 1 and decode_s > 0 else None,
             finish_reason=finish_reason,
         )
-
-
-def _check_options(max_new_tokens: int, temperature: float, top_p: float, seed: int | None) -> None:
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"temperature must be 0 (greedy) or positive, got {temperature}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
-    if seed is not None and not 0 <= seed < 2**63:
-        raise ValueError(f"seed must lie in [0, 2**63), got {seed}")
 
 
 def _check_length(config: Any, num_prompt_tokens: int, max_new_tokens: int) -> None:

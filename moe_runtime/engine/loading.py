@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -117,7 +117,8 @@ def load(
         load_s=time.perf_counter() - start,
     )
     recorder = None if trace is None else attach_recorder(model, modules, Path(trace), signature)
-    model.moe = RuntimeHandle(store, facts, host_store=host_store, recorder=recorder)
+    handle = RuntimeHandle(store, facts, host_store=host_store, recorder=recorder)
+    cast(Any, model).moe = handle
     return model
 
 

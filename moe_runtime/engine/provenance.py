@@ -52,7 +52,7 @@ class Provenance(TorchDispatchMode):
         return tensor
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, list | tuple) else (out,):
@@ -92,7 +92,7 @@ class Provenance(TorchDispatchMode):
     def _is_known(self, tensor: torch.Tensor) -> bool:
         return _storage(tensor) in self._sources or _storage(tensor) in self._copies
 
-    def _record(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: torch.Tensor) -> None:
+    def _record(self, func: Any, args: Any, kwargs: Any, out: torch.Tensor) -> None:
         operation = func.overloadpacket
         if not out.is_contiguous() or operation not in _REARRANGEMENTS:
             raise UnsupportedModelError(

@@ -38,8 +38,7 @@ def attach_recorder(
 
 def _begin_step(recorder: TraceRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     input_ids = kwargs.get("input_ids", args[0] if args else None)
-    embeddings = kwargs.get("inputs_embeds")
-    shape = input_ids.shape if input_ids is not None else embeddings.shape[:2]
+    shape = kwargs["inputs_embeds"].shape[:2] if input_ids is None else input_ids.shape
     cache = kwargs.get("past_key_values")
     past = 0 if cache is None else int(cache.get_seq_length())
     if past == 0:

@@ -1,6 +1,7 @@
 """A tier's memory: one allocation, cut into equal slots."""
 
 import mmap
+from typing import Any
 
 import torch
 
@@ -47,7 +48,8 @@ class Slab:
             CapacityError: the system does not allow so much locked memory.
         """
         size = self._bytes.numel()
-        if torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), size, 0) != 0:
+        runtime: Any = torch.cuda.cudart()
+        if int(runtime.cudaHostRegister(self._bytes.data_ptr(), size, 0)) != 0:
             raise CapacityError(f"cannot lock {format_bytes(size)} of host memory for the GPU")
 
     def slot(self, index: int) -> torch.Tensor:
@@ -69,6 +71,12 @@ def aligned_bytes(num_bytes: int) -> torch.Tensor:
     if num_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def host_view(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous ``uint8`` host tensor, to read into."""
+    array: Any = tensor.numpy()
+    return memoryview(array)
 
 
 def _device_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:

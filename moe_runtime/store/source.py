@@ -9,6 +9,7 @@ import torch
 
 from moe_runtime.errors import CheckpointError
 from moe_runtime.store.layout import ExpertLayout, Extent
+from moe_runtime.store.slab import host_view
 from moe_runtime.store.transfer import Block, OnDone, Priority, Read, ReadQueue
 from moe_runtime.types import ExpertKey
 
@@ -99,7 +100,7 @@ class ExpertSource:
         self, key: ExpertKey, slot: torch.Tensor, priority: Priority, on_done: OnDone
     ) -> Read:
         """Starts to read an expert into a slot; ``on_done`` is called from a reading thread."""
-        buffer = memoryview(slot.numpy())
+        buffer = host_view(slot)
         blocks: list[Block] = []
         for extent in self._layouts[key].extents:
             for begin in range(0, extent.num_bytes, READ_BYTES):
