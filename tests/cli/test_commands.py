@@ -1,0 +1,204 @@
+"""The command line as a whole: help, first screen, exit codes, inspect and doctor."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from moe_runtime.cli import machine
+from moe_runtime.cli.disk import measure_disk
+from moe_runtime.cli.main import build_app, describe, main
+from moe_runtime.errors import CheckpointError
+
+COMMANDS = ("run", "inspect", "doctor")
+
+
+def test_alone_it_shows_where_to_begin(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    for command in COMMANDS:
+        assert f"moe-runtime {command}" in out
+    assert len(out.splitlines()) < 24
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    from importlib.metadata import version
+
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"moe-runtime {version('moe-runtime')}\n"
+
+
+def options_of(command: str) -> list[str]:
+    """The long options that the command's function declares, found without asking for help."""
+    from typer.main import get_command
+
+    group = get_command(build_app())
+    return [
+        name
+        for param in group.commands[command].params  # type: ignore[attr-defined]
+        for name in param.opts
+        if name.startswith("--")
+    ]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_lists_every_option(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    out = capsys.readouterr().out
+    options = options_of(command)
+    assert {"--json", "--debug"} <= set(options)
+    for option in options:
+        assert re.search(rf"{option}\b", out), option
+
+
+def test_run_has_the_promised_options() -> None:
+    promised = (
+        "--prompt --prompt-file --max-new-tokens --host-memory --device-memory --policy --trace "
+        "--temperature --top-p --seed --json"
+    )
+    assert set(promised.split()) <= set(options_of("run"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rnu"], "Did you mean 'run'?"),
+        (["run"], "MODEL"),
+        (["inspect"], "MODEL"),
+        (["doctor", "--read-siz", "1MiB"], "--read-size"),
+        (["doctor", "--read-size", "big"], "'big'"),
+        (["doctor", "--read-size", "1"], "--read-size"),
+        (["doctor", "no/such/place"], "no such file"),
+        (["inspect", "x", "--host-memory", "0.5"], "--host-memory must be a size"),
+        (["--jsn"], "--jsn"),
+    ],
+)
+def test_wrong_words_get_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("moe-runtime: error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
+    """Asserted on what is imported, not on seconds: those depend on what else runs here."""
+    program = (
+        "import sys; from moe_runtime.cli.main import main; code = main(['run', '--help']);"
+        "heavy = {'torch', 'transformers', 'numpy', 'huggingface_hub'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    subprocess.run([sys.executable, "-P", "-c", program], check=True, capture_output=True)
+
+
+def test_errors_of_the_hub_and_of_files_are_not_called_bugs() -> None:
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    assert describe(CheckpointError("a\nb")) == (2, "a b")
+    assert describe(FileNotFoundError(2, "No such file", "x.txt")) == (2, "x.txt: No such file")
+    assert issubclass(RepositoryNotFoundError, OSError)
+    code, message = describe(ZeroDivisionError("division by zero"))
+    assert code == 1
+    assert message.startswith("ZeroDivisionError: division by zero")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeSummary:
+    """Stands for a checkpoint of 4 layers with 8 experts of 100 bytes each."""
+
+    path: Path = Path("checkpoint")
+    model_type: str = "olmoe"
+    architecture: str = "OlmoeForCausalLM"
+    num_layers: int = 4
+    num_experts: int = 8
+    top_k: int = 2
+    expert_dtype: str = "bfloat16"
+    dense_bytes: int = 1000
+    expert_bytes: int = 3200
+    bytes_per_expert: int = 100
+    smallest_budget_bytes: int = 1700
+    reserve_bytes: int = 500
+    slot_bytes: int = 100
+
+    def slots_for(self, budget_bytes: int) -> int:
+        return (budget_bytes - 1500) // 100
+
+
+@pytest.fixture
+def fake_summary(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("moe_runtime.engine.inspection")
+    vars(module)["inspect_checkpoint"] = lambda path, **_: FakeSummary(path=Path(path))
+    monkeypatch.setitem(sys.modules, "moe_runtime.engine.inspection", module)
+
+
+@pytest.mark.usefixtures("fake_summary")
+def test_inspect_says_what_a_budget_buys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "some/model", "--json", "--host-memory", "2500"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["path"] == "some/model"
+    assert summary["num_experts"] == 8
+    bought = {row["budget_bytes"]: row["expert_slots"] for row in summary["budgets"]}
+    # Smallest; an eighth, a quarter, half, three quarters, all of 32 experts; the asked one.
+    assert bought == {1700: 2, 1900: 4, 2300: 8, 2500: 10, 3100: 16, 3900: 24, 4700: 32}
+    shares = {row["budget_bytes"]: row["resident_share"] for row in summary["budgets"]}
+    assert shares[4700] == 1.0
+    assert shares[3100] == 0.5
+
+
+@pytest.mark.usefixtures("fake_summary")
+def test_inspect_shows_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "some/model", "--host-memory", "1600"]) == 0
+    out = capsys.readouterr().out
+    assert "4 layers of 8, 2 of them for each token" in out
+    assert "1.66 KiB" in out
+    assert "too small" in out
+    assert "100%" in out
+
+
+def test_doctor_reports_every_area(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_runtime.cli.disk._SCRATCH_BYTES", 1 << 22)
+    monkeypatch.setattr("moe_runtime.cli.disk._SCRATCH_BLOCK_BYTES", 1 << 20)
+    assert main(["doctor", str(tmp_path), "--read-size", "64KiB", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["healthy"] is True
+    names = {finding["name"] for finding in report["findings"]}
+    assert names >= {"python", "packages", "processor", "native kernel", "gpu", "triton", "memory"}
+    assert "disk" in names
+    for finding in report["findings"]:
+        assert finding["status"] in ("ok", "note")
+        assert bool(finding["advice"]) == (finding["status"] == "note")
+    assert os.listdir(tmp_path) == []
+
+
+def test_doctor_says_what_to_do_when_something_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_REQUIRED", ("numpy", "not-installed-anywhere"))
+    (tmp_path / "tiny").write_bytes(b"x")
+    assert main(["doctor", str(tmp_path / "tiny")]) == 2
+    out = " ".join(capsys.readouterr().out.split())
+    assert "PROBLEM packages missing: not-installed-anywhere" in out
+    assert "pip install not-installed-anywhere" in out
+    assert "too few for reads" in out
+
+
+def test_disk_speed_reads_a_large_file_that_is_there(tmp_path: Path) -> None:
+    file = tmp_path / "shard.safetensors"
+    file.write_bytes(os.urandom(1 << 20))
+    (tmp_path / "small").write_bytes(b"x")
+    speed = measure_disk(tmp_path, read_bytes=10_000, seconds=0.1)
+    assert speed.path == file
+    assert speed.read_bytes == 12288
+    assert speed.buffered_bytes_per_s > 0
+    assert speed.direct_bytes_per_s is None or speed.direct_bytes_per_s > 0

@@ -1,0 +1,332 @@
+"""`moe-runtime run`: options reach the runtime, text and numbers reach the user."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_runtime.cli.main import main
+from moe_runtime.errors import CapacityError, CheckpointError, UnsupportedModelError
+
+PROMPT = "The store reads"
+
+
+def reference_text(checkpoint: Path, num_tokens: int) -> str:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    output = model.generate(ids, max_new_tokens=num_tokens, do_sample=False)
+    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def run(checkpoint: Path | str, *options: str, prompt: str | None = PROMPT) -> int:
+    prompts = [] if prompt is None else ["--prompt", prompt]
+    return main(["run", str(checkpoint), *prompts, *options])
+
+
+def test_text_goes_to_stdout_and_the_table_to_stderr(
+    checkpoint: Path, fake_load: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(checkpoint, "-n", "12") == 0
+    out, err = capsys.readouterr()
+    assert out == reference_text(checkpoint, 12) + "\n"
+    assert "what the runtime did" in err
+    assert "12 new" in err
+    assert "90.0% in memory, 4 on their way, 6 read" in err
+    assert "3 MiB, waited 0.25 s" in err
+    assert fake_load.runtime.closed
+
+
+def test_json_is_one_object_with_the_promised_keys(
+    checkpoint: Path, fake_load: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(checkpoint, "-n", "5", "--json") == 0
+    out, err = capsys.readouterr()
+    outcome = json.loads(out)
+    assert outcome["text"] == reference_text(checkpoint, 5)
+    assert outcome["new_tokens"] == 5
+    assert outcome["prompt_tokens"] > 0
+    assert outcome["ttft_s"] > 0
+    assert outcome["decode_tokens_per_s"] > 0
+    promised = {
+        "load_s": 0.5,
+        "hits": 90,
+        "misses": 6,
+        "late_hits": 4,
+        "bytes_read": 3 * 2**20,
+        "stall_s": 0.25,
+        "expert_slots": 12,
+        "peak_rss_bytes": 2**29,
+        "budget_bytes": 2**30,
+    }
+    assert outcome | promised == outcome
+    assert err == ""
+
+
+def test_every_option_reaches_the_runtime(
+    checkpoint: Path, fake_load: Any, tmp_path: Path
+) -> None:
+    options = {
+        "--host-memory": "7GiB",
+        "--device-memory": "0.5",
+        "--policy": "other",
+        "--device": "cpu",
+        "--dtype": "float32",
+        "--max-tokens": "99",
+        "--trace": str(tmp_path / "trace.npz"),
+    }
+    words = [word for pair in options.items() for word in pair]
+    assert run(checkpoint, "-n", "1", *words) == 0
+    given = {name.removeprefix("--").replace("-", "_"): value for name, value in options.items()}
+    given |= {"max_tokens": 99, "trace": tmp_path / "trace.npz", "path": str(checkpoint)}
+    assert {name: fake_load.options[name] for name in given} == given
+
+
+def test_room_is_what_prompt_and_new_tokens_need(checkpoint: Path, fake_load: Any) -> None:
+    from transformers import AutoTokenizer
+
+    assert run(checkpoint, "-n", "7") == 0
+    num_prompt_tokens = len(AutoTokenizer.from_pretrained(checkpoint)(PROMPT)["input_ids"])
+    assert fake_load.options["max_tokens"] == num_prompt_tokens + 7
+
+
+def test_sampling_options_reach_the_sampler(
+    checkpoint: Path, fake_load: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def sample(seed: str) -> str:
+        assert run(checkpoint, "-n", "12", "--temperature", "3", "--seed", seed) == 0
+        return capsys.readouterr().out
+
+    first = sample("1")
+    assert sample("1") == first
+    assert sample("2") != first
+    assert run(checkpoint, "-n", "12", "--temperature", "3", "--top-p", "1e-9") == 0
+    assert capsys.readouterr().out == reference_text(checkpoint, 12) + "\n"
+
+
+def test_the_prompt_can_come_from_a_file_or_standard_input(
+    checkpoint: Path,
+    fake_load: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT)
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    for source in (str(file), "-"):
+        assert run(checkpoint, "-n", "6", "--prompt-file", source, prompt=None) == 0
+        assert capsys.readouterr().out == reference_text(checkpoint, 6) + "\n"
+
+
+def test_a_config_file_gives_defaults_that_the_command_line_overrides(
+    checkpoint: Path, fake_load: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('max-new-tokens = 3\nhost_memory = "5GiB"\npolicy = "other"\n')
+    assert run(checkpoint, "--config", str(file), "--policy", "lru") == 0
+    assert fake_load.options["host_memory"] == "5GiB"
+    assert fake_load.options["policy"] == "lru"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("host-memry = '1GiB'", "unknown key 'host_memry'; did you mean 'host_memory'?"),
+        ("model = 'x'", "unknown key 'model'"),
+        ("config = 'x'", "unknown key 'config'"),
+        ("policy = ['lru']", "policy must be a single value"),
+        ("max-new-tokens = 'many'", "max-new-tokens"),
+        ("policy = ", "not a TOML file"),
+    ],
+)
+def test_a_wrong_config_file_gets_one_line(
+    checkpoint: Path,
+    fake_load: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: str,
+    message: str,
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(content)
+    assert run(checkpoint, "--config", str(file)) == 2
+    assert_one_line(capsys, message)
+
+
+def assert_one_line(capsys: pytest.CaptureFixture[str], message: str) -> None:
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("moe-runtime: error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--polcy", "lru"], "--policy"),
+        (["--host-memory", "lots"], "--host-memory: expected a size such as 7GiB"),
+        (["--host-memory", "0"], "--host-memory must be a positive number"),
+        (["--device-memory", "7 parsecs"], "--device-memory"),
+        (["--max-new-tokens", "0"], "--max-new-tokens"),
+        (["--max-new-tokens", "many"], "--max-new-tokens"),
+        (["--temperature", "-1"], "--temperature"),
+        (["--temperature", "nan"], "temperature"),
+        (["--top-p", "2"], "top_p"),
+        (["--seed", "-1"], "--seed"),
+        (["--chat"], "no chat template"),
+        (["--max-tokens", "4"], "--max-tokens 4 is too small"),
+        (["--prompt-file", "x"], "either --prompt TEXT or --prompt-file FILE"),
+        (["--max-new-tokens", "9999"], "positions"),
+        (["superfluous"], "superfluous"),
+    ],
+)
+def test_wrong_options_get_one_line(
+    checkpoint: Path,
+    fake_load: Any,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
+) -> None:
+    assert run(checkpoint, *options) == 2
+    assert_one_line(capsys, message)
+
+
+def test_a_wrong_prompt_gets_one_line(
+    checkpoint: Path, fake_load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(checkpoint, prompt=None) == 2
+    assert_one_line(capsys, "either --prompt TEXT or --prompt-file FILE")
+    assert run(checkpoint, prompt="") == 2
+    assert_one_line(capsys, "prompt is empty")
+    assert run(checkpoint, "--prompt-file", str(tmp_path / "missing"), prompt=None) == 2
+    assert_one_line(capsys, "No such file")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    assert run(checkpoint, "--prompt-file", str(tmp_path / "binary"), prompt=None) == 2
+    assert_one_line(capsys, "not UTF-8")
+
+
+def test_a_wrong_folder_gets_one_line(
+    fake_load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "config.json").write_text("{")
+    cases = {
+        tmp_path / "missing": "no such folder",
+        tmp_path / "file": "is a file",
+        tmp_path: "no config.json",
+        tmp_path / "damaged": "the tokenizer cannot be loaded",
+    }
+    for folder, message in cases.items():
+        assert run(folder) == 2
+        assert_one_line(capsys, message)
+
+
+def test_a_model_that_is_not_on_this_machine_gets_one_line_offline(
+    fake_load: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The suite sets HF_HUB_OFFLINE, so the hub's own errors come up."""
+    assert run("nobody/never-was") == 2
+    assert_one_line(capsys, "nobody/never-was")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CheckpointError("shard 2 is missing\nfrom the folder"),
+        CapacityError("needs 1 GiB", smallest_bytes=2**30),
+        UnsupportedModelError("a dense model"),
+        ValueError("unknown policy 'lur'; did you mean 'lru'?"),
+        OSError("the disk left"),
+        PermissionError(13, "Permission denied", "model.safetensors"),
+        MemoryError(),
+    ],
+)
+def test_what_the_runtime_refuses_gets_one_line(
+    checkpoint: Path, fake_load: Any, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    fake_load.error = error
+    assert run(checkpoint) == 2
+    words = str(error).split()
+    assert_one_line(capsys, words[-1].strip("'") if words else "memory")
+    assert run(checkpoint, "--json") == 2
+    out, err = capsys.readouterr()
+    assert err == f"moe-runtime: error: {json.loads(out)['error']}\n"
+
+
+def test_a_bug_of_ours_says_so_and_shows_its_place_on_request(
+    checkpoint: Path, fake_load: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_load.error = KeyError("surprise")
+    assert run(checkpoint) == 1
+    assert_one_line(capsys, "--debug shows where")
+    assert run(checkpoint, "--debug") == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def fail_at_step(model: Any, error: BaseException, step: int) -> None:
+    steps = iter(range(1000))
+
+    def fail(*_: Any) -> None:
+        if next(steps) == step:
+            raise error
+
+    model.register_forward_hook(fail)
+
+
+@pytest.fixture
+def load_then_fail(fake_load: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A model whose fourth forward pass raises the error that is put into ``failure``."""
+    import moe_runtime
+
+    failure: list[BaseException] = []
+
+    def load(path: str, **options: Any) -> Any:
+        model = fake_load(path, **options)
+        fail_at_step(model, failure[0], 4)
+        return model
+
+    monkeypatch.setitem(vars(moe_runtime), "load", load)
+    return failure
+
+
+def test_a_read_that_fails_while_generating_ends_cleanly(
+    checkpoint: Path,
+    fake_load: Any,
+    load_then_fail: list[BaseException],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    load_then_fail.append(CheckpointError("layer 1 expert 3: short read"))
+    assert run(checkpoint) == 2
+    _, err = capsys.readouterr()
+    assert err == "moe-runtime: error: layer 1 expert 3: short read\n"
+    assert fake_load.runtime.closed
+
+
+def test_ctrl_c_keeps_what_was_generated(
+    checkpoint: Path,
+    fake_load: Any,
+    load_then_fail: list[BaseException],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    load_then_fail.append(KeyboardInterrupt())
+    assert run(checkpoint) == 130
+    out, err = capsys.readouterr()
+    assert reference_text(checkpoint, 20).startswith(out.removesuffix("\n"))
+    assert len(out) > 1
+    assert "what the runtime did" in err
+    assert fake_load.runtime.closed
+
+
+def test_ctrl_c_while_loading_ends_quietly(
+    checkpoint: Path, fake_load: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_load.error = KeyboardInterrupt()
+    assert run(checkpoint) == 130
+    assert capsys.readouterr() == ("", "")
