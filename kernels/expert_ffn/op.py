@@ -1,0 +1,243 @@
+"""`expert_ffn`: validation and choice of the implementation.
+
+Shape suffixes: T tokens, D model in, F hidden, O model out, R routed rows.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.expert_ffn.reference import (
+    ActivationFn,
+    activation_function,
+    expert_ffn_reference,
+)
+from moe_runtime.kernels.expert_ffn.weights import ExpertWeights
+from moe_runtime.kernels.linear import linear, native_row_limit
+from moe_runtime.kernels.native import (
+    ACTIVATION_CODES,
+    DTYPE_CODES,
+    STATUS_BAD_ROW,
+    STATUS_NO_MEMORY,
+    NativeLibrary,
+    native_library,
+    require_native,
+)
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+ExpertImpl = Literal["auto", "native", "reference", "torch"]
+ACTIVATIONS: tuple[str, ...] = tuple(ACTIVATION_CODES)
+IMPLS: tuple[ExpertImpl, ...] = ("auto", "native", "reference", "torch")
+RowIds = Tensor | Sequence[int]
+
+
+def expert_ffn(
+    x_TD: Tensor,
+    experts: Sequence[ExpertWeights],
+    counts: Sequence[int],
+    token_ids_R: RowIds,
+    destinations_R: RowIds,
+    out_RO: Tensor,
+    *,
+    activation: Activation | Callable[[Tensor | None, Tensor], Tensor],
+    impl: ExpertImpl = "auto",
+) -> None:
+    """Runs every routed row through its expert and writes the results where they are wanted.
+
+    Row `r` belongs to the expert whose run of `counts` it lies in (the rows of `experts[0]` first):
+    `out[destinations[r]] = down(act(gate(x[token_ids[r]])) * up(x[token_ids[r]]))`, or
+    `down(act(up(x)))` without a gate. Rows of `out` that are no destination stay as they are.
+
+    One expert's results depend on its weights and rows alone: the other experts of the call, their
+    order and the number of threads change no bit. That lets resident experts run while others
+    are still being read, without changing the result.
+
+    Args:
+        x_TD: `[T, D]`, unit stride along D.
+        experts: The experts that take part, all of one shape and dtype: that of `x`, or bf16 or
+            fp16 under fp32 `x`.
+        counts: Rows of each expert; 0 is allowed.
+        token_ids_R: Row of `x` that each routed row reads: an int64 CPU tensor or a list.
+        destinations_R: Row of `out` that each routed row writes; no two may be equal.
+        out_RO: Dtype of `x`, unit stride along its last dimension.
+        activation: A name, or a function `(gate_RF | None, up_RF) -> hidden_RF`. A function is
+            called once per expert and takes the slower path of three products.
+        impl: As in `linear`. `auto` decides for each expert by its number of rows.
+
+    Raises:
+        ValueError: Shapes do not fit, a row number is out of range, a name is unknown, or
+            `impl="native"` cannot take the input.
+        NativeUnavailableError: `impl="native"` and the library was not built.
+    """
+    if len(experts) != len(counts):
+        raise ValueError(f"expected one count per expert, got {len(experts)} and {len(counts)}")
+    if not experts:
+        return
+    library = native_library() if impl == "auto" else None
+    if impl == "native":
+        library = require_native()
+    elif impl not in IMPLS:
+        raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
+    problem = _problem(x_TD, experts, out_RO)
+    if problem:
+        raise ValueError(problem)
+    num_rows = sum(counts)
+    if len(token_ids_R) != num_rows or len(destinations_R) != num_rows:
+        raise ValueError(
+            f"counts add up to {num_rows} rows, got {len(token_ids_R)} token ids and "
+            f"{len(destinations_R)} destinations"
+        )
+    limit = 0
+    if library is not None and isinstance(activation, str):
+        reason = _native_problem(x_TD, experts, out_RO, activation)
+        if impl == "native" and reason:
+            raise ValueError(f"impl='native' cannot compute this: {reason}")
+        if not reason:
+            limit = native_row_limit(library.isa, experts[0].shape.dtype)
+            if impl == "native" or max(counts) <= limit:
+                _run_native(
+                    library, x_TD, experts, counts, token_ids_R, destinations_R, out_RO, activation
+                )
+                return
+    first = 0
+    # Each expert's own number of rows decides for it: its result must not depend on the others.
+    for is_native, run in groupby(zip(experts, counts, strict=True), lambda pair: pair[1] <= limit):
+        run_experts, run_counts = zip(*run, strict=True)
+        last = first + sum(run_counts)
+        arguments = (
+            x_TD,
+            run_experts,
+            run_counts,
+            token_ids_R[first:last],
+            destinations_R[first:last],
+            out_RO,
+        )
+        if is_native and library is not None and isinstance(activation, str) and limit:
+            _run_native(library, *arguments, activation)
+        else:
+            _run_by_expert(*arguments, activation=activation, impl=impl)
+        first = last
+
+
+def _problem(x_TD: Tensor, experts: Sequence[ExpertWeights], out_RO: Tensor) -> str | None:
+    """What is wrong with the arguments, or None."""
+    shape = experts[0].shape
+    for weights in experts:
+        if weights.shape is not shape and weights.shape != shape:
+            return f"the experts of one call must have one shape, got {shape} and {weights.shape}"
+    if x_TD.ndim != 2 or x_TD.shape[1] != shape.dim_in:
+        return f"x must be [T, {shape.dim_in}], got {list(x_TD.shape)}"
+    if out_RO.ndim != 2 or out_RO.shape[1] != shape.dim_out:
+        return f"out must be [*, {shape.dim_out}], got {list(out_RO.shape)}"
+    if out_RO.dtype != x_TD.dtype:
+        return f"out must have the dtype of x ({x_TD.dtype}), got {out_RO.dtype}"
+    return None
+
+
+def _native_problem(
+    x_TD: Tensor, experts: Sequence[ExpertWeights], out_RO: Tensor, activation: str
+) -> str | None:
+    """Why the C kernel cannot take these (valid) arguments, or None."""
+    if activation not in ACTIVATION_CODES:
+        return f"activation must be one of {', '.join(ACTIVATION_CODES)}, got {activation!r}"
+    dtype = experts[0].shape.dtype
+    if x_TD.dtype not in DTYPE_CODES or x_TD.dtype not in (dtype, torch.float32):
+        return f"x must be {dtype} like the weights, or fp32, got {x_TD.dtype}"
+    if not (x_TD.is_cpu and out_RO.is_cpu):
+        return f"it needs CPU tensors, got {x_TD.device} and {out_RO.device}"
+    if x_TD.stride(1) != 1 or out_RO.stride(1) != 1:
+        return f"x and out need unit stride, got {x_TD.stride()} and {out_RO.stride()}"
+    for weights in experts:
+        if weights.record is None:
+            return "weights must be fp32, bf16 or fp16 CPU tensors with unit stride"
+    if torch.is_grad_enabled() and x_TD.requires_grad:
+        return "it has no backward pass, and a gradient is wanted"
+    return None
+
+
+def _run_native(
+    library: NativeLibrary,
+    x_TD: Tensor,
+    experts: Sequence[ExpertWeights],
+    counts: Sequence[int],
+    token_ids_R: RowIds,
+    destinations_R: RowIds,
+    out_RO: Tensor,
+    activation: str,
+) -> None:
+    shape = experts[0].shape
+    size = x_TD.element_size()
+    token_ids, destinations = _int64(token_ids_R), _int64(destinations_R)
+    status = library.expert_ffn(
+        b"".join([weights.record for weights in experts]),  # type: ignore[misc]
+        len(experts),
+        array("q", counts).tobytes(),
+        x_TD.data_ptr(),
+        x_TD.stride(0) * size,
+        x_TD.shape[0],
+        token_ids if isinstance(token_ids, bytes) else token_ids.data_ptr(),
+        destinations if isinstance(destinations, bytes) else destinations.data_ptr(),
+        out_RO.data_ptr(),
+        out_RO.stride(0) * size,
+        out_RO.shape[0],
+        shape.dim_in,
+        shape.dim_hidden,
+        shape.dim_out,
+        DTYPE_CODES[x_TD.dtype],
+        DTYPE_CODES[shape.dtype],
+        ACTIVATION_CODES[activation],
+    )
+    if status == STATUS_BAD_ROW:
+        raise ValueError(
+            f"token_ids must be in [0, {x_TD.shape[0]}) and destinations in [0, {out_RO.shape[0]})"
+        )
+    if status == STATUS_NO_MEMORY:
+        raise MemoryError(f"no memory to pack {sum(counts)} routed rows")
+
+
+def _int64(rows: RowIds) -> Tensor | bytes:
+    """Row numbers as contiguous 64-bit integers that the C code can read."""
+    if isinstance(rows, Tensor):
+        return rows.to(device="cpu", dtype=torch.int64).contiguous()
+    return array("q", rows).tobytes()
+
+
+def _run_by_expert(
+    x_TD: Tensor,
+    experts: Sequence[ExpertWeights],
+    counts: Sequence[int],
+    token_ids_R: RowIds,
+    destinations_R: RowIds,
+    out_RO: Tensor,
+    *,
+    activation: str | ActivationFn,
+    impl: ExpertImpl,
+) -> None:
+    """One expert after another, in torch operations and `linear`."""
+    function = activation_function(activation) if isinstance(activation, str) else activation
+    token_ids = torch.as_tensor(token_ids_R, dtype=torch.int64, device=x_TD.device)
+    destinations = torch.as_tensor(destinations_R, dtype=torch.int64, device=x_TD.device)
+    if impl == "reference":
+        rows = expert_ffn_reference(x_TD, experts, counts, token_ids, function)
+        out_RO[destinations] = rows
+        return
+    first = 0
+    for weights, count in zip(experts, counts, strict=True):
+        if count:
+            rows_here = slice(first, first + count)
+            x_RD = x_TD[token_ids[rows_here]]
+            gate = None
+            if weights.gate is not None:
+                gate = linear(x_RD, weights.gate, weights.gate_bias, impl=impl)
+            up = linear(x_RD, weights.up, weights.up_bias, impl=impl)
+            hidden = function(gate, up)
+            out_RO[destinations[rows_here]] = linear(
+                hidden, weights.down, weights.down_bias, impl=impl
+            )
+        first += count

@@ -1,0 +1,62 @@
+"""The specification of `expert_ffn`: plain torch, differentiable, one expert after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_runtime.kernels.expert_ffn.weights import ExpertWeights
+from moe_runtime.kernels.linear.reference import linear_reference
+
+ActivationFn = Callable[[Tensor | None, Tensor], Tensor]
+
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+def activation_function(name: str) -> ActivationFn:
+    """The function `(gate_RF | None, up_RF) -> hidden_RF` of a named activation.
+
+    With a gate it is `act(gate) * up`, without one `act(up)`.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
+    if name not in _FUNCTIONS:
+        raise ValueError(f"activation must be one of {', '.join(_FUNCTIONS)}, got {name!r}")
+    function = _FUNCTIONS[name]
+    return lambda gate, up: function(up) if gate is None else function(gate) * up
+
+
+def expert_ffn_reference(
+    x_TD: Tensor,
+    experts: Sequence[ExpertWeights],
+    counts: Sequence[int],
+    token_ids_R: Tensor,
+    activation: ActivationFn,
+) -> Tensor:
+    """The output rows `[R, O]` in the order of `token_ids_R`, computed in fp32 (fp64 for fp64).
+
+    Nothing is rounded between the input and the output.
+    """
+    precise = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
+    pieces: list[Tensor] = []
+    first = 0
+    for weights, count in zip(experts, counts, strict=True):
+        x_RD = x_TD[token_ids_R[first : first + count]].to(precise)
+        gate = None
+        if weights.gate is not None:
+            gate = linear_reference(x_RD, weights.gate, weights.gate_bias)
+        up = linear_reference(x_RD, weights.up, weights.up_bias)
+        hidden = activation(gate, up)
+        pieces.append(linear_reference(hidden, weights.down, weights.down_bias))
+        first += count
+    return torch.cat(pieces).to(x_TD.dtype)

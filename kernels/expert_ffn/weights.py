@@ -1,0 +1,112 @@
+"""The weights of one expert, with the record that the native kernel reads prepared once.
+
+Shape suffixes: D model in, F hidden, O model out (usually D).
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.native import DTYPE_CODES
+
+
+class ExpertShape(NamedTuple):
+    """What the experts of one call must have in common."""
+
+    dim_in: int
+    dim_hidden: int
+    dim_out: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeights:
+    """Views of one expert's matrices, row-major: unit stride along the summed dimension.
+
+    Rows may lie at any distance, so one half of a fused `[2F, D]` tensor (`w[:F]`, `w[F:]`) and every
+    other row of an interleaved one (`w[0::2]`, `w[1::2]`) are used where they lie. The object
+    remembers addresses: make it once for a place in memory, and anew when the place changes.
+
+    Attributes:
+        gate: `[F, D]`, or None for an expert without a gate.
+        up: `[F, D]`.
+        down: `[O, F]`.
+        gate_bias: `[F]` or None, as `up_bias`.
+        down_bias: `[O]` or None.
+        shape: Dimensions and dtype.
+        record: What the native kernel reads, or None when it cannot use these weights.
+    """
+
+    gate: Tensor | None
+    up: Tensor
+    down: Tensor
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    shape: ExpertShape = field(init=False)
+    record: bytes | None = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Checks the shapes and writes the record.
+
+        Raises:
+            ValueError: Shapes or dtypes do not belong together.
+        """
+        dim_hidden, dim_in = _matrix_shape("up", self.up)
+        dim_out, down_hidden = _matrix_shape("down", self.down)
+        if down_hidden != dim_hidden:
+            raise ValueError(
+                f"down must be [*, {dim_hidden}] for up [{dim_hidden}, {dim_in}], "
+                f"got {list(self.down.shape)}"
+            )
+        expected = {
+            "gate": (self.gate, (dim_hidden, dim_in)),
+            "gate_bias": (self.gate_bias, (dim_hidden,)),
+            "up_bias": (self.up_bias, (dim_hidden,)),
+            "down_bias": (self.down_bias, (dim_out,)),
+        }
+        for name, (tensor, shape) in expected.items():
+            if tensor is not None and tuple(tensor.shape) != shape:
+                raise ValueError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
+        if self.gate is None and self.gate_bias is not None:
+            raise ValueError("gate_bias was given without gate")
+        dtypes = {tensor.dtype for tensor in self._tensors()}
+        if len(dtypes) > 1:
+            raise ValueError(f"all tensors of an expert must have one dtype, got {dtypes}")
+        shape = ExpertShape(dim_in, dim_hidden, dim_out, self.up.dtype)
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "record", self._native_record())
+
+    def _tensors(self) -> list[Tensor]:
+        every = (self.gate, self.up, self.down, self.gate_bias, self.up_bias, self.down_bias)
+        return [tensor for tensor in every if tensor is not None]
+
+    def _native_record(self) -> bytes | None:
+        """The C struct `Expert`: three matrices (address, bytes between rows) and three biases."""
+        if any(not tensor.is_cpu for tensor in self._tensors()) or self.up.dtype not in DTYPE_CODES:
+            return None
+        if any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in self._tensors()):
+            return None
+        words: list[int] = []
+        for matrix in (self.gate, self.up, self.down):
+            words += _address_and_stride(matrix)
+        for bias in (self.gate_bias, self.up_bias, self.down_bias):
+            words.append(0 if bias is None else bias.data_ptr())
+        return struct.pack("9q", *words)
+
+
+def _matrix_shape(name: str, matrix: Tensor) -> tuple[int, int]:
+    if matrix.ndim != 2:
+        raise ValueError(f"{name} must have two dimensions, got {list(matrix.shape)}")
+    return matrix.shape[0], matrix.shape[1]
+
+
+def _address_and_stride(matrix: Tensor | None) -> tuple[int, int]:
+    if matrix is None:
+        return 0, 0
+    return matrix.data_ptr(), matrix.stride(0) * matrix.element_size()

@@ -1,0 +1,146 @@
+"""`linear`: validation and choice of the implementation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_runtime.kernels.linear.reference import linear_reference
+from moe_runtime.kernels.native import (
+    DTYPE_CODES,
+    STATUS_NO_MEMORY,
+    NativeLibrary,
+    native_library,
+    require_native,
+)
+
+LinearImpl = Literal["auto", "native", "reference", "torch"]
+IMPLS: tuple[LinearImpl, ...] = ("auto", "native", "reference", "torch")
+
+
+def native_row_limit(isa: str, dtype: torch.dtype) -> int:
+    """Rows up to which the native kernel is used by default; above it torch's product is faster.
+
+    Args:
+        isa: Name of an instruction set, as `NativeLibrary.isa` gives it.
+        dtype: Of the weights.
+    """
+    return 16
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, impl: LinearImpl = "auto"
+) -> Tensor:
+    """Applies `x @ weight.T + bias` with sums in fp32.
+
+    Args:
+        x: `[..., K]`; fp32, bf16 or fp16.
+        weight: `[N, K]` with unit stride along K and any distance between rows. Its dtype is that
+            of `x`, or bf16 or fp16 under fp32 `x`.
+        bias: `[N]` in the dtype of the weights, or None.
+        impl: `native` is the C kernel (CPU, inference only), `torch` the ordinary product,
+            `reference` the specification. `auto` takes the native kernel where it is faster and
+            able, and torch otherwise; a named implementation never falls back.
+
+    Returns:
+        `[..., N]` in the dtype of `x`. The native kernel gives the same bits for a row whatever the
+        other rows are and however many threads work.
+
+    Raises:
+        ValueError: Shapes do not fit, `impl` is unknown, or `impl="native"` cannot take the input.
+        NativeUnavailableError: `impl="native"` and the library was not built.
+    """
+    if impl == "auto":
+        library = native_library()
+        if library is not None and _is_worth_it(library, x, weight, bias):
+            return _linear_native(library, x, weight, bias)
+        return _linear_torch(x, weight, bias)
+    _validate(x, weight, bias)
+    if impl == "native":
+        library = require_native()
+        problem = _native_problem(x, weight, bias)
+        if problem:
+            raise ValueError(f"impl='native' cannot compute this: {problem}")
+        return _linear_native(library, x, weight, bias)
+    if impl == "torch":
+        return _linear_torch(x, weight, bias)
+    if impl == "reference":
+        return linear_reference(x, weight, bias)
+    raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
+
+
+def _validate(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"expected x [..., K] and weight [N, K], got {list(x.shape)} and {list(weight.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"expected bias [{weight.shape[0]}], got {list(bias.shape)}")
+
+
+def _native_problem(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    """Why the C kernel cannot take these (valid) arguments, or None."""
+    if not (x.is_cpu and weight.is_cpu and (bias is None or bias.is_cpu)):
+        return f"it needs CPU tensors, got {x.device} and {weight.device}"
+    if x.dtype not in DTYPE_CODES or weight.dtype not in DTYPE_CODES:
+        return f"it knows fp32, bf16 and fp16, got {x.dtype} and {weight.dtype}"
+    if x.dtype not in (weight.dtype, torch.float32):
+        return f"x must be {weight.dtype} like the weights, or fp32, got {x.dtype}"
+    if weight.stride(1) != 1 and weight.shape[1] > 1:
+        return f"weights must have unit stride along K, got strides {weight.stride()}"
+    if bias is not None and bias.dtype != weight.dtype:
+        return f"bias must be {weight.dtype} like the weights, got {bias.dtype}"
+    if torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    ):
+        return "it has no backward pass, and a gradient is wanted"
+    return None
+
+
+def _is_worth_it(library: NativeLibrary, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    if x.ndim == 0 or weight.ndim != 2 or x.shape[-1] != weight.shape[1] or not x.numel():
+        return False
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return False
+    if x.numel() // x.shape[-1] > native_row_limit(library.isa, weight.dtype):
+        return False
+    return not torch.compiler.is_compiling() and _native_problem(x, weight, bias) is None
+
+
+def _linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if x.dtype == weight.dtype:
+        return F.linear(x, weight, bias)
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def _linear_native(
+    library: NativeLibrary, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    dim_out, dim_in = weight.shape
+    x_RK = x if x.ndim == 2 else x.reshape(-1, dim_in)
+    if x_RK.stride(1) != 1:
+        x_RK = x_RK.contiguous()
+    if bias is not None:
+        bias = bias.contiguous()
+    out = x.new_empty((*x.shape[:-1], dim_out))
+    size = x.element_size()
+    status = library.linear(
+        x_RK.data_ptr(),
+        x_RK.stride(0) * size,
+        x_RK.shape[0],
+        weight.data_ptr(),
+        weight.stride(0) * weight.element_size(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        dim_out * size,
+        dim_in,
+        dim_out,
+        DTYPE_CODES[x.dtype],
+        DTYPE_CODES[weight.dtype],
+    )
+    if status == STATUS_NO_MEMORY:
+        raise MemoryError(f"no memory to pack {x_RK.shape[0]} rows of {dim_in} values")
+    return out

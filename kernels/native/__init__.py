@@ -1,0 +1,27 @@
+"""The native CPU library: C sources, and the module that finds, loads and describes what was built."""
+
+from moe_runtime.kernels.native.library import (
+    ACTIVATION_CODES,
+    DTYPE_CODES,
+    STATUS_BAD_ROW,
+    STATUS_NO_MEMORY,
+    NativeDescription,
+    NativeLibrary,
+    NativeUnavailableError,
+    describe,
+    native_library,
+    require_native,
+)
+
+__all__ = [
+    "ACTIVATION_CODES",
+    "DTYPE_CODES",
+    "STATUS_BAD_ROW",
+    "STATUS_NO_MEMORY",
+    "NativeDescription",
+    "NativeLibrary",
+    "NativeUnavailableError",
+    "describe",
+    "native_library",
+    "require_native",
+]

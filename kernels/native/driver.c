@@ -1,0 +1,401 @@
+/* The C interface: cuts one call into items that any thread may take in order.
+ *
+ * A call has three stages for every expert: pack its rows of x, multiply by gate and up (and activate),
+ * multiply by down. Items are numbered stage by stage, experts in the order given, and taken from one counter.
+ * An item waits only for the earlier stage of its own expert, whose items have smaller numbers, so the lowest
+ * unfinished item can always run. A linear layer is an expert that has only the first and the last stage.
+ */
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "pool.h"
+
+#if defined(__x86_64__) && (defined(MOE_HAVE_AVX2) || defined(MOE_HAVE_AVX512))
+#include <cpuid.h>
+#endif
+
+enum { STAGE_PACK, STAGE_HIDDEN, STAGE_OUT, NUM_STAGES };
+
+/* Weight rows of one item: a multiple of every k_step and tile height, so that hidden values are packed whole. */
+enum { BLOCK_ROWS = 32 };
+enum { BLOCK_BYTES = 128 << 10, MAX_BLOCK_ROWS = 512, MAX_BLOCK_SUMS = 1 << 14 };
+
+typedef struct {
+    const Expert *weights;
+    int64_t first_row, num_rows;
+    char *packed, *hidden;
+    int64_t first_item[NUM_STAGES];
+    atomic_llong packed_done, hidden_done; /* finished items of the stage */
+    int64_t pack_items, hidden_items, out_items;
+    int64_t hidden_block, out_block; /* weight rows of one item */
+} ExpertWork;
+
+typedef struct {
+    const Isa *isa;
+    int kind, x_dtype, weight_dtype, activation;
+    int64_t dim_in, dim_hidden, dim_out, num_experts;
+    const char *x;
+    int64_t x_stride;
+    const int64_t *token_ids, *destinations; /* NULL: row r of x, row r of out */
+    char *out;
+    int64_t out_stride;
+    ExpertWork *work;
+    char *buffers; /* one of buffer_bytes for every thread */
+    int64_t buffer_bytes;
+    int64_t stage_first[NUM_STAGES + 1];
+    atomic_llong next_item;
+    atomic_int next_buffer;
+} Call;
+
+typedef struct {
+    int stage;
+    int64_t expert, index;
+} Item;
+
+/* ---- instruction sets ---- */
+
+#if defined(__x86_64__) && defined(MOE_HAVE_AVX512BF16)
+static int cpu_has_avx512bf16(void) {
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1);
+}
+#endif
+
+#if defined(__x86_64__) && defined(MOE_HAVE_AVX512)
+static int cpu_has_avx512(void) {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq");
+}
+#endif
+
+/* Variants this machine can run, best first. */
+static int usable_isas(const Isa *isas[4]) {
+    int count = 0;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+#if defined(MOE_HAVE_AVX512BF16)
+    if (cpu_has_avx512() && cpu_has_avx512bf16()) isas[count++] = &isa_avx512bf16;
+#endif
+#if defined(MOE_HAVE_AVX512)
+    if (cpu_has_avx512()) isas[count++] = &isa_avx512;
+#endif
+#if defined(MOE_HAVE_AVX2)
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+        isas[count++] = &isa_avx2;
+#endif
+#endif
+    isas[count++] = &isa_portable;
+    return count;
+}
+
+static _Atomic(const Isa *) selected_isa;
+
+static const Isa *current_isa(void) {
+    const Isa *isa = atomic_load(&selected_isa);
+    if (!isa) {
+        const Isa *isas[4];
+        usable_isas(isas);
+        isa = isas[0];
+        atomic_store(&selected_isa, isa);
+    }
+    return isa;
+}
+
+MOE_EXPORT int moe_abi_version(void) { return MOE_ABI_VERSION; }
+
+MOE_EXPORT const char *moe_isa_name(int index) {
+    const Isa *isas[4];
+    return index >= 0 && index < usable_isas(isas) ? isas[index]->name : NULL;
+}
+
+MOE_EXPORT const char *moe_current_isa(void) { return current_isa()->name; }
+
+MOE_EXPORT int moe_select_isa(const char *name) {
+    const Isa *isas[4];
+    int count = usable_isas(isas);
+    for (int i = 0; i < count; i++)
+        if (!strcmp(isas[i]->name, name)) {
+            atomic_store(&selected_isa, isas[i]);
+            return 1;
+        }
+    return 0;
+}
+
+/* ---- threads ---- */
+
+MOE_EXPORT void moe_set_num_threads(int num_threads) { pool_resize(num_threads); }
+MOE_EXPORT int moe_get_num_threads(void) { return pool_size(); }
+MOE_EXPORT void moe_set_spin_ns(int64_t nanoseconds) { pool_set_spin(nanoseconds); }
+
+/* ---- items ---- */
+
+static Item locate(const Call *call, int64_t number, int64_t *cursor) {
+    Item item = {STAGE_PACK, 0, 0};
+    while (number >= call->stage_first[item.stage + 1]) item.stage++;
+    /* Numbers only grow for one thread, so the search goes on where it stopped, or from the front of a new stage. */
+    int64_t e = *cursor;
+    if (number < call->work[e].first_item[item.stage]) e = 0;
+    while (e + 1 < call->num_experts && number >= call->work[e + 1].first_item[item.stage]) e++;
+    *cursor = item.expert = e;
+    item.index = number - call->work[e].first_item[item.stage];
+    return item;
+}
+
+static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static Matrix rows_from(Matrix matrix, int64_t row) {
+    matrix.data += row * matrix.stride;
+    return matrix;
+}
+
+/* The weights an item reads first. */
+static Matrix first_weights(const Call *call, Item item) {
+    const ExpertWork *work = &call->work[item.expert];
+    const Expert *weights = work->weights;
+    if (item.stage == STAGE_OUT) return rows_from(weights->down, item.index * work->out_block);
+    if (item.stage == STAGE_PACK) return (Matrix){0, 0};
+    return rows_from(weights->gate.data ? weights->gate : weights->up, item.index * work->hidden_block);
+}
+
+static void wait_until(atomic_llong *done, int64_t wanted) {
+    for (int turn = 0; atomic_load_explicit(done, memory_order_acquire) < wanted; turn++) pool_relax(turn);
+}
+
+static void pack_panel(const Call *call, ExpertWork *work, int64_t panel) {
+    const Isa *isa = call->isa;
+    const int64_t start = panel_start(panel, work->pack_items, work->num_rows);
+    const int64_t end = panel_start(panel + 1, work->pack_items, work->num_rows);
+    char *packed = work->packed + start * packed_row_bytes(call->kind, call->dim_in, isa->k_step);
+    for (int64_t r = start; r < end; r++) {
+        const int64_t row = work->first_row + r, token = call->token_ids ? call->token_ids[row] : row;
+        isa->pack(call->kind, call->x + token * call->x_stride, call->x_dtype, call->dim_in, packed, 0, (int)(r - start),
+                  (int)(end - start));
+    }
+    atomic_fetch_add_explicit(&work->packed_done, 1, memory_order_release);
+}
+
+static void pack_hidden(const Call *call, ExpertWork *work, const float *values, int64_t first, int64_t count, int64_t ldo) {
+    const Isa *isa = call->isa;
+    const int64_t panels = num_panels(work->num_rows, isa->max_panel_rows);
+    const int64_t row_bytes = packed_row_bytes(call->kind, call->dim_hidden, isa->k_step);
+    for (int64_t p = 0; p < panels; p++) {
+        const int64_t start = panel_start(p, panels, work->num_rows), end = panel_start(p + 1, panels, work->num_rows);
+        for (int64_t r = start; r < end; r++)
+            isa->pack(call->kind, (const char *)(values + r * ldo), DTYPE_F32, count, work->hidden + start * row_bytes, first,
+                      (int)(r - start), (int)(end - start));
+    }
+}
+
+static void compute_hidden(const Call *call, ExpertWork *work, int64_t index, float *sums, Matrix next) {
+    const Isa *isa = call->isa;
+    const Expert *weights = work->weights;
+    const int64_t first = index * work->hidden_block, count = min64(work->hidden_block, call->dim_hidden - first);
+    const int64_t ldo = work->hidden_block, width = dtype_bytes(call->weight_dtype);
+    const int has_gate = weights->gate.data != NULL;
+    const Matrix up = rows_from(weights->up, first);
+    float *up_sums = sums, *gate_sums = sums + work->num_rows * ldo;
+    wait_until(&work->packed_done, work->pack_items);
+    if (has_gate)
+        isa->multiply(call->kind, rows_from(weights->gate, first), count, call->dim_in, work->packed, work->num_rows, gate_sums,
+                      ldo, up);
+    isa->multiply(call->kind, up, count, call->dim_in, work->packed, work->num_rows, up_sums, ldo, next);
+    for (int64_t r = 0; r < work->num_rows; r++) {
+        float *up_row = up_sums + r * ldo, *gate_row = gate_sums + r * ldo;
+        if (weights->up_bias) isa->add_bias(up_row, weights->up_bias + first * width, call->weight_dtype, count);
+        if (!has_gate) {
+            isa->activate(call->activation, up_row, NULL, count);
+            continue;
+        }
+        if (weights->gate_bias) isa->add_bias(gate_row, weights->gate_bias + first * width, call->weight_dtype, count);
+        isa->activate(call->activation, gate_row, up_row, count);
+    }
+    pack_hidden(call, work, has_gate ? gate_sums : up_sums, first, count, ldo);
+    atomic_fetch_add_explicit(&work->hidden_done, 1, memory_order_release);
+}
+
+static void compute_out(const Call *call, ExpertWork *work, int64_t index, float *sums, Matrix next) {
+    const Isa *isa = call->isa;
+    const Expert *weights = work->weights;
+    const int64_t first = index * work->out_block, count = min64(work->out_block, call->dim_out - first);
+    const int64_t ldo = work->out_block;
+    if (call->dim_hidden)
+        wait_until(&work->hidden_done, work->hidden_items);
+    else
+        wait_until(&work->packed_done, work->pack_items);
+    const int64_t depth = call->dim_hidden ? call->dim_hidden : call->dim_in;
+    const char *packed = call->dim_hidden ? work->hidden : work->packed;
+    isa->multiply(call->kind, rows_from(weights->down, first), count, depth, packed, work->num_rows, sums, ldo, next);
+    for (int64_t r = 0; r < work->num_rows; r++) {
+        const int64_t row = work->first_row + r, place = call->destinations ? call->destinations[row] : row;
+        if (weights->down_bias)
+            isa->add_bias(sums + r * ldo, weights->down_bias + first * dtype_bytes(call->weight_dtype), call->weight_dtype, count);
+        isa->store(call->out + place * call->out_stride + first * dtype_bytes(call->x_dtype), call->x_dtype, sums + r * ldo,
+                   count);
+    }
+}
+
+/* Takes items until there are none. The next item is taken before the present one runs, so that its weights can be fetched. */
+static void work_on(void *context) {
+    Call *call = context;
+    float *sums = (float *)(call->buffers + atomic_fetch_add(&call->next_buffer, 1) * call->buffer_bytes);
+    const int64_t total = call->stage_first[NUM_STAGES];
+    int64_t cursor = 0;
+    int64_t number = atomic_fetch_add(&call->next_item, 1);
+    while (number < total) {
+        const Item item = locate(call, number, &cursor);
+        ExpertWork *work = &call->work[item.expert];
+        const int64_t following = atomic_fetch_add(&call->next_item, 1);
+        Matrix next = {0, 0};
+        if (following < total) {
+            int64_t peek = cursor;
+            next = first_weights(call, locate(call, following, &peek));
+        }
+        if (item.stage == STAGE_PACK) pack_panel(call, work, item.index);
+        if (item.stage == STAGE_HIDDEN) compute_hidden(call, work, item.index, sums, next);
+        if (item.stage == STAGE_OUT) compute_out(call, work, item.index, sums, next);
+        number = following;
+    }
+}
+
+/* ---- calls ---- */
+
+static int64_t block_rows(int64_t row_bytes, int64_t num_rows) {
+    int64_t rows = BLOCK_ROWS;
+    while (rows * 2 * row_bytes <= BLOCK_BYTES && rows * 2 <= MAX_BLOCK_ROWS && rows * 2 * num_rows <= MAX_BLOCK_SUMS) rows *= 2;
+    return rows;
+}
+
+static int64_t aligned(int64_t bytes) { return (bytes + 63) & ~(int64_t)63; }
+
+static int weight_kind(const Isa *isa, int x_dtype, int weight_dtype) {
+    if (weight_dtype == DTYPE_F32) return KIND_F32;
+    if (weight_dtype == DTYPE_F16) return KIND_F16;
+    return isa->has_bf16_dot && x_dtype == DTYPE_BF16 ? KIND_BF16_DOT : KIND_BF16;
+}
+
+static void plan_expert(const Call *call, ExpertWork *work, int64_t *buffer_floats) {
+    const int64_t weight_bytes = dtype_bytes(call->weight_dtype);
+    const int64_t depth = call->dim_hidden ? call->dim_hidden : call->dim_in;
+    work->hidden_block = block_rows(call->dim_in * weight_bytes, work->num_rows);
+    work->out_block = block_rows(depth * weight_bytes, work->num_rows);
+    if (work->num_rows) {
+        work->pack_items = num_panels(work->num_rows, call->isa->max_panel_rows);
+        work->hidden_items = (call->dim_hidden + work->hidden_block - 1) / work->hidden_block;
+        work->out_items = (call->dim_out + work->out_block - 1) / work->out_block;
+    }
+    int64_t floats = work->num_rows * (2 * work->hidden_block > work->out_block ? 2 * work->hidden_block : work->out_block);
+    if (floats > *buffer_floats) *buffer_floats = floats;
+}
+
+static void number_items(Call *call) {
+    int64_t number = 0;
+    for (int stage = 0; stage < NUM_STAGES; stage++) {
+        call->stage_first[stage] = number;
+        for (int64_t e = 0; e < call->num_experts; e++) {
+            ExpertWork *work = &call->work[e];
+            work->first_item[stage] = number;
+            number += stage == STAGE_PACK ? work->pack_items : stage == STAGE_HIDDEN ? work->hidden_items : work->out_items;
+        }
+    }
+    call->stage_first[NUM_STAGES] = number;
+}
+
+/* Lays the call out in the pool's scratch memory and runs it; the pool's lock is held. */
+static int run_call(Call *call, const Expert *experts, const int64_t *counts) {
+    call->isa = current_isa();
+    call->kind = weight_kind(call->isa, call->x_dtype, call->weight_dtype);
+    ExpertWork *plan = calloc((size_t)call->num_experts, sizeof *plan);
+    if (!plan) return STATUS_NO_MEMORY;
+    call->work = plan;
+    int64_t total_rows = 0, buffer_floats = 0;
+    for (int64_t e = 0; e < call->num_experts; e++) {
+        plan[e].weights = &experts[e];
+        plan[e].first_row = total_rows;
+        plan[e].num_rows = counts[e];
+        total_rows += counts[e];
+        plan_expert(call, &plan[e], &buffer_floats);
+    }
+    number_items(call);
+    const int64_t row_bytes = packed_row_bytes(call->kind, call->dim_in, call->isa->k_step);
+    const int64_t hidden_bytes = packed_row_bytes(call->kind, call->dim_hidden, call->isa->k_step);
+    const int64_t packed_bytes = aligned(total_rows * row_bytes), all_hidden_bytes = aligned(total_rows * hidden_bytes);
+    call->buffer_bytes = aligned(buffer_floats * 4);
+    char *scratch = pool_scratch(packed_bytes + all_hidden_bytes + call->buffer_bytes * pool_threads());
+    if (scratch) {
+        for (int64_t e = 0; e < call->num_experts; e++) {
+            plan[e].packed = scratch + plan[e].first_row * row_bytes;
+            plan[e].hidden = scratch + packed_bytes + plan[e].first_row * hidden_bytes;
+        }
+        call->buffers = scratch + packed_bytes + all_hidden_bytes;
+        pool_run(work_on, call);
+    }
+    free(plan);
+    return scratch ? STATUS_OK : STATUS_NO_MEMORY;
+}
+
+MOE_EXPORT int moe_linear(const char *x, int64_t x_stride, int64_t num_rows, const char *weight, int64_t weight_stride,
+                          const char *bias, char *out, int64_t out_stride, int64_t dim_in, int64_t dim_out, int x_dtype,
+                          int weight_dtype) {
+    const Expert layer = {.down = {weight, weight_stride}, .down_bias = bias};
+    Call call = {.x_dtype = x_dtype, .weight_dtype = weight_dtype, .dim_in = dim_in, .dim_out = dim_out, .num_experts = 1,
+                 .x = x, .x_stride = x_stride, .out = out, .out_stride = out_stride};
+    pool_begin();
+    int status = run_call(&call, &layer, &num_rows);
+    pool_end();
+    return status;
+}
+
+static int rows_in_range(const int64_t *rows, int64_t count, int64_t limit) {
+    for (int64_t r = 0; r < count; r++)
+        if (rows[r] < 0 || rows[r] >= limit) return 0;
+    return 1;
+}
+
+MOE_EXPORT int moe_expert_ffn(const Expert *experts, int64_t num_experts, const int64_t *counts, const char *x, int64_t x_stride,
+                              int64_t num_tokens, const int64_t *token_ids, const int64_t *destinations, char *out,
+                              int64_t out_stride, int64_t num_out_rows, int64_t dim_in, int64_t dim_hidden, int64_t dim_out,
+                              int x_dtype, int weight_dtype, int activation) {
+    Call call = {.x_dtype = x_dtype, .weight_dtype = weight_dtype, .activation = activation, .dim_in = dim_in,
+                 .dim_hidden = dim_hidden, .dim_out = dim_out, .num_experts = num_experts, .x = x, .x_stride = x_stride,
+                 .token_ids = token_ids, .destinations = destinations, .out = out, .out_stride = out_stride};
+    int64_t num_rows = 0;
+    for (int64_t e = 0; e < num_experts; e++) num_rows += counts[e];
+    if (!rows_in_range(token_ids, num_rows, num_tokens) || !rows_in_range(destinations, num_rows, num_out_rows))
+        return STATUS_BAD_ROW;
+    pool_begin();
+    int status = run_call(&call, experts, counts);
+    pool_end();
+    return status;
+}
+
+/* ---- measurement ---- */
+
+enum { READ_BLOCK = 1 << 20 };
+
+typedef struct {
+    const char *data;
+    int64_t bytes;
+    atomic_llong next;
+    _Atomic float sum;
+} Reading;
+
+static void read_blocks(void *context) {
+    Reading *reading = context;
+    for (;;) {
+        int64_t start = atomic_fetch_add(&reading->next, READ_BLOCK);
+        if (start >= reading->bytes) return;
+        float sum = current_isa()->read_all(reading->data + start, min64(READ_BLOCK, reading->bytes - start));
+        atomic_store_explicit(&reading->sum, sum, memory_order_relaxed);
+    }
+}
+
+/* Reads the whole buffer once with all threads; the caller takes the time. */
+MOE_EXPORT float moe_read(const char *data, int64_t bytes) {
+    Reading reading = {.data = data, .bytes = bytes};
+    pool_begin();
+    pool_run(read_blocks, &reading);
+    pool_end();
+    return reading.sum;
+}

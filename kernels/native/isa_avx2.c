@@ -1,0 +1,39 @@
+/* x86-64 with AVX2, FMA and F16C. */
+#include <immintrin.h>
+
+#define ISA_NAME "avx2"
+#define ISA_SYMBOL isa_avx2
+#define LANES 8
+#define TILE_ROWS 2
+#define PANEL_ROWS 4
+#define HAS_BF16_DOT 0
+#define PREFETCH_LOCALITY 2
+
+#define INLINE static inline __attribute__((always_inline))
+typedef __m256 Vec;
+
+INLINE Vec vec_zero(void) { return _mm256_setzero_ps(); }
+INLINE Vec vec_add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+INLINE Vec vec_fma(Vec acc, Vec a, Vec b) { return _mm256_fmadd_ps(a, b, acc); }
+INLINE Vec vec_load_f32(const float *src) { return _mm256_loadu_ps(src); }
+
+INLINE Vec vec_load_f16(const char *src) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)src)); }
+
+INLINE Vec vec_load_bf16_even(const char *src) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i *)src), 16));
+}
+
+INLINE Vec vec_load_bf16_odd(const char *src) {
+    const __m256i high = _mm256_set1_epi32((int)0xffff0000u);
+    return _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256((const __m256i *)src), high));
+}
+
+INLINE void vec_sums(int count, const Vec *values, float *out) {
+    for (int n = 0; n < count; n++) {
+        __m128 four = _mm_add_ps(_mm256_castps256_ps128(values[n]), _mm256_extractf128_ps(values[n], 1));
+        __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+        out[n] = _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+    }
+}
+
+#include "isa_template.h"

@@ -1,0 +1,13 @@
+/* x86-64 with AVX-512 and its instruction for pairs of bf16 (Zen 4, Cooper Lake and newer). */
+#define ISA_NAME "avx512bf16"
+#define ISA_SYMBOL isa_avx512bf16
+#define HAS_BF16_DOT 1
+
+#include "vec_avx512.h"
+
+typedef __m512bh BfVec;
+
+INLINE BfVec vec_load_bf16_pairs(const char *src) { return (__m512bh)_mm512_loadu_si512(src); }
+INLINE Vec dot_bf16(Vec acc, BfVec a, BfVec b) { return _mm512_dpbf16_ps(acc, a, b); }
+
+#include "isa_template.h"

@@ -1,0 +1,247 @@
+/* The kernels of one instruction set, written once against a handful of vector operations.
+ *
+ * The including file defines, before including this one:
+ *   ISA_NAME, ISA_SYMBOL   printable name and name of the exported table
+ *   Vec, LANES             a vector of fp32 and how many it holds
+ *   TILE_ROWS, PANEL_ROWS  weight rows by x rows whose sums are kept in registers
+ *   HAS_BF16_DOT           1 when dot_bf16(acc, w, x) multiplies pairs of bf16
+ *   vec_zero, vec_load_f32, vec_load_f16, vec_load_bf16_even, vec_load_bf16_odd, vec_fma, vec_sums
+ *
+ * One step covers K_STEP = 2 * LANES elements of k for every kind of weight.
+ */
+#include <math.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "convert.h"
+
+#define K_STEP (2 * LANES)
+#define CACHE_LINE 64
+
+
+/* ---- products ---- */
+
+INLINE Vec load_weight(int kind, int half, const char *w) {
+    if (kind == KIND_F32) return vec_load_f32((const float *)(w + half * LANES * 4));
+    if (kind == KIND_F16) return vec_load_f16(w + half * LANES * 2);
+    return half ? vec_load_bf16_odd(w) : vec_load_bf16_even(w);
+}
+
+INLINE void step(int kind, int tile_rows, int panel_rows, Vec acc[PANEL_ROWS][TILE_ROWS],
+                 const char *const w[TILE_ROWS], const char *x) {
+#if HAS_BF16_DOT
+    if (kind == KIND_BF16_DOT) {
+        BfVec weight[TILE_ROWS];
+        for (int n = 0; n < tile_rows; n++) weight[n] = vec_load_bf16_pairs(w[n]);
+        for (int m = 0; m < panel_rows; m++) {
+            BfVec value = vec_load_bf16_pairs(x + m * K_STEP * 2);
+            for (int n = 0; n < tile_rows; n++) acc[m][n] = dot_bf16(acc[m][n], weight[n], value);
+        }
+        return;
+    }
+#endif
+    for (int half = 0; half < 2; half++) {
+        Vec weight[TILE_ROWS];
+        for (int n = 0; n < tile_rows; n++) weight[n] = load_weight(kind, half, w[n]);
+        for (int m = 0; m < panel_rows; m++) {
+            Vec value = vec_load_f32((const float *)(x + (m * K_STEP + half * LANES) * 4));
+            for (int n = 0; n < tile_rows; n++) acc[m][n] = vec_fma(acc[m][n], weight[n], value);
+        }
+    }
+}
+
+/* A tile of sums over all of k. While it runs it fetches `next`, the weight rows of the tile after it,
+ * one row after another: measured, one forward stream is what the memory system serves fastest. */
+INLINE void tile(int kind, int tile_rows, int panel_rows, Matrix weight, int64_t k, const char *x,
+                 float *out, int64_t ldo, Matrix next) {
+    const int width = kind == KIND_F32 ? 4 : 2;
+    const int step_bytes = K_STEP * width;
+    const int x_step_bytes = panel_rows * K_STEP * (kind == KIND_BF16_DOT ? 2 : 4);
+    Vec acc[PANEL_ROWS][TILE_ROWS];
+    const char *w[TILE_ROWS];
+    for (int n = 0; n < tile_rows; n++) w[n] = weight.data + n * weight.stride;
+    for (int m = 0; m < panel_rows; m++)
+        for (int n = 0; n < tile_rows; n++) acc[m][n] = vec_zero();
+
+    int64_t steps = k / K_STEP, done = 0;
+    if (next.data) {
+        for (int row = 0; row < tile_rows; row++) {
+            const char *ahead = next.data + row * next.stride;
+            for (int64_t end = steps * (row + 1) / tile_rows; done < end; done++) {
+                for (int b = 0; b < tile_rows * step_bytes; b += CACHE_LINE) __builtin_prefetch(ahead + b, 0, PREFETCH_LOCALITY);
+                ahead += tile_rows * step_bytes;
+                step(kind, tile_rows, panel_rows, acc, w, x);
+                for (int n = 0; n < tile_rows; n++) w[n] += step_bytes;
+                x += x_step_bytes;
+            }
+        }
+    }
+    for (; done < steps; done++) {
+        step(kind, tile_rows, panel_rows, acc, w, x);
+        for (int n = 0; n < tile_rows; n++) w[n] += step_bytes;
+        x += x_step_bytes;
+    }
+    int64_t rest = k % K_STEP;
+    if (rest) {
+        /* The row may end at the end of the mapped memory: never read past it. */
+        char padded[TILE_ROWS][K_STEP * 4];
+        memset(padded, 0, sizeof padded);
+        for (int n = 0; n < tile_rows; n++) {
+            memcpy(padded[n], w[n], (size_t)(rest * width));
+            w[n] = padded[n];
+        }
+        step(kind, tile_rows, panel_rows, acc, w, x);
+    }
+    for (int m = 0; m < panel_rows; m++) vec_sums(tile_rows, acc[m], out + m * ldo);
+}
+
+typedef void (*TileFn)(Matrix weight, int64_t k, const char *x, float *out, int64_t ldo, Matrix next);
+
+#define DEFINE_TILE(kind, rows, panel)                                                                              \
+    static void tile_##kind##_##rows##_##panel(Matrix weight, int64_t k, const char *x, float *out, int64_t ldo,    \
+                                               Matrix next) {                                                       \
+        tile(kind, rows, panel, weight, k, x, out, ldo, next);                                                      \
+    }
+#define NAME_TILE(kind, rows, panel) tile_##kind##_##rows##_##panel
+
+#define EXPAND(macro, kind, rows, panel) macro(kind, rows, panel)
+#define DEFINE_PANEL(kind, panel) EXPAND(DEFINE_TILE, kind, TILE_ROWS, panel) EXPAND(DEFINE_TILE, kind, 1, panel)
+#define NAME_PANEL(kind, panel) {EXPAND(NAME_TILE, kind, 1, panel), EXPAND(NAME_TILE, kind, TILE_ROWS, panel)}
+
+#if PANEL_ROWS == 6
+#define DEFINE_KIND(kind)                                                                                           \
+    DEFINE_PANEL(kind, 1) DEFINE_PANEL(kind, 2) DEFINE_PANEL(kind, 3)                                               \
+    DEFINE_PANEL(kind, 4) DEFINE_PANEL(kind, 5) DEFINE_PANEL(kind, 6)
+#define NAME_KIND(kind)                                                                                             \
+    {NAME_PANEL(kind, 1), NAME_PANEL(kind, 2), NAME_PANEL(kind, 3),                                                 \
+     NAME_PANEL(kind, 4), NAME_PANEL(kind, 5), NAME_PANEL(kind, 6)}
+#elif PANEL_ROWS == 4
+#define DEFINE_KIND(kind) DEFINE_PANEL(kind, 1) DEFINE_PANEL(kind, 2) DEFINE_PANEL(kind, 3) DEFINE_PANEL(kind, 4)
+#define NAME_KIND(kind) {NAME_PANEL(kind, 1), NAME_PANEL(kind, 2), NAME_PANEL(kind, 3), NAME_PANEL(kind, 4)}
+#endif
+
+DEFINE_KIND(KIND_F32)
+DEFINE_KIND(KIND_F16)
+DEFINE_KIND(KIND_BF16)
+#if HAS_BF16_DOT
+DEFINE_KIND(KIND_BF16_DOT)
+#endif
+
+static const TileFn TILES[NUM_KINDS][PANEL_ROWS][2] = {
+    NAME_KIND(KIND_F32), NAME_KIND(KIND_F16), NAME_KIND(KIND_BF16),
+#if HAS_BF16_DOT
+    NAME_KIND(KIND_BF16_DOT),
+#endif
+};
+
+static void multiply(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
+                     float *out, int64_t ldo, Matrix next) {
+    const int64_t panels = num_panels(num_rows, PANEL_ROWS), row_bytes = packed_row_bytes(kind, k, K_STEP);
+    const Matrix nothing = {0, 0};
+    for (int64_t n = 0; n < num_weight_rows;) {
+        const int full = num_weight_rows - n >= TILE_ROWS, rows = full ? TILE_ROWS : 1;
+        const Matrix here = {weight.data + n * weight.stride, weight.stride};
+        Matrix ahead = {here.data + rows * weight.stride, weight.stride};
+        if (n + 2 * rows > num_weight_rows) ahead = n + rows < num_weight_rows ? nothing : next;
+        for (int64_t p = 0; p < panels; p++) {
+            const int64_t first = panel_start(p, panels, num_rows), last = panel_start(p + 1, panels, num_rows);
+            TILES[kind][last - first - 1][full](here, k, packed + first * row_bytes, out + first * ldo + n, ldo,
+                                                p ? nothing : ahead);
+        }
+        n += rows;
+    }
+}
+
+/* ---- packing, activations, conversions: plain loops that the compiler vectorises ---- */
+
+static inline float load_element(const char *src, int dtype, int64_t i) {
+    if (dtype == DTYPE_F32) return load_f32(src + 4 * i);
+    return dtype == DTYPE_BF16 ? bf16_to_f32(load_u16(src + 2 * i)) : f16_to_f32(load_u16(src + 2 * i));
+}
+
+static void pack(int kind, const char *src, int dtype, int64_t count, char *panel, int64_t first_k, int row,
+                 int panel_rows) {
+    const int width = kind == KIND_BF16_DOT ? 2 : 4;
+    char *group = panel + (first_k * panel_rows + row * K_STEP) * width;
+    for (int64_t i = 0; i < count; i += K_STEP, group += panel_rows * K_STEP * width) {
+        const int filled = count - i < K_STEP ? (int)(count - i) : K_STEP;
+        if (kind == KIND_BF16_DOT && dtype == DTYPE_BF16 && filled == K_STEP) {
+            memcpy(group, src + 2 * i, K_STEP * 2);
+            continue;
+        }
+        float values[K_STEP] = {0};
+        for (int j = 0; j < filled; j++) values[j] = load_element(src, dtype, i + j);
+        if (kind == KIND_BF16_DOT) {
+            uint16_t *out = (uint16_t *)group;
+            for (int j = 0; j < K_STEP; j++) out[j] = f32_to_bf16(values[j]);
+        } else if (kind == KIND_BF16) {
+            float *out = (float *)group;
+            for (int j = 0; j < LANES; j++) {
+                out[j] = values[2 * j];
+                out[LANES + j] = values[2 * j + 1];
+            }
+        } else {
+            memcpy(group, values, sizeof values);
+        }
+    }
+}
+
+INLINE float apply(int activation, float x) {
+    switch (activation) {
+        case ACT_SILU: return x / (1.0f + exp_f32(-x));
+        case ACT_GELU: return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
+        case ACT_GELU_TANH: {
+            float inner = 0.79788456080286536f * (x + 0.044715f * x * x * x);
+            return x - x / (exp_f32(2.0f * inner) + 1.0f);
+        }
+        case ACT_RELU: return x < 0.0f ? 0.0f : x;
+        default: return x < 0.0f ? 0.0f : x * x;
+    }
+}
+
+INLINE void activate_with(int activation, float *restrict values, const float *restrict factor, int64_t count) {
+    if (factor)
+        for (int64_t i = 0; i < count; i++) values[i] = apply(activation, values[i]) * factor[i];
+    else
+        for (int64_t i = 0; i < count; i++) values[i] = apply(activation, values[i]);
+}
+
+static void activate(int activation, float *values, const float *factor, int64_t count) {
+    switch (activation) {
+        case ACT_SILU: activate_with(ACT_SILU, values, factor, count); break;
+        case ACT_GELU: activate_with(ACT_GELU, values, factor, count); break;
+        case ACT_GELU_TANH: activate_with(ACT_GELU_TANH, values, factor, count); break;
+        case ACT_RELU: activate_with(ACT_RELU, values, factor, count); break;
+        default: activate_with(ACT_RELU2, values, factor, count); break;
+    }
+}
+
+static void add_bias(float *values, const char *bias, int dtype, int64_t count) {
+    for (int64_t i = 0; i < count; i++) values[i] += load_element(bias, dtype, i);
+}
+
+static void store(char *dst, int dtype, const float *src, int64_t count) {
+    if (dtype == DTYPE_F32) {
+        memcpy(dst, src, (size_t)count * 4);
+    } else if (dtype == DTYPE_BF16) {
+        for (int64_t i = 0; i < count; i++) store_u16(dst + 2 * i, f32_to_bf16(src[i]));
+    } else {
+        for (int64_t i = 0; i < count; i++) store_u16(dst + 2 * i, f32_to_f16(src[i]));
+    }
+}
+
+static float read_all(const char *data, int64_t bytes) {
+    Vec sums[4] = {vec_zero(), vec_zero(), vec_zero(), vec_zero()};
+    const int64_t block = 4 * LANES * 4;
+    for (; bytes >= block; bytes -= block, data += block)
+        for (int i = 0; i < 4; i++) sums[i] = vec_add(sums[i], vec_load_f32((const float *)(data + i * LANES * 4)));
+    float out[4];
+    for (int i = 0; i < 4; i++) vec_sums(1, &sums[i], &out[i]);
+    return out[0] + out[1] + out[2] + out[3];
+}
+
+const Isa ISA_SYMBOL = {
+    .name = ISA_NAME, .max_panel_rows = PANEL_ROWS, .k_step = K_STEP, .has_bf16_dot = HAS_BF16_DOT,
+    .pack = pack, .multiply = multiply, .activate = activate, .add_bias = add_bias, .store = store,
+    .read_all = read_all,
+};

@@ -1,0 +1,98 @@
+/* Shared declarations of the native CPU kernels: the C interface that library.py loads with ctypes,
+ * and the table of functions that every instruction-set variant provides.
+ *
+ * Data types, activations and packed layouts are small integers because they cross the ctypes border.
+ */
+#ifndef MOE_RUNTIME_KERNELS_H
+#define MOE_RUNTIME_KERNELS_H
+
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define MOE_EXPORT __attribute__((visibility("default")))
+#else
+#define MOE_EXPORT
+#endif
+
+/* Raised with every incompatible change of this interface; library.py refuses another number. */
+#define MOE_ABI_VERSION 1
+
+enum { DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_F16 = 2 };
+
+enum { ACT_SILU = 0, ACT_GELU = 1, ACT_GELU_TANH = 2, ACT_RELU = 3, ACT_RELU2 = 4, NUM_ACTIVATIONS };
+
+enum { STATUS_OK = 0, STATUS_NO_MEMORY = 1, STATUS_BAD_ROW = 2 };
+
+/* How weights are multiplied, and with it how the rows of x are packed:
+ *   KIND_F32      fp32 weights, x as fp32 in order
+ *   KIND_F16      fp16 weights widened to fp32, x as fp32 in order
+ *   KIND_BF16     bf16 weights widened to fp32, x as fp32, each group split into even and odd elements
+ *   KIND_BF16_DOT bf16 weights in the instruction for pairs of bf16, x as bf16 in order
+ */
+enum { KIND_F32 = 0, KIND_F16 = 1, KIND_BF16 = 2, KIND_BF16_DOT = 3, NUM_KINDS };
+
+/* A row-major matrix [rows, cols] whose rows lie `stride` bytes apart. */
+typedef struct {
+    const char *data;
+    int64_t stride;
+} Matrix;
+
+/* One expert as library.py writes it; gate.data is NULL when the expert has no gate.
+ * The three bias pointers may be NULL; biases have the data type of the weights. */
+typedef struct {
+    Matrix gate, up, down;
+    const char *gate_bias, *up_bias, *down_bias;
+} Expert;
+
+/* Rows are multiplied in panels of at most max_panel_rows rows. A panel is packed as
+ * [k / k_step][row][k_step], padded with zeros, so that one panel is read strictly forwards.
+ *
+ * Every sum over k has one accumulator vector that runs from the first group to the last, whatever
+ * the tile around it: the result for one row and one weight row is independent of all other rows. */
+typedef struct {
+    const char *name;
+    int max_panel_rows;
+    int k_step;
+    int has_bf16_dot;
+    /* Packs `count` elements, which begin at element first_k (a multiple of k_step), of one row. */
+    void (*pack)(int kind, const char *src, int dtype, int64_t count, char *panel, int64_t first_k, int row, int panel_rows);
+    /* out[row * ldo + n] = dot(weight row n, packed row); `next` is the matrix that will be read after this one (hint). */
+    void (*multiply)(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
+                     float *out, int64_t ldo, Matrix next);
+    /* values[i] = act(values[i]) * factor[i]; factor may be NULL. */
+    void (*activate)(int activation, float *values, const float *factor, int64_t count);
+    void (*add_bias)(float *values, const char *bias, int dtype, int64_t count);
+    void (*store)(char *dst, int dtype, const float *src, int64_t count);
+    /* Reads every byte; the answer only keeps the reads alive. */
+    float (*read_all)(const char *data, int64_t bytes);
+} Isa;
+
+extern const Isa isa_portable;
+#if defined(MOE_HAVE_AVX2)
+extern const Isa isa_avx2;
+#endif
+#if defined(MOE_HAVE_AVX512)
+extern const Isa isa_avx512;
+#endif
+#if defined(MOE_HAVE_AVX512BF16)
+extern const Isa isa_avx512bf16;
+#endif
+
+static inline int64_t dtype_bytes(int dtype) { return dtype == DTYPE_F32 ? 4 : 2; }
+
+/* The rows of one expert are cut into this many panels of nearly equal height. */
+static inline int64_t num_panels(int64_t num_rows, int max_panel_rows) {
+    return (num_rows + max_panel_rows - 1) / max_panel_rows;
+}
+
+static inline int64_t panel_start(int64_t panel, int64_t panels, int64_t num_rows) {
+    int64_t small = num_rows / panels, larger = num_rows % panels;
+    return panel * small + (panel < larger ? panel : larger);
+}
+
+static inline int64_t packed_row_bytes(int kind, int64_t k, int k_step) {
+    int64_t padded = (k + k_step - 1) / k_step * k_step;
+    return padded * (kind == KIND_BF16_DOT ? 2 : 4);
+}
+
+#endif

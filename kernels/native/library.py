@@ -1,0 +1,187 @@
+"""Finds and loads the compiled C library, and says why when there is none.
+
+The library is built as an optional part of installing (`setup.py`). It is plain C behind ctypes, so
+calls release the interpreter's lock while they compute.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moe_runtime.errors import MoERuntimeError
+
+LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
+ABI_VERSION = 1
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+STATUS_OK, STATUS_NO_MEMORY, STATUS_BAD_ROW = 0, 1, 2
+
+_POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "moe_abi_version": (_INT, []),
+    "moe_isa_name": (ctypes.c_char_p, [_INT]),
+    "moe_current_isa": (ctypes.c_char_p, []),
+    "moe_select_isa": (_INT, [ctypes.c_char_p]),
+    "moe_set_num_threads": (None, [_INT]),
+    "moe_get_num_threads": (_INT, []),
+    "moe_set_spin_ns": (None, [_INT64]),
+    "moe_read": (ctypes.c_float, [_POINTER, _INT64]),
+    # x, x_stride, num_rows, weight, weight_stride, bias, out, out_stride, dim_in, dim_out,
+    # x_dtype, weight_dtype
+    "moe_linear": (
+        _INT,
+        [_POINTER, _INT64, _INT64, _POINTER, _INT64, _POINTER, _POINTER, _INT64]
+        + [_INT64, _INT64, _INT, _INT],
+    ),
+    # experts, num_experts, counts, x, x_stride, num_tokens, token_ids, destinations, out,
+    # out_stride, num_out_rows, dim_in, dim_hidden, dim_out, x_dtype, weight_dtype, activation
+    "moe_expert_ffn": (
+        _INT,
+        [_POINTER, _INT64, _POINTER, _POINTER, _INT64, _INT64, _POINTER, _POINTER, _POINTER]
+        + [_INT64, _INT64, _INT64, _INT64, _INT64, _INT, _INT, _INT],
+    ),
+}
+
+
+class NativeUnavailableError(MoERuntimeError):
+    """The native library was asked for explicitly and cannot be used; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NativeDescription:
+    """What `describe` found.
+
+    Attributes:
+        path: The library's file, whether or not it exists.
+        isa: Instruction set in use (`avx512bf16`, `avx512`, `avx2` or `portable`), or None.
+        isas: All that this machine and this build can run, best first.
+        num_threads: Threads that work on one call, or 0.
+        problem: Why there is no library and what to do about it, or None.
+    """
+
+    path: Path
+    isa: str | None
+    isas: tuple[str, ...]
+    num_threads: int
+    problem: str | None
+
+
+class NativeLibrary:
+    """The loaded library: the two kernels as C functions, instruction sets and threads.
+
+    One process has one library and one thread pool; `native_library` returns it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Loads `path` and gives the pool as many threads as torch has.
+
+        Raises:
+            OSError: The file is absent or is not a library for this machine.
+            NativeUnavailableError: It was built from other sources than this module.
+        """
+        library = ctypes.CDLL(str(path))
+        self.path = path
+        try:
+            for name, (result, arguments) in _SIGNATURES.items():
+                function = getattr(library, name)
+                function.restype, function.argtypes = result, arguments
+            version = library.moe_abi_version()
+        except AttributeError as error:
+            raise NativeUnavailableError(f"{path} lacks a function: {error}") from error
+        if version != ABI_VERSION:
+            raise NativeUnavailableError(
+                f"{path} has interface version {version}, expected {ABI_VERSION}"
+            )
+        self.linear = library.moe_linear
+        self.expert_ffn = library.moe_expert_ffn
+        self._library = library
+        self.set_num_threads(torch.get_num_threads())
+
+    def isas(self) -> tuple[str, ...]:
+        """Instruction sets that this machine and this build can run, best first."""
+        names: list[str] = []
+        while (name := self._library.moe_isa_name(len(names))) is not None:
+            names.append(name.decode())
+        return tuple(names)
+
+    @property
+    def isa(self) -> str:
+        """Instruction set that calls use."""
+        return self._library.moe_current_isa().decode()
+
+    def select_isa(self, name: str) -> None:
+        """Uses another instruction set from the next call on; for tests and measurements.
+
+        Raises:
+            ValueError: This machine or this build cannot run it.
+        """
+        if not self._library.moe_select_isa(name.encode()):
+            raise ValueError(f"isa must be one of {', '.join(self.isas())}, got {name!r}")
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that work on one call, the calling one included."""
+        return self._library.moe_get_num_threads()
+
+    def set_num_threads(self, num_threads: int) -> None:
+        """Changes the number of threads. Results do not depend on it."""
+        if num_threads < 1:
+            raise ValueError(f"num_threads must be at least 1, got {num_threads}")
+        self._library.moe_set_num_threads(num_threads)
+
+    def set_spin_s(self, spin_s: float) -> None:
+        """How long an idle worker watches for the next call, in seconds, before it sleeps."""
+        self._library.moe_set_spin_ns(round(spin_s * 1e9))
+
+    def read(self, buffer: torch.Tensor) -> float:
+        """Reads every byte of a contiguous CPU tensor once with all threads; for bandwidth."""
+        return self._library.moe_read(buffer.data_ptr(), buffer.nbytes)
+
+
+@functools.cache
+def _load() -> tuple[NativeLibrary | None, str | None]:
+    if not LIBRARY_PATH.exists():
+        return None, (
+            "the native library was not built (no C compiler at installation?); install gcc or "
+            "clang and run `pip install` again"
+        )
+    try:
+        return NativeLibrary(LIBRARY_PATH), None
+    except OSError as error:
+        return None, f"the native library cannot be loaded ({error}); run `pip install` again"
+    except NativeUnavailableError as error:
+        return None, f"the native library is out of date ({error}); run `pip install` again"
+
+
+def native_library() -> NativeLibrary | None:
+    """The library of this process, or None when it cannot be used. Loaded once."""
+    return _load()[0]
+
+
+def require_native() -> NativeLibrary:
+    """The library of this process.
+
+    Raises:
+        NativeUnavailableError: It cannot be used; the message says why and what to do.
+    """
+    library, problem = _load()
+    if library is None:
+        raise NativeUnavailableError(f"impl='native' was asked for, but {problem}")
+    return library
+
+
+def describe() -> NativeDescription:
+    """What can be used on this machine, for `doctor` and for reports of measurements."""
+    library, problem = _load()
+    return NativeDescription(
+        path=LIBRARY_PATH,
+        isa=library.isa if library else None,
+        isas=library.isas() if library else (),
+        num_threads=library.num_threads if library else 0,
+        problem=problem,
+    )

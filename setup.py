@@ -1,0 +1,95 @@
+"""Builds the native CPU kernels as an optional part of installing; everything else is in pyproject.toml.
+
+The result is a plain C library that `moe_runtime.kernels.native.library` loads with ctypes. It uses
+nothing of Python's headers. Without a working C compiler the installation succeeds, and the
+runtime computes with torch alone.
+"""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CCompilerError, CompileError, ExecError, PlatformError
+
+SOURCES = Path("kernels/native")
+COMMON_FLAGS = [
+    "-std=gnu11",
+    "-O3",
+    "-g0",
+    "-fPIC",
+    "-pthread",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+]
+AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
+AVX512_FLAGS = [*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
+# Each file is compiled for its own instruction set; which one runs is decided when it is loaded.
+X86_VARIANTS = {
+    "avx2": AVX2_FLAGS,
+    "avx512": AVX512_FLAGS,
+    "avx512bf16": [*AVX512_FLAGS, "-mavx512bf16"],
+}
+
+
+class BuildNativeLibrary(build_ext):
+    """Compiles the C sources one by one, leaving out variants the compiler does not know."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """A name without the interpreter's version: the library does not depend on it."""
+        return str(Path(*fullname.split(".")).with_suffix(".so"))
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return []
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            self._build(ext)
+        except (CCompilerError, ExecError, PlatformError, OSError) as error:
+            self.warn(
+                f"the native CPU kernels were not built ({error}); moe_runtime will compute with "
+                "torch alone. Install a C compiler (gcc or clang) and install again to have them."
+            )
+
+    def _build(self, ext: Extension) -> None:
+        is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+        objects: list[str] = []
+        macros: list[tuple[str, str]] = []
+        for variant, flags in X86_VARIANTS.items() if is_x86 else ():
+            try:
+                objects += self._compile(f"isa_{variant}.c", flags, [])
+            except CompileError:
+                self.warn(f"this compiler cannot build the {variant} kernels; leaving them out")
+                continue
+            macros.append((f"MOE_HAVE_{variant.upper()}", "1"))
+        for source in ("isa_portable.c", "pool.c", "driver.c"):
+            objects += self._compile(source, [], macros)
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self.compiler.link_shared_object(
+            objects, str(target), libraries=["m"], extra_postargs=["-pthread"]
+        )
+
+    def _compile(self, source: str, flags: list[str], macros: list[tuple[str, str]]) -> list[str]:
+        return self.compiler.compile(
+            [str(SOURCES / source)],
+            output_dir=self.build_temp,
+            macros=macros,
+            extra_postargs=[*COMMON_FLAGS, *flags],
+        )
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "moe_runtime.kernels.native.moe_kernels",
+            sources=sorted(str(path) for path in SOURCES.glob("*.c")),
+            depends=sorted(str(path) for path in SOURCES.glob("*.h")),
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildNativeLibrary},
+)
