@@ -1,4 +1,4 @@
-"""Builds the native CPU kernels as an optional part of installing; everything else is in pyproject.toml.
+"""Builds the native CPU kernels, an optional part of installing; the rest is in pyproject.toml.
 
 The result is a plain C library that `moe_runtime.kernels.native.library` loads with ctypes. It uses
 nothing of Python's headers. Without a working C compiler the installation succeeds, and the
@@ -42,7 +42,7 @@ class BuildNativeLibrary(build_ext):
         """A name without the interpreter's version: the library does not depend on it."""
         return str(Path(*fullname.split(".")).with_suffix(".so"))
 
-    def get_export_symbols(self, ext: Extension) -> list[str]:
+    def get_export_symbols(self, ext: object) -> list[str]:
         return []
 
     def build_extension(self, ext: Extension) -> None:

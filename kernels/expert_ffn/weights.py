@@ -28,8 +28,8 @@ class ExpertShape(NamedTuple):
 class ExpertWeights:
     """Views of one expert's matrices, row-major: unit stride along the summed dimension.
 
-    Rows may lie at any distance, so one half of a fused `[2F, D]` tensor (`w[:F]`, `w[F:]`) and every
-    other row of an interleaved one (`w[0::2]`, `w[1::2]`) are used where they lie. The object
+    Rows may lie at any distance, so one half of a fused `[2F, D]` tensor (`w[:F]`, `w[F:]`) and
+    every other row of an interleaved one (`w[0::2]`, `w[1::2]`) are used where they lie. The object
     remembers addresses: make it once for a place in memory, and anew when the place changes.
 
     Attributes:

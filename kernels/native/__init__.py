@@ -1,4 +1,4 @@
-"""The native CPU library: C sources, and the module that finds, loads and describes what was built."""
+"""The native CPU library: its C sources, and what finds, loads and describes the built file."""
 
 from moe_runtime.kernels.native.library import (
     ACTIVATION_CODES,

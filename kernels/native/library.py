@@ -35,15 +35,24 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     # x_dtype, weight_dtype
     "moe_linear": (
         _INT,
-        [_POINTER, _INT64, _INT64, _POINTER, _INT64, _POINTER, _POINTER, _INT64]
-        + [_INT64, _INT64, _INT, _INT],
+        [
+            *(_POINTER, _INT64, _INT64),
+            *(_POINTER, _INT64, _POINTER),
+            *(_POINTER, _INT64, _INT64, _INT64),
+            *(_INT, _INT),
+        ],
     ),
     # experts, num_experts, counts, x, x_stride, num_tokens, token_ids, destinations, out,
     # out_stride, num_out_rows, dim_in, dim_hidden, dim_out, x_dtype, weight_dtype, activation
     "moe_expert_ffn": (
         _INT,
-        [_POINTER, _INT64, _POINTER, _POINTER, _INT64, _INT64, _POINTER, _POINTER, _POINTER]
-        + [_INT64, _INT64, _INT64, _INT64, _INT64, _INT, _INT, _INT],
+        [
+            *(_POINTER, _INT64, _POINTER),
+            *(_POINTER, _INT64, _INT64),
+            *(_POINTER, _POINTER),
+            *(_POINTER, _INT64, _INT64),
+            *(_INT64, _INT64, _INT64, _INT, _INT, _INT),
+        ],
     ),
 }
 
