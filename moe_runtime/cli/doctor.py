@@ -2,11 +2,11 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 import moe_runtime
+from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, print_json, print_table
 from moe_runtime.config import parse_bytes
 
@@ -15,14 +15,10 @@ _MARKS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
 
 def doctor(
     ctx: typer.Context,
-    path: Annotated[
-        Path, typer.Argument(metavar="[PATH]", help="File or folder whose disk is measured.")
-    ] = Path("."),
-    read_size: Annotated[str, typer.Option(help="Size of one read: that of an expert.")] = "12MiB",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object instead of a table.")
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")] = False,
+    path: options.MeasuredPath = Path("."),
+    read_size: options.ReadSize = "12MiB",
+    as_json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
     """Look at processor, kernels, GPU, memory and disk, and say what to do where they fall short.
 

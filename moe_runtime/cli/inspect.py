@@ -1,10 +1,11 @@
 """``moe-runtime inspect``: what a checkpoint holds, and what a budget buys."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, print_json, print_rows, print_table, quiet_transformers
 from moe_runtime.config import format_bytes, parse_budget
 
@@ -17,22 +18,12 @@ _SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
 
 def inspect(
     ctx: typer.Context,
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Folder of a checkpoint, or name on the hub.")
-    ],
-    host_memory: Annotated[
-        str | None, typer.Option(help="Also show what this budget buys, such as 7GiB.")
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="auto (as stored), bfloat16, float16 or float32.")
-    ] = "auto",
-    max_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens that the key-value cache must hold.")
-    ] = 4096,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object instead of tables.")
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")] = False,
+    model: options.Model,
+    host_memory: options.Budget = None,
+    dtype: options.Dtype = "auto",
+    max_tokens: options.Context = 4096,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
     """Show a model's layers and experts, its sizes, and what a memory budget buys."""
     session: Session = ctx.obj

@@ -118,7 +118,17 @@ def _split_fact(line: str) -> tuple[str, str]:
 
 
 def _native_kernel() -> Finding:
-    return Finding(name="native kernel", status="note", value="not built")
+    from moe_runtime.kernels.native.library import describe
+
+    found = describe()
+    if found.problem is not None:
+        value = "not usable; torch does its work, more slowly"
+        return Finding(name="native kernel", status="note", value=value, advice=found.problem)
+    others = [isa for isa in found.isas if isa != found.isa]
+    value = f"{found.isa}, {found.num_threads} threads"
+    if others:
+        value += f" (also built: {', '.join(others)})"
+    return Finding(name="native kernel", status="ok", value=value)
 
 
 def _accelerators() -> list[Finding]:

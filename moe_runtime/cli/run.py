@@ -3,13 +3,12 @@
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from moe_runtime.cli.config_file import apply_config
+from moe_runtime.cli import options
 from moe_runtime.cli.console import (
     Session,
     loading_bar,
@@ -27,46 +26,24 @@ if TYPE_CHECKING:
 
 def run(
     ctx: typer.Context,
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Folder of a checkpoint, or name on the hub.")
-    ],
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text to continue.")] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="File with the prompt; - reads standard input.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1)] = 128,
-    host_memory: Annotated[
-        str, typer.Option(help="RAM to use: 7GiB, a share such as 0.5, or auto.")
-    ] = "auto",
-    device_memory: Annotated[
-        str, typer.Option(help="GPU memory to use, written the same way.")
-    ] = "auto",
-    policy: Annotated[str, typer.Option(help="Which expert leaves the cache first.")] = "lru",
-    trace: Annotated[
-        Path | None, typer.Option(help="Record every routing decision into this .npz file.")
-    ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample among the likeliest share.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="auto (as stored), bfloat16, float16 or float32.")
-    ] = "auto",
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Room for prompt and new tokens; as needed when omitted."),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object instead of text.")
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")] = False,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            help="TOML file with defaults for these options.", callback=apply_config, is_eager=True
-        ),
-    ] = None,
+    model: options.Model,
+    prompt: options.Prompt = None,
+    prompt_file: options.PromptFile = None,
+    chat: options.Chat = False,
+    max_new_tokens: options.MaxNewTokens = 128,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    seed: options.Seed = None,
+    host_memory: options.HostMemory = "auto",
+    device_memory: options.DeviceMemory = "auto",
+    max_tokens: options.MaxTokens = None,
+    policy: options.Policy = "lru",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    trace: options.Trace = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+    config: options.Config = None,
 ) -> None:
     """Generate text; experts that do not fit in memory stream from disk.
 
@@ -75,19 +52,18 @@ def run(
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
     text = _read_prompt(prompt, prompt_file)
-    for name, size in (("--host-memory", host_memory), ("--device-memory", device_memory)):
-        parse_budget(size, name=name)
-
+    _check_budgets_and_trace(host_memory, device_memory, trace)
+    sampling = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+    }
     with loading_bar() as progress:
         quiet_transformers(session)
-        from moe_runtime.engine.generation import check_options
-
-        check_options(max_new_tokens, temperature, top_p, seed)
         tokenizer = _load_tokenizer(model)
-        room = _room_for(tokenizer, text, max_new_tokens, max_tokens, chat=chat)
-        import moe_runtime
-
-        loaded = moe_runtime.load(
+        room = _room_for(tokenizer, text, sampling, max_tokens, chat=chat)
+        loaded = _load_model(
             model,
             device=device,
             dtype=dtype,
@@ -98,22 +74,22 @@ def run(
             max_tokens=room,
             progress=progress,
         )
-    with _closed_at_end(loaded):
-        result = _generate(
-            loaded,
-            tokenizer,
-            text,
-            show=not as_json,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            chat=chat,
-        )
+    with contextlib.closing(loaded.moe):
+        result = _generate(loaded, tokenizer, text, show=not as_json, chat=chat, **sampling)
         stats = loaded.moe.stats()
     _show_outcome(model, policy, result, stats, as_json=as_json)
     if result.finish_reason == "interrupted":
         raise typer.Exit(130)
+
+
+def _check_budgets_and_trace(host_memory: str, device_memory: str, trace: Path | None) -> None:
+    """Refuses what loading would refuse minutes later."""
+    parse_budget(host_memory, name="--host-memory")
+    parse_budget(device_memory, name="--device-memory")
+    if trace is not None:
+        from moe_runtime.tracing import check_trace_path
+
+        check_trace_path(trace)
 
 
 def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -148,32 +124,31 @@ def _load_tokenizer(model: str) -> Any:
 
 
 def _room_for(
-    tokenizer: Any, text: str, max_new_tokens: int, max_tokens: int | None, *, chat: bool
+    tokenizer: Any, text: str, sampling: dict[str, Any], max_tokens: int | None, *, chat: bool
 ) -> int:
     """How many tokens the key-value cache must hold: memory that experts cannot have."""
-    from moe_runtime.engine.generation import encode_prompt
+    from moe_runtime.engine.generation import check_options, encode_prompt
 
+    check_options(**sampling)
     num_prompt_tokens = encode_prompt(tokenizer, text, chat=chat)["input_ids"].shape[1]
-    needed = num_prompt_tokens + max_new_tokens
+    num_new_tokens = sampling["max_new_tokens"]
+    needed = num_prompt_tokens + num_new_tokens
     if max_tokens is not None and max_tokens < needed:
         raise ValueError(
             f"--max-tokens {max_tokens} is too small: the prompt has {num_prompt_tokens} tokens "
-            f"and {max_new_tokens} new ones are asked for, together {needed}"
+            f"and {num_new_tokens} new ones are asked for, together {needed}"
         )
     return max_tokens or needed
 
 
-@contextlib.contextmanager
-def _closed_at_end(loaded: Any) -> Iterator[None]:
-    """Closes the model whatever happens, so that files are complete and threads have ended."""
-    try:
-        yield
-    finally:
-        loaded.moe.close()
+def _load_model(model: str, **settings: Any) -> Any:
+    import moe_runtime
+
+    return moe_runtime.load(model, **settings)
 
 
 def _generate(
-    loaded: Any, tokenizer: Any, text: str, *, show: bool, **options: Any
+    loaded: Any, tokenizer: Any, text: str, *, show: bool, **settings: Any
 ) -> "GenerationResult":
     from moe_runtime.engine.generation import GenerationInterrupted, generate_text
 
@@ -182,7 +157,7 @@ def _generate(
         output.write(f"\033[2m{text}\033[0m")
     try:
         on_text = output.write if show else None
-        return generate_text(loaded, tokenizer, text, on_text=on_text, **options)
+        return generate_text(loaded, tokenizer, text, on_text=on_text, **settings)
     except GenerationInterrupted as interrupted:
         return interrupted.result
     finally:

@@ -10,6 +10,14 @@ from moe_runtime.tracing.format import (
     read_trace,
     write_trace,
 )
-from moe_runtime.tracing.recorder import TraceRecorder
+from moe_runtime.tracing.recorder import TraceRecorder, check_trace_path
 
-__all__ = ["PHASES", "TRACE_VERSION", "Trace", "TraceRecorder", "read_trace", "write_trace"]
+__all__ = [
+    "PHASES",
+    "TRACE_VERSION",
+    "Trace",
+    "TraceRecorder",
+    "check_trace_path",
+    "read_trace",
+    "write_trace",
+]

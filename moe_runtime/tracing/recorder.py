@@ -47,7 +47,7 @@ class TraceRecorder:
                 f"a trace holds at most {0xFFFF} experts a layer, got {signature.num_experts}"
             )
         self._path = Path(path)
-        _check_writable(self._path)
+        check_trace_path(self._path)
         self._signature = signature
         self._expert_dtype = expert_dtype(signature.num_experts)
         self._absent = absent_id(self._expert_dtype)
@@ -197,7 +197,12 @@ class TraceRecorder:
         )
 
 
-def _check_writable(path: Path) -> None:
+def check_trace_path(path: Path) -> None:
+    """Refuses a place where no trace could be written; for callers who load a model first.
+
+    Raises:
+        CheckpointError: it is a folder, or its folder is missing or not writable.
+    """
     folder = path.parent
     if path.is_dir():
         raise CheckpointError(f"{path}: is a folder, expected the name of a trace file")

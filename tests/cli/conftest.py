@@ -1,4 +1,4 @@
-"""A checkpoint on disk, and a stand-in for `moe_runtime.load` where the store is not the subject."""
+"""A checkpoint on disk, and a stand-in for `moe_runtime.load` where it is not the subject."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -67,9 +67,7 @@ def test_json_is_one_object_with_the_promised_keys(
     assert err == ""
 
 
-def test_every_option_reaches_the_runtime(
-    checkpoint: Path, fake_load: Any, tmp_path: Path
-) -> None:
+def test_every_option_reaches_the_runtime(checkpoint: Path, fake_load: Any, tmp_path: Path) -> None:
     options = {
         "--host-memory": "7GiB",
         "--device-memory": "0.5",

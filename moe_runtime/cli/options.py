@@ -1,0 +1,69 @@
+"""The options of the commands: name, meaning and limits, each written once."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_runtime.cli.config_file import apply_config
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="Folder of a safetensors checkpoint, or a name on the hub."
+    ),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        help="TOML file with defaults for these options.", callback=apply_config, is_eager=True
+    ),
+]
+
+Prompt = Annotated[str | None, typer.Option("--prompt", "-p", help="Text to continue.")]
+PromptFile = Annotated[
+    Path | None, typer.Option(help="File with the prompt; - reads standard input.")
+]
+Chat = Annotated[
+    bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
+]
+MaxNewTokens = Annotated[
+    int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to generate.")
+]
+Temperature = Annotated[
+    float, typer.Option(min=0.0, help="0 takes the likeliest token, more is freer.")
+]
+TopP = Annotated[
+    float, typer.Option(help="Sample among the likeliest tokens of this total probability.")
+]
+Seed = Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable.")]
+
+HostMemory = Annotated[str, typer.Option(help="RAM to use: 7GiB, a share such as 0.5, or auto.")]
+DeviceMemory = Annotated[str, typer.Option(help="GPU memory to use, written the same way.")]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="Room for prompt and new tokens; just enough when omitted."),
+]
+Policy = Annotated[str, typer.Option(help="Which expert leaves memory first.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Dtype = Annotated[
+    str, typer.Option(help="auto (as the checkpoint says), bfloat16, float16 or float32.")
+]
+Trace = Annotated[
+    Path | None, typer.Option(help="Record every routing decision into this .npz file.")
+]
+
+Budget = Annotated[
+    str | None,
+    typer.Option("--host-memory", help="Also show what this budget buys, such as 7GiB."),
+]
+Context = Annotated[int, typer.Option("--max-tokens", min=1, help="Longest context, in tokens.")]
+
+MeasuredPath = Annotated[
+    Path, typer.Argument(metavar="[PATH]", help="File or folder whose disk is measured.")
+]
+ReadSize = Annotated[str, typer.Option(help="Size of one read: that of an expert.")]
