@@ -202,3 +202,9 @@ def test_disk_speed_reads_a_large_file_that_is_there(tmp_path: Path) -> None:
     assert speed.read_bytes == 12288
     assert speed.buffered_bytes_per_s > 0
     assert speed.direct_bytes_per_s is None or speed.direct_bytes_per_s > 0
+
+
+def test_the_page_about_the_command_line_knows_every_option_of_run() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+    for option in options_of("run"):
+        assert f"`{option}`" in page or option == "--help", option

@@ -1,0 +1,152 @@
+"""The real program on a real checkpoint: processes, exit codes, signals, files."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_runtime.tracing import read_trace
+
+COMMAND = [sys.executable, "-P", "-m", "moe_runtime.cli.main"]
+PROMPT = "The store reads an expert"
+# One compute thread: the tests share their machine, and the model is tiny.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def moe_runtime(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *words],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        timeout=120,
+        check=False,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def smallest_budget(checkpoint: Path) -> int:
+    from moe_runtime.engine.inspection import inspect_checkpoint
+
+    return inspect_checkpoint(checkpoint, max_tokens=256).smallest_budget_bytes
+
+
+def test_run_streams_experts_and_says_what_transformers_says(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    expected = model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
+    trace_file = tmp_path / "trace.npz"
+    budget = smallest_budget(checkpoint)
+
+    words = f"--max-new-tokens 24 --json --max-tokens 256 --host-memory {budget}".split()
+    done = moe_runtime(
+        "run", str(checkpoint), "--prompt", PROMPT, *words, "--trace", str(trace_file)
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    outcome = json.loads(done.stdout)
+    assert outcome["text"] == tokenizer.decode(expected, skip_special_tokens=True)
+    assert outcome["prompt_tokens"] == ids.shape[1]
+    assert outcome["new_tokens"] == 24
+    assert outcome["budget_bytes"] == budget
+    assert outcome["expert_slots"] < 3 * 8
+    assert outcome["bytes_read"] >= outcome["misses"] * 3 * 64 * 48 * 4
+
+    trace = read_trace(trace_file)
+    assert trace.signature.num_layers == 3
+    # The last new token is never fed back.
+    assert trace.num_tokens == ids.shape[1] + 23
+    assert trace.token_id.tolist() == [*ids[0].tolist(), *expected[:-1].tolist()]
+    assert trace.token_position.tolist() == list(range(trace.num_tokens))
+    assert trace.step_phase.tolist() == [0] + [1] * 23
+    assert (trace.expert_ids != trace.absent).all()
+    requests = sum(experts.size for _, _, experts in trace.accesses())
+    assert outcome["hits"] + outcome["late_hits"] + outcome["misses"] == requests
+
+
+def test_a_budget_too_small_names_the_smallest_that_works(checkpoint: Path) -> None:
+    words = ["run", str(checkpoint), "--prompt", PROMPT, "--max-tokens", "256", "-n", "2"]
+    budget = smallest_budget(checkpoint)
+    refused = moe_runtime(*words, "--host-memory", str(budget - 1))
+    assert refused.returncode == 2
+    assert refused.stdout == ""
+    assert refused.stderr.startswith("moe-runtime: error: ")
+    assert refused.stderr.count("\n") == 1
+    assert f"{budget} bytes" in refused.stderr
+    assert moe_runtime(*words, "--host-memory", str(budget)).returncode == 0
+
+
+def test_inspect_and_run_agree(checkpoint: Path) -> None:
+    done = moe_runtime("inspect", str(checkpoint), "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    summary = json.loads(done.stdout)
+    assert (summary["num_layers"], summary["num_experts"], summary["top_k"]) == (3, 8, 2)
+    assert summary["bytes_per_expert"] == 3 * 64 * 48 * 4
+    assert summary["expert_bytes"] == 3 * 8 * summary["bytes_per_expert"]
+    stored = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    # The file holds every tensor and a header of some kilobytes.
+    assert 0 < stored - summary["expert_bytes"] - summary["dense_bytes"] < 2**15
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--policy", "lur"], "did you mean 'lru'"),
+        (["--device", "abacus"], "device must be auto, cpu or cuda"),
+        (["--dtype", "float3"], "float3"),
+    ],
+)
+def test_wrong_values_get_one_line(checkpoint: Path, words: list[str], message: str) -> None:
+    done = moe_runtime("run", str(checkpoint), "--prompt", PROMPT, *words)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("moe-runtime: error: ")
+    assert done.stderr.count("\n") == 1
+    assert message in done.stderr
+
+
+def test_ctrl_c_ends_cleanly_with_the_text_so_far(checkpoint: Path, tmp_path: Path) -> None:
+    trace_file = tmp_path / "trace.npz"
+    words = ["run", str(checkpoint), "--prompt", PROMPT, "-n", "240", "--trace", str(trace_file)]
+    process = subprocess.Popen(
+        [*COMMAND, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=ENVIRONMENT,
+        bufsize=0,
+    )
+    assert process.stdout is not None
+    first = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    text = (first + out).decode()
+    assert text.strip()
+    assert b"Traceback" not in err
+    assert b"what the runtime did" in err
+    assert read_trace(trace_file).num_steps > 0
+    assert os.listdir(tmp_path) == ["trace.npz"]
+
+
+def test_a_reader_that_leaves_is_no_error_to_shout_about(checkpoint: Path) -> None:
+    words = ["run", str(checkpoint), "--prompt", PROMPT, "-n", "60"]
+    process = subprocess.Popen(
+        [*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    err = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=60) != 0
+    assert b"Traceback" not in err
+    assert b"Exception ignored" not in err
