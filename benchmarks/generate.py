@@ -28,6 +28,7 @@ from rich.console import Console
 HERE = Path(__file__).resolve().parent
 POCKET_MODEL = HERE.parent / "models" / "pocket"
 WARMUP_TOKENS = 2
+LEAST_WIDTH = 110
 EXAMPLES = """examples:
   python benchmarks/generate.py --quick
       everything on a checkpoint of 19 MB in under a minute: does it all work here?
@@ -45,6 +46,8 @@ llama.cpp. Peers need `pip install '.[peers]'`; those not installed are left out
 def main() -> int:
     """Runs the benchmark; returns the exit code."""
     console = Console(highlight=False)
+    # Output that goes to a file has no width; the tables need this much.
+    console.width = max(console.width, LEAST_WIDTH)
     stop_on_termination()
     try:
         settings, options = parse(sys.argv[1:])

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -69,27 +70,34 @@ def ratios(rows: Iterable[Row]) -> list[dict[str, Any]]:
     ]
 
 
-def compare_misses(
+def details_of_ours(
     settings: Settings, rows: Iterable[Row], findings: Findings
 ) -> list[dict[str, Any]]:
-    """Measured misses beside those of LRU and of Belady's optimum with as many slots a layer."""
-    if findings.routes is None:
-        return []
-    compared: list[dict[str, Any]] = []
+    """Memory against its budget, and misses a token: measured, LRU's, Belady's optimum.
+
+    The last two have as many slots a layer as ours had; they are None without a routing trace.
+    """
+    details: list[dict[str, Any]] = []
     for row in rows:
-        if row.system == "ours" and row.medians:
-            slots = int(row.medians["expert_slots"]) // settings.shape.num_layers
-            lru, optimum = misses_per_token(findings.routes, slots)
-            compared.append(
-                {
-                    "cap_bytes": row.cap_bytes,
-                    "slots_per_layer": slots,
-                    "measured_per_token": row.medians["misses_per_token"],
-                    "lru_per_token": lru,
-                    "belady_per_token": optimum,
-                }
-            )
-    return compared
+        if row.system != "ours" or not row.medians:
+            continue
+        slots = int(row.medians["expert_slots"]) // settings.shape.num_layers
+        replayed = (None, None)
+        if findings.routes is not None:
+            replayed = misses_per_token(findings.routes, slots)
+        details.append(
+            {
+                "cap_bytes": row.cap_bytes,
+                "budget_bytes": row.medians["budget_bytes"],
+                "peak_rss_less_imports_bytes": row.medians["peak_rss_less_imports_bytes"],
+                "slots_per_layer": slots,
+                "measured_misses_per_token": row.medians["misses_per_token"],
+                "lru_misses_per_token": replayed[0],
+                "belady_misses_per_token": replayed[1],
+                "stall_fraction": row.medians["stall_fraction"],
+            }
+        )
+    return details
 
 
 def write_results(
@@ -109,7 +117,7 @@ def write_results(
         "notes": findings.notes,
         "summary": [asdict(row) for row in rows],
         "ratios_ours_over_peer": ratios(rows),
-        "misses": compare_misses(settings, rows, findings),
+        "ours": details_of_ours(settings, rows, findings),
         "disk": [result.describe() for result in findings.disk],
         "runs": [
             {
@@ -143,10 +151,14 @@ def print_report(
     console.print(_systems_table(settings, rows))
     if table := ratios(rows):
         console.print(_ratios_table(table))
-    if compared := compare_misses(settings, rows, findings):
-        console.print(_misses_table(settings, compared))
+    if details := details_of_ours(settings, rows, findings):
+        console.print(_details_table(settings, details))
+    for row in rows:
+        if row.failure is not None:
+            place = f"cap {cap_label(row.cap_bytes)}"
+            console.print(f"{row.system}, {place}: {row.failure}", soft_wrap=True)
     for note in findings.notes:
-        console.print(f"note: {note}")
+        console.print(f"note: {note}", soft_wrap=True)
 
 
 def _row(settings: Settings, cap: int | None, system: str, records: list[RunRecord]) -> Row:
@@ -190,32 +202,28 @@ def _medians_of_ours(settings: Settings, records: list[RunRecord]) -> dict[str, 
 
 
 def _systems_table(settings: Settings, rows: list[Row]) -> Table:
-    table = Table(
-        title=f"{settings.shape.name}, {settings.prompt_tokens} prompt tokens, "
-        f"{settings.new_tokens} decoded, {settings.num_threads} threads, "
-        f"median of {settings.repeats}"
+    title = (
+        f"{settings.shape.name}, {settings.prompt_tokens} prompt tokens, {settings.new_tokens} "
+        f"decoded, {settings.num_threads} threads, median of {settings.repeats}"
     )
-    for name in ("cap", "system"):
-        table.add_column(name)
-    for name in (
-        "load s",
-        "first token s",
-        "prefill tok/s\nfirst",
-        "prefill tok/s\nwarm",
+    table = _table(
+        title,
+        ("cap", "system"),
+        "load\ns",
+        "first\ntoken s",
+        "prefill\nfirst",
+        "tok/s\nwarm",
         "decode\ntok/s",
-        "peak RSS\nGB",
-        "missed\nGB/token",
+        "peak\nRSS GB",
+        "missed\nGB/tok",
         "of I/O\nbound",
-    ):
-        table.add_column(name, justify="right")
+    )
     for row in rows:
-        label = cap_label(row.cap_bytes)
-        if row.failure is not None:
-            table.add_row(label, row.system, f"[dim]{row.failure}[/dim]")
-            continue
         found = row.medians
+        if not found:
+            continue
         table.add_row(
-            label,
+            cap_label(row.cap_bytes),
             row.system,
             f"{found['load_s']:.1f}",
             f"{found['ttft_s']:.1f}",
@@ -223,38 +231,64 @@ def _systems_table(settings: Settings, rows: list[Row]) -> Table:
             f"{found['prefill_warm_tokens_per_s']:.4g}",
             f"{found['decode_tokens_per_s']:.3g}",
             f"{found['peak_rss_bytes'] / 1e9:.2f}",
-            _optional(found.get("missed_bytes_per_token"), lambda value: f"{value / 1e9:.3f}"),
-            _optional(found.get("io_bound_fraction"), lambda value: f"{value:.0%}"),
+            _gigabytes(found.get("missed_bytes_per_token")),
+            _percent(found.get("io_bound_fraction")),
         )
     return table
 
 
 def _ratios_table(found: list[dict[str, Any]]) -> Table:
-    table = Table(title="ours over the peer (more is faster)")
-    for name in ("cap", "peer"):
-        table.add_column(name)
-    for name in ("prefill first", "prefill warm", "decode"):
-        table.add_column(name, justify="right")
+    table = _table(
+        "ours over the peer (more is faster)",
+        ("cap", "peer"),
+        "prefill, first",
+        "prefill, warm",
+        "decode",
+    )
     for entry in found:
         values = (f"{entry[name]:.2f} x" for name in RATIOS)
         table.add_row(cap_label(entry["cap_bytes"]), entry["peer"], *values)
     return table
 
 
-def _misses_table(settings: Settings, compared: list[dict[str, Any]]) -> Table:
-    table = Table(title="experts missed a decoded token (GB)")
-    for name in ("cap", "slots a layer", "measured", "LRU", "Belady's optimum"):
-        table.add_column(name, justify="right")
-    for entry in compared:
-        counts = (entry[f"{name}_per_token"] for name in ("measured", "lru", "belady"))
-        gigabytes = settings.shape.expert_bytes / 1e9
+def _details_table(settings: Settings, details: list[dict[str, Any]]) -> Table:
+    table = _table(
+        "ours: memory, and GB of experts missed a decoded token",
+        ("cap",),
+        "budget\nGB",
+        "peak less\nimports GB",
+        "slots a\nlayer",
+        "missed\nGB/tok",
+        "LRU\nGB/tok",
+        "Belady\nGB/tok",
+        "time\nstalled",
+    )
+    expert_bytes = settings.shape.expert_bytes
+    for entry in details:
+        missed = (entry[f"{name}_misses_per_token"] for name in ("measured", "lru", "belady"))
         table.add_row(
             cap_label(entry["cap_bytes"]),
+            f"{entry['budget_bytes'] / 1e9:.2f}",
+            f"{entry['peak_rss_less_imports_bytes'] / 1e9:.2f}",
             f"{entry['slots_per_layer']} of {settings.shape.num_experts}",
-            *(f"{count:.1f} ({count * gigabytes:.3f})" for count in counts),
+            *(_gigabytes(None if count is None else count * expert_bytes) for count in missed),
+            _percent(entry["stall_fraction"]),
         )
     return table
 
 
-def _optional(value: float | None, form: Any) -> str:
-    return "" if value is None else form(value)
+def _table(title: str, names: tuple[str, ...], *numbers: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for name in names:
+        table.add_column(name, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _gigabytes(num_bytes: float | None) -> str:
+    return "" if num_bytes is None else f"{num_bytes / 1e9:.3f}"
+
+
+def _percent(fraction: float | None) -> str:
+    return "" if fraction is None else f"{fraction:.0%}"
