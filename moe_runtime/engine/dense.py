@@ -131,6 +131,7 @@ def load_dense(
         )
     for name, error in info.conversion_errors.items():
         raise CheckpointError(f"{name} cannot be converted: {error.strip().splitlines()[-1]}")
+    _forget_expert_parameters(model, experts)
     info = model._finalize_model_loading(model, config, info)
     if info.missing_keys:
         names = sorted(info.missing_keys)
@@ -138,6 +139,17 @@ def load_dense(
             f"{checkpoint.folder} lacks {len(names)} tensors of {type(model).__name__}, "
             f"among them {', '.join(names[:3])}"
         )
+
+
+def _forget_expert_parameters(model: PreTrainedModel, experts: ExpertMap) -> None:
+    """Keeps transformers from initialising or tying expert parameters, which the model has not."""
+    for module in experts.modules:
+        # some families initialise their experts from the block around them
+        block = model.get_submodule(module.name.rpartition(".")[0])
+        cast(Any, block)._is_hf_initialized = True
+    gone = {f"{module.name}.{name}" for module in experts.modules for name in module.parameters}
+    tied = model.all_tied_weights_keys
+    model.all_tied_weights_keys = {key: tied[key] for key in tied.keys() - gone}
 
 
 class SmallBatchLinear(torch.nn.Linear):

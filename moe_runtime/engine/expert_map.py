@@ -7,6 +7,7 @@ known here by name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -170,7 +171,9 @@ def _convert(
         job = jobs.get(name)
         if job is None:
             job = jobs[name] = (
-                WeightRenaming(entry.name, name) if pattern is None else _fresh(by_pattern[pattern])
+                WeightRenaming(entry.name, name)
+                if pattern is None
+                else deepcopy(by_pattern[pattern])
             )
         stand_in = provenance.source(index, entry.shape, _float_dtype(entry))
         job.add_tensor(name, entry.name, pattern or entry.name, cast(Any, stand_in))
@@ -180,13 +183,11 @@ def _convert(
             parts = job.convert(name, model=model, config=model.config)
         for target, value in parts.items():
             converted[target] = value[0] if isinstance(value, list) else value
+    for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        for one, other in ((target, source), (source, target)):
+            if one in targets and one not in converted and other in converted:
+                converted[one] = converted[other]
     return converted
-
-
-def _fresh(converter: Any) -> Any:
-    from copy import deepcopy
-
-    return deepcopy(converter)
 
 
 def _float_dtype(entry: TensorEntry) -> torch.dtype:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_runtime.engine.expert_map import ExpertMap, ExpertsModule
-from moe_runtime.kernels.expert_ffn import ExpertRows, ExpertWeights, expert_ffn
+from moe_runtime.kernels.expert_ffn import ExpertWeights, expert_ffn
 from moe_runtime.store.cache import ExpertStore
 from moe_runtime.types import ExpertKey
 
@@ -83,55 +83,53 @@ class OffloadedExperts(torch.nn.Module):
             self.recorder.routing(
                 self.layer, top_k_index.cpu().numpy(), top_k_weights.float().cpu().numpy()
             )
-        out_RD = hidden_states.new_empty(num_tokens * top_k, hidden_states.shape[-1])
-        rows = self._group(top_k_index, out_RD)
-        self._compute(hidden_states, rows, out_RD, streaming=num_tokens > 1)
+        rows = self._group(top_k_index)
+        num_rows = sum(map(len, rows.values()))
+        # rows of skipped slots are summed with the others, so they must be zero
+        make = torch.empty if num_rows == num_tokens * top_k else torch.zeros
+        out_RD = make(
+            num_tokens * top_k,
+            hidden_states.shape[-1],
+            dtype=hidden_states.dtype,
+            device=hidden_states.device,
+        )
+        if num_rows:
+            self._compute(hidden_states, rows, out_RD)
         if getattr(self.replaced, "has_post_expert_norm", False):
             out_RD = self.get_submodule("post_expert_norm")(out_RD)
         return _combine(out_RD, top_k_weights)
 
-    def _group(
-        self, top_k_index: torch.Tensor, out_RD: torch.Tensor
-    ) -> dict[int, list[int] | torch.Tensor]:
+    def _group(self, top_k_index: torch.Tensor) -> dict[int, list[int]]:
         """Maps each visited expert to its routed rows, the expert used last in last place."""
-        num_tokens, top_k = top_k_index.shape
-        if num_tokens == 1:
-            ids = top_k_index[0].tolist()
-            if max(ids) < self.num_experts and min(ids) >= 0 and len(set(ids)) == top_k:
-                return {expert: [row] for row, expert in enumerate(ids)}
-        flat = top_k_index.reshape(-1).cpu()
-        skipped = (flat < 0) | (flat >= self.num_experts)
-        if skipped.any():
-            out_RD[skipped.to(out_RD.device)] = 0
-            flat = flat.masked_fill(skipped, self.num_experts)
-        order = torch.argsort(flat, stable=True)
-        counts = torch.bincount(flat, minlength=self.num_experts)[: self.num_experts]
-        ends = counts.cumsum(0).tolist()
-        groups = {}
-        for expert, (end, count) in enumerate(zip(ends, counts.tolist(), strict=True)):
-            if count:
-                groups[expert] = order[end - count : end]
-        return dict(sorted(groups.items(), key=lambda item: int(item[1][-1]) // top_k))
+        groups: dict[int, list[int]] = {}
+        for row, expert in enumerate(top_k_index.flatten().tolist()):
+            if 0 <= expert < self.num_experts:
+                groups.setdefault(expert, []).append(row)
+        return dict(sorted(groups.items(), key=lambda group: group[1][-1]))
 
     def _compute(
-        self,
-        hidden_TD: torch.Tensor,
-        rows: dict[int, list[int] | torch.Tensor],
-        out_RD: torch.Tensor,
-        *,
-        streaming: bool,
+        self, hidden_TD: torch.Tensor, rows: dict[int, list[int]], out_RD: torch.Tensor
     ) -> None:
         assert self.store is not None
-        top_k = out_RD.shape[0] // hidden_TD.shape[0]
+        num_tokens, top_k = len(hidden_TD), len(out_RD) // len(hidden_TD)
         keys = [ExpertKey(self.layer, expert) for expert in rows]
-        streaming = streaming and len(keys) > self.store.share(self.layer)
+        streaming = num_tokens > 1 and len(keys) > self.store.share(self.layer)
         with self.store.lease(keys, streaming=streaming) as lease:
             for group in lease:
                 if streaming and lease.all_started and not self._is_last:
                     following = range(self.num_experts)
                     self.store.read_ahead(ExpertKey(self.layer + 1, e) for e in following)
-                batch = [ExpertRows(weights, rows[key.expert]) for key, weights in group]
-                expert_ffn(hidden_TD, batch, out_RD, top_k=top_k, activation=self._activation)
+                counts = [len(rows[key.expert]) for key, _ in group]
+                destinations = [row for key, _ in group for row in rows[key.expert]]
+                expert_ffn(
+                    hidden_TD,
+                    [weights for _, weights in group],
+                    counts,
+                    [row // top_k for row in destinations],
+                    destinations,
+                    out_RD,
+                    activation=self._activation,
+                )
 
 
 def bind_weights(experts: ExpertMap) -> Callable[[ExpertKey, torch.Tensor], ExpertWeights]:

@@ -112,9 +112,7 @@ def generate_text(
     return stream.result(num_prompt_tokens, started, "stop" if stopped else "length")
 
 
-def check_options(
-    max_new_tokens: int, temperature: float, top_p: float, seed: int | None
-) -> None:
+def check_options(max_new_tokens: int, temperature: float, top_p: float, seed: int | None) -> None:
     """Refuses what ``generate_text`` would refuse; for callers who load a model in between.
 
     Raises:

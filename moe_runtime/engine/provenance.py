@@ -51,9 +51,7 @@ class Provenance(TorchDispatchMode):
         self._alive.append(tensor)
         return tensor
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, list | tuple) else (out,):
             if isinstance(tensor, torch.Tensor) and not self._is_known(tensor):
