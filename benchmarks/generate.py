@@ -100,6 +100,8 @@ def parse(arguments: list[str]) -> tuple[Settings, argparse.Namespace]:
         seed=options.seed,
         disk_s=options.disk_s,
         trace=not options.no_trace,
+        # Emptying the page cache slows the whole machine: not for a check that it all works.
+        cold=not options.quick,
         data=options.data,
     )
     return settings, options

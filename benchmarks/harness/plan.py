@@ -38,6 +38,7 @@ class Settings:
     seed: int
     disk_s: float
     trace: bool
+    cold: bool
     data: Path
 
     @property

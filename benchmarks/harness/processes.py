@@ -55,8 +55,8 @@ class Outcome:
         return self.failure is None
 
 
-def run_worker(spec: RunSpec, *, timeout_s: float) -> Outcome:
-    """Runs `spec` in a fresh process with a cold page cache and waits for it to end.
+def run_worker(spec: RunSpec, *, timeout_s: float, cold: bool = True) -> Outcome:
+    """Runs `spec` in a fresh process, by default with a cold page cache, and waits for its end.
 
     The process is killed, with all it started, when time is up or this one is interrupted.
     """
@@ -65,13 +65,13 @@ def run_worker(spec: RunSpec, *, timeout_s: float) -> Outcome:
         nullcontext() if spec.cap_bytes is None else memory_cap(spec.cap_bytes) as cap,
     ):
         folder = Path(scratch)
-        cold = drop_page_cache()
+        emptied = cold and drop_page_cache()
         result, log = folder / "result.json", folder / "log.txt"
         failure = _execute(replace(spec, result=str(result)), folder, log, cap, timeout_s)
         if failure is None and not result.is_file():
             failure = "ended without a result"
         numbers = json.loads(result.read_text()) if failure is None else {}
-        numbers["cold_page_cache"] = cold
+        numbers["cold_page_cache"] = emptied
         if cap is not None:
             numbers["group_peak_bytes"] = cap.peak_bytes()
         return Outcome(numbers, failure, _tail(log))

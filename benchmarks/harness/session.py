@@ -67,8 +67,9 @@ def prepare_files(settings: Settings, say: Say) -> None:
 
 def measure_disk(settings: Settings, findings: Findings, say: Say) -> None:
     """Measures random reads of one expert's size in every mode and notes the results."""
-    drop_page_cache()
     ranges = expert_ranges(settings.checkpoint)
+    if settings.cold:
+        drop_page_cache()
     findings.disk = sweep(ranges, seconds=settings.disk_s)
     found = ", ".join(f"{result.mode} {result.bytes_per_s / 1e9:.2f}" for result in findings.disk)
     say(f"disk, random reads of {ranges[0][2] / 1e6:.1f} MB, GB/s: {found}")
@@ -129,7 +130,7 @@ def _execute(
         offload_folder=str(settings.offload_folder),
     )
     try:
-        return run_worker(spec, timeout_s=settings.timeout_s)
+        return run_worker(spec, timeout_s=settings.timeout_s, cold=settings.cold)
     finally:
         shutil.rmtree(settings.offload_folder, ignore_errors=True)
 
@@ -139,8 +140,9 @@ def _disk_speed(settings: Settings, findings: Findings, run: PlannedRun, seed: i
     if run.system != "ours" or run.cap_bytes is None or not findings.disk:
         return None
     best: ReadMode = max(findings.disk, key=lambda result: result.bytes_per_s).mode
-    drop_page_cache()
     ranges = expert_ranges(settings.checkpoint)
+    if settings.cold:
+        drop_page_cache()
     return measure(ranges, best, seconds=settings.disk_s, seed=seed).bytes_per_s
 
 

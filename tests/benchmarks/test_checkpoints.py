@@ -1,0 +1,132 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from harness.checkpoints import (
+    INDEX_NAME,
+    is_complete,
+    make_tensor,
+    plan_tensors,
+    to_bfloat16_bits,
+    write_checkpoint,
+)
+from harness.safetensors_files import expert_ranges, locate_tensors
+from harness.shapes import SHAPES, Shape
+from safetensors import safe_open
+
+
+def load_all(folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return tensors
+
+
+def test_transformers_loads_every_tensor(shape: Shape, checkpoint: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model, report = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert sum(weight.numel() for weight in model.parameters()) * 2 == shape.total_bytes
+
+
+def test_routing_depends_on_the_token(shape: Shape, checkpoint: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    ids = torch.tensor([[5, 9, 5, 77, 9, 5]])
+    with torch.no_grad():
+        output = model(ids, output_router_logits=True)
+    for logits in output.router_logits:
+        chosen = [frozenset(row) for row in logits.topk(shape.top_k).indices.tolist()]
+        assert chosen[0] == chosen[2] == chosen[5]
+        assert chosen[1] == chosen[4]
+    last = [frozenset(row) for row in output.router_logits[-1].topk(shape.top_k).indices.tolist()]
+    assert len(set(last)) > 1
+
+
+def test_index_names_the_file_of_every_tensor(shape: Shape, checkpoint: Path) -> None:
+    weight_map = json.loads((checkpoint / INDEX_NAME).read_text())["weight_map"]
+    assert len(set(weight_map.values())) > 1
+    for name, file in weight_map.items():
+        with safe_open(checkpoint / file, "pt") as opened:
+            assert name in opened.keys()  # noqa: SIM118
+    assert set(weight_map) == {plan.name for plan in plan_tensors(shape)}
+
+
+def test_places_agree_with_the_safetensors_library(checkpoint: Path) -> None:
+    places = locate_tensors(checkpoint)
+    expected = load_all(checkpoint)
+    assert places.keys() == expected.keys()
+    for name, tensor in expected.items():
+        bits = tensor.view(torch.uint16).numpy()
+        np.testing.assert_array_equal(places[name].read_bfloat16_bits(), bits)
+
+
+def test_expert_ranges_leave_out_what_a_shard_boundary_splits(
+    shape: Shape, checkpoint: Path
+) -> None:
+    ranges = expert_ranges(checkpoint)
+    assert {length for _, _, length in ranges} == {shape.expert_bytes}
+    assert 0 < len(ranges) < shape.num_layers * shape.num_experts
+    places = locate_tensors(checkpoint)
+    gate = places["model.layers.0.mlp.experts.0.gate_proj.weight"]
+    assert any(
+        path == gate.path and begin <= gate.offset < begin + length
+        for path, begin, length in ranges
+    )
+
+
+def test_weights_depend_on_seed_and_name_only(shape: Shape, tmp_path: Path) -> None:
+    write_checkpoint(replace(shape, shard_bytes=10**9), tmp_path / "one", seed=3)
+    write_checkpoint(shape, tmp_path / "many", seed=3)
+    write_checkpoint(shape, tmp_path / "other", seed=4)
+    one, many, other = (load_all(tmp_path / name) for name in ("one", "many", "other"))
+    assert all(torch.equal(one[name], many[name]) for name in one)
+    assert not torch.equal(one["lm_head.weight"], other["lm_head.weight"])
+    down = [f"model.layers.{layer}.mlp.experts.0.down_proj.weight" for layer in (0, 1)]
+    assert not torch.equal(one[down[0]], one[down[1]])
+
+
+def test_scales_are_those_announced(shape: Shape) -> None:
+    wanted = {"embed_tokens": 1.0, "q_proj": 0.02, "o_proj": 2e-5, "0.down_proj": 2e-5}
+    for part, std in wanted.items():
+        plan = next(plan for plan in plan_tensors(shape) if part in plan.name)
+        bits = make_tensor(plan, seed=0)
+        values = torch.from_numpy(bits).view(torch.bfloat16).double()
+        # The standard error of a sample's deviation is std / sqrt(2 n); five of them.
+        assert values.std() == pytest.approx(std, rel=5 / (2 * values.numel()) ** 0.5 + 2**-8)
+
+
+def test_rounding_to_bfloat16_is_that_of_torch() -> None:
+    values = np.random.default_rng(0).standard_normal(10_000, dtype=np.float32)
+    ties = np.array([0x3F808000, 0x3F818000, 0x00000000, 0x80000000], dtype=np.uint32)
+    values = np.concatenate([values, ties.view(np.float32)])
+    expected = torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
+    np.testing.assert_array_equal(to_bfloat16_bits(values), expected)
+
+
+def test_completeness_notices_seed_truncation_and_absence(shape: Shape, tmp_path: Path) -> None:
+    write_checkpoint(shape, tmp_path, seed=3)
+    assert is_complete(shape, tmp_path, seed=3)
+    assert not is_complete(shape, tmp_path, seed=4)
+    shard = sorted(tmp_path.glob("*.safetensors"))[-1]
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[: len(whole) // 2])
+    assert not is_complete(shape, tmp_path, seed=3)
+    shard.unlink()
+    assert not is_complete(shape, tmp_path, seed=3)
+    assert not is_complete(shape, tmp_path / "absent", seed=3)
+
+
+def test_the_large_shape_is_olmoe() -> None:
+    large = SHAPES["olmoe-1b-7b"]
+    assert large.expert_bytes == 12_582_912
+    # 6.92 billion parameters, as published, in bf16.
+    assert large.total_bytes == pytest.approx(13.84e9, rel=1e-3)
+    for shape in SHAPES.values():
+        assert shape.total_bytes == sum(plan.num_bytes for plan in plan_tensors(shape))

@@ -1,0 +1,159 @@
+"""Prompts, sizes, the disk's measurement, control groups, processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from harness.disk import ReadMode, measure, sweep
+from harness.machine import describe_machine, machine_name
+from harness.memory_cap import CGROUP_ROOT, memory_cap, why_unavailable
+from harness.processes import RunSpec, run_worker
+from harness.prompt import cut, language_reference, make_prompt
+from harness.sizes import parse_size
+
+SPEC = RunSpec(
+    system="transformers",
+    checkpoint="absent",
+    gguf="absent",
+    prompt_ids=(1, 2, 3),
+    decode_ids=(4, 5),
+    greedy=False,
+    warmup_tokens=0,
+    max_decode_s=1.0,
+    num_threads=1,
+)
+
+needs_caps = pytest.mark.skipif(
+    why_unavailable() is not None, reason=f"no memory caps here: {why_unavailable()}"
+)
+
+
+def left_groups() -> list[Path]:
+    return list(CGROUP_ROOT.glob(f"**/moe-benchmark-{os.getpid()}"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("7GiB", 7 << 30), ("512MB", 512 * 10**6), ("1000", 1000), ("0.5 G", 1 << 29), (" 3k ", 3072)],
+)
+def test_sizes(text: str, expected: int) -> None:
+    assert parse_size(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "7 apples", "-1", "1e3", "7GiBGiB"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a size"):
+        parse_size(text)
+
+
+def test_prompt_is_real_text_with_its_repetitions() -> None:
+    prompt = make_prompt(256, 64, 50304, None)
+    assert prompt == make_prompt(256, 64, 50304, None)
+    assert (len(prompt.ids), len(prompt.continuation)) == (256, 64)
+    assert all(0 <= token < 50304 for token in prompt.ids + prompt.continuation)
+    assert make_prompt(300, 20, 50304, None).ids[:256] == prompt.ids
+    # Random ids would hardly ever come twice; in English about half the words of a page do.
+    assert len(set(prompt.ids)) < 0.8 * len(prompt.ids)
+    assert len(set(prompt.ids)) > 0.2 * len(prompt.ids)
+
+
+def test_cutting_loses_nothing() -> None:
+    text = language_reference()[:20_000]
+    assert "".join(cut(text)) == text
+
+
+def test_a_tokenizers_ids_are_spread_one_to_one(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    text = language_reference()[:20_000]
+    trainer = trainers.BpeTrainer(vocab_size=300, show_progress=False)
+    tokenizer.train_from_iterator([text], trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    prompt = make_prompt(200, 10, 4096, tmp_path)
+    plain = tokenizer.encode(text).ids[:210]
+    assert len(set(zip(plain, prompt.ids + prompt.continuation, strict=True))) == len(set(plain))
+
+
+def test_a_prompt_longer_than_the_text_is_refused() -> None:
+    with pytest.raises(ValueError, match="ask for fewer"):
+        make_prompt(10**6, 1, 4096, None)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_disk_reads_blocks_wherever_they_lie(tmp_path: Path, direct: bool) -> None:
+    file = tmp_path / "blocks"
+    file.write_bytes(os.urandom(50_000))
+    ranges = [(file, 1, 10_000), (file, 4096, 10_000), (file, 40_000, 10_000)]
+    try:
+        result = measure(ranges, ReadMode(direct, 2), seconds=0.02)
+    except OSError:
+        if not direct:
+            raise
+        pytest.skip("this file system has no direct I/O")
+    assert result.bytes_per_s > 0
+    assert result.block_bytes == 10_000
+
+
+def test_disk_reports_a_file_that_is_too_short(tmp_path: Path) -> None:
+    file = tmp_path / "short"
+    file.write_bytes(bytes(5_000))
+    with pytest.raises(OSError, match="before the block's end"):
+        sweep([(file, 0, 9_000)], seconds=0.01)
+
+
+def test_machine_name_is_a_file_name() -> None:
+    assert describe_machine()["num_cores"] == len(os.sched_getaffinity(0))
+    facts = {"cpu": "Intel(R) Xeon(R) CPU @ 2.20GHz", "num_cores": 2, "memory_bytes": 25 << 30}
+    assert machine_name(facts) == "intel-xeon-2-20ghz-2c-25g"
+
+
+@needs_caps
+def test_a_process_over_its_cap_is_killed_and_the_group_removed() -> None:
+    script = "data = bytearray(300 << 20); print(len(data))"
+    with memory_cap(100 << 20) as cap:
+        command = cap.wrap([sys.executable, "-c", script])
+        over = subprocess.run(command, capture_output=True, check=False)
+        assert over.returncode == -signal.SIGKILL
+        assert cap.num_oom_kills() == 1
+        assert 90 << 20 < (cap.peak_bytes() or 100 << 20) <= 100 << 20
+    with memory_cap(600 << 20) as cap:
+        under = subprocess.run(cap.wrap([sys.executable, "-c", script]), check=False)
+        assert under.returncode == 0
+        assert cap.num_oom_kills() == 0
+    assert not left_groups()
+
+
+@needs_caps
+def test_the_page_cache_counts_against_the_cap(tmp_path: Path) -> None:
+    file = tmp_path / "large"
+    file.write_bytes(bytes(200 << 20))
+    os.sync()
+    with file.open("rb") as opened:
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    script = f"open({str(file)!r}, 'rb').readinto(bytearray(200 << 20))"
+    with memory_cap(400 << 20) as cap:
+        subprocess.run(cap.wrap([sys.executable, "-c", script]), check=True)
+        peak = cap.peak_bytes()
+    if peak is None:
+        pytest.skip("this kernel keeps no peak counter")
+    assert peak > 350 << 20
+
+
+def test_a_worker_that_fails_says_why() -> None:
+    outcome = run_worker(replace(SPEC, system="llama.cpp:eager"), timeout_s=60, cold=False)
+    assert outcome.failure == "ended with exit code 1"
+    assert "unknown variant" in outcome.log
+
+
+def test_a_worker_that_takes_too_long_is_killed() -> None:
+    begin = time.monotonic()
+    outcome = run_worker(SPEC, timeout_s=0.05, cold=False)
+    assert outcome.failure == "not finished after 0 s"
+    assert time.monotonic() - begin < 30
