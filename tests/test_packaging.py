@@ -89,10 +89,10 @@ def test_wheel_holds_everything(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(unpacked)
 
-    for path in product_files():
+    for path in tracked_files("moe_runtime", *MAPPED):
         inside = path if path.parts[0] == "moe_runtime" else Path("moe_runtime") / path
+        assert (unpacked / inside).is_file(), f"the wheel lacks {path}: see package-data"
         assert (unpacked / inside).read_bytes() == (ROOT / path).read_bytes()
-    assert (unpacked / "moe_runtime" / "py.typed").exists()
     # Nothing under the bare names, which belong to other distributions.
     assert not any((unpacked / name).exists() for name in MAPPED)
 
@@ -117,13 +117,19 @@ def build_wheel(tmp_path: Path) -> Path:
 
 
 def copy_tracked_tree(target: Path) -> None:
-    """Copy the working tree as git sees it: tracked files, and new ones that are not ignored."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listing = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
-    for name in filter(None, listing.split("\0")):
-        source, copy = ROOT / name, target / name
+    for path in tracked_files(".", links=True):
+        source, copy = ROOT / path, target / path
         copy.parent.mkdir(parents=True, exist_ok=True)
         if source.is_symlink():
             copy.symlink_to(source.readlink())
-        elif source.is_file():
+        else:
             copy.write_bytes(source.read_bytes())
+
+
+def tracked_files(*tops: str, links: bool = False) -> list[Path]:
+    """The working tree as git sees it: tracked files, and new ones that are not ignored."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *tops]
+    listing = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
+    paths = [Path(name) for name in listing.split("\0") if name]
+    existing = [path for path in paths if (ROOT / path).exists()]
+    return [path for path in existing if links or not (ROOT / path).is_symlink()]
