@@ -224,7 +224,7 @@ def _as_rows(result: "GenerationResult", stats: "RuntimeStats") -> list[tuple[st
             f"{format_bytes(used_bytes)} at the peak, budget {format_bytes(stats.budget_bytes)}, "
             f"model {format_bytes(stats.dense_bytes + stats.expert_bytes)}",
         ),
-        ("experts in memory", f"{stats.expert_slots} of {format_bytes(stats.slot_bytes)} each"),
+        ("room in memory", f"{stats.expert_slots} experts of {format_bytes(stats.slot_bytes)}"),
         (
             "experts asked for",
             f"{asked}: {hit_share} in memory, {stats.late_hits} on their way, {stats.misses} read",

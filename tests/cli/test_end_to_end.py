@@ -9,30 +9,35 @@ from pathlib import Path
 
 import pytest
 
+import moe_runtime
+from moe_runtime.cli.main import main
+from moe_runtime.errors import CapacityError
 from moe_runtime.tracing import read_trace
 
 COMMAND = [sys.executable, "-P", "-m", "moe_runtime.cli.main"]
 PROMPT = "The store reads an expert"
+# The same, with every forward pass slowed down, so that a signal surely arrives during one.
+SLOW_PROGRAM = """
+import sys, time, moe_runtime
+from moe_runtime.cli.main import main
+load = moe_runtime.load
+def load_slow(*args, **options):
+    model = load(*args, **options)
+    model.register_forward_hook(lambda *_: time.sleep(0.1))
+    return model
+moe_runtime.load = load_slow
+sys.exit(main())
+"""
 # One compute thread: the tests share their machine, and the model is tiny.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def moe_runtime(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *words],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        timeout=120,
-        check=False,
-        **options,  # type: ignore[call-overload]
-    )
-
-
 def smallest_budget(checkpoint: Path) -> int:
-    from moe_runtime.engine.inspection import inspect_checkpoint
-
-    return inspect_checkpoint(checkpoint, max_tokens=256).smallest_budget_bytes
+    """What the runtime says when it is given a single byte."""
+    with pytest.raises(CapacityError) as refused:
+        moe_runtime.load(checkpoint, host_memory=1, max_tokens=256)
+    assert refused.value.smallest_bytes is not None
+    return refused.value.smallest_bytes
 
 
 def test_run_streams_experts_and_says_what_transformers_says(
@@ -48,8 +53,12 @@ def test_run_streams_experts_and_says_what_transformers_says(
     budget = smallest_budget(checkpoint)
 
     words = f"--max-new-tokens 24 --json --max-tokens 256 --host-memory {budget}".split()
-    done = moe_runtime(
-        "run", str(checkpoint), "--prompt", PROMPT, *words, "--trace", str(trace_file)
+    done = subprocess.run(
+        [*COMMAND, "run", str(checkpoint), "-p", PROMPT, *words, "--trace", str(trace_file)],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        check=False,
     )
 
     assert (done.returncode, done.stderr) == (0, "")
@@ -73,25 +82,31 @@ def test_run_streams_experts_and_says_what_transformers_says(
     assert outcome["hits"] + outcome["late_hits"] + outcome["misses"] == requests
 
 
-def test_a_budget_too_small_names_the_smallest_that_works(checkpoint: Path) -> None:
+def test_a_budget_too_small_names_the_smallest_that_works(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["run", str(checkpoint), "--prompt", PROMPT, "--max-tokens", "256", "-n", "2"]
     budget = smallest_budget(checkpoint)
-    refused = moe_runtime(*words, "--host-memory", str(budget - 1))
-    assert refused.returncode == 2
-    assert refused.stdout == ""
-    assert refused.stderr.startswith("moe-runtime: error: ")
-    assert refused.stderr.count("\n") == 1
-    assert f"{budget} bytes" in refused.stderr
-    assert moe_runtime(*words, "--host-memory", str(budget)).returncode == 0
+    assert main([*words, "--host-memory", str(budget - 1)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("moe-runtime: error: ")
+    assert err.count("\n") == 1
+    assert f"{budget} bytes" in err
+    assert main([*words, "--host-memory", str(budget)]) == 0
 
 
-def test_inspect_and_run_agree(checkpoint: Path) -> None:
-    done = moe_runtime("inspect", str(checkpoint), "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    summary = json.loads(done.stdout)
+def test_inspect_agrees_with_run_and_with_the_file(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(checkpoint), "--json", "--max-tokens", "256"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    summary = json.loads(out)
     assert (summary["num_layers"], summary["num_experts"], summary["top_k"]) == (3, 8, 2)
     assert summary["bytes_per_expert"] == 3 * 64 * 48 * 4
     assert summary["expert_bytes"] == 3 * 8 * summary["bytes_per_expert"]
+    assert summary["smallest_budget_bytes"] == smallest_budget(checkpoint)
     stored = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     # The file holds every tensor and a header of some kilobytes.
     assert 0 < stored - summary["expert_bytes"] - summary["dense_bytes"] < 2**15
@@ -105,20 +120,22 @@ def test_inspect_and_run_agree(checkpoint: Path) -> None:
         (["--dtype", "float3"], "float3"),
     ],
 )
-def test_wrong_values_get_one_line(checkpoint: Path, words: list[str], message: str) -> None:
-    done = moe_runtime("run", str(checkpoint), "--prompt", PROMPT, *words)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("moe-runtime: error: ")
-    assert done.stderr.count("\n") == 1
-    assert message in done.stderr
+def test_wrong_values_get_one_line(
+    checkpoint: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", str(checkpoint), "--prompt", PROMPT, *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("moe-runtime: error: ")
+    assert err.count("\n") == 1
+    assert message in err
 
 
 def test_ctrl_c_ends_cleanly_with_the_text_so_far(checkpoint: Path, tmp_path: Path) -> None:
     trace_file = tmp_path / "trace.npz"
-    words = ["run", str(checkpoint), "--prompt", PROMPT, "-n", "240", "--trace", str(trace_file)]
+    words = ["run", str(checkpoint), "--prompt", PROMPT, "-n", "200", "--trace", str(trace_file)]
     process = subprocess.Popen(
-        [*COMMAND, *words],
+        [sys.executable, "-P", "-c", SLOW_PROGRAM, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=ENVIRONMENT,
@@ -133,7 +150,7 @@ def test_ctrl_c_ends_cleanly_with_the_text_so_far(checkpoint: Path, tmp_path: Pa
     assert text.strip()
     assert b"Traceback" not in err
     assert b"what the runtime did" in err
-    assert read_trace(trace_file).num_steps > 0
+    assert 0 < read_trace(trace_file).num_steps < 200
     assert os.listdir(tmp_path) == ["trace.npz"]
 
 
