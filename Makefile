@@ -8,7 +8,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PYTEST_ARGS ?=
+# Two processes: the tests are many and small, and each runs on one thread.
+PYTEST_ARGS ?= --numprocesses 2
 
 # The model and the budget of `make demo`. The budget is smaller than the model's experts.
 DEMO_MODEL ?= models/pocket
