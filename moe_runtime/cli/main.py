@@ -107,7 +107,8 @@ def describe(error: Exception) -> tuple[int, str]:
     package = type(error).__module__.partition(".")[0]
     if isinstance(error, MoERuntimeError | ValueError | OSError) or package in _OUTSIDE_PACKAGES:
         return 2, _one_line(str(error)) or type(error).__name__
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        # torch reports a failed allocation on a CPU as a plain RuntimeError with these words.
         return 2, "memory could not be allocated; try a smaller --host-memory"
     message = _one_line(f"{type(error).__name__}: {error}")
     return 1, f"{message} (a bug of moe-runtime; --debug shows where)"

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from moe_runtime.engine.generation import GenerationResult
     from moe_runtime.types import RuntimeStats
 
+_NO_CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+"""Removes what a terminal would obey: a model can write escape sequences as well as text."""
+
 
 def run(
     ctx: typer.Context,
@@ -154,7 +157,7 @@ def _generate(
 
     output = _Stdout()
     if show and sys.stdout.isatty():
-        output.write(f"\033[2m{text}\033[0m")
+        output.show_prompt(text)
     try:
         on_text = output.write if show else None
         return generate_text(loaded, tokenizer, text, on_text=on_text, **settings)
@@ -169,10 +172,17 @@ class _Stdout:
 
     def __init__(self) -> None:
         self._used = False
+        self._is_terminal = sys.stdout.isatty()
+
+    def show_prompt(self, text: str) -> None:
+        """Shows the prompt dimmed, so that the text reads as its continuation."""
+        sys.stdout.write("\033[2m")
+        self.write(text)
+        sys.stdout.write("\033[0m")
 
     def write(self, piece: str) -> None:
         self._used = True
-        sys.stdout.write(piece)
+        sys.stdout.write(piece.translate(_NO_CONTROL) if self._is_terminal else piece)
         sys.stdout.flush()
 
     def end_line(self) -> None:

@@ -106,6 +106,8 @@ def test_errors_of_the_hub_and_of_files_are_not_called_bugs() -> None:
     assert describe(CheckpointError("a\nb")) == (2, "a b")
     assert describe(FileNotFoundError(2, "No such file", "x.txt")) == (2, "x.txt: No such file")
     assert issubclass(RepositoryNotFoundError, OSError)
+    allocation = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes")
+    assert describe(allocation)[0] == 2
     code, message = describe(ZeroDivisionError("division by zero"))
     assert code == 1
     assert message.startswith("ZeroDivisionError: division by zero")

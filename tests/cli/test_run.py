@@ -41,6 +41,17 @@ def test_text_goes_to_stdout_and_the_table_to_stderr(
     assert fake_load.runtime.closed
 
 
+def test_a_terminal_sees_the_prompt_dimmed_and_no_escape_sequences(
+    checkpoint: Path,
+    fake_load: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert run(checkpoint, "-n", "1", prompt="one\n\033[31mtwo") == 0
+    assert capsys.readouterr().out.startswith("\033[2mone\n[31mtwo\033[0m")
+
+
 def test_json_is_one_object_with_the_promised_keys(
     checkpoint: Path, fake_load: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
