@@ -121,9 +121,17 @@ def _load_tokenizer(model: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else model)
-    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else model)
+    except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(f"{model}: the tokenizer cannot be loaded: {error}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{model}: the tokenizer cannot be loaded; its files are damaged ({error!r})"
+        ) from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        # transformers makes up an empty tokenizer where there are no files.
+        raise CheckpointError(f"{model}: has no tokenizer files, such as tokenizer.json")
+    return tokenizer
 
 
 def _room_for(

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -221,9 +222,14 @@ def test_a_wrong_prompt_gets_one_line(
 
 
 def test_a_wrong_folder_gets_one_line(
-    fake_load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, fake_load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("x")
+    for name in ("bare", "odd"):
+        (tmp_path / name).mkdir()
+        shutil.copy(checkpoint / "config.json", tmp_path / name)
+    shutil.copy(checkpoint / "tokenizer_config.json", tmp_path / "odd")
+    (tmp_path / "odd" / "tokenizer.json").write_text("{}")
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "config.json").write_text("{")
     cases = {
@@ -231,6 +237,8 @@ def test_a_wrong_folder_gets_one_line(
         tmp_path / "file": "is a file",
         tmp_path: "no config.json",
         tmp_path / "damaged": "the tokenizer cannot be loaded",
+        tmp_path / "bare": "no tokenizer files",
+        tmp_path / "odd": "its files are damaged",
     }
     for folder, message in cases.items():
         assert run(folder) == 2
