@@ -12,7 +12,7 @@
 #include "kernels.h"
 #include "pool.h"
 
-#if defined(__x86_64__) && (defined(MOE_HAVE_AVX2) || defined(MOE_HAVE_AVX512))
+#if defined(MOE_HAVE_AVX512BF16)
 #include <cpuid.h>
 #endif
 
@@ -56,17 +56,17 @@ typedef struct {
 
 /* ---- instruction sets ---- */
 
-#if defined(__x86_64__) && defined(MOE_HAVE_AVX512BF16)
-static int cpu_has_avx512bf16(void) {
-    unsigned eax, ebx, ecx, edx;
-    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1);
-}
-#endif
-
-#if defined(__x86_64__) && defined(MOE_HAVE_AVX512)
+#if defined(MOE_HAVE_AVX512) || defined(MOE_HAVE_AVX512BF16)
 static int cpu_has_avx512(void) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512dq");
+}
+#endif
+
+#if defined(MOE_HAVE_AVX512BF16)
+static int cpu_has_bf16_dot(void) {
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1);
 }
 #endif
 
@@ -76,7 +76,7 @@ static int usable_isas(const Isa *isas[4]) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
 #if defined(MOE_HAVE_AVX512BF16)
-    if (cpu_has_avx512() && cpu_has_avx512bf16()) isas[count++] = &isa_avx512bf16;
+    if (cpu_has_avx512() && cpu_has_bf16_dot()) isas[count++] = &isa_avx512bf16;
 #endif
 #if defined(MOE_HAVE_AVX512)
     if (cpu_has_avx512()) isas[count++] = &isa_avx512;

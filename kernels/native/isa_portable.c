@@ -8,7 +8,7 @@
 #define TILE_ROWS 2
 #define PANEL_ROWS 4
 #define HAS_BF16_DOT 0
-#define PREFETCH_LOCALITY 2
+#define SINGLE_ROW_LIMIT 2
 
 #define INLINE static inline __attribute__((always_inline))
 typedef float Vec __attribute__((vector_size(16)));

@@ -3,7 +3,8 @@
  * The including file defines, before including this one:
  *   ISA_NAME, ISA_SYMBOL   printable name and name of the exported table
  *   Vec, LANES             a vector of fp32 and how many it holds
- *   TILE_ROWS, PANEL_ROWS  weight rows by x rows whose sums are kept in registers
+ *   TILE_ROWS, PANEL_ROWS  most weight rows by x rows whose sums are kept in registers
+ *   SINGLE_ROW_LIMIT       x rows up to which weight rows are taken one by one
  *   HAS_BF16_DOT           1 when dot_bf16(acc, w, x) multiplies pairs of bf16
  *   vec_zero, vec_load_f32, vec_load_f16, vec_load_bf16_even, vec_load_bf16_odd, vec_fma, vec_sums
  *
@@ -19,6 +20,9 @@
 #define CACHE_LINE 64
 
 
+/* The loops over a tile are unrolled before anything else: only then do its sums stay in registers. */
+#define UNROLL _Pragma("GCC unroll 16")
+
 /* ---- products ---- */
 
 INLINE Vec load_weight(int kind, int half, const char *w) {
@@ -32,81 +36,95 @@ INLINE void step(int kind, int tile_rows, int panel_rows, Vec acc[PANEL_ROWS][TI
 #if HAS_BF16_DOT
     if (kind == KIND_BF16_DOT) {
         BfVec weight[TILE_ROWS];
-        for (int n = 0; n < tile_rows; n++) weight[n] = vec_load_bf16_pairs(w[n]);
-        for (int m = 0; m < panel_rows; m++) {
+        UNROLL for (int n = 0; n < tile_rows; n++) weight[n] = vec_load_bf16_pairs(w[n]);
+        UNROLL for (int m = 0; m < panel_rows; m++) {
             BfVec value = vec_load_bf16_pairs(x + m * K_STEP * 2);
-            for (int n = 0; n < tile_rows; n++) acc[m][n] = dot_bf16(acc[m][n], weight[n], value);
+            UNROLL for (int n = 0; n < tile_rows; n++) acc[m][n] = dot_bf16(acc[m][n], weight[n], value);
         }
         return;
     }
 #endif
     for (int half = 0; half < 2; half++) {
         Vec weight[TILE_ROWS];
-        for (int n = 0; n < tile_rows; n++) weight[n] = load_weight(kind, half, w[n]);
-        for (int m = 0; m < panel_rows; m++) {
+        UNROLL for (int n = 0; n < tile_rows; n++) weight[n] = load_weight(kind, half, w[n]);
+        UNROLL for (int m = 0; m < panel_rows; m++) {
             Vec value = vec_load_f32((const float *)(x + (m * K_STEP + half * LANES) * 4));
-            for (int n = 0; n < tile_rows; n++) acc[m][n] = vec_fma(acc[m][n], weight[n], value);
+            UNROLL for (int n = 0; n < tile_rows; n++) acc[m][n] = vec_fma(acc[m][n], weight[n], value);
         }
     }
 }
 
-/* A tile of sums over all of k. While it runs it fetches `next`, the weight rows of the tile after it,
- * one row after another: measured, one forward stream is what the memory system serves fastest. */
-INLINE void tile(int kind, int tile_rows, int panel_rows, Matrix weight, int64_t k, const char *x,
-                 float *out, int64_t ldo, Matrix next) {
+/* Where a tile fetches ahead: `steps` steps from each pointer in turn. */
+typedef struct {
+    const char *data;
+    int64_t steps;
+} Ahead;
+
+/* Lines are fetched into the second-level cache while a tile runs, for as many weight rows a step as this. */
+#define AHEAD_ROWS(tile_rows) ((tile_rows) > 2 ? 2 : (tile_rows))
+
+/* A tile of sums over all of k. */
+INLINE void tile(int kind, int tile_rows, int panel_rows, Matrix weight, int64_t k, const char *x, float *out, int64_t ldo,
+                 const Ahead ahead[2]) {
     const int width = kind == KIND_F32 ? 4 : 2;
-    const int step_bytes = K_STEP * width;
+    const int step_bytes = K_STEP * width, ahead_bytes = AHEAD_ROWS(tile_rows) * step_bytes;
     const int x_step_bytes = panel_rows * K_STEP * (kind == KIND_BF16_DOT ? 2 : 4);
     Vec acc[PANEL_ROWS][TILE_ROWS];
     const char *w[TILE_ROWS];
-    for (int n = 0; n < tile_rows; n++) w[n] = weight.data + n * weight.stride;
-    for (int m = 0; m < panel_rows; m++)
-        for (int n = 0; n < tile_rows; n++) acc[m][n] = vec_zero();
+    UNROLL for (int n = 0; n < tile_rows; n++) w[n] = weight.data + n * weight.stride;
+    UNROLL for (int m = 0; m < panel_rows; m++)
+        UNROLL for (int n = 0; n < tile_rows; n++) acc[m][n] = vec_zero();
 
-    int64_t steps = k / K_STEP, done = 0;
-    if (next.data) {
-        for (int row = 0; row < tile_rows; row++) {
-            const char *ahead = next.data + row * next.stride;
-            for (int64_t end = steps * (row + 1) / tile_rows; done < end; done++) {
-                for (int b = 0; b < tile_rows * step_bytes; b += CACHE_LINE) __builtin_prefetch(ahead + b, 0, PREFETCH_LOCALITY);
-                ahead += tile_rows * step_bytes;
-                step(kind, tile_rows, panel_rows, acc, w, x);
-                for (int n = 0; n < tile_rows; n++) w[n] += step_bytes;
-                x += x_step_bytes;
-            }
+    int64_t steps = k / K_STEP;
+    for (int part = 0; part < 2; part++) {
+        const char *line = ahead[part].data;
+        for (int64_t left = ahead[part].steps; left > 0; left--, steps--) {
+            UNROLL for (int b = 0; b < ahead_bytes; b += CACHE_LINE) __builtin_prefetch(line + b, 0, 2);
+            line += ahead_bytes;
+            step(kind, tile_rows, panel_rows, acc, w, x);
+            UNROLL for (int n = 0; n < tile_rows; n++) w[n] += step_bytes;
+            x += x_step_bytes;
         }
     }
-    for (; done < steps; done++) {
+    for (; steps > 0; steps--) {
         step(kind, tile_rows, panel_rows, acc, w, x);
-        for (int n = 0; n < tile_rows; n++) w[n] += step_bytes;
+        UNROLL for (int n = 0; n < tile_rows; n++) w[n] += step_bytes;
         x += x_step_bytes;
     }
-    int64_t rest = k % K_STEP;
+    const int64_t rest = k % K_STEP;
     if (rest) {
         /* The row may end at the end of the mapped memory: never read past it. */
         char padded[TILE_ROWS][K_STEP * 4];
         memset(padded, 0, sizeof padded);
-        for (int n = 0; n < tile_rows; n++) {
+        UNROLL for (int n = 0; n < tile_rows; n++) {
             memcpy(padded[n], w[n], (size_t)(rest * width));
             w[n] = padded[n];
         }
         step(kind, tile_rows, panel_rows, acc, w, x);
     }
-    for (int m = 0; m < panel_rows; m++) vec_sums(tile_rows, acc[m], out + m * ldo);
+    UNROLL for (int m = 0; m < panel_rows; m++) vec_sums(tile_rows, acc[m], out + m * ldo);
 }
 
-typedef void (*TileFn)(Matrix weight, int64_t k, const char *x, float *out, int64_t ldo, Matrix next);
+typedef void (*TileFn)(Matrix weight, int64_t k, const char *x, float *out, int64_t ldo, const Ahead ahead[2]);
 
 #define DEFINE_TILE(kind, rows, panel)                                                                              \
     static void tile_##kind##_##rows##_##panel(Matrix weight, int64_t k, const char *x, float *out, int64_t ldo,    \
-                                               Matrix next) {                                                       \
-        tile(kind, rows, panel, weight, k, x, out, ldo, next);                                                      \
+                                               const Ahead ahead[2]) {                                              \
+        tile(kind, rows, panel, weight, k, x, out, ldo, ahead);                                                     \
     }
 #define NAME_TILE(kind, rows, panel) tile_##kind##_##rows##_##panel
 
-#define EXPAND(macro, kind, rows, panel) macro(kind, rows, panel)
-#define DEFINE_PANEL(kind, panel) EXPAND(DEFINE_TILE, kind, TILE_ROWS, panel) EXPAND(DEFINE_TILE, kind, 1, panel)
-#define NAME_PANEL(kind, panel) {EXPAND(NAME_TILE, kind, 1, panel), EXPAND(NAME_TILE, kind, TILE_ROWS, panel)}
+/* Tile heights 1, 2 and, with enough registers, 4; panels of 1 to PANEL_ROWS rows. */
+#if TILE_ROWS == 4
+#define FOR_HEIGHTS(macro, kind, panel, separator) \
+    macro(kind, 1, panel) separator() macro(kind, 2, panel) separator() macro(kind, 4, panel)
+#else
+#define FOR_HEIGHTS(macro, kind, panel, separator) macro(kind, 1, panel) separator() macro(kind, 2, panel)
+#endif
+#define NO_SEPARATOR()
+#define COMMA() ,
+#define DEFINE_PANEL(kind, panel) FOR_HEIGHTS(DEFINE_TILE, kind, panel, NO_SEPARATOR)
+#define NAME_PANEL(kind, panel) {FOR_HEIGHTS(NAME_TILE, kind, panel, COMMA)}
 
 #if PANEL_ROWS == 6
 #define DEFINE_KIND(kind)                                                                                           \
@@ -127,28 +145,69 @@ DEFINE_KIND(KIND_BF16)
 DEFINE_KIND(KIND_BF16_DOT)
 #endif
 
-static const TileFn TILES[NUM_KINDS][PANEL_ROWS][2] = {
+static const TileFn TILES[NUM_KINDS][PANEL_ROWS][3] = {
     NAME_KIND(KIND_F32), NAME_KIND(KIND_F16), NAME_KIND(KIND_BF16),
 #if HAS_BF16_DOT
     NAME_KIND(KIND_BF16_DOT),
 #endif
 };
 
+/* Few rows of x: one weight row after another, which is the one forward stream that memory serves fastest (measured on
+ * Zen 4: four rows at once are a third slower). More rows need the reuse of a taller tile to keep up with memory. */
+static int tile_height(int64_t num_rows) {
+    if (num_rows > PANEL_ROWS) return TILE_ROWS;
+    return num_rows <= SINGLE_ROW_LIMIT ? 1 : 2;
+}
+
+/* How far ahead of its use a line is fetched, in bytes: the slower the tile takes lines, the farther the processor's
+ * own window of loads falls short (measured on Zen 4). */
+static int64_t ahead_distance(int64_t num_rows) { return num_rows <= 2 ? 2 << 10 : num_rows <= 4 ? 8 << 10 : 16 << 10; }
+
+/* Row `row` of the stream made of `weight` and, after its last row, of `next`. */
+INLINE const char *stream_row(Matrix weight, int64_t num_rows, Matrix next, int64_t row) {
+    if (row < num_rows) return weight.data + row * weight.stride;
+    return next.data ? next.data + (row - num_rows) * next.stride : NULL;
+}
+
+/* Plans what a panel of a tile fetches; the panels of one tile share the rows of a later tile. */
+INLINE void plan_ahead(Ahead ahead[2], Matrix weight, int64_t num_weight_rows, Matrix next, int64_t row, int height,
+                       int64_t steps, int64_t step_bytes, int64_t distance, int64_t panel) {
+    const int64_t row_bytes = steps * step_bytes;
+    ahead[0].steps = ahead[1].steps = 0;
+    if (!row_bytes) return;
+    if (height == 1) {
+        const int64_t rows = distance / row_bytes, rest = distance % row_bytes / step_bytes;
+        ahead[0].data = stream_row(weight, num_weight_rows, next, row + rows);
+        ahead[1].data = stream_row(weight, num_weight_rows, next, row + rows + 1);
+        ahead[0].steps = ahead[0].data ? steps - rest : 0;
+        ahead[1].steps = ahead[1].data ? rest : 0;
+        if (ahead[0].data) ahead[0].data += rest * step_bytes;
+        return;
+    }
+    if (panel * AHEAD_ROWS(height) >= height) return;
+    const int64_t tiles = (distance + height * row_bytes - 1) / (height * row_bytes);
+    const int64_t first = row + tiles * height + panel * AHEAD_ROWS(height);
+    for (int part = 0; part < 2; part++) {
+        ahead[part].data = stream_row(weight, num_weight_rows, next, first + part);
+        ahead[part].steps = ahead[part].data ? (part ? steps - steps / 2 : steps / 2) : 0;
+    }
+}
+
 static void multiply(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
                      float *out, int64_t ldo, Matrix next) {
     const int64_t panels = num_panels(num_rows, PANEL_ROWS), row_bytes = packed_row_bytes(kind, k, K_STEP);
-    const Matrix nothing = {0, 0};
-    for (int64_t n = 0; n < num_weight_rows;) {
-        const int full = num_weight_rows - n >= TILE_ROWS, rows = full ? TILE_ROWS : 1;
+    const int64_t steps = k / K_STEP, step_bytes = K_STEP * (kind == KIND_F32 ? 4 : 2);
+    const int64_t distance = ahead_distance(num_rows);
+    int height = tile_height(num_rows);
+    for (int64_t n = 0; n < num_weight_rows; n += height) {
+        while (num_weight_rows - n < height) height /= 2;
         const Matrix here = {weight.data + n * weight.stride, weight.stride};
-        Matrix ahead = {here.data + rows * weight.stride, weight.stride};
-        if (n + 2 * rows > num_weight_rows) ahead = n + rows < num_weight_rows ? nothing : next;
         for (int64_t p = 0; p < panels; p++) {
             const int64_t first = panel_start(p, panels, num_rows), last = panel_start(p + 1, panels, num_rows);
-            TILES[kind][last - first - 1][full](here, k, packed + first * row_bytes, out + first * ldo + n, ldo,
-                                                p ? nothing : ahead);
+            Ahead ahead[2];
+            plan_ahead(ahead, weight, num_weight_rows, next, n, height, steps, step_bytes, distance, p);
+            TILES[kind][last - first - 1][height / 2](here, k, packed + first * row_bytes, out + first * ldo + n, ldo, ahead);
         }
-        n += rows;
     }
 }
 

@@ -4,7 +4,7 @@
 #define LANES 16
 #define TILE_ROWS 4
 #define PANEL_ROWS 6
-#define PREFETCH_LOCALITY 2
+#define SINGLE_ROW_LIMIT 4
 
 #define INLINE static inline __attribute__((always_inline))
 typedef __m512 Vec;
