@@ -28,12 +28,10 @@ INLINE Vec vec_load_bf16_odd(const char *src) {
     return _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256((const __m256i *)src), high));
 }
 
-INLINE void vec_sums(int count, const Vec *values, float *out) {
-    for (int n = 0; n < count; n++) {
-        __m128 four = _mm_add_ps(_mm256_castps256_ps128(values[n]), _mm256_extractf128_ps(values[n], 1));
-        __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-        out[n] = _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
-    }
+/* The sums of four vectors by transposition. */
+INLINE void vec_four_sums(Vec a, Vec b, Vec c, Vec d, float out[4]) {
+    Vec abcd = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
 }
 
 #include "isa_template.h"

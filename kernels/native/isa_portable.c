@@ -50,8 +50,9 @@ INLINE Vec vec_load_f16(const char *src) {
     return (Vec)(((special & is_special) | (finite & ~is_special)) | sign);
 }
 
-INLINE void vec_sums(int count, const Vec *values, float *out) {
-    for (int n = 0; n < count; n++) out[n] = (values[n][0] + values[n][2]) + (values[n][1] + values[n][3]);
+INLINE void vec_four_sums(Vec a, Vec b, Vec c, Vec d, float out[4]) {
+    const Vec four[4] = {a, b, c, d};
+    for (int i = 0; i < 4; i++) out[i] = (four[i][0] + four[i][2]) + (four[i][1] + four[i][3]);
 }
 
 #include "isa_template.h"

@@ -6,7 +6,7 @@
  *   TILE_ROWS, PANEL_ROWS  most weight rows by x rows whose sums are kept in registers
  *   SINGLE_ROW_LIMIT       x rows up to which weight rows are taken one by one
  *   HAS_BF16_DOT           1 when dot_bf16(acc, w, x) multiplies pairs of bf16
- *   vec_zero, vec_load_f32, vec_load_f16, vec_load_bf16_even, vec_load_bf16_odd, vec_fma, vec_sums
+ *   vec_zero, vec_load_f32, vec_load_f16, vec_load_bf16_even, vec_load_bf16_odd, vec_fma, vec_four_sums
  *
  * One step covers K_STEP = 2 * LANES elements of k for every kind of weight.
  */
@@ -63,6 +63,21 @@ typedef struct {
 /* Lines are fetched into the second-level cache while a tile runs, for as many weight rows a step as this. */
 #define AHEAD_ROWS(tile_rows) ((tile_rows) > 2 ? 2 : (tile_rows))
 
+/* Sums over lanes, four vectors at a time; a vector's sum does not depend on its neighbours. */
+INLINE void store_sums(int tile_rows, int panel_rows, Vec acc[PANEL_ROWS][TILE_ROWS], float *out, int64_t ldo) {
+    UNROLL for (int first = 0; first < panel_rows * tile_rows; first += 4) {
+        Vec four[4];
+        float sums[4];
+        UNROLL for (int i = 0; i < 4; i++) {
+            const int index = first + i;
+            four[i] = index < panel_rows * tile_rows ? acc[index / tile_rows][index % tile_rows] : vec_zero();
+        }
+        vec_four_sums(four[0], four[1], four[2], four[3], sums);
+        UNROLL for (int i = 0; i < 4; i++)
+            if (first + i < panel_rows * tile_rows) out[(first + i) / tile_rows * ldo + (first + i) % tile_rows] = sums[i];
+    }
+}
+
 /* A tile of sums over all of k. */
 INLINE void tile(int kind, int tile_rows, int panel_rows, Matrix weight, int64_t k, const char *x, float *out, int64_t ldo,
                  const Ahead ahead[2]) {
@@ -102,7 +117,7 @@ INLINE void tile(int kind, int tile_rows, int panel_rows, Matrix weight, int64_t
         }
         step(kind, tile_rows, panel_rows, acc, w, x);
     }
-    UNROLL for (int m = 0; m < panel_rows; m++) vec_sums(tile_rows, acc[m], out + m * ldo);
+    store_sums(tile_rows, panel_rows, acc, out, ldo);
 }
 
 typedef void (*TileFn)(Matrix weight, int64_t k, const char *x, float *out, int64_t ldo, const Ahead ahead[2]);
@@ -295,7 +310,7 @@ static float read_all(const char *data, int64_t bytes) {
     for (; bytes >= block; bytes -= block, data += block)
         for (int i = 0; i < 4; i++) sums[i] = vec_add(sums[i], vec_load_f32((const float *)(data + i * LANES * 4)));
     float out[4];
-    for (int i = 0; i < 4; i++) vec_sums(1, &sums[i], &out[i]);
+    vec_four_sums(sums[0], sums[1], sums[2], sums[3], out);
     return out[0] + out[1] + out[2] + out[3];
 }
 

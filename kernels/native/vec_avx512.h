@@ -24,8 +24,8 @@ INLINE Vec vec_load_bf16_odd(const char *src) {
     return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(src), _mm512_set1_epi32((int)0xffff0000u)));
 }
 
-/* The sums of four vectors by transposition: each of the four adds in the same order as it would alone. */
-INLINE __m128 four_sums(Vec a, Vec b, Vec c, Vec d) {
+/* The sums of four vectors by transposition. */
+INLINE void vec_four_sums(Vec a, Vec b, Vec c, Vec d, float out[4]) {
     Vec ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
     Vec cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
     __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
@@ -33,12 +33,5 @@ INLINE __m128 four_sums(Vec a, Vec b, Vec c, Vec d) {
     Vec abcd = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
     __m256 top = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(abcd), 1));
     __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), top);
-    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-}
-
-INLINE void vec_sums(int count, const Vec *values, float *out) {
-    if (count == 4)
-        _mm_storeu_ps(out, four_sums(values[0], values[1], values[2], values[3]));
-    else
-        *out = _mm_cvtss_f32(four_sums(values[0], vec_zero(), vec_zero(), vec_zero()));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 }
