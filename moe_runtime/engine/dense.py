@@ -149,7 +149,7 @@ def _forget_expert_parameters(model: PreTrainedModel, experts: ExpertMap) -> Non
         cast(Any, block)._is_hf_initialized = True
     gone = {f"{module.name}.{name}" for module in experts.modules for name in module.parameters}
     tied = model.all_tied_weights_keys
-    model.all_tied_weights_keys = {key: tied[key] for key in tied.keys() - gone}
+    model.all_tied_weights_keys = {key: tied[key] for key in tied if key not in gone}
 
 
 class SmallBatchLinear(torch.nn.Linear):

@@ -6,6 +6,7 @@ known here by name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -63,6 +64,16 @@ class ExpertMap:
     matrices: list[tuple[str, ...]] = field(default_factory=list)
     dense_entries: dict[str, TensorEntry] = field(default_factory=dict)
     weight_mapping: list[WeightTransform] = field(default_factory=list)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot that holds any of the experts."""
+        return max(layout.slot_bytes for layout in self.layouts.values())
+
+    def dense_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the dense weights when they are computed with in ``dtype``."""
+        elements = (math.prod(entry.shape) for entry in self.dense_entries.values())
+        return sum(elements) * dtype.itemsize
 
 
 def map_experts(model: PreTrainedModel, checkpoint: Checkpoint) -> ExpertMap:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_runtime.engine.expert_map import ExpertMap, ExpertsModule
-from moe_runtime.kernels.expert_ffn import ExpertWeights, expert_ffn
+from moe_runtime.kernels.expert_ffn import Activation, ExpertWeights, expert_ffn
 from moe_runtime.store.cache import ExpertStore
 from moe_runtime.types import ExpertKey
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # T tokens, D model, F hidden, E experts, K top-k, R routed rows = T * K
 
-_FUSED_ACTIVATIONS = {
+_FUSED_ACTIVATIONS: dict[str, Activation] = {
     "SiLU": "silu",
     "SiLUActivation": "silu",
     "GELUActivation": "gelu",
@@ -26,6 +26,9 @@ _FUSED_ACTIVATIONS = {
     "ReLUSquaredActivation": "relu2",
 }
 """Classes of activation modules that the kernels compute themselves, by their name there."""
+
+COMBINE_TOKENS = 256
+"""Tokens combined at once: the fp32 copy of their routed rows is the only large temporary."""
 
 GateFunction = Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor]
 """Takes gate ``[R, F]`` (None where there is none) and up ``[R, F]``, returns ``[R, F]``."""
@@ -142,7 +145,7 @@ def bind_weights(experts: ExpertMap) -> Callable[[ExpertKey, torch.Tensor], Expe
     return bind
 
 
-def _activation(experts: Any) -> str | GateFunction:
+def _activation(experts: Any) -> Activation | GateFunction:
     """The kernels' name for what a module does between its projections, or the module's own way.
 
     A gate that the model overrides is never guessed at: it is called on gate and up laid out as the
@@ -169,6 +172,12 @@ def _has_act_fn(experts: Any) -> bool:
 
 
 def _combine(out_RD: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    """Sums the copies of each token by gate weight, in fp32: ``[R, D]`` to ``[T, D]``."""
     num_tokens, top_k = weights_TK.shape
     out_TKD = out_RD.view(num_tokens, top_k, -1)
-    return torch.bmm(weights_TK.unsqueeze(1).float(), out_TKD.float()).squeeze(1).to(out_RD.dtype)
+    summed_TD = out_RD.new_empty(num_tokens, out_RD.shape[-1])
+    for first in range(0, num_tokens, COMBINE_TOKENS):
+        some = slice(first, first + COMBINE_TOKENS)
+        weights_T1K = weights_TK[some].unsqueeze(1).float()
+        summed_TD[some] = torch.bmm(weights_T1K, out_TKD[some].float()).squeeze(1)
+    return summed_TD

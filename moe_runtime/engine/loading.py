@@ -93,7 +93,7 @@ def load(
     baseline = resident_bytes()
     experts = map_experts(model, checkpoint)
     modules = _replace_experts(model, experts)
-    dense_bytes = _dense_bytes(experts, checkpoint.dtype)
+    dense_bytes = experts.dense_bytes(checkpoint.dtype)
     plans = _plan(checkpoint, experts, budgets, place, dense_bytes, max_tokens)
 
     load_dense(model, checkpoint, experts, place, progress)
@@ -157,16 +157,6 @@ def _replace_experts(model: PreTrainedModel, experts: ExpertMap) -> list[Offload
     return replaced
 
 
-def _dense_bytes(experts: ExpertMap, dtype: torch.dtype) -> int:
-    num_bytes = 0
-    for entry in experts.dense_entries.values():
-        elements = 1
-        for size in entry.shape:
-            elements *= size
-        num_bytes += elements * dtype.itemsize
-    return num_bytes
-
-
 def _plan(
     checkpoint: Checkpoint,
     experts: ExpertMap,
@@ -176,7 +166,6 @@ def _plan(
     max_tokens: int,
 ) -> dict[str, MemoryPlan]:
     """Divides the budgets: all on the host for a CPU, dense weights on the device for a GPU."""
-    slot_bytes = max(layout.slot_bytes for layout in experts.layouts.values())
     reserve = reserve_for(checkpoint.config, checkpoint.dtype, max_tokens)
     on_device = place.type != "cpu"
     plans = {
@@ -184,7 +173,7 @@ def _plan(
             resolve_budget(budgets["host"], available_host_bytes(), "this machine"),
             dense_bytes=0 if on_device else dense_bytes,
             reserve_bytes=0 if on_device else reserve,
-            slot_bytes=slot_bytes,
+            slot_bytes=experts.slot_bytes,
             num_experts=len(experts.layouts),
         )
     }
@@ -193,7 +182,7 @@ def _plan(
             resolve_budget(budgets["device"], available_device_bytes(place), str(place)),
             dense_bytes=dense_bytes,
             reserve_bytes=reserve,
-            slot_bytes=slot_bytes,
+            slot_bytes=experts.slot_bytes,
             num_experts=len(experts.layouts),
         )
     return plans

@@ -96,7 +96,7 @@ def reserve_for(config: PreTrainedConfig, dtype: torch.dtype, max_tokens: int) -
     head_dim = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
     kv_token = 2 * heads * head_dim * dtype.itemsize
     top_k = experts_per_token(config)
-    activations = hidden * (12 * 4 + top_k * (4 + 2 * dtype.itemsize))
+    activations = hidden * (12 * 4 + top_k * dtype.itemsize)
     logits = 4 * text.vocab_size * 4
     per_token = kv_token * (text.num_hidden_layers + 1) + activations
     return int(max_tokens) * per_token + logits + 32 * 2**20

@@ -1,0 +1,116 @@
+"""What a checkpoint holds and what a budget buys, from its headers alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moe_runtime.engine.checkpoint import build_on_meta, open_checkpoint
+from moe_runtime.engine.expert_map import ExpertMap, map_experts
+from moe_runtime.engine.memory import (
+    experts_per_token,
+    plan_memory,
+    reserve_for,
+    smallest_budget,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointSummary:
+    """A Mixture-of-Experts checkpoint as its headers describe it.
+
+    Attributes:
+        path: the checkpoint's folder.
+        model_type: family, as the configuration names it.
+        architecture: class of the model in transformers.
+        num_layers: layers with routed experts.
+        num_experts: routed experts in the widest layer.
+        total_experts: routed experts of all layers.
+        top_k: experts that a token visits in a layer.
+        expert_dtype: element type of the experts in the files.
+        dense_bytes: everything but the routed experts, in the type it computes in.
+        expert_bytes: all routed experts.
+        bytes_per_expert: the largest expert.
+        slot_bytes: a slot that holds any expert, alignment included.
+        reserve_bytes: KV cache and activations of ``max_tokens`` tokens.
+        max_tokens: context that the reserve is for.
+    """
+
+    path: Path
+    model_type: str
+    architecture: str
+    num_layers: int
+    num_experts: int
+    total_experts: int
+    top_k: int
+    expert_dtype: str
+    dense_bytes: int
+    expert_bytes: int
+    bytes_per_expert: int
+    slot_bytes: int
+    reserve_bytes: int
+    max_tokens: int
+
+    @property
+    def smallest_budget_bytes(self) -> int:
+        """The smallest host budget with which the model runs on a CPU."""
+        return smallest_budget(self.dense_bytes, self.reserve_bytes, self.slot_bytes)
+
+    def slots_for(self, budget_bytes: int) -> int:
+        """Experts that a host budget keeps resident at once.
+
+        Raises:
+            CapacityError: the budget is too small to run.
+        """
+        plan = plan_memory(
+            budget_bytes,
+            dense_bytes=self.dense_bytes,
+            reserve_bytes=self.reserve_bytes,
+            slot_bytes=self.slot_bytes,
+            num_experts=self.total_experts,
+        )
+        return plan.num_slots
+
+
+def inspect_checkpoint(
+    path_or_id: str | Path, *, dtype: str | torch.dtype = "auto", max_tokens: int = 4096
+) -> CheckpointSummary:
+    """Reads what ``load`` would need to know, without loading any weight.
+
+    Args:
+        path_or_id: the folder of a checkpoint, or the name of a repository on the hub.
+        dtype: the type to compute in, as for ``load``.
+        max_tokens: longest context to reckon with.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged or incomplete.
+        UnsupportedModelError: the checkpoint is sound but not one that can be served.
+        ValueError: an option is not one of those that exist.
+    """
+    checkpoint = open_checkpoint(path_or_id, dtype)
+    model = build_on_meta(checkpoint)
+    experts = map_experts(model, checkpoint)
+    layouts = experts.layouts.values()
+    return CheckpointSummary(
+        path=checkpoint.folder,
+        model_type=checkpoint.config.model_type,
+        architecture=type(model).__name__,
+        num_layers=len(experts.modules),
+        num_experts=max(module.num_experts for module in experts.modules),
+        total_experts=len(experts.layouts),
+        top_k=experts_per_token(checkpoint.config),
+        expert_dtype=_expert_dtypes(experts),
+        dense_bytes=experts.dense_bytes(checkpoint.dtype),
+        expert_bytes=sum(layout.tensor_bytes for layout in layouts),
+        bytes_per_expert=max(layout.tensor_bytes for layout in layouts),
+        slot_bytes=experts.slot_bytes,
+        reserve_bytes=reserve_for(checkpoint.config, checkpoint.dtype, max_tokens),
+        max_tokens=max_tokens,
+    )
+
+
+def _expert_dtypes(experts: ExpertMap) -> str:
+    found = {tensor.dtype for layout in experts.layouts.values() for tensor in layout.tensors}
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
