@@ -25,10 +25,6 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 INSTALLED := $(VENV)/.installed
 NATIVE_SOURCES := $(wildcard setup.py kernels/*/*.c kernels/*/*.cpp kernels/*/*.h)
 
-# Python leaves the current folder off sys.path, where the folder `kernels` would be found as a
-# package of that name.
-export PYTHONSAFEPATH := 1
-
 .DEFAULT_GOAL := help
 .PHONY: help install demo test check bench format clean
 

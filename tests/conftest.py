@@ -13,6 +13,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # times more where two test processes share two cores. Read when torch is first imported; tests
 # about threads set the number themselves.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Set by CI for the tools it calls; the scripts in benchmarks/, which some tests start, import their
+# neighbours.
+os.environ.pop("PYTHONSAFEPATH", None)
 
 
 def _has_cuda() -> bool:
