@@ -1,7 +1,7 @@
 """``moe-runtime inspect``: what a checkpoint holds, and what a budget buys."""
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -38,9 +38,7 @@ def inspect(
     asked_bytes = budget.num_bytes if budget is not None else None
     purchases = [_buy(summary, size) for size in _budgets(summary, asked_bytes)]
     if as_json:
-        sizes = {field.name: getattr(summary, field.name) for field in dataclasses.fields(summary)}
-        sizes["path"] = str(summary.path)
-        print_json({**sizes, "budgets": [dataclasses.asdict(purchase) for purchase in purchases]})
+        print_json(_as_json(summary, purchases))
         return
     print_rows(f"{summary.path}", _as_rows(summary), to_stderr=False)
     _print_purchases(purchases)
@@ -67,23 +65,30 @@ def _budgets(summary: "CheckpointSummary", asked_bytes: int | None) -> list[int]
     """The smallest budget, those for certain shares of the experts, and the asked one."""
     smallest = summary.smallest_budget_bytes
     first_slots = summary.slots_for(smallest)
-    total_slots = summary.num_layers * summary.num_experts
-    wanted = (max(first_slots, round(total_slots * share)) for share in _SHARES)
+    wanted = (max(first_slots, round(summary.total_experts * share)) for share in _SHARES)
     budgets = {smallest + (slots - first_slots) * summary.slot_bytes for slots in wanted}
     budgets |= {smallest} | ({asked_bytes} if asked_bytes is not None else set())
     return sorted(budgets)
 
 
 def _buy(summary: "CheckpointSummary", budget_bytes: int) -> Purchase:
-    total = summary.num_layers * summary.num_experts
     works = budget_bytes >= summary.smallest_budget_bytes
-    slots = min(total, summary.slots_for(budget_bytes)) if works else 0
+    slots = summary.slots_for(budget_bytes) if works else 0
     return Purchase(
         budget_bytes=budget_bytes,
         expert_slots=slots,
         slots_per_layer=slots / summary.num_layers,
-        resident_share=slots / total,
+        resident_share=slots / summary.total_experts,
     )
+
+
+def _as_json(summary: "CheckpointSummary", purchases: list[Purchase]) -> dict[str, Any]:
+    return {
+        **dataclasses.asdict(summary),
+        "path": str(summary.path),
+        "smallest_budget_bytes": summary.smallest_budget_bytes,
+        "budgets": [dataclasses.asdict(purchase) for purchase in purchases],
+    }
 
 
 def _as_rows(summary: "CheckpointSummary") -> list[tuple[str, str]]:
@@ -102,7 +107,7 @@ def _as_rows(summary: "CheckpointSummary") -> list[tuple[str, str]]:
         (
             "smallest budget",
             f"{format_bytes(summary.smallest_budget_bytes)}, of which "
-            f"{format_bytes(summary.reserve_bytes)} for the key-value cache and buffers",
+            f"{format_bytes(summary.reserve_bytes)} for a context of {summary.max_tokens} tokens",
         ),
     ]
 

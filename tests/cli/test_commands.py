@@ -5,8 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import types
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import pytest
 from moe_runtime.cli import machine
 from moe_runtime.cli.disk import measure_disk
 from moe_runtime.cli.main import build_app, describe, main
+from moe_runtime.engine.inspection import CheckpointSummary
 from moe_runtime.errors import CheckpointError
 
 COMMANDS = ("run", "inspect", "doctor")
@@ -113,33 +112,29 @@ def test_errors_of_the_hub_and_of_files_are_not_called_bugs() -> None:
     assert message.startswith("ZeroDivisionError: division by zero")
 
 
-@dataclass(frozen=True, kw_only=True)
-class FakeSummary:
-    """Stands for a checkpoint of 4 layers with 8 experts of 100 bytes each."""
-
-    path: Path = Path("checkpoint")
-    model_type: str = "olmoe"
-    architecture: str = "OlmoeForCausalLM"
-    num_layers: int = 4
-    num_experts: int = 8
-    top_k: int = 2
-    expert_dtype: str = "bfloat16"
-    dense_bytes: int = 1000
-    expert_bytes: int = 3200
-    bytes_per_expert: int = 100
-    smallest_budget_bytes: int = 1700
-    reserve_bytes: int = 500
-    slot_bytes: int = 100
-
-    def slots_for(self, budget_bytes: int) -> int:
-        return (budget_bytes - 1500) // 100
+def summary_of(path: str, **_: object) -> CheckpointSummary:
+    """A checkpoint of 4 layers with 8 experts of 100 bytes each."""
+    return CheckpointSummary(
+        path=Path(path),
+        model_type="olmoe",
+        architecture="OlmoeForCausalLM",
+        num_layers=4,
+        num_experts=8,
+        total_experts=32,
+        top_k=2,
+        expert_dtype="bfloat16",
+        dense_bytes=1000,
+        expert_bytes=3200,
+        bytes_per_expert=100,
+        slot_bytes=100,
+        reserve_bytes=500,
+        max_tokens=4096,
+    )
 
 
 @pytest.fixture
 def fake_summary(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("moe_runtime.engine.inspection")
-    vars(module)["inspect_checkpoint"] = lambda path, **_: FakeSummary(path=Path(path))
-    monkeypatch.setitem(sys.modules, "moe_runtime.engine.inspection", module)
+    monkeypatch.setattr("moe_runtime.engine.inspection.inspect_checkpoint", summary_of)
 
 
 @pytest.mark.usefixtures("fake_summary")
