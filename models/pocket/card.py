@@ -42,9 +42,9 @@ Apache-2.0.
 ## Training
 
 {tokens_millions:.1f} million tokens ({steps:,} steps of 2,048), AdamW, matrix products in bfloat16,
-one thread, {minutes:.0f} minutes on one core of a shared two-core machine. A load-balance loss per
-layer and a router z loss keep the experts in use. The dense baseline saw the same number of tokens
-({dense_steps:,} steps) in the same batches.
+one thread, {minutes:.0f} minutes on a busy machine of two cores. A load-balance loss per layer
+and a router z loss keep the experts in use. The dense baseline saw the same number of tokens
+({dense_steps:,} steps) in the same batches. {note}
 
 ```
 python -P -m moe_runtime.models.pocket.train --output runs/moe --steps {steps}
@@ -102,6 +102,7 @@ def render_card(evaluation: dict[str, Any], *, checkpoint_bytes: int) -> str:
         steps=run["steps"],
         dense_steps=evaluation["training"]["dense"]["steps"],
         minutes=run["elapsed_s"] / 60,
+        note=evaluation["training"]["note"],
         losses=_loss_table(evaluation),
         usage=_usage_table(evaluation["expert_usage"]),
         samples="\n\n".join(_sample(sample) for sample in evaluation["samples"]),

@@ -240,6 +240,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--moe", type=Path, required=True, help="folder of the training run")
     parser.add_argument("--dense", type=Path, required=True, help="folder of the dense run")
     parser.add_argument("--output", type=Path, required=True, help="folder to export to")
+    parser.add_argument("--note", default="", help="a remark on the run for the model card")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
 
@@ -253,6 +254,7 @@ def main(arguments: list[str] | None = None) -> None:
         "training": {
             "moe": moe_run | {"tokens": moe_run["steps"] * tokens_per_step},
             "dense": dense_run | {"tokens": dense_run["steps"] * tokens_per_step},
+            "note": options.note,
         },
         "versions": {
             "python": platform.python_version(),
