@@ -22,7 +22,7 @@ from harness.report import print_report, write_results
 from harness.session import Findings, measure_disk, prepare_files, run_all, trace_routes
 from harness.shapes import SHAPES
 from harness.sizes import parse_size
-from harness.systems import SYSTEM_NAMES
+from harness.systems import SYSTEM_NAMES, TRANSFORMERS_VARIANTS
 from rich.console import Console
 
 HERE = Path(__file__).resolve().parent
@@ -73,9 +73,10 @@ def parse(arguments: list[str]) -> tuple[Settings, argparse.Namespace]:
         options.max_decode_s = min(options.max_decode_s, 3.0)
         options.caps = options.caps or "none,1GiB"
     systems = tuple(options.systems.split(","))
+    known = ", ".join((*SYSTEM_NAMES, *TRANSFORMERS_VARIANTS))
     for system in systems:
-        if system.partition(":")[0] not in SYSTEM_NAMES:
-            raise ValueError(f"expected systems among {', '.join(SYSTEM_NAMES)}, got {system!r}")
+        if system not in (*SYSTEM_NAMES, *TRANSFORMERS_VARIANTS):
+            raise ValueError(f"expected systems among {known}, got {system!r}")
     for name in ("repeats", "prompt_tokens", "new_tokens", "threads"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
@@ -161,14 +162,21 @@ def _prompt(settings: Settings) -> Prompt:
 
 
 def _usable_caps(settings: Settings, findings: Findings) -> tuple[int | None, ...]:
-    """The caps that can be set here; what is left out is noted."""
-    if all(cap is None for cap in settings.caps):
-        return settings.caps
+    """The caps that can be set here; what is left out is noted.
+
+    Raises:
+        CapUnavailableError: none can, and no uncapped run was asked for.
+    """
+    uncapped = tuple(cap for cap in settings.caps if cap is None)
+    if len(uncapped) == len(settings.caps):
+        return uncapped
     reason = why_unavailable()
     if reason is None:
         return settings.caps
+    if not uncapped:
+        raise CapUnavailableError(f"memory cannot be capped here: {reason}")
     findings.notes.append(f"runs under a memory cap were skipped: {reason}")
-    return (None,)
+    return uncapped
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -76,7 +76,8 @@ def cannot_work(system: str, cap_bytes: int | None, shape: Shape) -> str | None:
     """Why a system is not run under a cap, in a few words; None when it is."""
     name = system.partition(":")[0]
     if find_spec(NEEDED_PACKAGES[name]) is None:
-        return f"{NEEDED_PACKAGES[name]} is not installed (pip install '.[peers]')"
+        extra = "-e ." if name == "ours" else "'.[peers]'"
+        return f"{NEEDED_PACKAGES[name]} is not installed (pip install {extra})"
     if name == "accelerate" and cap_bytes is None:
         return "offloads to disk only under a cap"
     if name == "transformers" and cap_bytes is not None and cap_bytes < shape.total_bytes:

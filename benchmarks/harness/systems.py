@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from harness.processes import RunSpec
 
 SYSTEM_NAMES = ("ours", "transformers", "accelerate", "llama.cpp")
-EXPERTS_VARIANTS = ("eager", "grouped_mm")
+TRANSFORMERS_VARIANTS = ("transformers:eager", "transformers:grouped_mm")
 UBATCH_TOKENS = 512
 # What accelerate must leave free of a cap: interpreter and libraries, one layer's experts twice
 # (as read and as fused), activations.
@@ -50,17 +50,14 @@ def make_system(spec: RunSpec) -> System:
     """The system that `spec.system` names; imports what it needs.
 
     Raises:
-        ValueError: no such system or variant.
+        ValueError: no such system.
     """
-    name, _, variant = spec.system.partition(":")
-    if name == "transformers" and variant in ("", *EXPERTS_VARIANTS):
-        return InMemoryTransformers(spec, variant or None)
-    if variant:
-        raise ValueError(f"unknown variant {spec.system!r}")
+    if spec.system == "transformers" or spec.system in TRANSFORMERS_VARIANTS:
+        return InMemoryTransformers(spec, spec.system.partition(":")[2] or None)
     systems = {"ours": Ours, "accelerate": AccelerateOffload, "llama.cpp": LlamaCpp}
-    if name not in systems:
-        raise ValueError(f"expected one of {', '.join(SYSTEM_NAMES)}, got {name!r}")
-    return systems[name](spec)
+    if spec.system not in systems:
+        raise ValueError(f"unknown system {spec.system!r}")
+    return systems[spec.system](spec)
 
 
 class TorchModel:
@@ -70,7 +67,8 @@ class TorchModel:
         import torch
         import transformers
 
-        # Named here, so that it counts as an import and not as loading the weights.
+        # transformers imports lazily; forced here, so that it counts as imports, not as loading.
+        importlib.import_module("transformers.models.olmoe.modeling_olmoe")
         self._model_class: Any = transformers.AutoModelForCausalLM
         transformers.utils.logging.disable_progress_bar()
         torch.set_num_threads(spec.num_threads)
