@@ -13,10 +13,10 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
+from harness.interruption import stop_on_termination
 from harness.machine import commit, describe_machine, machine_name, num_usable_cores, versions
 from harness.memory_cap import CapUnavailableError, why_unavailable
 from harness.plan import Settings, cap_label
-from harness.processes import stop_on_termination
 from harness.prompt import Prompt, make_prompt
 from harness.report import print_report, write_results
 from harness.session import Findings, measure_disk, prepare_files, run_all, trace_routes

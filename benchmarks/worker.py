@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from harness.interruption import release_interruptions
 from harness.processes import RunSpec
 from harness.systems import System, make_system
 
@@ -16,6 +17,7 @@ LEAST_TIMED_TOKENS = 4
 
 def main() -> None:
     """Reads the run's specification, runs it, writes the result as JSON."""
+    release_interruptions()
     fields = json.loads(Path(sys.argv[1]).read_text())
     fields["prompt_ids"] = tuple(fields["prompt_ids"])
     fields["decode_ids"] = tuple(fields["decode_ids"])

@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.interruption import interruptions_held
+
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 REMOVAL_ATTEMPTS = 50
@@ -63,14 +65,12 @@ def memory_cap(limit_bytes: int) -> Iterator[MemoryCap]:
     if not parent.is_dir():
         raise CapUnavailableError(f"no memory controller under {CGROUP_ROOT}")
     try:
-        folder.mkdir()
-    except OSError as error:
-        raise CapUnavailableError(f"cannot make {folder}: {error.strerror}; run as root") from error
-    try:
+        _make(folder)
         _set_limit(folder, limit_bytes, unified)
         yield MemoryCap(folder, limit_bytes, unified)
     finally:
-        _remove(folder)
+        with interruptions_held():
+            _remove(folder)
 
 
 def why_unavailable() -> str | None:
@@ -90,6 +90,13 @@ def drop_page_cache() -> bool:
     except OSError:
         return False
     return True
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise CapUnavailableError(f"cannot make {folder}: {error.strerror}; run as root") from error
 
 
 def _set_limit(folder: Path, limit_bytes: int, unified: bool) -> None:

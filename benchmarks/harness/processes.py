@@ -9,12 +9,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from harness.interruption import interruptions_held
 from harness.memory_cap import MemoryCap, drop_page_cache, memory_cap
 
 WORKER = Path(__file__).resolve().parent.parent / "worker.py"
@@ -89,21 +89,24 @@ def _execute(
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     spec_file.write_text(json.dumps(asdict(replace(spec, spawned_at=time.monotonic()))))
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return f"not finished after {timeout_s:.0f} s"
-        finally:
-            _kill_group(process)
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        with log.open("wb") as sink, interruptions_held():
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        code = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return f"not finished after {timeout_s:.0f} s"
+    finally:
+        if process is not None:
+            with interruptions_held():
+                _kill_group(process)
     if cap is not None and cap.num_oom_kills():
         return "does not fit in the cap (killed by the kernel)"
     return None if code == 0 else f"ended with exit code {code}"
@@ -118,9 +121,3 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 def _tail(log: Path) -> str:
     lines = log.read_text(errors="replace").replace("\r", "\n").splitlines()
     return "\n".join(lines[-LOG_TAIL_LINES:])
-
-
-def stop_on_termination() -> None:
-    """Turns SIGTERM into the exception of Ctrl-C, so that both clean up alike."""
-    handler: Callable[..., None] = signal.default_int_handler
-    signal.signal(signal.SIGTERM, handler)
