@@ -69,11 +69,19 @@ def randomise(model: PreTrainedModel) -> None:
             tensor.add_(torch.randn_like(tensor), alpha=0.1)
 
 
-def save(model: PreTrainedModel, folder: Path, *, sharded: bool) -> Path:
-    """Write the checkpoint as one file, or cut into shards of a few tensors each."""
+def save(model: PreTrainedModel, folder: Path, *, sharded: bool, own_names: bool = False) -> Path:
+    """Write a checkpoint.
+
+    Args:
+        model: what to write.
+        folder: where to.
+        sharded: whether to cut it into files of a few tensors each.
+        own_names: whether to write the model's own tensors, experts stacked, where the family's
+            published checkpoints have other names or every expert apart.
+    """
     num_bytes = sum(t.numel() * t.element_size() for t in model.state_dict().values())
     size = num_bytes // 4 if sharded else 2 * num_bytes
-    model.save_pretrained(folder, max_shard_size=size)
+    model.save_pretrained(folder, max_shard_size=size, save_original_format=not own_names)
     num_files = len(list(folder.glob("*.safetensors")))
     assert (num_files > 1) == sharded
     return folder
