@@ -190,8 +190,14 @@ def _convert(
         job.add_tensor(name, entry.name, pattern or entry.name, cast(Any, stand_in))
     converted: dict[str, torch.Tensor] = {}
     for name, job in jobs.items():
-        with provenance:
-            parts = job.convert(name, model=model, config=model.config)
+        try:
+            with provenance:
+                parts = job.convert(name, model=model, config=model.config)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise CheckpointError(
+                f"the checkpoint's tensors for {name} do not fit together: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
         for target, value in parts.items():
             converted[target] = value[0] if isinstance(value, list) else value
     for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():

@@ -61,7 +61,7 @@ class OffloadedExperts(torch.nn.Module):
             self.register_parameter(name, parameter)
         for name, child in original.named_children():
             self.add_module(name, child)
-        self._activation = _activation(original)
+        self._activation: Activation | GateFunction = _activation(original)
         # not registered: its remaining submodules are ours, and its class would be initialised anew
         self.__dict__["replaced"] = original
 

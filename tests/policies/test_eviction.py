@@ -1,0 +1,126 @@
+"""Every eviction policy keeps the contract, and LRU with shares does what a plain list says."""
+
+import random
+
+import pytest
+
+from moe_runtime.policies.eviction import LRU, POLICIES, LayerShares, even_shares, make_policy
+from moe_runtime.types import ExpertKey
+
+
+@pytest.fixture(params=sorted(POLICIES))
+def policy(request):
+    return POLICIES[request.param]()
+
+
+def key(expert: int, layer: int = 0) -> ExpertKey:
+    return ExpertKey(layer, expert)
+
+
+def anything(_: object) -> bool:
+    return True
+
+
+class TestContract:
+    def test_holds_what_was_inserted_and_not_removed(self, policy):
+        policy.insert(key(1))
+        policy.insert(key(2))
+        policy.remove(key(1))
+        assert len(policy) == 1
+        assert key(2) in policy
+        assert key(1) not in policy
+
+    def test_inserting_twice_is_an_error(self, policy):
+        policy.insert(key(1))
+        with pytest.raises(ValueError, match="already"):
+            policy.insert(key(1))
+
+    @pytest.mark.parametrize("method", ["touch", "remove"])
+    def test_an_unknown_key_is_an_error(self, policy, method):
+        with pytest.raises(KeyError):
+            getattr(policy, method)(key(3))
+
+    def test_the_victim_is_held_and_evictable_and_stays(self, policy):
+        for expert in range(5):
+            policy.insert(key(expert))
+        victim = policy.victim(lambda k: k == key(3), key(9))
+        assert victim == key(3)
+        assert key(3) in policy
+
+    def test_no_victim_where_nothing_is_evictable(self, policy):
+        policy.insert(key(1))
+        assert policy.victim(lambda _: False, key(9)) is None
+
+    def test_books_balance_after_every_step_of_a_stress(self, policy):
+        generator = random.Random(7)
+        held: set[ExpertKey] = set()
+        for _ in range(2000):
+            some = key(generator.randrange(20))
+            if some not in held:
+                if len(held) == 8:
+                    leased = set(generator.sample(sorted(held), 3))
+                    victim = policy.victim(lambda k, leased=leased: k not in leased, some)
+                    assert victim in held - leased
+                    policy.remove(victim)
+                    held.remove(victim)
+                policy.insert(some)
+                held.add(some)
+            else:
+                policy.touch(some)
+            policy.check()
+            assert len(policy) == len(held)
+            assert all(k in policy for k in held)
+
+
+def test_lru_evicts_what_a_list_of_uses_says():
+    generator = random.Random(3)
+    policy, uses = LRU[ExpertKey](), []
+    for _ in range(3000):
+        some = key(generator.randrange(12))
+        if some in uses:
+            policy.touch(some)
+            uses.remove(some)
+        else:
+            if len(uses) == 5:
+                assert policy.victim(anything, some) == uses[0]
+                policy.remove(uses.pop(0))
+            policy.insert(some)
+        uses.append(some)
+
+
+class TestShares:
+    def test_even_shares_use_every_slot(self):
+        assert even_shares(10, 4) == [3, 3, 2, 2]
+        assert even_shares(2, 4) == [1, 1, 0, 0]
+        with pytest.raises(ValueError, match="cannot split"):
+            even_shares(3, 0)
+
+    def test_a_full_layer_evicts_its_own(self):
+        policy = LayerShares(LRU, [2, 2])
+        for some in (key(0, 1), key(1, 1), key(0), key(1)):
+            policy.insert(some)
+        assert policy.victim(anything, key(5)) == key(0)
+        assert policy.victim(anything, key(5, 1)) == key(0, 1)
+
+    def test_a_layer_below_its_share_takes_from_the_one_furthest_above(self):
+        policy = LayerShares(LRU, [1, 1, 2])
+        for some in (key(0), key(1), key(2), key(0, 1)):
+            policy.insert(some)
+        assert policy.room(2) == 2
+        assert policy.victim(anything, key(0, 2)) == key(0)
+
+    def test_leased_experts_of_a_full_layer_are_passed_over(self):
+        policy = LayerShares(LRU, [1, 1])
+        policy.insert(key(0))
+        policy.insert(key(4, 1))
+        assert policy.victim(lambda k: k != key(0), key(1)) == key(4, 1)
+
+    def test_shares_below_one_leave_every_layer_usable(self):
+        policy = make_policy("lru", num_slots=2, num_layers=5)
+        policy.insert(key(0, 3))
+        policy.insert(key(1, 4))
+        assert policy.victim(anything, key(2, 4)) == key(1, 4)
+
+    def test_an_unknown_policy_names_the_nearest(self):
+        with pytest.raises(ValueError, match="did you mean 'lru'"):
+            make_policy("lur", num_slots=4, num_layers=2)

@@ -1,0 +1,293 @@
+"""The store over a fake tier: books, leases, faults, and no byte ever out of place."""
+
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from moe_runtime.errors import CheckpointError
+from moe_runtime.policies.eviction import make_policy
+from moe_runtime.store.cache import ExpertStore
+from moe_runtime.store.slab import Slab
+from moe_runtime.store.transfer import Priority, Read
+from moe_runtime.types import ExpertKey
+
+SLOT_BYTES = 64
+NUM_LAYERS = 3
+NUM_EXPERTS = 6
+
+
+def content(key: ExpertKey) -> int:
+    """The byte that fills an expert of the fake tier; never that of an empty slot."""
+    return 1 + key.layer * NUM_EXPERTS + key.expert
+
+
+class FakeTier:
+    """A tier below that answers when told to, in any order, and can be made to fail."""
+
+    def __init__(self, *, at_once: bool = True) -> None:
+        self.at_once = at_once
+        self.waiting: list[tuple[ExpertKey, Callable[[], None]]] = []
+        self.fetched: list[ExpertKey] = []
+        self.promoted: list[ExpertKey] = []
+        self.broken: set[ExpertKey] = set()
+
+    def fetch(self, key, slot, priority, on_done) -> Read:
+        read = Read([], priority, on_done)
+        self.fetched.append(key)
+
+        def finish() -> None:
+            if key in self.broken:
+                read.error = CheckpointError(f"expert {key} is broken")
+            else:
+                slot.fill_(content(key))
+                read.num_bytes = SLOT_BYTES
+            on_done(read)
+
+        if self.at_once:
+            threading.Thread(target=finish).start()
+        else:
+            self.waiting.append((key, finish))
+        return read
+
+    def promote(self, key, read) -> None:
+        read.priority = Priority.DEMAND
+        self.promoted.append(key)
+
+    def close(self) -> None:
+        pass
+
+    def finish(self, *keys: ExpertKey) -> None:
+        """Lets the named reads end, all when none is named."""
+        for pair in [pair for pair in self.waiting if not keys or pair[0] in keys]:
+            self.waiting.remove(pair)
+            pair[1]()
+
+
+def make_store(tier: FakeTier, num_slots: int, stream_slots: int = 2) -> ExpertStore[torch.Tensor]:
+    slab = Slab(num_slots, SLOT_BYTES)
+    for index in range(num_slots):
+        slab.slot(index).fill_(255)  # poison: no expert has this content
+    policy = make_policy("lru", num_slots=num_slots, num_layers=NUM_LAYERS)
+    return ExpertStore(tier, slab, policy, lambda _, slot: slot, stream_slots=stream_slots)
+
+
+def keys(layer: int, *experts: int) -> list[ExpertKey]:
+    return [ExpertKey(layer, expert) for expert in experts]
+
+
+def use(store: ExpertStore[torch.Tensor], wanted, *, streaming: bool = False) -> list[ExpertKey]:
+    """Leases experts, checks every byte of each, and returns them in the order they came."""
+    seen = []
+    with store.lease(wanted, streaming=streaming) as lease:
+        for group in lease:
+            for key, slot in group:
+                assert (slot == content(key)).all(), f"{key} has another expert's bytes"
+                seen.append(key)
+            store.check()
+    store.check()
+    assert sorted(seen) == sorted(wanted)
+    return seen
+
+
+def test_a_second_use_is_a_hit():
+    store = make_store(FakeTier(), 6)
+    use(store, keys(0, 1, 2))
+    use(store, keys(0, 2, 1))
+    stats = store.stats()
+    assert (stats.hits, stats.late_hits, stats.misses) == (2, 0, 2)
+    assert stats.bytes_read == 2 * SLOT_BYTES
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 17])
+def test_any_number_of_slots_serves_any_lease(num_slots, streaming):
+    store = make_store(FakeTier(), num_slots)
+    for layer in (0, 1, 2, 0):
+        use(store, keys(layer, 3, 0, 5, 1, 2, 4), streaming=streaming)
+
+
+def test_residents_come_before_arrivals():
+    tier = FakeTier()
+    store = make_store(tier, 9)
+    use(store, keys(0, 1, 2))
+    tier.at_once = False
+    with store.lease(keys(0, 0, 1, 2)) as lease:
+        groups = iter(lease)
+        assert [key for key, _ in next(groups)] == keys(0, 1, 2)
+        tier.finish()
+        assert [key for key, _ in next(groups)] == keys(0, 0)
+        with pytest.raises(StopIteration):
+            next(groups)
+
+
+def test_the_least_recently_used_expert_of_the_layer_goes_first():
+    tier = FakeTier()
+    store = make_store(tier, 9)  # three for each layer
+    use(store, keys(0, 0))
+    use(store, keys(0, 1))
+    use(store, keys(0, 2))
+    for layer in (1, 2):
+        use(store, keys(layer, 0, 1, 2))
+    use(store, keys(0, 0))
+    use(store, keys(0, 3))  # evicts 1
+    tier.fetched.clear()
+    use(store, keys(0, 0, 2, 3))
+    assert tier.fetched == []
+    assert store.stats().evictions == 1
+
+
+def test_a_leased_expert_is_not_evicted():
+    store = make_store(FakeTier(), 2)
+    with store.lease(keys(0, 0)) as held:
+        (group,) = list(held)[:1]
+        slot = group[0][1]
+        again = store.lease(keys(0, 0))
+        with again:
+            use(store, keys(0, 1, 2, 3))
+            assert (slot == content(ExpertKey(0, 0))).all()
+
+
+def test_an_expert_on_its_way_is_a_late_hit_and_promoted():
+    tier = FakeTier(at_once=False)
+    store = make_store(tier, 6)
+    store.read_ahead(keys(1, 4))
+    threading.Timer(0.05, tier.finish).start()
+    use(store, keys(1, 4))
+    stats = store.stats()
+    assert (stats.hits, stats.late_hits, stats.misses) == (0, 1, 0)
+    assert tier.promoted == keys(1, 4)
+    assert stats.stall_s > 0
+
+
+def test_an_expert_read_ahead_in_time_is_a_hit():
+    tier = FakeTier(at_once=False)
+    store = make_store(tier, 6)
+    store.read_ahead(keys(1, 4))
+    tier.finish()
+    use(store, keys(1, 4))
+    stats = store.stats()
+    assert (stats.hits, stats.late_hits, stats.misses) == (1, 0, 0)
+    assert stats.readahead_bytes == SLOT_BYTES
+
+
+def test_read_ahead_takes_no_more_than_the_stream_slots_and_never_evicts():
+    tier = FakeTier()
+    store = make_store(tier, 6, stream_slots=2)
+    use(store, keys(0, 0, 1))
+    use(store, keys(2, 0))
+    tier.fetched.clear()
+    store.read_ahead(keys(1, 0, 1, 2, 3))
+    assert tier.fetched == keys(1, 0, 1)
+    use(store, keys(0, 0, 1))
+    assert store.stats().hits == 2
+
+
+def test_a_wrong_guess_gives_its_slot_back_when_its_layer_comes():
+    tier = FakeTier(at_once=False)
+    store = make_store(tier, 3, stream_slots=2)
+    store.read_ahead(keys(1, 4, 5))
+    tier.finish(*keys(1, 4))
+    tier.at_once = True
+    use(store, keys(1, 0))
+    tier.finish()  # the other guess arrives after its layer has passed
+    store.check()
+    tier.fetched.clear()
+    store.read_ahead(keys(2, 0, 1))
+    assert tier.fetched == keys(2, 0, 1)
+
+
+def test_a_streamed_prompt_leaves_the_cache_alone():
+    tier = FakeTier()
+    store = make_store(tier, 9, stream_slots=1)
+    for layer in range(NUM_LAYERS):
+        use(store, keys(layer, 0, 1, 2))
+    for layer in range(NUM_LAYERS):
+        use(store, keys(layer, 3, 4, 5, 0, 1, 2), streaming=True)
+    store.reset_stats()
+    for layer in range(NUM_LAYERS):
+        use(store, keys(layer, 0, 1, 2))
+    # the one slot that the stream passed through is all it may have cost
+    assert store.stats().misses <= 1
+
+
+def test_a_streamed_prompt_fills_free_room_with_what_was_used_last():
+    tier = FakeTier()
+    store = make_store(tier, 9)
+    use(store, keys(0, 5, 4, 3, 2, 1, 0), streaming=True)
+    store.reset_stats()
+    use(store, keys(0, 0, 1, 2))
+    assert store.stats().hits == 3
+
+
+def test_a_failed_read_raises_and_gives_everything_back():
+    tier = FakeTier()
+    store = make_store(tier, 4)
+    tier.broken = set(keys(0, 1))
+    with pytest.raises(CheckpointError, match="broken"):
+        use(store, keys(0, 0, 1, 2))
+    tier.broken.clear()
+    use(store, keys(0, 0, 1, 2))
+
+
+def test_an_abandoned_lease_gives_everything_back():
+    tier = FakeTier(at_once=False)
+    store = make_store(tier, 2)
+    with pytest.raises(KeyboardInterrupt), store.lease(keys(0, 0, 1, 2)):
+        raise KeyboardInterrupt
+    tier.finish()
+    tier.at_once = True
+    use(store, keys(0, 3, 4, 5))
+
+
+def test_two_threads_share_few_slots():
+    store = make_store(FakeTier(), 3)
+    failures = []
+
+    def work(seed: int) -> None:
+        generator = random.Random(seed)
+        try:
+            for _ in range(60):
+                layer = generator.randrange(NUM_LAYERS)
+                chosen = generator.sample(range(NUM_EXPERTS), 2)
+                with store.lease(keys(layer, *chosen)) as lease:
+                    for group in lease:
+                        for key, slot in group:
+                            assert (slot == content(key)).all()
+        except AssertionError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+        assert not thread.is_alive(), "two leases wait for each other"
+    assert not failures
+    store.check()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_books_balance_through_a_random_stress(seed):
+    generator = random.Random(seed)
+    tier = FakeTier()
+    store = make_store(tier, generator.choice([1, 2, 5, 8]), stream_slots=2)
+    asked = 0
+    for _ in range(120):
+        layer = generator.randrange(NUM_LAYERS)
+        chosen = generator.sample(range(NUM_EXPERTS), generator.randint(1, NUM_EXPERTS))
+        tier.broken = {ExpertKey(layer, 0)} if generator.random() < 0.1 else set()
+        ahead = generator.sample(range(NUM_EXPERTS), 2)
+        if generator.random() < 0.3:
+            store.read_ahead(keys((layer + 1) % NUM_LAYERS, *ahead))
+        try:
+            use(store, keys(layer, *chosen), streaming=generator.random() < 0.5)
+        except CheckpointError:
+            assert tier.broken
+        asked += len(chosen)
+        store.check()
+        stats = store.stats()
+        assert stats.hits + stats.late_hits + stats.misses == asked
+        assert stats.bytes_read == stats.demand_bytes + stats.readahead_bytes
