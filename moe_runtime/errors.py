@@ -1,8 +1,8 @@
 """The errors of the runtime: one class for each way the world can fail to be as expected.
 
-Mistakes of the caller are ``ValueError`` or ``TypeError``. What lies outside a caller's hands (files,
-memory, models that nobody has taught us yet) raises one of the three classes below, so that a command
-line can turn every one of them into a single line and an exit code.
+Mistakes of the caller are ``ValueError`` or ``TypeError``. What lies outside a caller's hands
+(files, memory, models that nobody has taught us yet) raises one of the three classes below, so that
+a command line can turn every one of them into a single line and an exit code.
 """
 
 
