@@ -24,7 +24,7 @@ _UNITS = {
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 MemorySize = int | float | str
-"""Bytes (``8_000_000_000``), a size (``"7GiB"``), a share of what is free (``0.25``), ``"auto"``."""
+"""Bytes (``8_000_000_000``), a size (``"7GiB"``), a share of what is free, or ``"auto"``."""
 
 
 def parse_bytes(text: str) -> int:
