@@ -84,7 +84,10 @@ def test_public_names_resolve() -> None:
 @pytest.mark.slow
 def test_wheel_holds_everything(tmp_path: Path) -> None:
     """A wheel built from this tree has every module and data file, and imports on its own."""
-    wheel = build_wheel(tmp_path)
+    # A copy, so that the build leaves nothing in the checkout.
+    source = tmp_path / "source"
+    copy_tracked_tree(source)
+    wheel = build_wheel(source, tmp_path)
     unpacked = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(unpacked)
@@ -92,7 +95,7 @@ def test_wheel_holds_everything(tmp_path: Path) -> None:
     for path in tracked_files("moe_runtime", *MAPPED):
         inside = path if path.parts[0] == "moe_runtime" else Path("moe_runtime") / path
         assert (unpacked / inside).is_file(), f"the wheel lacks {path}: see package-data"
-        assert (unpacked / inside).read_bytes() == (ROOT / path).read_bytes()
+        assert (unpacked / inside).read_bytes() == (source / path).read_bytes()
     # Nothing under the bare names, which belong to other distributions.
     assert not any((unpacked / name).exists() for name in MAPPED)
 
@@ -106,13 +109,11 @@ def test_wheel_holds_everything(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-P", "-c", code], check=True, cwd=empty)
 
 
-def build_wheel(tmp_path: Path) -> Path:
-    """Build from a copy, so that the build leaves nothing in the checkout; needs no network."""
-    source = tmp_path / "source"
-    copy_tracked_tree(source)
+def build_wheel(source: Path, target: Path) -> Path:
+    """Build in the environment that the tests run in: needs no network."""
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps"]
-    subprocess.run([*command, "--wheel-dir", str(tmp_path), str(source)], check=True, cwd=tmp_path)
-    (wheel,) = tmp_path.glob("moe_runtime-*.whl")
+    subprocess.run([*command, "--wheel-dir", str(target), str(source)], check=True, cwd=target)
+    (wheel,) = target.glob("moe_runtime-*.whl")
     return wheel
 
 
