@@ -1,9 +1,13 @@
-/* The C interface: cuts one call into items that any thread may take in order.
+/* The C interface: cuts one call into items that any thread may run.
  *
  * A call has three stages for every expert: pack its rows of x, multiply by gate and up (and activate),
- * multiply by down. Items are numbered stage by stage, experts in the order given, and taken from one counter.
- * An item waits only for the earlier stage of its own expert, whose items have smaller numbers, so the lowest
- * unfinished item can always run. A linear layer is an expert that has only the first and the last stage.
+ * multiply by down. A linear layer is an expert that has only the first and the last stage.
+ *
+ * The items of a stage are numbered in the order of experts and blocks, and every thread has a contiguous range of
+ * them: memory serves one long stream to each thread best (measured: blocks taken in turn are a seventh slower). A
+ * thread whose range is empty takes from the ends of the others' ranges, so a thread that comes late or not at all
+ * costs only its help. An item waits only for the stage before, and no thread goes to a stage before every item of
+ * the stages below has been taken: whoever holds those can finish them.
  */
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -21,6 +25,11 @@ enum { STAGE_PACK, STAGE_HIDDEN, STAGE_OUT, NUM_STAGES };
 /* Weight rows of one item: a multiple of every k_step and tile height, so that hidden values are packed whole. */
 enum { BLOCK_ROWS = 32 };
 enum { BLOCK_BYTES = 128 << 10, MAX_BLOCK_ROWS = 512, MAX_BLOCK_SUMS = 1 << 14 };
+
+/* Items [begin, end) of one stage that are not taken yet, packed as begin << 32 | end; alone on its cache line. */
+typedef struct {
+    _Alignas(64) atomic_ullong items;
+} Range;
 
 typedef struct {
     const Expert *weights;
@@ -44,13 +53,13 @@ typedef struct {
     ExpertWork *work;
     char *buffers; /* one of buffer_bytes for every thread */
     int64_t buffer_bytes;
-    int64_t stage_first[NUM_STAGES + 1];
-    atomic_llong next_item;
-    atomic_int next_buffer;
+    int num_threads;
+    Range *ranges; /* [stage][thread] */
+    atomic_int next_thread;
 } Call;
 
 typedef struct {
-    int stage;
+    int stage; /* NUM_STAGES: there are no more items */
     int64_t expert, index;
 } Item;
 
@@ -131,16 +140,31 @@ MOE_EXPORT void moe_set_spin_ns(int64_t nanoseconds) { pool_set_spin(nanoseconds
 
 /* ---- items ---- */
 
-static Item locate(const Call *call, int64_t number, int64_t *cursor) {
-    Item item = {STAGE_PACK, 0, 0};
-    while (number >= call->stage_first[item.stage + 1]) item.stage++;
-    /* Numbers only grow for one thread, so the search goes on where it stopped, or from the front of a new stage. */
-    int64_t e = *cursor;
-    if (number < call->work[e].first_item[item.stage]) e = 0;
-    while (e + 1 < call->num_experts && number >= call->work[e + 1].first_item[item.stage]) e++;
-    *cursor = item.expert = e;
-    item.index = number - call->work[e].first_item[item.stage];
-    return item;
+/* Takes one item of a range, from the front or from the end; -1 when it is empty. */
+static int64_t take(Range *range, int from_end) {
+    unsigned long long items = atomic_load_explicit(&range->items, memory_order_relaxed);
+    for (;;) {
+        const uint32_t begin = (uint32_t)(items >> 32), end = (uint32_t)items;
+        if (begin >= end) return -1;
+        const unsigned long long rest = from_end ? items - 1 : items + (1ull << 32);
+        if (atomic_compare_exchange_weak(&range->items, &items, rest)) return from_end ? end - 1 : begin;
+    }
+}
+
+/* The next item for a thread that last took `last`. */
+static Item take_item(Call *call, int thread, Item last) {
+    for (; last.stage < NUM_STAGES; last.stage++) {
+        int64_t number = -1;
+        for (int i = 0; i < call->num_threads && number < 0; i++)
+            number = take(&call->ranges[last.stage * call->num_threads + (thread + i) % call->num_threads], i > 0);
+        if (number < 0) continue;
+        const ExpertWork *work = call->work;
+        while (number < work[last.expert].first_item[last.stage]) last.expert--;
+        while (last.expert + 1 < call->num_experts && number >= work[last.expert + 1].first_item[last.stage]) last.expert++;
+        last.index = number - work[last.expert].first_item[last.stage];
+        return last;
+    }
+    return last;
 }
 
 static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -152,6 +176,7 @@ static Matrix rows_from(Matrix matrix, int64_t row) {
 
 /* The weights an item reads first. */
 static Matrix first_weights(const Call *call, Item item) {
+    if (item.stage == NUM_STAGES) return (Matrix){0, 0};
     const ExpertWork *work = &call->work[item.expert];
     const Expert *weights = work->weights;
     if (item.stage == STAGE_OUT) return rows_from(weights->down, item.index * work->out_block);
@@ -236,26 +261,20 @@ static void compute_out(const Call *call, ExpertWork *work, int64_t index, float
     }
 }
 
-/* Takes items until there are none. The next item is taken before the present one runs, so that its weights can be fetched. */
+/* Runs items until there are none. The next is taken before the present one runs, so that its weights can be fetched. */
 static void work_on(void *context) {
     Call *call = context;
-    float *sums = (float *)(call->buffers + atomic_fetch_add(&call->next_buffer, 1) * call->buffer_bytes);
-    const int64_t total = call->stage_first[NUM_STAGES];
-    int64_t cursor = 0;
-    int64_t number = atomic_fetch_add(&call->next_item, 1);
-    while (number < total) {
-        const Item item = locate(call, number, &cursor);
+    const int thread = atomic_fetch_add(&call->next_thread, 1);
+    float *sums = (float *)(call->buffers + thread * call->buffer_bytes);
+    Item item = take_item(call, thread, (Item){STAGE_PACK, 0, 0});
+    while (item.stage < NUM_STAGES) {
+        const Item following = take_item(call, thread, item);
+        const Matrix next = first_weights(call, following);
         ExpertWork *work = &call->work[item.expert];
-        const int64_t following = atomic_fetch_add(&call->next_item, 1);
-        Matrix next = {0, 0};
-        if (following < total) {
-            int64_t peek = cursor;
-            next = first_weights(call, locate(call, following, &peek));
-        }
         if (item.stage == STAGE_PACK) pack_panel(call, work, item.index);
         if (item.stage == STAGE_HIDDEN) compute_hidden(call, work, item.index, sums, next);
         if (item.stage == STAGE_OUT) compute_out(call, work, item.index, sums, next);
-        number = following;
+        item = following;
     }
 }
 
@@ -289,46 +308,56 @@ static void plan_expert(const Call *call, ExpertWork *work, int64_t *buffer_floa
     if (floats > *buffer_floats) *buffer_floats = floats;
 }
 
-static void number_items(Call *call) {
-    int64_t number = 0;
+/* Numbers the items of every stage and gives each thread its range of them. */
+static void share_items(Call *call) {
     for (int stage = 0; stage < NUM_STAGES; stage++) {
-        call->stage_first[stage] = number;
+        int64_t total = 0;
         for (int64_t e = 0; e < call->num_experts; e++) {
             ExpertWork *work = &call->work[e];
-            work->first_item[stage] = number;
-            number += stage == STAGE_PACK ? work->pack_items : stage == STAGE_HIDDEN ? work->hidden_items : work->out_items;
+            work->first_item[stage] = total;
+            total += stage == STAGE_PACK ? work->pack_items : stage == STAGE_HIDDEN ? work->hidden_items : work->out_items;
+        }
+        for (int64_t t = 0; t < call->num_threads; t++) {
+            const uint64_t begin = (uint64_t)(total * t / call->num_threads), end = (uint64_t)(total * (t + 1) / call->num_threads);
+            atomic_init(&call->ranges[stage * call->num_threads + t].items, begin << 32 | end);
         }
     }
-    call->stage_first[NUM_STAGES] = number;
 }
 
 /* Lays the call out in the pool's scratch memory and runs it; the pool's lock is held. */
 static int run_call(Call *call, const Expert *experts, const int64_t *counts) {
     call->isa = current_isa();
     call->kind = weight_kind(call->isa, call->x_dtype, call->weight_dtype);
-    ExpertWork *plan = calloc((size_t)call->num_experts, sizeof *plan);
-    if (!plan) return STATUS_NO_MEMORY;
-    call->work = plan;
+    call->num_threads = pool_threads();
     int64_t total_rows = 0, buffer_floats = 0;
-    for (int64_t e = 0; e < call->num_experts; e++) {
-        plan[e].weights = &experts[e];
-        plan[e].first_row = total_rows;
-        plan[e].num_rows = counts[e];
-        total_rows += counts[e];
-        plan_expert(call, &plan[e], &buffer_floats);
-    }
-    number_items(call);
+    for (int64_t e = 0; e < call->num_experts; e++) total_rows += counts[e];
     const int64_t row_bytes = packed_row_bytes(call->kind, call->dim_in, call->isa->k_step);
     const int64_t hidden_bytes = packed_row_bytes(call->kind, call->dim_hidden, call->isa->k_step);
+    const int64_t plan_bytes = aligned(call->num_experts * (int64_t)sizeof(ExpertWork));
+    const int64_t range_bytes = NUM_STAGES * call->num_threads * (int64_t)sizeof(Range);
+    ExpertWork *plan = calloc(1, (size_t)plan_bytes);
+    if (!plan) return STATUS_NO_MEMORY;
+    call->work = plan;
+    for (int64_t e = 0; e < call->num_experts; e++) {
+        plan[e].weights = &experts[e];
+        plan[e].num_rows = counts[e];
+        plan_expert(call, &plan[e], &buffer_floats);
+    }
     const int64_t packed_bytes = aligned(total_rows * row_bytes), all_hidden_bytes = aligned(total_rows * hidden_bytes);
     call->buffer_bytes = aligned(buffer_floats * 4);
-    char *scratch = pool_scratch(packed_bytes + all_hidden_bytes + call->buffer_bytes * pool_threads());
+    char *scratch = pool_scratch(range_bytes + packed_bytes + all_hidden_bytes + call->buffer_bytes * call->num_threads);
     if (scratch) {
+        call->ranges = (Range *)scratch;
+        char *packed = scratch + range_bytes, *hidden = packed + packed_bytes;
+        call->buffers = hidden + all_hidden_bytes;
+        int64_t row = 0;
         for (int64_t e = 0; e < call->num_experts; e++) {
-            plan[e].packed = scratch + plan[e].first_row * row_bytes;
-            plan[e].hidden = scratch + packed_bytes + plan[e].first_row * hidden_bytes;
+            plan[e].first_row = row;
+            plan[e].packed = packed + row * row_bytes;
+            plan[e].hidden = hidden + row * hidden_bytes;
+            row += counts[e];
         }
-        call->buffers = scratch + packed_bytes + all_hidden_bytes;
+        share_items(call);
         pool_run(work_on, call);
     }
     free(plan);

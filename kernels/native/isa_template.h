@@ -63,6 +63,38 @@ typedef struct {
 /* Lines are fetched into the second-level cache while a tile runs, for as many weight rows a step as this. */
 #define AHEAD_ROWS(tile_rows) ((tile_rows) > 2 ? 2 : (tile_rows))
 
+/* The rows a multiplication reads: those of `weight`, then those of `next`. */
+typedef struct {
+    Matrix weight, next;
+    int64_t num_rows;
+    int64_t whole_rows, rest_steps; /* the distance ahead: rows, and steps within a row */
+    int64_t steps, step_bytes;      /* of one row */
+} Stream;
+
+INLINE const char *stream_row(const Stream *stream, int64_t row) {
+    if (row < stream->num_rows) return stream->weight.data + row * stream->weight.stride;
+    return stream->next.data ? stream->next.data + (row - stream->num_rows) * stream->next.stride : NULL;
+}
+
+/* A single row fetches `distance` bytes ahead of itself. */
+INLINE void ahead_of_row(const Stream *stream, int64_t row, Ahead ahead[2]) {
+    const char *near = stream_row(stream, row + stream->whole_rows), *far = stream_row(stream, row + stream->whole_rows + 1);
+    ahead[0].data = near + stream->rest_steps * stream->step_bytes;
+    ahead[0].steps = near ? stream->steps - stream->rest_steps : 0;
+    ahead[1].data = far;
+    ahead[1].steps = far ? stream->rest_steps : 0;
+}
+
+/* The panels of a tile share the rows of a later tile: two rows for each panel, until all are fetched. */
+INLINE void ahead_of_tile(const Stream *stream, int64_t row, int height, int64_t panel, Ahead ahead[2]) {
+    for (int part = 0; part < 2; part++) {
+        const int64_t offset = 2 * panel + part;
+        const char *data = offset < height ? stream_row(stream, row + stream->whole_rows + offset) : NULL;
+        ahead[part].data = data;
+        ahead[part].steps = !data ? 0 : part ? stream->steps - stream->steps / 2 : stream->steps / 2;
+    }
+}
+
 /* Sums over lanes, four vectors at a time; a vector's sum does not depend on its neighbours. */
 INLINE void store_sums(int tile_rows, int panel_rows, Vec acc[PANEL_ROWS][TILE_ROWS], float *out, int64_t ldo) {
     UNROLL for (int first = 0; first < panel_rows * tile_rows; first += 4) {
@@ -120,14 +152,29 @@ INLINE void tile(int kind, int tile_rows, int panel_rows, Matrix weight, int64_t
     store_sums(tile_rows, panel_rows, acc, out, ldo);
 }
 
-typedef void (*TileFn)(Matrix weight, int64_t k, const char *x, float *out, int64_t ldo, const Ahead ahead[2]);
-
-#define DEFINE_TILE(kind, rows, panel)                                                                              \
-    static void tile_##kind##_##rows##_##panel(Matrix weight, int64_t k, const char *x, float *out, int64_t ldo,    \
-                                               const Ahead ahead[2]) {                                              \
-        tile(kind, rows, panel, weight, k, x, out, ldo, ahead);                                                     \
+/* Tiles one below the other, for one panel of x. */
+INLINE void strip(int kind, int tile_rows, int panel_rows, const Stream *stream, int64_t row, int64_t num_tiles, int64_t k,
+                  const char *x, int64_t panel, float *out, int64_t ldo) {
+    for (; num_tiles > 0; num_tiles--, row += tile_rows) {
+        const Matrix here = {stream->weight.data + row * stream->weight.stride, stream->weight.stride};
+        Ahead ahead[2];
+        if (tile_rows == 1)
+            ahead_of_row(stream, row, ahead);
+        else
+            ahead_of_tile(stream, row, tile_rows, panel, ahead);
+        tile(kind, tile_rows, panel_rows, here, k, x, out + row, ldo, ahead);
     }
-#define NAME_TILE(kind, rows, panel) tile_##kind##_##rows##_##panel
+}
+
+typedef void (*StripFn)(const Stream *stream, int64_t row, int64_t num_tiles, int64_t k, const char *x, int64_t panel,
+                        float *out, int64_t ldo);
+
+#define DEFINE_STRIP(kind, rows, panel_rows)                                                                        \
+    static void strip_##kind##_##rows##_##panel_rows(const Stream *stream, int64_t row, int64_t num_tiles, int64_t k, \
+                                                     const char *x, int64_t panel, float *out, int64_t ldo) {       \
+        strip(kind, rows, panel_rows, stream, row, num_tiles, k, x, panel, out, ldo);                               \
+    }
+#define NAME_STRIP(kind, rows, panel_rows) strip_##kind##_##rows##_##panel_rows
 
 /* Tile heights 1, 2 and, with enough registers, 4; panels of 1 to PANEL_ROWS rows. */
 #if TILE_ROWS == 4
@@ -138,8 +185,8 @@ typedef void (*TileFn)(Matrix weight, int64_t k, const char *x, float *out, int6
 #endif
 #define NO_SEPARATOR()
 #define COMMA() ,
-#define DEFINE_PANEL(kind, panel) FOR_HEIGHTS(DEFINE_TILE, kind, panel, NO_SEPARATOR)
-#define NAME_PANEL(kind, panel) {FOR_HEIGHTS(NAME_TILE, kind, panel, COMMA)}
+#define DEFINE_PANEL(kind, panel) FOR_HEIGHTS(DEFINE_STRIP, kind, panel, NO_SEPARATOR)
+#define NAME_PANEL(kind, panel) {FOR_HEIGHTS(NAME_STRIP, kind, panel, COMMA)}
 
 #if PANEL_ROWS == 6
 #define DEFINE_KIND(kind)                                                                                           \
@@ -160,7 +207,7 @@ DEFINE_KIND(KIND_BF16)
 DEFINE_KIND(KIND_BF16_DOT)
 #endif
 
-static const TileFn TILES[NUM_KINDS][PANEL_ROWS][3] = {
+static const StripFn STRIPS[NUM_KINDS][PANEL_ROWS][3] = {
     NAME_KIND(KIND_F32), NAME_KIND(KIND_F16), NAME_KIND(KIND_BF16),
 #if HAS_BF16_DOT
     NAME_KIND(KIND_BF16_DOT),
@@ -178,50 +225,35 @@ static int tile_height(int64_t num_rows) {
  * own window of loads falls short (measured on Zen 4). */
 static int64_t ahead_distance(int64_t num_rows) { return num_rows <= 2 ? 2 << 10 : num_rows <= 4 ? 8 << 10 : 16 << 10; }
 
-/* Row `row` of the stream made of `weight` and, after its last row, of `next`. */
-INLINE const char *stream_row(Matrix weight, int64_t num_rows, Matrix next, int64_t row) {
-    if (row < num_rows) return weight.data + row * weight.stride;
-    return next.data ? next.data + (row - num_rows) * next.stride : NULL;
-}
-
-/* Plans what a panel of a tile fetches; the panels of one tile share the rows of a later tile. */
-INLINE void plan_ahead(Ahead ahead[2], Matrix weight, int64_t num_weight_rows, Matrix next, int64_t row, int height,
-                       int64_t steps, int64_t step_bytes, int64_t distance, int64_t panel) {
-    const int64_t row_bytes = steps * step_bytes;
-    ahead[0].steps = ahead[1].steps = 0;
-    if (!row_bytes) return;
-    if (height == 1) {
-        const int64_t rows = distance / row_bytes, rest = distance % row_bytes / step_bytes;
-        ahead[0].data = stream_row(weight, num_weight_rows, next, row + rows);
-        ahead[1].data = stream_row(weight, num_weight_rows, next, row + rows + 1);
-        ahead[0].steps = ahead[0].data ? steps - rest : 0;
-        ahead[1].steps = ahead[1].data ? rest : 0;
-        if (ahead[0].data) ahead[0].data += rest * step_bytes;
-        return;
+static Stream plan_stream(Matrix weight, int64_t num_rows, Matrix next, int height, int64_t distance, int64_t steps,
+                          int64_t step_bytes) {
+    Stream stream = {.weight = weight, .next = next, .num_rows = num_rows, .steps = steps, .step_bytes = step_bytes};
+    const int64_t tile_bytes = height * steps * step_bytes;
+    if (height > 1) {
+        stream.whole_rows = tile_bytes ? (distance + tile_bytes - 1) / tile_bytes * height : 0;
+    } else if (tile_bytes) {
+        stream.whole_rows = distance / tile_bytes;
+        stream.rest_steps = distance % tile_bytes / step_bytes;
     }
-    if (panel * AHEAD_ROWS(height) >= height) return;
-    const int64_t tiles = (distance + height * row_bytes - 1) / (height * row_bytes);
-    const int64_t first = row + tiles * height + panel * AHEAD_ROWS(height);
-    for (int part = 0; part < 2; part++) {
-        ahead[part].data = stream_row(weight, num_weight_rows, next, first + part);
-        ahead[part].steps = ahead[part].data ? (part ? steps - steps / 2 : steps / 2) : 0;
-    }
+    return stream;
 }
 
 static void multiply(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
                      float *out, int64_t ldo, Matrix next) {
     const int64_t panels = num_panels(num_rows, PANEL_ROWS), row_bytes = packed_row_bytes(kind, k, K_STEP);
-    const int64_t steps = k / K_STEP, step_bytes = K_STEP * (kind == KIND_F32 ? 4 : 2);
-    const int64_t distance = ahead_distance(num_rows);
+    const int64_t small = num_rows / panels, num_larger = num_rows % panels;
     int height = tile_height(num_rows);
-    for (int64_t n = 0; n < num_weight_rows; n += height) {
-        while (num_weight_rows - n < height) height /= 2;
-        const Matrix here = {weight.data + n * weight.stride, weight.stride};
-        for (int64_t p = 0; p < panels; p++) {
-            const int64_t first = panel_start(p, panels, num_rows), last = panel_start(p + 1, panels, num_rows);
-            Ahead ahead[2];
-            plan_ahead(ahead, weight, num_weight_rows, next, n, height, steps, step_bytes, distance, p);
-            TILES[kind][last - first - 1][height / 2](here, k, packed + first * row_bytes, out + first * ldo + n, ldo, ahead);
+    const Stream stream = plan_stream(weight, num_weight_rows, next, height, ahead_distance(num_rows), k / K_STEP,
+                                      K_STEP * (kind == KIND_F32 ? 4 : 2));
+    for (int64_t n = 0; n < num_weight_rows; height /= 2) {
+        /* One panel takes the whole strip; several take turns on a tile while it is in the cache. */
+        const int64_t tiles = (num_weight_rows - n) / height, turn = panels == 1 ? tiles : 1;
+        for (int64_t last = n + tiles * height; n < last; n += turn * height) {
+            for (int64_t p = 0, first = 0; p < panels; p++) {
+                const int64_t rows = small + (p < num_larger);
+                STRIPS[kind][rows - 1][height / 2](&stream, n, turn, k, packed + first * row_bytes, p, out + first * ldo, ldo);
+                first += rows;
+            }
         }
     }
 }
