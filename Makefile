@@ -34,7 +34,7 @@ NATIVE_SOURCES := $(wildcard setup.py kernels/*/*.c kernels/*/*.cpp kernels/*/*.
 .PHONY: help install demo test check bench format clean
 
 help:
-	@echo "make demo    install, then generate text under a budget smaller than the model's experts"
+	@echo "make demo    install, then generate text with two thirds of the experts left on disk"
 	@echo "make test    install, then run every test"
 	@echo "make check   install, then ruff and pyright"
 	@echo "make bench   install, then time generation on a tiny checkpoint; BENCH_ARGS= for everything"
