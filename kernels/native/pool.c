@@ -15,7 +15,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-enum { MAX_THREADS = 256, TURNS_BEFORE_YIELD = 2000, TURNS_PER_CLOCK = 64 };
+enum { MAX_THREADS = 256, TURNS_BEFORE_YIELD = 2000, TURNS_PER_CLOCK = 64, PAGE = 4096 };
 
 static struct {
     pthread_mutex_t call_lock;  /* one call at a time */
@@ -163,9 +163,9 @@ void pool_run(PoolFn fn, void *context) {
 
 void *pool_scratch(int64_t bytes) {
     if (bytes > pool.scratch_bytes) {
-        int64_t rounded = (bytes + 4095) / 4096 * 4096;
+        int64_t rounded = (bytes + PAGE - 1) / PAGE * PAGE;
         free(pool.scratch);
-        pool.scratch = aligned_alloc(4096, (size_t)rounded);
+        pool.scratch = aligned_alloc(PAGE, (size_t)rounded);
         pool.scratch_bytes = pool.scratch ? rounded : 0;
     }
     return pool.scratch;
