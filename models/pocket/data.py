@@ -28,8 +28,8 @@ class BatchPlan:
     def draw(self, streams: Streams, *, step: int, window: int) -> npt.NDArray[np.int64]:
         """The batch of one step, (windows, window + 1) token ids; depends on nothing but `step`.
 
-        Two models trained with one plan therefore see the same tokens, and an interrupted run goes
-        on where it stopped.
+        Two models trained with one plan and number of steps therefore see the same tokens, and an
+        interrupted run goes on where it stopped.
         """
         random = np.random.default_rng([self.seed, step])
         kinds = random.choice(len(KINDS), size=self.tokens_per_step // window, p=list(_shares()))

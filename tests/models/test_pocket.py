@@ -1,0 +1,148 @@
+"""The bundled pocket model: what it is made of, and that it has learnt something."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from moe_runtime.models.pocket import pocket_path
+from moe_runtime.models.pocket.corpus import gather
+from moe_runtime.models.pocket.data import tokenize
+
+PAGE_BYTES = 4096
+CONTEXT = 512
+TOKENS_PER_KIND = 8 * CONTEXT
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(pocket_path())
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(pocket_path(), dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def held_out_ids(tokenizer: Any) -> torch.Tensor:
+    """Token ids of text that training never saw: some of each kind."""
+    streams = tokenize([found for found in gather() if found.held_out], tokenizer)
+    parts = [stream[:TOKENS_PER_KIND].astype("int64") for stream in streams.values()]
+    return torch.from_numpy(np.concatenate(parts))
+
+
+@pytest.fixture(scope="module")
+def held_out_run(model: Any, held_out_ids: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """Mean log loss in nats over contexts of the text, and (L, E) counts of chosen experts."""
+    usage = torch.zeros(model.config.num_hidden_layers, model.config.num_experts)
+    nats, num_predicted = 0.0, 0
+    with torch.inference_mode():
+        for window in held_out_ids.split(CONTEXT):
+            outputs = model(window[None], output_router_logits=True)
+            logits = outputs.logits[0, :-1].double()
+            nats += float(F.cross_entropy(logits, window[1:], reduction="sum"))
+            num_predicted += len(window) - 1
+            for layer, router_logits in enumerate(outputs.router_logits):
+                chosen = router_logits.topk(model.config.num_experts_per_tok, dim=-1).indices
+                usage[layer] += torch.bincount(chosen.reshape(-1), minlength=usage.shape[1])
+    return nats / num_predicted, usage
+
+
+def test_checkpoint_is_small_and_holds_each_expert_apart() -> None:
+    folder = pocket_path()
+    names = ["config.json", "generation_config.json", "model.safetensors"]
+    names += ["tokenizer.json", "tokenizer_config.json", "evaluation.json", "README.md"]
+    assert sum((folder / name).stat().st_size for name in names) <= 25_000_000
+    config = json.loads((folder / "config.json").read_text())
+    with safe_open(str(folder / "model.safetensors"), framework="pt") as file:
+        keys = set(file.keys())
+        for layer in range(config["num_hidden_layers"]):
+            for expert in range(config["num_local_experts"]):
+                for matrix in ("gate_proj", "up_proj", "down_proj"):
+                    key = f"model.layers.{layer}.mlp.experts.{expert}.{matrix}.weight"
+                    assert key in keys
+                    part = file.get_slice(key)
+                    assert part.get_dtype() == "BF16"
+                    # Reads of single experts are only worth testing when they span pages.
+                    assert 2 * part.get_shape()[0] * part.get_shape()[1] > PAGE_BYTES
+
+
+def test_loads_with_transformers_as_a_mixture(model: Any) -> None:
+    experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
+    assert len(experts) >= 6
+    assert all(module.num_experts >= 16 for module in experts)
+    assert model.config.num_experts_per_tok >= 2
+    assert model.config.norm_topk_prob
+
+
+def test_tokenizer_round_trips_any_text(tokenizer: Any) -> None:
+    for text in ("The for statement\n    x = 1\n", "naïve ∑ 日本 \x00\t\r\n", "  a  b "):
+        ids = tokenizer(text)["input_ids"]
+        assert max(ids) < 4096
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.eos_token_id is not None
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+
+
+def test_held_out_loss_is_clearly_below_any_unigram_model(
+    held_out_run: tuple[float, torch.Tensor], held_out_ids: torch.Tensor
+) -> None:
+    # The entropy of the text's own token frequencies: no unigram model can do better on it.
+    counts = torch.tensor(list(Counter(held_out_ids.tolist()).values()), dtype=torch.float64)
+    shares = counts / counts.sum()
+    best_unigram = float(-(shares * shares.log()).sum())
+    loss, _ = held_out_run
+    assert loss < 0.75 * best_unigram
+
+
+def test_no_expert_is_collapsed_on_held_out_text(
+    held_out_run: tuple[float, torch.Tensor],
+) -> None:
+    _, usage = held_out_run
+    shares = usage / usage.sum(dim=1, keepdim=True)
+    # The least used expert was measured at 0.42 of even use; half of that leaves room for the
+    # slightly different texts of other Python versions.
+    assert float(shares.min()) > 0.2 / usage.shape[1]
+
+
+def test_greedy_text_is_deterministic_and_printable(model: Any, tokenizer: Any) -> None:
+    inputs = tokenizer("The for statement", return_tensors="pt")
+    texts = [
+        tokenizer.decode(
+            model.generate(**inputs, max_new_tokens=48, do_sample=False)[0],
+            skip_special_tokens=True,
+        )
+        for _ in range(2)
+    ]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > len("The for statement") + 40
+    assert all(character.isprintable() or character in "\n\t" for character in texts[0])
+    assert "�" not in texts[0]
+
+
+def test_missing_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import moe_runtime.models.pocket as package
+
+    monkeypatch.setattr(package, "__file__", str(tmp_path / "__init__.py"))
+    with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
+        pocket_path()
+
+
+def test_card_shows_the_measured_numbers() -> None:
+    folder = pocket_path()
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    card = (folder / "README.md").read_text()
+    losses = evaluation["held_out_mixture"]
+    for name in ("unigram", "dense", "moe"):
+        assert f"{losses[name]['nats_per_token']:.3f}" in card
+    assert losses["moe"]["nats_per_token"] < losses["unigram"]["nats_per_token"] - 2
+    for layer in evaluation["expert_usage"]:
+        assert f"{100 * layer['min']:.1f} %" in card
