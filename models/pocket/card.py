@@ -44,8 +44,8 @@ Apache-2.0.
 
 {tokens_millions:.1f} million tokens ({steps:,} steps of 2,048), AdamW, matrix products in bfloat16,
 one thread, {minutes:.0f} minutes on a busy machine of two cores. A load-balance loss per layer
-and a router z loss keep the experts in use. The dense baseline was trained for {dense_steps:,} steps
-on the same number of tokens of the same mixture.
+and a router z loss keep the experts in use. The dense baseline was trained for {dense_steps:,}
+steps, on the same number of tokens of the same mixture.
 
 {note}
 
@@ -129,9 +129,9 @@ def _comparison(mixture: dict[str, Any]) -> str:
     if gap < 0:
         return f"The experts lower the loss by {-gap:.3f} nats per token."
     return (
-        f"The dense baseline is ahead by {gap:.3f} nats per token. A likely reason: in so short a run\n"
-        "each expert is trained on an eighth of the tokens, the dense layers on all of them. This\n"
-        "model is for exercising a runtime, not evidence for what experts gain."
+        f"The dense baseline is ahead by {gap:.3f} nats per token. A likely reason: in so short\n"
+        "a run each expert is trained on an eighth of the tokens, the dense layers on all of them.\n"
+        "This model is for exercising a runtime, not evidence for what experts gain."
     )
 
 

@@ -43,6 +43,8 @@ _log = logging.getLogger(__name__)
 
 WEIGHT_FILES = ("config.json", "generation_config.json", "model.safetensors")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+CHECKPOINT_FILES = (*WEIGHT_FILES, *TOKENIZER_FILES)
+EVALUATION_FILE = "evaluation.json"
 PROMPTS = (
     "The for statement",
     "A class definition",
@@ -232,6 +234,13 @@ def _rounded(value: Any) -> Any:
     return value
 
 
+def card_of(folder: Path) -> str:
+    """The model card of an exported folder, from its `evaluation.json` and the size of its files."""
+    evaluation = json.loads((folder / EVALUATION_FILE).read_text(encoding="utf-8"))
+    checkpoint_bytes = sum((folder / name).stat().st_size for name in CHECKPOINT_FILES)
+    return render_card(evaluation, checkpoint_bytes=checkpoint_bytes)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Command line of the evaluation script."""
     import transformers
@@ -265,12 +274,8 @@ def main(arguments: list[str] | None = None) -> None:
     }
     evaluation = _rounded(evaluation)
     text = json.dumps(evaluation, indent=1, ensure_ascii=False) + "\n"
-    (options.output / "evaluation.json").write_text(text, encoding="utf-8")
-    checkpoint_bytes = sum(
-        (options.output / name).stat().st_size for name in (*WEIGHT_FILES, *TOKENIZER_FILES)
-    )
-    card = render_card(evaluation, checkpoint_bytes=checkpoint_bytes)
-    (options.output / "README.md").write_text(card, encoding="utf-8")
+    (options.output / EVALUATION_FILE).write_text(text, encoding="utf-8")
+    (options.output / "README.md").write_text(card_of(options.output), encoding="utf-8")
 
 
 if __name__ == "__main__":
