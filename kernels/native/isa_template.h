@@ -18,6 +18,8 @@
 
 #define K_STEP (2 * LANES)
 #define CACHE_LINE 64
+/* Packed rows that are multiplied with a block of weights before the next rows are: they stay in the second-level cache. */
+#define GROUP_BYTES (256 << 10)
 
 
 /* The loops over a tile are unrolled before anything else: only then do its sums stay in registers. */
@@ -242,24 +244,37 @@ static Stream plan_stream(Matrix weight, int64_t num_rows, Matrix next, int heig
     return stream;
 }
 
-static void multiply(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
-                     float *out, int64_t ldo, Matrix next) {
+/* All panels from `first_panel` to `last_panel` with all weight rows. */
+static void multiply_panels(int kind, const Stream *stream, int shape, int64_t k, const char *packed, int64_t num_rows,
+                            int64_t first_panel, int64_t last_panel, float *out, int64_t ldo) {
     const int64_t panels = num_panels(num_rows, PANEL_ROWS), row_bytes = packed_row_bytes(kind, k, K_STEP);
     const int64_t small = num_rows / panels, num_larger = num_rows % panels;
-    int shape = tile_shape(num_rows, panels);
-    const Stream stream = plan_stream(weight, num_weight_rows, next, SHAPE_ROWS[shape], ahead_distance(num_rows), k / K_STEP,
-                                      K_STEP * (kind == KIND_F32 ? 4 : 2));
-    for (int64_t n = 0; n < num_weight_rows; shape = SHAPE_SINGLE) {
-        const int64_t height = SHAPE_ROWS[shape], tiles = (num_weight_rows - n) / height;
+    for (int64_t n = 0; n < stream->num_rows; shape = SHAPE_SINGLE) {
+        const int64_t height = SHAPE_ROWS[shape], tiles = (stream->num_rows - n) / height;
         /* One panel takes the whole strip; several take turns on a tile while it is in the cache. */
         const int64_t turn = panels == 1 ? tiles : 1;
         for (const int64_t last = n + tiles * height; n < last; n += turn * height) {
-            for (int64_t p = 0, first = 0; p < panels; p++) {
+            int64_t row = panel_start(first_panel, panels, num_rows);
+            for (int64_t p = first_panel; p < last_panel; p++) {
                 const int64_t rows = small + (p < num_larger);
-                STRIPS[kind][rows - 1][shape](&stream, n, turn, k, packed + first * row_bytes, p, out + first * ldo, ldo);
-                first += rows;
+                STRIPS[kind][rows - 1][shape](stream, n, turn, k, packed + row * row_bytes, p, out + row * ldo, ldo);
+                row += rows;
             }
         }
+    }
+}
+
+static void multiply(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
+                     float *out, int64_t ldo, Matrix next) {
+    const int64_t panels = num_panels(num_rows, PANEL_ROWS);
+    const int64_t panel_bytes = PANEL_ROWS * packed_row_bytes(kind, k, K_STEP);
+    const int64_t group = panel_bytes * 4 < GROUP_BYTES ? GROUP_BYTES / panel_bytes : 4;
+    const int shape = tile_shape(num_rows, panels);
+    const Stream stream = plan_stream(weight, num_weight_rows, next, SHAPE_ROWS[shape], ahead_distance(num_rows), k / K_STEP,
+                                      K_STEP * (kind == KIND_F32 ? 4 : 2));
+    for (int64_t first = 0; first < panels; first += group) {
+        const int64_t last = first + group < panels ? first + group : panels;
+        multiply_panels(kind, &stream, shape, k, packed, num_rows, first, last, out, ldo);
     }
 }
 
