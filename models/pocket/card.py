@@ -130,7 +130,7 @@ def _comparison(mixture: dict[str, Any]) -> str:
         return f"The experts lower the loss by {-gap:.3f} nats per token."
     return (
         f"The dense baseline is ahead by {gap:.3f} nats per token. A likely reason: in so short\n"
-        "a run each expert is trained on an eighth of the tokens, the dense layers on all of them.\n"
+        "a run each expert is trained on an eighth of the tokens, a dense layer on all of them.\n"
         "This model is for exercising a runtime, not evidence for what experts gain."
     )
 

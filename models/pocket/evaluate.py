@@ -235,7 +235,7 @@ def _rounded(value: Any) -> Any:
 
 
 def card_of(folder: Path) -> str:
-    """The model card of an exported folder, from its `evaluation.json` and the size of its files."""
+    """The model card of an exported folder, from its `evaluation.json` and its files' sizes."""
     evaluation = json.loads((folder / EVALUATION_FILE).read_text(encoding="utf-8"))
     checkpoint_bytes = sum((folder / name).stat().st_size for name in CHECKPOINT_FILES)
     return render_card(evaluation, checkpoint_bytes=checkpoint_bytes)

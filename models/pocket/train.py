@@ -202,17 +202,6 @@ def _make_optimizer(model: "PreTrainedModel", recipe: Recipe) -> torch.optim.Ada
     return torch.optim.AdamW(groups, lr=recipe.peak_rate, betas=(0.9, 0.95), fused=True)
 
 
-def compile_dense_parts(model: "PreTrainedModel") -> None:
-    """Compile attention and norms in place: about an eighth faster, at a window size each.
-
-    The experts are left out, since the number of rows that each gets changes from step to step.
-    """
-    layers: Any = model.model.layers
-    for layer in layers:
-        for part in (layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm):
-            part.compile(dynamic=False)
-
-
 def prepare_tokenizer(folder: Path, documents: list[Any]) -> "PreTrainedTokenizerBase":
     """The folder's tokenizer; trained and saved there first if there is none."""
     from transformers import AutoTokenizer
@@ -229,7 +218,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, help="wall-clock budget")
     parser.add_argument("--steps", type=int, help="number of steps")
     parser.add_argument("--dense", action="store_true", help="train the dense baseline instead")
-    parser.add_argument("--compile", action="store_true", help="use torch.compile (needs g++)")
     parser.add_argument("--threads", type=int, default=1, help="threads for torch (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches")
     options = parser.parse_args(arguments)
@@ -250,8 +238,6 @@ def main(arguments: list[str] | None = None) -> None:
     if not options.dense:
         # The grouped product is the fastest of the experts implementations on a CPU here.
         model.set_experts_implementation("grouped_mm")
-    if options.compile:
-        compile_dense_parts(model)
     seconds = None if options.minutes is None else options.minutes * 60
     trainer = Trainer(
         model,
