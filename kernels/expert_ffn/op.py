@@ -99,7 +99,7 @@ def expert_ffn(
         if impl == "native" and reason:
             raise ValueError(f"impl='native' cannot compute this: {reason}")
         if not reason:
-            limit = native_row_limit(library.isa, experts[0].shape.dtype)
+            limit = native_row_limit(library, experts[0].shape.dtype)
             if impl == "native" or max(counts) <= limit:
                 _run_native(
                     library, x_TD, experts, counts, token_ids_R, destinations_R, out_RO, activation

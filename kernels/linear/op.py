@@ -21,14 +21,24 @@ LinearImpl = Literal["auto", "native", "reference", "torch"]
 IMPLS: tuple[LinearImpl, ...] = ("auto", "native", "reference", "torch")
 
 
-def native_row_limit(isa: str, dtype: torch.dtype) -> int:
-    """Rows up to which the native kernel is used by default; above it torch's product is faster.
+# Rows up to which the native kernel is used, measured on Zen 4 with two threads (benchmarks/linear.py).
+# With the bf16 instruction it beats oneDNN, which packs the weights anew in every call, up to about
+# 100 rows and equals it beyond; elsewhere it is ahead of torch on that machine at every number of
+# rows. The limits are where other machines' libraries may well be better.
+_ROW_LIMIT = {torch.bfloat16: 512, torch.float16: 512, torch.float32: 128}
+# Matrix units multiply bf16 far faster than any vector code once memory does not bound it.
+_ROW_LIMIT_WITH_AMX = {torch.bfloat16: 16, torch.float16: 512, torch.float32: 128}
+
+
+def native_row_limit(library: NativeLibrary, dtype: torch.dtype) -> int:
+    """Rows up to which `impl="auto"` takes the native kernel.
 
     Args:
-        isa: Name of an instruction set, as `NativeLibrary.isa` gives it.
+        library: The loaded library.
         dtype: Of the weights.
     """
-    return 16
+    limits = _ROW_LIMIT_WITH_AMX if library.cpu_has_amx else _ROW_LIMIT
+    return limits.get(dtype, 0)
 
 
 def linear(
@@ -89,7 +99,7 @@ def _native_problem(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | Non
         return f"it knows fp32, bf16 and fp16, got {x.dtype} and {weight.dtype}"
     if x.dtype not in (weight.dtype, torch.float32):
         return f"x must be {weight.dtype} like the weights, or fp32, got {x.dtype}"
-    if weight.stride(1) != 1 and weight.shape[1] > 1:
+    if weight.stride(-1) != 1 and weight.shape[-1] > 1:
         return f"weights must have unit stride along K, got strides {weight.stride()}"
     if bias is not None and bias.dtype != weight.dtype:
         return f"bias must be {weight.dtype} like the weights, got {bias.dtype}"
@@ -101,13 +111,16 @@ def _native_problem(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | Non
 
 
 def _is_worth_it(library: NativeLibrary, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    if x.ndim == 0 or weight.ndim != 2 or x.shape[-1] != weight.shape[1] or not x.numel():
+    """Whether `auto` takes the native kernel. Torch reports what is wrong with invalid arguments."""
+    if _native_problem(x, weight, bias) or torch.compiler.is_compiling():
         return False
-    if bias is not None and bias.shape != weight.shape[:1]:
+    x_shape, weight_shape = x.shape, weight.shape
+    if len(weight_shape) != 2 or not x_shape or x_shape[-1] != weight_shape[1]:
         return False
-    if x.numel() // x.shape[-1] > native_row_limit(library.isa, weight.dtype):
+    if bias is not None and bias.shape != weight_shape[:1]:
         return False
-    return not torch.compiler.is_compiling() and _native_problem(x, weight, bias) is None
+    num_rows = x_shape.numel() // max(x_shape[-1], 1)
+    return 0 < num_rows <= native_row_limit(library, weight.dtype)
 
 
 def _linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -121,15 +134,17 @@ def _linear_native(
 ) -> Tensor:
     dim_out, dim_in = weight.shape
     x_RK = x if x.ndim == 2 else x.reshape(-1, dim_in)
-    if x_RK.stride(1) != 1:
+    x_stride, x_step = x_RK.stride()
+    if x_step != 1 and dim_in > 1:
         x_RK = x_RK.contiguous()
+        x_stride = dim_in
     if bias is not None:
         bias = bias.contiguous()
     out = x.new_empty((*x.shape[:-1], dim_out))
     size = x.element_size()
     status = library.linear(
         x_RK.data_ptr(),
-        x_RK.stride(0) * size,
+        x_stride * size,
         x_RK.shape[0],
         weight.data_ptr(),
         weight.stride(0) * weight.element_size(),

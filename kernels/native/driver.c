@@ -17,7 +17,7 @@
 #include "kernels.h"
 #include "pool.h"
 
-#if defined(MOE_HAVE_AVX512BF16)
+#if defined(__x86_64__)
 #include <cpuid.h>
 #endif
 
@@ -86,6 +86,15 @@ static int cpu_has_bf16_dot(void) {
     return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1);
 }
 #endif
+
+MOE_EXPORT int moe_cpu_has_amx(void) {
+#if defined(__x86_64__)
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx >> 22 & 1);
+#else
+    return 0;
+#endif
+}
 
 /* Variants this machine can run, best first. */
 static int usable_isas(const Isa *isas[4]) {

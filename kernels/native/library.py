@@ -27,6 +27,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "moe_isa_name": (ctypes.c_char_p, [_INT]),
     "moe_current_isa": (ctypes.c_char_p, []),
     "moe_select_isa": (_INT, [ctypes.c_char_p]),
+    "moe_cpu_has_amx": (_INT, []),
     "moe_set_num_threads": (None, [_INT]),
     "moe_get_num_threads": (_INT, []),
     "moe_set_spin_ns": (None, [_INT64]),
@@ -84,6 +85,12 @@ class NativeLibrary:
     """The loaded library: the two kernels as C functions, instruction sets and threads.
 
     One process has one library and one thread pool; `native_library` returns it.
+
+    Attributes:
+        path: The loaded file.
+        linear: `moe_linear` of driver.c.
+        expert_ffn: `moe_expert_ffn` of driver.c.
+        cpu_has_amx: Whether the processor multiplies bf16 in matrix units (these kernels do not).
     """
 
     def __init__(self, path: Path) -> None:
@@ -108,6 +115,7 @@ class NativeLibrary:
             )
         self.linear = library.moe_linear
         self.expert_ffn = library.moe_expert_ffn
+        self.cpu_has_amx = bool(library.moe_cpu_has_amx())
         self._library = library
         self.set_num_threads(torch.get_num_threads())
 
