@@ -140,7 +140,8 @@ def bind_weights(experts: ExpertMap) -> Callable[[ExpertKey, torch.Tensor], Expe
 
     def bind(key: ExpertKey, slot: torch.Tensor) -> ExpertWeights:
         views = experts.layouts[key].views(slot)
-        return ExpertWeights(**dict(zip(experts.matrices[key.layer], views, strict=True)))
+        named = dict(zip(experts.matrices[key.layer], views, strict=True))
+        return ExpertWeights(gate=named.pop("gate", None), **named)
 
     return bind
 

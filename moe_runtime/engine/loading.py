@@ -10,6 +10,7 @@ import torch
 
 from moe_runtime.config import Budget, MemorySize, nearest, parse_budget
 from moe_runtime.engine.checkpoint import Checkpoint, build_on_meta, open_checkpoint
+from moe_runtime.engine.decoding import tune_for_decoding
 from moe_runtime.engine.dense import Progress, load_dense, use_native_linears
 from moe_runtime.engine.expert_map import ExpertMap, map_experts
 from moe_runtime.engine.experts import OffloadedExperts, bind_weights
@@ -99,6 +100,7 @@ def load(
     load_dense(model, checkpoint, experts, place, progress)
     if place.type == "cpu":
         use_native_linears(model)
+        tune_for_decoding(model)
     _load_generation_config(model, checkpoint.folder)
     model.eval().requires_grad_(False)
 

@@ -21,6 +21,9 @@ AUTO_SHARE = 0.9
 STREAM_BYTES = 64 * 2**20
 """Bytes of experts in flight while a prompt streams through a layer: enough to keep a disk busy."""
 
+FIXED_RESERVE_BYTES = 4 * 2**20
+"""Set aside whatever the model: buffers of the tokenizer, of generation and of the allocator."""
+
 MIN_SLOTS = 2
 """Fewest slots that work: one expert computes while the next one is read."""
 
@@ -99,7 +102,7 @@ def reserve_for(config: PreTrainedConfig, dtype: torch.dtype, max_tokens: int) -
     activations = hidden * (12 * 4 + top_k * dtype.itemsize)
     logits = 4 * text.vocab_size * 4
     per_token = kv_token * (text.num_hidden_layers + 1) + activations
-    return int(max_tokens) * per_token + logits + 32 * 2**20
+    return int(max_tokens) * per_token + logits + FIXED_RESERVE_BYTES
 
 
 def experts_per_token(config: PreTrainedConfig) -> int:
