@@ -192,6 +192,7 @@ def _run_native(
         DTYPE_CODES[x_TD.dtype],
         DTYPE_CODES[shape.dtype],
         ACTIVATION_CODES[activation],
+        library.shares_threads(),
     )
     if status == STATUS_BAD_ROW:
         raise ValueError(

@@ -155,6 +155,7 @@ def _linear_native(
         dim_out,
         DTYPE_CODES[x.dtype],
         DTYPE_CODES[weight.dtype],
+        library.shares_threads(),
     )
     if status == STATUS_NO_MEMORY:
         raise MemoryError(f"no memory to pack {x_RK.shape[0]} rows of {dim_in} values")

@@ -54,7 +54,7 @@ typedef struct {
     ExpertWork *work;
     char *buffers; /* one of packed_bytes + sums_bytes for every thread */
     int64_t packed_bytes, sums_bytes;
-    int num_threads;
+    int num_threads, share_threads;
     Range *ranges; /* [stage][thread] */
     atomic_int next_thread;
 } Call;
@@ -153,6 +153,7 @@ MOE_EXPORT int moe_select_isa(const char *name) {
 
 MOE_EXPORT void moe_set_num_threads(int num_threads) { pool_resize(num_threads); }
 MOE_EXPORT int moe_get_num_threads(void) { return pool_size(); }
+MOE_EXPORT void moe_set_parallel(ParallelFn parallel) { pool_set_parallel(parallel); }
 MOE_EXPORT void moe_set_spin_ns(int64_t nanoseconds) { pool_set_spin(nanoseconds); }
 
 /* ---- items ---- */
@@ -371,7 +372,7 @@ static int run_call(Call *call, const Expert *experts, const int64_t *counts) {
         for (int64_t e = 0; e < call->num_experts; e++)
             call->work[e].hidden = scratch + range_bytes + call->work[e].first_row * row_bytes;
         share_items(call);
-        pool_run(work_on, call);
+        pool_run(work_on, call, call->share_threads);
     }
     free(call->work);
     return scratch ? STATUS_OK : STATUS_NO_MEMORY;
@@ -379,10 +380,11 @@ static int run_call(Call *call, const Expert *experts, const int64_t *counts) {
 
 MOE_EXPORT int moe_linear(const char *x, int64_t x_stride, int64_t num_rows, const char *weight, int64_t weight_stride,
                           const char *bias, char *out, int64_t out_stride, int64_t dim_in, int64_t dim_out, int x_dtype,
-                          int weight_dtype) {
+                          int weight_dtype, int share_threads) {
     const Expert layer = {.down = {weight, weight_stride}, .down_bias = bias};
     Call call = {.x_dtype = x_dtype, .weight_dtype = weight_dtype, .dim_in = dim_in, .dim_out = dim_out, .num_experts = 1,
-                 .x = x, .x_stride = x_stride, .out = out, .out_stride = out_stride};
+                 .x = x, .x_stride = x_stride, .out = out, .out_stride = out_stride,
+                 .share_threads = share_threads};
     pool_begin();
     int status = run_call(&call, &layer, &num_rows);
     pool_end();
@@ -398,10 +400,11 @@ static int rows_in_range(const int64_t *rows, int64_t count, int64_t limit) {
 MOE_EXPORT int moe_expert_ffn(const Expert *experts, int64_t num_experts, const int64_t *counts, const char *x, int64_t x_stride,
                               int64_t num_tokens, const int64_t *token_ids, const int64_t *destinations, char *out,
                               int64_t out_stride, int64_t num_out_rows, int64_t dim_in, int64_t dim_hidden, int64_t dim_out,
-                              int x_dtype, int weight_dtype, int activation) {
+                              int x_dtype, int weight_dtype, int activation, int share_threads) {
     Call call = {.x_dtype = x_dtype, .weight_dtype = weight_dtype, .activation = activation, .dim_in = dim_in,
                  .dim_hidden = dim_hidden, .dim_out = dim_out, .num_experts = num_experts, .x = x, .x_stride = x_stride,
-                 .token_ids = token_ids, .destinations = destinations, .out = out, .out_stride = out_stride};
+                 .token_ids = token_ids, .destinations = destinations, .out = out, .out_stride = out_stride,
+                 .share_threads = share_threads};
     int64_t num_rows = 0;
     for (int64_t e = 0; e < num_experts; e++) num_rows += counts[e];
     if (!rows_in_range(token_ids, num_rows, num_tokens) || !rows_in_range(destinations, num_rows, num_out_rows))
@@ -437,7 +440,7 @@ static void read_blocks(void *context) {
 MOE_EXPORT float moe_read(const char *data, int64_t bytes) {
     Reading reading = {.data = data, .bytes = bytes};
     pool_begin();
-    pool_run(read_blocks, &reading);
+    pool_run(read_blocks, &reading, 0);
     pool_end();
     return reading.sum;
 }

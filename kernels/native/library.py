@@ -16,7 +16,7 @@ import torch
 from moe_runtime.errors import MoERuntimeError
 
 LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
-ABI_VERSION = 1
+ABI_VERSION = 2
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 STATUS_OK, STATUS_NO_MEMORY, STATUS_BAD_ROW = 0, 1, 2
@@ -30,21 +30,23 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "moe_cpu_has_amx": (_INT, []),
     "moe_set_num_threads": (None, [_INT]),
     "moe_get_num_threads": (_INT, []),
+    "moe_set_parallel": (None, [_POINTER]),
     "moe_set_spin_ns": (None, [_INT64]),
     "moe_read": (ctypes.c_float, [_POINTER, _INT64]),
     # x, x_stride, num_rows, weight, weight_stride, bias, out, out_stride, dim_in, dim_out,
-    # x_dtype, weight_dtype
+    # x_dtype, weight_dtype, share_threads
     "moe_linear": (
         _INT,
         [
             *(_POINTER, _INT64, _INT64),
             *(_POINTER, _INT64, _POINTER),
             *(_POINTER, _INT64, _INT64, _INT64),
-            *(_INT, _INT),
+            *(_INT, _INT, _INT),
         ],
     ),
     # experts, num_experts, counts, x, x_stride, num_tokens, token_ids, destinations, out,
-    # out_stride, num_out_rows, dim_in, dim_hidden, dim_out, x_dtype, weight_dtype, activation
+    # out_stride, num_out_rows, dim_in, dim_hidden, dim_out, x_dtype, weight_dtype, activation,
+    # share_threads
     "moe_expert_ffn": (
         _INT,
         [
@@ -52,7 +54,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
             *(_POINTER, _INT64, _INT64),
             *(_POINTER, _POINTER),
             *(_POINTER, _INT64, _INT64),
-            *(_INT64, _INT64, _INT64, _INT, _INT, _INT),
+            *(_INT64, _INT64, _INT64, _INT, _INT, _INT, _INT),
         ],
     ),
 }
@@ -118,6 +120,7 @@ class NativeLibrary:
         self.cpu_has_amx = bool(library.moe_cpu_has_amx())
         self._library = library
         self.set_num_threads(torch.get_num_threads())
+        library.moe_set_parallel(_openmp_parallel())
 
     def isas(self) -> tuple[str, ...]:
         """Instruction sets that this machine and this build can run, best first."""
@@ -143,13 +146,27 @@ class NativeLibrary:
     @property
     def num_threads(self) -> int:
         """Threads that work on one call, the calling one included."""
-        return self._library.moe_get_num_threads()
+        return self._num_threads
 
     def set_num_threads(self, num_threads: int) -> None:
-        """Changes the number of threads. Results do not depend on it."""
+        """Changes the number of threads. Results do not depend on it.
+
+        Raises:
+            ValueError: `num_threads` is less than 1.
+        """
         if num_threads < 1:
             raise ValueError(f"num_threads must be at least 1, got {num_threads}")
         self._library.moe_set_num_threads(num_threads)
+        self._num_threads = num_threads
+
+    def shares_threads(self) -> bool:
+        """Whether calls run on torch's own threads rather than on the library's.
+
+        They do while torch computes with as many threads as the library: torch's threads spin for
+        milliseconds after each of their operations, and others would compete with them. While torch
+        is set to another number of threads, one above all, its threads rest and ours are used.
+        """
+        return torch.get_num_threads() == self._num_threads
 
     def set_spin_s(self, spin_s: float) -> None:
         """How long an idle worker watches for the next call, in seconds, before it sleeps."""
@@ -158,6 +175,14 @@ class NativeLibrary:
     def read(self, buffer: torch.Tensor) -> float:
         """Reads every byte of a contiguous CPU tensor once with all threads; for bandwidth."""
         return self._library.moe_read(buffer.data_ptr(), buffer.nbytes)
+
+
+def _openmp_parallel() -> int | None:
+    """Address of `GOMP_parallel` in the OpenMP library that torch has loaded, if it is such a one."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
+    except AttributeError:
+        return None
 
 
 @functools.cache

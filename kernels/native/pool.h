@@ -10,8 +10,13 @@ typedef void (*PoolFn)(void *context);
  * fn hands out its own work: it must be right when only the caller runs it. One call at a time; a second caller waits.
  * The pool's lock is held from pool_begin to pool_end, so that buffers shared by all calls may be touched between them. */
 void pool_begin(void);
-void pool_run(PoolFn fn, void *context);
+void pool_run(PoolFn fn, void *context, int share);
 void pool_end(void);
+
+/* A function that runs fn(context) on `num_threads` threads and returns when all are done: OpenMP's GOMP_parallel.
+ * pool_run uses it instead of the pool's own workers when `share` is set and such a function is known. */
+typedef void (*ParallelFn)(PoolFn fn, void *context, unsigned num_threads, unsigned flags);
+void pool_set_parallel(ParallelFn parallel);
 
 /* Memory that lasts until pool_end, 64-byte aligned and reused by the next call; NULL when there is none. */
 void *pool_scratch(int64_t bytes);
