@@ -88,6 +88,8 @@ class ExpertWeights:
 
     def _native_record(self) -> bytes | None:
         """The C struct `Expert`: three matrices (address, bytes between rows) and three biases."""
+        if 0 in self.shape[:3]:
+            return None
         if any(not tensor.is_cpu for tensor in self._tensors()) or self.up.dtype not in DTYPE_CODES:
             return None
         if any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in self._tensors()):

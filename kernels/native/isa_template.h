@@ -267,7 +267,7 @@ static void multiply_panels(int kind, const Stream *stream, int shape, int64_t k
 static void multiply(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
                      float *out, int64_t ldo, Matrix next) {
     const int64_t panels = num_panels(num_rows, PANEL_ROWS);
-    const int64_t panel_bytes = PANEL_ROWS * packed_row_bytes(kind, k, K_STEP);
+    const int64_t panel_bytes = PANEL_ROWS * packed_row_bytes(kind, k ? k : 1, K_STEP);
     const int64_t group = panel_bytes * 4 < GROUP_BYTES ? GROUP_BYTES / panel_bytes : 4;
     const int shape = tile_shape(num_rows, panels);
     const Stream stream = plan_stream(weight, num_weight_rows, next, SHAPE_ROWS[shape], ahead_distance(num_rows), k / K_STEP,

@@ -1,0 +1,38 @@
+"""Fixtures of the kernel tests: every instruction set this machine can run, in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from moe_runtime.kernels.native import NativeLibrary, native_library
+
+ISAS = ("avx512bf16", "avx512", "avx2", "portable")
+
+
+@pytest.fixture
+def library() -> Iterator[NativeLibrary]:
+    """The native library, left as it was found."""
+    found = native_library()
+    if found is None:
+        pytest.skip("the native library was not built")
+    isa, num_threads = found.isa, found.num_threads
+    yield found
+    found.select_isa(isa)
+    found.set_num_threads(num_threads)
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest, library: NativeLibrary) -> str:
+    """Every instruction set, selected; those that cannot run here are skipped."""
+    if request.param not in library.isas():
+        pytest.skip(f"this machine or this build has no {request.param}")
+    library.select_isa(request.param)
+    return request.param
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(42)

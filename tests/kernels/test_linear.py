@@ -1,0 +1,233 @@
+"""`linear` against fp64, in every implementation, data type and instruction set."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.linear import linear
+from moe_runtime.kernels.linear.op import IMPLS, LinearImpl, native_row_limit
+from moe_runtime.kernels.native import NativeLibrary
+
+UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+DTYPES = list(UNIT_ROUNDOFF)
+SIZES = (1, 7, 63, 130, 1000)
+ROWS = (1, 2, 3, 4, 5, 6, 7, 12, 13, 16, 17, 33)
+# every pair of sizes with a few rows, and every number of rows with two pairs of sizes
+SHAPES = [(n, k, r) for n, k in itertools.product(SIZES, SIZES) for r in (1, 5)] + [
+    (n, k, r) for n, k in ((63, 130), (130, 63)) for r in ROWS
+]
+
+
+def random(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def assert_close_to_fp64(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """One rounding to the output's type, and one to fp32 for each of the K + 8 operations of a sum.
+
+    The second part is relative to the sum of absolute values (Higham, Accuracy and Stability of
+    Numerical Algorithms, section 3.1); a product that is left out exceeds it by far.
+    """
+    x64, weight64 = x.double(), weight.double()
+    expected = x64 @ weight64.T
+    magnitude = x64.abs() @ weight64.abs().T
+    if bias is not None:
+        expected = expected + bias.double()
+        magnitude = magnitude + bias.double().abs()
+    allowed = UNIT_ROUNDOFF[y.dtype] * expected.abs() + torch.finfo(y.dtype).smallest_normal * 2**-11
+    allowed = allowed + (weight.shape[1] + 8) * 2.0**-24 * magnitude
+    assert y.shape == expected.shape
+    assert torch.isfinite(y).all()
+    excess = (y.double() - expected).abs() - 1.01 * allowed
+    assert excess.max() <= 0, f"exceeds the allowed error by {excess.max()}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_native_odd_shapes(isa: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+    for n, k, rows in SHAPES:
+        x = random(generator, rows, k, dtype=dtype)
+        weight = random(generator, n, k, dtype=dtype)
+        bias = random(generator, n, dtype=dtype) if (n + k + rows) % 2 else None
+        y = linear(x, weight, bias, impl="native")
+        assert y.dtype == dtype
+        assert_close_to_fp64(y, x, weight, bias)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_native_fp32_rows_with_narrow_weights(
+    isa: str, weight_dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    for rows in (1, 5, 17):
+        x = random(generator, rows, 130, dtype=torch.float32)
+        weight = random(generator, 63, 130, dtype=weight_dtype)
+        bias = random(generator, 63, dtype=weight_dtype)
+        y = linear(x, weight, bias, impl="native")
+        assert y.dtype == torch.float32
+        assert_close_to_fp64(y, x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_native_many_rows(isa: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """More rows than one group of panels holds."""
+    x = random(generator, 150, 1030, dtype=dtype)
+    weight = random(generator, 37, 1030, dtype=dtype)
+    assert_close_to_fp64(linear(x, weight, impl="native"), x, weight, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_native_row_strides(isa: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """Halves, every other row, columns cut out, and rows of x that are apart."""
+    wide = random(generator, 64, 200, dtype=dtype)
+    x_wide = random(generator, 10, 300, dtype=dtype)
+    for weight in (wide[:32, :150], wide[32:, 50:], wide[0::2, 1:131], wide[1::2]):
+        x = x_wide[::2, 7 : 7 + weight.shape[1]]
+        assert_close_to_fp64(linear(x, weight, impl="native"), x, weight, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_native_unaligned(isa: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """Tensors in a file begin at any even byte."""
+    x = random(generator, 3, 130, dtype=dtype)
+    source = random(generator, 9, 130, dtype=dtype)
+    for offset in (2, 6, 34):
+        memory = bytearray(offset) + bytearray(source.view(torch.uint8).numpy().tobytes())
+        weight = torch.frombuffer(memory, dtype=dtype, offset=offset).view(9, 130)
+        assert torch.equal(linear(x, weight, impl="native"), linear(x, source, impl="native"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_native_row_does_not_depend_on_others(
+    isa: str, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    x = random(generator, 40, 200, dtype=dtype)
+    weight = random(generator, 71, 200, dtype=dtype)
+    together = linear(x, weight, impl="native")
+    for rows in (1, 2, 4, 5, 8, 16, 23):
+        assert torch.equal(linear(x[:rows], weight, impl="native"), together[:rows])
+    few = torch.cat([linear(x, part, impl="native") for part in weight.split(13)], dim=1)
+    assert torch.equal(few, together)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_native_threads_do_not_change_bits(
+    library: NativeLibrary, num_threads: int, generator: torch.Generator
+) -> None:
+    x = random(generator, 9, 700, dtype=torch.bfloat16)
+    weight = random(generator, 900, 700, dtype=torch.bfloat16)
+    library.set_num_threads(1)
+    expected = linear(x, weight, impl="native")
+    library.set_num_threads(num_threads)
+    for _ in range(20):
+        assert torch.equal(linear(x, weight, impl="native"), expected)
+
+
+def test_native_keeps_nan_and_infinity(isa: str) -> None:
+    x = torch.ones(1, 40, dtype=torch.bfloat16)
+    weight = torch.ones(3, 40, dtype=torch.bfloat16)
+    weight[0, 39], weight[1, 0] = torch.nan, torch.inf
+    y = linear(x, weight, impl="native")
+    assert torch.isnan(y[0, 0])
+    assert torch.isinf(y[0, 1])
+    assert y[0, 2] == 40
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_native_rounds_to_nearest_even(
+    isa: str, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    """Sums of two numbers are exact in fp32 here, so the output's rounding is all there is."""
+    info = torch.finfo(dtype)
+    step = info.eps / 2
+    pairs = [[1, step], [1 + info.eps, step], [-1, -step], [1, step * 1.5], [1, -step / 2]]
+    pairs += [[info.max, 0], [info.max, info.max * step / 2], [info.max, info.max], [0, 0]]
+    x = torch.cat([torch.tensor(pairs), torch.randn(500, 2, generator=generator)]).to(dtype)
+    if dtype == torch.float16:
+        subnormal = torch.arange(40)[:, None] * torch.tensor([2.0**-24, 2.0**-22])
+        x = torch.cat([x, subnormal.to(dtype)])
+    weight = torch.full((1, 2), 0.5, dtype=dtype)
+    expected = (x.float() * 0.5).sum(1).to(dtype)
+    assert torch.equal(linear(x, weight, impl="native")[:, 0], expected)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_implementations_agree(
+    library: NativeLibrary, impl: LinearImpl, generator: torch.Generator
+) -> None:
+    x = random(generator, 2, 3, 50, dtype=torch.float32)
+    weight = random(generator, 20, 50, dtype=torch.float32)
+    bias = random(generator, 20, dtype=torch.float32)
+    y = linear(x, weight, bias, impl=impl)
+    assert y.shape == (2, 3, 20)
+    assert_close_to_fp64(y, x, weight, bias)
+
+
+def test_auto_takes_the_native_kernel_for_few_rows_only(
+    library: NativeLibrary, generator: torch.Generator
+) -> None:
+    """Their sums differ in order, so equal bits tell which one ran."""
+    weight = random(generator, 64, 999, dtype=torch.float32)
+    limit = native_row_limit(library, torch.float32)
+    for rows, impl in ((1, "native"), (limit, "native"), (limit + 1, "torch")):
+        x = random(generator, rows, 999, dtype=torch.float32)
+        assert torch.equal(linear(x, weight), linear(x, weight, impl=impl))
+
+
+def test_gradients_go_through_torch(generator: torch.Generator) -> None:
+    x = random(generator, 2, 30, dtype=torch.float32).requires_grad_()
+    weight = random(generator, 5, 30, dtype=torch.float32).requires_grad_()
+    linear(x, weight).sum().backward()
+    assert x.grad is not None
+    assert torch.allclose(x.grad, weight.detach().sum(0).expand(2, 30), rtol=1e-6)
+    with torch.no_grad():
+        linear(x, weight, impl="native")
+    with pytest.raises(ValueError, match="gradient"):
+        linear(x, weight, impl="native")
+
+
+def test_reference_is_differentiable(generator: torch.Generator) -> None:
+    x = torch.randn(3, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(4, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(4, generator=generator, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda x, weight, bias: linear(x, weight, bias, impl="reference"), (x, weight, bias)
+    )
+
+
+def test_empty(library: NativeLibrary) -> None:
+    weight = torch.ones(5, 8)
+    assert linear(torch.ones(0, 8), weight, impl="native").shape == (0, 5)
+    assert linear(torch.ones(0, 8), weight).shape == (0, 5)
+    assert linear(torch.ones(2, 8), torch.ones(0, 8), impl="native").shape == (2, 0)
+    assert torch.equal(linear(torch.ones(2, 0), torch.ones(3, 0), impl="native"), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "bias", "message"),
+    [
+        (torch.ones(2, 8), torch.ones(4, 9), None, "expected x"),
+        (torch.ones(2, 8), torch.ones(4, 8), torch.ones(5), "expected bias"),
+        (torch.ones(2, 8), torch.ones(8, 4).T, None, "unit stride"),
+        (torch.ones(2, 8).double(), torch.ones(4, 8).double(), None, "fp32, bf16 and fp16"),
+        (torch.ones(2, 8).half(), torch.ones(4, 8), None, "like the weights"),
+        (torch.ones(2, 8), torch.ones(4, 8), torch.ones(4).half(), "bias must be"),
+    ],
+)
+def test_native_refuses(
+    library: NativeLibrary, x: Tensor, weight: Tensor, bias: Tensor | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        linear(x, weight, bias, impl="native")
+
+
+def test_unknown_implementation() -> None:
+    with pytest.raises(ValueError, match="impl must be one of"):
+        linear(torch.ones(1, 2), torch.ones(3, 2), impl="fast")  # type: ignore[arg-type]
+
+
+def test_auto_leaves_to_torch_what_it_cannot_do() -> None:
+    weight = torch.arange(24, dtype=torch.float64).view(4, 6).T
+    assert torch.equal(linear(torch.eye(4).double(), weight), weight.T.contiguous())
