@@ -66,8 +66,8 @@ def expert_ffn(
         token_ids_R: Row of `x` that each routed row reads: an int64 CPU tensor or a list.
         destinations_R: Row of `out` that each routed row writes; no two may be equal.
         out_RO: Dtype of `x`, unit stride along its last dimension.
-        activation: A name, or a function `(gate_RF | None, up_RF) -> hidden_RF`. A function is
-            called once per expert and takes the slower path of three products.
+        activation: A name, or a function `(gate_RF | None, up_RF) -> hidden_RF`, which is called
+            once per expert between calls of `linear` with the same `impl`.
         impl: As in `linear`. `auto` decides for each expert by its number of rows.
 
     Raises:

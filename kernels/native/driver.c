@@ -118,7 +118,7 @@ static int usable_isas(const Isa *isas[4]) {
 
 static _Atomic(const Isa *) selected_isa;
 
-static const Isa *current_isa(void) {
+const Isa *current_isa(void) {
     const Isa *isa = atomic_load(&selected_isa);
     if (!isa) {
         const Isa *isas[4];

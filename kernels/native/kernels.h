@@ -67,6 +67,9 @@ typedef struct {
     float (*read_all)(const char *data, int64_t bytes);
 } Isa;
 
+/* The instruction set that calls use. */
+const Isa *current_isa(void);
+
 extern const Isa isa_portable;
 #if defined(MOE_HAVE_AVX2)
 extern const Isa isa_avx2;

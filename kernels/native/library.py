@@ -17,6 +17,8 @@ from moe_runtime.errors import MoERuntimeError
 
 LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
 ABI_VERSION = 2
+# Long enough to bridge the small operations between two products of a model's layer.
+SPIN_S = 300e-6
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 STATUS_OK, STATUS_NO_MEMORY, STATUS_BAD_ROW = 0, 1, 2
@@ -41,6 +43,17 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
             *(_POINTER, _INT64, _INT64),
             *(_POINTER, _INT64, _POINTER),
             *(_POINTER, _INT64, _INT64, _INT64),
+            *(_INT, _INT, _INT),
+        ],
+    ),
+    # x, w, out, outer, inner, num_rows, w_rows, w_cols, outer_stride, inner_stride, row_stride,
+    # dtype, transposed, share_threads
+    "moe_batched_matmul": (
+        None,
+        [
+            *(_POINTER, _POINTER, _POINTER),
+            *(_INT64, _INT64, _INT64, _INT64, _INT64),
+            *(_INT64, _INT64, _INT64),
             *(_INT, _INT, _INT),
         ],
     ),
@@ -84,7 +97,7 @@ class NativeDescription:
 
 
 class NativeLibrary:
-    """The loaded library: the two kernels as C functions, instruction sets and threads.
+    """The loaded library: the kernels as C functions, instruction sets and threads.
 
     One process has one library and one thread pool; `native_library` returns it.
 
@@ -92,6 +105,7 @@ class NativeLibrary:
         path: The loaded file.
         linear: `moe_linear` of driver.c.
         expert_ffn: `moe_expert_ffn` of driver.c.
+        batched_matmul: `moe_batched_matmul` of batched.c.
         cpu_has_amx: Whether the processor multiplies bf16 in matrix units (these kernels do not).
     """
 
@@ -117,9 +131,11 @@ class NativeLibrary:
             )
         self.linear = library.moe_linear
         self.expert_ffn = library.moe_expert_ffn
+        self.batched_matmul = library.moe_batched_matmul
         self.cpu_has_amx = bool(library.moe_cpu_has_amx())
         self._library = library
         self.set_num_threads(torch.get_num_threads())
+        self.set_spin_s(SPIN_S)
         library.moe_set_parallel(_openmp_parallel())
 
     def isas(self) -> tuple[str, ...]:

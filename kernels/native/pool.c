@@ -41,7 +41,6 @@ static struct {
     .call_lock = PTHREAD_MUTEX_INITIALIZER,
     .sleep_lock = PTHREAD_MUTEX_INITIALIZER,
     .wake = PTHREAD_COND_INITIALIZER,
-    .spin_ns = 100000,
 };
 
 static void cpu_relax(void) {

@@ -38,7 +38,9 @@ def assert_close_to_fp64(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | No
     if bias is not None:
         expected = expected + bias.double()
         magnitude = magnitude + bias.double().abs()
-    allowed = UNIT_ROUNDOFF[y.dtype] * expected.abs() + torch.finfo(y.dtype).smallest_normal * 2**-11
+    allowed = (
+        UNIT_ROUNDOFF[y.dtype] * expected.abs() + torch.finfo(y.dtype).smallest_normal * 2**-11
+    )
     allowed = allowed + (weight.shape[1] + 8) * 2.0**-24 * magnitude
     assert y.shape == expected.shape
     assert torch.isfinite(y).all()
@@ -148,9 +150,10 @@ def test_native_rounds_to_nearest_even(
     if dtype == torch.float16:
         subnormal = torch.arange(40)[:, None] * torch.tensor([2.0**-24, 2.0**-22])
         x = torch.cat([x, subnormal.to(dtype)])
-    weight = torch.full((1, 2), 0.5, dtype=dtype)
-    expected = (x.float() * 0.5).sum(1).to(dtype)
-    assert torch.equal(linear(x, weight, impl="native")[:, 0], expected)
+    for factor in (0.5, 1.0):  # with 1.0 the largest sums overflow, with 0.5 subnormals round
+        weight = torch.full((1, 2), factor, dtype=dtype)
+        expected = (x.float() * factor).sum(1).to(dtype)
+        assert torch.equal(linear(x, weight, impl="native")[:, 0], expected)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

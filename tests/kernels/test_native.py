@@ -1,0 +1,217 @@
+"""The native library itself: loading, threads, processes, memory limits, and life without it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_runtime.kernels.expert_ffn import ExpertWeights, expert_ffn
+from moe_runtime.kernels.linear import linear
+from moe_runtime.kernels.native import (
+    NativeLibrary,
+    NativeUnavailableError,
+    describe,
+    library as library_module,
+    native_library,
+    require_native,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_describe(library: NativeLibrary) -> None:
+    found = describe()
+    assert found.problem is None
+    assert found.isa in found.isas
+    assert found.isas[-1] == "portable"
+    assert found.num_threads == library.num_threads
+    assert found.path.exists()
+
+
+def test_isas_and_threads_are_checked(library: NativeLibrary) -> None:
+    with pytest.raises(ValueError, match="isa must be one of"):
+        library.select_isa("mmx")
+    with pytest.raises(ValueError, match="at least 1"):
+        library.set_num_threads(0)
+
+
+def test_calls_run_on_torch_threads_while_it_has_as_many(library: NativeLibrary) -> None:
+    before = torch.get_num_threads()
+    try:
+        for torch_threads, shares in ((1, False), (2, True), (3, False)):
+            torch.set_num_threads(torch_threads)
+            library.set_num_threads(2)
+            assert library.shares_threads() is shares
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("torch_threads", [1, 3], ids=["own threads", "torch's threads"])
+def test_both_kinds_of_threads_give_the_same_bits(
+    library: NativeLibrary, torch_threads: int, generator: torch.Generator
+) -> None:
+    x = torch.randn(7, 300, generator=generator)
+    weight = torch.randn(500, 300, generator=generator)
+    library.set_num_threads(1)
+    expected = linear(x, weight, impl="native")
+    library.set_num_threads(3)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(torch_threads)
+        for _ in range(50):
+            assert torch.equal(linear(x, weight, impl="native"), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_many_python_threads_call_at_once(library: NativeLibrary) -> None:
+    library.set_num_threads(2)
+    weights = [torch.full((200, 64), float(i)) for i in range(4)]
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        for rows in range(1, 60):
+            y = linear(torch.ones(rows, 64), weights[i], impl="native")
+            if not torch.equal(y, torch.full((rows, 200), 64.0 * i)):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_workers_start_again_after_resizing(library: NativeLibrary) -> None:
+    x, weight = torch.ones(1, 64), torch.ones(500, 64)
+    for num_threads in (1, 4, 2, 3, 1, 2):
+        library.set_num_threads(num_threads)
+        assert torch.equal(linear(x, weight, impl="native"), torch.full((1, 500), 64.0))
+
+
+def test_sleeping_workers_wake(library: NativeLibrary) -> None:
+    library.set_num_threads(2)
+    library.set_spin_s(0.0)
+    x, weight = torch.ones(1, 64), torch.ones(500, 64)
+    try:
+        for _ in range(300):
+            assert torch.equal(linear(x, weight, impl="native"), torch.full((1, 500), 64.0))
+    finally:
+        library.set_spin_s(library_module.SPIN_S)
+
+
+def test_a_forked_child_computes(library: NativeLibrary) -> None:
+    """In a process of its own, because a fork of pytest would carry all its state along."""
+    code = """
+import os, torch
+from moe_runtime.kernels.linear import linear
+from moe_runtime.kernels.native import native_library
+native_library().set_num_threads(2)
+x, weight = torch.ones(3, 64), torch.ones(500, 64)
+for torch_threads in (1, 2):
+    torch.set_num_threads(torch_threads)
+    expected = linear(x, weight, impl="native")
+    child = os.fork()
+    if child == 0:
+        same = all(torch.equal(linear(x, weight, impl="native"), expected) for _ in range(20))
+        os._exit(0 if same else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(linear(x, weight, impl="native"), expected)
+"""
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="protects memory in the Unix way")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_nothing_is_read_beyond_a_tensor(library: NativeLibrary, dtype: str) -> None:
+    """Weights, rows and biases end where unreadable memory begins."""
+    code = f"""
+import ctypes, mmap, torch
+from moe_runtime.kernels.linear import linear
+from moe_runtime.kernels.native import native_library
+libc = ctypes.CDLL(None, use_errno=True)
+
+def at_the_end(values):
+    size = -(-values.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, size + mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    guard = ctypes.c_void_p(address + size)
+    assert libc.mprotect(guard, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    flat = torch.frombuffer(memory, dtype=values.dtype, count=values.numel(),
+                            offset=size - values.nbytes)
+    return flat.copy_(values.flatten()).view(values.shape)
+
+library = native_library()
+for isa in library.isas():
+    library.select_isa(isa)
+    for n, k, rows in ((1, 1, 1), (5, 31, 1), (7, 33, 7), (33, 65, 13), (6, 100, 20)):
+        values = [torch.randn(*shape).to(torch.{dtype}) for shape in ((rows, k), (n, k), (n,))]
+        expected = linear(*values, impl="native")
+        assert torch.equal(linear(*[at_the_end(v) for v in values], impl="native"), expected)
+"""
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library_module, "_load", lambda: (None, "there is none; do this"))
+    assert native_library() is None
+    found = describe()
+    assert (found.problem, found.isa, found.isas) == ("there is none; do this", None, ())
+    x, weight = torch.randn(2, 30), torch.randn(8, 30)
+    assert torch.equal(linear(x, weight), linear(x, weight, impl="torch"))
+    out = torch.full((2, 8), torch.nan)
+    expert = ExpertWeights(None, weight, torch.randn(8, 8))
+    expert_ffn(x, [expert], [2], [0, 1], [1, 0], out, activation="relu")
+    assert torch.isfinite(out).all()
+    with pytest.raises(NativeUnavailableError, match="there is none; do this"):
+        linear(x, weight, impl="native")
+    with pytest.raises(NativeUnavailableError):
+        expert_ffn(x, [expert], [2], [0, 1], [1, 0], out, activation="relu", impl="native")
+    with pytest.raises(NativeUnavailableError):
+        require_native()
+
+
+def test_a_file_that_is_no_library(tmp_path: Path) -> None:
+    path = tmp_path / "moe_kernels.so"
+    with pytest.raises(OSError, match="moe_kernels"):
+        NativeLibrary(path)
+    path.write_bytes(b"not a library")
+    with pytest.raises(OSError, match="moe_kernels"):
+        NativeLibrary(path)
+
+
+def test_bandwidth_probe_reads_everything(isa: str, library: NativeLibrary) -> None:
+    assert library.read(torch.ones(3 << 18)) > 0
+    assert library.read(torch.zeros(3 << 18)) == 0
+
+
+def test_installing_without_a_compiler_warns_and_succeeds(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "build_ext"]
+    command += ["--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "CC": str(tmp_path / "no-such-compiler")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Install a C compiler" in done.stdout + done.stderr
+    assert not list((tmp_path / "lib").rglob("*.so"))
