@@ -194,7 +194,7 @@ class NativeLibrary:
 
 
 def _openmp_parallel() -> int | None:
-    """Address of `GOMP_parallel` in the OpenMP library that torch has loaded, if it is such a one."""
+    """Address of `GOMP_parallel` in the OpenMP library that torch has loaded, if it has it."""
     try:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
     except AttributeError:

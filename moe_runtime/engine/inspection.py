@@ -93,6 +93,7 @@ def inspect_checkpoint(
     model = build_on_meta(checkpoint)
     experts = map_experts(model, checkpoint)
     layouts = experts.layouts.values()
+    dense_bytes = experts.dense_bytes(checkpoint.dtype)
     return CheckpointSummary(
         path=checkpoint.folder,
         model_type=checkpoint.config.model_type,
@@ -102,11 +103,13 @@ def inspect_checkpoint(
         total_experts=len(experts.layouts),
         top_k=experts_per_token(checkpoint.config),
         expert_dtype=_expert_dtypes(experts),
-        dense_bytes=experts.dense_bytes(checkpoint.dtype),
+        dense_bytes=dense_bytes,
         expert_bytes=sum(layout.tensor_bytes for layout in layouts),
         bytes_per_expert=max(layout.tensor_bytes for layout in layouts),
         slot_bytes=experts.slot_bytes,
-        reserve_bytes=reserve_for(checkpoint.config, checkpoint.dtype, max_tokens),
+        reserve_bytes=reserve_for(
+            checkpoint.config, checkpoint.dtype, max_tokens=max_tokens, dense_bytes=dense_bytes
+        ),
         max_tokens=max_tokens,
     )
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from moe_runtime.config import Budget, MemorySize, nearest, parse_budget
+from moe_runtime.engine.attention import use_single_query_attention
 from moe_runtime.engine.checkpoint import Checkpoint, build_on_meta, open_checkpoint
-from moe_runtime.engine.decoding import tune_for_decoding
 from moe_runtime.engine.dense import Progress, load_dense, use_native_linears
 from moe_runtime.engine.expert_map import ExpertMap, map_experts
 from moe_runtime.engine.experts import OffloadedExperts, bind_weights
@@ -100,7 +100,7 @@ def load(
     load_dense(model, checkpoint, experts, place, progress)
     if place.type == "cpu":
         use_native_linears(model)
-        tune_for_decoding(model)
+        use_single_query_attention(model)
     _load_generation_config(model, checkpoint.folder)
     model.eval().requires_grad_(False)
 
@@ -168,7 +168,9 @@ def _plan(
     max_tokens: int,
 ) -> dict[str, MemoryPlan]:
     """Divides the budgets: all on the host for a CPU, dense weights on the device for a GPU."""
-    reserve = reserve_for(checkpoint.config, checkpoint.dtype, max_tokens)
+    reserve = reserve_for(
+        checkpoint.config, checkpoint.dtype, max_tokens=max_tokens, dense_bytes=dense_bytes
+    )
     on_device = place.type != "cpu"
     plans = {
         "host": plan_memory(

@@ -24,6 +24,10 @@ STREAM_BYTES = 64 * 2**20
 FIXED_RESERVE_BYTES = 4 * 2**20
 """Set aside whatever the model: buffers of the tokenizer, of generation and of the allocator."""
 
+BUFFER_SHARE = 1 / 8
+"""Set aside in proportion to the dense weights, for buffers that libraries make and keep for layers
+of their size; half of it was used in the runs that it was measured in."""
+
 MIN_SLOTS = 2
 """Fewest slots that work: one expert computes while the next one is read."""
 
@@ -87,7 +91,9 @@ def plan_memory(
     )
 
 
-def reserve_for(config: PreTrainedConfig, dtype: torch.dtype, max_tokens: int) -> int:
+def reserve_for(
+    config: PreTrainedConfig, dtype: torch.dtype, *, max_tokens: int, dense_bytes: int
+) -> int:
     """Bytes to set aside for KV cache and activations of a context of ``max_tokens`` tokens.
 
     The KV cache is counted twice for one layer, because growing it copies. Activations are those of
@@ -102,7 +108,8 @@ def reserve_for(config: PreTrainedConfig, dtype: torch.dtype, max_tokens: int) -
     activations = hidden * (12 * 4 + top_k * dtype.itemsize)
     logits = 4 * text.vocab_size * 4
     per_token = kv_token * (text.num_hidden_layers + 1) + activations
-    return int(max_tokens) * per_token + logits + FIXED_RESERVE_BYTES
+    buffers = FIXED_RESERVE_BYTES + int(BUFFER_SHARE * dense_bytes)
+    return int(max_tokens) * per_token + logits + buffers
 
 
 def experts_per_token(config: PreTrainedConfig) -> int:

@@ -1,0 +1,99 @@
+"""Attention of single-token steps on a CPU: transformers' own, with its two products read once.
+
+In such a step attention is two small products with the cached keys and values. Torch's fused CPU
+kernel takes several times as long over them as reading the cache takes, more so in half precision.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moe_runtime.kernels.batched_matmul import batched_matmul, is_native
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ATTENTION = "moe_runtime"
+"""Name under which the attention function is registered with transformers."""
+
+_CHANGING_OPTIONS = ("dropout", "output_attentions", "softcap", "position_bias", "s_aux", "cache")
+"""Options that ask for more than softmax, scale and mask."""
+
+
+def use_single_query_attention(model: PreTrainedModel) -> None:
+    """Gives a model on the CPU that uses SDPA the attention of this file, and no other model."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    if model.config._attn_implementation != "sdpa":
+        return
+    AttentionInterface.register(ATTENTION, attend)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    model.set_attn_implementation(ATTENTION)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """transformers' SDPA attention, with a path of its own for one query.
+
+    Args:
+        module: the attention layer.
+        query: ``[B, H, Q, D]``.
+        key: ``[B, G, S, D]``, with H a multiple of G.
+        value: ``[B, G, S, V]``.
+        attention_mask: None, or what transformers makes for SDPA.
+        **options: as transformers passes them.
+
+    Returns:
+        ``[B, Q, H, V]`` in the dtype of ``query``, and None.
+    """
+    if _is_single_query(query, key, value, options):
+        return _attend_one(query, key, value, attention_mask, options.get("scaling")), None
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
+
+def _is_single_query(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
+) -> bool:
+    return (
+        query.shape[2] == 1
+        and query.shape[1] % key.shape[1] == 0
+        and all(options.get(name) in (None, False, 0.0) for name in _CHANGING_OPTIONS)
+        and is_native(query.float(), key)
+        and is_native(query.float(), value)
+    )
+
+
+def _attend_one(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+) -> torch.Tensor:
+    batch, heads, _, dim = query.shape
+    groups = key.shape[1]
+    scale = dim**-0.5 if scaling is None else scaling
+    # the query heads that share a key head are the rows of one product
+    rows = query.float().mul(scale).view(batch, groups, heads // groups, dim)
+    scores = batched_matmul(rows, key, transpose_w=True)
+    if mask is not None:
+        scores = _masked(scores.view(batch, heads, 1, -1), mask).view_as(scores)
+    mixed = batched_matmul(torch.softmax(scores, dim=-1), value, transpose_w=False)
+    return mixed.view(batch, 1, heads, -1).to(query.dtype)
+
+
+def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return scores + mask
