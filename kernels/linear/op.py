@@ -21,7 +21,8 @@ LinearImpl = Literal["auto", "native", "reference", "torch"]
 IMPLS: tuple[LinearImpl, ...] = ("auto", "native", "reference", "torch")
 
 
-# Rows up to which the native kernel is used, measured on Zen 4 with two threads (benchmarks/linear.py).
+# Rows up to which the native kernel is used, measured on Zen 4 with two threads (by
+# benchmarks/linear.py).
 # With the bf16 instruction it beats oneDNN, which packs the weights anew in every call, up to about
 # 100 rows and equals it beyond; elsewhere it is ahead of torch on that machine at every number of
 # rows. The limits are where other machines' libraries may well be better.
@@ -111,7 +112,7 @@ def _native_problem(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | Non
 
 
 def _is_worth_it(library: NativeLibrary, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `auto` takes the native kernel. Torch reports what is wrong with invalid arguments."""
+    """Whether `auto` takes the native kernel; what is invalid is left to torch to report."""
     if _native_problem(x, weight, bias) or torch.compiler.is_compiling():
         return False
     x_shape, weight_shape = x.shape, weight.shape

@@ -23,7 +23,11 @@
 
 
 /* The loops over a tile are unrolled before anything else: only then do its sums stay in registers. */
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#else
 #define UNROLL _Pragma("GCC unroll 16")
+#endif
 
 /* ---- products ---- */
 

@@ -1,4 +1,4 @@
-"""`expert_ffn` against fp64, and the promise that an expert's result depends on nothing but itself."""
+"""`expert_ffn` against fp64, and the promise that an expert's result depends on itself alone."""
 
 from __future__ import annotations
 

@@ -17,9 +17,11 @@ from moe_runtime.kernels.native import (
     NativeLibrary,
     NativeUnavailableError,
     describe,
-    library as library_module,
     native_library,
     require_native,
+)
+from moe_runtime.kernels.native import (
+    library as library_module,
 )
 
 ROOT = Path(__file__).parents[2]
