@@ -23,6 +23,7 @@ from moe_runtime.engine.memory import (
     reserve_for,
     resident_bytes,
     resolve_budget,
+    settle_libraries,
 )
 from moe_runtime.engine.runtime import LoadedFacts, RuntimeHandle
 from moe_runtime.engine.tracing import attach_recorder
@@ -90,7 +91,8 @@ def load(
     place = _resolve_device(device)
     checkpoint = open_checkpoint(path_or_id, dtype)
     model = build_on_meta(checkpoint)
-    # the model's module is imported now, so that everything after this line counts as ours
+    settle_libraries(checkpoint.dtype)
+    # what is imported and set up by now is the libraries'; everything after this line is ours
     baseline = resident_bytes()
     experts = map_experts(model, checkpoint)
     modules = _replace_experts(model, experts)
