@@ -6,6 +6,8 @@ kernel takes several times as long over them as reading the cache takes, more so
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,11 +29,17 @@ def use_single_query_attention(model: PreTrainedModel) -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    if model.config._attn_implementation != "sdpa":
+    if model.config._attn_implementation != "sdpa" or _asks_for_implementation(type(model)):
         return
     AttentionInterface.register(ATTENTION, attend)
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
     model.set_attn_implementation(ATTENTION)
+
+
+def _asks_for_implementation(model_class: type) -> bool:
+    """Whether a family does something else for attention of another name than those it knows."""
+    source = inspect.getsource(inspect.getmodule(model_class) or model_class)
+    return re.search(r"_attn_implementation\s*(==|!=|in\b|not in\b)", source) is not None
 
 
 def attend(
@@ -68,10 +76,14 @@ def _is_single_query(
     return (
         query.shape[2] == 1
         and query.shape[1] % key.shape[1] == 0
-        and all(options.get(name) in (None, False, 0.0) for name in _CHANGING_OPTIONS)
+        and not any(_is_set(options.get(name)) for name in _CHANGING_OPTIONS)
         and is_native(query.float(), key)
         and is_native(query.float(), value)
     )
+
+
+def _is_set(option: Any) -> bool:
+    return isinstance(option, torch.Tensor) or bool(option)
 
 
 def _attend_one(
