@@ -20,7 +20,7 @@
 #define CACHE_LINE 64
 /* Packed rows that are multiplied with a block of weights before the next rows are: they stay in the second-level cache. */
 #define GROUP_BYTES (256 << 10)
-
+#define SINGLE_ROW_BYTES (16 << 10)
 
 /* The loops over a tile are unrolled before anything else: only then do its sums stay in registers. */
 #if defined(__clang__)
@@ -66,6 +66,9 @@ typedef struct {
     int64_t steps;
 } Ahead;
 
+/* A single row needs two such parts because the place ahead crosses from one row to the next. */
+#define AHEAD_PARTS(tile_rows, lines) ((tile_rows) == 1 ? 2 : (lines))
+
 /* The rows a multiplication reads: those of `weight`, then those of `next`. */
 typedef struct {
     Matrix weight, next;
@@ -80,7 +83,7 @@ INLINE const char *stream_row(const Stream *stream, int64_t row) {
 }
 
 /* A single row fetches `distance` bytes ahead of itself. */
-INLINE void ahead_of_row(const Stream *stream, int64_t row, Ahead ahead[2]) {
+INLINE void ahead_of_row(const Stream *stream, int64_t row, Ahead *ahead) {
     const char *near = stream_row(stream, row + stream->whole_rows), *far = stream_row(stream, row + stream->whole_rows + 1);
     ahead[0].data = near + stream->rest_steps * stream->step_bytes;
     ahead[0].steps = near ? stream->steps - stream->rest_steps : 0;
@@ -88,14 +91,13 @@ INLINE void ahead_of_row(const Stream *stream, int64_t row, Ahead ahead[2]) {
     ahead[1].steps = far ? stream->rest_steps : 0;
 }
 
-/* The panels of a tile share the rows of a later tile: `lines` (1 or 2) rows for each panel, until all are fetched. */
-INLINE void ahead_of_tile(const Stream *stream, int64_t row, int height, int lines, int64_t panel, Ahead ahead[2]) {
-    const int64_t first_half = lines > 1 ? stream->steps / 2 : stream->steps;
-    for (int part = 0; part < 2; part++) {
-        const int64_t offset = lines * panel + (lines > 1 ? part : 0);
-        const char *data = offset < height ? stream_row(stream, row + stream->whole_rows + offset) : NULL;
-        ahead[part].data = data;
-        ahead[part].steps = !data ? 0 : part == 0 ? first_half : stream->steps - first_half;
+/* The panels of a tile share the rows of a later tile: `lines` rows for each panel, until all are fetched. */
+INLINE void ahead_of_tile(const Stream *stream, int64_t row, int height, int lines, int64_t panel, Ahead *ahead) {
+    const int64_t share = stream->steps / lines;
+    UNROLL for (int part = 0; part < lines; part++) {
+        const int64_t offset = lines * panel + part;
+        ahead[part].data = offset < height ? stream_row(stream, row + stream->whole_rows + offset) : NULL;
+        ahead[part].steps = !ahead[part].data ? 0 : part < lines - 1 ? share : stream->steps - share * (lines - 1);
     }
 }
 
@@ -116,7 +118,7 @@ INLINE void store_sums(int tile_rows, int panel_rows, Vec acc[PANEL_ROWS][TILE_R
 
 /* A tile of sums over all of k, which fetches `lines` times as many bytes ahead as one weight row has. */
 INLINE void tile(int kind, int tile_rows, int panel_rows, int lines, Matrix weight, int64_t k, const char *x, float *out, int64_t ldo,
-                 const Ahead ahead[2]) {
+                 const Ahead *ahead) {
     const int width = kind == KIND_F32 ? 4 : 2;
     const int step_bytes = K_STEP * width, ahead_bytes = lines * step_bytes;
     const int x_step_bytes = panel_rows * K_STEP * (kind == KIND_BF16_DOT ? 2 : 4);
@@ -127,7 +129,7 @@ INLINE void tile(int kind, int tile_rows, int panel_rows, int lines, Matrix weig
         UNROLL for (int n = 0; n < tile_rows; n++) acc[m][n] = vec_zero();
 
     int64_t steps = k / K_STEP;
-    for (int part = 0; part < 2; part++) {
+    for (int part = 0; part < AHEAD_PARTS(tile_rows, lines); part++) {
         const char *line = ahead[part].data;
         for (int64_t left = ahead[part].steps; left > 0; left--, steps--) {
             UNROLL for (int b = 0; b < ahead_bytes; b += CACHE_LINE) __builtin_prefetch(line + b, 0, 2);
@@ -161,7 +163,7 @@ INLINE void strip(int kind, int tile_rows, int panel_rows, int lines, const Stre
                   const char *x, int64_t panel, float *out, int64_t ldo) {
     for (; num_tiles > 0; num_tiles--, row += tile_rows) {
         const Matrix here = {stream->weight.data + row * stream->weight.stride, stream->weight.stride};
-        Ahead ahead[2];
+        Ahead ahead[AHEAD_PARTS(tile_rows, lines)];
         if (tile_rows == 1)
             ahead_of_row(stream, row, ahead);
         else
@@ -181,16 +183,17 @@ typedef void (*StripFn)(const Stream *stream, int64_t row, int64_t num_tiles, in
     }
 #define NAME_STRIP(kind, rows, panel_rows, lines) strip_##kind##_##rows##_##panel_rows##_##lines
 
-/* The shapes of tiles: how many weight rows, and how many lines are fetched a step. */
-enum { SHAPE_SINGLE, SHAPE_PAIR, SHAPE_TALL, SHAPE_TALL_EAGER, NUM_SHAPES };
-static const int SHAPE_ROWS[NUM_SHAPES] = {1, 2, TILE_ROWS, TILE_ROWS};
+/* The shapes of tiles: how many weight rows, and how many lines are fetched a step; a tall tile fetches more with fewer
+ * panels to share the work. */
+enum { SHAPE_SINGLE, SHAPE_TALL, SHAPE_TALL_ALONE, SHAPE_TALL_PAIR, NUM_SHAPES };
+static const int SHAPE_ROWS[NUM_SHAPES] = {1, TILE_ROWS, TILE_ROWS, TILE_ROWS};
 #if TILE_ROWS == 4
 #define FOR_SHAPES(macro, kind, panel, separator)                                                                   \
-    macro(kind, 1, panel, 1) separator() macro(kind, 2, panel, 2) separator() macro(kind, 4, panel, 1) separator()  \
+    macro(kind, 1, panel, 1) separator() macro(kind, 4, panel, 1) separator() macro(kind, 4, panel, 4) separator()  \
         macro(kind, 4, panel, 2)
 #else
 #define FOR_SHAPES(macro, kind, panel, separator) \
-    macro(kind, 1, panel, 1) separator() macro(kind, 2, panel, 2) separator() macro(kind, 2, panel, 1)
+    macro(kind, 1, panel, 1) separator() macro(kind, 2, panel, 1) separator() macro(kind, 2, panel, 2)
 #endif
 #define NO_SEPARATOR()
 #define COMMA() ,
@@ -224,16 +227,20 @@ static const StripFn STRIPS[NUM_KINDS][PANEL_ROWS][NUM_SHAPES] = {
 };
 
 /* Few rows of x: one weight row after another, which is the one forward stream that memory serves fastest (measured on
- * Zen 4: four rows at once are a third slower). More rows need the reuse of a taller tile to keep up with memory; its
- * panels share the fetching as evenly as they can, because fetches in a burst hold up the loads between them. */
-static int tile_shape(int64_t num_rows, int64_t panels) {
-    if (panels == 1) return num_rows <= SINGLE_ROW_LIMIT ? SHAPE_SINGLE : SHAPE_PAIR;
-    return panels < TILE_ROWS ? SHAPE_TALL_EAGER : SHAPE_TALL;
+ * Zen 4: four rows at once are a third slower), as long as x stays in half of the first-level cache. More rows need the
+ * reuse of a taller tile to keep up with memory; its panels share the fetching as evenly as they can, because fetches in
+ * a burst hold up the loads between them. */
+static int tile_shape(int64_t num_rows, int64_t panels, int64_t packed_bytes) {
+    if (num_rows == 1 || (num_rows <= SINGLE_ROW_LIMIT && packed_bytes <= SINGLE_ROW_BYTES)) return SHAPE_SINGLE;
+    return panels == 1 ? SHAPE_TALL_ALONE : panels < TILE_ROWS ? SHAPE_TALL_PAIR : SHAPE_TALL;
 }
 
 /* How far ahead of its use a line is fetched, in bytes: the slower the tile takes lines, the farther the processor's
  * own window of loads falls short (measured on Zen 4). */
-static int64_t ahead_distance(int64_t num_rows) { return num_rows <= 2 ? 2 << 10 : num_rows <= 4 ? 8 << 10 : 16 << 10; }
+static int64_t ahead_distance(int kind, int shape, int64_t num_rows) {
+    if (shape != SHAPE_SINGLE) return 16 << 10;
+    return num_rows <= (kind == KIND_F16 ? 1 : 2) ? 2 << 10 : 8 << 10;
+}
 
 static Stream plan_stream(Matrix weight, int64_t num_rows, Matrix next, int height, int64_t distance, int64_t steps,
                           int64_t step_bytes) {
@@ -273,8 +280,8 @@ static void multiply(int kind, Matrix weight, int64_t num_weight_rows, int64_t k
     const int64_t panels = num_panels(num_rows, PANEL_ROWS);
     const int64_t panel_bytes = PANEL_ROWS * packed_row_bytes(kind, k ? k : 1, K_STEP);
     const int64_t group = panel_bytes * 4 < GROUP_BYTES ? GROUP_BYTES / panel_bytes : 4;
-    const int shape = tile_shape(num_rows, panels);
-    const Stream stream = plan_stream(weight, num_weight_rows, next, SHAPE_ROWS[shape], ahead_distance(num_rows), k / K_STEP,
+    const int shape = tile_shape(num_rows, panels, num_rows * packed_row_bytes(kind, k, K_STEP));
+    const Stream stream = plan_stream(weight, num_weight_rows, next, SHAPE_ROWS[shape], ahead_distance(kind, shape, num_rows), k / K_STEP,
                                       K_STEP * (kind == KIND_F32 ? 4 : 2));
     for (int64_t first = 0; first < panels; first += group) {
         const int64_t last = first + group < panels ? first + group : panels;
