@@ -21,14 +21,18 @@ LinearImpl = Literal["auto", "native", "reference", "torch"]
 IMPLS: tuple[LinearImpl, ...] = ("auto", "native", "reference", "torch")
 
 
-# Rows up to which the native kernel is used, measured on Zen 4 with two threads (by
-# benchmarks/linear.py).
-# With the bf16 instruction it beats oneDNN, which packs the weights anew in every call, up to about
-# 100 rows and equals it beyond; elsewhere it is ahead of torch on that machine at every number of
-# rows. The limits are where other machines' libraries may well be better.
-_ROW_LIMIT = {torch.bfloat16: 512, torch.float16: 512, torch.float32: 128}
+# Rows up to which the native kernel is used. Measured on Zen 4 with two threads (by
+# benchmarks/linear.py). With the bf16 instruction the kernel beats oneDNN, which packs the weights
+# anew in every call, up to about 100 rows and equals it to 512. The other instruction sets were
+# measured on the same machine, where torch had better ones: these limits err on torch's side.
+_ROW_LIMITS = {
+    "avx512bf16": {torch.bfloat16: 512, torch.float16: 512, torch.float32: 128},
+    "avx512": {torch.bfloat16: 16, torch.float16: 128, torch.float32: 64},
+    "avx2": {torch.bfloat16: 8, torch.float16: 64, torch.float32: 32},
+    "portable": {torch.bfloat16: 1, torch.float16: 0, torch.float32: 16},
+}
 # Matrix units multiply bf16 far faster than any vector code once memory does not bound it.
-_ROW_LIMIT_WITH_AMX = {torch.bfloat16: 16, torch.float16: 512, torch.float32: 128}
+_BF16_LIMIT_WITH_AMX = 16
 
 
 def native_row_limit(library: NativeLibrary, dtype: torch.dtype) -> int:
@@ -38,8 +42,10 @@ def native_row_limit(library: NativeLibrary, dtype: torch.dtype) -> int:
         library: The loaded library.
         dtype: Of the weights.
     """
-    limits = _ROW_LIMIT_WITH_AMX if library.cpu_has_amx else _ROW_LIMIT
-    return limits.get(dtype, 0)
+    limit = _ROW_LIMITS[library.isa].get(dtype, 0)
+    if library.cpu_has_amx and dtype == torch.bfloat16:
+        return min(limit, _BF16_LIMIT_WITH_AMX)
+    return limit
 
 
 def linear(

@@ -134,6 +134,7 @@ class NativeLibrary:
         self.batched_matmul = library.moe_batched_matmul
         self.cpu_has_amx = bool(library.moe_cpu_has_amx())
         self._library = library
+        self._isa: str = library.moe_current_isa().decode()
         self.set_num_threads(torch.get_num_threads())
         self.set_spin_s(SPIN_S)
         library.moe_set_parallel(_openmp_parallel())
@@ -148,7 +149,7 @@ class NativeLibrary:
     @property
     def isa(self) -> str:
         """Instruction set that calls use."""
-        return self._library.moe_current_isa().decode()
+        return self._isa
 
     def select_isa(self, name: str) -> None:
         """Uses another instruction set from the next call on; for tests and measurements.
@@ -158,6 +159,7 @@ class NativeLibrary:
         """
         if not self._library.moe_select_isa(name.encode()):
             raise ValueError(f"isa must be one of {', '.join(self.isas())}, got {name!r}")
+        self._isa = name
 
     @property
     def num_threads(self) -> int:
