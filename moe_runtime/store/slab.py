@@ -63,14 +63,21 @@ def aligned_bytes(num_bytes: int) -> torch.Tensor:
     Raises:
         CapacityError: the memory cannot be had.
     """
+    lead = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else 0
+    # shared memory, which is what Python maps by default, gets no huge pages
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
-        memory = mmap.mmap(-1, num_bytes)
+        memory = mmap.mmap(-1, num_bytes + lead, flags=private)
     except (OSError, OverflowError) as error:
         size = format_bytes(num_bytes)
         raise CapacityError(f"cannot allocate {size} of host memory: {error}") from None
-    if num_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    mapped = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -mapped.data_ptr() % HUGE_PAGE_BYTES if lead else 0
+    # the last, partly used page stays small, so that no more is taken than was asked for
+    whole_pages = num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    if whole_pages and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE, start, whole_pages)
+    return mapped[start : start + num_bytes]
 
 
 def host_view(tensor: torch.Tensor) -> memoryview:
