@@ -1,0 +1,101 @@
+"""Writes the table of the README from a results file, so that no number is typed by hand.
+
+python benchmarks/readme_table.py            # rewrite the README's table
+python benchmarks/readme_table.py --check    # only say whether it is up to date
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from moe_runtime.config import format_bytes
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+BEGIN, END = "<!-- benchmarks/readme_table.py: begin -->", "<!-- end -->"
+OURS = "ours"
+
+
+def table_of(results: dict[str, Any]) -> str:
+    """The README's table for one results file of ``generate.py``."""
+    peers = [name for name in _systems(results) if name != OURS]
+    lines = [
+        "| memory | " + " | ".join(["moe-runtime", *peers]) + " | first token | prompt, warm |",
+        "|---|" + "--:|" * (len(peers) + 3),
+    ]
+    for cap in dict.fromkeys(row["cap_bytes"] for row in results["summary"]):
+        here = [row for row in results["summary"] if row["cap_bytes"] == cap]
+        rows = {row["system"]: row["medians"] for row in here}
+        if not rows.get(OURS):
+            continue
+        cells = [_rate(rows.get(name), "decode_tokens_per_s") for name in [OURS, *peers]]
+        ours = rows[OURS]
+        lines.append(
+            f"| {_memory(cap)} | **{cells[0]}** | "
+            + " | ".join(cells[1:])
+            + f" | {ours['ttft_s']:.0f} s | {_rate(ours, 'prefill_warm_tokens_per_s')} |"
+        )
+    shape, machine = results["shape"], results["machine"]
+    return "\n".join(
+        [
+            f"Decoded tokens per second, `{shape['name']}` shape "
+            f"({format_bytes(shape['total_bytes'])} in bf16), "
+            f"{results['settings']['prompt_tokens']} prompt tokens; first token and prompt speed "
+            "(tokens/s) are ours:",
+            "",
+            *lines,
+            "",
+            f"{machine['cpu']}, {results['settings']['num_threads']} threads, "
+            f"{format_bytes(machine['memory_bytes'])}, no GPU; whole process capped, page cache "
+            f"included; medians of {results['settings']['repeats']} runs, systems in turn; "
+            f"{results['date'][:10]}, commit {results['commit'][:12]}. "
+            f"Made by `{results['command']}`.",
+        ]
+    )
+
+
+def _systems(results: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(row["system"] for row in results["summary"]))
+
+
+def _memory(cap: int | None) -> str:
+    return "all of it" if cap is None else f"{cap / 2**30:.0f} GiB"
+
+
+def _rate(medians: dict[str, float] | None, name: str) -> str:
+    value = (medians or {}).get(name)
+    return "–" if value is None else f"{value:.3g}"
+
+
+def with_table(readme: str, results: dict[str, Any]) -> str:
+    """The README's text with the table between the two marks replaced."""
+    before, rest = readme.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{table_of(results)}\n{END}{after}"
+
+
+def main() -> int:
+    """Rewrites or checks the README."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, help="a results file (default: the newest)")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when stale")
+    options = parser.parse_args()
+    newest = sorted((ROOT / "benchmarks/results").glob("generate-*.json"))
+    if options.results is None and not newest:
+        print("benchmarks/results has no results file; run benchmarks/generate.py", file=sys.stderr)
+        return 2
+    results = json.loads((options.results or newest[-1]).read_text())
+    readme = README.read_text()
+    wanted = with_table(readme, results)
+    if options.check:
+        return int(wanted != readme)
+    README.write_text(wanted)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
