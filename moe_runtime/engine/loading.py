@@ -26,6 +26,7 @@ from moe_runtime.engine.memory import (
     settle_libraries,
 )
 from moe_runtime.engine.runtime import LoadedFacts, RuntimeHandle
+from moe_runtime.engine.threads import rest_torch_threads
 from moe_runtime.engine.tracing import attach_recorder
 from moe_runtime.kernels.expert_ffn import ExpertWeights
 from moe_runtime.policies.eviction import POLICIES, LayerShares, make_policy
@@ -103,6 +104,7 @@ def load(
     if place.type == "cpu":
         use_native_linears(model)
         use_single_query_attention(model)
+        rest_torch_threads(model)
     _load_generation_config(model, checkpoint.folder)
     model.eval().requires_grad_(False)
 
