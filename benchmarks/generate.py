@@ -24,6 +24,8 @@ from harness.shapes import SHAPES
 from harness.systems import SYSTEM_NAMES, TRANSFORMERS_VARIANTS
 from rich.console import Console
 
+from moe_runtime.config import parse_bytes
+
 HERE = Path(__file__).resolve().parent
 POCKET_MODEL = HERE.parent / "models" / "pocket"
 WARMUP_TOKENS = 2

@@ -43,9 +43,7 @@ class OffloadedExperts(torch.nn.Module):
     resident or in which order the others arrived.
     """
 
-    def __init__(
-        self, experts: ExpertsModule, layer: int, following: Sequence[ExpertKey]
-    ) -> None:
+    def __init__(self, experts: ExpertsModule, layer: int, following: Sequence[ExpertKey]) -> None:
         """Takes a module's place.
 
         Args:
