@@ -21,9 +21,10 @@ from harness.prompt import Prompt, make_prompt
 from harness.report import print_report, write_results
 from harness.session import Findings, measure_disk, prepare_files, run_all, trace_routes
 from harness.shapes import SHAPES
-from harness.sizes import parse_size
 from harness.systems import SYSTEM_NAMES, TRANSFORMERS_VARIANTS
 from rich.console import Console
+
+from moe_runtime.config import parse_bytes
 
 HERE = Path(__file__).resolve().parent
 POCKET_MODEL = HERE.parent / "models" / "pocket"
@@ -81,7 +82,7 @@ def parse(arguments: list[str]) -> tuple[Settings, argparse.Namespace]:
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
     caps = tuple(
-        None if text == "none" else parse_size(text)
+        None if text == "none" else parse_bytes(text)
         for text in (options.caps or "none,10GiB,7GiB,5GiB").split(",")
     )
     settings = Settings(

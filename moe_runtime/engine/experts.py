@@ -43,9 +43,14 @@ class OffloadedExperts(torch.nn.Module):
     resident or in which order the others arrived.
     """
 
-    def __init__(
-        self, experts: ExpertsModule, layer: int, matrices: Sequence[str], num_layers: int
-    ) -> None:
+    def __init__(self, experts: ExpertsModule, layer: int, following: Sequence[ExpertKey]) -> None:
+        """Takes a module's place.
+
+        Args:
+            experts: the module to replace; it loses its expert parameters.
+            layer: its index among the layers with experts.
+            following: the experts of the layer that is computed next, none after the last one.
+        """
         super().__init__()
         original = experts.module
         self.config = original.config
@@ -53,8 +58,7 @@ class OffloadedExperts(torch.nn.Module):
         self.layer = layer
         self.store: ExpertStore[ExpertWeights] | None = None
         self.recorder: TraceRecorder | None = None
-        self._is_last = layer == num_layers - 1
-        self._matrices = tuple(matrices)
+        self._following = tuple(following)
         for name in experts.parameters:
             del original._parameters[name]
         for name, parameter in original.named_parameters(recurse=False):
@@ -119,9 +123,8 @@ class OffloadedExperts(torch.nn.Module):
         streaming = num_tokens > 1 and len(keys) > self.store.share(self.layer)
         with self.store.lease(keys, streaming=streaming) as lease:
             for group in lease:
-                if streaming and lease.all_started and not self._is_last:
-                    following = range(self.num_experts)
-                    self.store.read_ahead(ExpertKey(self.layer + 1, e) for e in following)
+                if streaming and lease.all_started:
+                    self.store.read_ahead(self._following)
                 counts = [len(rows[key.expert]) for key, _ in group]
                 destinations = [row for key, _ in group for row in rows[key.expert]]
                 expert_ffn(

@@ -154,9 +154,8 @@ def _resolve_device(device: str | torch.device) -> torch.device:
 def _replace_experts(model: PreTrainedModel, experts: ExpertMap) -> list[OffloadedExperts]:
     replaced = []
     for layer, module in enumerate(experts.modules):
-        offloaded = OffloadedExperts(
-            module, layer, experts.matrices[layer], num_layers=len(experts.modules)
-        )
+        following = [key for key in experts.layouts if key.layer == layer + 1]
+        offloaded = OffloadedExperts(module, layer, following)
         parent, _, name = module.name.rpartition(".")
         setattr(model.get_submodule(parent), name, offloaded)
         replaced.append(offloaded)

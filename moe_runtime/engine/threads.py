@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 def rest_torch_threads(model: PreTrainedModel) -> None:
     """Runs torch on one thread during a model's forward passes, if the native kernels are there.
 
-    The kernels that read weights have threads of their own. Torch's spin for milliseconds after each
-    of its operations, on processors that the kernels and the threads reading experts need: a prompt
-    streaming from disk takes nearly three times as long beside them. The number is the same at
+    The kernels that read weights have threads of their own. Torch's spin for milliseconds after
+    each of its operations, on processors that the kernels and the threads reading experts need: a
+    prompt streaming from disk takes more than twice as long beside them. The number is the same at
     every budget, because torch's sums may depend on it.
     """
     if native_library() is None:

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar, cast
 
@@ -112,12 +112,16 @@ class ExpertStore(Generic[W]):
         """
         return Lease(self, keys, streaming=streaming)
 
-    def read_ahead(self, keys: Iterable[ExpertKey]) -> None:
+    def read_ahead(self, keys: Sequence[ExpertKey]) -> None:
         """Starts reading experts that will probably be leased next, behind all demands.
 
         Takes free slots only, and no more of them than streaming may use; the rest is ignored.
+        What was read ahead for another layer and has not been leased is given up.
         """
         with self._changed:
+            expected_layers = {key.layer for key in keys}
+            for layer in {key.layer for key in self._passing} - expected_layers:
+                self._forget_expected(layer)
             for key in keys:
                 if key in self._entries:
                     continue

@@ -14,7 +14,6 @@ from harness.machine import describe_machine, machine_name
 from harness.memory_cap import CGROUP_ROOT, memory_cap, why_unavailable
 from harness.processes import RunSpec, run_worker
 from harness.prompt import cut, language_reference, make_prompt
-from harness.sizes import parse_size
 
 SPEC = RunSpec(
     system="transformers",
@@ -35,20 +34,6 @@ needs_caps = pytest.mark.skipif(
 
 def left_groups() -> list[Path]:
     return list(CGROUP_ROOT.glob(f"**/moe-benchmark-{os.getpid()}"))
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("7GiB", 7 << 30), ("512MB", 512 * 10**6), ("1000", 1000), ("0.5 G", 1 << 29), (" 3k ", 3072)],
-)
-def test_sizes(text: str, expected: int) -> None:
-    assert parse_size(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "7 apples", "-1", "1e3", "7GiBGiB"])
-def test_sizes_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match="expected a size"):
-        parse_size(text)
 
 
 def test_prompt_is_real_text_with_its_repetitions() -> None:

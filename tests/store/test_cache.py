@@ -199,6 +199,17 @@ def test_a_wrong_guess_gives_its_slot_back_when_its_layer_comes():
     assert tier.fetched == keys(2, 0, 1)
 
 
+def test_a_guess_for_a_layer_that_did_not_come_makes_room_for_the_next():
+    tier = FakeTier(at_once=False)
+    store = make_store(tier, 3, stream_slots=2)
+    store.read_ahead(keys(1, 4, 5))
+    tier.finish()
+    tier.fetched.clear()
+    store.read_ahead(keys(2, 0, 1))
+    assert tier.fetched == keys(2, 0, 1)
+    store.check()
+
+
 def test_a_streamed_prompt_leaves_the_cache_alone():
     tier = FakeTier()
     store = make_store(tier, 9, stream_slots=1)

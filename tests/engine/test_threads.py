@@ -1,0 +1,38 @@
+"""Torch has its threads back after every forward pass, also one that failed."""
+
+import pytest
+import torch
+
+from moe_runtime.engine.threads import rest_torch_threads
+from moe_runtime.kernels.native import native_library
+
+
+class Probe(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def forward(self, fail: bool) -> None:
+        self.seen = torch.get_num_threads()
+        if fail:
+            raise RuntimeError("as asked")
+
+
+@pytest.fixture
+def _two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_one_thread_inside_and_as_before_outside():
+    probe = Probe()
+    rest_torch_threads(probe)  # type: ignore[arg-type]
+    probe(False)
+    assert probe.seen == (1 if native_library() else 2)
+    assert torch.get_num_threads() == 2
+    with pytest.raises(RuntimeError, match="as asked"):
+        probe(True)
+    assert torch.get_num_threads() == 2
