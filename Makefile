@@ -16,7 +16,7 @@ PYTEST_ARGS ?= --numprocesses 2
 BENCH_ARGS ?= --quick
 
 # What `make demo` runs. The budget is smaller than the model's experts (18 MiB); what dense weights,
-# context and working space leave of it holds an eighth of them.
+# context and working space leave of it holds a few of them.
 DEMO_MODEL ?= models/pocket
 DEMO_BUDGET ?= 16MiB
 DEMO_PROMPT ?= The for statement

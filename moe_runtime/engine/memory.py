@@ -21,7 +21,7 @@ AUTO_SHARE = 0.9
 STREAM_BYTES = 64 * 2**20
 """Bytes of experts in flight while a prompt streams through a layer: enough to keep a disk busy."""
 
-FIXED_RESERVE_BYTES = 7 * 2**20
+FIXED_RESERVE_BYTES = 8 * 2**20
 """Set aside whatever the model: buffers of the tokenizer, of generation and of the allocator."""
 
 BUFFER_SHARE = 1 / 8
