@@ -9,12 +9,6 @@
 #include "kernels.h"
 #include "pool.h"
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define MOE_CLONES __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
-#else
-#define MOE_CLONES
-#endif
-
 typedef struct {
     const float *x; /* [outer, inner, num_rows, x_cols] */
     const char *w;  /* [outer, inner, w_rows, w_cols] by strides in bytes, unit stride along w_cols */

@@ -14,8 +14,15 @@
 #define MOE_EXPORT
 #endif
 
+/* Plain loops that the compiler vectorises, once for each of these processors; the loader chooses. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define MOE_CLONES __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
+#else
+#define MOE_CLONES
+#endif
+
 /* Raised with every incompatible change of this interface; library.py refuses another number. */
-#define MOE_ABI_VERSION 2
+#define MOE_ABI_VERSION 3
 
 enum { DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_F16 = 2 };
 

@@ -16,7 +16,7 @@ import torch
 from moe_runtime.errors import MoERuntimeError
 
 LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
-ABI_VERSION = 2
+ABI_VERSION = 3
 # Long enough to bridge the small operations between two products of a model's layer.
 SPIN_S = 300e-6
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -56,6 +56,11 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
             *(_INT64, _INT64, _INT64),
             *(_INT, _INT, _INT),
         ],
+    ),
+    # x, x_stride, num_rows, weight, out, count, eps, dtype
+    "moe_rms_norm": (
+        None,
+        [*(_POINTER, _INT64, _INT64), _POINTER, _POINTER, _INT64, ctypes.c_float, _INT],
     ),
     # experts, num_experts, counts, x, x_stride, num_tokens, token_ids, destinations, out,
     # out_stride, num_out_rows, dim_in, dim_hidden, dim_out, x_dtype, weight_dtype, activation,
@@ -106,6 +111,7 @@ class NativeLibrary:
         linear: `moe_linear` of driver.c.
         expert_ffn: `moe_expert_ffn` of driver.c.
         batched_matmul: `moe_batched_matmul` of batched.c.
+        rms_norm: `moe_rms_norm` of norm.c.
         cpu_has_amx: Whether the processor multiplies bf16 in matrix units (these kernels do not).
     """
 
@@ -132,6 +138,7 @@ class NativeLibrary:
         self.linear = library.moe_linear
         self.expert_ffn = library.moe_expert_ffn
         self.batched_matmul = library.moe_batched_matmul
+        self.rms_norm = library.moe_rms_norm
         self.cpu_has_amx = bool(library.moe_cpu_has_amx())
         self._library = library
         self._isa: str = library.moe_current_isa().decode()

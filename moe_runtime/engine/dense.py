@@ -16,7 +16,6 @@ import torch
 from moe_runtime.engine.checkpoint import TORCH_DTYPES, Checkpoint
 from moe_runtime.engine.expert_map import ExpertMap
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
-from moe_runtime.kernels.linear import linear
 from moe_runtime.store.layout import BLOCK_BYTES
 from moe_runtime.store.safetensors_index import TensorEntry
 from moe_runtime.store.slab import aligned_bytes, host_view
@@ -150,27 +149,3 @@ def _forget_expert_parameters(model: PreTrainedModel, experts: ExpertMap) -> Non
     gone = {f"{module.name}.{name}" for module in experts.modules for name in module.parameters}
     tied = model.all_tied_weights_keys
     model.all_tied_weights_keys = {key: tied[key] for key in tied if key not in gone}
-
-
-class SmallBatchLinear(torch.nn.Linear):
-    """A linear layer that reads its weight at the speed of memory when there are few rows.
-
-    Shares the parameters of the layer that it replaces, under the same names.
-    """
-
-    def __init__(self, replaced: torch.nn.Linear) -> None:
-        super().__init__(replaced.in_features, replaced.out_features, bias=False, device="meta")
-        self.weight = replaced.weight
-        self.bias = replaced.bias
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Applies the layer: ``[..., in_features]`` to ``[..., out_features]``."""
-        return linear(input, self.weight, self.bias)
-
-
-def use_native_linears(model: torch.nn.Module) -> None:
-    """Replaces the plain linear layers of a loaded model by ones that are fast at few rows."""
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is torch.nn.Linear:
-                setattr(module, name, SmallBatchLinear(child))

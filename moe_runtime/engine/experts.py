@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_runtime.engine.expert_map import ExpertMap, ExpertsModule
+from moe_runtime.kernels.batched_matmul import batched_matmul
 from moe_runtime.kernels.expert_ffn import Activation, ExpertWeights, expert_ffn
 from moe_runtime.store.cache import ExpertStore
 from moe_runtime.types import ExpertKey
@@ -178,10 +179,11 @@ def _has_act_fn(experts: Any) -> bool:
 def _combine(out_RD: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     """Sums the copies of each token by gate weight, in fp32: ``[R, D]`` to ``[T, D]``."""
     num_tokens, top_k = weights_TK.shape
-    out_TKD = out_RD.view(num_tokens, top_k, -1)
+    out_T1KD = out_RD.view(num_tokens, 1, top_k, -1)
+    weights_T11K = weights_TK.float().view(num_tokens, 1, 1, top_k)
     summed_TD = out_RD.new_empty(num_tokens, out_RD.shape[-1])
     for first in range(0, num_tokens, COMBINE_TOKENS):
         some = slice(first, first + COMBINE_TOKENS)
-        weights_T1K = weights_TK[some].unsqueeze(1).float()
-        summed_TD[some] = torch.bmm(weights_T1K, out_TKD[some].float()).squeeze(1)
+        summed = batched_matmul(weights_T11K[some], out_T1KD[some], transpose_w=False)
+        summed_TD[some] = summed.flatten(1)
     return summed_TD

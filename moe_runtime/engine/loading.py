@@ -11,9 +11,10 @@ import torch
 from moe_runtime.config import Budget, MemorySize, nearest, parse_budget
 from moe_runtime.engine.attention import use_single_query_attention
 from moe_runtime.engine.checkpoint import Checkpoint, build_on_meta, open_checkpoint
-from moe_runtime.engine.dense import Progress, load_dense, use_native_linears
+from moe_runtime.engine.dense import Progress, load_dense
 from moe_runtime.engine.expert_map import ExpertMap, map_experts
 from moe_runtime.engine.experts import OffloadedExperts, bind_weights
+from moe_runtime.engine.kv_cache import grow_cache_in_place
 from moe_runtime.engine.memory import (
     MemoryPlan,
     available_device_bytes,
@@ -26,6 +27,7 @@ from moe_runtime.engine.memory import (
     settle_libraries,
 )
 from moe_runtime.engine.runtime import LoadedFacts, RuntimeHandle
+from moe_runtime.engine.small_batch import use_small_batch_layers
 from moe_runtime.engine.threads import rest_torch_threads
 from moe_runtime.engine.tracing import attach_recorder
 from moe_runtime.kernels.expert_ffn import ExpertWeights
@@ -102,9 +104,10 @@ def load(
 
     load_dense(model, checkpoint, experts, place, progress)
     if place.type == "cpu":
-        use_native_linears(model)
+        use_small_batch_layers(model)
         use_single_query_attention(model)
         rest_torch_threads(model)
+        grow_cache_in_place(model)
     _load_generation_config(model, checkpoint.folder)
     model.eval().requires_grad_(False)
 

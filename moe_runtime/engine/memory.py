@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from moe_runtime.config import Budget, format_bytes
+from moe_runtime.engine.kv_cache import room_for
 from moe_runtime.errors import CapacityError
 
 if TYPE_CHECKING:
@@ -96,8 +97,9 @@ def reserve_for(
 ) -> int:
     """Bytes to set aside for KV cache and activations of a context of ``max_tokens`` tokens.
 
-    The KV cache is counted twice for one layer, because growing it copies. Activations are those of
-    a prompt as long as the context: a few copies of the hidden states, and the routed rows.
+    The KV cache is counted with its room, and twice for one layer, because growing it copies.
+    Activations are those of a prompt as long as the context: a few copies of the hidden states, and
+    the routed rows.
     """
     text = config.get_text_config()
     hidden = text.hidden_size
@@ -107,9 +109,9 @@ def reserve_for(
     top_k = experts_per_token(config)
     activations = hidden * (12 * 4 + top_k * dtype.itemsize)
     logits = 4 * text.vocab_size * 4
-    per_token = kv_token * (text.num_hidden_layers + 1) + activations
+    kv_cache = room_for(max_tokens) * kv_token * (text.num_hidden_layers + 1)
     buffers = FIXED_RESERVE_BYTES + int(BUFFER_SHARE * dense_bytes)
-    return int(max_tokens) * per_token + logits + buffers
+    return kv_cache + max_tokens * activations + logits + buffers
 
 
 def experts_per_token(config: PreTrainedConfig) -> int:

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar, cast
 
@@ -223,9 +223,10 @@ class ExpertStore(Generic[W]):
 
     def _drop_if_done(self, key: ExpertKey) -> None:
         entry = self._entries[key]
+        if entry.pins or not entry.arrived:
+            return
         failed = entry.read is not None and entry.read.error is not None
-        passed = key in self._passing and not entry.expected
-        if self._is_idle(key) and (failed or passed):
+        if failed or (key in self._passing and not entry.expected):
             self._drop(key)
 
     def _forget_expected(self, layer: int) -> None:
@@ -233,9 +234,10 @@ class ExpertStore(Generic[W]):
             self._entries[key].expected = False
             self._drop_if_done(key)
 
-    def _unpin(self, key: ExpertKey) -> None:
-        self._entries[key].pins -= 1
-        self._drop_if_done(key)
+    def _unpin(self, keys: Iterable[ExpertKey]) -> None:
+        for key in keys:
+            self._entries[key].pins -= 1
+            self._drop_if_done(key)
         self._changed.notify_all()
 
     def _is_idle(self, key: Hashable) -> bool:
@@ -277,8 +279,7 @@ class Lease(Generic[W]):
 
     def __exit__(self, *_: object) -> None:
         with self._store._changed:
-            for key in (*self._held, *self._resident, *self._arriving):
-                self._store._unpin(key)
+            self._store._unpin((*self._held, *self._resident, *self._arriving))
             self._held, self._arriving = [], []
             self._resident.clear()
             self._wanted.clear()
@@ -295,8 +296,7 @@ class Lease(Generic[W]):
     def _next_group(self) -> list[ExpertKey]:
         store = self._store
         with store._changed:
-            for key in self._held:
-                store._unpin(key)
+            store._unpin(self._held)
             self._held = []
             while True:
                 self._admit()
@@ -348,6 +348,10 @@ class Lease(Generic[W]):
             self._arriving.append(self._wanted.popleft())
 
     def _take_ready(self) -> list[ExpertKey]:
+        if not self._arriving and not self._streaming:
+            ready = list(self._resident)
+            self._resident.clear()
+            return ready
         arrived = [key for key in self._arriving if self._store._entries[key].arrived]
         for key in arrived:
             read = self._store._entries[key].read

@@ -1,0 +1,51 @@
+/* Root-mean-square normalisation of rows, as models write it in several operations, in one pass over each row.
+ *
+ * The calling thread does it alone: in a step of few tokens a row is a few kilobytes.
+ */
+#include <math.h>
+
+#include "convert.h"
+#include "kernels.h"
+
+enum { PARTIAL_SUMS = 64 };
+
+/* out = round(x * rsqrt(mean(x^2) + eps)) * weight, where round is to the data type. Sums run in a fixed number of
+ * partial sums, so that every instruction set adds in the same order. */
+#define DEFINE_NORM(NAME, LOAD, STORE, ROUND, BYTES)                                                             \
+    MOE_CLONES static void norm_##NAME(const char *x, const char *weight, char *out, int64_t count, float eps) { \
+        float sums[PARTIAL_SUMS] = {0}, total = 0;                                                               \
+        int64_t k = 0;                                                                                           \
+        for (; k + PARTIAL_SUMS <= count; k += PARTIAL_SUMS)                                                     \
+            for (int i = 0; i < PARTIAL_SUMS; i++) {                                                             \
+                const float value = LOAD(x + (k + i) * BYTES);                                                   \
+                sums[i] += value * value;                                                                        \
+            }                                                                                                    \
+        for (; k < count; k++) sums[k % PARTIAL_SUMS] += LOAD(x + k * BYTES) * LOAD(x + k * BYTES);              \
+        for (int i = 0; i < PARTIAL_SUMS; i++) total += sums[i];                                                 \
+        const float scale = 1.0f / sqrtf(total / (float)count + eps);                                            \
+        for (k = 0; k < count; k++)                                                                              \
+            STORE(out + k * BYTES, LOAD(weight + k * BYTES) * ROUND(LOAD(x + k * BYTES) * scale));               \
+    }
+
+static inline float load_bf16(const char *src) { return bf16_to_f32(load_u16(src)); }
+static inline float load_f16(const char *src) { return f16_to_f32(load_u16(src)); }
+static inline void store_f32(char *dst, float value) { memcpy(dst, &value, 4); }
+static inline void store_bf16(char *dst, float value) { store_u16(dst, f32_to_bf16(value)); }
+static inline void store_f16(char *dst, float value) { store_u16(dst, f32_to_f16(value)); }
+static inline float round_f32(float value) { return value; }
+static inline float round_bf16(float value) { return bf16_to_f32(f32_to_bf16(value)); }
+static inline float round_f16(float value) { return f16_to_f32(f32_to_f16(value)); }
+
+DEFINE_NORM(f32, load_f32, store_f32, round_f32, 4)
+DEFINE_NORM(bf16, load_bf16, store_bf16, round_bf16, 2)
+DEFINE_NORM(f16, load_f16, store_f16, round_f16, 2)
+
+typedef void (*Norm)(const char *, const char *, char *, int64_t, float);
+static const Norm norms[] = {norm_f32, norm_bf16, norm_f16};
+
+/* Rows of `count` elements, those of `out` without gaps; x, weight and out have one data type. */
+MOE_EXPORT void moe_rms_norm(const char *x, int64_t x_stride, int64_t num_rows, const char *weight, char *out, int64_t count,
+                             float eps, int dtype) {
+    const int64_t row_bytes = count * (dtype == DTYPE_F32 ? 4 : 2);
+    for (int64_t r = 0; r < num_rows; r++) norms[dtype](x + r * x_stride, weight, out + r * row_bytes, count, eps);
+}

@@ -1,0 +1,99 @@
+"""`rms_norm`: validation and choice of the implementation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.native import DTYPE_CODES, NativeLibrary, native_library, require_native
+from moe_runtime.kernels.rms_norm.reference import rms_norm_reference
+
+NATIVE_ROW_LIMIT = 16
+"""Rows up to which `auto` takes the native kernel, which works on one thread."""
+
+Impl = Literal["auto", "native", "reference"]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: Impl = "auto") -> Tensor:
+    """Divides rows by their root mean square and multiplies by a weight (Zhang and Sennrich, 2019).
+
+    The order of rounding is that of Llama and its kin: the normalised row is rounded to the type of
+    `x` before the weight is applied.
+
+    Args:
+        x: `[..., D]`.
+        weight: `[D]`, dtype of `x`.
+        eps: Added to the mean of squares.
+        impl: `native` is the C kernel (CPU, inference only), `reference` plain torch; `auto` takes
+            the native one where it is able, for a few rows. A named implementation never falls
+            back.
+
+    Returns:
+        The shape and dtype of `x`. The native kernel gives the same bits for a row whatever the
+        other rows are.
+
+    Raises:
+        ValueError: Shapes do not fit, `impl` is unknown, or `impl="native"` cannot take the input.
+        NativeUnavailableError: `impl="native"` and the library was not built.
+    """
+    if impl == "auto":
+        library = native_library()
+        if library is not None and _is_worth_it(x, weight):
+            return _run_native(library, x, weight, eps)
+        return rms_norm_reference(x, weight, eps)
+    if weight.ndim != 1 or x.ndim < 1 or x.shape[-1] != weight.shape[0]:
+        raise ValueError(
+            f"expected x [..., D] and weight [D], got {list(x.shape)} and {list(weight.shape)}"
+        )
+    if impl == "native":
+        library = require_native()
+        problem = _native_problem(x, weight)
+        if problem:
+            raise ValueError(f"impl='native' cannot compute this: {problem}")
+        return _run_native(library, x, weight, eps)
+    if impl == "reference":
+        return rms_norm_reference(x, weight, eps)
+    raise ValueError(f"impl must be one of auto, native, reference, got {impl!r}")
+
+
+def _native_problem(x: Tensor, weight: Tensor) -> str | None:
+    """Why the C kernel cannot take these (valid) arguments, or None."""
+    if not (x.is_cpu and weight.is_cpu):
+        return f"it needs CPU tensors, got {x.device} and {weight.device}"
+    if x.dtype not in DTYPE_CODES or x.dtype != weight.dtype:
+        return f"it knows fp32, bf16 and fp16, the same for both, got {x.dtype} and {weight.dtype}"
+    if not weight.is_contiguous():
+        return f"the weight must be contiguous, got stride {weight.stride()}"
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return "it has no backward pass, and a gradient is wanted"
+    return None
+
+
+def _is_worth_it(x: Tensor, weight: Tensor) -> bool:
+    """Whether `auto` takes the native kernel; what is invalid is left to torch to report."""
+    dim = x.shape[-1] if x.ndim else 0
+    return (
+        0 < x.numel() <= NATIVE_ROW_LIMIT * dim
+        and weight.shape == (dim,)
+        and _native_problem(x, weight) is None
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _run_native(library: NativeLibrary, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    dim = weight.shape[0]
+    rows = x if x.is_contiguous() else x.contiguous()
+    out = torch.empty_like(rows)
+    library.rms_norm(
+        rows.data_ptr(),
+        dim * rows.element_size(),
+        rows.numel() // max(dim, 1),
+        weight.data_ptr(),
+        out.data_ptr(),
+        dim,
+        eps,
+        DTYPE_CODES[rows.dtype],
+    )
+    return out

@@ -1,0 +1,112 @@
+"""transformers' cache of keys and values, with room to grow: a token is written, not the whole.
+
+``DynamicCache`` concatenates its tensors with each token's, which reads and writes all of a context
+for every token of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ROOM_TOKENS = 64
+ROOM_SHARE = 16
+"""A full tensor grows by 64 tokens and a sixteenth of its length."""
+
+
+def room_for(num_tokens: int) -> int:
+    """Tokens that memory is set aside for when a cache that holds this many has to grow."""
+    return num_tokens + ROOM_TOKENS + num_tokens // ROOM_SHARE
+
+
+def grow_cache_in_place(model: PreTrainedModel) -> None:
+    """Makes the dynamic caches that a model is called with grow in place; other kinds stay."""
+    model.register_forward_pre_hook(_give_room, with_kwargs=True)
+
+
+def _give_room(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    cache = kwargs.get("past_key_values")
+    if type(cache) is not DynamicCache:
+        return
+    growing = _growing_layer()
+    if cache.layer_class_to_replicate is DynamicLayer:
+        cache.layer_class_to_replicate = growing
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            cache.layers[index] = _with_room(layer, growing())
+
+
+def _with_room(layer: Any, growing: Any) -> Any:
+    vars(growing).update(vars(layer))
+    return growing
+
+
+@functools.cache
+def _growing_layer() -> type:
+    """The class of layers that grow, made when transformers is there to derive it from."""
+    from transformers.cache_utils import DynamicLayer
+
+    class GrowingLayer(DynamicLayer):
+        """Keys and values as views of tensors with room behind them.
+
+        Whatever replaces the views (cropping, reordering, a copy) is taken as it is, and moves into
+        tensors with room of their own with the next token.
+        """
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.growing_keys = _Growing()
+            self.growing_values = _Growing()
+
+        def update(
+            self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            """Appends ``[B, G, Q, D]`` keys and values; returns all of them."""
+            if key_states.requires_grad or value_states.requires_grad:
+                return super().update(key_states, value_states, *args, **kwargs)
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+            self.keys = self.growing_keys.append(self.keys, key_states)
+            self.values = self.growing_values.append(self.values, value_states)
+            return self.keys, self.values
+
+    return GrowingLayer
+
+
+class _Growing:
+    """A tensor ``[..., tokens, D]`` that grows along its tokens.
+
+    Only the view that ``append`` returned last can grow in place: no tensor that somebody holds is
+    ever written to.
+    """
+
+    def __init__(self) -> None:
+        self._room: torch.Tensor | None = None
+        self._view: torch.Tensor | None = None
+
+    def append(self, cached: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """``torch.cat((cached, new), -2)``; ``cached`` may be empty, of any shape."""
+        num_cached = cached.shape[-2] if cached.numel() else 0
+        num_tokens = num_cached + new.shape[-2]
+        room = self._room
+        if room is None or cached is not self._view or not _has_place(room, num_tokens):
+            num_room = room_for(num_tokens) if num_cached else num_tokens
+            room = self._room = new.new_empty((*new.shape[:-2], num_room, new.shape[-1]))
+            if num_cached:
+                room.narrow(-2, 0, num_cached).copy_(cached)
+        room.narrow(-2, num_cached, new.shape[-2]).copy_(new)
+        self._view = room.narrow(-2, 0, num_tokens)
+        return self._view
+
+
+def _has_place(room: torch.Tensor, num_tokens: int) -> bool:
+    # what was made in inference mode cannot be written to outside of it
+    may_write = torch.is_inference_mode_enabled() or not room.is_inference()
+    return may_write and num_tokens <= room.shape[-2]

@@ -1,0 +1,88 @@
+"""`rms_norm` against fp64 and against torch."""
+
+import pytest
+import torch
+
+from moe_runtime.kernels.native import native_library
+from moe_runtime.kernels.rms_norm import rms_norm, rms_norm_reference
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+needs_native = pytest.mark.skipif(
+    native_library() is None, reason="the native CPU library was not built (needs gcc)"
+)
+
+
+def operands(rows: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows * 1000 + dim)
+    x = torch.randn(rows, dim, generator=generator) * 3
+    return x.to(dtype), torch.randn(dim, generator=generator).to(dtype)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "dim"), [(1, 1), (1, 64), (3, 65), (2, 127), (5, 2048), (1, 5003)]
+)
+def test_against_fp64(rows, dim, dtype):
+    x, weight = operands(rows, dim, dtype)
+    exact = rms_norm_reference(x.double(), weight.double(), 1e-5)
+    got = rms_norm(x, weight, 1e-5, impl="native")
+    assert got.dtype == dtype
+    # two roundings to the type, each of half a unit (where it is subnormal, of the smallest number),
+    # and a sum of fp32 squares of which no partial sum has over 80 terms
+    kind = torch.finfo(dtype)
+    relative = kind.eps + 100 * torch.finfo(torch.float32).eps
+    bound = relative * exact.abs() + kind.smallest_normal * kind.eps * (1 + weight.double().abs())
+    assert bool(((got.double() - exact).abs() <= bound).all())
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_the_others_or_on_strides(dtype):
+    x, weight = operands(7, 96, dtype)
+    together = rms_norm(x, weight, 1e-6, impl="native")
+    for row in range(7):
+        assert torch.equal(rms_norm(x[row], weight, 1e-6, impl="native"), together[row])
+    wide = torch.empty(7, 200, dtype=dtype)
+    wide[:, :96] = x
+    assert torch.equal(rms_norm(wide[:, :96], weight, 1e-6, impl="native"), together)
+
+
+@needs_native
+def test_zeros_infinities_and_nans_behave_as_in_torch():
+    x = torch.zeros(3, 70)
+    x[1, 3], x[2, 5] = float("inf"), float("nan")
+    weight = torch.ones(70)
+    got = rms_norm(x, weight, 1e-6, impl="native")
+    assert torch.equal(got.isnan(), rms_norm_reference(x, weight, 1e-6).isnan())
+    assert torch.equal(got[0], torch.zeros(70))
+
+
+def test_a_gradient_goes_through_torch():
+    x, weight = operands(2, 32, torch.float32)
+    x.requires_grad_()
+    rms_norm(x, weight, 1e-6).sum().backward()
+    mine = x.grad
+    x.grad = None
+    torch.nn.functional.rms_norm(x, (32,), weight, 1e-6).sum().backward()
+    assert mine is not None
+    torch.testing.assert_close(mine, x.grad)
+
+
+def test_what_does_not_fit():
+    with pytest.raises(ValueError, match=r"expected x \[\.\.\., D\]"):
+        rms_norm(torch.zeros(2, 3), torch.zeros(4), 1e-6, impl="reference")
+    with pytest.raises(ValueError, match="impl must be"):
+        rms_norm(torch.zeros(2, 3), torch.zeros(3), 1e-6, impl="cuda")  # type: ignore[arg-type]
+
+
+@needs_native
+def test_native_refuses_what_it_cannot_take():
+    for x, weight in [
+        (torch.zeros(2, 3), torch.zeros(3, dtype=torch.bfloat16)),
+        (torch.zeros(2, 3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)),
+        (torch.zeros(2, 3), torch.zeros(6)[::2]),
+        (torch.zeros(2, 3, requires_grad=True), torch.zeros(3)),
+    ]:
+        with pytest.raises(ValueError, match="cannot compute this"):
+            rms_norm(x, weight, 1e-6, impl="native")
