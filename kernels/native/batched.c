@@ -30,16 +30,38 @@ typedef struct {
         }                                                                                                               \
     }
 
-static inline float load_bf16(const char *src) { return bf16_to_f32(load_u16(src)); }
-static inline float load_f16(const char *src) { return f16_to_f32(load_u16(src)); }
-
 DEFINE_MIX(f32, load_f32, 4)
 DEFINE_MIX(bf16, load_bf16, 2)
 DEFINE_MIX(f16, load_f16, 2)
 
+/* Scores to weights: exponentials of what they are below their maximum, which sum to one. Maximum and sum run in a fixed
+ * number of parts, so that every instruction set adds in the same order. */
+enum { PARTS = 64 };
+MOE_CLONES static void softmax(float *restrict scores, int64_t count) {
+    float parts[PARTS], most, sum = 0;
+    const int64_t whole = count / PARTS * PARTS;
+    for (int i = 0; i < PARTS; i++) parts[i] = scores[0];
+    for (int64_t k = 0; k < whole; k += PARTS)
+        for (int i = 0; i < PARTS; i++) parts[i] = scores[k + i] > parts[i] ? scores[k + i] : parts[i];
+    most = parts[0];
+    for (int i = 1; i < PARTS; i++) most = parts[i] > most ? parts[i] : most;
+    for (int64_t k = whole; k < count; k++) most = scores[k] > most ? scores[k] : most;
+    for (int64_t k = 0; k < count; k++) scores[k] = exp_f32(scores[k] - most);
+    for (int i = 0; i < PARTS; i++) parts[i] = 0;
+    for (int64_t k = 0; k < whole; k += PARTS)
+        for (int i = 0; i < PARTS; i++) parts[i] += scores[k + i];
+    for (int64_t k = whole; k < count; k++) parts[k - whole] += scores[k];
+    for (int i = 0; i < PARTS; i++) sum += parts[i];
+    for (int64_t k = 0; k < count; k++) scores[k] /= sum;
+}
+
 typedef void (*Mix)(const Batch *, const float *, const char *, float *);
 static const Mix mixes[] = {mix_f32, mix_bf16, mix_f16};
 static const int kinds[] = {KIND_F32, KIND_BF16, KIND_F16};
+
+typedef float (*Load)(const char *);
+static const Load loads[] = {load_f32, load_bf16, load_f16};
+static const int widths[] = {4, 2, 2};
 
 /* out[m, n] = dot(x[m], w[n]), by the kernel of linear layers, one row of x at a time. */
 static void multiply_transposed(const Batch *batch, const float *x, const char *w, float *out) {
@@ -80,4 +102,65 @@ MOE_EXPORT void moe_batched_matmul(const float *x, const char *w, float *out, in
     pool_begin();
     pool_run(multiply_elements, &batch, share_threads);
     pool_end();
+}
+
+/* Attention of one query in each head; `rows` query heads share a key head. */
+typedef struct {
+    Batch keys, values; /* as products: queries with keys, weights with values */
+    const char *query;  /* [outer, inner * num_rows, keys.w_cols], heads and elements without gaps */
+    const float *mask;  /* [outer, length] to be added to scores, or NULL */
+    char *out;          /* [outer, inner * num_rows, values.w_cols] without gaps */
+    int64_t query_stride;
+    float scale;
+    float *scratch;
+    int64_t scratch_floats; /* of one of outer * inner elements */
+    atomic_llong next;
+} Attention;
+
+static void attend_head(Attention *call, int64_t element) {
+    const Batch *keys = &call->keys, *values = &call->values;
+    const int64_t outer = element / keys->inner, inner = element % keys->inner, rows = keys->num_rows;
+    const int64_t length = keys->w_rows, dim = keys->w_cols, dtype = keys->dtype;
+    float *query = call->scratch + element * call->scratch_floats, *scores = query + rows * dim, *mixed = scores + rows * length;
+    const char *source = call->query + outer * call->query_stride + inner * rows * dim * widths[dtype];
+    for (int64_t k = 0; k < rows * dim; k++) query[k] = loads[dtype](source + k * widths[dtype]) * call->scale;
+    multiply_transposed(keys, query, keys->w + outer * keys->outer_stride + inner * keys->inner_stride, scores);
+    const char *value = values->w + outer * values->outer_stride + inner * values->inner_stride;
+    for (int64_t m = 0; m < rows; m++, scores += length, mixed += values->w_cols) {
+        if (call->mask)
+            for (int64_t k = 0; k < length; k++) scores[k] += call->mask[outer * length + k];
+        softmax(scores, length);
+        mixes[dtype](values, scores, value, mixed);
+    }
+    const int64_t count = rows * values->w_cols;
+    current_isa()->store(call->out + element * count * widths[dtype], (int)dtype, mixed - count, count);
+}
+
+static void attend_heads(void *context) {
+    Attention *call = context;
+    for (;;) {
+        const int64_t element = atomic_fetch_add(&call->next, 1);
+        if (element >= call->keys.outer * call->keys.inner) return;
+        attend_head(call, element);
+    }
+}
+
+/* softmax(scale * query . keys + mask) . values; query, keys, values and out have one data type. */
+MOE_EXPORT int moe_single_query_attention(const char *query, int64_t query_stride, const char *key, int64_t key_outer,
+                                          int64_t key_inner, int64_t key_row, const char *value, int64_t value_outer,
+                                          int64_t value_inner, int64_t value_row, const float *mask, char *out,
+                                          int64_t outer, int64_t inner, int64_t rows, int64_t length, int64_t key_dim,
+                                          int64_t value_dim, float scale, int dtype, int share_threads) {
+    const Batch shape = {.outer = outer, .inner = inner, .num_rows = rows, .w_rows = length, .dtype = dtype};
+    Attention call = {.keys = shape, .values = shape, .query = query, .mask = mask, .out = out, .query_stride = query_stride,
+                      .scale = scale, .scratch_floats = rows * (key_dim + length + value_dim)};
+    call.keys.w = key, call.keys.w_cols = key_dim;
+    call.keys.outer_stride = key_outer, call.keys.inner_stride = key_inner, call.keys.row_stride = key_row;
+    call.values.w = value, call.values.w_cols = value_dim;
+    call.values.outer_stride = value_outer, call.values.inner_stride = value_inner, call.values.row_stride = value_row;
+    pool_begin();
+    call.scratch = pool_scratch(outer * inner * call.scratch_floats * (int64_t)sizeof(float));
+    if (call.scratch) pool_run(attend_heads, &call, share_threads);
+    pool_end();
+    return call.scratch ? STATUS_OK : STATUS_NO_MEMORY;
 }

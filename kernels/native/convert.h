@@ -60,6 +60,9 @@ static inline uint16_t f32_to_f16(float value) {
     return (uint16_t)(half | sign);
 }
 
+static inline float load_bf16(const char *src) { return bf16_to_f32(load_u16(src)); }
+static inline float load_f16(const char *src) { return f16_to_f32(load_u16(src)); }
+
 /* exp(x) to about 2 units in the last place: x = n ln 2 + r, polynomial in r, scaled by 2^n (the scheme of Cephes' expf).
  * Beyond the range of normal fp32 numbers the result saturates. */
 static inline float exp_f32(float x) {

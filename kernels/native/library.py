@@ -16,7 +16,7 @@ import torch
 from moe_runtime.errors import MoERuntimeError
 
 LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
-ABI_VERSION = 3
+ABI_VERSION = 4
 # Long enough to bridge the small operations between two products of a model's layer.
 SPIN_S = 300e-6
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -55,6 +55,20 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
             *(_INT64, _INT64, _INT64, _INT64, _INT64),
             *(_INT64, _INT64, _INT64),
             *(_INT, _INT, _INT),
+        ],
+    ),
+    # query, query_stride, key, key_outer, key_inner, key_row, value, value_outer, value_inner,
+    # value_row, mask, out, outer, inner, rows, length, key_dim, value_dim, scale, dtype,
+    # share_threads
+    "moe_single_query_attention": (
+        _INT,
+        [
+            *(_POINTER, _INT64),
+            *(_POINTER, _INT64, _INT64, _INT64),
+            *(_POINTER, _INT64, _INT64, _INT64),
+            *(_POINTER, _POINTER),
+            *(_INT64, _INT64, _INT64, _INT64, _INT64, _INT64),
+            *(ctypes.c_float, _INT, _INT),
         ],
     ),
     # x, x_stride, num_rows, weight, out, count, eps, dtype
@@ -111,6 +125,7 @@ class NativeLibrary:
         linear: `moe_linear` of driver.c.
         expert_ffn: `moe_expert_ffn` of driver.c.
         batched_matmul: `moe_batched_matmul` of batched.c.
+        single_query_attention: `moe_single_query_attention` of batched.c.
         rms_norm: `moe_rms_norm` of norm.c.
         cpu_has_amx: Whether the processor multiplies bf16 in matrix units (these kernels do not).
     """
@@ -138,6 +153,7 @@ class NativeLibrary:
         self.linear = library.moe_linear
         self.expert_ffn = library.moe_expert_ffn
         self.batched_matmul = library.moe_batched_matmul
+        self.single_query_attention = library.moe_single_query_attention
         self.rms_norm = library.moe_rms_norm
         self.cpu_has_amx = bool(library.moe_cpu_has_amx())
         self._library = library

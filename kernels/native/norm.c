@@ -27,8 +27,6 @@ enum { PARTIAL_SUMS = 64 };
             STORE(out + k * BYTES, LOAD(weight + k * BYTES) * ROUND(LOAD(x + k * BYTES) * scale));               \
     }
 
-static inline float load_bf16(const char *src) { return bf16_to_f32(load_u16(src)); }
-static inline float load_f16(const char *src) { return f16_to_f32(load_u16(src)); }
 static inline void store_f32(char *dst, float value) { memcpy(dst, &value, 4); }
 static inline void store_bf16(char *dst, float value) { store_u16(dst, f32_to_bf16(value)); }
 static inline void store_f16(char *dst, float value) { store_u16(dst, f32_to_f16(value)); }

@@ -1,4 +1,4 @@
-"""Attention of single-token steps on a CPU: transformers' own, with its two products read once.
+"""Attention of single-token steps on a CPU: transformers' own, reading the cache once.
 
 In such a step attention is two small products with the cached keys and values. Torch's fused CPU
 kernel takes several times as long over them as reading the cache takes, more so in half precision.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_runtime.kernels.batched_matmul import batched_matmul, is_native
+from moe_runtime.kernels.single_query_attention import is_native, single_query_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,7 +63,7 @@ def attend(
     Returns:
         ``[B, Q, H, V]`` in the dtype of ``query``, and None.
     """
-    if _is_single_query(query, key, value, options):
+    if _is_single_query(query, key, value, attention_mask, options):
         return _attend_one(query, key, value, attention_mask, options.get("scaling")), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -71,14 +71,18 @@ def attend(
 
 
 def _is_single_query(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: dict[str, Any],
 ) -> bool:
     return (
         query.shape[2] == 1
         and query.shape[1] % key.shape[1] == 0
+        and (mask is None or mask.shape == (len(query), 1, 1, key.shape[2]))
         and not any(_is_set(options.get(name)) for name in _CHANGING_OPTIONS)
-        and is_native(query.float(), key)
-        and is_native(query.float(), value)
+        and is_native(query.squeeze(2), key, value)
     )
 
 
@@ -93,19 +97,14 @@ def _attend_one(
     mask: torch.Tensor | None,
     scaling: float | None,
 ) -> torch.Tensor:
-    batch, heads, _, dim = query.shape
-    groups = key.shape[1]
-    scale = dim**-0.5 if scaling is None else scaling
-    # the query heads that share a key head are the rows of one product
-    rows = query.float().mul(scale).view(batch, groups, heads // groups, dim)
-    scores = batched_matmul(rows, key, transpose_w=True)
-    if mask is not None:
-        scores = _masked(scores.view(batch, heads, 1, -1), mask).view_as(scores)
-    mixed = batched_matmul(torch.softmax(scores, dim=-1), value, transpose_w=False)
-    return mixed.view(batch, 1, heads, -1).to(query.dtype)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    added = None if mask is None else _added_mask(mask[:, 0, 0])
+    return single_query_attention(query.squeeze(2), key, value, added, scale).unsqueeze(1)
 
 
-def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    if mask.dtype == torch.bool:
-        return scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    return scores + mask
+def _added_mask(mask_BS: torch.Tensor) -> torch.Tensor:
+    """What is added to the scores for a mask that allows (bool) or adds."""
+    if mask_BS.dtype != torch.bool:
+        return mask_BS.float()
+    lowest = torch.finfo(torch.float32).min
+    return torch.zeros(mask_BS.shape).masked_fill(~mask_BS, lowest)

@@ -28,8 +28,8 @@ def test_against_fp64(rows, dim, dtype):
     exact = rms_norm_reference(x.double(), weight.double(), 1e-5)
     got = rms_norm(x, weight, 1e-5, impl="native")
     assert got.dtype == dtype
-    # two roundings to the type, each of half a unit (where it is subnormal, of the smallest number),
-    # and a sum of fp32 squares of which no partial sum has over 80 terms
+    # two roundings to the type, each of half a unit (where that is subnormal, of the smallest
+    # number), and a sum of fp32 squares of which no partial sum has over 80 terms
     kind = torch.finfo(dtype)
     relative = kind.eps + 100 * torch.finfo(torch.float32).eps
     bound = relative * exact.abs() + kind.smallest_normal * kind.eps * (1 + weight.double().abs())

@@ -1,0 +1,153 @@
+"""`single_query_attention`: validation and choice of the implementation.
+
+Shape suffixes: B batch, H query heads, G key heads, S cached tokens, D key width, V value width.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.native import (
+    DTYPE_CODES,
+    STATUS_NO_MEMORY,
+    NativeLibrary,
+    native_library,
+    require_native,
+)
+from moe_runtime.kernels.single_query_attention.reference import single_query_attention_reference
+
+MAX_COLUMNS = 8192
+"""Widest key: the kernel keeps one on the stack."""
+
+Impl = Literal["auto", "native", "reference"]
+
+
+def single_query_attention(
+    query_BHD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSV: Tensor,
+    mask_BS: Tensor | None,
+    scale: float,
+    *,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Computes `softmax(scale * query . keys + mask) . values` for one query in each head.
+
+    Consecutive query heads share a key head (grouped-query attention, Ainslie et al., 2023).
+
+    Args:
+        query_BHD: `[B, H, D]`, H a multiple of G; fp32, bf16 or fp16.
+        key_BGSD: `[B, G, S, D]`, S at least 1, unit stride along D, any other strides.
+        value_BGSV: `[B, G, S, V]`, likewise; both in the dtype of the query.
+        mask_BS: `[B, S]` fp32 to be added to the scores, or None.
+        scale: Factor of the scores.
+        impl: `native` is the C kernel (CPU, inference only), `reference` plain torch; `auto` takes
+            the native one where it is able. A named implementation never falls back.
+
+    Returns:
+        `[B, H, V]` in the dtype of the query; sums are in fp32.
+
+    Raises:
+        ValueError: Shapes do not fit, `impl` is unknown, or `impl="native"` cannot take the input.
+        NativeUnavailableError: `impl="native"` and the library was not built.
+    """
+    problem = _problem(query_BHD, key_BGSD, value_BGSV, mask_BS)
+    if problem:
+        raise ValueError(problem)
+    if impl not in ("auto", "native", "reference"):
+        raise ValueError(f"impl must be one of auto, native, reference, got {impl!r}")
+    library = require_native() if impl == "native" else native_library()
+    unable = None if impl == "reference" else _native_problem(query_BHD, key_BGSD, value_BGSV)
+    if impl == "native" and unable:
+        raise ValueError(f"impl='native' cannot compute this: {unable}")
+    if impl == "reference" or unable or library is None:
+        return single_query_attention_reference(query_BHD, key_BGSD, value_BGSV, mask_BS, scale)
+    return _run_native(library, query_BHD, key_BGSD, value_BGSV, mask_BS, scale)
+
+
+def is_native(query_BHD: Tensor, key_BGSD: Tensor, value_BGSV: Tensor) -> bool:
+    """Whether `auto` would take the native kernel."""
+    return native_library() is not None and _native_problem(query_BHD, key_BGSD, value_BGSV) is None
+
+
+def _problem(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str | None:
+    """What is wrong with the arguments, or None."""
+    if query.ndim != 3 or key.ndim != 4 or value.ndim != 4:
+        shapes = f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
+        return f"expected query [B, H, D], key [B, G, S, D] and value [B, G, S, V], got {shapes}"
+    batch, heads, dim = query.shape
+    groups, length = key.shape[1:3]
+    if key.shape != (batch, groups, length, dim) or value.shape[:3] != key.shape[:3]:
+        return (
+            f"key and value must be [{batch}, G, S, {dim}] and [{batch}, G, S, V], got "
+            f"{list(key.shape)} and {list(value.shape)}"
+        )
+    if groups == 0 or heads % groups or length == 0:
+        return f"{heads} query heads need key heads that divide them, got {groups} of {length} keys"
+    if mask is not None and (mask.shape != (batch, length) or mask.dtype != torch.float32):
+        return f"mask must be fp32 [{batch}, {length}], got {mask.dtype} {list(mask.shape)}"
+    return None
+
+
+def _native_problem(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """Why the C kernel cannot take these (valid) arguments, or None."""
+    if not (query.is_cpu and key.is_cpu and value.is_cpu):
+        return f"it needs CPU tensors, got {query.device}, {key.device} and {value.device}"
+    dtype = query.dtype
+    if dtype not in DTYPE_CODES or key.dtype != dtype or value.dtype != dtype:
+        return f"it knows one of fp32, bf16 and fp16, got {dtype}, {key.dtype} and {value.dtype}"
+    if key.shape[-1] > MAX_COLUMNS:
+        return f"keys have at most {MAX_COLUMNS} elements, got {key.shape[-1]}"
+    if key.stride(-1) != 1 or value.stride(-1) != 1:
+        return f"keys and values need unit stride, got {key.stride()} and {value.stride()}"
+    if torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad
+    ):
+        return "it has no backward pass, and a gradient is wanted"
+    return None
+
+
+def _run_native(
+    library: NativeLibrary,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+) -> Tensor:
+    query = query.contiguous()
+    mask = None if mask is None else mask.contiguous()
+    batch, heads, dim = query.shape
+    groups, length = key.shape[1:3]
+    out = query.new_empty((batch, heads, value.shape[-1]))
+    size = query.element_size()
+    key_strides, value_strides = key.stride(), value.stride()
+    status = library.single_query_attention(
+        query.data_ptr(),
+        heads * dim * size,
+        key.data_ptr(),
+        key_strides[0] * size,
+        key_strides[1] * size,
+        key_strides[2] * size,
+        value.data_ptr(),
+        value_strides[0] * size,
+        value_strides[1] * size,
+        value_strides[2] * size,
+        None if mask is None else mask.data_ptr(),
+        out.data_ptr(),
+        batch,
+        groups,
+        heads // groups,
+        length,
+        dim,
+        value.shape[-1],
+        scale,
+        DTYPE_CODES[query.dtype],
+        library.shares_threads(),
+    )
+    if status == STATUS_NO_MEMORY:
+        raise MemoryError(f"no memory for the scores of {heads} heads and {length} keys")
+    return out

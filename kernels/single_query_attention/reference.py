@@ -1,0 +1,18 @@
+"""`single_query_attention` in plain torch: the specification."""
+
+import torch
+from torch import Tensor
+
+
+def single_query_attention_reference(
+    query_BHD: Tensor, key_BGSD: Tensor, value_BGSV: Tensor, mask_BS: Tensor | None, scale: float
+) -> Tensor:
+    """Computes in fp32, or in fp64 when the query is fp64, and rounds once."""
+    wide = torch.float64 if query_BHD.dtype == torch.float64 else torch.float32
+    shared = query_BHD.shape[1] // key_BGSD.shape[1]
+    query_BGRD = query_BHD.to(wide).unflatten(1, (-1, shared)) * scale
+    scores_BGRS = query_BGRD @ key_BGSD.to(wide).transpose(-1, -2)
+    if mask_BS is not None:
+        scores_BGRS = scores_BGRS + mask_BS[:, None, None].to(wide)
+    mixed_BGRV = torch.softmax(scores_BGRS, dim=-1) @ value_BGSV.to(wide)
+    return mixed_BGRV.flatten(1, 2).to(query_BHD.dtype)

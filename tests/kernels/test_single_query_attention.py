@@ -1,0 +1,110 @@
+"""`single_query_attention` against fp64."""
+
+import pytest
+import torch
+
+from moe_runtime.kernels.native import native_library
+from moe_runtime.kernels.single_query_attention import (
+    single_query_attention,
+    single_query_attention_reference,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+needs_native = pytest.mark.skipif(
+    native_library() is None, reason="the native CPU library was not built (needs gcc)"
+)
+
+
+def operands(dtype, *, batch=2, heads=6, groups=3, length=131, dim=20, width=33):
+    generator = torch.Generator().manual_seed(length)
+    query = torch.randn(batch, heads, dim, generator=generator) * 2
+    key = torch.randn(batch, groups, length, dim, generator=generator)
+    value = torch.randn(batch, groups, length, width, generator=generator)
+    mask = torch.randn(batch, length, generator=generator)
+    mask[:, ::3] = torch.finfo(torch.float32).min
+    return query.to(dtype), key.to(dtype), value.to(dtype), mask
+
+
+def bound(dtype, value):
+    # an average of values: one rounding to the type; scores of about 20 in fp32, twice rounded by
+    # the exponential, move a weight by 20 + 2 units
+    return (torch.finfo(dtype).eps / 2 + 50 * torch.finfo(torch.float32).eps) * value.abs().max()
+
+
+@needs_native
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"length": 1}, {"length": 64}, {"groups": 6}, {"groups": 1, "dim": 128, "width": 128}],
+)
+def test_against_fp64(sizes, dtype, masked):
+    query, key, value, mask = operands(dtype, **sizes)
+    added = mask if masked else None
+    got = single_query_attention(query, key, value, added, 0.3, impl="native")
+    wide = (query.double(), key.double(), value.double())
+    exact = single_query_attention_reference(*wide, added, 0.3)
+    assert got.dtype == dtype
+    assert (got.double() - exact).abs().max() <= bound(dtype, value)
+
+
+@needs_native
+def test_caches_with_room_behind_them_and_many_threads_change_no_bit():
+    query, key, value, mask = operands(torch.bfloat16)
+    library = native_library()
+    assert library is not None
+    expected = single_query_attention(query, key, value, mask, 0.3, impl="native")
+    roomy = [torch.full((2, 3, 200, t.shape[-1]), float("nan")).to(t.dtype) for t in (key, value)]
+    for room, tensor in zip(roomy, (key, value), strict=True):
+        room[:, :, :131] = tensor
+    before = library.num_threads
+    try:
+        library.set_num_threads(3)
+        got = single_query_attention(
+            query, roomy[0][:, :, :131], roomy[1][:, :, :131], mask, 0.3, impl="native"
+        )
+    finally:
+        library.set_num_threads(before)
+    assert torch.equal(got, expected)
+
+
+@needs_native
+def test_scores_beyond_the_range_of_exponentials():
+    query, key, value, _ = operands(torch.float32)
+    got = single_query_attention(query * 1e4, key, value, None, 1.0, impl="native")
+    wide = (query.double() * 1e4, key.double(), value.double())
+    # one weight is 1 and the others vanish
+    assert torch.allclose(got.double(), single_query_attention_reference(*wide, None, 1.0))
+
+
+def test_a_gradient_goes_through_torch():
+    query, key, value, _ = operands(torch.float32)
+    query.requires_grad_()
+    single_query_attention(query, key, value, None, 1.0).sum().backward()
+    assert query.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 4}, "key heads that divide them"),
+        ({"length": 0}, "key heads that divide them"),
+    ],
+)
+def test_sizes_that_cannot_be(change, message):
+    query, key, value, _ = operands(torch.float32, **change)
+    with pytest.raises(ValueError, match=message):
+        single_query_attention(query, key, value, None, 1.0)
+
+
+def test_what_does_not_fit():
+    query, key, value, mask = operands(torch.float32)
+    for arguments, message in [
+        ((query[0], key, value, None), r"expected query \[B, H, D\]"),
+        ((query, key[:, :, :, :3], value, None), "key and value must be"),
+        ((query, key, value, mask.double()), "mask must be fp32"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            single_query_attention(*arguments, 1.0)
+    with pytest.raises(ValueError, match="impl must be"):
+        single_query_attention(query, key, value, None, 1.0, impl="cuda")  # type: ignore[arg-type]
