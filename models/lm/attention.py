@@ -9,6 +9,7 @@ width.
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
 from moe_runtime.models.lm.config import LanguageModelConfig
@@ -46,14 +47,14 @@ class _Rotate(torch.autograd.Function):
     """A rotation; its gradient is the rotation back, so nothing of the input need be kept."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor):  # noqa: ANN205
+    def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         return _rotated(x, cos, sin)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(
-        ctx: torch.autograd.function.FunctionCtx, grad_y: Tensor
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: FunctionCtx, grad_y: Tensor
     ) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors  # type: ignore[attr-defined]
         return _rotated(grad_y, cos, -sin), None, None

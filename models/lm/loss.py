@@ -45,13 +45,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_logits = grad_logits.div_(num_tokens).to(compute_dtype)
             grad_hidden[rows] = grad_logits @ weight
             grad_weight += grad_logits.T @ hidden[rows]
-        if needs_grad:
+        if grad_hidden is not None and grad_weight is not None:
             ctx.save_for_backward(grad_hidden, grad_weight)
         return total / num_tokens
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_loss: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: FunctionCtx, grad_loss: Tensor
+    ) -> tuple[Tensor, Tensor, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors  # type: ignore[attr-defined]
         return grad_hidden * grad_loss, grad_weight * grad_loss, None, None
 
@@ -78,9 +80,7 @@ def linear_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor
             f"{tuple(targets_T.shape)}"
         )
     if weight_VD.shape[1:] != hidden_TD.shape[1:]:
-        raise ValueError(
-            f"expected weight [V, {hidden_TD.shape[1]}], got {tuple(weight_VD.shape)}"
-        )
+        raise ValueError(f"expected weight [V, {hidden_TD.shape[1]}], got {tuple(weight_VD.shape)}")
     device_type = hidden_TD.device.type
     dtype = hidden_TD.dtype
     if torch.is_autocast_enabled(device_type):

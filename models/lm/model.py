@@ -7,6 +7,7 @@ Shapes: B sequences, C tokens of context, T = B * C tokens, D model width, V voc
 
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,34 @@ from moe_runtime.models.lm.attention import Attention, RotaryTable
 from moe_runtime.models.lm.config import LanguageModelConfig
 from moe_runtime.models.lm.loss import linear_cross_entropy
 from moe_runtime.models.lm.norm import RMSNorm
+from moe_runtime.routing import SoftmaxTopK
+
+
+@dataclass(frozen=True, eq=False)
+class Losses:
+    """What a batch is trained on, and how its tokens spread over the experts.
+
+    Attributes:
+        cross_entropy: mean over the tokens, nats; a scalar.
+        auxiliary: the gates' losses with their coefficients, mean over the routed layers.
+        max_load: demand of the busiest expert over the mean, mean over the routed layers; None in
+            a dense model.
+        dropped_share: share of the choices that capacity took away, mean likewise.
+    """
+
+    cross_entropy: Tensor
+    auxiliary: Tensor
+    max_load: Tensor | None = None
+    dropped_share: Tensor | None = None
+
+    def detach(self) -> "Losses":
+        """The same numbers without their graphs."""
+        return Losses(
+            self.cross_entropy.detach(),
+            self.auxiliary.detach(),
+            None if self.max_load is None else self.max_load.detach(),
+            None if self.dropped_share is None else self.dropped_share.detach(),
+        )
 
 
 class DenseFeedForward(nn.Module):
@@ -132,9 +161,7 @@ class LanguageModel(nn.Module):
         previous_logits: Tensor | None = None
         for block in self._blocks():
             if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(
-                    block, x, self.rotary, ids_BC, previous_logits, use_reentrant=False
-                )
+                x = checkpoint(block, x, self.rotary, ids_BC, previous_logits, use_reentrant=False)
             else:
                 x = block(x, self.rotary, ids_BC, previous_logits)
             assert isinstance(x, Tensor)
@@ -146,12 +173,32 @@ class LanguageModel(nn.Module):
         """Logits `[B, C, V]` of token ids `[B, C]`."""
         return self.output(self.hidden_states(ids_BC))
 
-    def loss(self, ids_BC: Tensor, targets_BC: Tensor) -> Tensor:
-        """Mean cross-entropy in nats of the targets, without the gates' losses; a scalar."""
+    def losses(self, ids_BC: Tensor, targets_BC: Tensor) -> Losses:
+        """Cross-entropy of the targets, and the gates' losses.
+
+        Args:
+            ids_BC: token ids `[B, C]`.
+            targets_BC: the token after each.
+        """
         hidden = self.hidden_states(ids_BC)
-        return linear_cross_entropy(
+        cross_entropy = linear_cross_entropy(
             hidden.flatten(0, 1), self.output.weight, targets_BC.reshape(-1)
         )
+        layers = self.layer_aux()
+        if not layers:
+            return Losses(cross_entropy, torch.zeros_like(cross_entropy))
+        return Losses(
+            cross_entropy,
+            torch.stack([aux.loss for aux in layers]).mean(),
+            torch.stack([aux.max_load for aux in layers]).mean(),
+            torch.stack([aux.dropped_share for aux in layers]).mean(),
+        )
+
+    def after_step(self) -> None:
+        """Lets the gates with a selection bias move it against the load since the last step."""
+        for layer in self.routed_layers():
+            if isinstance(layer.gate, SoftmaxTopK):
+                layer.gate.update_bias()
 
     def routed_layers(self) -> Iterator[MoELayer]:
         """The routed layers from first to last."""

@@ -21,7 +21,9 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: FunctionCtx, grad_y: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors  # type: ignore[attr-defined]
         normed = x.to(scale.dtype) * scale
         grad = grad_y.to(scale.dtype)

@@ -109,7 +109,7 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     if isinstance(origin, type) and issubclass(origin, Mapping):
         if not isinstance(value, Mapping):
             raise ValueError(f"{name} must be a table, got {value!r}")
-        return dict(value)
+        return {key: _convert(arguments[1], item, f"{name}.{key}") for key, item in value.items()}
     return _convert_scalar(hint, value, name)
 
 

@@ -148,6 +148,4 @@ def _scalars(record: Record) -> Sequence[tuple[str, float]]:
         return [*named, ("held_out/mean", record.held_out_mean)]
     values = asdict(record)
     del values["step"]
-    return [
-        (f"train/{name}", float(value)) for name, value in values.items() if value is not None
-    ]
+    return [(f"train/{name}", float(value)) for name, value in values.items() if value is not None]

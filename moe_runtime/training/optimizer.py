@@ -68,7 +68,8 @@ class Optimizer:
         bad = () if math.isfinite(norm) else tuple(self._bad_gradients())
         if not bad:
             if self._clip_norm and norm > self._clip_norm:
-                torch._foreach_mul_(gradients, self._clip_norm / norm)
+                for gradient in gradients:
+                    gradient.mul_(self._clip_norm / norm)
             for group in self._adamw.param_groups:
                 group["lr"] = rate
             self._adamw.step()

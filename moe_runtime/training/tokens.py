@@ -17,7 +17,8 @@ from moe_runtime.training.text import Corpus
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Ids = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+Ids = npt.NDArray[np.unsignedinteger[Any]]
+"""A stream of token ids: uint16 where the vocabulary allows, uint32 otherwise."""
 
 # Documents encoded at a time: enough for the tokenizer's threads, little next to the text itself.
 _BATCH = 256
