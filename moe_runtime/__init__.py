@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from moe_runtime.errors import CheckpointError as CheckpointError
     from moe_runtime.errors import MoERuntimeError as MoERuntimeError
     from moe_runtime.errors import UnsupportedModelError as UnsupportedModelError
+    from moe_runtime.layer import MoELayer as MoELayer
 
 __version__ = "0.1.0"
 
@@ -23,12 +24,20 @@ __version__ = "0.1.0"
 _HOMES = {
     "CapacityError": "moe_runtime.errors",
     "CheckpointError": "moe_runtime.errors",
+    "MoELayer": "moe_runtime.layer",
     "MoERuntimeError": "moe_runtime.errors",
     "UnsupportedModelError": "moe_runtime.errors",
     "load": "moe_runtime.engine.loading",
 }
 
-__all__ = ["CapacityError", "CheckpointError", "MoERuntimeError", "UnsupportedModelError", "load"]
+__all__ = [
+    "CapacityError",
+    "CheckpointError",
+    "MoELayer",
+    "MoERuntimeError",
+    "UnsupportedModelError",
+    "load",
+]
 
 
 def __getattr__(name: str) -> Any:

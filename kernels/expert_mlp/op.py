@@ -1,0 +1,194 @@
+"""`expert_mlp`: validation and choice of the implementation.
+
+Shape suffixes: T tokens, K top-k, R routed rows, E experts, D model.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.expert_mlp.activation import (
+    Activation,
+    ActivationName,
+    ActivationSpec,
+    PreactivationFunction,
+)
+from moe_runtime.kernels.expert_mlp.experts import StackedExperts
+from moe_runtime.kernels.expert_mlp.reference import (
+    expert_mlp_reference,
+    grouped_expert_mlp_reference,
+)
+from moe_runtime.kernels.expert_mlp.registration import call
+
+ExpertMlpImpl = Literal["auto", "triton", "native", "reference", "torch"]
+IMPLS: tuple[ExpertMlpImpl, ...] = ("auto", "triton", "native", "reference", "torch")
+
+
+def expert_mlp(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    experts: StackedExperts,
+    *,
+    activation: Activation,
+    impl: ExpertMlpImpl = "auto",
+    recompute: bool = False,
+    checks_ids: bool = False,
+) -> Tensor:
+    """Runs every token through its experts and sums the results by gate weight.
+
+    ``out[t] = sum over k of weights[t, k] * expert[ids[t, k]](x[t])``, differentiable in `x`,
+    `weights` and every parameter. No token is dropped and none is padded.
+
+    Args:
+        x_TD: ``[T, D]`` in the dtype of the experts.
+        ids_TK: ``[T, K]`` int32 or int64. An id that names no expert (negative, or the number of
+            experts and above) marks a slot that is not dispatched: it adds zero, reads no weight
+            and gives zero gradients.
+        weights_TK: ``[T, K]`` gate weights, any floating dtype.
+        experts: The parameters.
+        activation: A name, an `ActivationSpec`, or a function of the pre-activations as they lie.
+        impl: `auto` decides by device alone; a named implementation never falls back.
+        recompute: Computes the pre-activations again in the backward pass instead of keeping them.
+        checks_ids: Reports ids outside ``[-1, E]`` (waits for the device).
+
+    Returns:
+        ``[T, D]`` in the dtype of `x`.
+
+    Raises:
+        ValueError: Shapes, dtypes or devices do not fit, or a name is unknown.
+        NativeUnavailableError: `impl="native"` and the library was not built.
+    """
+    spec = resolve_activation(activation)
+    _validate_impl(impl)
+    dtype = x_TD.dtype
+    x_TD, experts = _autocast(x_TD, experts)
+    _validate_rows("x", x_TD, experts)
+    _validate_routing(x_TD, ids_TK, weights_TK)
+    if checks_ids:
+        _check_ids(ids_TK, experts.num_experts)
+    if impl == "reference":
+        return expert_mlp_reference(x_TD, ids_TK, weights_TK, experts, spec).to(dtype)
+    assert isinstance(spec, ActivationSpec)
+    return call(x_TD, ids_TK, weights_TK, None, experts, spec, impl=impl, recompute=recompute).to(
+        dtype
+    )
+
+
+def grouped_expert_mlp(
+    x_RD: Tensor,
+    counts_E: Tensor,
+    experts: StackedExperts,
+    *,
+    activation: Activation,
+    impl: ExpertMlpImpl = "auto",
+    recompute: bool = False,
+) -> Tensor:
+    """Runs rows that are already sorted by expert.
+
+    Args:
+        x_RD: ``[R, D]`` in the dtype of the experts: the rows of expert 0 first, then those of
+            expert 1. Rows after the last expert's are allowed.
+        counts_E: ``[E]`` integers: rows of each expert, at most R together.
+        experts: The parameters.
+        activation: As in `expert_mlp`, and so the other arguments.
+        impl: As in `expert_mlp`.
+        recompute: As in `expert_mlp`.
+
+    Returns:
+        ``[R, D]`` in the dtype of `x`; zero in the rows after the last expert's.
+
+    Raises:
+        ValueError: Shapes, dtypes or devices do not fit, or a name is unknown.
+    """
+    spec = resolve_activation(activation)
+    _validate_impl(impl)
+    dtype = x_RD.dtype
+    x_RD, experts = _autocast(x_RD, experts)
+    _validate_rows("x", x_RD, experts)
+    if list(counts_E.shape) != [experts.num_experts] or counts_E.dtype.is_floating_point:
+        raise ValueError(
+            f"counts must be [{experts.num_experts}] integers, got {list(counts_E.shape)} of "
+            f"{counts_E.dtype}"
+        )
+    if impl == "reference":
+        return grouped_expert_mlp_reference(x_RD, counts_E.tolist(), experts, spec).to(dtype)
+    assert isinstance(spec, ActivationSpec)
+    return call(x_RD, None, None, counts_E, experts, spec, impl=impl, recompute=recompute).to(dtype)
+
+
+def resolve_activation(activation: Activation) -> ActivationSpec | PreactivationFunction:
+    """The formula of a name; formulas and functions as they are.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
+    if isinstance(activation, str):
+        return ActivationSpec(cast(ActivationName, activation))
+    return activation
+
+
+def _autocast(x: Tensor, experts: StackedExperts) -> tuple[Tensor, StackedExperts]:
+    """Input and parameters in the dtype of an enclosing `torch.autocast`, as for `F.linear`."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x, experts
+    dtype = torch.get_autocast_dtype(device)
+    gate_up, down, *biases = (None if t is None else t.to(dtype) for t in experts.tensors())
+    assert gate_up is not None
+    assert down is not None
+    return x.to(dtype), StackedExperts(
+        gate_up=gate_up,
+        down=down,
+        gate_up_bias=biases[0],
+        down_bias=biases[1],
+        has_gate=experts.has_gate,
+        is_transposed=experts.is_transposed,
+        is_concatenated=experts.is_concatenated,
+        slot_of_expert=experts.slot_of_expert,
+    )
+
+
+def _validate_impl(impl: str) -> None:
+    if impl not in IMPLS:
+        raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
+
+
+def _validate_rows(name: str, x: Tensor, experts: StackedExperts) -> None:
+    if x.ndim != 2 or x.shape[1] != experts.dim_model:
+        raise ValueError(f"{name} must be [*, {experts.dim_model}], got {list(x.shape)}")
+    if x.dtype != experts.dtype or x.device != experts.device:
+        raise ValueError(
+            f"{name} must be {experts.dtype} on {experts.device} like the experts, got {x.dtype} "
+            f"on {x.device}"
+        )
+
+
+def _validate_routing(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
+    if ids_TK.ndim != 2 or ids_TK.shape[0] != x_TD.shape[0]:
+        raise ValueError(f"ids must be [{x_TD.shape[0]}, K], got {list(ids_TK.shape)}")
+    if ids_TK.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"ids must be int32 or int64, got {ids_TK.dtype}")
+    if weights_TK.shape != ids_TK.shape or not weights_TK.dtype.is_floating_point:
+        raise ValueError(
+            f"weights must be {list(ids_TK.shape)} of a floating dtype like ids, got "
+            f"{list(weights_TK.shape)} of {weights_TK.dtype}"
+        )
+    if ids_TK.device != x_TD.device or weights_TK.device != x_TD.device:
+        raise ValueError(
+            f"ids and weights must be on {x_TD.device} like x, got {ids_TK.device} and "
+            f"{weights_TK.device}"
+        )
+
+
+def _check_ids(ids_TK: Tensor, num_experts: int) -> None:
+    wrong = (ids_TK < -1) | (ids_TK > num_experts)
+    if bool(wrong.any()):
+        token, slot = torch.nonzero(wrong)[0].tolist()
+        raise ValueError(
+            f"ids must be in [0, {num_experts}), or -1 or {num_experts} for a slot that is not "
+            f"dispatched; got {int(ids_TK[token, slot])} for token {token}, slot {slot}"
+        )

@@ -1,0 +1,94 @@
+"""The specification of `expert_mlp`: plain torch, differentiable, one expert after another.
+
+Shape suffixes: T tokens, K top-k, R routed rows = T * K, E experts, D model, F hidden, Z = 2F with
+a gate and F without.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.expert_mlp.activation import (
+    ActivationSpec,
+    PreactivationFunction,
+    split_preactivations,
+)
+from moe_runtime.kernels.expert_mlp.experts import StackedExperts
+
+
+def expert_mlp_reference(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    experts: StackedExperts,
+    activation: ActivationSpec | PreactivationFunction,
+) -> Tensor:
+    """``out[t] = sum over k of weights[t, k] * expert[ids[t, k]](x[t])``, in fp32 (fp64 for fp64).
+
+    Nothing is rounded between the input and the output. Entries of `ids` that name no expert add
+    nothing, and their gate weight gets no gradient.
+
+    Returns:
+        ``[T, D]`` in the dtype of `x`.
+    """
+    num_tokens, top_k = ids_TK.shape
+    ids_R = ids_TK.flatten()
+    x_RD = x_TD.repeat_interleave(top_k, dim=0)
+    order_R = torch.argsort(
+        torch.where((ids_R < 0) | (ids_R >= experts.num_experts), experts.num_experts, ids_R),
+        stable=True,
+    )
+    counts = [int((ids_R == expert).sum()) for expert in range(experts.num_experts)]
+    num_rows = sum(counts)
+    y_RD = grouped_expert_mlp_reference(x_RD[order_R[:num_rows]], counts, experts, activation)
+    precise = _precise(x_TD)
+    rows = order_R[:num_rows]
+    weighted_RD = y_RD.to(precise) * weights_TK.flatten()[rows].to(precise)[:, None]
+    out_RD = weighted_RD.new_zeros(num_tokens * top_k, x_TD.shape[1])
+    out_RD = out_RD.index_copy(0, rows, weighted_RD)
+    return out_RD.view(num_tokens, top_k, -1).sum(1).to(x_TD.dtype)
+
+
+def grouped_expert_mlp_reference(
+    x_RD: Tensor,
+    counts: list[int],
+    experts: StackedExperts,
+    activation: ActivationSpec | PreactivationFunction,
+) -> Tensor:
+    """The experts' outputs ``[R, D]`` for rows sorted by expert, in fp32 (fp64 for fp64).
+
+    Rows after the last expert's are zero.
+    """
+    precise = _precise(x_RD)
+    x_RD = x_RD.to(precise)
+    pieces: list[Tensor] = []
+    first = 0
+    for slot, count in zip(experts.slots(), counts, strict=True):
+        if count:
+            gate_up_ZD, down_DF = (matrix.to(precise) for matrix in experts.matrices(slot))
+            gate_up_bias, down_bias = experts.biases(slot)
+            z_RZ = x_RD[first : first + count] @ gate_up_ZD.T
+            if gate_up_bias is not None:
+                z_RZ = z_RZ + gate_up_bias.to(precise)
+            y_RD = apply_activation(z_RZ, experts, activation) @ down_DF.T
+            pieces.append(y_RD if down_bias is None else y_RD + down_bias.to(precise))
+        first += count
+    pieces.append(x_RD.new_zeros(len(x_RD) - first, experts.dim_model))
+    return torch.cat(pieces)
+
+
+def apply_activation(
+    z_RZ: Tensor, experts: StackedExperts, activation: ActivationSpec | PreactivationFunction
+) -> Tensor:
+    """Hidden values ``[R, F]`` of pre-activations ``[R, Z]``."""
+    if not isinstance(activation, ActivationSpec):
+        return activation(z_RZ)
+    gate, up = split_preactivations(
+        z_RZ, has_gate=experts.has_gate, is_concatenated=experts.is_concatenated
+    )
+    return activation(gate, up)
+
+
+def _precise(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

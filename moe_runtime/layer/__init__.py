@@ -1,0 +1,7 @@
+"""The drop-in Mixture-of-Experts layer."""
+
+from moe_runtime.layer.aux import LayerAux
+from moe_runtime.layer.experts import Experts, SharedExperts
+from moe_runtime.layer.moe import MoELayer
+
+__all__ = ["Experts", "LayerAux", "MoELayer", "SharedExperts"]

@@ -1,0 +1,268 @@
+"""`Gate`: what all gates share, so that a gate's own file holds its formula and nothing else.
+
+Shape suffixes: T tokens, D model width, E experts, K choices of a token.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, TypedDict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_runtime.routing.capacity import Capacity, expert_slots
+from moe_runtime.routing.losses import LOSSES, LossInputs, check_loss_names
+from moe_runtime.routing.value import Routing, expert_counts
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingContext:
+    """What some gates need beside the hidden states.
+
+    Attributes:
+        token_ids_T: `[T]` int64 token numbers (hash routing).
+        previous_logits_TE: Raw scores of the previous layer's gate (MoE++'s gating residual).
+        num_sequences: Sequences in the batch, consecutive tokens each (sequence-level loss).
+        generator: Source of randomness (random second expert, noise); None means torch's own.
+    """
+
+    token_ids_T: Tensor | None = None
+    previous_logits_TE: Tensor | None = None
+    num_sequences: int = 1
+    generator: torch.Generator | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """What a gate chose, before capacity.
+
+    Attributes:
+        ids_TK: `[T, K]` int64, `E` where the token uses fewer experts.
+        weights_TK: `[T, K]`, 0 there.
+        logits_TE: Raw scores.
+        probs_TE: Scores as shares of 1 in each row.
+        own_losses: Losses that only this gate has.
+    """
+
+    ids_TK: Tensor
+    weights_TK: Tensor
+    logits_TE: Tensor
+    probs_TE: Tensor
+    own_losses: Mapping[str, Callable[[], Tensor]] | None = None
+
+
+class GateOptions(TypedDict, total=False):
+    """Keyword arguments that every gate takes; see `Gate`."""
+
+    capacity: Capacity | None
+    num_groups: int
+    loss_weights: Mapping[str, float] | None
+    name: str
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class Gate(nn.Module, ABC):
+    """Scores experts and chooses some of them for each token.
+
+    Scores are computed in fp32 (fp64 for fp64 inputs), also under autocast.
+
+    Args:
+        hidden_size: Width of the tokens.
+        num_experts: Experts to choose from.
+        top_k: Experts of a token.
+        capacity: None is dropless.
+        num_groups: Consecutive parts of the batch that are routed on their own (GShard).
+        loss_weights: Coefficients of the losses to compute, by name; None means the gate's own
+            defaults (`default_loss_weights`), an empty mapping none at all.
+        name: How errors call this gate.
+
+    Attributes:
+        weight: `[E, D]`, or None for a gate without a linear map.
+
+    Raises:
+        ValueError: Sizes that cannot work, or an unknown loss.
+    """
+
+    default_loss_weights: ClassVar[Mapping[str, float]] = {"load_balance": 0.01}
+    own_loss_names: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        capacity: Capacity | None = None,
+        num_groups: int = 1,
+        loss_weights: Mapping[str, float] | None = None,
+        name: str = "gate",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_sizes(hidden_size, num_experts, top_k, num_groups)
+        self.hidden_size = hidden_size
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.capacity = capacity
+        self.num_groups = num_groups
+        self.name = name
+        self.loss_weights = dict(
+            self.default_loss_weights if loss_weights is None else loss_weights
+        )
+        check_loss_names(self.loss_weights, {**LOSSES, **dict.fromkeys(self.own_loss_names)})
+        self.weight: nn.Parameter | None = nn.Parameter(
+            torch.empty(self.num_scores, hidden_size, device=device, dtype=dtype)
+        )
+        self.reset_parameters()
+
+    @property
+    def num_scores(self) -> int:
+        """Columns of the scores: the experts, and what else can be chosen."""
+        return self.num_experts
+
+    def reset_parameters(self) -> None:
+        """Normal with standard deviation `1 / sqrt(hidden_size)`."""
+        if self.weight is not None:
+            nn.init.normal_(self.weight, std=1 / math.sqrt(self.hidden_size))
+
+    def forward(self, x_TD: Tensor, context: RoutingContext | None = None) -> Routing:
+        """Routes the tokens.
+
+        Raises:
+            ValueError: The batch does not divide into groups or sequences, or a score is not a
+                number (checked on the CPU only: elsewhere it would wait for the device).
+        """
+        context = context or RoutingContext()
+        self.check_batch(x_TD, context)
+        with torch.autocast(x_TD.device.type, enabled=False):
+            logits_TE = self.logits(x_TD, context)
+            self.check_logits(logits_TE)
+            return self.finish(self.choose(logits_TE, context), context)
+
+    def logits(self, x_TD: Tensor, context: RoutingContext) -> Tensor:
+        """`[T, E]` raw scores: a linear map of the tokens, in fp32 or fp64."""
+        assert self.weight is not None, "a gate without a linear map has its own logits"
+        precise = score_dtype(x_TD)
+        return F.linear(x_TD.to(precise), self.weight.to(precise))
+
+    @abstractmethod
+    def choose(self, logits_TE: Tensor, context: RoutingContext) -> Choice:
+        """Chooses experts and their weights from raw scores: score, bias, top-k, normalise."""
+
+    def finish(self, choice: Choice, context: RoutingContext) -> Routing:
+        """Computes the losses of a choice and applies capacity to it."""
+        losses = self.losses(choice, context)
+        num_experts = choice.probs_TE.shape[1]
+        if self.capacity is None:
+            return Routing(
+                choice.ids_TK, choice.weights_TK, num_experts, losses, logits_TE=choice.logits_TE
+            )
+        slots_TK, is_kept_TK = self.places(choice, num_experts)
+        return Routing(
+            choice.ids_TK.masked_fill(~is_kept_TK, num_experts),
+            choice.weights_TK.masked_fill(~is_kept_TK, 0.0),
+            num_experts,
+            losses,
+            demand_E=expert_counts(choice.ids_TK, num_experts),
+            slots_TK=slots_TK.masked_fill(~is_kept_TK, -1),
+            logits_TE=choice.logits_TE,
+        )
+
+    def losses(self, choice: Choice, context: RoutingContext) -> dict[str, Tensor]:
+        """The losses that have a coefficient."""
+        inputs = LossInputs(
+            choice.logits_TE,
+            choice.probs_TE,
+            choice.ids_TK,
+            choice.weights_TK,
+            self.num_groups,
+            context.num_sequences,
+        )
+        own = choice.own_losses or {}
+        return {
+            name: own[name]() if name in own else LOSSES[name](inputs)
+            for name, weight in self.loss_weights.items()
+            if weight
+        }
+
+    def places(self, choice: Choice, num_experts: int) -> tuple[Tensor, Tensor]:
+        """Place of each choice among those of its expert, and whether it is kept."""
+        assert self.capacity is not None, "without capacity nobody needs a place"
+        slots_TK = expert_slots(
+            choice.ids_TK,
+            choice.weights_TK,
+            num_experts,
+            policy=self.capacity.policy,
+            num_groups=self.num_groups,
+        )
+        limit = self.slot_limit(choice.ids_TK.shape[0] // self.num_groups)
+        if isinstance(limit, Tensor):  # one limit for each expert; sentinels take none
+            limit = F.pad(limit, (0, 1))[choice.ids_TK]
+        return slots_TK, (slots_TK < limit) & (choice.ids_TK < num_experts)
+
+    def slot_limit(self, group_size: int) -> int | Tensor:
+        """Choices that an expert takes from a group: one number, or one for each expert."""
+        assert self.capacity is not None, "without capacity there is no limit"
+        return self.capacity.slots_per_expert(group_size, self.top_k, self.num_experts)
+
+    def check_batch(self, x_TD: Tensor, context: RoutingContext) -> None:
+        """Refuses batches that do not fit the gate."""
+        if x_TD.ndim != 2 or x_TD.shape[1] != self.hidden_size:
+            raise ValueError(
+                f"{self.name}: expected tokens [T, {self.hidden_size}], got {list(x_TD.shape)}"
+            )
+        num_tokens = x_TD.shape[0]
+        if num_tokens % self.num_groups:
+            raise ValueError(
+                f"{self.name}: {num_tokens} tokens do not divide into num_groups="
+                f"{self.num_groups}; pad the batch or change num_groups"
+            )
+        if context.num_sequences < 1 or num_tokens % context.num_sequences:
+            raise ValueError(
+                f"{self.name}: {num_tokens} tokens do not divide into "
+                f"{context.num_sequences} sequences"
+            )
+
+    def check_logits(self, logits_TE: Tensor) -> None:
+        """Refuses scores that are not numbers, on the CPU."""
+        if not logits_TE.is_cpu or torch.compiler.is_compiling():
+            return
+        if not bool(logits_TE.detach().isfinite().all()):
+            rows = (~logits_TE.detach().isfinite().all(dim=1)).nonzero().flatten()
+            raise ValueError(
+                f"{self.name}: the scores of {rows.numel()} of {logits_TE.shape[0]} tokens are "
+                f"not finite (the first is token {int(rows[0])}); the hidden states or the "
+                f"gate's weights hold NaN or infinity"
+            )
+
+    def extra_repr(self) -> str:
+        parts = [f"hidden_size={self.hidden_size}", f"num_experts={self.num_experts}"]
+        parts.append(f"top_k={self.top_k}")
+        if self.capacity is not None:
+            parts.append(f"capacity={self.capacity}")
+        return ", ".join(parts)
+
+
+def score_dtype(x: Tensor) -> torch.dtype:
+    """The precision of scores: fp64 for fp64, fp32 for all else."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _check_sizes(hidden_size: int, num_experts: int, top_k: int, num_groups: int) -> None:
+    for label, value in (
+        ("hidden_size", hidden_size),
+        ("num_experts", num_experts),
+        ("top_k", top_k),
+        ("num_groups", num_groups),
+    ):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{label} must be an integer of at least 1, got {value!r}")
+    if top_k > num_experts:
+        raise ValueError(f"top_k must be at most num_experts={num_experts}, got {top_k}")

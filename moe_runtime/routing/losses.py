@@ -1,0 +1,120 @@
+"""Auxiliary losses of routing, as pure functions of what a gate saw and chose.
+
+None of them carries a coefficient. Every loss that measures balance is 1 (or 0, as said) when the
+load is uniform. Shape suffixes: T tokens, E experts, K choices of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+import torch
+from torch import Tensor
+
+from moe_runtime.routing.value import expert_counts
+
+
+@dataclass(frozen=True, eq=False)
+class LossInputs:
+    """What the losses are computed from.
+
+    Attributes:
+        logits_TE: Raw scores, differentiable.
+        probs_TE: Scores as shares of 1 in each row, differentiable.
+        ids_TK: Chosen experts before capacity; `E` where there is none.
+        weights_TK: Combine weights before capacity, differentiable.
+        num_groups: Groups that are routed on their own (GShard), consecutive tokens each.
+        num_sequences: Sequences, consecutive tokens each.
+    """
+
+    logits_TE: Tensor
+    probs_TE: Tensor
+    ids_TK: Tensor
+    weights_TK: Tensor
+    num_groups: int = 1
+    num_sequences: int = 1
+
+    @property
+    def num_experts(self) -> int:
+        return self.probs_TE.shape[1]
+
+
+def load_balance_loss(inputs: LossInputs) -> Tensor:
+    """`E * sum_e f_e P_e`: f the share of choices that went to e, P its mean probability.
+
+    1 when both are uniform, `E` when everything goes to one expert. f is not differentiable.
+    Mean over the groups. Switch Transformer (Fedus et al. 2021), generalised to k choices; what
+    transformers calls `load_balancing_loss_func` is k times as large.
+    """
+    return _balance(inputs.probs_TE, inputs.ids_TK, inputs.num_groups)
+
+
+def sequence_balance_loss(inputs: LossInputs) -> Tensor:
+    """`load_balance_loss` of each sequence, then the mean (DeepSeek-V2 and V3)."""
+    return _balance(inputs.probs_TE, inputs.ids_TK, inputs.num_sequences)
+
+
+def first_choice_balance_loss(inputs: LossInputs) -> Tensor:
+    """`E * sum_e c_e m_e` with c the share of tokens whose first choice is e (GShard)."""
+    return _balance(inputs.probs_TE, inputs.ids_TK[:, :1], inputs.num_groups)
+
+
+def importance_loss(inputs: LossInputs) -> Tensor:
+    """Squared coefficient of variation of the experts' summed weights (Shazeer et al. 2017).
+
+    0 when every expert has the same sum. As in that paper the variance is the unbiased one.
+    """
+    sums = inputs.weights_TK.new_zeros(inputs.num_experts + 1)
+    sums = sums.index_add(0, inputs.ids_TK.reshape(-1), inputs.weights_TK.reshape(-1))
+    return squared_variation(sums[: inputs.num_experts])
+
+
+def z_loss(inputs: LossInputs) -> Tensor:
+    """Mean of `logsumexp(logits)^2` over the tokens (ST-MoE, Zoph et al. 2022)."""
+    return inputs.logits_TE.logsumexp(dim=-1).square().mean()
+
+
+def squared_variation(values_E: Tensor) -> Tensor:
+    """`variance / mean^2`, with 1e-10 against division by zero; 0 for a single value."""
+    if values_E.numel() < 2:
+        return values_E.sum() * 0.0
+    return values_E.var() / (values_E.mean().square() + 1e-10)
+
+
+LOSSES: Mapping[str, Callable[[LossInputs], Tensor]] = {
+    "load_balance": load_balance_loss,
+    "first_choice_balance": first_choice_balance_loss,
+    "sequence_balance": sequence_balance_loss,
+    "importance": importance_loss,
+    "z": z_loss,
+}
+
+
+def check_loss_names(names: Mapping[str, float], known: Mapping[str, object]) -> None:
+    """Refuses names of losses that do not exist.
+
+    Raises:
+        ValueError: A name is unknown; the nearest one is named.
+    """
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            raise ValueError(f"unknown loss {name!r}: {hint}")
+
+
+def _balance(probs_TE: Tensor, ids_TK: Tensor, num_parts: int) -> Tensor:
+    """`E * sum_e f_e P_e` of each of `num_parts` runs of consecutive tokens, then the mean."""
+    num_tokens, num_experts = probs_TE.shape
+    if num_tokens == 0:
+        return probs_TE.sum() * 0.0
+    num_choices = num_tokens // num_parts * ids_TK.shape[1]
+    part_of_token = torch.arange(num_tokens, device=ids_TK.device) // (num_tokens // num_parts)
+    # each part counts in a block of its own; sentinels fall into the block's last place
+    keys = part_of_token[:, None] * (num_experts + 1) + ids_TK
+    counts = expert_counts(keys, num_parts * (num_experts + 1)).view(num_parts, num_experts + 1)
+    shares_PE = counts[:, :num_experts].to(probs_TE.dtype) / num_choices
+    means_PE = probs_TE.view(num_parts, -1, num_experts).mean(dim=1)
+    return num_experts * (shares_PE * means_PE).sum(dim=-1).mean()

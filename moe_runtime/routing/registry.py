@@ -1,0 +1,49 @@
+"""Gates by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from inspect import signature
+from types import MappingProxyType
+from typing import Any
+
+from moe_runtime.routing.base import Gate
+from moe_runtime.routing.topk import GroupLimitedTopK, SigmoidTopK, SoftmaxTopK
+
+GATES: Mapping[str, type[Gate]] = MappingProxyType(
+    {
+        "softmax_topk": SoftmaxTopK,
+        "sigmoid_topk": SigmoidTopK,
+        "group_limited_topk": GroupLimitedTopK,
+    }
+)
+
+
+def make_gate(name: str, /, hidden_size: int, num_experts: int, top_k: int, **options: Any) -> Gate:
+    """Makes the gate of that name; `options` are its keyword arguments.
+
+    Raises:
+        ValueError: The name or an option is unknown (the nearest is named), or the gate refuses
+            the sizes.
+    """
+    if name not in GATES:
+        raise ValueError(f"unknown gate {name!r}: {_hint(name, list(GATES))}")
+    known = gate_options(name)
+    for option in options:
+        if option not in known:
+            raise ValueError(f"gate {name!r} has no option {option!r}: {_hint(option, known)}")
+    return GATES[name](hidden_size, num_experts, top_k, **options)
+
+
+def gate_options(name: str) -> list[str]:
+    """Names of the keyword arguments of a gate."""
+    kind = GATES[name]
+    options = [*signature(kind.__init__).parameters, *signature(Gate.__init__).parameters]
+    positional = {"self", "hidden_size", "num_experts", "top_k", "options"}
+    return [option for option in dict.fromkeys(options) if option not in positional]
+
+
+def _hint(name: str, known: list[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
