@@ -226,9 +226,9 @@ def test_losses_are_what_the_layers_say() -> None:
     losses = model.losses(ids[:, :-1], ids[:, 1:])
     logits = model(ids[:, :-1])
     reference = F.cross_entropy(logits.flatten(0, 1).double(), ids[:, 1:].reshape(-1))
-    assert losses.cross_entropy.item() == pytest.approx(float(reference), rel=1e-6)
+    assert losses.cross_entropy.item() == pytest.approx(reference.item(), rel=1e-6)
     each = [0.5 * aux.losses["load_balance"] + 0.25 * aux.losses["z"] for aux in model.layer_aux()]
-    assert losses.auxiliary.item() == pytest.approx(float(sum(each)) / 3, rel=1e-6)
+    assert losses.auxiliary.item() == pytest.approx(sum(each).item() / 3, rel=1e-6)
     loads = [float(aux.counts_E.max() / aux.counts_E.double().mean()) for aux in model.layer_aux()]
     assert losses.max_load is not None
     assert float(losses.max_load) == pytest.approx(sum(loads) / 3, rel=1e-6)
