@@ -3,6 +3,8 @@
 from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, Watcher
 from moe_runtime.policies.eviction.lru import LRU
 from moe_runtime.policies.eviction.registry import (
+    BOUNDS,
+    LIVE_POLICIES,
     POLICIES,
     Setting,
     make_global_policy,
@@ -11,6 +13,8 @@ from moe_runtime.policies.eviction.registry import (
 from moe_runtime.policies.eviction.shares import LayerShares, even_shares
 
 __all__ = [
+    "BOUNDS",
+    "LIVE_POLICIES",
     "LRU",
     "POLICIES",
     "Evictable",

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from moe_runtime.policies.prediction.base import Event
 
@@ -36,7 +36,7 @@ class EvictionPolicy(ABC, Generic[K]):
         watcher: what must be told of every routing event, if the policy needs more than uses.
     """
 
-    may_decline: ClassVar[bool] = False
+    may_decline: bool = False
     watcher: Watcher | None = None
 
     @abstractmethod

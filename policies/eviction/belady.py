@@ -6,7 +6,6 @@ No running system can know the future; these two bound what any policy can reach
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from typing import ClassVar
 
 from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K
 from moe_runtime.policies.eviction.ranking import Ranking
@@ -84,7 +83,7 @@ class Belady(EvictionPolicy[K]):
 class BeladyBypass(Belady[K]):
     """The fewest misses that any cache can have: what is needed last is used once and not kept."""
 
-    may_decline: ClassVar[bool] = True
+    may_decline: bool = True
 
     def victim(self, evictable: Evictable, incoming: K) -> K | None:
         """The key, the incoming one included, whose next use is furthest ahead."""

@@ -1,6 +1,5 @@
 """Eviction policies by name, and what each of them needs to be made."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,8 @@ from moe_runtime.policies.eviction.lfu import LFU
 from moe_runtime.policies.eviction.lru import LRU
 from moe_runtime.policies.eviction.random_choice import RandomChoice
 from moe_runtime.policies.eviction.shares import LayerShares, even_shares
-from moe_runtime.policies.eviction.static import StaticPopularity
+from moe_runtime.policies.eviction.static import StaticPopularity, popularity
+from moe_runtime.policies.prediction.base import Routes, Shape
 from moe_runtime.types import ExpertKey
 
 Maker = Callable[[], EvictionPolicy[ExpertKey]]
@@ -25,33 +25,36 @@ class Setting:
     """What policies may be told about the model and the workload when they are made.
 
     Attributes:
-        num_layers: Mixture-of-Experts layers.
-        num_experts: experts of the widest layer.
-        top_k: experts that a token visits in a layer.
-        past: the keys of every event of a trace to learn from; None where there is none.
+        shape: the sizes of the model.
+        training: recorded sequences to learn from; None where there are none.
         future: the keys of every event to come, for the policies that bound all others.
     """
 
-    num_layers: int
-    num_experts: int
-    top_k: int
-    past: Events | None = None
+    shape: Shape
+    training: Routes | None = None
     future: Events | None = None
 
 
 def _belady(setting: Setting) -> Maker:
-    future = Future(_needed(setting.future, "belady", "the events to come, as a replay has them"))
+    future = _future(setting, "belady")
     return lambda: Belady(future)
 
 
 def _belady_bypass(setting: Setting) -> Maker:
-    future = Future(_needed(setting.future, "belady-bypass", "the events to come"))
+    future = _future(setting, "belady-bypass")
     return lambda: BeladyBypass(future)
 
 
+def _future(setting: Setting, name: str) -> Future:
+    if setting.future is None:
+        raise ValueError(f"policy {name!r} must be told the future, which only a replay can")
+    return Future(setting.future)
+
+
 def _static(setting: Setting) -> Maker:
-    events = _needed(setting.past, "static", "a trace to count uses in")
-    weights = Counter(key for keys in events for key in keys)
+    if setting.training is None:
+        raise ValueError("policy 'static' needs a recorded trace to count uses in")
+    weights = popularity(setting.training)
     return lambda: StaticPopularity(weights)
 
 
@@ -65,6 +68,12 @@ POLICIES: dict[str, Callable[[Setting], Maker]] = {
 }
 """Makes the maker of a named policy: one object for each share of the slots."""
 
+BOUNDS = ("belady", "belady-bypass")
+"""Policies that must know the future: they bound what the others can reach."""
+
+LIVE_POLICIES = tuple(name for name in POLICIES if name not in (*BOUNDS, "random", "static"))
+"""Policies that serve a model without being told more than its shape."""
+
 
 def make_policy(name: str, *, num_slots: int, setting: Setting) -> LayerShares:
     """Builds the named policy with an even share of the slots for every layer.
@@ -73,7 +82,7 @@ def make_policy(name: str, *, num_slots: int, setting: Setting) -> LayerShares:
         ValueError: no policy has this name (the message suggests the nearest one), or the setting
             lacks what the policy needs.
     """
-    return LayerShares(_maker(name, setting), even_shares(num_slots, setting.num_layers))
+    return LayerShares(_maker(name, setting), even_shares(num_slots, setting.shape.num_layers))
 
 
 def make_global_policy(name: str, *, setting: Setting) -> EvictionPolicy[ExpertKey]:
@@ -89,9 +98,3 @@ def _maker(name: str, setting: Setting) -> Maker:
     if name not in POLICIES:
         raise ValueError(f"unknown policy {name!r}: {nearest(name, POLICIES)}")
     return POLICIES[name](setting)
-
-
-def _needed(value: Events | None, name: str, what: str) -> Events:
-    if value is None:
-        raise ValueError(f"policy {name!r} needs {what}")
-    return value

@@ -2,10 +2,27 @@
 
 import heapq
 from collections.abc import Mapping
-from typing import ClassVar
+
+import numpy as np
 
 from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K
 from moe_runtime.policies.eviction.ranking import Ranking
+from moe_runtime.policies.prediction.base import Routes
+from moe_runtime.types import ExpertKey
+
+
+def popularity(routes: Routes) -> dict[ExpertKey, int]:
+    """Counts the tokens that visited each expert."""
+    shape = routes.shape
+    return {
+        ExpertKey(layer, expert): count
+        for layer in range(shape.num_layers)
+        for expert, count in enumerate(
+            np.bincount(
+                routes.expert_ids[:, layer].ravel(), minlength=shape.num_experts + 1
+            ).tolist()[: shape.num_experts]
+        )
+    }
 
 
 class StaticPopularity(EvictionPolicy[K]):
@@ -18,7 +35,7 @@ class StaticPopularity(EvictionPolicy[K]):
         weights: uses of each key in a trace; a key that is absent has none.
     """
 
-    may_decline: ClassVar[bool] = True
+    may_decline: bool = True
 
     def __init__(self, weights: Mapping[K, float]) -> None:
         self._weights = weights
