@@ -21,6 +21,7 @@ from moe_runtime.kernels.expert_mlp.reference import (
     expert_mlp_reference,
     grouped_expert_mlp_reference,
 )
+from moe_runtime.kernels.expert_mlp.registration import call
 
 ExpertMlpImpl = Literal["auto", "triton", "native", "reference", "torch"]
 IMPLS: tuple[ExpertMlpImpl, ...] = ("auto", "triton", "native", "reference", "torch")
@@ -63,12 +64,18 @@ def expert_mlp(
     """
     spec = resolve_activation(activation)
     _validate_impl(impl)
+    dtype = x_TD.dtype
+    x_TD, experts = _autocast(x_TD, experts)
     _validate_rows("x", x_TD, experts)
     _validate_routing(x_TD, ids_TK, weights_TK)
     if checks_ids:
         _check_ids(ids_TK, experts.num_experts)
-    del recompute
-    return expert_mlp_reference(x_TD, ids_TK, weights_TK, experts, spec)
+    if impl == "reference":
+        return expert_mlp_reference(x_TD, ids_TK, weights_TK, experts, spec).to(dtype)
+    assert isinstance(spec, ActivationSpec)
+    return call(x_TD, ids_TK, weights_TK, None, experts, spec, impl=impl, recompute=recompute).to(
+        dtype
+    )
 
 
 def grouped_expert_mlp(
@@ -99,14 +106,18 @@ def grouped_expert_mlp(
     """
     spec = resolve_activation(activation)
     _validate_impl(impl)
+    dtype = x_RD.dtype
+    x_RD, experts = _autocast(x_RD, experts)
     _validate_rows("x", x_RD, experts)
     if list(counts_E.shape) != [experts.num_experts] or counts_E.dtype.is_floating_point:
         raise ValueError(
             f"counts must be [{experts.num_experts}] integers, got {list(counts_E.shape)} of "
             f"{counts_E.dtype}"
         )
-    del recompute
-    return grouped_expert_mlp_reference(x_RD, counts_E.tolist(), experts, spec).to(x_RD.dtype)
+    if impl == "reference":
+        return grouped_expert_mlp_reference(x_RD, counts_E.tolist(), experts, spec).to(dtype)
+    assert isinstance(spec, ActivationSpec)
+    return call(x_RD, None, None, counts_E, experts, spec, impl=impl, recompute=recompute).to(dtype)
 
 
 def resolve_activation(activation: Activation) -> ActivationSpec | PreactivationFunction:
@@ -118,6 +129,27 @@ def resolve_activation(activation: Activation) -> ActivationSpec | Preactivation
     if isinstance(activation, str):
         return ActivationSpec(cast(ActivationName, activation))
     return activation
+
+
+def _autocast(x: Tensor, experts: StackedExperts) -> tuple[Tensor, StackedExperts]:
+    """Input and parameters in the dtype of an enclosing `torch.autocast`, as for `F.linear`."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x, experts
+    dtype = torch.get_autocast_dtype(device)
+    gate_up, down, *biases = (None if t is None else t.to(dtype) for t in experts.tensors())
+    assert gate_up is not None
+    assert down is not None
+    return x.to(dtype), StackedExperts(
+        gate_up=gate_up,
+        down=down,
+        gate_up_bias=biases[0],
+        down_bias=biases[1],
+        has_gate=experts.has_gate,
+        is_transposed=experts.is_transposed,
+        is_concatenated=experts.is_concatenated,
+        slot_of_expert=experts.slot_of_expert,
+    )
 
 
 def _validate_impl(impl: str) -> None:
