@@ -86,7 +86,9 @@ class _Start(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_token: Tensor) -> tuple[Tensor, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_token: Tensor
+    ) -> tuple[Tensor, None]:
         return ctx.flight.land(is_gradient=True), None
 
 
@@ -98,6 +100,8 @@ class _Wait(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_RD: Tensor
+    ) -> tuple[Tensor, None]:
         ctx.flight.launch(grad_RD, is_gradient=True)
         return grad_RD.new_zeros(1), None

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_runtime.kernels.token_sort import token_sort
 from moe_runtime.parallel.transport import Transport
 from moe_runtime.parallel.watch import check_agreement
 
@@ -90,7 +91,7 @@ def plan_dispatch(
     """
     num_tokens, num_choices = slots_TK.shape
     num_ranks, rank = transport.size, transport.rank
-    order, counts_PS = _sort_by_slot(slots_TK, slots_per_rank, num_ranks, rank)
+    order, place, counts_PS = _sort_by_slot(slots_TK, slots_per_rank, num_ranks, rank)
     received_PS = counts_PS
     if num_ranks > 1:
         counts_PS, received_PS = _exchange_counts(counts_PS, transport, agreement)
@@ -104,8 +105,8 @@ def plan_dispatch(
         order = torch.cat(
             [_sort_by_chunk(order[:num_sent], counts_PS, rank, num_chunks), order[num_sent:]]
         )
-    place = torch.full((num_tokens * num_choices,), num_rows, device=order.device)
-    place[order] = torch.arange(num_rows, device=order.device)
+        place = place.clone()
+        place[order] = torch.arange(num_rows, device=order.device)
     return DispatchPlan(
         source_R=order // num_choices,
         place_TK=place.view(num_tokens, num_choices),
@@ -118,19 +119,20 @@ def plan_dispatch(
 
 def _sort_by_slot(
     slots_TK: Tensor, slots_per_rank: int, num_ranks: int, rank: int
-) -> tuple[Tensor, Tensor]:
-    """Choices ordered by rank (this one last), slot and token; and their counts `[P, S]`."""
-    slots = slots_TK.reshape(-1)
-    num_slots = num_ranks * slots_per_rank
-    counts = torch.zeros(num_slots + 1, dtype=torch.int64, device=slots.device)
-    counts.scatter_add_(0, slots, torch.ones_like(slots))
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Choices ordered by rank (this one last), slot and token; their places; counts `[P, S]`."""
     begin, end = rank * slots_per_rank, (rank + 1) * slots_per_rank
-    # This rank's slots move behind those of the others, and what goes nowhere comes after them.
-    is_own = (slots >= begin) & (slots < end)
-    keys = torch.where(is_own, slots - begin + num_slots, slots)
-    keys = torch.where(slots == num_slots, 2 * num_slots, keys)
-    order = torch.sort(keys.to(torch.int32), stable=True).indices
-    return order, counts[:num_slots].view(num_ranks, slots_per_rank)
+    num_slots = num_ranks * slots_per_rank
+    # The slots of later ranks move up, and this rank's come after all others.
+    keys_TK = slots_TK - slots_per_rank * (slots_TK >= end)
+    keys_TK = torch.where(
+        (slots_TK >= begin) & (slots_TK < end), slots_TK + num_slots - end, keys_TK
+    )
+    keys_TK = torch.where(slots_TK == num_slots, num_slots, keys_TK)
+    by_key = token_sort(keys_TK, num_slots)
+    counts_PS = by_key.counts_E.view(num_ranks, slots_per_rank)
+    counts_PS = torch.cat([counts_PS[:rank], counts_PS[-1:], counts_PS[rank:-1]])
+    return by_key.order_R, by_key.inverse_R, counts_PS
 
 
 def _exchange_counts(

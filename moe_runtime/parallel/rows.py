@@ -59,7 +59,9 @@ class _Expand(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_RD: Tensor
+    ) -> tuple[Tensor, None, None]:
         (place_TK,) = ctx.saved_tensors
         return sum_places(grad_RD.contiguous(), place_TK), None, None
 
@@ -74,7 +76,9 @@ class _Combine(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_TD: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
         y_RD, weights_TK, source_R, place_TK = ctx.saved_tensors
         precise = accumulation_dtype(y_RD.dtype)
         grad_RD = grad_TD.index_select(0, source_R)
@@ -131,7 +135,9 @@ class _Merge(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_RD: Tensor
+    ) -> tuple[Tensor, Tensor, None, None]:
         position_A, position_B = ctx.saved_tensors
         return grad_RD.index_select(0, position_A), grad_RD.index_select(0, position_B), None, None
 
@@ -146,7 +152,9 @@ class _Split(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_AD: Tensor, grad_BD: Tensor) -> tuple[Tensor, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_AD: Tensor, grad_BD: Tensor
+    ) -> tuple[Tensor, None, None]:
         return _interleave(grad_AD, grad_BD, *ctx.saved_tensors), None, None
 
 
@@ -178,7 +186,9 @@ class _Tie(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_RD: Tensor
+    ) -> tuple[Tensor, Tensor]:
         return grad_RD, grad_RD.new_zeros(ctx.shape)
 
 

@@ -22,6 +22,8 @@ def make_group(grid: tuple[int, int] | None) -> Group:
     columns = [list(column) for column in zip(*rows, strict=True)]
     inside = [dist.new_group(row) for row in rows][rank // num_inside]
     across = [dist.new_group(column) for column in columns][rank % num_inside]
+    assert isinstance(inside, dist.ProcessGroup)
+    assert isinstance(across, dist.ProcessGroup)
     return HierarchicalTransport(inside, across, timeout_s=30)
 
 
