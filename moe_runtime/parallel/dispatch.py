@@ -82,6 +82,7 @@ class Dispatch:
                 ("the number of experts", routing.num_experts),
                 ("the placement of the experts (its checksum)", slots.fingerprint),
                 ("the number of chunks", num_chunks),
+                ("whether rows that stay run first", int(is_local_first)),
                 ("the wire format", ("exact", "bf16", "fp8").index(wire)),
                 (
                     "whether the rows need gradients",
