@@ -2,7 +2,7 @@
 
 One function serves every model that transformers builds with its experts interface. What a model
 does between its two projections is recognised by evaluating it, never by its name: a gate whose
-values agree with a formula of the kernels is computed by them, any other runs as the model wrote it.
+values agree with a formula of the kernels is computed by them, any other runs as the model has it.
 
 Shape suffixes: T tokens, K top-k, E experts, D model.
 """
@@ -31,7 +31,7 @@ BACKEND_NAME = "moe_runtime"
 # a module is made.
 _FORMULAS: WeakKeyDictionary[torch.nn.Module, str | None] = WeakKeyDictionary()
 # Gates compute in fp32 or fp64 here; formulas that differ at all differ by far more.
-_SAME = {"rtol": 1e-5, "atol": 1e-5}
+_SAME = 1e-5
 _PROBES = 2048
 
 
@@ -182,7 +182,7 @@ def _first_match(
     candidates: Iterator[ActivationSpec], gate: Tensor | None, up: Tensor, expected: Tensor
 ) -> ActivationSpec | None:
     for spec in candidates:
-        if torch.allclose(spec(gate, up), expected.to(up.dtype), **_SAME):
+        if torch.allclose(spec(gate, up), expected.to(up.dtype), rtol=_SAME, atol=_SAME):
             return spec
     return None
 
