@@ -255,7 +255,10 @@ def test_a_damaged_checkpoint_is_named(finished: Path, capsys: pytest.CaptureFix
     [
         (["no-such.toml"], "no-such.toml: No such file"),
         (["CONFIG", "--set", "run.stebs=2"], "did you mean 'steps'"),
-        (["CONFIG", "--set", "data.sources.rules.files=['nothing-*']"], "no file matches 'nothing-*'"),
+        (
+            ["CONFIG", "--set", "data.sources.rules.files=['nothing-*']"],
+            "no file matches 'nothing-*'",
+        ),
         (["CONFIG", "--set", "model.moe.gate=softmaxtopk"], "did you mean 'softmax_topk'"),
         (["CONFIG", "--set", "model.moe.top_k=5"], "top_k must be at most num_experts=4, got 5"),
         (["CONFIG", "--set", "model.moe.capacity_factor=0"], "capacity_factor must be positive"),
@@ -286,9 +289,7 @@ def test_a_run_that_diverges_ends_with_a_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_run(tmp_path)
-    line = error_of(
-        capsys, path, "--set", "optimizer.peak_rate=1e30", "--set", "run.steps=30"
-    )
+    line = error_of(capsys, path, "--set", "optimizer.peak_rate=1e30", "--set", "run.steps=30")
     assert "10 steps in a row were not finite" in line
     assert "lower optimizer.peak_rate" in line
 
