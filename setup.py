@@ -35,6 +35,17 @@ X86_VARIANTS = {
 }
 
 
+SOURCES_OF_ALL_VARIANTS = (
+    "isa_portable.c",
+    "pool.c",
+    "driver.c",
+    "batched.c",
+    "gate.c",
+    "norm.c",
+    "library.c",
+)
+
+
 class BuildNativeLibrary(build_ext):
     """Compiles the C sources one by one, leaving out variants the compiler does not know."""
 
@@ -65,7 +76,7 @@ class BuildNativeLibrary(build_ext):
                 self.warn(f"this compiler cannot build the {variant} kernels; leaving them out")
                 continue
             macros.append((f"MOE_HAVE_{variant.upper()}", "1"))
-        for source in ("isa_portable.c", "pool.c", "driver.c", "batched.c", "norm.c", "library.c"):
+        for source in SOURCES_OF_ALL_VARIANTS:
             objects += self._compile(source, [], macros)
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -26,6 +26,12 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+# Without a GPU the Triton kernels run in Triton's interpreter, on CPU tensors. Triton looks at this
+# when it is imported, so it must be known before the first test file is.
+if not _has_cuda():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests marked `gpu` on a machine without a CUDA device."""
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]

@@ -1,0 +1,177 @@
+"""Triton kernels of `combine` and their launchers.
+
+Forward: one program per token and slice of D adds the token's K rows in order. Backward: one
+program per row; it alone writes the row's gradient and the gradient of its gate weight, so nothing
+needs atomics.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_runtime.kernels.triton_support import launch
+
+
+@triton.jit
+def _combine_fwd(
+    y_ptr,
+    weights_ptr,
+    inverse_ptr,
+    num_rows_ptr,
+    out_ptr,
+    num_choices,
+    dim,
+    stride_yr,
+    stride_wt,
+    stride_wk,
+    stride_ot,
+    HAS_WEIGHTS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    num_rows = tl.load(num_rows_ptr)
+    acc = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for k in range(num_choices):
+        row = tl.load(inverse_ptr + token * num_choices + k)
+        is_real = row < num_rows
+        mask = offs_d < tl.where(is_real, dim, 0)
+        y = tl.load(y_ptr + row * stride_yr + offs_d, mask=mask, other=0.0).to(tl.float32)
+        if HAS_WEIGHTS:
+            weight = tl.load(weights_ptr + token * stride_wt + k * stride_wk)
+            y *= tl.where(is_real, weight.to(tl.float32), 0.0)
+        acc += y
+    tl.store(out_ptr + token * stride_ot + offs_d, acc, mask=offs_d < dim)
+
+
+@triton.jit
+def _combine_bwd(
+    dout_ptr,
+    y_ptr,
+    weights_ptr,
+    order_ptr,
+    num_rows_ptr,
+    dy_ptr,
+    dweights_ptr,
+    num_choices,
+    dim,
+    stride_gt,
+    stride_gd,
+    stride_yr,
+    stride_wt,
+    stride_wk,
+    stride_dyr,
+    HAS_WEIGHTS: tl.constexpr,
+    NEEDS_DY: tl.constexpr,
+    NEEDS_DWEIGHTS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(order_ptr + row)
+    token = slot // num_choices
+    choice = slot % num_choices
+    is_real = row < tl.load(num_rows_ptr)
+    limit = tl.where(is_real, dim, 0)
+    weight = 1.0
+    if HAS_WEIGHTS:
+        weight = tl.load(weights_ptr + token * stride_wt + choice * stride_wk).to(tl.float32)
+    dot = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for first in range(0, dim, BLOCK_D):
+        offs_d = first + tl.arange(0, BLOCK_D)
+        mask = offs_d < limit
+        offs_g = offs_d.to(tl.int64) * stride_gd
+        dout = tl.load(dout_ptr + token * stride_gt + offs_g, mask=mask, other=0.0).to(tl.float32)
+        if NEEDS_DY:
+            # Rows without an expert get zeros: their dout was masked.
+            dy = tl.where(is_real, dout * weight, 0.0)
+            tl.store(dy_ptr + row * stride_dyr + offs_d, dy, mask=offs_d < dim)
+        if NEEDS_DWEIGHTS:
+            y = tl.load(y_ptr + row * stride_yr + offs_d, mask=mask, other=0.0)
+            dot += dout * y.to(tl.float32)
+    if NEEDS_DWEIGHTS:
+        tl.store(dweights_ptr + slot, tl.sum(dot, axis=0))
+
+
+def launch_combine_fwd(
+    y_RD: Tensor, weights_TK: Tensor | None, inverse_R: Tensor, num_rows: Tensor, num_choices: int
+) -> Tensor:
+    """`[T, D]` in the dtype of `y`, which needs unit stride along D."""
+    num_tokens, dim = len(inverse_R) // num_choices, y_RD.shape[1]
+    out_TD = torch.empty(num_tokens, dim, dtype=y_RD.dtype, device=y_RD.device)
+    if out_TD.numel():
+        block = _block(dim)
+        weights = y_RD if weights_TK is None else weights_TK
+        launch(
+            _combine_fwd,
+            (num_tokens, triton.cdiv(dim, block)),
+            y_ptr=y_RD,
+            weights_ptr=weights,
+            inverse_ptr=inverse_R,
+            num_rows_ptr=num_rows,
+            out_ptr=out_TD,
+            num_choices=num_choices,
+            dim=dim,
+            stride_yr=y_RD.stride(0),
+            stride_wt=weights.stride(0),
+            stride_wk=weights.stride(1),
+            stride_ot=out_TD.stride(0),
+            HAS_WEIGHTS=weights_TK is not None,
+            BLOCK_D=block,
+        )
+    return out_TD
+
+
+def launch_combine_bwd(
+    dout_TD: Tensor,
+    y_RD: Tensor,
+    weights_TK: Tensor | None,
+    order_R: Tensor,
+    num_rows: Tensor,
+    num_choices: int,
+    *,
+    needs_dy: bool,
+    needs_dweights: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """`(dy_RD, dweights_TK)` in the dtypes of what they are gradients of; None where not needed."""
+    num_rows_all, dim = y_RD.shape
+    dy_RD = torch.empty_like(y_RD) if needs_dy else None
+    dweights = None
+    if needs_dweights:
+        dweights = torch.empty(num_rows_all, dtype=torch.float32, device=y_RD.device)
+    if y_RD.numel() and (needs_dy or needs_dweights):
+        weights = dout_TD if weights_TK is None else weights_TK
+        launch(
+            _combine_bwd,
+            (num_rows_all,),
+            dout_ptr=dout_TD,
+            y_ptr=y_RD,
+            weights_ptr=weights,
+            order_ptr=order_R,
+            num_rows_ptr=num_rows,
+            dy_ptr=dy_RD if dy_RD is not None else y_RD,
+            dweights_ptr=dweights if dweights is not None else y_RD,
+            num_choices=num_choices,
+            dim=dim,
+            stride_gt=dout_TD.stride(0),
+            stride_gd=dout_TD.stride(1),
+            stride_yr=y_RD.stride(0),
+            stride_wt=weights.stride(0),
+            stride_wk=weights.stride(1),
+            stride_dyr=dy_RD.stride(0) if dy_RD is not None else 0,
+            HAS_WEIGHTS=weights_TK is not None,
+            NEEDS_DY=needs_dy,
+            NEEDS_DWEIGHTS=needs_dweights,
+            BLOCK_D=_block(dim),
+        )
+    elif dweights is not None:
+        dweights.zero_()
+    if dweights is None or weights_TK is None:
+        return dy_RD, None
+    return dy_RD, dweights.view(weights_TK.shape).to(weights_TK.dtype)
+
+
+def _block(dim: int) -> int:
+    return min(1024, max(16, triton.next_power_of_2(dim)))

@@ -1,0 +1,75 @@
+"""`combine`: validation and choice of the implementation.
+
+Shape suffixes: T tokens, K choices a token, D model, E experts, R = T*K routed rows.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from moe_runtime.kernels.combine.reference import combine_reference
+from moe_runtime.kernels.token_sort import SortedTokens
+from moe_runtime.kernels.triton_support import resolve_impl
+
+CombineImpl = Literal["auto", "triton", "torch", "reference"]
+IMPLS: tuple[CombineImpl, ...] = ("auto", "triton", "torch", "reference")
+
+
+def combine(
+    y_RD: Tensor,
+    weights_TK: Tensor | None,
+    sorted_tokens: SortedTokens,
+    *,
+    num_choices: int | None = None,
+    impl: CombineImpl = "auto",
+) -> Tensor:
+    """Adds up the expert outputs of each token, weighted by its gate.
+
+    `out[t] = sum_k weights[t, k] * y[row of slot t * K + k]`, over the slots that have an expert,
+    in order of k with sums in fp32. No atomics: the same bits in every run. Differentiable in `y`
+    and in the weights; gradients of slots and rows without an expert are zero.
+
+    Args:
+        y_RD: `[R, D]`, rows in the order of `sorted_tokens`. Rows past the last real one may hold
+            anything.
+        weights_TK: `[T, K]` in any floating dtype, or None for weights of 1.
+        sorted_tokens: Of the same ids.
+        num_choices: K, needed when `weights_TK` is None.
+        impl: As in `token_sort`.
+
+    Returns:
+        `[T, D]` in the dtype of `y`.
+
+    Raises:
+        ValueError: Shapes do not belong together, or `impl` cannot run here.
+        TritonUnavailableError: `impl` comes out as `triton` and Triton is not installed.
+    """
+    if weights_TK is not None:
+        if weights_TK.ndim != 2:
+            raise ValueError(f"weights must be [T, K], got {list(weights_TK.shape)}")
+        num_choices = weights_TK.shape[1]
+    if num_choices is None:
+        raise ValueError("num_choices is needed where there are no weights to tell it")
+    num_slots = len(sorted_tokens.inverse_R)
+    if num_choices < 1 or num_slots % num_choices:
+        raise ValueError(f"{num_slots} slots are no whole number of tokens of {num_choices} slots")
+    num_tokens = num_slots // num_choices
+    if weights_TK is not None and weights_TK.shape[0] != num_tokens:
+        raise ValueError(
+            f"weights must be [{num_tokens}, {num_choices}] for {num_slots} sorted slots, "
+            f"got {list(weights_TK.shape)}"
+        )
+    if y_RD.ndim != 2 or len(y_RD) != num_slots:
+        raise ValueError(f"y must be [{num_slots}, D], got {list(y_RD.shape)}")
+    if y_RD.device != sorted_tokens.inverse_R.device:
+        raise ValueError(
+            f"y is on {y_RD.device}, the sorted tokens on {sorted_tokens.inverse_R.device}"
+        )
+    if resolve_impl(impl, y_RD.device, IMPLS) == "triton":
+        from moe_runtime.kernels.combine.autograd import combine_triton
+
+        return combine_triton(y_RD, weights_TK, sorted_tokens, num_choices)
+    inverse_TK = sorted_tokens.inverse_R.view(num_tokens, num_choices)
+    return combine_reference(y_RD, weights_TK, inverse_TK, sorted_tokens.offsets_E1[-1])

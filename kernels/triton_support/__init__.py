@@ -1,0 +1,11 @@
+"""What the Triton side of every op shares: choosing an implementation, and saying why it cannot."""
+
+from moe_runtime.kernels.triton_support.choice import (
+    TRITON_HINT,
+    is_interpreted,
+    require_triton,
+    resolve_impl,
+)
+from moe_runtime.kernels.triton_support.launch import launch
+
+__all__ = ["TRITON_HINT", "is_interpreted", "launch", "require_triton", "resolve_impl"]
