@@ -10,11 +10,6 @@
 #include "kernels.h"
 #include "pool.h"
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define MOE_CLONES __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
-#else
-#define MOE_CLONES
-#endif
 #define INLINE static inline __attribute__((always_inline))
 
 enum { CHUNK = 512, SUM_LANES = 16, ROWS_AT_ONCE = 4, COLUMNS_AT_ONCE = 256 };
@@ -159,41 +154,39 @@ static const Backward backwards[2][NUM_ACTIVATIONS] = {
 /* ---- rows of numbers of any type; `step` is the distance of neighbours in elements ---- */
 
 #define DEFINE_TYPE(NAME, BYTES, LOAD, STORE)                                                                           \
-    INLINE void load_##NAME##_by(const char *src, int64_t step, float *restrict out, int64_t count) {                   \
-        for (int64_t i = 0; i < count; i++) out[i] = LOAD(src + i * step * BYTES);                                      \
-    }                                                                                                                   \
-    INLINE void store_##NAME##_by(char *dst, int64_t step, const float *restrict values, int64_t count) {               \
-        for (int64_t i = 0; i < count; i++) STORE(dst + i * step * BYTES, values[i]);                                   \
-    }                                                                                                                   \
-    MOE_CLONES static void load_##NAME(const char *src, int64_t step, float *out, int64_t count) {                      \
-        if (step == 1)                                                                                                  \
-            load_##NAME##_by(src, 1, out, count);                                                                       \
-        else                                                                                                            \
-            load_##NAME##_by(src, 2, out, count);                                                                       \
-    }                                                                                                                   \
-    MOE_CLONES static void store_##NAME(char *dst, int64_t step, const float *values, int64_t count) {                  \
-        if (step == 1)                                                                                                  \
-            store_##NAME##_by(dst, 1, values, count);                                                                   \
-        else                                                                                                            \
-            store_##NAME##_by(dst, 2, values, count);                                                                   \
-    }                                                                                                                   \
-    MOE_CLONES static void add_##NAME(float *restrict sums, const char *src, float weight, int64_t count) {             \
-        for (int64_t i = 0; i < count; i++) sums[i] += weight * LOAD(src + i * BYTES);                                  \
+    INLINE void load_row_##NAME##_by(const char *src, int64_t step, float *restrict out, int64_t count) {               \
+        for (int64_t i = 0; i < count; i++) out[i] = LOAD(src + i * step * BYTES);                                  \
+    }                                                                                                               \
+    INLINE void store_row_##NAME##_by(char *dst, int64_t step, const float *restrict values, int64_t count) {           \
+        for (int64_t i = 0; i < count; i++) STORE(dst + i * step * BYTES, values[i]);                               \
+    }                                                                                                               \
+    MOE_CLONES static void load_row_##NAME(const char *src, int64_t step, float *out, int64_t count) {                  \
+        if (step == 1)                                                                                              \
+            load_row_##NAME##_by(src, 1, out, count);                                                                   \
+        else                                                                                                        \
+            load_row_##NAME##_by(src, 2, out, count);                                                                   \
+    }                                                                                                               \
+    MOE_CLONES static void store_row_##NAME(char *dst, int64_t step, const float *values, int64_t count) {              \
+        if (step == 1)                                                                                              \
+            store_row_##NAME##_by(dst, 1, values, count);                                                               \
+        else                                                                                                        \
+            store_row_##NAME##_by(dst, 2, values, count);                                                               \
+    }                                                                                                               \
+    MOE_CLONES static void add_##NAME(float *restrict sums, const char *src, float weight, int64_t count) {         \
+        for (int64_t i = 0; i < count; i++) sums[i] += weight * LOAD(src + i * BYTES);                              \
     }
 
-INLINE float read_bf16(const char *src) { return bf16_to_f32(load_u16(src)); }
-INLINE float read_f16(const char *src) { return f16_to_f32(load_u16(src)); }
 INLINE void write_f32(char *dst, float value) { memcpy(dst, &value, 4); }
 INLINE void write_bf16(char *dst, float value) { store_u16(dst, f32_to_bf16(value)); }
 INLINE void write_f16(char *dst, float value) { store_u16(dst, f32_to_f16(value)); }
 
-DEFINE_TYPE(f32_row, 4, load_f32, write_f32)
-DEFINE_TYPE(bf16, 2, read_bf16, write_bf16)
-DEFINE_TYPE(f16, 2, read_f16, write_f16)
+DEFINE_TYPE(f32, 4, load_f32, write_f32)
+DEFINE_TYPE(bf16, 2, load_bf16, write_bf16)
+DEFINE_TYPE(f16, 2, load_f16, write_f16)
 
-static void (*const loads[])(const char *, int64_t, float *, int64_t) = {load_f32_row, load_bf16, load_f16};
-static void (*const stores[])(char *, int64_t, const float *, int64_t) = {store_f32_row, store_bf16, store_f16};
-static void (*const adds[])(float *, const char *, float, int64_t) = {add_f32_row, add_bf16, add_f16};
+static void (*const loads[])(const char *, int64_t, float *, int64_t) = {load_row_f32, load_row_bf16, load_row_f16};
+static void (*const stores[])(char *, int64_t, const float *, int64_t) = {store_row_f32, store_row_bf16, store_row_f16};
+static void (*const adds[])(float *, const char *, float, int64_t) = {add_f32, add_bf16, add_f16};
 
 /* ---- the activation ---- */
 
