@@ -7,7 +7,7 @@ for every token of it.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -73,9 +73,10 @@ def _growing_layer() -> type:
                 return super().update(key_states, value_states, *args, **kwargs)
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
-            self.keys = self.growing_keys.append(self.keys, key_states)
-            self.values = self.growing_values.append(self.values, value_states)
-            return self.keys, self.values
+            keys = self.growing_keys.append(cast(torch.Tensor, self.keys), key_states)
+            values = self.growing_values.append(cast(torch.Tensor, self.values), value_states)
+            self.keys, self.values = keys, values
+            return keys, values
 
     return GrowingLayer
 

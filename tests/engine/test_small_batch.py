@@ -46,8 +46,9 @@ class RoundedOnce(LlamaLikeNorm):
 
 
 class Gated(LlamaLikeNorm):
-    def forward(self, x, gate):
-        return super().forward(x) * gate
+    def forward(self, x, gate=None):
+        normed = super().forward(x)
+        return normed if gate is None else normed * gate
 
 
 class TopKRouter(torch.nn.Module):
