@@ -49,6 +49,8 @@ def load(
     host_memory: MemorySize = "auto",
     device_memory: MemorySize = "auto",
     policy: str = "lru",
+    prefetch: str = "off",
+    predictor: str | Path = "next-gate",
     trace: str | Path | None = None,
     max_tokens: int = 4096,
     io_threads: int = 4,
@@ -70,6 +72,10 @@ def load(
             most of what the machine or the process's control group has free.
         device_memory: the same for the memory of a GPU; unused on a CPU.
         policy: the eviction policy, by name.
+        prefetch: whether experts are read before they are asked for: ``"off"``; ``"observe"``
+            guesses and counts, but reads nothing; ``"enforce"`` reads what is likely, as far as the
+            link is idle; ``"auto"`` does so as long as it is faster than not doing it.
+        predictor: who guesses: the name of a predictor, or the file of a trained one.
         trace: a file to record the routing in, see ``docs/trace-format.md``.
         max_tokens: longest context to set memory aside for.
         io_threads: reads in flight at once.

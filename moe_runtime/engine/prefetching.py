@@ -1,0 +1,132 @@
+"""Connects a model's forward passes to a predictor and its prefetches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moe_runtime.engine.experts import OffloadedExperts
+from moe_runtime.engine.tracing import read_step
+from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.policies.prediction import (
+    PREDICTORS,
+    Estimator,
+    LayerRouted,
+    NextGate,
+    Shape,
+    StepBegins,
+    TrackedPredictor,
+    make_estimator,
+)
+from moe_runtime.store.cache import ExpertStore
+from moe_runtime.store.guesses import Guesses
+from moe_runtime.store.prefetch import Prefetcher, PrefetchMode
+from moe_runtime.tracing.predictor_file import read_predictor
+from moe_runtime.tracing.routes import shape_of
+from moe_runtime.types import ExpertKey, ModelSignature
+
+
+def make_live_estimator(
+    name_or_path: str, model: torch.nn.Module, block_names: Sequence[str], signature: ModelSignature
+) -> Estimator:
+    """The estimator that a caller named: trained, from a file, or one that needs no training.
+
+    Args:
+        name_or_path: a predictor's name, or the file of a trained one.
+        model: where gates are taken from.
+        block_names: names of the modules that hold each layer's experts and gate.
+        signature: what a trained predictor must have been trained for.
+
+    Raises:
+        CheckpointError: the file cannot be used, or belongs to another model.
+        UnsupportedModelError: the predictor needs the gates, and they are not where gates are.
+        ValueError: no predictor has this name.
+    """
+    if name_or_path in PREDICTORS or not Path(name_or_path).suffix:
+        estimator = make_estimator(name_or_path, shape_of(signature))
+    else:
+        estimator = read_predictor(name_or_path, signature)
+    if isinstance(estimator, NextGate):
+        estimator.set_gates(*find_gates(model, block_names, shape_of(signature)))
+    return estimator
+
+
+def find_gates(
+    model: torch.nn.Module, block_names: Sequence[str], shape: Shape
+) -> tuple[np.ndarray, np.ndarray]:
+    """The gates' weights ``[L, E, D]`` and biases ``[L, E]`` as float32.
+
+    A gate is the module beside the experts whose weight has a row for every expert.
+
+    Raises:
+        UnsupportedModelError: a layer has no such module.
+    """
+    weights, biases = [], []
+    for name in block_names:
+        block = model.get_submodule(name)
+        gates = [
+            child
+            for child in block.children()
+            if isinstance(getattr(child, "weight", None), torch.Tensor)
+            and child.weight.ndim == 2
+            and len(child.weight) == shape.num_experts
+        ]
+        if len(gates) != 1:
+            raise UnsupportedModelError(
+                f"{name}: found no gate with {shape.num_experts} rows beside the experts; use a "
+                "predictor that needs routing only, such as running-counts"
+            )
+        weight, bias = gates[0].weight, getattr(gates[0], "bias", None)
+        weights.append(weight.detach().float().cpu().numpy())
+        has_bias = isinstance(bias, torch.Tensor) and bias.shape == (shape.num_experts,)
+        zeros = np.zeros(shape.num_experts, dtype=np.float32)
+        biases.append(bias.detach().float().cpu().numpy() if has_bias else zeros)
+    if len({weight.shape for weight in weights}) != 1:
+        raise UnsupportedModelError("the gates of this model differ in width between layers")
+    return np.stack(weights), np.stack(biases)
+
+
+def attach_prefetcher(
+    model: torch.nn.Module,
+    modules: Iterable[OffloadedExperts],
+    store: ExpertStore[Any],
+    estimator: Estimator,
+    mode: PrefetchMode,
+) -> Prefetcher:
+    """Lets a prefetcher watch every forward pass of a model from now on."""
+    prefetcher = Prefetcher(Guesses(store), TrackedPredictor(estimator), mode)
+    first_request = 0
+    num_running = 0
+
+    def begin_step(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal first_request, num_running
+        step = read_step(args, kwargs)
+        if step.is_new:
+            for request in range(first_request, first_request + num_running):
+                prefetcher.finish(request)
+            first_request, num_running = first_request + num_running, step.num_sequences
+        sequences = step.sequences + first_request
+        prefetcher.step(StepBegins(sequences=sequences, token_ids=step.token_ids))
+
+    def routed(
+        layer: int, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> None:
+        ids = ids_TK.cpu().numpy()
+        hidden = hidden_TD.float().cpu().numpy() if estimator.needs_hidden else None
+        event = LayerRouted(
+            layer=layer,
+            expert_ids=ids,
+            gate_weights=weights_TK.float().cpu().numpy(),
+            hidden=hidden,
+        )
+        keys = frozenset(ExpertKey(layer, expert) for expert in set(ids.ravel().tolist()))
+        prefetcher.routed(event, keys)
+
+    model.register_forward_pre_hook(begin_step, with_kwargs=True)
+    for module in modules:
+        module.watcher = routed
+    return prefetcher
