@@ -20,7 +20,6 @@ from moe_runtime.models.lm.attention import Attention, RotaryTable
 from moe_runtime.models.lm.config import LanguageModelConfig
 from moe_runtime.models.lm.loss import linear_cross_entropy
 from moe_runtime.models.lm.norm import RMSNorm
-from moe_runtime.routing import SoftmaxTopK
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,10 +194,9 @@ class LanguageModel(nn.Module):
         )
 
     def after_step(self) -> None:
-        """Lets the gates with a selection bias move it against the load since the last step."""
+        """Lets the gates do what they do between steps: selection bias, annealing."""
         for layer in self.routed_layers():
-            if isinstance(layer.gate, SoftmaxTopK):
-                layer.gate.update_bias()
+            layer.after_step()
 
     def routed_layers(self) -> Iterator[MoELayer]:
         """The routed layers from first to last."""
