@@ -25,12 +25,18 @@ from moe_runtime.engine.memory import (
     resolve_budget,
     settle_libraries,
 )
+from moe_runtime.engine.prefetching import (
+    attach_prefetcher,
+    check_predictor,
+    make_live_estimator,
+)
 from moe_runtime.engine.runtime import LoadedFacts, RuntimeHandle
 from moe_runtime.engine.threads import rest_torch_threads
 from moe_runtime.engine.tracing import attach_recorder
 from moe_runtime.kernels.expert_ffn import ExpertWeights
 from moe_runtime.policies.eviction import LIVE_POLICIES, LayerShares, Setting, make_policy
 from moe_runtime.store.cache import ExpertStore
+from moe_runtime.store.prefetch import PrefetchMode, parse_mode
 from moe_runtime.store.slab import Slab
 from moe_runtime.store.source import ExpertSource
 from moe_runtime.store.tiers import TierFetcher
@@ -96,6 +102,8 @@ def load(
         "device": parse_budget(device_memory, name="device_memory"),
     }
     _check_options(policy, max_tokens, io_threads)
+    mode = parse_mode(prefetch)
+    check_predictor(predictor)
     place = _resolve_device(device)
     checkpoint = open_checkpoint(path_or_id, dtype)
     model = build_on_meta(checkpoint)
@@ -131,7 +139,14 @@ def load(
         load_s=time.perf_counter() - start,
     )
     recorder = None if trace is None else attach_recorder(model, modules, Path(trace), signature)
-    handle = RuntimeHandle(store, facts, host_store=host_store, recorder=recorder)
+    prefetcher = None
+    if mode is not PrefetchMode.OFF:
+        blocks = [module.name.rpartition(".")[0] for module in experts.modules]
+        estimator = make_live_estimator(predictor, model, blocks, signature)
+        prefetcher = attach_prefetcher(model, modules, store, estimator, mode)
+    handle = RuntimeHandle(
+        store, facts, host_store=host_store, recorder=recorder, prefetcher=prefetcher
+    )
     cast(Any, model).moe = handle
     return model
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from moe_runtime.config import nearest
 from moe_runtime.engine.experts import OffloadedExperts
 from moe_runtime.engine.tracing import read_step
 from moe_runtime.errors import UnsupportedModelError
@@ -25,18 +26,37 @@ from moe_runtime.policies.prediction import (
 from moe_runtime.store.cache import ExpertStore
 from moe_runtime.store.guesses import Guesses
 from moe_runtime.store.prefetch import Prefetcher, PrefetchMode
-from moe_runtime.tracing.predictor_file import read_predictor
+from moe_runtime.tracing.predictor_file import read_predictor, read_predictor_signature
 from moe_runtime.tracing.routes import shape_of
 from moe_runtime.types import ExpertKey, ModelSignature
 
 
+def check_predictor(predictor: str | Path) -> None:
+    """Refuses a predictor that loading would refuse minutes later.
+
+    Raises:
+        CheckpointError: the file is missing, or is not a predictor.
+        ValueError: no predictor has this name.
+    """
+    if _is_file_name(predictor):
+        read_predictor_signature(predictor)
+    elif predictor not in PREDICTORS:
+        raise ValueError(
+            f"unknown predictor {predictor!r}: {nearest(str(predictor), PREDICTORS)}; "
+            "or the file of a trained one, which ends in .npz"
+        )
+
+
 def make_live_estimator(
-    name_or_path: str, model: torch.nn.Module, block_names: Sequence[str], signature: ModelSignature
+    predictor: str | Path,
+    model: torch.nn.Module,
+    block_names: Sequence[str],
+    signature: ModelSignature,
 ) -> Estimator:
     """The estimator that a caller named: trained, from a file, or one that needs no training.
 
     Args:
-        name_or_path: a predictor's name, or the file of a trained one.
+        predictor: a predictor's name, or the file of a trained one.
         model: where gates are taken from.
         block_names: names of the modules that hold each layer's experts and gate.
         signature: what a trained predictor must have been trained for.
@@ -46,10 +66,10 @@ def make_live_estimator(
         UnsupportedModelError: the predictor needs the gates, and they are not where gates are.
         ValueError: no predictor has this name.
     """
-    if name_or_path in PREDICTORS or not Path(name_or_path).suffix:
-        estimator = make_estimator(name_or_path, shape_of(signature))
+    if _is_file_name(predictor):
+        estimator = read_predictor(predictor, signature)
     else:
-        estimator = read_predictor(name_or_path, signature)
+        estimator = make_estimator(str(predictor), shape_of(signature))
     if isinstance(estimator, NextGate):
         estimator.set_gates(*find_gates(model, block_names, shape_of(signature)))
     return estimator
@@ -67,27 +87,29 @@ def find_gates(
     """
     weights, biases = [], []
     for name in block_names:
-        block = model.get_submodule(name)
         gates = [
-            child
-            for child in block.children()
-            if isinstance(getattr(child, "weight", None), torch.Tensor)
-            and child.weight.ndim == 2
-            and len(child.weight) == shape.num_experts
+            (weight, getattr(child, "bias", None))
+            for child in model.get_submodule(name).children()
+            if isinstance(weight := getattr(child, "weight", None), torch.Tensor)
+            and weight.ndim == 2
+            and len(weight) == shape.num_experts
         ]
         if len(gates) != 1:
             raise UnsupportedModelError(
                 f"{name}: found no gate with {shape.num_experts} rows beside the experts; use a "
                 "predictor that needs routing only, such as running-counts"
             )
-        weight, bias = gates[0].weight, getattr(gates[0], "bias", None)
-        weights.append(weight.detach().float().cpu().numpy())
+        weight, bias = gates[0]
+        weights.append(_as_numpy(weight))
         has_bias = isinstance(bias, torch.Tensor) and bias.shape == (shape.num_experts,)
-        zeros = np.zeros(shape.num_experts, dtype=np.float32)
-        biases.append(bias.detach().float().cpu().numpy() if has_bias else zeros)
+        biases.append(_as_numpy(bias) if has_bias else np.zeros(shape.num_experts, np.float32))
     if len({weight.shape for weight in weights}) != 1:
         raise UnsupportedModelError("the gates of this model differ in width between layers")
     return np.stack(weights), np.stack(biases)
+
+
+def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().float().cpu().numpy()
 
 
 def attach_prefetcher(
@@ -130,3 +152,7 @@ def attach_prefetcher(
     for module in modules:
         module.watcher = routed
     return prefetcher
+
+
+def _is_file_name(predictor: str | Path) -> bool:
+    return isinstance(predictor, Path) or predictor.endswith(".npz") or "/" in predictor

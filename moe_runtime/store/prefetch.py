@@ -227,6 +227,12 @@ class Prefetcher:
             decode_s=self._decode_s,
         )
 
+    def describe(self) -> str:
+        """The mode, and in ``auto`` what the controller made of it."""
+        if self.mode is PrefetchMode.AUTO:
+            return f"auto, {self._controller.verdict}"
+        return self.mode.value
+
     def step(self, event: StepBegins) -> None:
         """A forward pass begins: the last one is judged, and its first layers are guessed."""
         start_s = time.perf_counter()
