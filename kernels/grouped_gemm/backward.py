@@ -11,9 +11,9 @@ from torch import Tensor
 from moe_runtime.kernels.grouped_gemm.backward_kernel import (
     dscale_sum,
     group_sum,
-    grouped_gemm_dact,
     grouped_gemm_dw,
 )
+from moe_runtime.kernels.grouped_gemm.dact_kernel import grouped_gemm_dact
 from moe_runtime.kernels.grouped_gemm.forward import activation_arguments, precision_of
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.tiles import Tile, choose_tile
@@ -121,12 +121,14 @@ def activation_backward(
             HAS_SCALE=True,
             STORES_HIDDEN=hidden is not None,
             STORES_DSCALE=partial is not None,
+            EVEN_N=dim_f % tile.block_n == 0,
             EVEN_K=dim_d % tile.block_k == 0,
             PRECISION=precision_of(dout_TD),
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,
             GROUP_M=tile.group_m,
+            NUM_SLICES=max(1, tile.block_n // 32),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             **activation_arguments(spec),
@@ -228,6 +230,8 @@ def weight_grad(
         RIGHT_DIVISOR=right_divisor,
         HAS_SLOTS=groups.slot_of_expert is not None,
         ACCUMULATES=accumulates,
+        EVEN_N=dim_n % tile.block_m == 0,
+        EVEN_K=dim_k % tile.block_n == 0,
         PRECISION=precision_of(left),
         BLOCK_N=tile.block_m,
         BLOCK_K=tile.block_n,

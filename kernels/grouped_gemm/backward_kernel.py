@@ -1,4 +1,4 @@
-"""Triton kernels of the backward pass: through the activation, into the weights, into the biases.
+"""Triton kernels of the backward pass into gate weights, weights and biases.
 
 No kernel uses atomics: every value is summed by one program in one order.
 """
@@ -8,151 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.grouped_gemm.activation_kernel import activate, gate_bwd
-from moe_runtime.kernels.grouped_gemm.kernel import tile_of_program, tile_product
-
-
-@triton.jit
-def grouped_gemm_dact(
-    dout_ptr,
-    weight_ptr,
-    pre_ptr,
-    scale_ptr,
-    order_ptr,
-    slots_ptr,
-    offsets_ptr,
-    tile_expert_ptr,
-    tile_row_ptr,
-    dpre_ptr,
-    hidden_ptr,
-    dscale_ptr,
-    num_tiles_m,
-    num_rows,
-    dim_n,
-    dim_k,
-    stride_gr,
-    stride_gk,
-    stride_ws,
-    stride_wn,
-    stride_wk,
-    stride_zr,
-    stride_dzr,
-    stride_hr,
-    alpha,
-    limit,
-    up_offset,
-    gate_softcap,
-    up_softcap,
-    IS_GATED: tl.constexpr,
-    FUNCTION: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
-    HAS_GATE_SOFTCAP: tl.constexpr,
-    HAS_UP_SOFTCAP: tl.constexpr,
-    CLAMPS_AFTER: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    GATHER_DIVISOR: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    STORES_HIDDEN: tl.constexpr,
-    STORES_DSCALE: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-):
-    """Gradient of the pre-activations, from that of the layer's output.
-
-    With `d[r] = dout[row r reads] @ weight[slot]` (`weight` is the down projection, N its hidden
-    and K its model dimension), the hidden values `h` recomputed from the pre-activations, and the
-    gate weight `s` of the row: `dpre = s * d * activation'(pre)`, `hidden = s * h` for the gradient
-    of the down projection, and `<d, h>` over the tile's columns, one value a row and column tile,
-    whose sum is the gradient of `s`.
-    """
-    tile_m, tile_n = tile_of_program(num_tiles_m, tl.cdiv(dim_n, BLOCK_N), GROUP_M)
-    expert = tl.load(tile_expert_ptr + tile_m)
-    if expert < 0:
-        return
-    first_row = tl.load(tile_row_ptr + tile_m)
-    end_row = tl.load(offsets_ptr + expert + 1)
-    slot = expert.to(tl.int64)
-    if HAS_SLOTS:
-        slot = tl.load(slots_ptr + expert).to(tl.int64)
-    offs_r = first_row + tl.arange(0, BLOCK_M)
-    mask_r = offs_r < end_row
-    rows = tl.minimum(offs_r, end_row - 1)
-    slots_of_rows = rows
-    dout_rows = rows
-    if GATHER_DIVISOR > 0:
-        slots_of_rows = tl.load(order_ptr + rows)
-        dout_rows = slots_of_rows // GATHER_DIVISOR
-    offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    columns = tl.minimum(offs_n, dim_n - 1).to(tl.int64)
-    offs_k = tl.arange(0, BLOCK_K).to(tl.int64)
-    weight_ptr += slot * stride_ws
-    dhidden = tile_product(
-        dout_ptr + dout_rows[:, None] * stride_gr + offs_k[None, :] * stride_gk,
-        weight_ptr + (columns * stride_wn)[None, :] + offs_k[:, None] * stride_wk,
-        dim_k,
-        stride_gk,
-        stride_wk,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        EVEN_K,
-        PRECISION,
-    )
-
-    scale = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
-    if HAS_SCALE:
-        scale = tl.load(scale_ptr + slots_of_rows).to(tl.float32)
-    mask = mask_r[:, None] & (offs_n < dim_n)[None, :]
-    pre_ptrs = pre_ptr + rows[:, None] * stride_zr
-    dpre_ptrs = dpre_ptr + rows[:, None] * stride_dzr
-    if IS_GATED:
-        offs_z = tile_n * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
-        mask_z = mask_r[:, None] & (offs_z < 2 * dim_n)[None, :]
-        if IS_INTERLEAVED:
-            both = tl.load(pre_ptrs + offs_z[None, :], mask=mask_z, other=0.0).to(tl.float32)
-            gate, up = tl.split(tl.reshape(both, (BLOCK_M, BLOCK_N, 2)))
-        else:
-            gate = tl.load(pre_ptrs + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
-            up = tl.load(pre_ptrs + dim_n + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
-        hidden, dgate, dup = gate_bwd(
-            dhidden * scale[:, None],
-            gate,
-            up,
-            alpha,
-            limit,
-            up_offset,
-            gate_softcap,
-            up_softcap,
-            FUNCTION,
-            HAS_LIMIT,
-            HAS_GATE_SOFTCAP,
-            HAS_UP_SOFTCAP,
-            CLAMPS_AFTER,
-        )
-        if IS_INTERLEAVED:
-            both = tl.reshape(tl.join(dgate, dup), (BLOCK_M, 2 * BLOCK_N))
-            tl.store(dpre_ptrs + offs_z[None, :], both, mask=mask_z)
-        else:
-            tl.store(dpre_ptrs + offs_n[None, :], dgate, mask=mask)
-            tl.store(dpre_ptrs + dim_n + offs_n[None, :], dup, mask=mask)
-    else:
-        pre = tl.load(pre_ptrs + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
-        hidden, slope = activate(pre, alpha, gate_softcap, FUNCTION, HAS_GATE_SOFTCAP)
-        dpre = dhidden * scale[:, None] * slope
-        tl.store(dpre_ptrs + offs_n[None, :], dpre, mask=mask)
-    if STORES_HIDDEN:
-        hidden_ptrs = hidden_ptr + rows[:, None] * stride_hr + offs_n[None, :]
-        tl.store(hidden_ptrs, hidden * scale[:, None], mask=mask)
-    if STORES_DSCALE:
-        # Columns past the end repeat the last one and must not be counted again.
-        product = tl.where((offs_n < dim_n)[None, :], dhidden * hidden, 0.0)
-        place = tile_n.to(tl.int64) * num_rows + rows
-        tl.store(dscale_ptr + place, tl.sum(product, axis=1), mask=mask_r)
+from moe_runtime.kernels.grouped_gemm.kernel import tile_of_program
 
 
 @triton.jit
@@ -230,6 +86,8 @@ def grouped_gemm_dw(
     RIGHT_DIVISOR: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     ACCUMULATES: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -254,12 +112,17 @@ def grouped_gemm_dw(
     tile_n, tile_k = tile_of_program(tl.cdiv(dim_n, BLOCK_N), tl.cdiv(dim_k, BLOCK_K), GROUP_M)
     offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    columns_n = tl.minimum(offs_n, dim_n - 1).to(tl.int64) * stride_ln
-    columns_k = tl.minimum(offs_k, dim_k - 1).to(tl.int64) * stride_rk
+    columns_n = offs_n.to(tl.int64) * stride_ln
+    columns_k = offs_k.to(tl.int64) * stride_rk
     acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     for first in range(first_row, end_row, BLOCK_R):
         rows = first + tl.arange(0, BLOCK_R)
-        mask = (rows < end_row)[:, None]
+        mask_left = (rows < end_row)[:, None]
+        mask_right = mask_left
+        if not EVEN_N:
+            mask_left = mask_left & (offs_n < dim_n)[None, :]
+        if not EVEN_K:
+            mask_right = mask_right & (offs_k < dim_k)[None, :]
         left_rows = rows
         right_rows = rows
         if LEFT_DIVISOR > 0:
@@ -268,8 +131,8 @@ def grouped_gemm_dw(
             right_rows = tl.load(order_ptr + rows, mask=rows < end_row, other=0) // RIGHT_DIVISOR
         left_ptrs = left_ptr + left_rows[:, None] * stride_lr + columns_n[None, :]
         right_ptrs = right_ptr + right_rows[:, None] * stride_rr + columns_k[None, :]
-        left = tl.load(left_ptrs, mask=mask, other=0.0)
-        right = tl.load(right_ptrs, mask=mask, other=0.0)
+        left = tl.load(left_ptrs, mask=mask_left, other=0.0)
+        right = tl.load(right_ptrs, mask=mask_right, other=0.0)
         acc = tl.dot(tl.trans(left), right, acc, input_precision=PRECISION)
     dw_ptrs = dw_ptr + slot * stride_ws + (offs_n.to(tl.int64) * stride_wn)[:, None]
     dw_ptrs += (offs_k.to(tl.int64) * stride_wk)[None, :]

@@ -69,32 +69,101 @@ def tile_of_program(num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
 def tile_product(
     x_ptrs,
     weight_ptrs,
+    mask_n,
     dim_k,
     stride_xk,
     stride_wk,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """fp32 sums `[BLOCK_M, BLOCK_N]` over K; all pointers must be valid for every k < dim_k."""
+    """fp32 sums `[BLOCK_M, BLOCK_N]` over K. Every row of `x_ptrs` must be one that exists.
+
+    Columns past the end are masked, not clamped to the last one: clamped columns would no longer be
+    neighbours in memory, and the loads of weights that are contiguous along N would fall apart.
+    """
     acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     offs_k = tl.arange(0, BLOCK_K)
     step_x = tl.full([], BLOCK_K, dtype=tl.int64) * stride_xk
     step_w = tl.full([], BLOCK_K, dtype=tl.int64) * stride_wk
     for first_k in range(0, dim_k, BLOCK_K):
-        if EVEN_K:
-            x = tl.load(x_ptrs)
+        mask_k = offs_k < dim_k - first_k
+        x = tl.load(x_ptrs) if EVEN_K else tl.load(x_ptrs, mask=mask_k[None, :], other=0.0)
+        if EVEN_K and EVEN_N:
             weight = tl.load(weight_ptrs)
-        else:
-            mask_k = offs_k < dim_k - first_k
-            x = tl.load(x_ptrs, mask=mask_k[None, :], other=0.0)
+        elif EVEN_K:
+            weight = tl.load(weight_ptrs, mask=mask_n[None, :], other=0.0)
+        elif EVEN_N:
             weight = tl.load(weight_ptrs, mask=mask_k[:, None], other=0.0)
+        else:
+            weight = tl.load(weight_ptrs, mask=mask_k[:, None] & mask_n[None, :], other=0.0)
         acc = tl.dot(x, weight, acc, input_precision=PRECISION)
         x_ptrs += step_x
         weight_ptrs += step_w
     return acc
+
+
+@triton.jit
+def column_halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The left and the right half of a tile's columns."""
+    return tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _gated_slice(
+    gate,
+    up,
+    first_column,
+    mask_r,
+    out_ptrs,
+    pre_ptrs,
+    scale,
+    dim_n,
+    alpha,
+    limit,
+    up_offset,
+    gate_softcap,
+    up_softcap,
+    FUNCTION: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    HAS_GATE_SOFTCAP: tl.constexpr,
+    HAS_UP_SOFTCAP: tl.constexpr,
+    CLAMPS_AFTER: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    STORES_PRE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The gated epilogue of `grouped_gemm_fwd` for some hidden columns; pointers are one a row."""
+    offs_f = first_column + tl.arange(0, COLUMNS)
+    mask = mask_r[:, None] & (offs_f < dim_n)[None, :]
+    if STORES_PRE:
+        if IS_INTERLEAVED:
+            offs_z = 2 * first_column + tl.arange(0, 2 * COLUMNS)
+            mask_z = mask_r[:, None] & (offs_z < 2 * dim_n)[None, :]
+            both = tl.reshape(tl.join(gate, up), (ROWS, 2 * COLUMNS))
+            tl.store(pre_ptrs[:, None] + offs_z[None, :], both, mask=mask_z)
+        else:
+            tl.store(pre_ptrs[:, None] + offs_f[None, :], gate, mask=mask)
+            tl.store(pre_ptrs[:, None] + (dim_n + offs_f)[None, :], up, mask=mask)
+    hidden = gate_fwd(
+        gate,
+        up,
+        alpha,
+        limit,
+        up_offset,
+        gate_softcap,
+        up_softcap,
+        FUNCTION,
+        HAS_LIMIT,
+        HAS_GATE_SOFTCAP,
+        HAS_UP_SOFTCAP,
+        CLAMPS_AFTER,
+    )
+    tl.store(out_ptrs[:, None] + offs_f[None, :], hidden * scale[:, None], mask=mask)
 
 
 @triton.jit
@@ -143,12 +212,14 @@ def grouped_gemm_fwd(
     HAS_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     STORES_PRE: tl.constexpr,
+    EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
 ):
     """`out[r] = epilogue(x[row r reads] @ weight[slot].T + bias[slot])`.
 
@@ -189,75 +260,82 @@ def grouped_gemm_fwd(
     else:
         offs_n = tile_n * BLOCK_N + offs_j
         is_up = offs_j * 0
-    columns = tl.minimum(offs_n, dim_n - 1).to(tl.int64)
     offs_k = tl.arange(0, BLOCK_K).to(tl.int64)
-
-    w_columns = columns * stride_wn
-    b_columns = columns * stride_bn
+    w_columns = offs_n.to(tl.int64) * stride_wn
+    b_columns = offs_n.to(tl.int64) * stride_bn
     if EPILOGUE == "gated":
         w_columns += is_up.to(tl.int64) * stride_w_up
         b_columns += is_up.to(tl.int64) * stride_b_up
     acc = tile_product(
         x_ptr + x_rows[:, None] * stride_xr + offs_k[None, :] * stride_xk,
         weight_ptr + slot * stride_ws + w_columns[None, :] + offs_k[:, None] * stride_wk,
+        offs_n < dim_n,
         dim_k,
         stride_xk,
         stride_wk,
         BLOCK_M,
         BLOCK_N,
         BLOCK_K,
+        EVEN_N,
         EVEN_K,
         PRECISION,
     )
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + slot * stride_bs + b_columns).to(tl.float32)[None, :]
+        bias = tl.load(bias_ptr + slot * stride_bs + b_columns, mask=offs_n < dim_n, other=0.0)
+        acc += bias.to(tl.float32)[None, :]
 
     slots_of_rows = rows
     if SCATTERS or HAS_SCALE:
         slots_of_rows = tl.load(order_ptr + rows)
     out_rows = slots_of_rows if SCATTERS else rows
+    out_ptrs = out_ptr + out_rows * stride_or
+    pre_ptrs = pre_ptr + out_rows * stride_pr
+    scale = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
+    if HAS_SCALE:
+        scale = tl.load(scale_ptr + slots_of_rows).to(tl.float32)
     if EPILOGUE == "gated":
         HALF: tl.constexpr = BLOCK_N // 2
-        offs_f = tile_n * HALF + tl.arange(0, HALF)
-        mask = mask_r[:, None] & (offs_f < dim_n)[None, :]
         if IN_HALVES:
-            pairs = tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1))
+            gates_and_ups = (column_halves(acc, BLOCK_M, BLOCK_N),)
+        elif NUM_SLICES == 1:
+            gates_and_ups = (tl.split(tl.reshape(acc, (BLOCK_M, HALF, 2))),)
         else:
-            pairs = tl.reshape(acc, (BLOCK_M, HALF, 2))
-        gate, up = tl.split(pairs)
-        if STORES_PRE:
-            pre_ptrs = pre_ptr + out_rows[:, None] * stride_pr
-            if IS_INTERLEAVED:
-                offs_z = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-                mask_z = mask_r[:, None] & (offs_z < 2 * dim_n)[None, :]
-                both = tl.reshape(tl.join(gate, up), (BLOCK_M, BLOCK_N))
-                tl.store(pre_ptrs + offs_z[None, :], both, mask=mask_z)
-            else:
-                tl.store(pre_ptrs + offs_f[None, :], gate, mask=mask)
-                tl.store(pre_ptrs + dim_n + offs_f[None, :], up, mask=mask)
-        result = gate_fwd(
-            gate,
-            up,
-            alpha,
-            limit,
-            up_offset,
-            gate_softcap,
-            up_softcap,
-            FUNCTION,
-            HAS_LIMIT,
-            HAS_GATE_SOFTCAP,
-            HAS_UP_SOFTCAP,
-            CLAMPS_AFTER,
-        )
+            # Half of the tile at a time: gates, ups and results of all would not fit in registers.
+            tl.static_assert(NUM_SLICES == 2)
+            left, right = column_halves(acc, BLOCK_M, BLOCK_N)
+            left = tl.split(tl.reshape(left, (BLOCK_M, HALF // 2, 2)))
+            right = tl.split(tl.reshape(right, (BLOCK_M, HALF // 2, 2)))
+            gates_and_ups = (left, right)
+        WIDTH: tl.constexpr = HALF if IN_HALVES else HALF // NUM_SLICES
+        for i in tl.static_range(1 if IN_HALVES else NUM_SLICES):
+            _gated_slice(
+                gates_and_ups[i][0],
+                gates_and_ups[i][1],
+                tile_n * HALF + i * WIDTH,
+                mask_r,
+                out_ptrs,
+                pre_ptrs,
+                scale,
+                dim_n,
+                alpha,
+                limit,
+                up_offset,
+                gate_softcap,
+                up_softcap,
+                FUNCTION,
+                HAS_LIMIT,
+                HAS_GATE_SOFTCAP,
+                HAS_UP_SOFTCAP,
+                CLAMPS_AFTER,
+                IS_INTERLEAVED,
+                STORES_PRE,
+                BLOCK_M,
+                WIDTH,
+            )
     else:
-        offs_f = offs_n
-        mask = mask_r[:, None] & (offs_f < dim_n)[None, :]
-        result = acc
+        mask = mask_r[:, None] & (offs_n < dim_n)[None, :]
         if EPILOGUE == "plain":
             if STORES_PRE:
-                pre_ptrs = pre_ptr + out_rows[:, None] * stride_pr
-                tl.store(pre_ptrs + offs_f[None, :], acc, mask=mask)
-            result, _ = activate(acc, alpha, gate_softcap, FUNCTION, HAS_GATE_SOFTCAP)
-    if HAS_SCALE:
-        result *= tl.load(scale_ptr + slots_of_rows).to(tl.float32)[:, None]
-    tl.store(out_ptr + out_rows[:, None] * stride_or + offs_f[None, :], result, mask=mask)
+                tl.store(pre_ptrs[:, None] + offs_n[None, :], acc, mask=mask)
+            acc, _ = activate(acc, alpha, gate_softcap, FUNCTION, HAS_GATE_SOFTCAP)
+        tl.store(out_ptrs[:, None] + offs_n[None, :], acc * scale[:, None], mask=mask)

@@ -72,8 +72,8 @@ TILES_16_BIT: dict[ProductKind, tuple[tuple[int, Tile], ...]] = {
         (_UNBOUNDED, Tile(128, 128, 64, 8, 4)),
     ),
     "dw": (
-        (64, Tile(128, 128, 32, 8, 3)),
-        (_UNBOUNDED, Tile(128, 256, 64, 8, 3)),
+        (64, Tile(128, 128, 32, 8, 4)),
+        (_UNBOUNDED, Tile(128, 256, 64, 8, 4)),
     ),
 }
 TILES_32_BIT: dict[ProductKind, tuple[tuple[int, Tile], ...]] = {
