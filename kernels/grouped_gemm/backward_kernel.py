@@ -115,22 +115,25 @@ def grouped_gemm_dw(
     columns_n = offs_n.to(tl.int64) * stride_ln
     columns_k = offs_k.to(tl.int64) * stride_rk
     acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    for first in range(first_row, end_row, BLOCK_R):
-        rows = first + tl.arange(0, BLOCK_R)
+    # Which rows are gathered is known one step ahead, so that no load waits for another one.
+    rows = first_row + tl.arange(0, BLOCK_R)
+    slots_of_rows = rows
+    if LEFT_DIVISOR > 0 or RIGHT_DIVISOR > 0:
+        slots_of_rows = tl.load(order_ptr + rows, mask=rows < end_row, other=0)
+    for _first in range(first_row, end_row, BLOCK_R):
         mask_left = (rows < end_row)[:, None]
         mask_right = mask_left
         if not EVEN_N:
             mask_left = mask_left & (offs_n < dim_n)[None, :]
         if not EVEN_K:
             mask_right = mask_right & (offs_k < dim_k)[None, :]
-        left_rows = rows
-        right_rows = rows
-        if LEFT_DIVISOR > 0:
-            left_rows = tl.load(order_ptr + rows, mask=rows < end_row, other=0) // LEFT_DIVISOR
-        if RIGHT_DIVISOR > 0:
-            right_rows = tl.load(order_ptr + rows, mask=rows < end_row, other=0) // RIGHT_DIVISOR
+        left_rows = slots_of_rows // LEFT_DIVISOR if LEFT_DIVISOR > 0 else rows
+        right_rows = slots_of_rows // RIGHT_DIVISOR if RIGHT_DIVISOR > 0 else rows
         left_ptrs = left_ptr + left_rows[:, None] * stride_lr + columns_n[None, :]
         right_ptrs = right_ptr + right_rows[:, None] * stride_rr + columns_k[None, :]
+        rows += BLOCK_R
+        if LEFT_DIVISOR > 0 or RIGHT_DIVISOR > 0:
+            slots_of_rows = tl.load(order_ptr + rows, mask=rows < end_row, other=0)
         left = tl.load(left_ptrs, mask=mask_left, other=0.0)
         right = tl.load(right_ptrs, mask=mask_right, other=0.0)
         acc = tl.dot(tl.trans(left), right, acc, input_precision=PRECISION)
