@@ -88,12 +88,38 @@ class ActivationSpec:
             up = up.clamp(min=-self.limit, max=self.limit)
         return hidden * (_softcap(up, self.up_softcap) + self.up_offset)
 
+    def backward(
+        self, gate: Tensor | None, up: Tensor, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
+        """Gradients of gate and up for the gradient of the hidden values, all in one dtype."""
+        if gate is None:
+            return None, grad * self._derivative(up)
+        low = gate if self.clamps_after else gate.clamp(max=self.limit)
+        function, slope = self._function(low), self._derivative(low)
+        if self.clamps_after:
+            passes = function <= self.limit
+            function = function.clamp(max=self.limit)
+        else:
+            passes = gate <= self.limit
+        bounded = up.clamp(min=-self.limit, max=self.limit)
+        factor = _softcap(bounded, self.up_softcap) + self.up_offset
+        up_slope = _softcap_slope(bounded, self.up_softcap) * (up.abs() <= self.limit)
+        return grad * factor * slope * passes, grad * function * up_slope
+
     def _function(self, x: Tensor) -> Tensor:
         if self.function != "silu":
             return _FUNCTIONS[self.function](x)
         if self.alpha == 1 and self.gate_softcap == math.inf:
             return F.silu(x)
         return _softcap(x, self.gate_softcap) * torch.sigmoid(self.alpha * x)
+
+    def _derivative(self, x: Tensor) -> Tensor:
+        if self.function != "silu":
+            return _DERIVATIVES[self.function](x)
+        sigmoid = torch.sigmoid(self.alpha * x)
+        capped = _softcap(x, self.gate_softcap)
+        slope = _softcap_slope(x, self.gate_softcap)
+        return sigmoid * (slope + self.alpha * capped * (1 - sigmoid))
 
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -102,6 +128,30 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
 }
+
+
+def _gelu_slope(x: Tensor) -> Tensor:
+    density = torch.exp(-0.5 * x.square()) / math.sqrt(2 * math.pi)
+    return 0.5 * (1 + torch.erf(x / math.sqrt(2))) + x * density
+
+
+def _gelu_tanh_slope(x: Tensor) -> Tensor:
+    scale, cubic = math.sqrt(2 / math.pi), 0.044715
+    tanh = torch.tanh(scale * (x + cubic * x**3))
+    inner_slope = scale * (1 + 3 * cubic * x.square())
+    return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh.square()) * inner_slope
+
+
+_DERIVATIVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": _gelu_slope,
+    "gelu_tanh": _gelu_tanh_slope,
+    "relu": lambda x: (x > 0).to(x.dtype),
+    "relu2": lambda x: 2 * F.relu(x),
+}
+
+
+def _softcap_slope(x: Tensor, cap: float) -> Tensor:
+    return torch.ones_like(x) if cap == math.inf else 1 - torch.tanh(x / cap).square()
 
 
 def _softcap(x: Tensor, cap: float) -> Tensor:

@@ -17,10 +17,16 @@ from moe_runtime.kernels.expert_mlp.activation import (
     PreactivationFunction,
 )
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
+from moe_runtime.kernels.expert_mlp.projection import (
+    RowFunction,
+    composed_expert_mlp,
+    composed_grouped_expert_mlp,
+)
 from moe_runtime.kernels.expert_mlp.reference import (
     expert_mlp_reference,
     grouped_expert_mlp_reference,
 )
+from moe_runtime.kernels.expert_mlp.registration import call
 
 ExpertMlpImpl = Literal["auto", "triton", "native", "reference", "torch"]
 IMPLS: tuple[ExpertMlpImpl, ...] = ("auto", "triton", "native", "reference", "torch")
@@ -36,6 +42,7 @@ def expert_mlp(
     impl: ExpertMlpImpl = "auto",
     recompute: bool = False,
     checks_ids: bool = False,
+    post_expert: RowFunction | None = None,
 ) -> Tensor:
     """Runs every token through its experts and sums the results by gate weight.
 
@@ -53,6 +60,7 @@ def expert_mlp(
         impl: `auto` decides by device alone; a named implementation never falls back.
         recompute: Computes the pre-activations again in the backward pass instead of keeping them.
         checks_ids: Reports ids outside ``[-1, E]`` (waits for the device).
+        post_expert: Applied to every expert's output rows ``[R, D]`` before they are weighted.
 
     Returns:
         ``[T, D]`` in the dtype of `x`.
@@ -63,12 +71,21 @@ def expert_mlp(
     """
     spec = resolve_activation(activation)
     _validate_impl(impl)
+    dtype = x_TD.dtype
+    x_TD, experts = _autocast(x_TD, experts)
     _validate_rows("x", x_TD, experts)
     _validate_routing(x_TD, ids_TK, weights_TK)
     if checks_ids:
         _check_ids(ids_TK, experts.num_experts)
-    del recompute
-    return expert_mlp_reference(x_TD, ids_TK, weights_TK, experts, spec)
+    if impl == "reference":
+        out_TD = expert_mlp_reference(x_TD, ids_TK, weights_TK, experts, spec, post_expert)
+        return out_TD.to(dtype)
+    if post_expert is not None or not isinstance(spec, ActivationSpec):
+        _refuse_functions(impl)
+        return composed_expert_mlp(x_TD, ids_TK, weights_TK, experts, spec, post_expert).to(dtype)
+    return call(x_TD, ids_TK, weights_TK, None, experts, spec, impl=impl, recompute=recompute).to(
+        dtype
+    )
 
 
 def grouped_expert_mlp(
@@ -99,14 +116,20 @@ def grouped_expert_mlp(
     """
     spec = resolve_activation(activation)
     _validate_impl(impl)
+    dtype = x_RD.dtype
+    x_RD, experts = _autocast(x_RD, experts)
     _validate_rows("x", x_RD, experts)
     if list(counts_E.shape) != [experts.num_experts] or counts_E.dtype.is_floating_point:
         raise ValueError(
             f"counts must be [{experts.num_experts}] integers, got {list(counts_E.shape)} of "
             f"{counts_E.dtype}"
         )
-    del recompute
-    return grouped_expert_mlp_reference(x_RD, counts_E.tolist(), experts, spec).to(x_RD.dtype)
+    if impl == "reference":
+        return grouped_expert_mlp_reference(x_RD, counts_E.tolist(), experts, spec).to(dtype)
+    if not isinstance(spec, ActivationSpec):
+        _refuse_functions(impl)
+        return composed_grouped_expert_mlp(x_RD, counts_E, experts, spec).to(dtype)
+    return call(x_RD, None, None, counts_E, experts, spec, impl=impl, recompute=recompute).to(dtype)
 
 
 def resolve_activation(activation: Activation) -> ActivationSpec | PreactivationFunction:
@@ -120,9 +143,38 @@ def resolve_activation(activation: Activation) -> ActivationSpec | Preactivation
     return activation
 
 
+def _autocast(x: Tensor, experts: StackedExperts) -> tuple[Tensor, StackedExperts]:
+    """Input and parameters in the dtype of an enclosing `torch.autocast`, as for `F.linear`."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x, experts
+    dtype = torch.get_autocast_dtype(device)
+    gate_up, down, *biases = (None if t is None else t.to(dtype) for t in experts.tensors())
+    assert gate_up is not None
+    assert down is not None
+    return x.to(dtype), StackedExperts(
+        gate_up=gate_up,
+        down=down,
+        gate_up_bias=biases[0],
+        down_bias=biases[1],
+        has_gate=experts.has_gate,
+        is_transposed=experts.is_transposed,
+        is_concatenated=experts.is_concatenated,
+        slot_of_expert=experts.slot_of_expert,
+    )
+
+
 def _validate_impl(impl: str) -> None:
     if impl not in IMPLS:
         raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
+
+
+def _refuse_functions(impl: str) -> None:
+    if impl not in ("auto", "torch"):
+        raise ValueError(
+            f"a function as activation or post_expert runs with impl='auto', 'torch' or "
+            f"'reference'; got impl={impl!r}, which computes an ActivationSpec or a name only"
+        )
 
 
 def _validate_rows(name: str, x: Tensor, experts: StackedExperts) -> None:

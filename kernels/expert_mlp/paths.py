@@ -1,0 +1,88 @@
+"""The implementations of `expert_mlp` behind one signature, and which of them a device gets."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
+from moe_runtime.kernels.expert_mlp.experts import StackedExperts
+from moe_runtime.kernels.expert_mlp.rows import Gradients, Needs, SortedRows
+from moe_runtime.kernels.native import native_library
+
+# A module each, with the functions of `Path`; imported when first used.
+_MODULES = {
+    "native": "moe_runtime.kernels.expert_mlp.native_path",
+    "torch": "moe_runtime.kernels.expert_mlp.torch_path",
+    "triton": "moe_runtime.kernels.expert_mlp.triton_path",
+}
+
+
+class Path(Protocol):
+    """What an implementation is made of: three functions of a module."""
+
+    def infer(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        experts: StackedExperts,
+        activation: ActivationSpec,
+    ) -> Tensor:
+        """The output ``[T, D]`` when nothing is kept for a backward pass."""
+        ...
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor | None,
+        rows: SortedRows,
+        experts: StackedExperts,
+        activation: ActivationSpec,
+        *,
+        keeps: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """The output, and the pre-activations ``[R, Z]`` of the sorted rows if it `keeps` them.
+
+        Without `weights_TK` the rows of `x` are sorted by expert already, and so is the output; it
+        is zero after the last expert's row.
+        """
+        ...
+
+    def backward(
+        self,
+        grad_TD: Tensor,
+        x_TD: Tensor,
+        weights_TK: Tensor | None,
+        z_RZ: Tensor,
+        rows: SortedRows,
+        experts: StackedExperts,
+        activation: ActivationSpec,
+        *,
+        needs: Needs,
+    ) -> Gradients:
+        """The gradients that are needed; with empty `z_RZ` it computes the pre-activations again.
+
+        Every element of a gradient is written, those of experts without rows with zero.
+        """
+        ...
+
+
+def path_of(impl: str, device: torch.device) -> Path:
+    """The implementation of a name.
+
+    Args:
+        impl: `triton`, `native`, `torch`, or `auto`, which goes by the device: Triton on a GPU, the
+            C kernels on a CPU that has them, torch otherwise.
+        device: Where the tensors are.
+    """
+    if impl == "auto":
+        impl = "torch"
+        if device.type == "cuda":
+            impl = "triton"
+        elif device.type == "cpu" and native_library() is not None:
+            impl = "native"
+    return cast(Path, import_module(_MODULES[impl]))

@@ -1,0 +1,262 @@
+"""`expert_mlp` as operators that torch knows: shapes for the compiler, and the backward pass.
+
+An operator takes tensors, numbers and strings only, so the experts and the activation travel in
+pieces. The compiler sees one opaque call; what runs inside is chosen by the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
+from moe_runtime.kernels.expert_mlp.experts import StackedExperts
+from moe_runtime.kernels.expert_mlp.paths import path_of
+from moe_runtime.kernels.expert_mlp.rows import (
+    Gradients,
+    Needs,
+    SortedRows,
+    already_sorted,
+    sort_rows,
+)
+
+# Layout flags, formula and implementation, in the order of `Static`.
+_STATIC = (
+    "bool has_gate, bool is_transposed, bool is_concatenated, str function, float[] numbers, "
+    "str impl"
+)
+_PARAMETERS = (
+    "Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias, Tensor? slot_of_expert"
+)
+_FORWARD = "moe_runtime::expert_mlp"
+_BACKWARD = "moe_runtime::expert_mlp_backward"
+
+
+class Static(NamedTuple):
+    """What an operator is told beside tensors."""
+
+    has_gate: bool
+    is_transposed: bool
+    is_concatenated: bool
+    function: str
+    numbers: list[float]
+    impl: str
+
+    @classmethod
+    def of(cls, experts: StackedExperts, activation: ActivationSpec, impl: str) -> Static:
+        return cls(
+            experts.has_gate,
+            experts.is_transposed,
+            experts.is_concatenated,
+            activation.function,
+            activation.numbers(),
+            impl,
+        )
+
+    def experts(self, tensors: tuple[Any, ...]) -> StackedExperts:
+        """The experts of the five parameters."""
+        gate_up, down, gate_up_bias, down_bias, slot_of_expert = tensors
+        return StackedExperts(
+            gate_up=gate_up,
+            down=down,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            has_gate=self.has_gate,
+            is_transposed=self.is_transposed,
+            is_concatenated=self.is_concatenated,
+            slot_of_expert=slot_of_expert,
+        )
+
+    def activation(self) -> ActivationSpec:
+        return ActivationSpec.from_numbers(self.function, self.numbers)
+
+
+def call(
+    x: Tensor,
+    ids_TK: Tensor | None,
+    weights_TK: Tensor | None,
+    counts_E: Tensor | None,
+    experts: StackedExperts,
+    activation: ActivationSpec,
+    *,
+    impl: str,
+    recompute: bool,
+) -> Tensor:
+    """Runs the operator: tokens with `ids_TK` and `weights_TK`, or sorted rows with `counts_E`."""
+    wanted = [x, weights_TK, *experts.tensors()]
+    keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in wanted)
+    out, *_ = torch.ops.moe_runtime.expert_mlp(
+        x,
+        ids_TK,
+        weights_TK,
+        counts_E,
+        *experts.tensors(),
+        experts.slot_of_expert,
+        *Static.of(experts, activation, impl),
+        keeps,
+        recompute,
+    )
+    return out
+
+
+def _forward(
+    x: Tensor,
+    ids: Tensor | None,
+    weights: Tensor | None,
+    counts: Tensor | None,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    slot_of_expert: Tensor | None,
+    has_gate: bool,
+    is_transposed: bool,
+    is_concatenated: bool,
+    function: str,
+    numbers: list[float],
+    impl: str,
+    keeps: bool,
+    recompute: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    static = Static(has_gate, is_transposed, is_concatenated, function, numbers, impl)
+    experts = static.experts((gate_up, down, gate_up_bias, down_bias, slot_of_expert))
+    path = path_of(impl, x.device)
+    with torch.autocast(x.device.type, enabled=False):
+        if not keeps and ids is not None and weights is not None:
+            out = path.infer(x, ids, weights, experts, static.activation())
+            return out, x.new_empty(0), *_no_rows(x)
+        rows = _sorted(ids, counts, experts)
+        out, z = path.forward(
+            x, weights, rows, experts, static.activation(), keeps=keeps and not recompute
+        )
+    if not keeps:
+        return out, x.new_empty(0), *_no_rows(x)
+    return out, z, rows.order_R, rows.offsets_E1
+
+
+def _sorted(ids: Tensor | None, counts: Tensor | None, experts: StackedExperts) -> SortedRows:
+    if ids is not None:
+        return sort_rows(ids, experts.num_experts)
+    assert counts is not None
+    return already_sorted(counts)
+
+
+def _no_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(0, dtype=torch.int64), x.new_empty(0, dtype=torch.int64)
+
+
+def _forward_fake(
+    x: Tensor, ids: Tensor | None, weights: Tensor | None, counts: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    keeps, recompute = rest[-2:]
+    if not keeps:
+        return out, x.new_empty(0), *_no_rows(x)
+    experts = Static(*rest[5:11]).experts(rest[:5])
+    num_rows = x.shape[0] if ids is None else ids.numel()
+    z = x.new_empty((0 if recompute else num_rows, experts.dim_preactivation))
+    order = x.new_empty(0 if ids is None else num_rows, dtype=torch.int64)
+    return out, z, order, x.new_empty(experts.num_experts + 1, dtype=torch.int64)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, _, weights, _, *rest = inputs
+    _, z, order, offsets = output
+    ctx.mark_non_differentiable(z, order, offsets)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, weights, z, order, offsets, *rest[:5])
+    ctx.static = rest[5:11]
+
+
+def _autograd_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    x, weights, *rest = ctx.saved_tensors
+    needs_x, _, needs_weights, _, *needs_parameters = ctx.needs_input_grad[:8]
+    if grad is None:
+        return (None,) * len(ctx.needs_input_grad)
+    needs = [needs_x, needs_weights, *needs_parameters]
+    gradients = torch.ops.moe_runtime.expert_mlp_backward(
+        grad, x, weights, *rest, *ctx.static, needs
+    )
+    found = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
+    num_rest = len(ctx.needs_input_grad) - 8
+    return (found[0], None, found[1], None, *found[2:], *(None,) * num_rest)
+
+
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    weights: Tensor | None,
+    z: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    slot_of_expert: Tensor | None,
+    has_gate: bool,
+    is_transposed: bool,
+    is_concatenated: bool,
+    function: str,
+    numbers: list[float],
+    impl: str,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    static = Static(has_gate, is_transposed, is_concatenated, function, numbers, impl)
+    with torch.autocast(x.device.type, enabled=False):
+        return path_of(impl, x.device).backward(
+            grad,
+            x,
+            weights,
+            z,
+            SortedRows(order, offsets),
+            static.experts((gate_up, down, gate_up_bias, down_bias, slot_of_expert)),
+            static.activation(),
+            needs=Needs(*needs),
+        )
+
+
+def _backward_fake(
+    grad: Tensor,
+    x: Tensor,
+    weights: Tensor | None,
+    z: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    *rest: Any,
+) -> Gradients:
+    candidates = (x, weights, *rest[:4])
+    return Gradients(
+        *(
+            torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            if need and tensor is not None
+            else x.new_empty(0)
+            for tensor, need in zip(candidates, rest[-1], strict=True)
+        )
+    )
+
+
+torch.library.custom_op(
+    _FORWARD,
+    _forward,
+    mutates_args=(),
+    schema=(
+        f"(Tensor x, Tensor? ids, Tensor? weights, Tensor? counts, {_PARAMETERS}, {_STATIC}, "
+        "bool keeps, bool recompute) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+torch.library.register_fake(_FORWARD, _forward_fake)
+torch.library.register_autograd(_FORWARD, _autograd_backward, setup_context=_setup_context)
+torch.library.custom_op(
+    _BACKWARD,
+    _backward,
+    mutates_args=(),
+    schema=(
+        "(Tensor grad, Tensor x, Tensor? weights, Tensor z, Tensor order, Tensor offsets, "
+        f"{_PARAMETERS}, {_STATIC}, bool[] needs) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+torch.library.register_fake(_BACKWARD, _backward_fake)

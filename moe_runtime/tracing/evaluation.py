@@ -1,0 +1,230 @@
+"""How good a predictor is: recall, gate mass, calibration and cost on sequences it never saw.
+
+Every table comes with a control row: the routing itself, sent through the same measurement, must
+be recalled completely. A measurement that does not find what is there finds nothing.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_runtime.policies.prediction.base import Routes
+from moe_runtime.policies.prediction.context import Contexts, contexts_of
+from moe_runtime.policies.prediction.estimator import Estimator, visits
+
+CONTROL = "control"
+CALIBRATION_BINS = 10
+_TIMED_CALLS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recall:
+    """What a predictor found, for one look-ahead distance.
+
+    Attributes:
+        distance: layers between the last known routing and the predicted layer; 1 is the next one.
+        at_k: ``[L]`` share of visited experts among the K likeliest; nan where a layer has no
+            layer so far before it.
+        at_2k: ``[L]`` the same among the 2K likeliest.
+        mass_at_2k: ``[L]`` share of the gate weights that fell on the 2K likeliest.
+        mean_at_k, mean_at_2k, mean_mass_at_2k: means over the layers that have a value.
+    """
+
+    distance: int
+    at_k: np.ndarray
+    at_2k: np.ndarray
+    mass_at_2k: np.ndarray
+    mean_at_k: float
+    mean_at_2k: float
+    mean_mass_at_2k: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The result for one predictor.
+
+    Attributes:
+        name: its name.
+        recalls: one entry for each distance.
+        calibration: rows ``(mean probability, share visited, number of guesses)`` of bins of equal
+            width, at the first distance; empty bins are left out.
+        calibration_error: mean of ``|probability - share|`` over bins, weighted by their guesses.
+        call_s: seconds for predicting one layer for one token.
+        num_tokens: tokens evaluated.
+    """
+
+    name: str
+    recalls: tuple[Recall, ...]
+    calibration: tuple[tuple[float, float, int], ...]
+    calibration_error: float
+    call_s: float
+    num_tokens: int
+
+    def at(self, distance: int) -> Recall:
+        """The recall at one distance.
+
+        Raises:
+            KeyError: it was not evaluated.
+        """
+        for recall in self.recalls:
+            if recall.distance == distance:
+                return recall
+        raise KeyError(distance)
+
+
+class Control(Estimator):
+    """Reads the answer: what its recall lacks to 1 is an error of the measurement."""
+
+    name = CONTROL
+
+    def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
+        """Exactly the visited experts."""
+        return visits(contexts.path[:, layer], self.shape.num_experts)
+
+
+def evaluate(
+    estimators: Sequence[Estimator],
+    routes: Routes,
+    *,
+    distances: Sequence[int] = (1, 2, 4),
+    max_tokens: int | None = None,
+    seed: int = 0,
+) -> list[Evaluation]:
+    """Measures estimators on sequences that they were not trained on.
+
+    With distance ``d``, layer ``l`` is predicted from the routing of the layers up to ``l - d``;
+    layers before ``d`` are predicted from the token and the sequence alone, as they are at run
+    time before the first layer.
+
+    Args:
+        estimators: what to measure.
+        routes: held-out sequences.
+        distances: how many layers ahead to predict.
+        max_tokens: measures a random sample of this many tokens; all when omitted.
+        seed: of that sample.
+
+    Returns:
+        The control first, then one evaluation for each estimator.
+
+    Raises:
+        ValueError: there is no token, or a distance is not positive.
+    """
+    if routes.num_tokens == 0 or any(distance < 1 for distance in distances):
+        raise ValueError(f"expected tokens and positive distances, got {distances}")
+    wanted = np.ones(routes.num_tokens, dtype=bool)
+    if max_tokens is not None and max_tokens < routes.num_tokens:
+        wanted[:] = False
+        wanted[np.random.default_rng(seed).permutation(routes.num_tokens)[:max_tokens]] = True
+    everyone = [Control(routes.shape), *estimators]
+    books = [_Books(estimator, routes, distances) for estimator in everyone]
+    row = 0
+    for contexts in contexts_of(routes):
+        chosen = np.flatnonzero(wanted[row : row + len(contexts)])
+        row += len(contexts)
+        if chosen.size:
+            some = contexts.rows(chosen)
+            for book in books:
+                book.add(some)
+    return [book.close() for book in books]
+
+
+class _Books:
+    """Sums over tokens for one estimator."""
+
+    def __init__(self, estimator: Estimator, routes: Routes, distances: Iterable[int]) -> None:
+        self._estimator = estimator
+        self._shape = routes.shape
+        self._distances = tuple(distances)
+        sizes = (len(self._distances), routes.shape.num_layers)
+        self._visited = np.zeros(sizes)
+        self._found_k = np.zeros(sizes)
+        self._found_2k = np.zeros(sizes)
+        self._mass = np.zeros(sizes)
+        self._found_mass = np.zeros(sizes)
+        self._bins = np.zeros((3, CALIBRATION_BINS))
+        self._call_s = 0.0
+        self._num_tokens = 0
+
+    def add(self, contexts: Contexts) -> None:
+        self._num_tokens += len(contexts)
+        if self._call_s == 0.0:
+            self._call_s = _time_one_call(self._estimator, contexts)
+        for place, distance in enumerate(self._distances):
+            for layer in range(self._shape.num_layers):
+                now = max(layer - distance, -1)
+                self._add_layer(
+                    place, layer, contexts, self._estimator.estimate(contexts, now, layer)
+                )
+
+    def _add_layer(self, place: int, layer: int, contexts: Contexts, chance_BE: np.ndarray) -> None:
+        shape = self._shape
+        visited_BE = visits(contexts.path[:, layer], shape.num_experts)
+        mass_BE = np.zeros((len(contexts), shape.num_experts + 1), dtype=np.float32)
+        np.put_along_axis(mass_BE, contexts.path[:, layer], contexts.path_weights[:, layer], axis=1)
+        mass_BE = mass_BE[:, :-1]
+        ranked = np.argsort(-chance_BE, axis=1, kind="stable")[:, : 2 * shape.top_k]
+        found_BW = np.take_along_axis(visited_BE, ranked, axis=1)
+        at = (place, layer)
+        self._visited[at] += visited_BE.sum()
+        self._found_k[at] += found_BW[:, : shape.top_k].sum()
+        self._found_2k[at] += found_BW.sum()
+        self._mass[at] += mass_BE.sum()
+        self._found_mass[at] += np.take_along_axis(mass_BE, ranked, axis=1).sum()
+        if place == 0:
+            bins = np.minimum((chance_BE * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
+            for row, values in enumerate((chance_BE, visited_BE, np.ones_like(chance_BE))):
+                self._bins[row] += np.bincount(
+                    bins.ravel(), values.ravel(), minlength=CALIBRATION_BINS
+                )
+
+    def close(self) -> Evaluation:
+        chance, visited, number = self._bins
+        filled = number > 0
+        gap = np.abs(chance - visited).sum() / max(number.sum(), 1.0)
+        rows = zip(
+            (chance[filled] / number[filled]).tolist(),
+            (visited[filled] / number[filled]).tolist(),
+            number[filled].astype(int).tolist(),
+            strict=True,
+        )
+        return Evaluation(
+            name=self._estimator.name,
+            recalls=tuple(self._recall(place) for place in range(len(self._distances))),
+            calibration=tuple(rows),
+            calibration_error=float(gap),
+            call_s=self._call_s,
+            num_tokens=self._num_tokens,
+        )
+
+    def _recall(self, place: int) -> Recall:
+        at_k = _share(self._found_k[place], self._visited[place])
+        at_2k = _share(self._found_2k[place], self._visited[place])
+        mass = _share(self._found_mass[place], self._mass[place])
+        return Recall(
+            distance=self._distances[place],
+            at_k=at_k,
+            at_2k=at_2k,
+            mass_at_2k=mass,
+            mean_at_k=float(np.nanmean(at_k)),
+            mean_at_2k=float(np.nanmean(at_2k)),
+            mean_mass_at_2k=float(np.nanmean(mass)),
+        )
+
+
+def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    return np.divide(part, whole, out=np.full_like(part, np.nan), where=whole > 0)
+
+
+def _time_one_call(estimator: Estimator, contexts: Contexts) -> float:
+    """Median seconds for one token and one layer, as at run time."""
+    one = contexts.rows(slice(0, 1))
+    num_layers = estimator.shape.num_layers
+    seconds = []
+    for call in range(_TIMED_CALLS):
+        layer = call % num_layers
+        start = time.perf_counter()
+        estimator.estimate(one, layer - 1, layer)
+        seconds.append(time.perf_counter() - start)
+    return float(np.median(seconds))

@@ -1,0 +1,186 @@
+"""What a placement is, what it is made from, and the contract of those who make one.
+
+Legend: B windows of history, T tokens, L Mixture-of-Experts layers, K experts a token visits, E
+experts, S physical slots, G devices ("GPUs", or ranks), C copies of the most replicated expert.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_runtime.policies.placement.profile import RoutingProfile
+
+EMPTY = -1
+"""The content of a slot that holds no expert."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Devices:
+    """The machines that experts are spread over.
+
+    Attributes:
+        num_nodes: machines; devices of one machine talk to each other over the fast link.
+        gpus_per_node: devices (ranks) of each machine.
+
+    Raises:
+        ValueError: one of them is below 1.
+    """
+
+    num_nodes: int
+    gpus_per_node: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_nodes", "gpus_per_node"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    @property
+    def num_gpus(self) -> int:
+        """Devices over all machines."""
+        return self.num_nodes * self.gpus_per_node
+
+    def node_of(self, gpus: npt.ArrayLike) -> np.ndarray:
+        """The machine of each device."""
+        return np.asarray(gpus) // self.gpus_per_node
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Placement:
+    """Which expert lies in which physical slot, for every layer.
+
+    Slots are numbered device by device: slot ``s`` lies on device ``s // slots_per_gpu``. An expert
+    in several slots has replicas. Logical ids, router columns and checkpoints never change.
+
+    Attributes:
+        expert_of_slot: ``[L, S]`` int64, an expert or ``EMPTY``.
+        num_experts: E.
+        num_gpus: G.
+
+    Raises:
+        ValueError: the slots do not divide among the devices, an id is out of range, or an expert
+            has no slot: its tokens would have nowhere to go.
+    """
+
+    expert_of_slot: np.ndarray
+    num_experts: int
+    num_gpus: int
+
+    def __post_init__(self) -> None:
+        slots = np.ascontiguousarray(self.expert_of_slot, dtype=np.int64)
+        if slots.ndim != 2:
+            raise ValueError(f"expert_of_slot must be [layers, slots], got shape {slots.shape}")
+        if self.num_gpus < 1 or slots.shape[1] % self.num_gpus:
+            raise ValueError(f"{slots.shape[1]} slots do not divide among {self.num_gpus} devices")
+        if slots.size and (slots.min() < EMPTY or slots.max() >= self.num_experts):
+            raise ValueError(
+                f"slots must hold experts in [0, {self.num_experts}) or {EMPTY}, "
+                f"got {slots.min()} to {slots.max()}"
+            )
+        slots.setflags(write=False)
+        object.__setattr__(self, "expert_of_slot", slots)
+        layer, expert = np.nonzero(self.copies == 0)
+        if layer.size:
+            raise ValueError(
+                f"every expert needs a slot: expert {expert[0]} of layer {layer[0]} has none"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return self.expert_of_slot.shape[0]
+
+    @property
+    def num_slots(self) -> int:
+        """S, over all devices."""
+        return self.expert_of_slot.shape[1]
+
+    @property
+    def slots_per_gpu(self) -> int:
+        """Slots of each device."""
+        return self.num_slots // self.num_gpus
+
+    @property
+    def gpu_of_slot(self) -> np.ndarray:
+        """``[S]`` device of each slot."""
+        return np.arange(self.num_slots) // self.slots_per_gpu
+
+    @cached_property
+    def copies(self) -> np.ndarray:
+        """``[L, E]`` number of slots that hold each expert."""
+        return count_by_layer(self.expert_of_slot, self.num_experts)
+
+    @cached_property
+    def slots_of_expert(self) -> np.ndarray:
+        """``[L, E, C]`` slots of each expert in ascending order, padded with -1."""
+        num_layers, num_slots = self.expert_of_slot.shape
+        table = np.full((num_layers, self.num_experts, max(1, int(self.copies.max()))), -1)
+        order = np.argsort(self.expert_of_slot, axis=1, kind="stable")
+        experts = np.take_along_axis(self.expert_of_slot, order, axis=1)
+        first = np.cumsum(self.copies, axis=1) - self.copies
+        num_empty = num_slots - self.copies.sum(axis=1, keepdims=True)
+        ordinal = (
+            np.arange(num_slots)
+            - num_empty
+            - np.take_along_axis(first, np.maximum(experts, 0), axis=1)
+        )
+        layer, column = np.nonzero(experts != EMPTY)
+        table[layer, experts[layer, column], ordinal[layer, column]] = order[layer, column]
+        return table
+
+    def holds(self, layer: int, gpu: int) -> set[int]:
+        """The experts on one device in one layer."""
+        first = gpu * self.slots_per_gpu
+        content = self.expert_of_slot[layer, first : first + self.slots_per_gpu]
+        return set(content[content != EMPTY].tolist())
+
+
+class PlacementPolicy(Protocol):
+    """Turns what was seen of the routing into a placement."""
+
+    def __call__(
+        self, profile: RoutingProfile, devices: Devices, *, num_replicas: int
+    ) -> Placement:
+        """Places the experts.
+
+        Args:
+            profile: loads and transitions of the past.
+            devices: where the experts go.
+            num_replicas: slots beyond one for each expert and layer.
+
+        Raises:
+            ValueError: slots and devices do not divide, or the policy makes no replicas.
+        """
+        ...
+
+
+def count_by_layer(ids: np.ndarray, num_experts: int) -> np.ndarray:
+    """Counts each expert in each row of ``[L, ...]`` ids; ids out of range are left out.
+
+    Returns:
+        ``[L, E]`` int64.
+    """
+    rows = ids.reshape(len(ids), -1)
+    is_real = (rows >= 0) & (rows < num_experts)
+    flat = (rows + np.arange(len(ids))[:, None] * num_experts)[is_real]
+    return np.bincount(flat, minlength=len(ids) * num_experts).reshape(len(ids), num_experts)
+
+
+def slots_needed(num_experts: int, num_replicas: int, num_gpus: int) -> int:
+    """Slots of each device for these experts and replicas.
+
+    Raises:
+        ValueError: a negative number of replicas, or slots that do not divide; the message names
+            the next number of replicas that does.
+    """
+    if num_replicas < 0:
+        raise ValueError(f"num_replicas must not be negative, got {num_replicas}")
+    each, rest = divmod(num_experts + num_replicas, num_gpus)
+    if rest:
+        raise ValueError(
+            f"{num_experts} experts and {num_replicas} replicas do not divide among {num_gpus} "
+            f"devices; {num_replicas + num_gpus - rest} replicas would"
+        )
+    return each

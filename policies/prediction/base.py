@@ -1,0 +1,144 @@
+"""The contract of a predictor: it sees routing as it happens and guesses where tokens go next.
+
+Legend: N tokens of a step, T tokens of many steps, L Mixture-of-Experts layers, E experts of a
+layer, K experts that a token visits, D width of a hidden state. An expert id equal to E stands for
+"not known".
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from moe_runtime.types import ExpertKey
+
+Guess = tuple[ExpertKey, float]
+"""An expert, and the probability that the running step visits it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """The sizes that a predictor is made for.
+
+    Attributes:
+        num_layers: Mixture-of-Experts layers.
+        num_experts: experts of the widest layer.
+        top_k: experts that a token visits in a layer.
+    """
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class StepBegins:
+    """A forward pass begins; its tokens are known, their routing is not.
+
+    Attributes:
+        sequences: ``[N]`` number of the request that each token belongs to; the tokens of one
+            request stand together, in the order of their positions.
+        token_ids: ``[N]`` ids in the vocabulary, -1 where there is none.
+    """
+
+    sequences: np.ndarray
+    token_ids: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class LayerRouted:
+    """The gate of one layer decided where the tokens of the step go.
+
+    Attributes:
+        layer: index among the Mixture-of-Experts layers.
+        expert_ids: ``[N, K]`` in the gate's order; E where a slot is not used.
+        gate_weights: ``[N, K]`` what the experts' outputs are multiplied by.
+        hidden: ``[N, D]`` what the gate was given, float32; None where only routing is known.
+    """
+
+    layer: int
+    expert_ids: np.ndarray
+    gate_weights: np.ndarray
+    hidden: np.ndarray | None = None
+
+
+Event = StepBegins | LayerRouted
+
+
+class Predictor(Protocol):
+    """Guesses which experts the coming layers visit.
+
+    The same object runs in a live store and in a replayed trace: it has no clock and no random
+    source, so equal events give equal guesses. It moves nothing; who calls it decides what a guess
+    is worth.
+    """
+
+    def observe(self, event: Event) -> None:
+        """Takes note of what happened; events come in the order of the computation."""
+        ...
+
+    def predict(self, now: int, horizon: int) -> list[Guess]:
+        """Guesses for the layers after one.
+
+        Args:
+            now: the last layer that was routed in the running step, -1 before the first one.
+            horizon: how many layers to look ahead. Beyond the last layer come the first layers of
+                the same requests' next tokens, which are not known yet.
+
+        Returns:
+            Guesses by layer in order of execution, likeliest first within a layer. Empty during a
+            step that runs several tokens of one request: a prompt visits nearly every expert.
+        """
+        ...
+
+    def finish(self, sequence: int) -> None:
+        """Ends a request: what was remembered for it alone is learned from or forgotten."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Routes:
+    """The paths of whole sequences through a model, for training and evaluation.
+
+    Attributes:
+        shape: the sizes of the model.
+        expert_ids: ``[T, L, K]`` int64 in the gate's order; E where nothing was recorded.
+        gate_weights: ``[T, L, K]`` float32, 0 where nothing was recorded.
+        token_ids: ``[T]`` int64, -1 where there is none.
+        offsets: ``[S + 1]`` int64; sequence ``s`` holds the tokens ``offsets[s]:offsets[s + 1]``.
+    """
+
+    shape: Shape
+    expert_ids: np.ndarray
+    gate_weights: np.ndarray
+    token_ids: np.ndarray
+    offsets: np.ndarray
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return len(self.token_ids)
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences."""
+        return len(self.offsets) - 1
+
+    def tokens_of(self, sequence: int) -> slice:
+        """The rows of one sequence."""
+        return slice(int(self.offsets[sequence]), int(self.offsets[sequence + 1]))
+
+    def select(self, sequences: Sequence[int]) -> "Routes":
+        """The same columns for some sequences, in the given order."""
+        parts = [self.tokens_of(sequence) for sequence in sequences]
+        rows = np.concatenate([np.arange(0), *(np.arange(p.start, p.stop) for p in parts)])
+        rows = rows.astype(np.int64)
+        lengths = [part.stop - part.start for part in parts]
+        return Routes(
+            shape=self.shape,
+            expert_ids=self.expert_ids[rows],
+            gate_weights=self.gate_weights[rows],
+            token_ids=self.token_ids[rows],
+            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        )

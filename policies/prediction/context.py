@@ -1,0 +1,236 @@
+"""What a predictor may know about a token: its own path so far, and the tokens before it.
+
+Everything has a leading axis of rows, one for each token that is predicted: the sequences of a
+decode step when the model runs, thousands of recorded tokens in training and evaluation. Both use
+the same estimators. Legend in ``base``; B rows, R rates.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from moe_runtime.policies.prediction.base import Routes, Shape
+
+RECENT_RATES = (0.3, 0.05)
+"""Weight of the newest token in the running means: the last few tokens, the last few dozen."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Contexts:
+    """The state of B sequences, each in the middle of one token.
+
+    An estimator that predicts from layer ``now`` must not look at ``path`` beyond ``now``; in
+    training and evaluation the rest is there.
+
+    Attributes:
+        shape: the sizes of the model.
+        token_ids: ``[B]`` int64, -1 where not known.
+        previous_token_ids: ``[B]`` int64, the token before; -1 where not known.
+        num_tokens: ``[B]`` int64, tokens of the sequence before this one.
+        path: ``[B, L, K]`` int64, experts of the current token; E where not known.
+        path_weights: ``[B, L, K]`` float32, its gate weights.
+        previous: ``[B, L, K]`` int64, experts of the previous token.
+        recalled: ``[B, L, K]`` int64, experts of the last token of this sequence that had the same
+            id as the current one.
+        counts: ``[B, L, E]`` float32, tokens of the sequence that visited each expert (MoE-
+            Infinity's request-level activation matrix).
+        recent: ``[B, R, L, E]`` float32, running means of the same with the rates RECENT_RATES.
+        hidden: ``[B, D]`` float32, what the gate of layer ``now`` was given, if that is known.
+        memo: what estimators derived from everything but ``path`` and ``hidden``, which alone
+            change while a step runs; by the estimator's name.
+    """
+
+    shape: Shape
+    token_ids: np.ndarray
+    previous_token_ids: np.ndarray
+    num_tokens: np.ndarray
+    path: np.ndarray
+    path_weights: np.ndarray
+    previous: np.ndarray
+    recalled: np.ndarray
+    counts: np.ndarray
+    recent: np.ndarray
+    hidden: np.ndarray | None = None
+    memo: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def rows(self, index: np.ndarray | slice) -> "Contexts":
+        """Some of the rows."""
+        columns = {name: getattr(self, name)[index] for name in _COLUMNS}
+        hidden = None if self.hidden is None else self.hidden[index]
+        return replace(self, **columns, hidden=hidden, memo={})
+
+
+_COLUMNS = (
+    "token_ids",
+    "previous_token_ids",
+    "num_tokens",
+    "path",
+    "path_weights",
+    "previous",
+    "recalled",
+    "counts",
+    "recent",
+)
+
+
+class SequenceState:
+    """The memory of one sequence: updated with every finished token, read as one row of contexts.
+
+    A token costs ``L * K`` numbers of memory for ``recalled`` and time for ``R * L * E`` numbers.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        size = (shape.num_layers, shape.num_experts)
+        self.previous_token_id = -1
+        self.num_tokens = 0
+        self.unknown = np.full((shape.num_layers, shape.top_k), shape.num_experts, dtype=np.int64)
+        self.previous = self.unknown
+        self.counts = np.zeros(size, dtype=np.float32)
+        self.recent = np.zeros((len(RECENT_RATES), *size), dtype=np.float32)
+        self._rates = np.array(RECENT_RATES, dtype=np.float32)[:, None, None]
+        self._layer_rows = np.arange(shape.num_layers)[:, None]
+        self._paths: dict[int, np.ndarray] = {}
+
+    def recall(self, token_id: int) -> np.ndarray:
+        """The path of the last token with this id: ``[L, K]``; all E where there was none."""
+        return self._paths.get(token_id, self.unknown)
+
+    def append(self, token_id: int, path_LK: np.ndarray) -> None:
+        """Takes a finished token into account; its path may hold E where it is not known."""
+        visited = np.zeros((self.shape.num_layers, self.shape.num_experts + 1), dtype=np.float32)
+        visited[self._layer_rows, path_LK] = 1.0
+        visited_LE = visited[:, :-1]
+        self.counts += visited_LE
+        self.recent += self._rates * (visited_LE - self.recent)
+        self.num_tokens += 1
+        self.previous = path_LK
+        self.previous_token_id = token_id
+        if token_id >= 0:
+            self._paths[token_id] = path_LK
+
+
+def contexts_of(routes: Routes, *, max_rows: int = 4096) -> Iterator[Contexts]:
+    """The contexts of all tokens, in order, each with its whole path.
+
+    Args:
+        routes: recorded sequences.
+        max_rows: most rows that are yielded at once; ``R + 1`` times ``L * E`` floats each.
+
+    Yields:
+        Contexts of consecutive tokens.
+    """
+    builder = _Builder(routes.shape, max_rows)
+    for sequence in range(routes.num_sequences):
+        state = SequenceState(routes.shape)
+        rows = routes.tokens_of(sequence)
+        for token in range(rows.start, rows.stop):
+            builder.add(state, int(routes.token_ids[token]))
+            state.append(int(routes.token_ids[token]), routes.expert_ids[token])
+            if builder.full or token + 1 == routes.num_tokens:
+                taken = slice(token + 1 - builder.size, token + 1)
+                yield builder.take(routes.expert_ids[taken], routes.gate_weights[taken])
+
+
+def stack_states(
+    states: list[SequenceState],
+    token_ids: np.ndarray,
+    path: np.ndarray,
+    path_weights: np.ndarray,
+) -> Contexts:
+    """One row of contexts for each of several running sequences.
+
+    ``path`` and ``path_weights`` are not copied, so that a step can go on filling them.
+    """
+    if len(states) == 1:
+        return _single(states[0], token_ids, path, path_weights)
+    return Contexts(
+        shape=states[0].shape,
+        token_ids=token_ids,
+        previous_token_ids=np.array([s.previous_token_id for s in states], dtype=np.int64),
+        num_tokens=np.array([s.num_tokens for s in states], dtype=np.int64),
+        path=path,
+        path_weights=path_weights,
+        previous=np.stack([s.previous for s in states]),
+        recalled=np.stack([s.recall(int(t)) for s, t in zip(states, token_ids, strict=True)]),
+        counts=np.stack([s.counts for s in states]),
+        recent=np.stack([s.recent for s in states]),
+    )
+
+
+def _single(
+    state: SequenceState,
+    token_ids: np.ndarray,
+    path: np.ndarray,
+    path_weights: np.ndarray,
+) -> Contexts:
+    return Contexts(
+        shape=state.shape,
+        token_ids=token_ids,
+        previous_token_ids=np.array([state.previous_token_id]),
+        num_tokens=np.array([state.num_tokens]),
+        path=path,
+        path_weights=path_weights,
+        previous=state.previous[None],
+        recalled=state.recall(int(token_ids[0]))[None],
+        counts=state.counts[None],
+        recent=state.recent[None],
+    )
+
+
+class _Builder:
+    """Collects rows into arrays that are allocated once for every chunk."""
+
+    def __init__(self, shape: Shape, max_rows: int) -> None:
+        self._shape = shape
+        self._max_rows = max_rows
+        self._start()
+
+    @property
+    def full(self) -> bool:
+        return self.size == self._max_rows
+
+    def _start(self) -> None:
+        shape, rows = self._shape, self._max_rows
+        size = (shape.num_layers, shape.num_experts)
+        paths = (rows, shape.num_layers, shape.top_k)
+        self.size = 0
+        self._token_ids = np.empty(rows, dtype=np.int64)
+        self._previous_ids = np.empty(rows, dtype=np.int64)
+        self._num_tokens = np.empty(rows, dtype=np.int64)
+        self._previous = np.empty(paths, dtype=np.int64)
+        self._recalled = np.empty(paths, dtype=np.int64)
+        self._counts = np.empty((rows, *size), dtype=np.float32)
+        self._recent = np.empty((rows, len(RECENT_RATES), *size), dtype=np.float32)
+
+    def add(self, state: SequenceState, token_id: int) -> None:
+        row = self.size
+        self._token_ids[row] = token_id
+        self._previous_ids[row] = state.previous_token_id
+        self._num_tokens[row] = state.num_tokens
+        self._previous[row] = state.previous
+        self._recalled[row] = state.recall(token_id)
+        self._counts[row] = state.counts
+        self._recent[row] = state.recent
+        self.size += 1
+
+    def take(self, path: np.ndarray, path_weights: np.ndarray) -> Contexts:
+        size = self.size
+        contexts = Contexts(
+            shape=self._shape,
+            token_ids=self._token_ids[:size],
+            previous_token_ids=self._previous_ids[:size],
+            num_tokens=self._num_tokens[:size],
+            path=path,
+            path_weights=path_weights,
+            previous=self._previous[:size],
+            recalled=self._recalled[:size],
+            counts=self._counts[:size],
+            recent=self._recent[:size],
+        )
+        self._start()
+        return contexts

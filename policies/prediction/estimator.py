@@ -1,0 +1,143 @@
+"""What predictors differ in: how probable each expert is, given what is known of a token."""
+
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+import numpy as np
+
+from moe_runtime.policies.prediction.base import Routes, Shape
+from moe_runtime.policies.prediction.context import Contexts
+
+State = Mapping[str, np.ndarray]
+"""Everything an estimator learned, as plain arrays of numbers: what its file holds."""
+
+
+class Estimator:
+    """Learned tables and a pure function of contexts.
+
+    Attributes:
+        name: its name on the command line and in files.
+        needs_hidden: whether it reads hidden states, which traces do not hold.
+    """
+
+    name: ClassVar[str]
+    needs_hidden: ClassVar[bool] = False
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+
+    def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
+        """Probability that each row's token visits each expert of a layer.
+
+        Args:
+            contexts: B rows.
+            now: the last layer whose routing may be used, -1 for none.
+            layer: the layer to predict, above ``now``.
+
+        Returns:
+            ``[B, E]`` float32 in [0, 1]; a row sums to about K.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not estimate")
+
+    def fit(self, routes: Routes) -> None:
+        """Learns from recorded sequences; what was learned before is forgotten."""
+
+    def finish(self, counts_LE: np.ndarray) -> None:
+        """Learns from the activation counts of a request that just ended, while running."""
+
+    def state(self) -> State:
+        """Everything learned, to be written to a file."""
+        return {}
+
+    @classmethod
+    def from_state(cls, shape: Shape, state: State) -> Self:
+        """The estimator whose ``state`` this is.
+
+        Raises:
+            ValueError: arrays are missing, or of shapes or values that do not fit.
+        """
+        estimator = cls(shape)
+        estimator.restore(state)
+        return estimator
+
+    def restore(self, state: State) -> None:
+        """Takes over what ``state`` returned.
+
+        Raises:
+            ValueError: arrays are missing, or of shapes or values that do not fit.
+        """
+        if state:
+            raise ValueError(f"{self.name} learns nothing, but got {sorted(state)}")
+
+
+def take_array(state: State, name: str, dtype: str, axes: tuple[int | None, ...]) -> np.ndarray:
+    """One array of a state, verified.
+
+    Args:
+        state: what was read.
+        name: which array.
+        dtype: its type, exactly.
+        axes: its sizes; None where any size will do.
+
+    Raises:
+        ValueError: it is missing, of another type or shape, or holds numbers that are not finite.
+    """
+    array = state.get(name)
+    if array is None:
+        raise ValueError(f"array {name!r} is missing")
+    fits = len(array.shape) == len(axes) and all(
+        expected in (None, size) for expected, size in zip(axes, array.shape, strict=True)
+    )
+    if array.dtype != np.dtype(dtype) or not fits:
+        raise ValueError(
+            f"array {name!r} must be {dtype} of shape {axes}, got {array.dtype} {array.shape}"
+        )
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise ValueError(f"array {name!r} holds numbers that are not finite")
+    return array
+
+
+def visits(ids: np.ndarray, num_experts: int) -> np.ndarray:
+    """Marks visited experts: ``[..., K]`` ids to ``[..., E]`` float32 of 0 and 1."""
+    marks = np.zeros((*ids.shape[:-1], num_experts + 1), dtype=np.float32)
+    np.put_along_axis(marks, ids, 1.0, axis=-1)
+    return marks[..., :-1]
+
+
+def popularity_of(routes: Routes, prior: float = 1.0) -> np.ndarray:
+    """Share of tokens that visit each expert: ``[L, E]`` float32, smoothed towards ``K / E``."""
+    shape = routes.shape
+    counts = np.zeros((shape.num_layers, shape.num_experts), dtype=np.float64)
+    for layer in range(shape.num_layers):
+        ids = routes.expert_ids[:, layer].ravel()
+        counts[layer] = np.bincount(ids, minlength=shape.num_experts + 1)[: shape.num_experts]
+    known = (routes.expert_ids[:, :, 0] < shape.num_experts).sum(axis=0)[:, None]
+    even = shape.top_k / shape.num_experts
+    return ((counts + prior * even) / (known + prior)).astype(np.float32)
+
+
+def log_odds(probability: np.ndarray) -> np.ndarray:
+    """``log(p / (1 - p))``, bounded: no probability learned from counts is certain."""
+    bounded = np.clip(probability, 1e-4, 1.0 - 1e-4)
+    return np.log(bounded / (1.0 - bounded))
+
+
+def sigmoid(logits: np.ndarray) -> np.ndarray:
+    """The inverse of ``log_odds``, in float32 without overflow."""
+    return (0.5 * np.tanh(0.5 * logits) + 0.5).astype(np.float32)
+
+
+def pair_counts(first_TK: np.ndarray, then_TK: np.ndarray, num_experts: int) -> np.ndarray:
+    """How often an expert of one list stands with one of another: ``[E, E]``.
+
+    Entry ``[a, b]`` counts the rows in which ``a`` is in ``first`` and ``b`` is in ``then``.
+    """
+    width = num_experts + 1
+    codes = first_TK[:, :, None] * width + then_TK[:, None, :]
+    counts = np.bincount(codes.ravel(), minlength=width * width).reshape(width, width)
+    return counts[:num_experts, :num_experts].astype(np.float32)
+
+
+def visit_counts(ids_TK: np.ndarray, num_experts: int) -> np.ndarray:
+    """How many rows hold each expert: ``[E]``."""
+    return np.bincount(ids_TK.ravel(), minlength=num_experts + 1)[:num_experts].astype(np.float32)

@@ -1,0 +1,140 @@
+"""An estimator at work: it remembers the running sequences and turns numbers into guesses."""
+
+import numpy as np
+
+from moe_runtime.policies.prediction.base import (
+    Event,
+    Guess,
+    LayerRouted,
+    Shape,
+    StepBegins,
+)
+from moe_runtime.policies.prediction.context import Contexts, SequenceState, stack_states
+from moe_runtime.policies.prediction.estimator import Estimator
+from moe_runtime.types import ExpertKey
+
+GUESSES_PER_CHOICE = 2
+"""Guesses for a layer: this many times K for one token, up to all experts for many."""
+
+
+class TrackedPredictor:
+    """A ``Predictor`` made of an estimator and the memory of every running sequence.
+
+    Not thread-safe. Equal events give equal guesses.
+    """
+
+    def __init__(self, estimator: Estimator) -> None:
+        self.estimator = estimator
+        self.shape: Shape = estimator.shape
+        self._states: dict[int, SequenceState] = {}
+        self._running: list[SequenceState] = []
+        self._tokens_of: list[np.ndarray] = []  # rows of the step, for each of _running
+        self._order = np.zeros(0, dtype=np.int64)
+        self._token_ids = np.zeros(0, dtype=np.int64)
+        self._path = np.zeros((0, 0, 0), dtype=np.int64)
+        self._weights = np.zeros((0, 0, 0), dtype=np.float32)
+        self._contexts: Contexts | None = None
+        self._keys = [
+            [ExpertKey(layer, expert) for expert in range(self.shape.num_experts)]
+            for layer in range(self.shape.num_layers)
+        ]
+
+    def observe(self, event: Event) -> None:
+        """Takes note of a step's tokens or of a layer's routing.
+
+        Raises:
+            ValueError: a layer's event has another number of tokens than its step, or the layer
+                does not exist.
+        """
+        if isinstance(event, StepBegins):
+            self._begin(event)
+        else:
+            self._route(event)
+
+    def predict(self, now: int, horizon: int) -> list[Guess]:
+        """See ``Predictor.predict``."""
+        contexts = self._contexts
+        if contexts is None:
+            return []
+        num_layers = self.shape.num_layers
+        guesses: list[Guess] = []
+        for layer in range(now + 1, min(now + horizon + 1, num_layers)):
+            guesses += self._guesses(contexts, now, layer)
+        beyond = min(now + horizon + 1 - num_layers, num_layers)
+        if beyond > 0:
+            following = self._next_tokens(contexts)
+            for layer in range(beyond):
+                guesses += self._guesses(following, -1, layer)
+        return guesses
+
+    def finish(self, sequence: int) -> None:
+        """Forgets a request, and lets the estimator learn from its counts."""
+        self._commit()
+        state = self._states.pop(sequence, None)
+        if state is not None:
+            self.estimator.finish(state.counts)
+
+    def _begin(self, event: StepBegins) -> None:
+        self._commit()
+        names, first = np.unique(np.asarray(event.sequences), return_index=True)
+        for name in names.tolist():
+            if name not in self._states:
+                self._states[name] = SequenceState(self.shape)
+        self._running = [self._states[name] for name in names.tolist()]
+        # tokens in the order of their requests' numbers, each request's in order of position
+        self._order = np.argsort(event.sequences, kind="stable")
+        num_tokens = len(self._order)
+        bounds = np.searchsorted(np.asarray(event.sequences)[self._order], names, side="right")
+        self._tokens_of = np.split(np.arange(num_tokens), bounds[:-1])
+        self._token_ids = np.asarray(event.token_ids, dtype=np.int64)[self._order]
+        size = (num_tokens, self.shape.num_layers, self.shape.top_k)
+        self._path = np.full(size, self.shape.num_experts, dtype=np.int64)
+        self._weights = np.zeros(size, dtype=np.float32)
+        if len(first) == num_tokens:
+            self._contexts = stack_states(self._running, self._token_ids, self._path, self._weights)
+
+    def _route(self, event: LayerRouted) -> None:
+        num_tokens, top_k = event.expert_ids.shape
+        fits = num_tokens == len(self._path) and 0 < top_k <= self.shape.top_k
+        if not fits or not 0 <= event.layer < self.shape.num_layers:
+            raise ValueError(
+                f"layer {event.layer} with expert_ids {event.expert_ids.shape} does not fit a step "
+                f"of {len(self._path)} tokens, {self.shape.num_layers} layers, "
+                f"top {self.shape.top_k}"
+            )
+        self._path[:, event.layer, :top_k] = event.expert_ids[self._order]
+        self._weights[:, event.layer, :top_k] = event.gate_weights[self._order]
+        if self._contexts is not None:
+            self._contexts.hidden = None if event.hidden is None else event.hidden[self._order]
+
+    def _commit(self) -> None:
+        """Adds the tokens of the step that ends to their sequences."""
+        for state, tokens in zip(self._running, self._tokens_of, strict=True):
+            for token in tokens.tolist():
+                state.append(int(self._token_ids[token]), self._path[token])
+        self._running, self._tokens_of, self._contexts = [], [], None
+
+    def _next_tokens(self, now: Contexts) -> Contexts:
+        """Contexts of the tokens after the running ones: nothing of them is known."""
+        unknown = np.full_like(now.path, self.shape.num_experts)
+        return Contexts(
+            shape=self.shape,
+            token_ids=np.full_like(now.token_ids, -1),
+            previous_token_ids=now.token_ids,
+            num_tokens=now.num_tokens,
+            path=unknown,
+            path_weights=np.zeros_like(now.path_weights),
+            previous=now.path,
+            recalled=unknown,
+            counts=now.counts,
+            recent=now.recent,
+        )
+
+    def _guesses(self, contexts: Contexts, now: int, layer: int) -> list[Guess]:
+        chance_BE = self.estimator.estimate(contexts, now, layer)
+        alone = len(chance_BE) == 1
+        chance_E = chance_BE[0] if alone else 1.0 - np.prod(1.0 - chance_BE, axis=0)
+        width = min(GUESSES_PER_CHOICE * self.shape.top_k * len(chance_BE), len(chance_E))
+        best = np.argsort(-chance_E, kind="stable")[:width]
+        keys = self._keys[layer]
+        return [(keys[e], p) for e, p in zip(best.tolist(), chance_E[best].tolist(), strict=True)]
