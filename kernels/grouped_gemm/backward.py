@@ -41,7 +41,7 @@ def activation_backward(
     dout_TD: Tensor,
     down_SDF: Tensor,
     pre_RZ: Tensor,
-    scale_R: Tensor,
+    scale_R: Tensor | None,
     groups: Groups,
     spec: ActivationSpec,
     *,
@@ -61,8 +61,9 @@ def activation_backward(
         dout_TD: `[T, D]`.
         down_SDF: `[S, D, F]`, any strides.
         pre_RZ: `[R, Z]`, unit stride along Z.
-        scale_R: Gate weight of each slot, in slot order, contiguous.
-        groups: The rows, with their order.
+        scale_R: Gate weight of each slot, in slot order, contiguous; None for rows that are not
+            weighted, whose gradients lie in sorted order in `dout_TD`.
+        groups: The rows; with their order if there are weights.
         spec: The activation.
         has_gate: As in `activated_product`, and so `is_concatenated`.
         is_concatenated: See above.
@@ -93,7 +94,7 @@ def activation_backward(
             dout_ptr=dout_TD,
             weight_ptr=down_SDF,
             pre_ptr=pre_RZ,
-            scale_ptr=scale_R,
+            scale_ptr=dout_TD if scale_R is None else scale_R,
             order_ptr=groups.order,
             slots_ptr=groups.slots,
             offsets_ptr=groups.offsets_E1,
@@ -101,7 +102,7 @@ def activation_backward(
             tile_row_ptr=tiles.first_row,
             dpre_ptr=dpre,
             hidden_ptr=dpre if hidden is None else hidden,
-            dscale_ptr=scale_R if partial is None else partial,
+            dscale_ptr=dpre if partial is None else partial,
             num_tiles_m=len(tiles.expert),
             num_rows=num_rows,
             dim_n=dim_f,
@@ -116,9 +117,9 @@ def activation_backward(
             stride_hr=0 if hidden is None else hidden.stride(0),
             IS_GATED=has_gate,
             IS_INTERLEAVED=not is_concatenated,
-            GATHER_DIVISOR=groups.num_choices,
+            GATHER_DIVISOR=0 if scale_R is None else groups.num_choices,
             HAS_SLOTS=groups.slot_of_expert is not None,
-            HAS_SCALE=True,
+            HAS_SCALE=scale_R is not None,
             STORES_HIDDEN=hidden is not None,
             STORES_DSCALE=partial is not None,
             EVEN_N=dim_f % tile.block_n == 0,

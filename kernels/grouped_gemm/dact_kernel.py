@@ -195,7 +195,7 @@ def grouped_gemm_dact(
         third, fourth = column_halves(right, BLOCK_M, BLOCK_N // 2)
         slices = (first, second, third, fourth)
     dscale = tl.zeros([BLOCK_M], dtype=tl.float32)
-    for i in tl.static_range(NUM_SLICES):
+    for i in tl.static_range(NUM_SLICES):  # type: ignore[misc]
         dscale += _dact_slice(
             slices[i],
             tile_n * BLOCK_N + i * SLICE,

@@ -307,7 +307,7 @@ def grouped_gemm_fwd(
             right = tl.split(tl.reshape(right, (BLOCK_M, HALF // 2, 2)))
             gates_and_ups = (left, right)
         WIDTH: tl.constexpr = HALF if IN_HALVES else HALF // NUM_SLICES
-        for i in tl.static_range(1 if IN_HALVES else NUM_SLICES):
+        for i in tl.static_range(1 if IN_HALVES else NUM_SLICES):  # type: ignore[misc]
             _gated_slice(
                 gates_and_ups[i][0],
                 gates_and_ups[i][1],
