@@ -29,11 +29,12 @@ from moe_runtime.engine.runtime import LoadedFacts, RuntimeHandle
 from moe_runtime.engine.threads import rest_torch_threads
 from moe_runtime.engine.tracing import attach_recorder
 from moe_runtime.kernels.expert_ffn import ExpertWeights
-from moe_runtime.policies.eviction import POLICIES, LayerShares, make_policy
+from moe_runtime.policies.eviction import LIVE_POLICIES, LayerShares, Setting, make_policy
 from moe_runtime.store.cache import ExpertStore
 from moe_runtime.store.slab import Slab
 from moe_runtime.store.source import ExpertSource
 from moe_runtime.store.tiers import TierFetcher
+from moe_runtime.tracing.routes import shape_of
 from moe_runtime.types import ExpertKey, ModelSignature
 
 if TYPE_CHECKING:
@@ -109,10 +110,11 @@ def load(
     model.eval().requires_grad_(False)
 
     source = ExpertSource(experts.layouts, io_threads=io_threads)
-    store, host_store = _open_stores(source, experts, plans, policy, place)
+    signature = _signature(checkpoint, experts)
+    setting = Setting(shape=shape_of(signature))
+    store, host_store = _open_stores(source, experts, plans, policy, setting, place)
     for module in modules:
         module.store = store
-    signature = _signature(checkpoint, experts)
     facts = LoadedFacts(
         signature=signature,
         host_plan=plans["host"],
@@ -129,8 +131,8 @@ def load(
 
 
 def _check_options(policy: str, max_tokens: int, io_threads: int) -> None:
-    if policy not in POLICIES:
-        raise ValueError(f"unknown policy {policy!r}: {nearest(policy, POLICIES)}")
+    if policy not in LIVE_POLICIES:
+        raise ValueError(f"unknown policy {policy!r}: {nearest(policy, LIVE_POLICIES)}")
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
     if io_threads < 1:
@@ -200,13 +202,13 @@ def _open_stores(
     experts: ExpertMap,
     plans: dict[str, MemoryPlan],
     policy: str,
+    setting: Setting,
     place: torch.device,
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[torch.Tensor] | None]:
     """The store that experts are computed from and, for a device, the one below it."""
-    num_layers = len(experts.modules)
 
     def layer_policy(plan: MemoryPlan) -> LayerShares:
-        return make_policy(policy, num_slots=plan.num_slots, num_layers=num_layers)
+        return make_policy(policy, num_slots=plan.num_slots, setting=setting)
 
     bind = bind_weights(experts)
     host = plans["host"]

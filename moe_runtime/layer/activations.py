@@ -7,58 +7,53 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor
+
+from moe_runtime.kernels.expert_mlp import ActivationSpec
 
 
 class Activation(NamedTuple):
-    """A gated activation is `kind(gate) * up`, one without a gate `kind(up)`."""
+    """A formula, and whether it has a gate (twice the rows in the first product) or not."""
 
-    kind: str
+    spec: ActivationSpec
     has_gate: bool
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """`[..., F]` for `[..., 2F]` (gate, then up), or for `[..., F]` without a gate."""
+        if not self.has_gate:
+            return self.spec(None, hidden)
+        gate, up = hidden.chunk(2, dim=-1)
+        return self.spec(gate, up)
 
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
-        "swiglu": Activation("silu", True),
-        "geglu": Activation("gelu", True),
-        "geglu_tanh": Activation("gelu_tanh", True),
-        "reglu": Activation("relu", True),
-        "silu": Activation("silu", False),
-        "gelu": Activation("gelu", False),
-        "gelu_tanh": Activation("gelu_tanh", False),
-        "relu": Activation("relu", False),
-        "relu2": Activation("relu2", False),
+        "swiglu": Activation(ActivationSpec("silu"), True),
+        "geglu": Activation(ActivationSpec("gelu"), True),
+        "geglu_tanh": Activation(ActivationSpec("gelu_tanh"), True),
+        "reglu": Activation(ActivationSpec("relu"), True),
+        "swiglu_clamped": Activation(
+            ActivationSpec("silu", alpha=1.702, limit=7.0, up_offset=1.0), True
+        ),
+        "silu": Activation(ActivationSpec("silu"), False),
+        "gelu": Activation(ActivationSpec("gelu"), False),
+        "gelu_tanh": Activation(ActivationSpec("gelu_tanh"), False),
+        "relu": Activation(ActivationSpec("relu"), False),
+        "relu2": Activation(ActivationSpec("relu2"), False),
     }
 )
 
 
-def activation_named(name: str) -> Activation:
-    """Looks a name up.
+def activation_named(name: str | Activation) -> Activation:
+    """Looks a name up; an `Activation` stays as it is.
 
     Raises:
         ValueError: The name is unknown; the nearest one is named.
     """
+    if isinstance(name, Activation):
+        return name
     if name not in ACTIVATIONS:
         near = get_close_matches(name, ACTIVATIONS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(ACTIVATIONS)}"
         raise ValueError(f"unknown activation {name!r}: {hint}")
     return ACTIVATIONS[name]
-
-
-def apply_activation(activation: Activation, hidden: Tensor) -> Tensor:
-    """The activation of `[..., 2F]` (gate, then up) or `[..., F]`, giving `[..., F]`."""
-    if activation.has_gate:
-        gate, up = hidden.chunk(2, dim=-1)
-        return _apply(activation.kind, gate) * up
-    return _apply(activation.kind, hidden)
-
-
-def _apply(kind: str, x: Tensor) -> Tensor:
-    if kind == "silu":
-        return F.silu(x)
-    if kind == "gelu":
-        return F.gelu(x)
-    if kind == "gelu_tanh":
-        return F.gelu(x, approximate="tanh")
-    return F.relu(x).square() if kind == "relu2" else F.relu(x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +54,25 @@ class LayerAux:
         """Demand of the busiest expert over the mean; 1 is uniform, `E` is collapse."""
         demand_E = self.demand_E.to(torch.float32)
         return demand_E.max() / demand_E.mean().clamp(min=1e-20)
+
+
+class AttachLoss(torch.autograd.Function):
+    """Passes `out` through; in the backward pass the loss gets the gradient `scale`.
+
+    So an auxiliary loss needs no way of its own to the training loss (Megatron-Core), also where
+    pipelines or reentrant checkpoints cut that way off.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        ctx.loss_dtype = loss.dtype
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor, None]:
+        (gradient,) = gradients
+        return gradient, gradient.new_full((), ctx.scale, dtype=ctx.loss_dtype), None
 
 
 def weighted_loss(

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_runtime.layer.activations import Activation, activation_named, apply_activation
+from moe_runtime.kernels.expert_mlp import StackedExperts, expert_mlp
+from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
+from moe_runtime.layer.activations import Activation, activation_named
 
 
 class Experts(nn.Module):
@@ -21,6 +22,8 @@ class Experts(nn.Module):
         num_experts, hidden_size, intermediate_size: `E`, `D`, `F`.
         activation: A name of `ACTIVATIONS`.
         bias: With biases of both products.
+        impl: Implementation of `kernels.expert_mlp`.
+        recompute: The backward pass computes the pre-activations again instead of keeping them.
 
     Attributes:
         gate_up_proj: `[E, 2F, D]`, gate rows first; absent without a gate.
@@ -35,12 +38,16 @@ class Experts(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         *,
-        activation: str = "swiglu",
+        activation: str | Activation = "swiglu",
         bias: bool = False,
+        impl: ExpertMlpImpl = "auto",
+        recompute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.impl: ExpertMlpImpl = impl
+        self.recompute = recompute
         self.num_experts = num_experts
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
@@ -76,23 +83,32 @@ class Experts(nn.Module):
         Choices with an id of `num_experts` are passed over.
         """
         dtype = compute_dtype(x_TD)
-        x_TD = x_TD.to(dtype)
-        weight, bias = (
-            getattr(self, self.first_name),
-            getattr(self, f"{self.first_name}_bias", None),
+        return expert_mlp(
+            x_TD.to(dtype),
+            ids_TK,
+            weights_TK,
+            self.stacked(dtype),
+            activation=self.activation.spec,
+            impl=self.impl,
+            recompute=self.recompute,
         )
-        down_bias = getattr(self, "down_proj_bias", None)
-        out_TD = torch.zeros_like(x_TD)
-        for expert in range(self.num_experts):
-            tokens, choices = (ids_TK == expert).nonzero(as_tuple=True)
-            hidden = F.linear(x_TD[tokens], weight[expert], None if bias is None else bias[expert])
-            hidden = apply_activation(self.activation, hidden)
-            rows = F.linear(
-                hidden, self.down_proj[expert], None if down_bias is None else down_bias[expert]
-            )
-            rows = rows * weights_TK[tokens, choices, None]
-            out_TD = out_TD.index_add(0, tokens, rows.to(dtype))
-        return out_TD
+
+    def stacked(self, dtype: torch.dtype | None = None) -> StackedExperts:
+        """The parameters as kernels take them, converted to `dtype` where theirs is another."""
+        names = (self.first_name, "down_proj", f"{self.first_name}_bias", "down_proj_bias")
+        tensors = [getattr(self, name, None) for name in names]
+        first, down, first_bias, down_bias = (
+            tensor if tensor is None or dtype is None else tensor.to(dtype) for tensor in tensors
+        )
+        assert first is not None, "the first product always exists"
+        assert down is not None, "the second product always exists"
+        return StackedExperts(
+            gate_up=first,
+            down=down,
+            gate_up_bias=first_bias,
+            down_bias=down_bias,
+            has_gate=self.activation.has_gate,
+        )
 
     def extra_repr(self) -> str:
         return (
@@ -120,7 +136,7 @@ class SharedExperts(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         *,
-        activation: str = "swiglu",
+        activation: str | Activation = "swiglu",
         bias: bool = False,
         gated: bool = False,
         device: torch.device | str | None = None,
@@ -150,7 +166,7 @@ class SharedExperts(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """`[T, D]` for `[T, D]`."""
-        hidden = apply_activation(self.activation, self.get_submodule(self.first_name)(x_TD))
+        hidden = self.activation(self.get_submodule(self.first_name)(x_TD))
         out_TD = self.down_proj(hidden)
         if self.output_gate is not None:
             out_TD = out_TD * self.output_gate(x_TD).sigmoid()

@@ -7,14 +7,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from moe_runtime.layer.aux import LayerAux, weighted_loss
+from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
+from moe_runtime.layer.aux import AttachLoss, LayerAux, weighted_loss
 from moe_runtime.layer.experts import Experts, SharedExperts, compute_dtype
-from moe_runtime.routing import Capacity, DropPolicy, Gate, Routing, RoutingContext, make_gate
+from moe_runtime.layer.zero import ZeroExperts
+from moe_runtime.routing import (
+    Capacity,
+    DropPolicy,
+    Gate,
+    MoEPlusPlus,
+    Routing,
+    RoutingContext,
+    ZeroExpertCounts,
+    make_gate,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class MoELayer(nn.Module):
@@ -38,12 +52,20 @@ class MoELayer(nn.Module):
         drop_policy: Which choices are kept: see `moe_runtime.routing.Capacity`.
         num_groups: Consecutive parts of the batch that are routed on their own (GShard).
         loss_weights: Coefficients of the auxiliary losses by name; None means the gate's own.
+        zero_experts: Zero-computation experts beside the routed ones (MoE++); they need the gate
+            `moepp`, which `softmax_topk` then means.
+        attach_losses: The backward pass of the output also computes the gradients of `aux.loss`
+            (times `loss_scale`): it need not, and must not, be added to the training loss.
+        impl: Implementation of `kernels.expert_mlp`.
+        recompute: The backward pass computes the experts' pre-activations again.
         experts: What runs the routed experts instead of `Experts`: a module called with
             `(x_TD, ids_TK, weights_TK)`, for example one whose experts live in other processes.
         name: How errors call this layer.
 
     Attributes:
         aux: `LayerAux` of the last call; None before the first.
+        loss_scale: Factor of attached losses: the scale of a gradient scaler, or 1 over the
+            number of micro-batches.
 
     Raises:
         ValueError: Sizes that cannot work, or unknown names.
@@ -66,6 +88,10 @@ class MoELayer(nn.Module):
         drop_policy: DropPolicy = "choice",
         num_groups: int = 1,
         loss_weights: Mapping[str, float] | None = None,
+        zero_experts: ZeroExpertCounts | None = None,
+        attach_losses: bool = False,
+        impl: ExpertMlpImpl = "auto",
+        recompute: bool = False,
         experts: nn.Module | None = None,
         name: str = "MoELayer",
         device: torch.device | str | None = None,
@@ -78,37 +104,40 @@ class MoELayer(nn.Module):
             raise ValueError(f"shared_experts must not be negative, got {shared_experts}")
         self.name = name
         self.hidden_size = hidden_size
+        self.attach_losses = attach_losses
+        self.loss_scale = 1.0
+        self.aux: LayerAux | None = None
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        kind: dict[str, Any] = {"activation": activation, "bias": bias, **place}
         if isinstance(gate, Gate):
             self.gate = gate
+            self._check_gate(num_experts, top_k)
         else:
-            capacity = None
-            if capacity_factor is not None:
-                capacity = Capacity(capacity_factor, drop_policy)
-            common = {
+            capacity = (
+                Capacity(capacity_factor, drop_policy) if capacity_factor is not None else None
+            )
+            options: dict[str, Any] = {
                 "capacity": capacity,
                 "num_groups": num_groups,
                 "loss_weights": loss_weights,
                 "name": f"the gate of {name}",
-                "device": device,
-                "dtype": dtype,
+                **place,
+                **(gate_options or {}),
             }
-            self.gate = make_gate(
-                gate, hidden_size, num_experts, top_k, **{**common, **(gate_options or {})}
-            )
-        kind: dict[str, Any] = {
-            "activation": activation,
-            "bias": bias,
-            "device": device,
-            "dtype": dtype,
-        }
+            gate, options = _with_zero_experts(gate, zero_experts, options)
+            self.gate = make_gate(gate, hidden_size, num_experts, top_k, **options)
         if experts is None:
-            experts = Experts(num_experts, hidden_size, intermediate_size, **kind)
+            experts = Experts(
+                num_experts, hidden_size, intermediate_size, impl=impl, recompute=recompute, **kind
+            )
         self.experts = experts
+        self.zero: ZeroExperts | None = None
+        if isinstance(self.gate, MoEPlusPlus):
+            self.zero = ZeroExperts(self.gate.zero_experts, hidden_size, **place)
         self.shared: SharedExperts | None = None
         if shared_experts:
             width = shared_experts * intermediate_size
             self.shared = SharedExperts(hidden_size, width, gated=shared_expert_gate, **kind)
-        self.aux: LayerAux | None = None
 
     def forward(
         self,
@@ -145,8 +174,42 @@ class MoELayer(nn.Module):
         )
         routing: Routing = self.gate(x_TD, context)
         out_TD = self.experts(x_TD, routing.ids_TK, routing.weights_TK)
+        if self.zero is not None and routing.zero is not None:
+            out_TD = out_TD + self.zero(x_TD, routing.zero)
         if self.shared is not None:
             out_TD = out_TD + self.shared(x_TD)
         loss = weighted_loss(routing.losses, self.gate.loss_weights, routing.weights_TK)
+        if self.attach_losses and torch.is_grad_enabled() and loss.requires_grad:
+            out_TD = cast(Tensor, AttachLoss.apply(out_TD, loss, self.loss_scale))
+            loss = loss.detach()
         self.aux = LayerAux(routing, routing.losses, loss)
         return out_TD.to(compute_dtype(x)).view(*x.shape[:-1], self.hidden_size)
+
+    def after_step(self, group: ProcessGroup | None = None) -> None:
+        """What the gate does between optimizer steps (selection bias, annealing): call it after
+        each.
+
+        Args:
+            group: Processes that train copies of this layer.
+        """
+        self.gate.after_step(group)
+
+    def _check_gate(self, num_experts: int, top_k: int) -> None:
+        expected = (self.hidden_size, num_experts, top_k)
+        got = (self.gate.hidden_size, self.gate.num_experts, self.gate.top_k)
+        if expected != got:
+            raise ValueError(
+                f"{self.name}: the gate was made for (hidden_size, num_experts, top_k) = {got}, "
+                f"the layer for {expected}"
+            )
+
+
+def _with_zero_experts(
+    gate: str, zero_experts: ZeroExpertCounts | None, options: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """The gate that can choose zero experts, where there are some."""
+    if zero_experts is None:
+        return gate, options
+    if gate not in ("softmax_topk", "moepp"):
+        raise ValueError(f"zero_experts need the gate 'moepp', got {gate!r}")
+    return "moepp", {**options, "zero_experts": zero_experts}

@@ -3,6 +3,7 @@
 from moe_runtime.routing.base import Choice, Gate, GateOptions, RoutingContext
 from moe_runtime.routing.capacity import Capacity, DropPolicy, expert_slots
 from moe_runtime.routing.losses import LOSSES, LossInputs
+from moe_runtime.routing.moepp import MoEPlusPlus, ZeroExpertCounts
 from moe_runtime.routing.registry import GATES, gate_options, make_gate
 from moe_runtime.routing.topk import GroupLimitedTopK, SigmoidTopK, SoftmaxTopK
 from moe_runtime.routing.value import Routing, ZeroRouting, expert_counts
@@ -17,10 +18,12 @@ __all__ = [
     "GateOptions",
     "GroupLimitedTopK",
     "LossInputs",
+    "MoEPlusPlus",
     "Routing",
     "RoutingContext",
     "SigmoidTopK",
     "SoftmaxTopK",
+    "ZeroExpertCounts",
     "ZeroRouting",
     "expert_counts",
     "expert_slots",

@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, TypedDict
+from typing import TYPE_CHECKING, ClassVar, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from moe_runtime.routing.capacity import Capacity, expert_slots
 from moe_runtime.routing.losses import LOSSES, LossInputs, check_loss_names
 from moe_runtime.routing.value import Routing, expert_counts
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +84,7 @@ class Gate(nn.Module, ABC):
         loss_weights: Coefficients of the losses to compute, by name; None means the gate's own
             defaults (`default_loss_weights`), an empty mapping none at all.
         name: How errors call this gate.
+        num_scores: Columns of the scores where more than the experts can be chosen.
 
     Attributes:
         weight: `[E, D]`, or None for a gate without a linear map.
@@ -91,6 +95,7 @@ class Gate(nn.Module, ABC):
 
     default_loss_weights: ClassVar[Mapping[str, float]] = {"load_balance": 0.01}
     own_loss_names: ClassVar[tuple[str, ...]] = ()
+    is_linear: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -102,6 +107,7 @@ class Gate(nn.Module, ABC):
         num_groups: int = 1,
         loss_weights: Mapping[str, float] | None = None,
         name: str = "gate",
+        num_scores: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -117,15 +123,12 @@ class Gate(nn.Module, ABC):
             self.default_loss_weights if loss_weights is None else loss_weights
         )
         check_loss_names(self.loss_weights, {**LOSSES, **dict.fromkeys(self.own_loss_names)})
-        self.weight: nn.Parameter | None = nn.Parameter(
-            torch.empty(self.num_scores, hidden_size, device=device, dtype=dtype)
-        )
-        self.reset_parameters()
-
-    @property
-    def num_scores(self) -> int:
-        """Columns of the scores: the experts, and what else can be chosen."""
-        return self.num_experts
+        self.weight: nn.Parameter | None = None
+        if self.is_linear:
+            self.weight = nn.Parameter(
+                torch.empty(num_scores or num_experts, hidden_size, device=device, dtype=dtype)
+            )
+        Gate.reset_parameters(self)
 
     def reset_parameters(self) -> None:
         """Normal with standard deviation `1 / sqrt(hidden_size)`."""
@@ -142,15 +145,26 @@ class Gate(nn.Module, ABC):
         context = context or RoutingContext()
         self.check_batch(x_TD, context)
         with torch.autocast(x_TD.device.type, enabled=False):
-            logits_TE = self.logits(x_TD, context)
-            self.check_logits(logits_TE)
-            return self.finish(self.choose(logits_TE, context), context)
+            return self.finish(self.decide(x_TD, context), context)
+
+    def decide(self, x_TD: Tensor, context: RoutingContext) -> Choice:
+        """Scores the tokens, refuses scores that are not numbers, and chooses."""
+        logits_TE = self.logits(x_TD, context)
+        self.check_logits(logits_TE)
+        return self.choose(logits_TE, context)
 
     def logits(self, x_TD: Tensor, context: RoutingContext) -> Tensor:
         """`[T, E]` raw scores: a linear map of the tokens, in fp32 or fp64."""
         assert self.weight is not None, "a gate without a linear map has its own logits"
         precise = score_dtype(x_TD)
         return F.linear(x_TD.to(precise), self.weight.to(precise))
+
+    def after_step(self, group: ProcessGroup | None = None) -> None:
+        """What a gate does between optimizer steps: call it after each, nothing by default.
+
+        Args:
+            group: Processes that train copies of this gate.
+        """
 
     @abstractmethod
     def choose(self, logits_TE: Tensor, context: RoutingContext) -> Choice:

@@ -110,11 +110,11 @@ def _balance(probs_TE: Tensor, ids_TK: Tensor, num_parts: int) -> Tensor:
     num_tokens, num_experts = probs_TE.shape
     if num_tokens == 0:
         return probs_TE.sum() * 0.0
-    num_choices = num_tokens // num_parts * ids_TK.shape[1]
     part_of_token = torch.arange(num_tokens, device=ids_TK.device) // (num_tokens // num_parts)
     # each part counts in a block of its own; sentinels fall into the block's last place
     keys = part_of_token[:, None] * (num_experts + 1) + ids_TK
     counts = expert_counts(keys, num_parts * (num_experts + 1)).view(num_parts, num_experts + 1)
-    shares_PE = counts[:, :num_experts].to(probs_TE.dtype) / num_choices
+    counts_PE = counts[:, :num_experts].to(probs_TE.dtype)
+    shares_PE = counts_PE / counts_PE.sum(dim=-1, keepdim=True).clamp(min=1)
     means_PE = probs_TE.view(num_parts, -1, num_experts).mean(dim=1)
     return num_experts * (shares_PE * means_PE).sum(dim=-1).mean()

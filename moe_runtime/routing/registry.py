@@ -8,14 +8,37 @@ from inspect import signature
 from types import MappingProxyType
 from typing import Any
 
+from moe_runtime.routing.assignment import Base, Sinkhorn
 from moe_runtime.routing.base import Gate
-from moe_runtime.routing.topk import GroupLimitedTopK, SigmoidTopK, SoftmaxTopK
+from moe_runtime.routing.cosine import CosineTopK
+from moe_runtime.routing.gshard import GShard
+from moe_runtime.routing.hashed import Hash
+from moe_runtime.routing.moepp import MoEPlusPlus
+from moe_runtime.routing.noisy_topk import NoisyTopK
+from moe_runtime.routing.prototype import Prototype
+from moe_runtime.routing.sam import Sam
+from moe_runtime.routing.switch import Switch
+from moe_runtime.routing.topk import GroupLimitedTopK, RoundRobin, SigmoidTopK, SoftmaxTopK
+from moe_runtime.routing.variable import DenseToSparse, ExpertChoice
 
 GATES: Mapping[str, type[Gate]] = MappingProxyType(
     {
         "softmax_topk": SoftmaxTopK,
         "sigmoid_topk": SigmoidTopK,
         "group_limited_topk": GroupLimitedTopK,
+        "cosine_topk": CosineTopK,
+        "noisy_topk": NoisyTopK,
+        "switch": Switch,
+        "gshard": GShard,
+        "prototype": Prototype,
+        "sam": Sam,
+        "expert_choice": ExpertChoice,
+        "dense_to_sparse": DenseToSparse,
+        "hash": Hash,
+        "sinkhorn": Sinkhorn,
+        "base": Base,
+        "moepp": MoEPlusPlus,
+        "round_robin": RoundRobin,
     }
 )
 
@@ -40,7 +63,7 @@ def gate_options(name: str) -> list[str]:
     """Names of the keyword arguments of a gate."""
     kind = GATES[name]
     options = [*signature(kind.__init__).parameters, *signature(Gate.__init__).parameters]
-    positional = {"self", "hidden_size", "num_experts", "top_k", "options"}
+    positional = {"self", "hidden_size", "num_experts", "top_k", "options", "num_scores"}
     return [option for option in dict.fromkeys(options) if option not in positional]
 
 

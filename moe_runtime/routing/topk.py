@@ -9,7 +9,7 @@ choices of a token.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Literal, Self, Unpack, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, Self, Unpack, get_args
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,9 @@ from torch import Tensor
 
 from moe_runtime.routing.base import Choice, Gate, GateOptions, RoutingContext
 from moe_runtime.routing.value import Routing, expert_counts
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 SoftmaxOrder = Literal["before", "after"]
 
@@ -33,7 +36,7 @@ class SoftmaxTopK(Gate):
         renormalize: Weights of a token add up to 1.
         scale: Factor of the weights.
         bias_update_rate: Step of the aux-loss-free selection bias (DeepSeek-V3 uses 1e-3); 0
-            means no bias. See `update_bias`.
+            means no bias. See `after_step`.
 
     Raises:
         ValueError: An unknown `softmax`, or as `Gate`.
@@ -111,12 +114,11 @@ class SoftmaxTopK(Gate):
         return super().finish(choice, context)
 
     @torch.no_grad()
-    def update_bias(self, group: torch.distributed.ProcessGroup | None = None) -> None:
+    def after_step(self, group: ProcessGroup | None = None) -> None:
         """Moves the selection bias against the load seen since the last call: `bias += rate *
         sign(mean(load) - load)`, minus the mean of the step (DeepSeek-V3; torchtitan).
 
-        Call it after each optimizer step. Activation checkpointing counts a load twice, which
-        changes no sign.
+        Activation checkpointing counts a load twice, which changes no sign.
 
         Args:
             group: Processes that share this gate; their loads are added up.
@@ -246,6 +248,19 @@ class GroupLimitedTopK(SoftmaxTopK):
         is_open_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool).scatter(1, best_TL, True)
         limited_TGM = grouped_TGM.masked_fill(~is_open_TG[:, :, None], -torch.inf)
         return limited_TGM.flatten(1).topk(self.top_k, dim=-1).indices
+
+
+class RoundRobin(SoftmaxTopK):
+    """Perfectly balanced choices in turn, with the weights of their real scores.
+
+    For benchmarks: it takes the skew of a random model out of a measurement.
+    """
+
+    default_loss_weights: ClassVar = {}
+
+    def select(self, scores_TE: Tensor) -> Tensor:
+        choices = torch.arange(scores_TE.shape[0] * self.top_k, device=scores_TE.device)
+        return (choices % self.num_experts).view(-1, self.top_k)
 
 
 def normalize(weights: Tensor) -> Tensor:

@@ -1,7 +1,10 @@
 """The contract of an eviction policy: it orders keys; who calls it moves the bytes."""
 
-from collections.abc import Callable, Hashable
-from typing import Protocol, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from moe_runtime.policies.prediction.base import Event
 
 K = TypeVar("K", bound=Hashable)
 
@@ -9,57 +12,135 @@ Evictable = Callable[[Hashable], bool]
 """Says whether a key may be chosen: leased and arriving experts may not."""
 
 
-class EvictionPolicy(Protocol[K]):
+class Watcher(Protocol):
+    """What must see all routing for a policy to decide; the layers' policies may share one."""
+
+    def observe(self, event: Event) -> None:
+        """Takes note of a step or of a layer's routing, before the layer's experts are used."""
+        ...
+
+    def finish(self, sequence: int) -> None:
+        """Ends a request."""
+        ...
+
+
+class EvictionPolicy(ABC, Generic[K]):
     """Decides which resident key gives up its slot.
 
     A policy holds exactly the keys that were inserted and not removed since. It touches no tensors,
     bytes, clocks or threads, so that the same object runs in a live store and in a replayed trace.
+
+    Attributes:
+        may_decline: ``victim`` may answer the incoming key itself, which is then used once and not
+            kept. Such a policy is asked after the use, when the keys of the same event may go too.
+        watcher: what must be told of every routing event, if the policy needs more than uses.
     """
 
+    may_decline: bool = False
+    watcher: Watcher | None = None
+
+    @abstractmethod
     def touch(self, key: K) -> None:
         """Notes a use of a resident key.
 
         Raises:
             KeyError: the key is not held.
         """
-        ...
 
+    @abstractmethod
     def insert(self, key: K) -> None:
         """Starts to hold a key, as just used.
 
         Raises:
             ValueError: the key is held already.
         """
-        ...
 
+    @abstractmethod
     def remove(self, key: K) -> None:
         """Stops holding a key.
 
         Raises:
             KeyError: the key is not held.
         """
-        ...
 
+    @abstractmethod
     def victim(self, evictable: Evictable, incoming: K) -> K | None:
-        """Chooses the key to evict for ``incoming``; changes nothing.
+        """Chooses the key to evict for ``incoming``; changes no order.
 
         Args:
             evictable: only keys for which this holds may be chosen.
             incoming: the key that needs the slot.
 
         Returns:
-            The chosen key, or None when no held key is evictable.
+            The chosen key, or None when no held key is evictable; ``incoming`` where the policy
+            may decline it and would rather keep what it holds.
         """
-        ...
 
+    @abstractmethod
     def check(self) -> None:
         """Proves the policy's own invariants.
 
         Raises:
             AssertionError: the policy's state contradicts itself.
         """
-        ...
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def __contains__(self, key: object) -> bool: ...
+
+    def access(self, keys: Sequence[K], num_slots: int) -> int:
+        """Serves one event of a demand-filled cache: looks up all keys, then keeps the missing.
+
+        This is what a store does with leases, in one call; policies with a shorter way to the same
+        state replace it.
+
+        Args:
+            keys: distinct keys that are used together, in order of use.
+            num_slots: keys that may be held. Where the event alone needs more, nothing is evicted
+                and the last of the missing keys fill the free slots, as a streaming prompt does.
+
+        Returns:
+            How many of the keys were held.
+        """
+        missing = [key for key in keys if key not in self]
+        num_hits = len(keys) - len(missing)
+        if len(keys) > num_slots:
+            missing = missing[max(0, len(missing) - (num_slots - len(self))) :]
+        elif self.may_decline:
+            self._touch_then_settle(keys, missing, num_slots)
+            return num_hits
+        else:
+            self._make_room(keys, missing, num_slots)
+        kept = set(missing)
+        for key in keys:
+            if key in kept:
+                self.insert(key)
+            elif key in self:
+                self.touch(key)
+        return num_hits
+
+    def _make_room(self, keys: Sequence[K], missing: Sequence[K], num_slots: int) -> None:
+        in_use = frozenset(keys)
+        for key in missing[max(0, num_slots - len(self)) :]:
+            victim = self.victim(lambda held: held not in in_use, key)
+            assert victim is not None  # the event fits, so some other key is held
+            self.remove(victim)
+
+    def _touch_then_settle(self, keys: Sequence[K], missing: Sequence[K], num_slots: int) -> None:
+        for key in keys:
+            if key in self:
+                self.touch(key)
+        for key in missing:
+            if len(self) >= num_slots:
+                victim = self.victim(_anything, key)
+                assert victim is not None
+                if victim == key:
+                    continue
+                self.remove(victim)
+            self.insert(key)
+
+
+def _anything(_: Hashable) -> bool:
+    return True

@@ -1,12 +1,12 @@
 """Least recently used: evicts the key whose last use lies furthest back."""
 
 from collections import OrderedDict
-from typing import Generic
+from collections.abc import Sequence
 
-from moe_runtime.policies.eviction.base import Evictable, K
+from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K
 
 
-class LRU(Generic[K]):
+class LRU(EvictionPolicy[K]):
     """Least-recently-used order over keys.
 
     ``touch``, ``insert`` and ``remove`` take constant time; ``victim`` takes one step for every key
@@ -33,6 +33,22 @@ class LRU(Generic[K]):
     def victim(self, evictable: Evictable, incoming: K) -> K | None:
         """The least recently used key that may be evicted."""
         return next((key for key in self._order if evictable(key)), None)
+
+    def access(self, keys: Sequence[K], num_slots: int) -> int:
+        """Moves the event to the recent end and lets the old end go."""
+        if len(keys) > num_slots:
+            return super().access(keys, num_slots)
+        order = self._order
+        num_hits = 0
+        for key in keys:
+            if key in order:
+                num_hits += 1
+                order.move_to_end(key)
+            else:
+                order[key] = None
+        while len(order) > num_slots:
+            order.popitem(last=False)
+        return num_hits
 
     def check(self) -> None:
         """Nothing can contradict itself here: the order is the state."""

@@ -7,7 +7,8 @@ layer keeps what is useful in all of them.
 
 from collections.abc import Callable, Sequence
 
-from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy
+from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, Watcher
+from moe_runtime.policies.prediction.base import Event
 from moe_runtime.types import ExpertKey
 
 
@@ -23,11 +24,15 @@ def even_shares(num_slots: int, num_layers: int) -> list[int]:
     return [each + (layer < remainder) for layer in range(num_layers)]
 
 
-class LayerShares:
+class LayerShares(EvictionPolicy[ExpertKey]):
     """An eviction policy for expert keys that lets a layer grow to its share and no further.
 
     A layer that has used up its share evicts one of its own experts. A layer below its share takes
     a slot from the layer that is furthest above its share.
+
+    Args:
+        make_policy: makes the policy of one layer.
+        shares: how many experts each layer may hold.
     """
 
     def __init__(
@@ -35,6 +40,14 @@ class LayerShares:
     ) -> None:
         self._shares = list(shares)
         self._layers = [make_policy() for _ in shares]
+        watchers = {id(policy.watcher): policy.watcher for policy in self._layers}
+        self.watcher = _Watchers([one for one in watchers.values() if one is not None])
+        self.may_decline = any(policy.may_decline for policy in self._layers)
+
+    def access(self, keys: Sequence[ExpertKey], num_slots: int) -> int:
+        """Serves one event of one layer from that layer's share; ``num_slots`` is not asked."""
+        layer = keys[0].layer
+        return self._layers[layer].access(keys, self._shares[layer])
 
     def share(self, layer: int) -> int:
         """How many experts the layer may hold."""
@@ -78,3 +91,21 @@ class LayerShares:
 
     def _surplus(self, layer: int) -> int:
         return len(self._layers[layer]) - self._shares[layer]
+
+
+class _Watchers:
+    """Tells several watchers what one was told."""
+
+    def __init__(self, watchers: Sequence[Watcher]) -> None:
+        self._watchers = watchers
+
+    def __bool__(self) -> bool:
+        return bool(self._watchers)
+
+    def observe(self, event: Event) -> None:
+        for watcher in self._watchers:
+            watcher.observe(event)
+
+    def finish(self, sequence: int) -> None:
+        for watcher in self._watchers:
+            watcher.finish(sequence)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.policies.eviction import make_policy
+from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
 from moe_runtime.store.cache import ExpertStore
 from moe_runtime.store.slab import Slab
 from moe_runtime.store.transfer import Priority, Read
@@ -70,7 +70,7 @@ def make_store(tier: FakeTier, num_slots: int, stream_slots: int = 2) -> ExpertS
     slab = Slab(num_slots, SLOT_BYTES)
     for index in range(num_slots):
         slab.slot(index).fill_(255)  # poison: no expert has this content
-    policy = make_policy("lru", num_slots=num_slots, num_layers=NUM_LAYERS)
+    policy = LayerShares(LRU, even_shares(num_slots, NUM_LAYERS))
     return ExpertStore(tier, slab, policy, lambda _, slot: slot, stream_slots=stream_slots)
 
 

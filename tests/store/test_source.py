@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_runtime.errors import CapacityError, CheckpointError
-from moe_runtime.policies.eviction import make_policy
+from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
 from moe_runtime.store import source as source_module
 from moe_runtime.store.cache import ExpertStore
 from moe_runtime.store.layout import BLOCK_BYTES, TensorRange, lay_out
@@ -43,7 +43,7 @@ def read_all(layouts, *, num_slots: int = 4, direct: bool = True):
     """Every expert's tensors as bytes, through a real source and store."""
     source = ExpertSource(layouts, io_threads=2, direct=direct)
     slab = Slab(num_slots, max(layout.slot_bytes for layout in layouts.values()))
-    policy = make_policy("lru", num_slots=num_slots, num_layers=1)
+    policy = LayerShares(LRU, even_shares(num_slots, 1))
     store = ExpertStore(
         source, slab, policy, lambda key, slot: layouts[key].views(slot), stream_slots=2
     )
@@ -161,14 +161,14 @@ def test_an_upper_tier_is_filled_from_the_lower_one(file):
     below = ExpertStore(
         source,
         Slab(5, slot_bytes),
-        make_policy("lru", num_slots=5, num_layers=1),
+        LayerShares(LRU, even_shares(5, 1)),
         lambda _, slot: slot,
         stream_slots=2,
     )
     above = ExpertStore(
         TierFetcher(below, torch.device("cpu")),
         Slab(2, slot_bytes),
-        make_policy("lru", num_slots=2, num_layers=1),
+        LayerShares(LRU, even_shares(2, 1)),
         lambda key, slot: layouts[key].views(slot)[0],
         stream_slots=1,
     )

@@ -14,7 +14,10 @@ from moe_runtime.routing import Routing
 
 
 def dense_experts(layer: MoELayer, x_TD: Tensor) -> Tensor:
-    """`[T, E, D]`: the output of each of the layer's experts for each token."""
+    """`[T, E, D]`: the output of each of the layer's experts for each token.
+
+    Zero-computation experts come last: constants, copies, zeros.
+    """
     params = dict(layer.experts.named_parameters())
     has_gate = "gate_up_proj" in params
     first = params["gate_up_proj" if has_gate else "up_proj"]
@@ -31,7 +34,14 @@ def dense_experts(layer: MoELayer, x_TD: Tensor) -> Tensor:
     out = torch.einsum("tef,edf->ted", hidden, params["down_proj"])
     if "down_proj_bias" in params:
         out = out + params["down_proj_bias"]
-    return out
+    if layer.zero is None:
+        return out
+    special = []
+    for vector, mix in zip(layer.zero.vectors, layer.zero.mix_weight, strict=True):
+        first_share = torch.sigmoid(x_TD @ (mix[0] - mix[1]))[:, None]
+        special.append(first_share * x_TD + (1 - first_share) * vector)
+    special += [x_TD] * layer.zero.counts.copy + [0 * x_TD] * layer.zero.counts.zero
+    return torch.cat([out, torch.stack(special, dim=1)], dim=1)
 
 
 def dense_weights(routing: Routing) -> Tensor:

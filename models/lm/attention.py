@@ -1,0 +1,114 @@
+"""Grouped-query attention with per-head norms and rotary positions, as in Qwen3.
+
+Sources: Ainslie et al., "GQA" (2023); Su et al., "RoFormer" (2021); Qwen3 technical report (2025)
+for the norms on queries and keys. The attention itself is torch's.
+
+Shapes: B sequences, C tokens of context, D model width, H query heads, G key-value heads, W head
+width.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional as F
+
+from moe_runtime.models.lm.config import LanguageModelConfig
+from moe_runtime.models.lm.norm import rms_norm
+
+
+class RotaryTable(nn.Module):
+    """Cosines and sines of the rotary position embedding for every position of the context.
+
+    Args:
+        head_dim: W, even.
+        max_positions: number of positions.
+        theta: base of the frequencies.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_dim: int, max_positions: int, theta: float) -> None:
+        super().__init__()
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        frequencies = 1.0 / theta**exponents
+        angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
+        # Shaped to broadcast over [B, C, heads, W/2].
+        self.register_buffer("cos", angles.cos()[:, None, :], persistent=False)
+        self.register_buffer("sin", angles.sin()[:, None, :], persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rotates `[B, C, heads, W]`; the first half of W pairs with the second."""
+        num_positions = x.shape[1]
+        return _Rotate.apply(x, self.cos[:num_positions], self.sin[:num_positions])
+
+
+class _Rotate(torch.autograd.Function):
+    """A rotation; its gradient is the rotation back, so nothing of the input need be kept."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: FunctionCtx, grad_y: Tensor
+    ) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors  # type: ignore[attr-defined]
+        return _rotated(grad_y, cos, -sin), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    out = torch.empty_like(x)
+    out_first, out_second = out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=out_first)
+    out_first.addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out_second)
+    out_second.addcmul_(first, sin)
+    return out
+
+
+class Attention(nn.Module):
+    """Causal self-attention over whole sequences.
+
+    Queries, keys and values come from one product; norms and rotation run over query and key heads
+    together.
+    """
+
+    def __init__(self, config: LanguageModelConfig) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim, self.eps = config.head_dim, config.norm_eps
+        width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        self.qkv_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+        self.q_norm = nn.Parameter(torch.ones(config.head_dim))
+        self.k_norm = nn.Parameter(torch.ones(config.head_dim))
+
+    def forward(self, x: Tensor, rotary: RotaryTable) -> Tensor:
+        """Attends within `[B, C, D]`; returns the same shape."""
+        batch, context, _ = x.shape
+        heads = self.qkv_proj(x).view(batch, context, -1, self.head_dim)
+        queries_keys, values = heads.split(
+            [self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2
+        )
+        gains = torch.cat(
+            [
+                self.q_norm.expand(self.num_heads, -1),
+                self.k_norm.expand(self.num_kv_heads, -1),
+            ]
+        )
+        queries_keys = rotary(rms_norm(queries_keys, gains, self.eps).to(values.dtype))
+        queries, keys = queries_keys.split([self.num_heads, self.num_kv_heads], dim=2)
+        attended = F.scaled_dot_product_attention(
+            queries.transpose(1, 2),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=self.num_kv_heads != self.num_heads,
+        )
+        return self.o_proj(attended.transpose(1, 2).reshape(batch, context, -1))

@@ -1,0 +1,120 @@
+"""The shape of a language model, as one frozen value."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsConfig:
+    """The routed feed-forward of the layers that have one: the arguments of `MoELayer`.
+
+    Attributes:
+        num_experts: routed experts a layer.
+        top_k: experts a token goes to.
+        intermediate_size: hidden width of one expert.
+        gate: name of the gate.
+        gate_options: further settings of that gate.
+        activation: name of the experts' activation.
+        bias: experts with biases.
+        shared_experts: experts that see every token, as wide as a routed one.
+        shared_expert_gate: a sigmoid gate on the shared experts' output.
+        capacity_factor: None never drops a token.
+        drop_policy: which choices are kept where there is a capacity.
+        num_groups: consecutive parts of the batch that are routed on their own.
+        loss_weights: coefficients of the auxiliary losses by name; None takes the gate's own. What
+            is trained on is the mean over the routed layers.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    gate: str = "softmax_topk"
+    gate_options: Mapping[str, Any] = field(default_factory=dict)
+    activation: str = "swiglu"
+    bias: bool = False
+    shared_experts: int = 0
+    shared_expert_gate: bool = False
+    capacity_factor: float | None = None
+    drop_policy: str = "choice"
+    num_groups: int = 1
+    loss_weights: Mapping[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        # The layer checks the rest when it is built.
+        _require_positive(self, "num_experts", "top_k", "intermediate_size")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LanguageModelConfig:
+    """A decoder: embedding, blocks of attention and feed-forward, norm, output projection.
+
+    Attributes:
+        hidden_size: width of the residual stream.
+        num_layers: number of blocks.
+        num_heads: query heads.
+        num_kv_heads: key-value heads; divides `num_heads`.
+        head_dim: width of a head; even.
+        max_positions: longest context in tokens.
+        vocab_size: entries of the vocabulary; None until the tokenizer is known.
+        moe: the routed feed-forward; None makes a dense model.
+        intermediate_size: hidden width of the dense feed-forward; needed where a layer is dense.
+        dense_layers: layers that stay dense in a model with experts.
+        tie_embeddings: the output projection is the embedding.
+        rope_theta: base of the rotary position embedding.
+        norm_eps: added to the mean square in the norms.
+        init_std: standard deviation of the initial weights.
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    vocab_size: int | None = None
+    moe: ExpertsConfig | None = None
+    intermediate_size: int | None = None
+    dense_layers: tuple[int, ...] = ()
+    tie_embeddings: bool = True
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            self, "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"
+        )
+        _require_positive(self, "max_positions", "rope_theta", "norm_eps", "init_std")
+        if self.vocab_size is not None:
+            _require_positive(self, "vocab_size")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads, "
+                f"got {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
+        self._check_feed_forward()
+
+    def _check_feed_forward(self) -> None:
+        for layer in self.dense_layers:
+            if not 0 <= layer < self.num_layers:
+                raise ValueError(f"dense_layers must lie in 0..{self.num_layers - 1}, got {layer}")
+        if self.dense_layers and self.moe is None:
+            raise ValueError("dense_layers names layers of a model with experts; moe is not given")
+        if any(not self.is_routed(layer) for layer in range(self.num_layers)):
+            if self.intermediate_size is None:
+                raise ValueError("intermediate_size is needed: the model has dense layers")
+            _require_positive(self, "intermediate_size")
+
+    def is_routed(self, layer: int) -> bool:
+        """Whether the feed-forward of a layer is a mixture of experts."""
+        return self.moe is not None and layer not in self.dense_layers
+
+
+def _require_positive(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not value > 0:
+            raise ValueError(f"{name} must be positive, got {value}")

@@ -1,0 +1,141 @@
+"""A trained model as a Hugging Face checkpoint that computes the same.
+
+The layout is the published models' own: one tensor for every matrix of every expert, so that a
+runtime can read a single expert.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_runtime.layer import MoELayer
+from moe_runtime.models.lm.hugging_face import Family, hugging_face_config, hugging_face_family
+from moe_runtime.models.lm.model import Block, DenseFeedForward, LanguageModel
+
+_SHARD_BYTES = 5 * 10**9
+_ARCHITECTURES: Mapping[Family, str] = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+}
+_FP32_SUFFIX = "e_score_correction_bias"
+
+
+def export_hugging_face(
+    model: LanguageModel,
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    special_tokens: Mapping[str, int | None] | None = None,
+) -> None:
+    """Writes `config.json`, `generation_config.json` and the safetensors files.
+
+    Args:
+        model: the trained model.
+        folder: made if missing; files of these names are replaced.
+        dtype: of the weights; a selection bias stays float32.
+        special_tokens: `bos_token_id`, `eos_token_id` and `pad_token_id`; none when omitted.
+
+    Raises:
+        UnsupportedModelError: no architecture expresses the model.
+        OSError: a file cannot be written.
+    """
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+    from transformers import GenerationConfig
+
+    family = hugging_face_family(model.config)
+    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = hugging_face_config(model.config, {**ids, **(special_tokens or {})}, dtype)
+    tensors = dict(hugging_face_tensors(model, dtype))
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = split_torch_state_dict_into_shards(tensors, max_shard_size=_SHARD_BYTES)
+    for file, names in shards.filename_to_tensors.items():
+        save_file({name: tensors[name] for name in names}, folder / file, {"format": "pt"})
+        # safetensors makes its files readable by their owner only.
+        (folder / file).chmod(0o644)
+    if shards.is_sharded:
+        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    config.architectures = [_ARCHITECTURES[family]]
+    config.save_pretrained(folder)
+    GenerationConfig.from_model_config(config).save_pretrained(folder)
+
+
+def hugging_face_tensors(model: LanguageModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the checkpoint under its Hugging Face name, on the CPU.
+
+    Args:
+        model: ours.
+        dtype: of the weights; a selection bias stays float32.
+
+    Raises:
+        UnsupportedModelError: no architecture expresses the model.
+    """
+    family = hugging_face_family(model.config)
+    for name, tensor in _named_tensors(model, family):
+        kept = torch.float32 if name.endswith(_FP32_SUFFIX) else dtype
+        yield name, tensor.detach().to("cpu", kept).contiguous()
+
+
+def _named_tensors(model: LanguageModel, family: Family) -> Iterator[tuple[str, Tensor]]:
+    yield "model.embed_tokens.weight", model.embedding.weight
+    for number, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
+        prefix = f"model.layers.{number}"
+        yield f"{prefix}.input_layernorm.weight", block.attention_norm.weight
+        yield f"{prefix}.post_attention_layernorm.weight", block.feed_forward_norm.weight
+        yield from _attention(block, f"{prefix}.self_attn")
+        if isinstance(block.feed_forward, MoELayer):
+            yield from _routed(block.feed_forward, f"{prefix}.mlp")
+            if family == "glm4_moe":
+                yield from _glm4_extras(block.feed_forward, f"{prefix}.mlp")
+        else:
+            assert isinstance(block.feed_forward, DenseFeedForward)
+            dense = block.feed_forward
+            yield from _gated(dense.gate_up_proj.weight, dense.down_proj.weight, f"{prefix}.mlp")
+    yield "model.norm.weight", model.norm.weight
+    if not model.config.tie_embeddings:
+        yield "lm_head.weight", model.output.weight
+
+
+def _attention(block: Block, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    attention = block.attention
+    heads = [attention.num_heads, attention.num_kv_heads, attention.num_kv_heads]
+    parts = attention.qkv_proj.weight.split([count * attention.head_dim for count in heads])
+    for name, part in zip(("q_proj", "k_proj", "v_proj"), parts, strict=True):
+        yield f"{prefix}.{name}.weight", part
+    yield f"{prefix}.o_proj.weight", attention.o_proj.weight
+    yield f"{prefix}.q_norm.weight", attention.q_norm
+    yield f"{prefix}.k_norm.weight", attention.k_norm
+
+
+def _routed(layer: MoELayer, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    yield f"{prefix}.gate.weight", layer.gate.get_parameter("weight")
+    gate_up = layer.experts.get_parameter("gate_up_proj")
+    down = layer.experts.get_parameter("down_proj")
+    for expert in range(layer.gate.num_experts):
+        yield from _gated(gate_up[expert], down[expert], f"{prefix}.experts.{expert}")
+
+
+def _glm4_extras(layer: MoELayer, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """What GLM-4-MoE always has: a selection bias, and shared experts, of width 0 if need be."""
+    bias = dict(layer.gate.named_buffers()).get("expert_bias")
+    zeros = torch.zeros(layer.gate.num_experts)
+    yield f"{prefix}.gate.{_FP32_SUFFIX}", zeros if bias is None else bias
+    gate_up, down = zeros.new_zeros(0, layer.hidden_size), zeros.new_zeros(layer.hidden_size, 0)
+    if layer.shared is not None:
+        gate_up = layer.shared.get_parameter("gate_up_proj.weight")
+        down = layer.shared.get_parameter("down_proj.weight")
+    yield from _gated(gate_up, down, f"{prefix}.shared_experts")
+
+
+def _gated(gate_up: Tensor, down: Tensor, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    gate, up = gate_up.chunk(2)
+    yield f"{prefix}.gate_proj.weight", gate
+    yield f"{prefix}.up_proj.weight", up
+    yield f"{prefix}.down_proj.weight", down

@@ -1,0 +1,179 @@
+"""``moe-runtime train``: train a language model built on the drop-in layer."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moe_runtime.cli import options
+from moe_runtime.cli.console import Session, loading_bar, print_json, print_rows, quiet_transformers
+from moe_runtime.cli.stopping import stop_on_signals
+from moe_runtime.cli.train_progress import training_display
+from moe_runtime.config import format_bytes
+from moe_runtime.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from moe_runtime.training.session import Preparation
+
+ConfigFile = Annotated[
+    Path, typer.Argument(metavar="CONFIG.toml", help="The run, as docs/training.md describes it.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Overrides a key, such as run.steps=100. Repeatable."
+    ),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Prepare everything, show what would happen, and stop.")
+]
+
+# Weight, gradient and AdamW's two moments, all in float32.
+_STATE_BYTES = 16
+
+
+def train(
+    ctx: typer.Context,
+    config_file: ConfigFile,
+    settings: Settings = None,
+    resume: Resume = False,
+    dry_run: DryRun = False,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Train a Mixture-of-Experts language model on text files.
+
+    Ctrl-C finishes the step, saves a checkpoint and stops; --resume goes on as if nothing had
+    happened. At the end the run's folder holds a Hugging Face checkpoint in model/.
+    """
+    session: Session = ctx.obj
+    session.begin(debug=debug, as_json=as_json)
+    from moe_runtime.training.config import TrainConfig
+    from moe_runtime.training.config_tree import read_tree
+
+    config = read_tree(TrainConfig, config_file, settings=tuple(settings or ()))
+    quiet_transformers(session)
+    with loading_bar() as progress:
+        from moe_runtime.training.session import prepare
+
+        preparation = prepare(
+            config,
+            config_file.resolve().parent,
+            on_stage=lambda stage: progress(stage, 0, 0),
+        )
+    if dry_run:
+        _show_plan(preparation, as_json=as_json)
+        return
+    summary, exit_code = _train(preparation, resume=resume)
+    if as_json:
+        print_json(summary)
+    else:
+        print_rows("what was trained", _outcome_rows(summary), to_stderr=True)
+    if exit_code:
+        raise typer.Exit(exit_code)
+
+
+def _train(preparation: "Preparation", *, resume: bool) -> tuple[dict[str, Any], int]:
+    """Trains and exports; returns the summary and the exit code."""
+    from moe_runtime.training.session import finish, start
+
+    trainer = start(preparation, resume=resume)
+    run = preparation.config.run
+    message = "stopping after this step, with a checkpoint; once more stops at once"
+    with (
+        stop_on_signals(message) as stop,
+        training_display(run.steps, run.log_every, trainer.step) as display,
+    ):
+        is_complete = trainer.train(should_stop=lambda: stop.is_set, on_record=display.show)
+    export = is_complete and _export_family(preparation)[0] is not None
+    summary = finish(preparation, trainer, export=export)
+    return {"complete": is_complete, **summary}, 0 if is_complete else stop.exit_code
+
+
+def _export_family(preparation: "Preparation") -> tuple[str | None, str]:
+    """The architecture that the model leaves as, or None and the reason."""
+    from moe_runtime.models.lm.hugging_face import hugging_face_family
+
+    try:
+        return hugging_face_family(preparation.config.model), ""
+    except UnsupportedModelError as error:
+        return None, str(error)
+
+
+def _show_plan(preparation: "Preparation", *, as_json: bool) -> None:
+    plan = _plan(preparation)
+    if as_json:
+        print_json(plan)
+    else:
+        print_rows("what would be trained", _plan_rows(plan), to_stderr=False)
+
+
+def _plan(preparation: "Preparation") -> dict[str, Any]:
+    from moe_runtime.training.checkpoint import checkpoints_in
+
+    config, model = preparation.config, preparation.model
+    family, reason = _export_family(preparation)
+    found = checkpoints_in(preparation.checkpoints)
+    num_parameters = model.num_parameters()
+    tokens = config.run.steps * config.data.tokens_per_step
+    available = preparation.batches.windows_per_epoch * config.data.context
+    return {
+        "parameters": num_parameters,
+        "active_parameters": model.num_active_parameters(),
+        "state_bytes": num_parameters * _STATE_BYTES,
+        "vocab_size": config.model.vocab_size,
+        "steps": config.run.steps,
+        "tokens_per_step": config.data.tokens_per_step,
+        "tokens": tokens,
+        "training_tokens": {n: len(s.training) for n, s in preparation.streams.items()},
+        "held_out_tokens": {n: len(s.held_out) for n, s in preparation.streams.items()},
+        "epochs": tokens / available,
+        "device": str(preparation.device),
+        "output": str(preparation.output),
+        "last_checkpoint": found[-1].name if found else None,
+        "export": family,
+        "export_obstacle": reason or None,
+    }
+
+
+def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
+    text = ", ".join(
+        f"{name} {count:,} + {plan['held_out_tokens'][name]:,} held out"
+        for name, count in plan["training_tokens"].items()
+    )
+    return [
+        (
+            "model",
+            f"{plan['parameters']:,} parameters, {plan['active_parameters']:,} active a token",
+        ),
+        ("memory", f"{format_bytes(plan['state_bytes'])} for weights, gradients and AdamW"),
+        ("text", f"{text} tokens, vocabulary {plan['vocab_size']:,}"),
+        (
+            "run",
+            f"{plan['steps']:,} steps of {plan['tokens_per_step']:,} tokens, "
+            f"{plan['tokens']:,} in all, {plan['epochs']:.2f} epochs, on {plan['device']}",
+        ),
+        ("folder", plan["output"]),
+        ("last checkpoint", plan["last_checkpoint"] or "none"),
+        ("leaves as", plan["export"] or f"no Hugging Face checkpoint: {plan['export_obstacle']}"),
+    ]
+
+
+def _outcome_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [
+        ("steps", f"{summary['steps']:,}{'' if summary['complete'] else ', stopped early'}"),
+        ("tokens", f"{summary['tokens']:,} in {summary['elapsed_s']:,.0f} s"),
+    ]
+    if summary["loss"] is not None:
+        rows.append(("loss", f"{summary['loss']:.4f}"))
+    if summary["held_out_mean"] is not None:
+        rows.append(("held out", f"{summary['held_out_mean']:.4f}"))
+    if summary["skipped_steps"]:
+        rows.append(("skipped", f"{summary['skipped_steps']} steps, gradients not finite"))
+    rows.append(("model", summary["model"] or "not exported"))
+    if not summary["complete"]:
+        rows.append(("go on", "the same command with --resume"))
+    return rows

@@ -1,0 +1,174 @@
+"""MoE++ (Jin et al. 2024): experts without weights among the experts, and gating residuals.
+
+Shape suffixes: T tokens, N all experts (E with weights, then Z without), K choices of a token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Unpack
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_runtime.routing.base import Choice, Gate, GateOptions, RoutingContext
+from moe_runtime.routing.topk import normalize
+from moe_runtime.routing.value import Routing, ZeroRouting, expert_counts
+
+
+@dataclass(frozen=True)
+class ZeroExpertCounts:
+    """Zero-computation experts of each kind, numbered in the order of the released model.
+
+    Attributes:
+        constant: `a1 x + a2 v` with `[a1, a2] = softmax(W x)`, trained `v` and `W`.
+        copy: `x`.
+        zero: 0.
+    """
+
+    constant: int = 2
+    copy: int = 1
+    zero: int = 1
+
+    def __post_init__(self) -> None:
+        """Checks the counts.
+
+        Raises:
+            ValueError: One is negative.
+        """
+        if min(self.constant, self.copy, self.zero) < 0:
+            raise ValueError(f"counts of zero experts must not be negative, got {self}")
+
+    @property
+    def total(self) -> int:
+        return self.constant + self.copy + self.zero
+
+
+class MoEPlusPlus(Gate):
+    """Top-k softmax over E experts with weights and Z without any.
+
+    `logits = x W + previous_logits R` (the gating residual, where previous logits are given);
+    softmax over all N, top-k; the weight of a zero expert becomes 0 and the rest is divided by
+    its sum. A token whose k choices include experts without weights needs fewer fetches.
+
+    Loss `heterogeneous_balance`: `sum_i eta_i f_i P_i`, f the share of tokens that choose i, P its
+    mean probability, `eta` 1 for experts with weights and `tau` without. Capacity of an expert
+    with weights is `ceil(factor * k * tau * S / (tau * E + Z))`, without them `1 / tau` times that:
+    the paper's formulas times k, because k choices need k places.
+
+    Args:
+        zero_experts: How many of each kind.
+        tau: Below 1 the loss and the capacity favour experts without weights.
+        gating_residual: Whether the gate has the matrix R.
+
+    Attributes:
+        weight: `[N, D]`.
+        residual: `[N, N]`, zero at the start, or None.
+
+    Raises:
+        ValueError: `tau` is not in (0, 1].
+    """
+
+    default_loss_weights: ClassVar = {"heterogeneous_balance": 0.01}
+    own_loss_names: ClassVar = ("heterogeneous_balance",)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int = 2,
+        *,
+        zero_experts: ZeroExpertCounts = ZeroExpertCounts(),
+        tau: float = 0.75,
+        gating_residual: bool = True,
+        **options: Unpack[GateOptions],
+    ) -> None:
+        num_scores = num_experts + zero_experts.total
+        super().__init__(hidden_size, num_experts, top_k, num_scores=num_scores, **options)
+        if not 0 < tau <= 1:
+            raise ValueError(f"tau must be in (0, 1], got {tau}")
+        self.zero_experts = zero_experts
+        self.tau = tau
+        self.residual: nn.Parameter | None = None
+        if gating_residual:
+            device, dtype = options.get("device"), options.get("dtype")
+            self.residual = nn.Parameter(
+                torch.zeros(num_scores, num_scores, device=device, dtype=dtype)
+            )
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.residual is not None:
+            nn.init.zeros_(self.residual)
+
+    def logits(self, x_TD: Tensor, context: RoutingContext) -> Tensor:
+        logits_TN = super().logits(x_TD, context)
+        previous_TN = context.previous_logits_TE
+        if previous_TN is None:
+            return logits_TN
+        if self.residual is None:
+            raise ValueError(f"{self.name}: previous_logits came, but gating_residual is off")
+        if previous_TN.shape != logits_TN.shape:
+            raise ValueError(
+                f"{self.name}: previous_logits must be {list(logits_TN.shape)}, got "
+                f"{list(previous_TN.shape)}"
+            )
+        precise = logits_TN.dtype
+        return logits_TN + F.linear(previous_TN.to(precise), self.residual.to(precise))
+
+    def choose(self, logits_TE: Tensor, context: RoutingContext) -> Choice:
+        probs_TN = logits_TE.softmax(dim=-1)
+        weights_TK, ids_TK = probs_TN.topk(self.top_k, dim=-1)
+        weights_TK = normalize(weights_TK.masked_fill(self.is_zero(ids_TK), 0.0))
+
+        def balance_loss() -> Tensor:
+            counts_N = expert_counts(ids_TK, probs_TN.shape[1]).to(probs_TN.dtype)
+            shares_N = counts_N / max(1, len(ids_TK))
+            return (self.eta(probs_TN) * shares_N * probs_TN.mean(dim=0)).sum()
+
+        own = {"heterogeneous_balance": balance_loss}
+        return Choice(ids_TK, weights_TK, logits_TE, probs_TN, own)
+
+    def finish(self, choice: Choice, context: RoutingContext) -> Routing:
+        """Splits the choices: those of experts without weights leave `ids_TK`."""
+        whole = super().finish(choice, context)
+        num_experts, num_zero = self.num_experts, self.zero_experts.total
+        is_plain_TK = whole.ids_TK < num_experts
+        is_special_TK = ~is_plain_TK & (whole.ids_TK < whole.num_experts)
+        zero = ZeroRouting(
+            (whole.ids_TK - num_experts).masked_fill(~is_special_TK, num_zero),
+            whole.weights_TK.masked_fill(~is_special_TK, 0.0),
+            num_zero,
+        )
+        slots_TK = whole.slots_TK
+        return Routing(
+            whole.ids_TK.masked_fill(~is_plain_TK, num_experts),
+            whole.weights_TK.masked_fill(~is_plain_TK, 0.0),
+            num_experts,
+            whole.losses,
+            demand_E=None if whole.demand_E is None else whole.demand_E[:num_experts],
+            slots_TK=None if slots_TK is None else slots_TK.masked_fill(~is_plain_TK, -1),
+            logits_TE=whole.logits_TE,
+            zero=zero,
+        )
+
+    def is_zero(self, ids_TK: Tensor) -> Tensor:
+        """Which choices are of the kind that returns 0: the last ones."""
+        return ids_TK >= self.num_experts + self.zero_experts.total - self.zero_experts.zero
+
+    def eta(self, like: Tensor) -> Tensor:
+        """`[N]`: 1 for experts with weights, `tau` for those without."""
+        return torch.cat(
+            [like.new_ones(self.num_experts), like.new_full((self.zero_experts.total,), self.tau)]
+        )
+
+    def slot_limit(self, group_size: int) -> int | Tensor:
+        assert self.capacity is not None, "without capacity there is no limit"
+        num_zero = self.zero_experts.total
+        share = self.capacity.factor * group_size * self.top_k
+        share /= self.tau * self.num_experts + num_zero
+        plain, special = (math.ceil(round(share * eta, 9)) for eta in (self.tau, 1.0))
+        device = self.weight.device if self.weight is not None else None
+        return torch.tensor([plain] * self.num_experts + [special] * num_zero, device=device)

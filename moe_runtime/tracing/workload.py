@@ -1,0 +1,114 @@
+"""A trace as a replay sees it: one event for every layer of every step, with its experts.
+
+Legend: T tokens, L layers, K experts a token visits, N events, E experts of a layer.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from moe_runtime.policies.prediction.base import LayerRouted, StepBegins
+from moe_runtime.tracing.format import Trace
+from moe_runtime.types import ExpertKey
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """What a store was asked for, in order of time.
+
+    Attributes:
+        trace: where it comes from.
+        keys: ``[N]`` the distinct experts of every event. A step of one token keeps the gate's
+            order; a step of several lists experts ascending, as the store is asked for them.
+        step: ``[N]`` int64, the step of each event.
+        layer: ``[N]`` int64, the layer of each event.
+    """
+
+    trace: Trace
+    keys: list[list[ExpertKey]]
+    step: np.ndarray
+    layer: np.ndarray
+
+    @property
+    def num_events(self) -> int:
+        """Layers visited over all steps."""
+        return len(self.keys)
+
+    @cached_property
+    def num_keys(self) -> np.ndarray:
+        """Experts of every event: ``[N]`` int64."""
+        return np.fromiter(map(len, self.keys), dtype=np.int64, count=len(self.keys))
+
+    @cached_property
+    def sequence_starts(self) -> list[int]:
+        """Events at which a step of another request begins, the first event included.
+
+        Requests are told apart by the first token of each step.
+        """
+        trace = self.trace
+        first = np.minimum(trace.step_start[:-1], max(0, trace.num_tokens - 1))
+        request = trace.token_request[first]
+        begins = np.flatnonzero(np.diff(request, prepend=-1))
+        return np.unique(np.searchsorted(self.step, begins)).tolist()
+
+    def routing(self, start: int, stop: int) -> Iterator[tuple[StepBegins | None, LayerRouted]]:
+        """The events as policies and predictors are told of them.
+
+        Yields:
+            For each event the layer's routing, and before the first layer of a step its tokens.
+        """
+        trace, last_step = self.trace, -1
+        ids = weights = np.zeros((0, 0, 0))
+        num_experts = trace.signature.num_experts
+        for number in range(start, stop):
+            step, layer = int(self.step[number]), int(self.layer[number])
+            begins = None
+            if step != last_step:
+                rows = trace.tokens_of(step)
+                last_step = step
+                begins = StepBegins(
+                    sequences=trace.token_request[rows], token_ids=trace.token_id[rows]
+                )
+                ids = trace.expert_ids[rows].astype(np.int64)
+                ids[ids == trace.absent] = num_experts
+                weights = trace.gate_weights[rows].astype(np.float32)
+            yield (
+                begins,
+                LayerRouted(layer=layer, expert_ids=ids[:, layer], gate_weights=weights[:, layer]),
+            )
+
+
+def workload_of(trace: Trace) -> Workload:
+    """Lists the events of a trace."""
+    signature = trace.signature
+    table = [
+        [ExpertKey(layer, expert) for expert in range(signature.num_experts)]
+        for layer in range(signature.num_layers)
+    ]
+    if np.all(np.diff(trace.step_start) == 1) and not np.any(trace.expert_ids == trace.absent):
+        return _of_single_tokens(trace, table)
+    keys: list[list[ExpertKey]] = []
+    places: list[tuple[int, int]] = []
+    for step, layer, experts in trace.accesses():
+        rows = trace.tokens_of(step)
+        if rows.stop - rows.start == 1:
+            experts = trace.expert_ids[rows.start, layer]
+            experts = experts[experts != trace.absent]
+        keys.append([table[layer][expert] for expert in experts.tolist()])
+        places.append((step, layer))
+    steps, layers = np.array(places, dtype=np.int64).reshape(-1, 2).T
+    return Workload(trace, keys, steps, layers)
+
+
+def _of_single_tokens(trace: Trace, table: list[list[ExpertKey]]) -> Workload:
+    num_tokens, num_layers, _ = trace.expert_ids.shape
+    flat = [key for keys in table for key in keys]
+    numbers = trace.expert_ids + trace.signature.num_experts * np.arange(num_layers)[:, None]
+    keys = [
+        [flat[number] for number in row]
+        for row in numbers.reshape(num_tokens * num_layers, -1).tolist()
+    ]
+    places = np.divmod(np.arange(num_tokens * num_layers), num_layers)
+    return Workload(trace, keys, *places)

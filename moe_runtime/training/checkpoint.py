@@ -1,0 +1,137 @@
+"""Checkpoints of a run: whole or absent, and complete enough to go on as if nothing had happened.
+
+A file holds parameters, buffers, optimizer states, the position in the data, the random states and
+the configuration. It is written beside its place, flushed and renamed, so a kill at any instant
+leaves the previous one.
+"""
+
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_runtime.errors import CheckpointError
+from moe_runtime.training.files import write_atomically
+
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{8})\.pt")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingState:
+    """Everything that decides how a run goes on.
+
+    Attributes:
+        step: optimizer steps taken.
+        tokens: tokens trained on.
+        elapsed_s: seconds that the steps took.
+        model: the model's state dict.
+        optimizer: the optimizer's.
+        taken: windows taken from each source.
+        random: states of torch's generators, by device.
+        settings: what must be the same when the run goes on, by dotted name.
+    """
+
+    step: int
+    tokens: int
+    elapsed_s: float
+    model: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    taken: tuple[int, ...]
+    random: Mapping[str, torch.Tensor]
+    settings: Mapping[str, Any]
+
+
+def save_checkpoint(folder: Path, state: TrainingState, *, keep: int) -> Path:
+    """Writes a checkpoint and removes the oldest beyond `keep`.
+
+    Args:
+        folder: of the checkpoints; made if missing.
+        state: what to save.
+        keep: how many stay, this one included.
+
+    Returns:
+        The file.
+
+    Raises:
+        OSError: it cannot be written; earlier checkpoints stay.
+    """
+    path = folder / f"step-{state.step:08d}.pt"
+    content = {name: getattr(state, name) for name in TrainingState.__dataclass_fields__}
+    try:
+        with write_atomically(path) as file:
+            torch.save({"format": FORMAT, **content}, file)
+    except RuntimeError as error:
+        # torch's writer reports a full disk in its own way.
+        raise OSError(f"{path}: the checkpoint cannot be written: {error}") from error
+    for old in checkpoints_in(folder)[:-keep]:
+        old.unlink()
+    return path
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The folder's checkpoints, the oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+
+
+def load_checkpoint(path: Path) -> TrainingState:
+    """Reads a checkpoint into host memory.
+
+    Raises:
+        CheckpointError: the file is damaged, or of another format.
+        OSError: it cannot be read.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        raise CheckpointError(
+            f"{path}: the checkpoint is damaged ({str(error).splitlines()[0]}); remove it to go on "
+            "from the one before"
+        ) from error
+    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+        raise CheckpointError(f"{path}: not a training checkpoint of format {FORMAT}")
+    missing = TrainingState.__dataclass_fields__.keys() - content.keys()
+    if missing:
+        raise CheckpointError(f"{path}: the checkpoint lacks {', '.join(sorted(missing))}")
+    return TrainingState(**content)
+
+
+def check_settings(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Refuses to go on with other settings than those a checkpoint was made with.
+
+    Raises:
+        CheckpointError: names the first setting that differs, and both values.
+    """
+    for name in sorted({*saved, *current}):
+        old, new = saved.get(name), current.get(name)
+        if old != new:
+            raise CheckpointError(
+                f"{path}: was made with {name} = {old!r}, the configuration now says {new!r}; "
+                "restore it, or choose another run.output"
+            )
+
+
+def random_states() -> dict[str, torch.Tensor]:
+    """States of torch's generators: of the CPU and of every CUDA device in use."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        for number, state in enumerate(torch.cuda.get_rng_state_all()):
+            states[f"cuda:{number}"] = state
+    return states
+
+
+def restore_random_states(states: Mapping[str, torch.Tensor]) -> None:
+    """Sets the generators to what `random_states` gave; devices that are absent are left out."""
+    torch.set_rng_state(states["cpu"])
+    if not torch.cuda.is_available():
+        return
+    for number in range(torch.cuda.device_count()):
+        if (state := states.get(f"cuda:{number}")) is not None:
+            torch.cuda.set_rng_state(state, number)

@@ -1,0 +1,227 @@
+"""What a training run is made of: a frozen tree, read from one TOML file."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from moe_runtime.models.lm.config import LanguageModelConfig
+
+Precision = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceConfig:
+    """A body of text and its share of the training tokens.
+
+    Attributes:
+        files: paths or glob patterns of text files, relative to the configuration file.
+        weight: share of the training windows, relative to the other sources; 0 leaves it in
+            proportion to its size.
+        held_out_files: files measured and never trained on. Without any, `held_out_share` of the
+            documents is kept apart.
+    """
+
+    files: tuple[str, ...]
+    weight: float = 0.0
+    held_out_files: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.files:
+            raise ValueError("files must name at least one file or pattern")
+        if not (self.weight >= 0 and math.isfinite(self.weight)):
+            raise ValueError(f"weight must be at least 0, got {self.weight}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerConfig:
+    """Where the tokenizer comes from: a folder, or training on the text of the run.
+
+    Attributes:
+        path: folder of a Hugging Face tokenizer, relative to the configuration file.
+        vocab_size: without a path: entries of a byte-level BPE trained on the training text.
+    """
+
+    path: Path | None = None
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.vocab_size is None):
+            raise ValueError("give either path (a tokenizer's folder) or vocab_size (to train one)")
+        if self.vocab_size is not None and self.vocab_size < 260:
+            raise ValueError(
+                "vocab_size must be at least 260 (256 bytes and the special tokens), "
+                f"got {self.vocab_size}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Text, how it is split, and how it is cut into batches.
+
+    Attributes:
+        sources: the bodies of text, by name.
+        context: tokens that a sequence predicts.
+        tokens_per_step: tokens of one optimizer step; a multiple of `context`.
+        micro_batches: parts that a step's tokens are computed in, one after another.
+        held_out_share: share of the documents kept from training.
+        document_separator: text that divides a file into documents; None makes a file one.
+        short_context: sequences are this long at first (it divides `context`); 0 never.
+        short_share: share of the steps with the short sequences.
+    """
+
+    sources: Mapping[str, SourceConfig]
+    context: int
+    tokens_per_step: int
+    micro_batches: int = 1
+    held_out_share: float = 0.05
+    document_separator: str | None = None
+    short_context: int = 0
+    short_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise ValueError("sources must name at least one body of text")
+        for name in ("context", "tokens_per_step", "micro_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.tokens_per_step % self.context:
+            raise ValueError(
+                f"tokens_per_step ({self.tokens_per_step}) must be a multiple of context "
+                f"({self.context})"
+            )
+        if self.sequences_per_step % self.micro_batches:
+            raise ValueError(
+                f"micro_batches must divide the {self.sequences_per_step} sequences of a step, "
+                f"got {self.micro_batches}"
+            )
+        if not 0 <= self.held_out_share < 1:
+            raise ValueError(f"held_out_share must lie in [0, 1), got {self.held_out_share}")
+        if self.document_separator == "":
+            raise ValueError("document_separator must not be empty")
+        if self.short_context < 0 or (self.short_context and self.context % self.short_context):
+            raise ValueError(
+                f"short_context must divide context ({self.context}), got {self.short_context}"
+            )
+        if not 0 <= self.short_share <= 1:
+            raise ValueError(f"short_share must lie in [0, 1], got {self.short_share}")
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences of full length in one optimizer step."""
+        return self.tokens_per_step // self.context
+
+    def context_at(self, step: int, num_steps: int) -> int:
+        """Tokens a sequence has at a step: the short context first, then the full one."""
+        is_short = self.short_context and step < self.short_share * num_steps
+        return self.short_context if is_short else self.context
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW, its schedule and its clipping.
+
+    Attributes:
+        peak_rate: learning rate at the end of the warm-up.
+        warmup_steps: steps of linear warm-up.
+        final_share: share of the peak that the cosine ends at.
+        betas: decay of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled decay of matrices; norms and biases do not decay.
+        clip_norm: largest global norm of the gradients; 0 does not clip.
+    """
+
+    peak_rate: float
+    warmup_steps: int = 0
+    final_share: float = 0.1
+    betas: tuple[float, ...] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.peak_rate > 0 and math.isfinite(self.peak_rate)):
+            raise ValueError(f"peak_rate must be positive, got {self.peak_rate}")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be at least 0, got {self.warmup_steps}")
+        if not 0 <= self.final_share <= 1:
+            raise ValueError(f"final_share must lie in [0, 1], got {self.final_share}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be two numbers in [0, 1), got {list(self.betas)}")
+        if not self.eps > 0:
+            raise ValueError(f"eps must be positive, got {self.eps}")
+        for name in ("weight_decay", "clip_norm"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """The run itself: how long, where to, how.
+
+    Attributes:
+        output: folder of the run, relative to the configuration file.
+        steps: optimizer steps.
+        seed: decides the initial weights, the order of the data and the noise of gates.
+        precision: dtype of the matrix products; weights and optimizer states stay float32.
+        device: auto, cpu, cuda or cuda:N.
+        threads: threads of torch; 0 leaves torch's choice.
+        recompute: keep a block's input instead of its activations, and compute it twice.
+        log_every: steps between progress lines.
+        evaluate_every: steps between measurements on held-out text; 0 measures at the end only.
+        evaluate_tokens: most held-out tokens measured of each source.
+        checkpoint_every: steps between checkpoints; 0 writes one at the end only.
+        keep_checkpoints: how many of the newest stay.
+        tensorboard: also write TensorBoard's event files.
+        export_dtype: dtype of the exported Hugging Face checkpoint.
+    """
+
+    output: Path
+    steps: int
+    seed: int = 0
+    precision: Precision = "float32"
+    device: str = "auto"
+    threads: int = 0
+    recompute: bool = False
+    log_every: int = 10
+    evaluate_every: int = 0
+    evaluate_tokens: int = 16_384
+    checkpoint_every: int = 500
+    keep_checkpoints: int = 2
+    tensorboard: bool = False
+    export_dtype: Precision = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "log_every", "evaluate_tokens", "keep_checkpoints"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("seed", "threads", "evaluate_every", "checkpoint_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """A whole training run.
+
+    Attributes:
+        run: how long, where to, how.
+        model: its architecture; `vocab_size` is the tokenizer's.
+        data: text and batches.
+        tokenizer: where it comes from.
+        optimizer: AdamW and its schedule.
+    """
+
+    run: RunConfig
+    model: LanguageModelConfig
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    optimizer: OptimizerConfig
+
+    def __post_init__(self) -> None:
+        if self.data.context > self.model.max_positions:
+            raise ValueError(
+                f"data.context ({self.data.context}) must be at most model.max_positions "
+                f"({self.model.max_positions})"
+            )

@@ -1,0 +1,154 @@
+"""Frozen dataclasses from TOML tables: every key checked, every complaint with its full name."""
+
+import dataclasses
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from moe_runtime.config import nearest
+
+_Config = TypeVar("_Config")
+
+
+def read_tree(cls: type[_Config], path: Path, *, settings: tuple[str, ...] = ()) -> _Config:
+    """Reads a TOML file as a tree of dataclasses.
+
+    Args:
+        cls: a dataclass whose fields are numbers, texts, booleans, paths, tuples of these,
+            mappings, or further dataclasses.
+        path: the file.
+        settings: `key.inner=value` each, value in TOML's notation; they override the file.
+
+    Raises:
+        ValueError: the file is not TOML; a key is unknown (the nearest one is named), missing, or
+            has a value of the wrong type or out of range.
+        OSError: the file cannot be read.
+    """
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not a TOML file: {error}") from None
+    for setting in settings:
+        _override(tree, setting)
+    try:
+        return build_tree(cls, tree)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def build_tree(cls: type[_Config], values: Mapping[str, Any], *, where: str = "") -> _Config:
+    """Builds a dataclass from a mapping; the counterpart of `dataclasses.asdict`.
+
+    Args:
+        cls: the dataclass.
+        values: its fields by name, nested mappings for nested dataclasses.
+        where: the dotted name of this table, for messages.
+
+    Raises:
+        ValueError: as for `read_tree`.
+    """
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(cls)
+    place = f"[{where}]" if where else "the file"
+    for key in values:
+        if key not in fields:
+            raise ValueError(f"unknown key {_dotted(where, key)!r}; {nearest(key, fields)}")
+    for name, field in fields.items():
+        required = (
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        )
+        if required and name not in values:
+            raise ValueError(f"{place} lacks the key {_dotted(where, name)!r}")
+    converted = {
+        key: _convert(hints[key], value, _dotted(where, key)) for key, value in values.items()
+    }
+    try:
+        return cls(**converted)
+    except (ValueError, TypeError) as error:
+        # The dataclass's own checks know their field, not the table it stands in.
+        raise ValueError(f"{place}: {error}") from None
+
+
+def _override(tree: dict[str, Any], setting: str) -> None:
+    key, equals, text = setting.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ValueError(f"expected KEY=VALUE such as schedule.steps=100, got {setting!r}")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        # A bare word is a text: run.output=runs/a needs no quotes inside the shell's.
+        value = text.strip()
+    *tables, last = key.split(".")
+    for table in tables:
+        tree = tree.setdefault(table, {})
+        if not isinstance(tree, dict):
+            raise ValueError(f"{key}: {table!r} is not a table")
+    tree[last] = value
+
+
+def _convert(hint: Any, value: Any, name: str) -> Any:
+    """A TOML value as the field's type, or an error that says which type was expected."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return _convert_union(arguments, value, name)
+    if origin is typing.Literal:
+        return _choose(arguments, value, name)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{name} must be a list, got {value!r}")
+        inner = arguments[0]
+        return tuple(_convert(inner, item, f"{name}[{i}]") for i, item in enumerate(value))
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{name} must be a table, got {value!r}")
+        return build_tree(typing.cast(type[Any], hint), value, where=name)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{name} must be a table, got {value!r}")
+        return {key: _convert(arguments[1], item, f"{name}.{key}") for key, item in value.items()}
+    return _convert_scalar(hint, value, name)
+
+
+def _convert_union(arguments: tuple[Any, ...], value: Any, name: str) -> Any:
+    """`X | None`, and alternatives of which a text is one."""
+    if value is None and type(None) in arguments:
+        return None
+    options = [argument for argument in arguments if argument is not type(None)]
+    if len(options) == 1:
+        return _convert(options[0], value, name)
+    for option in options:
+        try:
+            return _convert(option, value, name)
+        except ValueError:
+            continue
+    expected = " or ".join(getattr(option, "__name__", str(option)) for option in options)
+    raise ValueError(f"{name} must be {expected}, got {value!r}")
+
+
+def _choose(choices: tuple[Any, ...], value: Any, name: str) -> Any:
+    if value in choices:
+        return value
+    hint = nearest(value, map(str, choices)) if isinstance(value, str) else f"known: {choices}"
+    raise ValueError(f"{name} is {value!r}; {hint}")
+
+
+def _convert_scalar(hint: Any, value: Any, name: str) -> Any:
+    if hint is Any:
+        return value
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    # bool is an int to Python, and never meant as one in a configuration.
+    if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+        return value
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+    raise ValueError(f"{name} must be {words.get(hint, hint.__name__)}, got {value!r}")
+
+
+def _dotted(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key

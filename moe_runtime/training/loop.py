@@ -1,0 +1,267 @@
+"""The training loop: batches in, steps, records and checkpoints out."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moe_runtime.models.lm.model import Losses
+from moe_runtime.training.batches import Batches, DataPosition, shorten
+from moe_runtime.training.checkpoint import (
+    TrainingState,
+    random_states,
+    restore_random_states,
+    save_checkpoint,
+)
+from moe_runtime.training.config import TrainConfig
+from moe_runtime.training.metrics import EvaluationRecord, MetricsSink, Record, StepRecord
+from moe_runtime.training.optimizer import Optimizer
+from moe_runtime.training.schedule import learning_rate
+
+_MOST_SKIPPED = 10
+
+
+class TrainableModel(Protocol):
+    """What the loop asks of a model; `LanguageModel` is one."""
+
+    def losses(self, ids_BC: Tensor, targets_BC: Tensor, /) -> Losses:
+        """Losses of token ids `[B, C]` and the tokens after them."""
+        ...
+
+    def after_step(self) -> None:
+        """Called after every optimizer step."""
+        ...
+
+    def train(self) -> object:
+        """Before training."""
+        ...
+
+    def eval(self) -> object:
+        """Before measuring."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters and buffers."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
+        """Takes up what `state_dict` gave."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRun:
+    """What the loop works with.
+
+    Attributes:
+        config: of the run.
+        model: trained in place, on `device`.
+        optimizer: of the model's parameters.
+        batches: windows of training text.
+        held_out: windows `[N, C + 1]` of held-out text, by source; may be empty.
+        held_out_weights: share of each source in the mean.
+        device: where the model lies.
+        checkpoints: folder for them.
+        settings: what a resumed run must agree in.
+        sinks: where records go.
+    """
+
+    config: TrainConfig
+    model: TrainableModel
+    optimizer: Optimizer
+    batches: Batches
+    held_out: Mapping[str, npt.NDArray[np.int64]]
+    held_out_weights: Mapping[str, float]
+    device: torch.device
+    checkpoints: Path
+    settings: Mapping[str, Any]
+    sinks: Sequence[MetricsSink] = field(default_factory=tuple)
+
+
+class Trainer:
+    """Takes the steps of a run.
+
+    Args:
+        run: what it works with.
+    """
+
+    def __init__(self, run: TrainingRun) -> None:
+        self._run = run
+        self._config = run.config
+        self.step = 0
+        self.tokens = 0
+        self.elapsed_s = 0.0
+        self.num_skipped = 0
+        self._skipped_in_a_row = 0
+        self._saved_step = -1
+
+    def restore(self, state: TrainingState) -> None:
+        """Goes on from a checkpoint.
+
+        Raises:
+            ValueError: it does not fit the model.
+        """
+        try:
+            self._run.model.load_state_dict(dict(state.model))
+        except RuntimeError as error:
+            raise ValueError(f"the checkpoint does not fit the model: {error}") from None
+        self._run.optimizer.load_state_dict(dict(state.optimizer))
+        self._run.batches.seek(DataPosition(tuple(state.taken)))
+        restore_random_states(state.random)
+        self.step, self.tokens, self.elapsed_s = state.step, state.tokens, state.elapsed_s
+        self._saved_step = state.step
+
+    def train(
+        self, *, should_stop: Callable[[], bool], on_record: Callable[[Record], None]
+    ) -> bool:
+        """Takes steps until the run is complete or somebody wants it to stop.
+
+        Either way a checkpoint of the last step is left behind.
+
+        Args:
+            should_stop: asked after every step.
+            on_record: called with every record, after the sinks.
+
+        Returns:
+            Whether the run is complete.
+
+        Raises:
+            ValueError: the run diverged: scores are not numbers, or the gradients of ten steps in
+                a row.
+            OSError: a checkpoint or a record cannot be written.
+        """
+        run = self._config.run
+        while self.step < run.steps:
+            self._emit(self._take_step(), on_record)
+            is_last = self.step == run.steps
+            if is_last or _is_due(self.step, run.evaluate_every):
+                self._evaluate(on_record)
+            if is_last or _is_due(self.step, run.checkpoint_every):
+                self.save()
+            if should_stop():
+                break
+        self.save()
+        return self.step >= run.steps
+
+    def save(self) -> None:
+        """Writes a checkpoint, unless the last one is of this step."""
+        if self._saved_step == self.step:
+            return
+        state = TrainingState(
+            step=self.step,
+            tokens=self.tokens,
+            elapsed_s=self.elapsed_s,
+            model=self._run.model.state_dict(),
+            optimizer=self._run.optimizer.state_dict(),
+            taken=self._run.batches.position.taken,
+            random=random_states(),
+            settings=dict(self._run.settings),
+        )
+        save_checkpoint(self._run.checkpoints, state, keep=self._config.run.keep_checkpoints)
+        self._saved_step = self.step
+
+    def _take_step(self) -> StepRecord:
+        started = time.perf_counter()
+        config = self._config
+        rate = learning_rate(config.optimizer, self.step, config.run.steps)
+        losses = [self._backward(inputs) for inputs in self._micro_batches()]
+        outcome = self._run.optimizer.step(rate)
+        self._run.model.after_step()
+        self._count_skipped(outcome.bad_parameters)
+        self.step += 1
+        self.tokens += config.data.tokens_per_step
+        step_s = time.perf_counter() - started
+        self.elapsed_s += step_s
+        load = [value for value in (part.max_load for part in losses) if value is not None]
+        dropped = [v for v in (part.dropped_share for part in losses) if v is not None]
+        return StepRecord(
+            step=self.step,
+            loss=_mean([part.cross_entropy for part in losses]),
+            aux_loss=_mean([part.auxiliary for part in losses]),
+            rate=rate,
+            gradient_norm=outcome.gradient_norm if math.isfinite(outcome.gradient_norm) else None,
+            tokens=self.tokens,
+            step_s=step_s,
+            max_load=_mean(load) if load else None,
+            dropped_share=_mean(dropped) if dropped else None,
+            is_skipped=bool(outcome.bad_parameters),
+        )
+
+    def _micro_batches(self) -> list[Tensor]:
+        """The step's tokens, in the parts that are computed one after another."""
+        data = self._config.data
+        windows = self._run.batches.draw(data.sequences_per_step)
+        context = data.context_at(self.step, self._config.run.steps)
+        if context != data.context:
+            windows = shorten(windows, context)
+        return list(torch.from_numpy(windows).chunk(data.micro_batches))
+
+    def _backward(self, windows: Tensor) -> Losses:
+        """Adds the gradients of one part; returns its losses, detached."""
+        self._run.model.train()
+        with self._autocast():
+            losses = self._losses(windows)
+        total = (losses.cross_entropy + losses.auxiliary) / self._config.data.micro_batches
+        self._run.optimizer.backward(total)
+        return losses.detach()
+
+    def _losses(self, windows: Tensor) -> Losses:
+        windows = windows.to(self._run.device)
+        return self._run.model.losses(windows[:, :-1], windows[:, 1:])
+
+    def _autocast(self) -> torch.autocast:
+        is_half = self._config.run.precision == "bfloat16"
+        return torch.autocast(self._run.device.type, dtype=torch.bfloat16, enabled=is_half)
+
+    def _count_skipped(self, bad_parameters: tuple[str, ...]) -> None:
+        if not bad_parameters:
+            self._skipped_in_a_row = 0
+            return
+        self.num_skipped += 1
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row >= _MOST_SKIPPED:
+            raise ValueError(
+                f"the gradients of {_MOST_SKIPPED} steps in a row were not finite (the last in "
+                f"{bad_parameters[0]} and {len(bad_parameters) - 1} others); lower "
+                "optimizer.peak_rate or raise optimizer.warmup_steps"
+            )
+
+    @torch.no_grad()
+    def _evaluate(self, on_record: Callable[[Record], None]) -> None:
+        """Measures the held-out text and emits the record; without any text, does nothing."""
+        if not self._run.held_out:
+            return
+        self._run.model.eval()
+        nats: dict[str, float] = {}
+        rows = max(1, self._config.data.sequences_per_step // self._config.data.micro_batches)
+        for name, windows in self._run.held_out.items():
+            with self._autocast():
+                parts = [
+                    float(self._losses(part).cross_entropy) * len(part)
+                    for part in torch.from_numpy(windows).split(rows)
+                ]
+            nats[name] = sum(parts) / len(windows)
+        weights = {name: self._run.held_out_weights[name] for name in nats}
+        mean = sum(weights[name] * nats[name] for name in nats) / sum(weights.values())
+        record = EvaluationRecord(step=self.step, held_out=nats, held_out_mean=mean)
+        self._emit(record, on_record)
+
+    def _emit(self, record: Record, on_record: Callable[[Record], None]) -> None:
+        for sink in self._run.sinks:
+            sink.write(record)
+        on_record(record)
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _mean(values: Sequence[Tensor]) -> float:
+    return float(torch.stack([value.float() for value in values]).mean())

@@ -1,0 +1,151 @@
+"""What a run reports: one record a step, kept as lines of JSON and, if wanted, for TensorBoard."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from moe_runtime.training.files import write_atomically
+
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One optimizer step.
+
+    Attributes:
+        step: its number, the first is 1.
+        loss: mean cross-entropy of its tokens, nats.
+        aux_loss: what the gates' losses added, their coefficients included.
+        rate: learning rate.
+        gradient_norm: before clipping; None if it was not finite.
+        tokens: tokens trained on so far.
+        step_s: seconds that the step took.
+        max_load: demand of the busiest expert over the mean, averaged over the layers; 1 is even.
+        dropped_share: share of the choices that capacity took away.
+        is_skipped: the gradients were not finite and nothing was changed.
+    """
+
+    step: int
+    loss: float
+    aux_loss: float
+    rate: float
+    gradient_norm: float | None
+    tokens: int
+    step_s: float
+    max_load: float | None = None
+    dropped_share: float | None = None
+    is_skipped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationRecord:
+    """Held-out loss after a step.
+
+    Attributes:
+        step: steps taken.
+        held_out: nats per token, by source.
+        held_out_mean: mean of the sources, weighted as training mixes them.
+    """
+
+    step: int
+    held_out: dict[str, float]
+    held_out_mean: float
+
+
+Record = StepRecord | EvaluationRecord
+
+
+class MetricsSink(Protocol):
+    """Where records go."""
+
+    def write(self, record: Record) -> None:
+        """Takes one record."""
+        ...
+
+    def close(self) -> None:
+        """Brings everything to its place."""
+        ...
+
+
+class JsonLines:
+    """Records as lines of JSON in the run's folder.
+
+    Args:
+        folder: the run's folder.
+        first_step: steps already taken; lines of later ones, which a killed run wrote after its
+            last checkpoint, are removed.
+
+    Raises:
+        OSError: the file cannot be read or written.
+    """
+
+    def __init__(self, folder: Path, *, first_step: int) -> None:
+        path = folder / METRICS_FILE
+        kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= first_step]
+        with write_atomically(path) as file:
+            file.writelines(f"{line}\n".encode() for line in kept)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: Record) -> None:
+        """Appends one line."""
+        self._file.write(json.dumps(asdict(record)) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """All records of a run, in order; a last line that was cut short is left out."""
+    return [json.loads(line) for line in _whole_lines(folder / METRICS_FILE)]
+
+
+def _whole_lines(path: Path) -> list[str]:
+    if not path.is_file():
+        return []
+    text = path.read_text(encoding="utf-8")
+    # Only what ends in a line break was written completely.
+    return text.split("\n")[:-1]
+
+
+class TensorBoard:
+    """Records as TensorBoard's scalars.
+
+    Args:
+        folder: for the event files.
+        first_step: steps already taken; what an earlier run logged after it is hidden.
+
+    Raises:
+        ValueError: the package `tensorboard` is not installed.
+    """
+
+    def __init__(self, folder: Path, *, first_step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ValueError(
+                "run.tensorboard needs the package tensorboard: pip install 'moe-runtime[train]'"
+            ) from None
+        self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
+
+    def write(self, record: Record) -> None:
+        """Adds the record's numbers under its step."""
+        for name, value in _scalars(record):
+            self._writer.add_scalar(name, value, record.step)
+
+    def close(self) -> None:
+        """Writes what is buffered."""
+        self._writer.close()
+
+
+def _scalars(record: Record) -> Sequence[tuple[str, float]]:
+    if isinstance(record, EvaluationRecord):
+        named = [(f"held_out/{name}", value) for name, value in record.held_out.items()]
+        return [*named, ("held_out/mean", record.held_out_mean)]
+    values = asdict(record)
+    del values["step"]
+    return [(f"train/{name}", float(value)) for name, value in values.items() if value is not None]

@@ -1,0 +1,27 @@
+"""The learning rate over the steps: linear warm-up, then a cosine.
+
+Source: Loshchilov and Hutter, "SGDR" (2017), without restarts.
+"""
+
+import math
+
+from moe_runtime.training.config import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
+    """The rate of one step.
+
+    Rises linearly over the first `warmup_steps` and reaches the peak at the last of them; then
+    falls along half a cosine and ends at `final_share` of the peak with the last step.
+
+    Args:
+        config: the peak and the shape.
+        step: number of the step, the first is 0.
+        num_steps: steps of the whole run.
+    """
+    if step < config.warmup_steps:
+        return config.peak_rate * (step + 1) / config.warmup_steps
+    remaining = num_steps - 1 - config.warmup_steps
+    progress = min(1.0, (step - config.warmup_steps) / remaining) if remaining > 0 else 1.0
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.peak_rate * (config.final_share + (1 - config.final_share) * cosine)

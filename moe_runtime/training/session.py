@@ -1,0 +1,295 @@
+"""From a configuration to a run that can begin: text, tokens, model, optimizer, folders.
+
+A run's folder holds `checkpoints/`, `metrics.jsonl`, `data/` (encoded text), `tokenizer/` (if it
+was trained), `tensorboard/` (if asked for) and at the end `model/` (the Hugging Face checkpoint)
+and `summary.json`.
+"""
+
+import dataclasses
+import json
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moe_runtime.errors import CheckpointError
+from moe_runtime.models.lm.export import export_hugging_face
+from moe_runtime.models.lm.model import LanguageModel
+from moe_runtime.training.batches import Batches, held_out_windows
+from moe_runtime.training.checkpoint import check_settings, checkpoints_in, load_checkpoint
+from moe_runtime.training.config import TrainConfig
+from moe_runtime.training.files import write_atomically
+from moe_runtime.training.loop import Trainer, TrainingRun
+from moe_runtime.training.metrics import JsonLines, MetricsSink, TensorBoard, read_records
+from moe_runtime.training.optimizer import Optimizer
+from moe_runtime.training.text import read_corpus
+from moe_runtime.training.tokens import TokenStreams, encode_corpus, obtain_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SUMMARY_FILE = "summary.json"
+
+# What may change when a run goes on: it decides where and how fast, not which numbers come out.
+_FREE_NAMES = (
+    *("output", "device", "threads", "recompute", "log_every", "evaluate_every"),
+    *("evaluate_tokens", "checkpoint_every", "keep_checkpoints", "tensorboard", "export_dtype"),
+)
+_FREE = frozenset(f"run.{name}" for name in _FREE_NAMES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """Everything that a run needs before its first step.
+
+    Attributes:
+        config: with the vocabulary of the tokenizer.
+        output: the run's folder.
+        tokenizer: of the text.
+        streams: encoded text by source.
+        batches: windows of it.
+        held_out: held-out windows by source; sources without any are left out.
+        model: freshly initialised, on the device.
+        device: where the run computes.
+    """
+
+    config: TrainConfig
+    output: Path
+    tokenizer: "PreTrainedTokenizerBase"
+    streams: Mapping[str, TokenStreams]
+    batches: Batches
+    held_out: Mapping[str, npt.NDArray[np.int64]]
+    model: LanguageModel
+    device: torch.device
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the run's checkpoints."""
+        return self.output / "checkpoints"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What must be the same when the run goes on, by dotted name."""
+        flat = dict(_flatten(dataclasses.asdict(self.config), ""))
+        kept = {name: value for name, value in flat.items() if name not in _FREE}
+        for name, stream in self.streams.items():
+            kept[f"text of source {name!r}"] = stream.fingerprint
+        return kept
+
+
+def prepare(
+    config: TrainConfig, folder: Path, *, on_stage: Callable[[str], None] = lambda stage: None
+) -> Preparation:
+    """Reads and encodes the text and builds the model.
+
+    Args:
+        config: of the run.
+        folder: what relative paths start from: that of the configuration file.
+        on_stage: called with a word on what is being done.
+
+    Raises:
+        ValueError: text, tokenizer or model cannot be as configured.
+        OSError: a file cannot be read or written.
+    """
+    device = _device(config.run.device)
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    output = folder / config.run.output.expanduser()
+    on_stage("reading the text")
+    corpora = {
+        name: read_corpus(name, source, config.data, folder)
+        for name, source in config.data.sources.items()
+    }
+    on_stage("preparing the tokenizer")
+    tokenizer = obtain_tokenizer(
+        config.tokenizer, corpora, folder=folder, saved=output / "tokenizer"
+    )
+    on_stage("encoding the text")
+    streams = {
+        name: encode_corpus(corpus, tokenizer, cache=output / "data", name=name)
+        for name, corpus in corpora.items()
+    }
+    config = _with_vocabulary(config, tokenizer)
+    batches = Batches(
+        {name: stream.training for name, stream in streams.items()},
+        {name: source.weight for name, source in config.data.sources.items()},
+        context=config.data.context,
+        seed=config.run.seed,
+    )
+    held_out = {
+        name: held_out_windows(
+            stream.held_out, context=config.data.context, most_tokens=config.run.evaluate_tokens
+        )
+        for name, stream in streams.items()
+    }
+    on_stage("building the model")
+    torch.manual_seed(config.run.seed)
+    return Preparation(
+        config=config,
+        output=output,
+        tokenizer=tokenizer,
+        streams=streams,
+        batches=batches,
+        held_out={name: windows for name, windows in held_out.items() if len(windows)},
+        model=LanguageModel(config.model, recompute=config.run.recompute).to(device),
+        device=device,
+    )
+
+
+def start(preparation: Preparation, *, resume: bool) -> Trainer:
+    """A trainer at the beginning of the run, or at its last checkpoint.
+
+    Args:
+        preparation: as `prepare` gave it.
+        resume: go on from the newest checkpoint; without one, begin.
+
+    Raises:
+        CheckpointError: the folder holds checkpoints and `resume` was not asked for, or the newest
+            is damaged or was made with other settings.
+        ValueError: a package for the logs is missing.
+        OSError: the folder cannot be written.
+    """
+    found = checkpoints_in(preparation.checkpoints)
+    if found and not resume:
+        raise CheckpointError(
+            f"{preparation.output}: holds a run already (the last checkpoint is "
+            f"{found[-1].name}); --resume goes on with it, another run.output begins anew"
+        )
+    state = load_checkpoint(found[-1]) if found else None
+    if state is not None:
+        check_settings(found[-1], state.settings, preparation.settings)
+    first_step = 0 if state is None else state.step
+    run = TrainingRun(
+        config=preparation.config,
+        model=preparation.model,
+        optimizer=Optimizer(preparation.model, preparation.config.optimizer),
+        batches=preparation.batches,
+        held_out=preparation.held_out,
+        held_out_weights=_mixture(preparation),
+        device=preparation.device,
+        checkpoints=preparation.checkpoints,
+        settings=preparation.settings,
+        sinks=_sinks(preparation, first_step),
+    )
+    trainer = Trainer(run)
+    if state is not None:
+        trainer.restore(state)
+    return trainer
+
+
+def finish(preparation: Preparation, trainer: Trainer, *, export: bool) -> dict[str, Any]:
+    """Exports the model and writes `summary.json`.
+
+    Args:
+        preparation: of the run.
+        trainer: after its last step.
+        export: also write the Hugging Face checkpoint into `model/`.
+
+    Returns:
+        The summary: versions, steps, tokens, seconds, last losses, folder of the model.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    folder = preparation.output / "model" if export else None
+    if folder is not None:
+        tokenizer: Any = preparation.tokenizer
+        ids = {
+            f"{name}_token_id": getattr(tokenizer, f"{name}_token_id")
+            for name in ("bos", "eos", "pad")
+        }
+        dtype = DTYPES[preparation.config.run.export_dtype]
+        export_hugging_face(preparation.model, folder, dtype=dtype, special_tokens=ids)
+        tokenizer.save_pretrained(folder)
+    summary = _summary(preparation, trainer, folder)
+    with write_atomically(preparation.output / SUMMARY_FILE) as file:
+        file.write((json.dumps(summary, indent=1) + "\n").encode())
+    return summary
+
+
+def _summary(preparation: Preparation, trainer: Trainer, folder: Path | None) -> dict[str, Any]:
+    import transformers
+
+    records = read_records(preparation.output)
+    losses = [record["loss"] for record in records if "loss" in record]
+    held_out = [record for record in records if "held_out" in record]
+    return {
+        "steps": trainer.step,
+        "tokens": trainer.tokens,
+        "elapsed_s": round(trainer.elapsed_s, 3),
+        "tokens_per_s": round(trainer.tokens / trainer.elapsed_s, 1) if trainer.elapsed_s else None,
+        "skipped_steps": trainer.num_skipped,
+        "loss": losses[-1] if losses else None,
+        "held_out": held_out[-1]["held_out"] if held_out else {},
+        "held_out_mean": held_out[-1]["held_out_mean"] if held_out else None,
+        "parameters": preparation.model.num_parameters(),
+        "active_parameters": preparation.model.num_active_parameters(),
+        "output": str(preparation.output),
+        "model": None if folder is None else str(folder),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+def _mixture(preparation: Preparation) -> dict[str, float]:
+    """Share of each source, as the batches have it: by weight, else by size."""
+    sources = preparation.config.data.sources
+    return {
+        name: sources[name].weight or float(len(stream.training))
+        for name, stream in preparation.streams.items()
+    }
+
+
+def _sinks(preparation: Preparation, first_step: int) -> list[MetricsSink]:
+    sinks: list[MetricsSink] = []
+    if preparation.config.run.tensorboard:
+        sinks.append(TensorBoard(preparation.output / "tensorboard", first_step=first_step))
+    sinks.append(JsonLines(preparation.output, first_step=first_step))
+    return sinks
+
+
+def _with_vocabulary(config: TrainConfig, tokenizer: "PreTrainedTokenizerBase") -> TrainConfig:
+    """The configuration with the tokenizer's vocabulary where it names none."""
+    size = len(tokenizer)
+    if config.model.vocab_size is not None:
+        if config.model.vocab_size < size:
+            raise ValueError(
+                f"model.vocab_size must be at least the tokenizer's {size}, "
+                f"got {config.model.vocab_size}"
+            )
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"run.device must be auto, cpu, cuda or cuda:N, got {name!r}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"run.device is {name!r}, but torch sees no CUDA device here")
+    return device
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Leaves by dotted name; paths and file lists are left out, the text itself counts."""
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{name}.")
+        elif isinstance(value, tuple):
+            if key not in ("files", "held_out_files"):
+                yield name, list(value)
+        elif not isinstance(value, Path):
+            yield name, value

@@ -1,0 +1,80 @@
+"""Static pinning: keeps the keys that a trace used most, whatever happens now."""
+
+import heapq
+from collections.abc import Mapping
+
+import numpy as np
+
+from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K
+from moe_runtime.policies.eviction.ranking import Ranking
+from moe_runtime.policies.prediction.base import Routes
+from moe_runtime.types import ExpertKey
+
+
+def popularity(routes: Routes) -> dict[ExpertKey, int]:
+    """Counts the tokens that visited each expert."""
+    shape = routes.shape
+    return {
+        ExpertKey(layer, expert): count
+        for layer in range(shape.num_layers)
+        for expert, count in enumerate(
+            np.bincount(
+                routes.expert_ids[:, layer].ravel(), minlength=shape.num_experts + 1
+            ).tolist()[: shape.num_experts]
+        )
+    }
+
+
+class StaticPopularity(EvictionPolicy[K]):
+    """Keeps the keys of largest weight; a key below all that are held is not kept.
+
+    Among equal weights the lowest slot goes first: slots fill in order, and a newcomer takes the
+    slot of its victim.
+
+    Args:
+        weights: uses of each key in a trace; a key that is absent has none.
+    """
+
+    may_decline: bool = True
+
+    def __init__(self, weights: Mapping[K, float]) -> None:
+        self._weights = weights
+        self._ranking: Ranking[K] = Ranking()
+        self._free_slots: list[int] = []
+
+    def touch(self, key: K) -> None:
+        """A use changes nothing."""
+        if key not in self._ranking:
+            raise KeyError(key)
+
+    def insert(self, key: K) -> None:
+        """Starts to hold a key in the lowest free slot."""
+        if key in self._ranking:
+            raise ValueError(f"{key} is held already")
+        slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._ranking)
+        self._ranking.add(key, (self._weights.get(key, 0), slot))
+
+    def remove(self, key: K) -> None:
+        """Stops holding a key and frees its slot."""
+        _, slot = self._ranking[key]
+        self._ranking.remove(key)
+        heapq.heappush(self._free_slots, slot)
+
+    def victim(self, evictable: Evictable, incoming: K) -> K | None:
+        """The evictable key of smallest weight, or the incoming one if its weight is smaller."""
+        smallest = self._ranking.smallest(evictable)
+        if smallest is not None and self._weights.get(incoming, 0) < self._ranking[smallest][0]:
+            return incoming
+        return smallest
+
+    def check(self) -> None:
+        """Proves that slots are used once."""
+        self._ranking.check()
+        slots = [self._ranking[key][1] for key in self._ranking] + self._free_slots
+        assert sorted(slots) == list(range(len(slots)))
+
+    def __len__(self) -> int:
+        return len(self._ranking)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._ranking

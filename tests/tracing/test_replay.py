@@ -1,0 +1,121 @@
+"""Replaying a trace counts what a literal cache counts, and no policy beats the optimum."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from literal_replay import literal_replay
+from synthetic_routes import make_routes
+
+from moe_runtime.policies.eviction import POLICIES, Setting, make_global_policy, make_policy
+from moe_runtime.policies.prediction import Routes, Shape
+from moe_runtime.tracing import Trace
+from moe_runtime.tracing.replay import DemandReplay, replay_demand
+from moe_runtime.tracing.workload import workload_of
+from moe_runtime.types import ExpertKey, ModelSignature
+
+SHAPE = Shape(num_layers=3, num_experts=8, top_k=2)
+ROUTES = make_routes(SHAPE, num_sequences=4, length=15, seed=5)
+
+
+def trace_of(routes: Routes, step_lengths: list[int] | None = None) -> Trace:
+    """A trace with the given steps, of one decoded token each unless said otherwise."""
+    lengths = step_lengths or [1] * routes.num_tokens
+    request = np.repeat(np.arange(routes.num_sequences), np.diff(routes.offsets))
+    shape = routes.shape
+    return Trace(
+        version=1,
+        signature=ModelSignature(
+            model_type="synthetic",
+            num_layers=shape.num_layers,
+            num_experts=shape.num_experts,
+            top_k=shape.top_k,
+            vocab_size=100,
+        ),
+        step_phase=np.ones(len(lengths), np.uint8),
+        step_start=np.cumsum([0, *lengths]).astype(np.int64),
+        token_request=request.astype(np.int32),
+        token_id=routes.token_ids.astype(np.int32),
+        token_position=(np.arange(routes.num_tokens) - routes.offsets[request]).astype(np.int32),
+        expert_ids=routes.expert_ids.astype(np.uint8),
+        gate_weights=routes.gate_weights.astype(np.float16),
+    )
+
+
+def replayed(
+    trace: Trace, policy: str, capacity: int, *, shared_pool: bool, reset: bool = False
+) -> DemandReplay:
+    def make(events):
+        setting = Setting(shape=SHAPE, training=ROUTES, future=events)
+        if shared_pool:
+            return make_global_policy(policy, setting=setting)
+        return make_policy(policy, num_slots=capacity * SHAPE.num_layers, setting=setting)
+
+    return replay_demand(workload_of(trace), make, capacity, reset_per_sequence=reset)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize(
+    ("shared_pool", "capacity"), [(False, 2), (False, 5), (True, 6), (True, 13)]
+)
+@pytest.mark.parametrize("policy", ["lru", "lfu", "static", "belady", "belady-bypass"])
+def test_hits_are_those_of_a_literal_cache(policy, shared_pool, capacity, reset):
+    replay = replayed(trace_of(ROUTES), policy, capacity, shared_pool=shared_pool, reset=reset)
+    hits, full = literal_replay(
+        ROUTES.expert_ids,
+        ROUTES.offsets[:-1].tolist(),
+        SHAPE.num_experts,
+        policy,
+        capacity,
+        shared_pool=shared_pool,
+        reset=reset,
+    )
+    assert replay.num_accesses == ROUTES.expert_ids.size
+    assert replay.num_hits == hits
+    assert round(replay.all_resident_rate * replay.workload.num_events) == full
+    layers = replay.hit_rate_by_layer()
+    assert layers.mean() == pytest.approx(replay.hit_rate)
+    assert replay.loads_per_event == pytest.approx(2 * (1 - replay.hit_rate))
+
+
+@pytest.mark.parametrize("shared_pool", [False, True])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_no_policy_beats_the_optimum(policy, shared_pool):
+    trace = trace_of(make_routes(SHAPE, num_sequences=6, length=60, seed=1))
+    for capacity in (3, 6):
+        slots = capacity * (SHAPE.num_layers if shared_pool else 1)
+        bound = "belady-bypass" if make_declines(policy) else "belady"
+        best = replayed(trace, bound, slots, shared_pool=shared_pool)
+        assert replayed(trace, policy, slots, shared_pool=shared_pool).num_hits <= best.num_hits
+
+
+def make_declines(policy: str) -> bool:
+    return POLICIES[policy](Setting(shape=SHAPE, training=ROUTES, future=[]))().may_decline
+
+
+def test_a_step_of_many_tokens_asks_for_each_expert_once():
+    trace = trace_of(ROUTES, [5] * 12)
+    workload = workload_of(trace)
+    assert workload.num_events == 12 * 3
+    first = sorted(set(ROUTES.expert_ids[:5, 0].ravel().tolist()))
+    assert workload.keys[0] == [ExpertKey(0, expert) for expert in first]
+    assert replayed(trace, "lru", 8, shared_pool=False).hit_rate > 0.5
+
+
+def test_sequences_start_where_the_request_changes():
+    workload = workload_of(trace_of(ROUTES))
+    assert workload.sequence_starts == [0, 45, 90, 135]
+
+
+def test_layers_that_recorded_nothing_are_left_out():
+    ids = ROUTES.expert_ids.copy()
+    ids[3, 1] = 255
+    ids[4, 2, 1] = 255
+    routes = replace(ROUTES, expert_ids=ids)
+    workload = workload_of(trace_of(routes))
+    assert workload.num_events == ROUTES.num_tokens * 3 - 1
+    assert (3, 1) not in set(zip(workload.step.tolist(), workload.layer.tolist(), strict=True))
+    assert workload.num_keys[13] == 1
+    events = list(workload.routing(9, 14))
+    assert [begins is not None for begins, _ in events] == [True, False, True, False, False]
+    assert events[-1][1].expert_ids.tolist() == [[int(ids[4, 2, 0]), SHAPE.num_experts]]
