@@ -9,6 +9,8 @@ from moe_runtime.policies.eviction.belady import Belady, BeladyBypass, Future
 from moe_runtime.policies.eviction.lfu import LFU
 from moe_runtime.policies.eviction.lru import LRU
 from moe_runtime.policies.eviction.random_choice import RandomChoice
+from moe_runtime.policies.eviction.reuse import ReuseEstimator
+from moe_runtime.policies.eviction.scored import Scored
 from moe_runtime.policies.eviction.shares import LayerShares, even_shares
 from moe_runtime.policies.eviction.static import StaticPopularity, popularity
 from moe_runtime.policies.prediction.base import Routes, Shape
@@ -58,9 +60,15 @@ def _static(setting: Setting) -> Maker:
     return lambda: StaticPopularity(weights)
 
 
+def _reuse(setting: Setting) -> Maker:
+    estimator = ReuseEstimator(setting.shape)
+    return lambda: Scored(estimator, may_decline=True)
+
+
 POLICIES: dict[str, Callable[[Setting], Maker]] = {
     "lru": lambda _: LRU,
     "lfu": lambda _: LFU,
+    "reuse": _reuse,
     "random": lambda _: RandomChoice,
     "static": _static,
     "belady": _belady,
