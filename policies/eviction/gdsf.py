@@ -1,6 +1,7 @@
 """Greedy-Dual-Size-Frequency: frequency times cost per byte, on a clock that ages what stays idle.
 
-Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy", 1998.
+Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy", HP
+Laboratories 1998.
 """
 
 from collections.abc import Callable

@@ -86,7 +86,7 @@ class ReuseEstimator:
         self._episodes.finish(sequence)
 
     def scores(self, layer: int) -> list[float]:
-        """``[E]`` log odds of an early use; of a layer that has yet to run, those of its last run."""
+        """``[E]`` log odds of an early use; of a layer still to run, those of its last run."""
         known = self._scores[layer]
         if known is None and layer == self._routed:
             features = self._features(layer)
