@@ -11,6 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moe_runtime.engine.backend import (
+        register_with_transformers as register_with_transformers,
+    )
     from moe_runtime.engine.loading import load as load
     from moe_runtime.errors import CapacityError as CapacityError
     from moe_runtime.errors import CheckpointError as CheckpointError
@@ -27,6 +30,7 @@ _HOMES = {
     "MoELayer": "moe_runtime.layer",
     "MoERuntimeError": "moe_runtime.errors",
     "UnsupportedModelError": "moe_runtime.errors",
+    "register_with_transformers": "moe_runtime.engine.backend",
     "load": "moe_runtime.engine.loading",
 }
 
@@ -37,6 +41,7 @@ __all__ = [
     "MoERuntimeError",
     "UnsupportedModelError",
     "load",
+    "register_with_transformers",
 ]
 
 

@@ -1,8 +1,8 @@
 """The errors of the runtime: one class for each way the world can fail to be as expected.
 
 Mistakes of the caller are ``ValueError`` or ``TypeError``. What lies outside a caller's hands
-(files, memory, models that nobody has taught us yet) raises one of the three classes below, so that
-a command line can turn every one of them into a single line and an exit code.
+(files, memory, models that nobody has taught us yet, other processes) raises one of the classes
+below, so that a command line can turn every one of them into a single line and an exit code.
 """
 
 
@@ -28,3 +28,15 @@ class CapacityError(MoERuntimeError):
     def __init__(self, message: str, *, smallest_bytes: int | None = None) -> None:
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
+
+
+class RankFailureError(MoERuntimeError):
+    """Another process of the group died, stalled, or runs something else.
+
+    Attributes:
+        ranks: the ranks (of the group) at fault, as far as they are known.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks

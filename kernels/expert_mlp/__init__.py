@@ -1,7 +1,13 @@
 """`expert_mlp`: the whole routed feed-forward of one layer, differentiable in everything."""
 
-from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
+from moe_runtime.kernels.expert_mlp.activation import ACTIVATION_NAMES, ActivationSpec
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
 from moe_runtime.kernels.expert_mlp.op import expert_mlp, grouped_expert_mlp
 
-__all__ = ["ActivationSpec", "StackedExperts", "expert_mlp", "grouped_expert_mlp"]
+__all__ = [
+    "ACTIVATION_NAMES",
+    "ActivationSpec",
+    "StackedExperts",
+    "expert_mlp",
+    "grouped_expert_mlp",
+]

@@ -17,6 +17,11 @@ from moe_runtime.kernels.expert_mlp.activation import (
     PreactivationFunction,
 )
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
+from moe_runtime.kernels.expert_mlp.projection import (
+    RowFunction,
+    composed_expert_mlp,
+    composed_grouped_expert_mlp,
+)
 from moe_runtime.kernels.expert_mlp.reference import (
     expert_mlp_reference,
     grouped_expert_mlp_reference,
@@ -37,6 +42,7 @@ def expert_mlp(
     impl: ExpertMlpImpl = "auto",
     recompute: bool = False,
     checks_ids: bool = False,
+    post_expert: RowFunction | None = None,
 ) -> Tensor:
     """Runs every token through its experts and sums the results by gate weight.
 
@@ -54,6 +60,7 @@ def expert_mlp(
         impl: `auto` decides by device alone; a named implementation never falls back.
         recompute: Computes the pre-activations again in the backward pass instead of keeping them.
         checks_ids: Reports ids outside ``[-1, E]`` (waits for the device).
+        post_expert: Applied to every expert's output rows ``[R, D]`` before they are weighted.
 
     Returns:
         ``[T, D]`` in the dtype of `x`.
@@ -71,8 +78,11 @@ def expert_mlp(
     if checks_ids:
         _check_ids(ids_TK, experts.num_experts)
     if impl == "reference":
-        return expert_mlp_reference(x_TD, ids_TK, weights_TK, experts, spec).to(dtype)
-    assert isinstance(spec, ActivationSpec)
+        out_TD = expert_mlp_reference(x_TD, ids_TK, weights_TK, experts, spec, post_expert)
+        return out_TD.to(dtype)
+    if post_expert is not None or not isinstance(spec, ActivationSpec):
+        _refuse_functions(impl)
+        return composed_expert_mlp(x_TD, ids_TK, weights_TK, experts, spec, post_expert).to(dtype)
     return call(x_TD, ids_TK, weights_TK, None, experts, spec, impl=impl, recompute=recompute).to(
         dtype
     )
@@ -116,7 +126,9 @@ def grouped_expert_mlp(
         )
     if impl == "reference":
         return grouped_expert_mlp_reference(x_RD, counts_E.tolist(), experts, spec).to(dtype)
-    assert isinstance(spec, ActivationSpec)
+    if not isinstance(spec, ActivationSpec):
+        _refuse_functions(impl)
+        return composed_grouped_expert_mlp(x_RD, counts_E, experts, spec).to(dtype)
     return call(x_RD, None, None, counts_E, experts, spec, impl=impl, recompute=recompute).to(dtype)
 
 
@@ -155,6 +167,14 @@ def _autocast(x: Tensor, experts: StackedExperts) -> tuple[Tensor, StackedExpert
 def _validate_impl(impl: str) -> None:
     if impl not in IMPLS:
         raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
+
+
+def _refuse_functions(impl: str) -> None:
+    if impl not in ("auto", "torch"):
+        raise ValueError(
+            f"a function as activation or post_expert runs with impl='auto', 'torch' or "
+            f"'reference'; got impl={impl!r}, which computes an ActivationSpec or a name only"
+        )
 
 
 def _validate_rows(name: str, x: Tensor, experts: StackedExperts) -> None:

@@ -6,6 +6,8 @@ a gate and F without.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ def expert_mlp_reference(
     weights_TK: Tensor,
     experts: StackedExperts,
     activation: ActivationSpec | PreactivationFunction,
+    post_expert: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """``out[t] = sum over k of weights[t, k] * expert[ids[t, k]](x[t])``, in fp32 (fp64 for fp64).
 
@@ -42,6 +45,8 @@ def expert_mlp_reference(
     counts = [int((ids_R == expert).sum()) for expert in range(experts.num_experts)]
     num_rows = sum(counts)
     y_RD = grouped_expert_mlp_reference(x_RD[order_R[:num_rows]], counts, experts, activation)
+    if post_expert is not None:
+        y_RD = post_expert(y_RD)
     precise = _precise(x_TD)
     rows = order_R[:num_rows]
     weighted_RD = y_RD.to(precise) * weights_TK.flatten()[rows].to(precise)[:, None]

@@ -106,10 +106,8 @@ class MoEPlusPlus(Gate):
     def logits(self, x_TD: Tensor, context: RoutingContext) -> Tensor:
         logits_TN = super().logits(x_TD, context)
         previous_TN = context.previous_logits_TE
-        if previous_TN is None:
+        if previous_TN is None or self.residual is None:
             return logits_TN
-        if self.residual is None:
-            raise ValueError(f"{self.name}: previous_logits came, but gating_residual is off")
         if previous_TN.shape != logits_TN.shape:
             raise ValueError(
                 f"{self.name}: previous_logits must be {list(logits_TN.shape)}, got "

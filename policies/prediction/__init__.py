@@ -10,12 +10,17 @@ from moe_runtime.policies.prediction.base import (
     Shape,
     StepBegins,
 )
+from moe_runtime.policies.prediction.combination import Combination
 from moe_runtime.policies.prediction.context import Contexts, contexts_of
+from moe_runtime.policies.prediction.eam import EamCollection
 from moe_runtime.policies.prediction.estimator import Estimator
+from moe_runtime.policies.prediction.expert_map import ExpertMap
 from moe_runtime.policies.prediction.popularity import Popularity
 from moe_runtime.policies.prediction.previous_token import PreviousToken
 from moe_runtime.policies.prediction.running_counts import RunningCounts
+from moe_runtime.policies.prediction.token_identity import TokenIdentity
 from moe_runtime.policies.prediction.tracked import TrackedPredictor
+from moe_runtime.policies.prediction.transitions import LayerAffinity, NaiveBayes, TokenMarkov
 
 __all__ = [
     "PREDICTORS",
@@ -37,7 +42,19 @@ __all__ = [
 ]
 
 PREDICTORS: dict[str, type[Estimator]] = {
-    estimator.name: estimator for estimator in (Popularity, RunningCounts, PreviousToken)
+    estimator.name: estimator
+    for estimator in (
+        Popularity,
+        RunningCounts,
+        PreviousToken,
+        TokenMarkov,
+        LayerAffinity,
+        NaiveBayes,
+        TokenIdentity,
+        EamCollection,
+        ExpertMap,
+        Combination,
+    )
 }
 
 

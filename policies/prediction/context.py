@@ -6,7 +6,7 @@ the same estimators. Legend in ``base``; B rows, R rates.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -16,7 +16,7 @@ RECENT_RATES = (0.3, 0.05)
 """Weight of the newest token in the running means: the last few tokens, the last few dozen."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Contexts:
     """The state of B sequences, each in the middle of one token.
 
@@ -37,6 +37,8 @@ class Contexts:
             Infinity's request-level activation matrix).
         recent: ``[B, R, L, E]`` float32, running means of the same with the rates RECENT_RATES.
         hidden: ``[B, D]`` float32, what the gate of layer ``now`` was given, if that is known.
+        memo: what estimators derived from everything but ``path`` and ``hidden``, which alone
+            change while a step runs; by the estimator's name.
     """
 
     shape: Shape
@@ -50,6 +52,7 @@ class Contexts:
     counts: np.ndarray
     recent: np.ndarray
     hidden: np.ndarray | None = None
+    memo: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -58,7 +61,7 @@ class Contexts:
         """Some of the rows."""
         columns = {name: getattr(self, name)[index] for name in _COLUMNS}
         hidden = None if self.hidden is None else self.hidden[index]
-        return replace(self, **columns, hidden=hidden)
+        return replace(self, **columns, hidden=hidden, memo={})
 
 
 _COLUMNS = (
@@ -138,11 +141,13 @@ def stack_states(
     token_ids: np.ndarray,
     path: np.ndarray,
     path_weights: np.ndarray,
-    hidden: np.ndarray | None,
 ) -> Contexts:
-    """One row of contexts for each of several running sequences. The arrays may be views."""
+    """One row of contexts for each of several running sequences.
+
+    ``path`` and ``path_weights`` are not copied, so that a step can go on filling them.
+    """
     if len(states) == 1:
-        return _single(states[0], token_ids, path, path_weights, hidden)
+        return _single(states[0], token_ids, path, path_weights)
     return Contexts(
         shape=states[0].shape,
         token_ids=token_ids,
@@ -154,7 +159,6 @@ def stack_states(
         recalled=np.stack([s.recall(int(t)) for s, t in zip(states, token_ids, strict=True)]),
         counts=np.stack([s.counts for s in states]),
         recent=np.stack([s.recent for s in states]),
-        hidden=hidden,
     )
 
 
@@ -163,7 +167,6 @@ def _single(
     token_ids: np.ndarray,
     path: np.ndarray,
     path_weights: np.ndarray,
-    hidden: np.ndarray | None,
 ) -> Contexts:
     return Contexts(
         shape=state.shape,
@@ -176,7 +179,6 @@ def _single(
         recalled=state.recall(int(token_ids[0]))[None],
         counts=state.counts[None],
         recent=state.recent[None],
-        hidden=hidden,
     )
 
 

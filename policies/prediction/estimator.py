@@ -114,3 +114,30 @@ def popularity_of(routes: Routes, prior: float = 1.0) -> np.ndarray:
     known = (routes.expert_ids[:, :, 0] < shape.num_experts).sum(axis=0)[:, None]
     even = shape.top_k / shape.num_experts
     return ((counts + prior * even) / (known + prior)).astype(np.float32)
+
+
+def log_odds(probability: np.ndarray) -> np.ndarray:
+    """``log(p / (1 - p))``, bounded: no probability learned from counts is certain."""
+    bounded = np.clip(probability, 1e-4, 1.0 - 1e-4)
+    return np.log(bounded / (1.0 - bounded))
+
+
+def sigmoid(logits: np.ndarray) -> np.ndarray:
+    """The inverse of ``log_odds``, in float32 without overflow."""
+    return (0.5 * np.tanh(0.5 * logits) + 0.5).astype(np.float32)
+
+
+def pair_counts(first_TK: np.ndarray, then_TK: np.ndarray, num_experts: int) -> np.ndarray:
+    """How often an expert of one list stands with one of another: ``[E, E]``.
+
+    Entry ``[a, b]`` counts the rows in which ``a`` is in ``first`` and ``b`` is in ``then``.
+    """
+    width = num_experts + 1
+    codes = first_TK[:, :, None] * width + then_TK[:, None, :]
+    counts = np.bincount(codes.ravel(), minlength=width * width).reshape(width, width)
+    return counts[:num_experts, :num_experts].astype(np.float32)
+
+
+def visit_counts(ids_TK: np.ndarray, num_experts: int) -> np.ndarray:
+    """How many rows hold each expert: ``[E]``."""
+    return np.bincount(ids_TK.ravel(), minlength=num_experts + 1)[:num_experts].astype(np.float32)

@@ -28,12 +28,12 @@ class TrackedPredictor:
         self.shape: Shape = estimator.shape
         self._states: dict[int, SequenceState] = {}
         self._running: list[SequenceState] = []
-        self._rows = np.zeros(0, dtype=np.int64)  # row of _running that each token belongs to
-        self._is_prompt = False
+        self._tokens_of: list[np.ndarray] = []  # rows of the step, for each of _running
+        self._order = np.zeros(0, dtype=np.int64)
         self._token_ids = np.zeros(0, dtype=np.int64)
         self._path = np.zeros((0, 0, 0), dtype=np.int64)
         self._weights = np.zeros((0, 0, 0), dtype=np.float32)
-        self._hidden: np.ndarray | None = None
+        self._contexts: Contexts | None = None
         self._keys = [
             [ExpertKey(layer, expert) for expert in range(self.shape.num_experts)]
             for layer in range(self.shape.num_layers)
@@ -53,16 +53,16 @@ class TrackedPredictor:
 
     def predict(self, now: int, horizon: int) -> list[Guess]:
         """See ``Predictor.predict``."""
-        if self._is_prompt or not self._running:
+        contexts = self._contexts
+        if contexts is None:
             return []
         num_layers = self.shape.num_layers
         guesses: list[Guess] = []
-        contexts = self._contexts()
         for layer in range(now + 1, min(now + horizon + 1, num_layers)):
             guesses += self._guesses(contexts, now, layer)
         beyond = min(now + horizon + 1 - num_layers, num_layers)
         if beyond > 0:
-            following = self._next_tokens()
+            following = self._next_tokens(contexts)
             for layer in range(beyond):
                 guesses += self._guesses(following, -1, layer)
         return guesses
@@ -76,19 +76,22 @@ class TrackedPredictor:
 
     def _begin(self, event: StepBegins) -> None:
         self._commit()
-        sequences = np.asarray(event.sequences)
-        names, first, rows = np.unique(sequences, return_index=True, return_inverse=True)
+        names, first = np.unique(np.asarray(event.sequences), return_index=True)
         for name in names.tolist():
             if name not in self._states:
                 self._states[name] = SequenceState(self.shape)
         self._running = [self._states[name] for name in names.tolist()]
-        self._rows = rows.reshape(-1)
-        self._is_prompt = len(first) < len(sequences)
-        self._token_ids = np.asarray(event.token_ids, dtype=np.int64)
-        size = (len(sequences), self.shape.num_layers, self.shape.top_k)
+        # tokens in the order of their requests' numbers, each request's in order of position
+        self._order = np.argsort(event.sequences, kind="stable")
+        num_tokens = len(self._order)
+        bounds = np.searchsorted(np.asarray(event.sequences)[self._order], names, side="right")
+        self._tokens_of = np.split(np.arange(num_tokens), bounds[:-1])
+        self._token_ids = np.asarray(event.token_ids, dtype=np.int64)[self._order]
+        size = (num_tokens, self.shape.num_layers, self.shape.top_k)
         self._path = np.full(size, self.shape.num_experts, dtype=np.int64)
         self._weights = np.zeros(size, dtype=np.float32)
-        self._hidden = None
+        if len(first) == num_tokens:
+            self._contexts = stack_states(self._running, self._token_ids, self._path, self._weights)
 
     def _route(self, event: LayerRouted) -> None:
         num_tokens, top_k = event.expert_ids.shape
@@ -99,34 +102,20 @@ class TrackedPredictor:
                 f"of {len(self._path)} tokens, {self.shape.num_layers} layers, "
                 f"top {self.shape.top_k}"
             )
-        self._path[:, event.layer, :top_k] = event.expert_ids
-        self._weights[:, event.layer, :top_k] = event.gate_weights
-        self._hidden = event.hidden
+        self._path[:, event.layer, :top_k] = event.expert_ids[self._order]
+        self._weights[:, event.layer, :top_k] = event.gate_weights[self._order]
+        if self._contexts is not None:
+            self._contexts.hidden = None if event.hidden is None else event.hidden[self._order]
 
     def _commit(self) -> None:
         """Adds the tokens of the step that ends to their sequences."""
-        for token, row in enumerate(self._rows.tolist()):
-            self._running[row].append(int(self._token_ids[token]), self._path[token])
-        self._rows = np.zeros(0, dtype=np.int64)
-        self._running = []
+        for state, tokens in zip(self._running, self._tokens_of, strict=True):
+            for token in tokens.tolist():
+                state.append(int(self._token_ids[token]), self._path[token])
+        self._running, self._tokens_of, self._contexts = [], [], None
 
-    def _contexts(self) -> Contexts:
-        if len(self._running) == 1:
-            return stack_states(
-                self._running, self._token_ids, self._path, self._weights, self._hidden
-            )
-        order = np.argsort(self._rows)  # states stand in the order of their names
-        return stack_states(
-            self._running,
-            self._token_ids[order],
-            self._path[order],
-            self._weights[order],
-            None if self._hidden is None else self._hidden[order],
-        )
-
-    def _next_tokens(self) -> Contexts:
+    def _next_tokens(self, now: Contexts) -> Contexts:
         """Contexts of the tokens after the running ones: nothing of them is known."""
-        now = self._contexts()
         unknown = np.full_like(now.path, self.shape.num_experts)
         return Contexts(
             shape=self.shape,

@@ -9,7 +9,7 @@ from stacked_experts import DIM_MODEL, make_experts, make_routing
 from moe_runtime.kernels.expert_mlp import StackedExperts, expert_mlp, grouped_expert_mlp
 from moe_runtime.kernels.expert_mlp.registration import Static
 
-IMPLS = ["torch"]
+IMPLS = ["torch", "native"]
 
 
 class Layer(torch.nn.Module):

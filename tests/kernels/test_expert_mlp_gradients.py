@@ -16,7 +16,7 @@ from moe_runtime.kernels.expert_mlp import (
     grouped_expert_mlp,
 )
 
-IMPLS = ["torch"]
+IMPLS = ["torch", "native"]
 SPECS = [
     ActivationSpec("silu"),
     ActivationSpec("gelu"),

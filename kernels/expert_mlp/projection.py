@@ -1,0 +1,233 @@
+"""One product per expert as a differentiable operator, for activations that only a model knows.
+
+What lies between and after the products is then ordinary torch code, which autograd and the
+compiler see; only the products are opaque to them.
+
+Shape suffixes: T tokens, K top-k, R routed rows = T * K, E experts, S slots, M in, N out, D model,
+Z = 2F with a gate and F without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.expert_mlp.activation import ActivationSpec, PreactivationFunction
+from moe_runtime.kernels.expert_mlp.experts import StackedExperts
+from moe_runtime.kernels.expert_mlp.reference import apply_activation
+from moe_runtime.kernels.expert_mlp.rows import SortedRows, already_sorted, sort_rows
+
+RowFunction = Callable[[Tensor], Tensor]
+_FORWARD = "moe_runtime::expert_projection"
+_BACKWARD = "moe_runtime::expert_projection_backward"
+
+
+def composed_expert_mlp(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    experts: StackedExperts,
+    activation: ActivationSpec | PreactivationFunction,
+    post_expert: RowFunction | None,
+) -> Tensor:
+    """`expert_mlp` with functions of the caller between and after the products."""
+    num_tokens, top_k = ids_TK.shape
+    rows = sort_rows(ids_TK, experts.num_experts)
+    y_RD = _rows(x_TD, rows.order_R // top_k, rows, experts, activation)
+    if post_expert is not None:
+        y_RD = post_expert(y_RD)
+    inverse_R = torch.empty_like(rows.order_R).scatter(
+        0, rows.order_R, torch.arange(len(rows.order_R), device=x_TD.device)
+    )
+    dispatched = (ids_TK >= 0) & (ids_TK < experts.num_experts)
+    weights_TK = torch.where(dispatched, weights_TK, 0).to(_precise(x_TD))
+    y_TKD = y_RD[inverse_R].view(num_tokens, top_k, -1).to(_precise(x_TD))
+    return (weights_TK[..., None] * y_TKD).sum(1).to(x_TD.dtype)
+
+
+def composed_grouped_expert_mlp(
+    x_RD: Tensor,
+    counts_E: Tensor,
+    experts: StackedExperts,
+    activation: ActivationSpec | PreactivationFunction,
+) -> Tensor:
+    """`grouped_expert_mlp` with a function of the caller between the products."""
+    return _rows(x_RD, None, already_sorted(counts_E), experts, activation)
+
+
+def _rows(
+    x_TD: Tensor,
+    tokens_R: Tensor | None,
+    rows: SortedRows,
+    experts: StackedExperts,
+    activation: ActivationSpec | PreactivationFunction,
+) -> Tensor:
+    """The experts' outputs in sorted order."""
+    gate_up, down, gate_up_bias, down_bias = experts.tensors()
+    slots, transposed = experts.slot_of_expert, experts.is_transposed
+    z_RZ = _project(x_TD, tokens_R, rows.offsets_E1, gate_up, gate_up_bias, slots, transposed)
+    hidden_RF = apply_activation(z_RZ, experts, activation)
+    return _project(hidden_RF, None, rows.offsets_E1, down, down_bias, slots, transposed)
+
+
+def _project(
+    x_TM: Tensor,
+    tokens_R: Tensor | None,
+    offsets_E1: Tensor,
+    weight_SNM: Tensor,
+    bias_SN: Tensor | None,
+    slot_of_expert: Tensor | None,
+    is_transposed: bool,
+) -> Tensor:
+    """``weight[e] @ x[tokens[r]] + bias[e]`` for the rows of each expert, zero after the last."""
+    return torch.ops.moe_runtime.expert_projection(
+        x_TM.to(weight_SNM.dtype),
+        tokens_R,
+        offsets_E1,
+        weight_SNM,
+        bias_SN,
+        slot_of_expert,
+        is_transposed,
+    )
+
+
+class _Run(NamedTuple):
+    """The rows of one expert."""
+
+    slot: int
+    rows: slice
+
+
+def _runs(offsets: Tensor, slot_of_expert: Tensor | None) -> list[_Run]:
+    bounds = offsets.tolist()
+    slots = range(len(bounds) - 1) if slot_of_expert is None else slot_of_expert.tolist()
+    return [
+        _Run(slot, slice(first, last))
+        for slot, first, last in zip(slots, bounds[:-1], bounds[1:], strict=True)
+        if first < last
+    ]
+
+
+def _forward(
+    x: Tensor,
+    tokens: Tensor | None,
+    offsets: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    slot_of_expert: Tensor | None,
+    is_transposed: bool,
+) -> Tensor:
+    weight_SMN = weight if is_transposed else weight.mT
+    out = x.new_zeros(len(x) if tokens is None else len(tokens), weight_SMN.shape[2])
+    with torch.autocast(x.device.type, enabled=False):
+        for slot, rows in _runs(offsets, slot_of_expert):
+            some = x[rows] if tokens is None else x.index_select(0, tokens[rows])
+            if bias is None:
+                torch.mm(some, weight_SMN[slot], out=out[rows])
+            else:
+                torch.addmm(bias[slot], some, weight_SMN[slot], out=out[rows])
+    return out
+
+
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    tokens: Tensor | None,
+    offsets: Tensor,
+    weight: Tensor,
+    slot_of_expert: Tensor | None,
+    is_transposed: bool,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    needs_x, needs_weight, needs_bias = needs
+    precise = x.dtype if tokens is None else _precise(x)
+    grad_x = x.new_zeros(x.shape if needs_x else 0, dtype=precise)
+    grad_weight = weight.new_zeros(weight.shape if needs_weight else 0)
+    dim_out = grad.shape[1]
+    grad_bias = weight.new_zeros((len(weight), dim_out) if needs_bias else 0)
+    weight_SNM = weight.mT if is_transposed else weight
+    with torch.autocast(x.device.type, enabled=False):
+        for slot, rows in _runs(offsets, slot_of_expert):
+            some_grad = grad[rows]
+            if needs_x and tokens is None:
+                torch.mm(some_grad, weight_SNM[slot], out=grad_x[rows])
+            elif needs_x and tokens is not None:
+                addend = (some_grad @ weight_SNM[slot]).to(precise)
+                grad_x.index_put_((tokens[rows],), addend, accumulate=True)
+            if needs_weight:
+                some = x[rows] if tokens is None else x.index_select(0, tokens[rows])
+                left, right = (some, some_grad) if is_transposed else (some_grad, some)
+                grad_weight[slot].addmm_(left.T, right)
+            if needs_bias:
+                grad_bias[slot] += some_grad.to(_precise(x)).sum(0).to(x.dtype)
+    return grad_x.to(x.dtype), grad_weight, grad_bias
+
+
+def _forward_fake(
+    x: Tensor, tokens: Tensor | None, offsets: Tensor, weight: Tensor, *rest: Any
+) -> Tensor:
+    is_transposed = rest[-1]
+    num_rows = x.shape[0] if tokens is None else tokens.shape[0]
+    return x.new_empty(num_rows, weight.shape[2 if is_transposed else 1])
+
+
+def _backward_fake(
+    grad: Tensor,
+    x: Tensor,
+    tokens: Tensor | None,
+    offsets: Tensor,
+    weight: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    needs_x, needs_weight, needs_bias = rest[-1]
+    return (
+        x.new_empty(x.shape if needs_x else 0),
+        weight.new_empty(weight.shape if needs_weight else 0),
+        weight.new_empty((weight.shape[0], grad.shape[1]) if needs_bias else 0),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, tokens, offsets, weight, _, slot_of_expert, ctx.is_transposed = inputs
+    ctx.save_for_backward(x, tokens, offsets, weight, slot_of_expert)
+
+
+def _autograd_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    needs = [ctx.needs_input_grad[i] for i in (0, 3, 4)]
+    found = torch.ops.moe_runtime.expert_projection_backward(
+        grad, *ctx.saved_tensors, ctx.is_transposed, needs
+    )
+    grad_x, grad_weight, grad_bias = (
+        tensor if need else None for tensor, need in zip(found, needs, strict=True)
+    )
+    return grad_x, None, None, grad_weight, grad_bias, None, None
+
+
+def _precise(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+torch.library.custom_op(
+    _FORWARD,
+    _forward,
+    mutates_args=(),
+    schema=(
+        "(Tensor x, Tensor? tokens, Tensor offsets, Tensor weight, Tensor? bias, "
+        "Tensor? slot_of_expert, bool is_transposed) -> Tensor"
+    ),
+)
+torch.library.register_fake(_FORWARD, _forward_fake)
+torch.library.register_autograd(_FORWARD, _autograd_backward, setup_context=_setup_context)
+torch.library.custom_op(
+    _BACKWARD,
+    _backward,
+    mutates_args=(),
+    schema=(
+        "(Tensor grad, Tensor x, Tensor? tokens, Tensor offsets, Tensor weight, "
+        "Tensor? slot_of_expert, bool is_transposed, bool[] needs) -> (Tensor, Tensor, Tensor)"
+    ),
+)
+torch.library.register_fake(_BACKWARD, _backward_fake)

@@ -1,0 +1,240 @@
+"""`dispatch` and `combine`: tokens to the ranks that hold their experts, results back.
+
+Counts travel first, then exactly the rows that are needed: nothing is padded and nothing dropped.
+Both are differentiable, and work in a single process as well, without a process group.
+
+Shape suffixes: T tokens, D model, K choices, R rows, S slots of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_runtime.parallel.exchange import Flight
+from moe_runtime.parallel.plan import DispatchPlan, Stage, plan_dispatch
+from moe_runtime.parallel.rows import combine_rows, expand_rows, merge_rows, split_rows, tie_rows
+from moe_runtime.parallel.slots import ExpertSlots
+from moe_runtime.parallel.transport import FlatTransport, LocalTransport, Transport
+from moe_runtime.parallel.wire import WireName, wires
+from moe_runtime.routing import Routing
+
+Group = dist.ProcessGroup | Transport
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Dispatched:
+    """Rows at the rank that holds their experts.
+
+    Attributes:
+        rows_RD: `[R, D]`: rows of slot 0 first, then slot 1; within a slot by the rank they came
+            from, then by token.
+        counts_S: `[S]` int64: rows of each slot of this rank.
+        context: what `combine` needs.
+    """
+
+    rows_RD: Tensor
+    counts_S: Tensor
+    context: Dispatch
+
+
+class Dispatch:
+    """One batch on its way through a group: a plan, and the exchanges of its stages."""
+
+    def __init__(
+        self,
+        x_TD: Tensor,
+        routing: Routing,
+        group: Group | None = None,
+        *,
+        slots: ExpertSlots | None = None,
+        num_chunks: int = 1,
+        is_local_first: bool = False,
+        wire: WireName = "exact",
+    ) -> None:
+        """Exchanges counts and gathers the rows; arguments as in `dispatch`, and:
+
+        Args:
+            num_chunks: Parts that travel and are computed one after another.
+            is_local_first: Whether rows that stay are a stage of their own, which runs first.
+        """
+        self.transport = as_transport(group)
+        slots = slots or ExpertSlots.contiguous(routing.num_experts, self.transport.size)
+        _validate(x_TD, routing, self.transport, slots, num_chunks)
+        self._width = x_TD.shape[1]
+        row_wire, sum_wire = wires(wire)
+        self._there, self._back = (row_wire, sum_wire), (sum_wire, sum_wire)
+        slots_TK = slots.table(self.transport.rank, x_TD.device).slots_of(routing.ids_TK)
+        self._weights_TK = routing.weights_TK.repeat_interleave(slots.num_slices, dim=1)
+        self.plan: DispatchPlan = plan_dispatch(
+            slots_TK,
+            slots.slots_per_rank,
+            self.transport,
+            num_chunks=num_chunks,
+            is_local_first=is_local_first,
+            agreement=[
+                ("the width of the rows", x_TD.shape[1]),
+                ("the dtype of the rows (its size)", x_TD.dtype.itemsize),
+                ("the number of experts", routing.num_experts),
+                ("the placement of the experts (its checksum)", slots.fingerprint),
+                ("the number of chunks", num_chunks),
+                ("whether rows that stay run first", int(is_local_first)),
+                ("the wire format", ("exact", "bf16", "fp8").index(wire)),
+                (
+                    "whether the rows need gradients",
+                    int(torch.is_grad_enabled() and x_TD.requires_grad),
+                ),
+            ],
+        )
+        rows_RD = expand_rows(x_TD, self.plan.source_R, self.plan.place_TK)
+        sent = [stage.sent[1] - stage.sent[0] for stage in self.plan.stages]
+        # One split, so that the backward pass joins the gradients of all parts once.
+        *self._sent, self._kept_RD = rows_RD.split([*sent, rows_RD.shape[0] - sum(sent)])
+        self._flights: dict[int, Flight] = {}
+        self._empty: dict[int, Tensor] = {}
+
+    def start(self, index: int) -> None:
+        """Sends the rows of a stage on their way."""
+        stage = self.plan.stages[index]
+        if stage.route is not None:
+            self._flights[index] = flight = self._flight(stage, is_return=False)
+            flight.start(self._sent[index])
+
+    def arrive(self, index: int) -> Tensor:
+        """Waits for the rows of a stage: `[R, D]` in the order of this rank's slots."""
+        stage = self.plan.stages[index]
+        if stage.route is None:
+            rows_RD = self._kept_RD
+        else:
+            arrived_RD = self._flights.pop(index).wait()
+            kept_RD = self._kept_RD if stage.keeps_rows else arrived_RD.new_empty((0, self._width))
+            rows_RD = merge_rows(arrived_RD, kept_RD, stage.arriving_position, stage.kept_position)
+        if rows_RD.shape[0] == 0:
+            self._empty[index] = rows_RD
+        return rows_RD
+
+    def send_back(self, index: int, y_RD: Tensor) -> Returning:
+        """Sends the results of a stage back to the ranks that its rows came from."""
+        stage = self.plan.stages[index]
+        num_rows = stage.arriving_position.shape[0] + stage.kept_position.shape[0]
+        if y_RD.shape[0] != num_rows:
+            raise ValueError(
+                f"expected {num_rows} rows of results, one for each dispatched row, "
+                f"got {y_RD.shape[0]}"
+            )
+        if index in self._empty:
+            y_RD = tie_rows(y_RD, self._empty.pop(index))
+        if stage.route is None:
+            return Returning(None, y_RD)
+        going_RD, kept_RD = split_rows(y_RD, stage.arriving_position, stage.kept_position)
+        flight = self._flight(stage, is_return=True)
+        flight.start(going_RD)
+        return Returning(flight, kept_RD)
+
+    def sum_up(self, returning: Sequence[Returning]) -> Tensor:
+        """Waits for the results of all stages and sums those of each token: `[T, D]`."""
+        # Empty parts take part as well: the graph of every rank must hold every exchange, or its
+        # backward pass would leave out collectives in which the other ranks wait for it.
+        arrived = [part.flight.wait() for part in returning if part.flight is not None]
+        y_RD = torch.cat([*arrived, *(part.kept_RD for part in returning)])
+        return combine_rows(y_RD, self._weights_TK, self.plan.source_R, self.plan.place_TK)
+
+    def _flight(self, stage: Stage, *, is_return: bool) -> Flight:
+        wire, gradient_wire = self._back if is_return else self._there
+        return Flight(
+            self.transport,
+            stage.route,
+            is_return=is_return,
+            wire=wire,
+            gradient_wire=gradient_wire,
+        )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Returning:
+    """Results of one stage on their way back; `flight` is None where they all stay."""
+
+    flight: Flight | None
+    kept_RD: Tensor
+
+
+def dispatch(
+    x_TD: Tensor,
+    routing: Routing,
+    group: Group | None = None,
+    *,
+    slots: ExpertSlots | None = None,
+    wire: WireName = "exact",
+) -> Dispatched:
+    """Brings every token's row to the ranks that hold its experts.
+
+    A collective call: all ranks of the group make it in the same order, also those that have no
+    tokens. Differentiable in `x`.
+
+    Args:
+        x_TD: `[T, D]` this rank's tokens; `T` may differ between ranks, and be 0.
+        routing: Their experts, by logical number.
+        group: The ranks among which the experts are spread; None for this process alone.
+        slots: Where the experts lie; equal runs of experts by default.
+        wire: How rows are written while they travel: `exact`, or the lossy `bf16` and `fp8`.
+
+    Raises:
+        ValueError: Shapes do not fit each other, or the slots do not fit the group.
+        RankFailureError: A rank died, stalled, or has other settings.
+    """
+    context = Dispatch(x_TD, routing, group, slots=slots, wire=wire)
+    context.start(0)
+    return Dispatched(context.arrive(0), context.plan.stages[0].counts_S, context)
+
+
+def combine(y_RD: Tensor, dispatched: Dispatched) -> Tensor:
+    """Brings results back and sums them: `y[t] = sum over k of weights[t, k] * result`.
+
+    The sum runs on the token's rank in the order of its choices, so it does not depend on where the
+    experts lie. Differentiable in `y` and in the weights of the routing.
+
+    Args:
+        y_RD: `[R, D]` results for `dispatched.rows_RD`, row by row.
+        dispatched: What `dispatch` returned.
+
+    Returns:
+        `[T, D]` in the dtype of `y`.
+
+    Raises:
+        ValueError: There is not one result for every row.
+        RankFailureError: A rank died or stalled.
+    """
+    context = dispatched.context
+    return context.sum_up([context.send_back(0, y_RD)])
+
+
+def as_transport(group: Group | None) -> Transport:
+    """The transport of a group: flat all-to-all unless the caller has chosen another one."""
+    if group is None:
+        return LocalTransport()
+    return FlatTransport(group) if isinstance(group, dist.ProcessGroup) else group
+
+
+def _validate(
+    x_TD: Tensor, routing: Routing, transport: Transport, slots: ExpertSlots, num_chunks: int
+) -> None:
+    if x_TD.ndim != 2 or x_TD.shape[0] != routing.ids_TK.shape[0]:
+        raise ValueError(
+            f"x must be [{routing.ids_TK.shape[0]}, D], one row for each routed token, got "
+            f"{list(x_TD.shape)}"
+        )
+    if slots.num_ranks != transport.size:
+        raise ValueError(
+            f"the experts are placed on {slots.num_ranks} ranks, the group has {transport.size}"
+        )
+    if slots.num_experts != routing.num_experts:
+        raise ValueError(
+            f"the placement is of {slots.num_experts} experts, the routing of "
+            f"{routing.num_experts}: the map belongs to another model"
+        )
+    if num_chunks < 1:
+        raise ValueError(f"num_chunks must be at least 1, got {num_chunks}")

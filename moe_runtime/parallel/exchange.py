@@ -1,0 +1,107 @@
+"""Exchanges that autograd can differentiate and that overlap with computation in both directions.
+
+Starting and waiting are two nodes of the graph. Autograd runs nodes in the reverse order of their
+creation, so the backward pass starts the reverse exchange where the forward pass waited and waits
+for it where the forward pass started: whatever was computed in between is hidden behind both. The
+order of collectives is the same on all ranks because the order of creation is.
+
+Shape suffixes: R rows, D model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from moe_runtime.parallel.transport import Pending, Transport
+from moe_runtime.parallel.wire import Wire
+
+
+class Flight:
+    """One exchange of rows, there or back, and the exchange of its gradients the other way.
+
+    Args:
+        transport: What moves the rows.
+        route: The route, as the transport prepared it.
+        is_return: Whether these rows travel back along the route.
+        wire: How rows are written while they travel.
+        gradient_wire: How gradients are.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        route: object,
+        *,
+        is_return: bool,
+        wire: Wire,
+        gradient_wire: Wire,
+    ) -> None:
+        self._transport = transport
+        self._route = route
+        self._is_return = is_return
+        self._wires = {False: wire, True: gradient_wire}
+        self._pending: Pending | None = None
+        self._dtype = torch.float32
+        self._width = 0
+        self._token: Tensor | None = None
+
+    def start(self, rows_RD: Tensor) -> None:
+        """Starts moving rows; returns at once."""
+        self._token = _Start.apply(rows_RD, self)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def wait(self) -> Tensor:
+        """The rows that arrived."""
+        if self._token is None:
+            raise ValueError("start() has to come before wait()")
+        token, self._token = self._token, None
+        return _Wait.apply(token, self)  # pyright: ignore[reportReturnType]
+
+    def launch(self, rows_RD: Tensor, *, is_gradient: bool) -> None:
+        self._dtype, self._width = rows_RD.dtype, rows_RD.shape[1]
+        self._pending = self._transport.exchange(
+            self._wires[is_gradient].encode(rows_RD),
+            self._route,
+            reverse=self._is_return != is_gradient,
+        )
+
+    def land(self, *, is_gradient: bool) -> Tensor:
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        return self._wires[is_gradient].decode(pending.wait(), self._dtype, self._width)
+
+
+class _Start(Function):
+    """Launches; gives a token, which ties the wait to the rows in autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, flight: Flight) -> Tensor:
+        ctx.flight = flight
+        flight.launch(rows_RD, is_gradient=False)
+        return rows_RD.new_zeros(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_token: Tensor
+    ) -> tuple[Tensor, None]:
+        return ctx.flight.land(is_gradient=True), None
+
+
+class _Wait(Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, flight: Flight) -> Tensor:
+        ctx.flight = flight
+        return flight.land(is_gradient=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_RD: Tensor
+    ) -> tuple[Tensor, None]:
+        ctx.flight.launch(grad_RD, is_gradient=True)
+        return grad_RD.new_zeros(1), None

@@ -1,0 +1,110 @@
+"""A layer's experts over a group, with communication hidden behind computation.
+
+Rows that stay on their rank are computed first, while the others travel (Comet's order); rows for
+other ranks are cut into chunks, so that one chunk is computed while the next one arrives and the
+results of the one before return (Tutel's pipelining, here without padding). Routing is never cut,
+so the degree changes no decision and, beyond the order in which weight gradients are summed, no
+result. Autograd runs the same schedule backwards.
+
+Shape suffixes: T tokens, D model, R rows, S slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moe_runtime.parallel.dispatch import Dispatch, Group
+from moe_runtime.parallel.rows import tie_rows
+from moe_runtime.parallel.slots import ExpertSlots
+from moe_runtime.parallel.wire import WireName
+from moe_runtime.routing import Routing
+
+ExpertsFn = Callable[[Tensor, Tensor], Tensor]
+"""`(rows_RD, counts_S) -> y_RD`: this rank's experts on rows sorted by slot."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overlap:
+    """How much of the communication is hidden.
+
+    Attributes:
+        degree: chunks into which the rows for other ranks are cut; 1, 2, 4 or 8 are usual.
+        is_local_first: computes the rows that stay on their rank while the others travel. Reads
+            the weights of an expert once more; worth it unless there are few rows.
+    """
+
+    degree: int = 1
+    is_local_first: bool = True
+
+    def __post_init__(self) -> None:
+        if self.degree < 1:
+            raise ValueError(f"degree must be at least 1, got {self.degree}")
+
+
+def expert_parallel(
+    x_TD: Tensor,
+    routing: Routing,
+    experts: ExpertsFn,
+    group: Group | None = None,
+    *,
+    slots: ExpertSlots | None = None,
+    overlap: Overlap | None = None,
+    shared: Callable[[Tensor], Tensor] | None = None,
+    parameters: Sequence[Tensor] = (),
+    wire: WireName = "exact",
+) -> Tensor:
+    """Routed (and shared) experts of one layer, spread over a group.
+
+    A collective call, as `dispatch` is.
+
+    Args:
+        x_TD: `[T, D]` this rank's tokens.
+        routing: Their experts, by logical number.
+        experts: This rank's experts. Called once for each stage, also with no rows at all.
+        group: The ranks among which the experts are spread; None for this process alone.
+        slots: Where the experts lie; equal runs of experts by default.
+        overlap: How communication is hidden.
+        shared: Experts that every token visits, whose output is added; computed while the first
+            rows travel.
+        parameters: What `experts` reads that was itself brought by an exchange (gathered slices,
+            materialised copies), so that its gradients travel back also where no row came.
+        wire: As in `dispatch`.
+
+    Returns:
+        `[T, D]` in the dtype of the experts' results.
+
+    Raises:
+        ValueError: Shapes do not fit each other, or the slots do not fit the group.
+        RankFailureError: A rank died, stalled, or has other settings.
+    """
+    overlap = overlap or Overlap()
+    batch = Dispatch(
+        x_TD,
+        routing,
+        group,
+        slots=slots,
+        num_chunks=overlap.degree,
+        is_local_first=overlap.is_local_first,
+        wire=wire,
+    )
+    stages = batch.plan.stages
+    returning = []
+    num_started = 0
+    shared_TD = None
+    for index, stage in enumerate(stages):
+        # The next stage travels while this one is computed.
+        while num_started < min(index + 2, len(stages)):
+            batch.start(num_started)
+            num_started += 1
+        if index == 0 and shared is not None:
+            shared_TD = shared(x_TD)
+        rows_RD = batch.arrive(index)
+        y_RD = experts(rows_RD, stage.counts_S)
+        if rows_RD.shape[0] == 0:
+            y_RD = tie_rows(y_RD, *parameters)
+        returning.append(batch.send_back(index, y_RD))
+    y_TD = batch.sum_up(returning)
+    return y_TD if shared_TD is None else y_TD + shared_TD

@@ -1,0 +1,107 @@
+"""How rows are written while they travel between ranks.
+
+`exact` is the default and sends the rows as they are. `bf16` and `fp8` are lossy and must be asked
+for; only rows that leave their rank are rounded. With `fp8`, dispatched rows travel as e4m3 with
+one fp32 scale for every 128 columns (DeepSeek-V3's scheme), and what is summed afterwards (outputs
+and gradients) travels as bf16.
+
+Shape suffixes: R rows, D model, B bytes of a row, G groups of columns.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+WireName = Literal["exact", "bf16", "fp8"]
+GROUP_COLUMNS = 128
+_E4M3_MAX = 448.0
+
+
+class Wire(Protocol):
+    """A way to write rows."""
+
+    def encode(self, rows_RD: Tensor) -> Tensor:
+        """`[R, anything]`: what is sent for each row."""
+        ...
+
+    def decode(self, sent: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+        """`[R, width]` in `dtype`, from what arrived."""
+        ...
+
+    def bytes_per_row(self, dtype: torch.dtype, width: int) -> int:
+        """Bytes that one row takes."""
+        ...
+
+
+class ExactWire:
+    """Rows as they are."""
+
+    def encode(self, rows_RD: Tensor) -> Tensor:
+        return rows_RD
+
+    def decode(self, sent: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+        return sent
+
+    def bytes_per_row(self, dtype: torch.dtype, width: int) -> int:
+        return width * dtype.itemsize
+
+
+class Bf16Wire:
+    """Rows rounded to bf16."""
+
+    def encode(self, rows_RD: Tensor) -> Tensor:
+        return rows_RD.to(torch.bfloat16)
+
+    def decode(self, sent: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+        return sent.to(dtype)
+
+    def bytes_per_row(self, dtype: torch.dtype, width: int) -> int:
+        return width * 2
+
+
+class Fp8Wire:
+    """Rows as e4m3, with a scale for each group of `GROUP_COLUMNS` columns behind them."""
+
+    def encode(self, rows_RD: Tensor) -> Tensor:
+        num_rows, width = rows_RD.shape
+        num_groups = _num_groups(width)
+        padded = torch.nn.functional.pad(
+            rows_RD.to(torch.float32), (0, num_groups * GROUP_COLUMNS - width)
+        ).view(num_rows, num_groups, GROUP_COLUMNS)
+        scale_RG1 = padded.abs().amax(dim=2, keepdim=True) / _E4M3_MAX
+        # A group of zeros keeps its zeros whatever its scale.
+        scale_RG1 = torch.where(scale_RG1 > 0, scale_RG1, 1.0)
+        quantised = (padded / scale_RG1).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
+        values = quantised.view(num_rows, -1)[:, :width].contiguous().view(torch.uint8)
+        scales = scale_RG1.reshape(num_rows, num_groups).contiguous().view(torch.uint8)
+        return torch.cat([values, scales.view(num_rows, 4 * num_groups)], dim=1)
+
+    def decode(self, sent: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+        values = sent[:, :width].contiguous().view(torch.float8_e4m3fn).to(torch.float32)
+        scales = sent[:, width:].contiguous().view(torch.float32)
+        return (values * scales.repeat_interleave(GROUP_COLUMNS, dim=1)[:, :width]).to(dtype)
+
+    def bytes_per_row(self, dtype: torch.dtype, width: int) -> int:
+        return width + 4 * _num_groups(width)
+
+
+def _num_groups(width: int) -> int:
+    return -(-width // GROUP_COLUMNS)
+
+
+def wires(name: WireName) -> tuple[Wire, Wire]:
+    """How dispatched rows are written, and how outputs and gradients are.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
+    if name == "exact":
+        return ExactWire(), ExactWire()
+    if name == "bf16":
+        return Bf16Wire(), Bf16Wire()
+    if name == "fp8":
+        return Fp8Wire(), Bf16Wire()
+    raise ValueError(f"wire must be exact, bf16 or fp8, got {name!r}")

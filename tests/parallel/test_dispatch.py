@@ -1,0 +1,134 @@
+"""`dispatch` and `combine` over processes equal one process that computes everything densely."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from parallel_checks import dispatch_and_combine, gradients
+from parallel_layer import (
+    Answer,
+    Problem,
+    assert_same,
+    dense_answer,
+    expert_gradients,
+    make_problem,
+    rank_parameters,
+    rank_routing,
+    run_experts,
+)
+from rank_pool import RankPool
+
+from moe_runtime.parallel import ExpertSlots, combine, dispatch
+from moe_runtime.routing import Routing
+
+
+def assert_equal_to_dense(problem: Problem, slots: ExpertSlots, answers: list[Answer]) -> None:
+    expected = dense_answer(problem)
+    assert_same(torch.cat([a.y_TD for a in answers]), expected.y_TD, "y")
+    assert_same(torch.cat([a.x_grad for a in answers]), expected.x_grad, "x.grad")
+    weights_grad = expected.weights_grad.masked_fill(problem.ids_TK == problem.num_experts, 0.0)
+    assert_same(torch.cat([a.weights_grad for a in answers]), weights_grad, "weights.grad")
+    totals = expert_gradients(problem, slots, [a.parameter_grads for a in answers])
+    for actual, wanted in zip(totals, expected.parameter_grads, strict=True):
+        assert_same(actual, wanted, "parameter gradients")
+
+
+CASES = {
+    "even": {"tokens": [13, 13], "num_experts": 6, "num_choices": 2},
+    "uneven": {"tokens": [1, 29], "num_experts": 5, "num_choices": 3},
+    "first rank empty": {"tokens": [0, 17], "num_experts": 4, "num_choices": 2},
+    "no tokens at all": {"tokens": [0, 0], "num_experts": 4, "num_choices": 2},
+    "one expert": {"tokens": [9, 8], "num_experts": 4, "num_choices": 1, "skew": "one"},
+    "all dropped": {"tokens": [9, 8], "num_experts": 4, "num_choices": 2, "dropped": 1.1},
+    "fewer experts than ranks": {"tokens": [5, 6], "num_experts": 1, "num_choices": 1},
+    "every expert": {"tokens": [3, 4], "num_experts": 4, "num_choices": 4},
+}
+
+
+def case_problem(case: dict, size: int) -> Problem:
+    options = dict(case)
+    tokens = (options.pop("tokens") * size)[:size]
+    return make_problem(tokens, seed=size, **options)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_equals_dense(size: int, ranks: Callable[[int], RankPool]) -> None:
+    for case in CASES.values():
+        problem = case_problem(case, size)
+        slots = ExpertSlots.contiguous(problem.num_experts, size)
+        answers = ranks(size).run(dispatch_and_combine, problem, slots)
+        assert_equal_to_dense(problem, slots, answers)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_single_process(case: dict) -> None:
+    problem = case_problem(case, 1)
+    slots = ExpertSlots.contiguous(problem.num_experts, 1)
+    x_TD, routing = rank_routing(problem, 0)
+    parameters = rank_parameters(problem, slots, 0)
+    dispatched = dispatch(x_TD, routing)
+    y_TD = combine(run_experts(dispatched.rows_RD, dispatched.counts_S, parameters), dispatched)
+    y_TD.backward(problem.grad_TD)
+    answer = gradients(y_TD, x_TD, routing.weights_TK, parameters)
+    assert_equal_to_dense(problem, slots, [answer])
+
+
+@pytest.mark.parametrize("grid", [(2, 2), (1, 4), (4, 1)])
+def test_hierarchical_equals_flat(grid: tuple[int, int], ranks: Callable[[int], RankPool]) -> None:
+    problem = make_problem([7, 0, 12, 3], num_experts=10, num_choices=3, seed=1, skew="zipf")
+    slots = ExpertSlots.contiguous(10, 4)
+    flat = ranks(4).run(dispatch_and_combine, problem, slots)
+    hierarchical = ranks(4).run(dispatch_and_combine, problem, slots, grid)
+    for one, other in zip(flat, hierarchical, strict=True):
+        for a, b in zip(
+            [one.y_TD, one.x_grad, one.weights_grad, *one.parameter_grads],
+            [other.y_TD, other.x_grad, other.weights_grad, *other.parameter_grads],
+            strict=True,
+        ):
+            assert torch.equal(a, b)
+
+
+def test_bits_do_not_depend_on_the_placement(ranks: Callable[[int], RankPool]) -> None:
+    """Results are summed on the token's rank in the order of its choices, wherever they come from.
+
+    One row at a time goes through an expert here, so that matrix products of other shapes, which
+    may round differently, stay out of it.
+    """
+    problem = make_problem([1, 1], num_experts=6, num_choices=4, seed=5, dropped=0.0)
+    placements = [[[0, 1, 2], [3, 4, 5]], [[5, 0, 3], [4, 2, 1]], [[0, 1, 2, 3, 4, 5], []]]
+    results = [
+        ranks(2).run(dispatch_and_combine, problem, ExpertSlots.from_ranks(placement, 6))
+        for placement in placements
+    ]
+    for answers in results[1:]:
+        for answer, first in zip(answers, results[0], strict=True):
+            assert torch.equal(answer.y_TD, first.y_TD)
+
+
+def test_rows_lie_in_slot_order() -> None:
+    ids = torch.tensor([[2, 0], [0, 3], [2, 1]])
+    x = torch.arange(3.0)[:, None].expand(3, 4)
+    dispatched = dispatch(x, Routing(ids, torch.ones(3, 2), 3))
+    assert dispatched.rows_RD[:, 0].tolist() == [0, 1, 2, 0, 2]
+    assert dispatched.counts_S.tolist() == [2, 1, 2]
+
+
+class TestBadInput:
+    routing = Routing(torch.zeros((3, 1), dtype=torch.int64), torch.ones(3, 1), 2)
+
+    def test_other_number_of_tokens(self) -> None:
+        with pytest.raises(ValueError, match=r"x must be \[3, D\]"):
+            dispatch(torch.ones(2, 4), self.routing)
+
+    def test_slots_of_another_group(self) -> None:
+        with pytest.raises(ValueError, match="placed on 2 ranks, the group has 1"):
+            dispatch(torch.ones(3, 4), self.routing, slots=ExpertSlots.contiguous(2, 2))
+
+    def test_slots_of_another_model(self) -> None:
+        with pytest.raises(ValueError, match="belongs to another model"):
+            dispatch(torch.ones(3, 4), self.routing, slots=ExpertSlots.contiguous(5, 1))
+
+    def test_results_missing(self) -> None:
+        dispatched = dispatch(torch.ones(3, 4), self.routing)
+        with pytest.raises(ValueError, match="expected 3 rows of results"):
+            combine(dispatched.rows_RD[:-1], dispatched)

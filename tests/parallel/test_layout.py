@@ -1,0 +1,90 @@
+"""Layouts: the laws of their groups, and training under each of them equals one process."""
+
+from collections.abc import Callable
+from math import prod
+
+import pytest
+from parallel_training import train_layouts
+from rank_pool import RankPool
+
+from moe_runtime.parallel import Overlap, ParallelLayout, legal_layouts
+
+
+@pytest.mark.parametrize(("world_size", "number"), [(1, 1), (2, 10), (4, 46), (8, 146)])
+def test_number_of_layouts(world_size: int, number: int) -> None:
+    """Three ordered factors on each side for every number of pipeline stages."""
+    layouts = list(legal_layouts(world_size))
+    assert len(layouts) == len(set(map(str, layouts))) == number
+
+
+@pytest.mark.parametrize("world_size", [1, 4, 6, 8])
+def test_groups_partition_the_ranks(world_size: int) -> None:
+    for layout in legal_layouts(world_size):
+        for side in ("dense", "expert"):
+            degrees = layout.degrees(side)
+            assert prod(degrees.values()) == world_size
+            for name, degree in degrees.items():
+                groups = layout.groups(side, name)
+                assert sorted(rank for group in groups for rank in group) == list(range(world_size))
+                assert {len(group) for group in groups} == {degree}
+                for group in groups:
+                    places = [layout.coordinates(rank, side) for rank in group]
+                    assert [place[name] for place in places] == list(range(degree))
+                    assert len({tuple(p[o] for o in degrees if o != name) for p in places}) == 1
+        assert layout.groups("dense", "pp") == layout.groups("expert", "pp")
+        stages = world_size // layout.pp
+        assert all(len(g) == stages for g in layout.groups("dense", "tp", "cp", "dp"))
+        assert all(len(g) == layout.expert_ranks for g in layout.groups("expert", "etp", "ep"))
+
+
+def test_ranks_of_megatrons_example() -> None:
+    """TP 2, CP 2, DP 2 beside ETP 1, EP 8: attention and experts fold over the same 8 ranks."""
+    layout = ParallelLayout(world_size=8, tp=2, cp=2, ep=8)
+    assert (layout.dp, layout.edp, layout.loss_parts) == (2, 1, 4)
+    assert layout.groups("dense", "tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert layout.groups("dense", "cp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert layout.groups("dense", "dp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert layout.groups("expert", "etp", "ep") == [list(range(8))]
+
+
+class TestBadInput:
+    def test_dense_product(self) -> None:
+        message = r"tp \* cp \* pp = 3 \* 1 \* 1 = 3 does not divide the 8 ranks"
+        with pytest.raises(ValueError, match=message):
+            ParallelLayout(world_size=8, tp=3)
+
+    def test_expert_product(self) -> None:
+        message = r"etp \* ep \* pp \* edp = 2 \* 2 \* 1 \* 4 = 16, but there are 8 ranks"
+        with pytest.raises(ValueError, match=message):
+            ParallelLayout(world_size=8, etp=2, ep=2, edp=4)
+
+    def test_zero(self) -> None:
+        with pytest.raises(ValueError, match="ep must be at least 1, got 0"):
+            ParallelLayout(world_size=8, ep=0)
+
+    def test_unknown_dimension(self) -> None:
+        with pytest.raises(ValueError, match="expert side has the dimensions etp, ep, edp, pp"):
+            ParallelLayout(world_size=8).groups("expert", "tp")
+
+
+def test_two_ranks_train_like_one(ranks: Callable[[int], RankPool]) -> None:
+    layouts = list(legal_layouts(2))
+    assert ranks(2).run(train_layouts, layouts, 10, Overlap()) == [len(layouts)] * 2
+
+
+def test_every_layout_of_four_ranks_trains_like_one(ranks: Callable[[int], RankPool]) -> None:
+    layouts = list(legal_layouts(4))
+    assert ranks(4).run(train_layouts, layouts, 10, Overlap(degree=2)) == [46] * 4
+
+
+def test_every_layout_of_eight_ranks(ranks: Callable[[int], RankPool]) -> None:
+    """One step under each; ten steps under some that use every dimension."""
+    layouts = list(legal_layouts(8))
+    assert ranks(8).run(train_layouts, layouts, 1, Overlap()) == [146] * 8
+    folded = [
+        ParallelLayout(world_size=8, tp=2, cp=2, ep=8),
+        ParallelLayout(world_size=8, cp=4, etp=2, ep=2),
+        ParallelLayout(world_size=8, tp=2, pp=2, etp=4),
+        ParallelLayout(world_size=8, tp=2, pp=4, ep=2),
+    ]
+    ranks(8).run(train_layouts, folded, 10, Overlap(is_local_first=False))
