@@ -65,7 +65,7 @@ class BuildNativeLibrary(build_ext):
                 self.warn(f"this compiler cannot build the {variant} kernels; leaving them out")
                 continue
             macros.append((f"MOE_HAVE_{variant.upper()}", "1"))
-        for source in ("isa_portable.c", "pool.c", "driver.c", "batched.c", "library.c"):
+        for source in ("isa_portable.c", "pool.c", "driver.c", "batched.c", "gate.c", "library.c"):
             objects += self._compile(source, [], macros)
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)

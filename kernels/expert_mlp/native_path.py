@@ -1,24 +1,111 @@
 """The CPU path: the C kernels where an expert has few rows, torch's products where it has many.
 
-Shape suffixes: T tokens, K top-k, R routed rows = T * K, n rows of one expert, D model.
+Shape suffixes: T tokens, K top-k, R routed rows = T * K, n rows of one expert, D model, F hidden,
+Z = 2F with a gate and F without.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+import torch
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp import torch_path
 from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
-from moe_runtime.kernels.expert_mlp.rows import Gradients, Needs, SortedRows, sort_rows
-from moe_runtime.kernels.native import require_native
+from moe_runtime.kernels.expert_mlp.rows import (
+    Gradients,
+    Group,
+    Needs,
+    SortedRows,
+    groups,
+    sort_rows,
+)
+from moe_runtime.kernels.linear import native_row_limit
+from moe_runtime.kernels.native import (
+    ACTIVATION_CODES,
+    DTYPE_CODES,
+    STATUS_NO_MEMORY,
+    NativeLibrary,
+    require_native,
+)
 
 
 class NativeSteps(torch_path.TorchSteps):
-    """The steps between the products in C."""
+    """The steps between the products in C, and the products for few rows."""
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self._library = library
+
+    def activate(self, z_nZ: Tensor, experts: StackedExperts, activation: ActivationSpec) -> Tensor:
+        hidden_nF = z_nZ.new_empty(len(z_nZ), experts.dim_hidden)
+        self._gate(z_nZ, experts, activation, hidden_nF, None, None, None)
+        return hidden_nF
+
+    def activate_backward(
+        self,
+        z_nZ: Tensor,
+        grad_nF: Tensor,
+        weights_n: Tensor | None,
+        experts: StackedExperts,
+        activation: ActivationSpec,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `TorchSteps.activate_backward`; the hidden values take the place of `grad_nF`."""
+        weights_n = None if weights_n is None else weights_n.float()
+        grad_z_nZ = torch.empty_like(z_nZ)
+        grad_weights_n = torch.empty(len(z_nZ))
+        self._gate(z_nZ, experts, activation, grad_nF, grad_z_nZ, weights_n, grad_weights_n)
+        return grad_z_nZ, grad_nF, grad_weights_n
+
+    def add_rows(
+        self, sums_TD: Tensor, tokens_n: Tensor, rows_nD: Tensor, weights_n: Tensor | None
+    ) -> None:
+        weights_n = None if weights_n is None else weights_n.float()
+        self._library.add_rows(
+            sums_TD.data_ptr(),
+            sums_TD.shape[1],
+            tokens_n.data_ptr(),
+            rows_nD.data_ptr(),
+            len(rows_nD),
+            None if weights_n is None else weights_n.data_ptr(),
+            DTYPE_CODES[rows_nD.dtype],
+            self._library.shares_threads(),
+        )
+
+    def _gate(
+        self,
+        z_nZ: Tensor,
+        experts: StackedExperts,
+        activation: ActivationSpec,
+        hidden_nF: Tensor,
+        grad_z_nZ: Tensor | None,
+        weights_n: Tensor | None,
+        grad_weights_n: Tensor | None,
+    ) -> None:
+        formula = np.array(activation.numbers(), dtype=np.float32)
+        self._library.gate(
+            z_nZ.data_ptr(),
+            z_nZ.stride(0) * z_nZ.element_size(),
+            len(z_nZ),
+            experts.dim_hidden,
+            experts.has_gate,
+            experts.is_concatenated,
+            DTYPE_CODES[z_nZ.dtype],
+            ACTIVATION_CODES[activation.function],
+            activation.is_plain,
+            formula.ctypes.data,
+            hidden_nF.data_ptr(),
+            _address(grad_z_nZ),
+            _address(weights_n),
+            _address(grad_weights_n),
+            self._library.shares_threads(),
+        )
 
 
-STEPS = NativeSteps()
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def infer(
@@ -28,9 +115,37 @@ def infer(
     experts: StackedExperts,
     activation: ActivationSpec,
 ) -> Tensor:
-    """The output ``[T, D]`` with nothing kept."""
+    """The output ``[T, D]`` with nothing kept.
+
+    Experts with few rows run in one call of the C kernel, which reads each weight once and splits
+    the work evenly; the others follow one by one.
+    """
+    library = require_native()
+    steps = NativeSteps(library)
     rows = sort_rows(ids_TK, experts.num_experts)
-    return forward(x_TD, weights_TK, rows, experts, activation, keeps=False)[0]
+    sums_TD = x_TD.new_zeros(x_TD.shape, dtype=torch.float32)
+    limit = native_row_limit(library, x_TD.dtype) if _fits_kernel(experts, activation) else 0
+    found = list(groups(rows, experts))
+    few = [group for group in found if group.last - group.first <= limit]
+    if few:
+        y_ND, order_N = _run_kernel(library, few, x_TD, rows, ids_TK.shape[1], experts, activation)
+        weights_N = weights_TK.flatten()[order_N]
+        steps.add_rows(sums_TD, order_N // ids_TK.shape[1], y_ND, weights_N)
+    nothing = x_TD.new_empty(0, experts.dim_preactivation)
+    for group in found:
+        if group.last - group.first > limit:
+            torch_path.run_group(
+                group,
+                x_TD,
+                weights_TK,
+                rows,
+                experts,
+                activation,
+                nothing,
+                sums_TD,
+                steps=steps,
+            )
+    return sums_TD.to(x_TD.dtype)
 
 
 def forward(
@@ -42,13 +157,9 @@ def forward(
     *,
     keeps: bool,
 ) -> tuple[Tensor, Tensor]:
-    """As `torch_path.forward`.
-
-    Raises:
-        NativeUnavailableError: The library was not built.
-    """
-    require_native()
-    return torch_path.forward(x_TD, weights_TK, rows, experts, activation, keeps=keeps, steps=STEPS)
+    """As `torch_path.forward`."""
+    steps = NativeSteps(require_native())
+    return torch_path.forward(x_TD, weights_TK, rows, experts, activation, keeps=keeps, steps=steps)
 
 
 def backward(
@@ -63,6 +174,85 @@ def backward(
     needs: Needs,
 ) -> Gradients:
     """As `torch_path.backward`."""
+    steps = NativeSteps(require_native())
     return torch_path.backward(
-        grad_TD, x_TD, weights_TK, z_RZ, rows, experts, activation, needs=needs, steps=STEPS
+        grad_TD, x_TD, weights_TK, z_RZ, rows, experts, activation, needs=needs, steps=steps
     )
+
+
+def _fits_kernel(experts: StackedExperts, activation: ActivationSpec) -> bool:
+    """Whether the C kernel of whole experts can read these where they lie."""
+    unit_stride = all(t.stride(-1) == 1 for t in experts.tensors() if t is not None)
+    biases_apart = experts.is_concatenated or experts.gate_up_bias is None or not experts.has_gate
+    return not experts.is_transposed and unit_stride and biases_apart and activation.is_plain
+
+
+def _run_kernel(
+    library: NativeLibrary,
+    few: Sequence[Group],
+    x_TD: Tensor,
+    rows: SortedRows,
+    top_k: int,
+    experts: StackedExperts,
+    activation: ActivationSpec,
+) -> tuple[Tensor, Tensor]:
+    """Output rows ``[N, D]`` of some experts, and the flat position ``t * K + k`` of each."""
+    x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+    counts = np.array([group.last - group.first for group in few], dtype=np.int64)
+    order_N = torch.cat([rows.order_R[group.first : group.last] for group in few])
+    tokens_N = order_N // top_k
+    destinations_N = torch.arange(len(order_N))
+    y_ND = x_TD.new_empty(len(order_N), experts.dim_model)
+    records = _records([group.slot for group in few], experts)
+    size = x_TD.element_size()
+    status = library.expert_ffn(
+        records.ctypes.data,
+        len(few),
+        counts.ctypes.data,
+        x_TD.data_ptr(),
+        x_TD.stride(0) * size,
+        x_TD.shape[0],
+        tokens_N.data_ptr(),
+        destinations_N.data_ptr(),
+        y_ND.data_ptr(),
+        y_ND.stride(0) * size,
+        len(y_ND),
+        experts.dim_model,
+        experts.dim_hidden,
+        experts.dim_model,
+        DTYPE_CODES[x_TD.dtype],
+        DTYPE_CODES[experts.dtype],
+        ACTIVATION_CODES[activation.function],
+        library.shares_threads(),
+    )
+    if status == STATUS_NO_MEMORY:
+        raise MemoryError(f"no memory to pack {len(order_N)} routed rows")
+    return y_ND, order_N
+
+
+def _records(slots: Sequence[int], experts: StackedExperts) -> np.ndarray:
+    """The C structs `Expert` of some slots: matrices (address, bytes between rows), biases."""
+    gate_up, down, gate_up_bias, down_bias = experts.tensors()
+    size = gate_up.element_size()
+    slots_N = np.array(slots, dtype=np.int64)
+    records = np.zeros((len(slots), 9), dtype=np.int64)
+    row = gate_up.stride(1) * size
+    first = gate_up.data_ptr() + slots_N * (gate_up.stride(0) * size)
+    if experts.has_gate:
+        records[:, 0] = first
+        records[:, 1] = records[:, 3] = row if experts.is_concatenated else 2 * row
+        first = first + (experts.dim_hidden * row if experts.is_concatenated else row)
+    else:
+        records[:, 3] = row
+    records[:, 2] = first
+    records[:, 4] = down.data_ptr() + slots_N * (down.stride(0) * size)
+    records[:, 5] = down.stride(1) * size
+    if gate_up_bias is not None:
+        bias = gate_up_bias.data_ptr() + slots_N * (gate_up_bias.stride(0) * size)
+        if experts.has_gate:
+            records[:, 6] = bias
+            bias = bias + experts.dim_hidden * size
+        records[:, 7] = bias
+    if down_bias is not None:
+        records[:, 8] = down_bias.data_ptr() + slots_N * (down_bias.stride(0) * size)
+    return records

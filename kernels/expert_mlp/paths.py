@@ -5,13 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Protocol, cast
 
-import torch
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
 from moe_runtime.kernels.expert_mlp.rows import Gradients, Needs, SortedRows
-from moe_runtime.kernels.native import native_library
+from moe_runtime.kernels.native import DTYPE_CODES, native_library, require_native
 
 # A module each, with the functions of `Path`; imported when first used.
 _MODULES = {
@@ -71,18 +70,32 @@ class Path(Protocol):
         ...
 
 
-def path_of(impl: str, device: torch.device) -> Path:
+def path_of(impl: str, x: Tensor) -> Path:
     """The implementation of a name.
 
     Args:
         impl: `triton`, `native`, `torch`, or `auto`, which goes by the device: Triton on a GPU, the
             C kernels on a CPU that has them, torch otherwise.
-        device: Where the tensors are.
+        x: The input: where it lies, and its dtype.
+
+    Raises:
+        NativeUnavailableError: `impl="native"` and the library was not built.
+        ValueError: `impl="native"` cannot take `x`.
     """
+    if impl == "native":
+        require_native()
+        if not _is_native(x):
+            raise ValueError(
+                f"impl='native' needs fp32, bf16 or fp16 on the CPU, got {x.dtype} on {x.device}"
+            )
     if impl == "auto":
         impl = "torch"
-        if device.type == "cuda":
+        if x.is_cuda:
             impl = "triton"
-        elif device.type == "cpu" and native_library() is not None:
+        elif _is_native(x) and native_library() is not None:
             impl = "native"
     return cast(Path, import_module(_MODULES[impl]))
+
+
+def _is_native(x: Tensor) -> bool:
+    return x.is_cpu and x.dtype in DTYPE_CODES

@@ -122,7 +122,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     static = Static(has_gate, is_transposed, is_concatenated, function, numbers, impl)
     experts = static.experts((gate_up, down, gate_up_bias, down_bias, slot_of_expert))
-    path = path_of(impl, x.device)
+    path = path_of(impl, x)
     with torch.autocast(x.device.type, enabled=False):
         if not keeps and ids is not None and weights is not None:
             out = path.infer(x, ids, weights, experts, static.activation())
@@ -206,7 +206,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     static = Static(has_gate, is_transposed, is_concatenated, function, numbers, impl)
     with torch.autocast(x.device.type, enabled=False):
-        return path_of(impl, x.device).backward(
+        return path_of(impl, x).backward(
             grad,
             x,
             weights,

@@ -133,20 +133,48 @@ def forward(
     z_RZ = x_TD.new_empty(num_rows if keeps else 0, experts.dim_preactivation)
     sums_TD = x_TD.new_zeros(x_TD.shape, dtype=x_TD.dtype if weights_TK is None else _precise(x_TD))
     for group in groups(rows, experts):
-        here = slice(group.first, group.last)
-        tokens_n, weights_n = _routing_of(group, rows, weights_TK)
-        z_nZ = z_RZ[here] if keeps else x_TD.new_empty(_count(group), experts.dim_preactivation)
-        _preactivations(x_TD, tokens_n, group, experts, steps, z_nZ)
-        hidden_nF = steps.activate(z_nZ, experts, activation)
-        _, down_DF = experts.matrices(group.slot)
-        _, down_bias = experts.biases(group.slot)
-        if tokens_n is None:
-            steps.product(hidden_nF, down_DF, down_bias, sums_TD[here])
-        else:
-            y_nD = x_TD.new_empty(_count(group), x_TD.shape[1])
-            steps.product(hidden_nF, down_DF, down_bias, y_nD)
-            steps.add_rows(sums_TD, tokens_n, y_nD, weights_n)
+        run_group(group, x_TD, weights_TK, rows, experts, activation, z_RZ, sums_TD, steps=steps)
     return sums_TD.to(x_TD.dtype), z_RZ
+
+
+def run_group(
+    group: Group,
+    x_TD: Tensor,
+    weights_TK: Tensor | None,
+    rows: SortedRows,
+    experts: StackedExperts,
+    activation: ActivationSpec,
+    z_RZ: Tensor,
+    sums_TD: Tensor,
+    *,
+    steps: TorchSteps,
+) -> None:
+    """One expert's part of `forward`: its rows' outputs, added to `sums` or written there.
+
+    Args:
+        group: The expert and its rows.
+        x_TD: As in `forward`, and so the other arguments.
+        weights_TK: Gate weights or None.
+        rows: Where the rows are.
+        experts: The parameters.
+        activation: What lies between the products.
+        z_RZ: Receives the pre-activations, unless empty.
+        sums_TD: ``[T, D]`` in fp32 or better; rows of the input's dtype without gate weights.
+        steps: The operations between the products.
+    """
+    here = slice(group.first, group.last)
+    tokens_n, weights_n = _routing_of(group, rows, weights_TK)
+    z_nZ = z_RZ[here] if len(z_RZ) else x_TD.new_empty(_count(group), experts.dim_preactivation)
+    _preactivations(x_TD, tokens_n, group, experts, steps, z_nZ)
+    hidden_nF = steps.activate(z_nZ, experts, activation)
+    _, down_DF = experts.matrices(group.slot)
+    _, down_bias = experts.biases(group.slot)
+    if tokens_n is None:
+        steps.product(hidden_nF, down_DF, down_bias, sums_TD[here])
+    else:
+        y_nD = x_TD.new_empty(_count(group), x_TD.shape[1])
+        steps.product(hidden_nF, down_DF, down_bias, y_nD)
+        steps.add_rows(sums_TD, tokens_n, y_nD, weights_n)
 
 
 def backward(

@@ -57,6 +57,21 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
             *(_INT, _INT, _INT),
         ],
     ),
+    # z, z_stride, num_rows, dim_hidden, has_gate, is_concatenated, dtype, function, plain, formula,
+    # hidden, grad_z, weights, grad_weights, share_threads
+    "moe_gate": (
+        None,
+        [
+            *(_POINTER, _INT64, _INT64, _INT64),
+            *(_INT, _INT, _INT, _INT, _INT, _POINTER),
+            *(_POINTER, _POINTER, _POINTER, _POINTER, _INT),
+        ],
+    ),
+    # sums, dim, tokens, rows, num_rows, weights, dtype, share_threads
+    "moe_add_rows": (
+        None,
+        [_POINTER, _INT64, _POINTER, _POINTER, _INT64, _POINTER, _INT, _INT],
+    ),
     # experts, num_experts, counts, x, x_stride, num_tokens, token_ids, destinations, out,
     # out_stride, num_out_rows, dim_in, dim_hidden, dim_out, x_dtype, weight_dtype, activation,
     # share_threads
@@ -106,6 +121,8 @@ class NativeLibrary:
         linear: `moe_linear` of driver.c.
         expert_ffn: `moe_expert_ffn` of driver.c.
         batched_matmul: `moe_batched_matmul` of batched.c.
+        gate: `moe_gate` of gate.c.
+        add_rows: `moe_add_rows` of gate.c.
         cpu_has_amx: Whether the processor multiplies bf16 in matrix units (these kernels do not).
     """
 
@@ -132,6 +149,8 @@ class NativeLibrary:
         self.linear = library.moe_linear
         self.expert_ffn = library.moe_expert_ffn
         self.batched_matmul = library.moe_batched_matmul
+        self.gate = library.moe_gate
+        self.add_rows = library.moe_add_rows
         self.cpu_has_amx = bool(library.moe_cpu_has_amx())
         self._library = library
         self._isa: str = library.moe_current_isa().decode()

@@ -22,6 +22,10 @@ class ExpertsConfig:
         capacity_factor: None never drops a token.
         drop_policy: which choices are kept where there is a capacity.
         num_groups: consecutive parts of the batch that are routed on their own.
+        zero_experts: numbers of MoE++'s zero-computation experts by kind (`zero`, `copy`,
+            `constant`).
+        impl: what computes the experts: `auto`, `native`, `triton`, `torch` or `reference`.
+        recompute: the backward pass computes the experts' pre-activations again.
         loss_weights: coefficients of the auxiliary losses by name; None takes the gate's own. What
             is trained on is the mean over the routed layers.
     """
@@ -38,6 +42,9 @@ class ExpertsConfig:
     capacity_factor: float | None = None
     drop_policy: str = "choice"
     num_groups: int = 1
+    zero_experts: Mapping[str, int] | None = None
+    impl: str = "auto"
+    recompute: bool = False
     loss_weights: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:

@@ -98,6 +98,8 @@ def _obstacles(config: LanguageModelConfig, moe: ExpertsConfig, gate: Gate) -> I
     """What the nearest architecture cannot express."""
     if moe.activation != "swiglu":
         yield f"its experts compute swiglu, not {moe.activation}"
+    if moe.zero_experts is not None:
+        yield "it has no zero-computation experts (zero_experts)"
     if moe.bias:
         yield "its experts have no biases"
     if moe.capacity_factor is not None or gate.capacity is not None:

@@ -6,7 +6,7 @@ Shapes: B sequences, C tokens of context, T = B * C tokens, D model width, V voc
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from moe_runtime.config import nearest
 from moe_runtime.layer import LayerAux, MoELayer
 from moe_runtime.models.lm.attention import Attention, RotaryTable
 from moe_runtime.models.lm.config import LanguageModelConfig
 from moe_runtime.models.lm.loss import linear_cross_entropy
 from moe_runtime.models.lm.norm import RMSNorm
+from moe_runtime.routing import ZeroExpertCounts
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +111,17 @@ def _feed_forward(config: LanguageModelConfig, layer: int) -> nn.Module:
     settings: dict[str, Any] = {
         field.name: getattr(config.moe, field.name) for field in dataclasses.fields(config.moe)
     }
+    if config.moe.zero_experts is not None:
+        settings["zero_experts"] = _zero_experts(config.moe.zero_experts)
     return MoELayer(config.hidden_size, name=f"layer {layer}", **settings)
+
+
+def _zero_experts(counts: Mapping[str, int]) -> ZeroExpertCounts:
+    kinds = {field.name for field in dataclasses.fields(ZeroExpertCounts)}
+    for kind in counts:
+        if kind not in kinds:
+            raise ValueError(f"zero_experts has no kind {kind!r}; {nearest(kind, kinds)}")
+    return ZeroExpertCounts(**counts)
 
 
 class LanguageModel(nn.Module):
@@ -194,7 +206,7 @@ class LanguageModel(nn.Module):
         )
 
     def after_step(self) -> None:
-        """Lets the gates do what they do between steps: selection bias, annealing."""
+        """What gates do between optimizer steps: move a selection bias, anneal a temperature."""
         for layer in self.routed_layers():
             layer.after_step()
 

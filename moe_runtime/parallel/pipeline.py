@@ -11,12 +11,13 @@ Shape suffixes: T tokens, D model, R rows, S slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from moe_runtime.parallel.dispatch import Dispatch, Group
+from moe_runtime.parallel.rows import tie_rows
 from moe_runtime.parallel.slots import ExpertSlots
 from moe_runtime.parallel.wire import WireName
 from moe_runtime.routing import Routing
@@ -52,6 +53,7 @@ def expert_parallel(
     slots: ExpertSlots | None = None,
     overlap: Overlap | None = None,
     shared: Callable[[Tensor], Tensor] | None = None,
+    parameters: Sequence[Tensor] = (),
     wire: WireName = "exact",
 ) -> Tensor:
     """Routed (and shared) experts of one layer, spread over a group.
@@ -67,6 +69,8 @@ def expert_parallel(
         overlap: How communication is hidden.
         shared: Experts that every token visits, whose output is added; computed while the first
             rows travel.
+        parameters: What `experts` reads that was itself brought by an exchange (gathered slices,
+            materialised copies), so that its gradients travel back also where no row came.
         wire: As in `dispatch`.
 
     Returns:
@@ -98,6 +102,9 @@ def expert_parallel(
         if index == 0 and shared is not None:
             shared_TD = shared(x_TD)
         rows_RD = batch.arrive(index)
-        returning.append(batch.send_back(index, experts(rows_RD, stage.counts_S)))
+        y_RD = experts(rows_RD, stage.counts_S)
+        if rows_RD.shape[0] == 0:
+            y_RD = tie_rows(y_RD, *parameters)
+        returning.append(batch.send_back(index, y_RD))
     y_TD = batch.sum_up(returning)
     return y_TD if shared_TD is None else y_TD + shared_TD

@@ -180,22 +180,22 @@ def split_rows(y_RD: Tensor, position_A: Tensor, position_B: Tensor) -> tuple[Te
 
 class _Tie(Function):
     @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, rows_RD: Tensor) -> Tensor:
-        ctx.shape = rows_RD.shape
+    def forward(ctx: Any, y_RD: Tensor, *read: Tensor) -> Tensor:
+        ctx.shapes = [(tensor.shape, tensor.dtype) for tensor in read]
         return y_RD.view_as(y_RD)
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_RD: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return grad_RD, grad_RD.new_zeros(ctx.shape)
+    ) -> tuple[Tensor, ...]:
+        return grad_RD, *(grad_RD.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.shapes)
 
 
-def tie_rows(y_RD: Tensor, rows_RD: Tensor) -> Tensor:
-    """`y`, with `rows` among what it was computed from, and gradients of zero for `rows`.
+def tie_rows(y_RD: Tensor, *read: Tensor) -> Tensor:
+    """`y`, with other tensors among what it was computed from, and gradients of zero for them.
 
     A function of no rows may well return a constant; the exchange that brought no rows has to take
     part in the backward pass all the same, because other ranks do.
     """
-    return _Tie.apply(y_RD, rows_RD)  # pyright: ignore[reportReturnType]
+    return _Tie.apply(y_RD, *read)  # pyright: ignore[reportReturnType]

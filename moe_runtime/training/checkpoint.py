@@ -91,9 +91,9 @@ def load_checkpoint(path: Path) -> TrainingState:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        reason = str(error).partition("\n")[0] or "it ends too early"
         raise CheckpointError(
-            f"{path}: the checkpoint is damaged ({str(error).splitlines()[0]}); remove it to go on "
-            "from the one before"
+            f"{path}: the checkpoint is damaged ({reason}); remove it to go on from the one before"
         ) from error
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise CheckpointError(f"{path}: not a training checkpoint of format {FORMAT}")

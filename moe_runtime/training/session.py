@@ -41,7 +41,9 @@ _FREE_NAMES = (
     *("output", "device", "threads", "recompute", "log_every", "evaluate_every"),
     *("evaluate_tokens", "checkpoint_every", "keep_checkpoints", "tensorboard", "export_dtype"),
 )
-_FREE = frozenset(f"run.{name}" for name in _FREE_NAMES)
+_FREE = frozenset(
+    {*(f"run.{name}" for name in _FREE_NAMES), "model.moe.impl", "model.moe.recompute"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,302 @@
+/* What lies between and after the products of experts with many rows: the activation, the step back over it, and the
+ * weighted sum of rows into the tokens they belong to.
+ *
+ * One thread computes a whole row (a whole range of columns in the sum), so the number of threads changes no bit.
+ */
+#include <math.h>
+#include <stdatomic.h>
+
+#include "convert.h"
+#include "kernels.h"
+#include "pool.h"
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define MOE_CLONES __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
+#else
+#define MOE_CLONES
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+enum { CHUNK = 512, SUM_LANES = 16, ROWS_AT_ONCE = 4, COLUMNS_AT_ONCE = 256 };
+
+/* ActivationSpec of activation.py, without the name of its function; infinity switches a bound off. */
+typedef struct {
+    float alpha, limit, up_offset, gate_softcap, up_softcap, clamps_after;
+} Formula;
+
+/* ---- the formula, one element at a time; `function` and `plain` are constants wherever it is used ---- */
+
+INLINE float tanh_f32(float x) { return 1.0f - 2.0f / (exp_f32(2.0f * x) + 1.0f); }
+INLINE float min_f32(float x, float limit) { return x > limit ? limit : x; }
+INLINE float clamp_f32(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; }
+INLINE float softcap(float x, float cap) { return cap == INFINITY ? x : cap * tanh_f32(x / cap); }
+
+INLINE float softcap_slope(float x, float cap) {
+    const float tanh = cap == INFINITY ? 0.0f : tanh_f32(x / cap);
+    return 1.0f - tanh * tanh;
+}
+
+INLINE float function_of(int function, int plain, const Formula *f, float x) {
+    switch (function) {
+        case ACT_SILU:
+            if (plain) return x / (1.0f + exp_f32(-x));
+            return softcap(x, f->gate_softcap) / (1.0f + exp_f32(-f->alpha * x));
+        case ACT_GELU: return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
+        case ACT_GELU_TANH: return x - x / (exp_f32(1.59576912160573072f * (x + 0.044715f * x * x * x)) + 1.0f);
+        case ACT_RELU: return x < 0.0f ? 0.0f : x;
+        default: return x < 0.0f ? 0.0f : x * x;
+    }
+}
+
+INLINE float slope_of(int function, int plain, const Formula *f, float x) {
+    switch (function) {
+        case ACT_SILU: {
+            const float alpha = plain ? 1.0f : f->alpha, sigmoid = 1.0f / (1.0f + exp_f32(-alpha * x));
+            const float capped = plain ? x : softcap(x, f->gate_softcap);
+            return sigmoid * ((plain ? 1.0f : softcap_slope(x, f->gate_softcap)) + alpha * capped * (1.0f - sigmoid));
+        }
+        case ACT_GELU: {
+            const float density = 0.39894228040143268f * exp_f32(-0.5f * x * x);
+            return 0.5f * (1.0f + erff(x * 0.70710678118654752f)) + x * density;
+        }
+        case ACT_GELU_TANH: {
+            const float tanh = tanh_f32(0.79788456080286536f * (x + 0.044715f * x * x * x));
+            return 0.5f * (1.0f + tanh) + 0.5f * x * (1.0f - tanh * tanh) * 0.79788456080286536f * (1.0f + 0.134145f * x * x);
+        }
+        case ACT_RELU: return x > 0.0f ? 1.0f : 0.0f;
+        default: return x > 0.0f ? 2.0f * x : 0.0f;
+    }
+}
+
+INLINE float bounded_function(int function, int plain, const Formula *f, float gate) {
+    if (plain) return function_of(function, 1, f, gate);
+    const int after = f->clamps_after != 0.0f;
+    const float value = function_of(function, 0, f, after ? gate : min_f32(gate, f->limit));
+    return after ? min_f32(value, f->limit) : value;
+}
+
+INLINE float factor_of(int plain, const Formula *f, float up) {
+    return plain ? up : softcap(clamp_f32(up, f->limit), f->up_softcap) + f->up_offset;
+}
+
+/* gate[i] becomes the hidden value; without a gate the function of up goes there. */
+INLINE void hidden_values(int function, int plain, const Formula *f, int has_gate, float *restrict gate,
+                          const float *restrict up, int64_t count) {
+    if (has_gate)
+        for (int64_t i = 0; i < count; i++) gate[i] = bounded_function(function, plain, f, gate[i]) * factor_of(plain, f, up[i]);
+    else
+        for (int64_t i = 0; i < count; i++) gate[i] = function_of(function, plain, f, up[i]);
+}
+
+/* From gate, up and the gradient of the hidden value to both gradients and the hidden value, in place. */
+INLINE void step_back(int function, int plain, const Formula *f, int has_gate, float weight, float *restrict gate,
+                      float *restrict up, float *restrict grad, float *restrict products, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        const float dh = grad[i];
+        if (!has_gate) {
+            const float hidden = function_of(function, plain, f, up[i]);
+            products[i] = dh * hidden;
+            up[i] = weight * dh * slope_of(function, plain, f, up[i]);
+            grad[i] = weight * hidden;
+            continue;
+        }
+        const float g = gate[i], u = up[i];
+        const int after = !plain && f->clamps_after != 0.0f;
+        const float low = plain || after ? g : min_f32(g, f->limit);
+        const float value = function_of(function, plain, f, low), factor = factor_of(plain, f, u);
+        const float kept = after ? min_f32(value, f->limit) : value;
+        float gate_slope = slope_of(function, plain, f, low), up_slope = 1.0f;
+        if (!plain) {
+            gate_slope = (after ? value : g) > f->limit ? 0.0f : gate_slope;
+            up_slope = softcap_slope(clamp_f32(u, f->limit), f->up_softcap);
+            up_slope = fabsf(u) > f->limit ? 0.0f : up_slope;
+        }
+        products[i] = dh * kept * factor;
+        gate[i] = weight * dh * factor * gate_slope;
+        up[i] = weight * dh * kept * up_slope;
+        grad[i] = weight * kept * factor;
+    }
+}
+
+typedef void (*Forward)(const Formula *, int, float *, const float *, int64_t);
+typedef void (*Backward)(const Formula *, int, float, float *, float *, float *, float *, int64_t);
+
+#define DEFINE_FORMULA(NAME, FUNCTION, PLAIN)                                                                           \
+    MOE_CLONES static void forward_##NAME(const Formula *f, int has_gate, float *gate, const float *up, int64_t n) {    \
+        if (has_gate)                                                                                                   \
+            hidden_values(FUNCTION, PLAIN, f, 1, gate, up, n);                                                          \
+        else                                                                                                            \
+            hidden_values(FUNCTION, PLAIN, f, 0, gate, up, n);                                                          \
+    }                                                                                                                   \
+    MOE_CLONES static void backward_##NAME(const Formula *f, int has_gate, float weight, float *gate, float *up,        \
+                                           float *grad, float *products, int64_t n) {                                   \
+        if (has_gate)                                                                                                   \
+            step_back(FUNCTION, PLAIN, f, 1, weight, gate, up, grad, products, n);                                      \
+        else                                                                                                            \
+            step_back(FUNCTION, PLAIN, f, 0, weight, gate, up, grad, products, n);                                      \
+    }
+
+DEFINE_FORMULA(silu, ACT_SILU, 1)
+DEFINE_FORMULA(gelu, ACT_GELU, 1)
+DEFINE_FORMULA(gelu_tanh, ACT_GELU_TANH, 1)
+DEFINE_FORMULA(relu, ACT_RELU, 1)
+DEFINE_FORMULA(relu2, ACT_RELU2, 1)
+DEFINE_FORMULA(any_silu, ACT_SILU, 0)
+DEFINE_FORMULA(any_gelu, ACT_GELU, 0)
+DEFINE_FORMULA(any_gelu_tanh, ACT_GELU_TANH, 0)
+DEFINE_FORMULA(any_relu, ACT_RELU, 0)
+DEFINE_FORMULA(any_relu2, ACT_RELU2, 0)
+
+static const Forward forwards[2][NUM_ACTIVATIONS] = {
+    {forward_any_silu, forward_any_gelu, forward_any_gelu_tanh, forward_any_relu, forward_any_relu2},
+    {forward_silu, forward_gelu, forward_gelu_tanh, forward_relu, forward_relu2},
+};
+static const Backward backwards[2][NUM_ACTIVATIONS] = {
+    {backward_any_silu, backward_any_gelu, backward_any_gelu_tanh, backward_any_relu, backward_any_relu2},
+    {backward_silu, backward_gelu, backward_gelu_tanh, backward_relu, backward_relu2},
+};
+
+/* ---- rows of numbers of any type; `step` is the distance of neighbours in elements ---- */
+
+#define DEFINE_TYPE(NAME, BYTES, LOAD, STORE)                                                                           \
+    INLINE void load_##NAME##_by(const char *src, int64_t step, float *restrict out, int64_t count) {                   \
+        for (int64_t i = 0; i < count; i++) out[i] = LOAD(src + i * step * BYTES);                                      \
+    }                                                                                                                   \
+    INLINE void store_##NAME##_by(char *dst, int64_t step, const float *restrict values, int64_t count) {               \
+        for (int64_t i = 0; i < count; i++) STORE(dst + i * step * BYTES, values[i]);                                   \
+    }                                                                                                                   \
+    MOE_CLONES static void load_##NAME(const char *src, int64_t step, float *out, int64_t count) {                      \
+        if (step == 1)                                                                                                  \
+            load_##NAME##_by(src, 1, out, count);                                                                       \
+        else                                                                                                            \
+            load_##NAME##_by(src, 2, out, count);                                                                       \
+    }                                                                                                                   \
+    MOE_CLONES static void store_##NAME(char *dst, int64_t step, const float *values, int64_t count) {                  \
+        if (step == 1)                                                                                                  \
+            store_##NAME##_by(dst, 1, values, count);                                                                   \
+        else                                                                                                            \
+            store_##NAME##_by(dst, 2, values, count);                                                                   \
+    }                                                                                                                   \
+    MOE_CLONES static void add_##NAME(float *restrict sums, const char *src, float weight, int64_t count) {             \
+        for (int64_t i = 0; i < count; i++) sums[i] += weight * LOAD(src + i * BYTES);                                  \
+    }
+
+INLINE float read_bf16(const char *src) { return bf16_to_f32(load_u16(src)); }
+INLINE float read_f16(const char *src) { return f16_to_f32(load_u16(src)); }
+INLINE void write_f32(char *dst, float value) { memcpy(dst, &value, 4); }
+INLINE void write_bf16(char *dst, float value) { store_u16(dst, f32_to_bf16(value)); }
+INLINE void write_f16(char *dst, float value) { store_u16(dst, f32_to_f16(value)); }
+
+DEFINE_TYPE(f32_row, 4, load_f32, write_f32)
+DEFINE_TYPE(bf16, 2, read_bf16, write_bf16)
+DEFINE_TYPE(f16, 2, read_f16, write_f16)
+
+static void (*const loads[])(const char *, int64_t, float *, int64_t) = {load_f32_row, load_bf16, load_f16};
+static void (*const stores[])(char *, int64_t, const float *, int64_t) = {store_f32_row, store_bf16, store_f16};
+static void (*const adds[])(float *, const char *, float, int64_t) = {add_f32_row, add_bf16, add_f16};
+
+/* ---- the activation ---- */
+
+typedef struct {
+    const char *z; /* [rows, width]: gate and up as they lie */
+    int64_t z_stride, num_rows, dim_hidden;
+    int has_gate, is_concatenated, dtype, function, plain;
+    const Formula *formula;
+    char *hidden; /* [rows, dim_hidden]; in the backward pass the gradient comes in here */
+    char *grad_z; /* like z, without gaps; NULL in the forward pass */
+    const float *weights; /* [rows] or NULL for ones */
+    float *grad_weights; /* [rows] */
+    atomic_llong next;
+} Gate;
+
+static void gate_row(const Gate *call, int64_t row) {
+    const int64_t bytes = dtype_bytes(call->dtype), width = call->dim_hidden * (call->has_gate ? 2 : 1);
+    const int64_t step = call->has_gate && !call->is_concatenated ? 2 : 1;
+    const int64_t up_first = !call->has_gate ? 0 : call->is_concatenated ? call->dim_hidden : 1;
+    const char *z = call->z + row * call->z_stride;
+    char *hidden = call->hidden + row * call->dim_hidden * bytes, *grad_z = call->grad_z;
+    if (grad_z) grad_z += row * width * bytes;
+    float gate[CHUNK], up[CHUNK], grad[CHUNK], products[CHUNK] = {0}, sums[SUM_LANES] = {0};
+    for (int64_t first = 0; first < call->dim_hidden; first += CHUNK) {
+        const int64_t left = call->dim_hidden - first, count = left < CHUNK ? left : CHUNK;
+        const int64_t gate_at = first * step * bytes, up_at = (up_first + first * step) * bytes;
+        loads[call->dtype](z + up_at, step, up, count);
+        if (call->has_gate) loads[call->dtype](z + gate_at, step, gate, count);
+        if (!grad_z) {
+            forwards[call->plain][call->function](call->formula, call->has_gate, gate, up, count);
+            stores[call->dtype](hidden + first * bytes, 1, gate, count);
+            continue;
+        }
+        loads[call->dtype](hidden + first * bytes, 1, grad, count);
+        backwards[call->plain][call->function](call->formula, call->has_gate, call->weights ? call->weights[row] : 1.0f, gate,
+                                               up, grad, products, count);
+        stores[call->dtype](hidden + first * bytes, 1, grad, count);
+        stores[call->dtype](grad_z + up_at, step, up, count);
+        if (call->has_gate) stores[call->dtype](grad_z + gate_at, step, gate, count);
+        for (int64_t i = count; i < CHUNK; i++) products[i] = 0.0f;
+        for (int64_t i = 0; i < CHUNK; i += SUM_LANES)
+            for (int lane = 0; lane < SUM_LANES; lane++) sums[lane] += products[i + lane];
+    }
+    if (!grad_z) return;
+    float total = 0.0f;
+    for (int lane = 0; lane < SUM_LANES; lane++) total += sums[lane];
+    call->grad_weights[row] = total;
+}
+
+static void gate_rows(void *context) {
+    Gate *call = context;
+    for (;;) {
+        const int64_t first = atomic_fetch_add(&call->next, ROWS_AT_ONCE);
+        if (first >= call->num_rows) return;
+        for (int64_t row = first; row < first + ROWS_AT_ONCE && row < call->num_rows; row++) gate_row(call, row);
+    }
+}
+
+/* hidden = activation(z). With grad_z: hidden holds the gradient of the hidden values for a gate weight of one; then
+ * grad_z becomes the gradient of z, hidden the hidden values, both times the gate weight, and grad_weights the gradient of
+ * the gate weight. */
+MOE_EXPORT void moe_gate(const char *z, int64_t z_stride, int64_t num_rows, int64_t dim_hidden, int has_gate,
+                         int is_concatenated, int dtype, int function, int plain, const float *formula, char *hidden,
+                         char *grad_z, const float *weights, float *grad_weights, int share_threads) {
+    Gate call = {.z = z, .z_stride = z_stride, .num_rows = num_rows, .dim_hidden = dim_hidden, .has_gate = has_gate,
+                 .is_concatenated = is_concatenated, .dtype = dtype, .function = function, .plain = plain != 0,
+                 .formula = (const Formula *)formula, .hidden = hidden, .grad_z = grad_z, .weights = weights,
+                 .grad_weights = grad_weights};
+    pool_begin();
+    pool_run(gate_rows, &call, share_threads);
+    pool_end();
+}
+
+/* ---- sums of rows ---- */
+
+typedef struct {
+    float *sums;
+    int64_t dim, num_rows;
+    const int64_t *tokens;
+    const char *rows;
+    const float *weights;
+    int dtype;
+    atomic_llong next;
+} Sum;
+
+static void sum_columns(void *context) {
+    Sum *call = context;
+    const int64_t bytes = dtype_bytes(call->dtype);
+    for (;;) {
+        const int64_t first = atomic_fetch_add(&call->next, COLUMNS_AT_ONCE), left = call->dim - first;
+        if (left <= 0) return;
+        for (int64_t row = 0; row < call->num_rows; row++)
+            adds[call->dtype](call->sums + call->tokens[row] * call->dim + first, call->rows + (row * call->dim + first) * bytes,
+                              call->weights ? call->weights[row] : 1.0f, left < COLUMNS_AT_ONCE ? left : COLUMNS_AT_ONCE);
+    }
+}
+
+/* sums[tokens[r]] += weights[r] * rows[r], in the order of r. The caller has checked the tokens. */
+MOE_EXPORT void moe_add_rows(float *sums, int64_t dim, const int64_t *tokens, const char *rows, int64_t num_rows,
+                             const float *weights, int dtype, int share_threads) {
+    Sum call = {.sums = sums, .dim = dim, .num_rows = num_rows, .tokens = tokens, .rows = rows, .weights = weights,
+                .dtype = dtype};
+    pool_begin();
+    pool_run(sum_columns, &call, share_threads);
+    pool_end();
+}

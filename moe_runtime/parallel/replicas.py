@@ -1,0 +1,140 @@
+"""Replicas and moves of experts.
+
+Tokens of a replicated expert are split over its copies by `ExpertSlots`; here are the two things
+that the copies themselves need: one sum of their gradients, and getting from one placement to
+another with the fewest transfers.
+
+Shape suffixes: S slots of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from moe_runtime.parallel.dispatch import Group, as_transport
+from moe_runtime.parallel.slot_exchange import SlotExchange
+from moe_runtime.parallel.slots import ExpertSlots
+
+
+def sum_replica_gradients(
+    parameters: Iterable[Tensor], slots: ExpertSlots, group: Group | None
+) -> None:
+    """Gives every copy of an expert the sum of the gradients of all its copies.
+
+    All copies add in the same order and end with the same bits, so copies that start equal and use
+    the same optimizer stay equal. Traffic is for replicated experts only. A collective call.
+
+    Args:
+        parameters: `[S, ...]` this rank's expert parameters; gradients are changed in place.
+        slots: Where the experts lie.
+        group: The ranks among which the experts are spread.
+    """
+    transport = as_transport(group)
+    width = slots.slots_per_rank
+    wanted: list[list[tuple[int, int]]] = [[] for _ in range(slots.num_ranks)]
+    targets: list[list[int]] = [[] for _ in range(slots.num_ranks)]
+    for held in (held for slices in slots.holders for held in slices if len(held) > 1):
+        for slot in held:
+            wanted[slot // width] += [divmod(other, width) for other in sorted(held)]
+            targets[slot // width] += [slot % width] * len(held)
+    exchange = SlotExchange(wanted, width, transport)
+    target = torch.tensor(targets[transport.rank], dtype=torch.int64)
+    replicated = target.unique()
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        copies = exchange.copy(parameter.grad)
+        parameter.grad[replicated] = 0
+        parameter.grad.index_add_(0, target.to(copies.device), copies)
+
+
+def keep_in_place(new: Sequence[Sequence[int]], old: ExpertSlots) -> ExpertSlots:
+    """The placement that gives each rank the wanted experts and moves none that it has already.
+
+    Args:
+        new: For each rank, the experts it is to hold, -1 for empty slots.
+        old: Where the experts lie now (whole experts).
+
+    Returns:
+        The same experts per rank, those that stay in the slots they have.
+    """
+    width = max(old.slots_per_rank, max((len(experts) for experts in new), default=0))
+    arranged = []
+    for rank, experts in enumerate(new):
+        now = old.experts_of(rank) if rank < old.num_ranks else []
+        now = now + [-1] * (width - len(now))
+        wanted = [expert for expert in experts if expert >= 0]
+        place = [expert if expert in wanted else -1 for expert in now]
+        coming = iter(expert for expert in wanted if expert not in place)
+        arranged.append([next(coming, -1) if expert < 0 else expert for expert in place])
+    return ExpertSlots.from_ranks(arranged, old.num_experts)
+
+
+class ExpertMove:
+    """Getting from one placement of whole experts to another.
+
+    An expert that a rank keeps does not travel; one that it lacks comes from one of the ranks that
+    have it, those that have sent least first. The number of transfers is the smallest possible:
+    one for each expert that a rank gets and did not have.
+
+    Attributes:
+        num_transfers: experts that travel between ranks, over all ranks.
+    """
+
+    def __init__(self, old: ExpertSlots, new: ExpertSlots, group: Group | None) -> None:
+        """Plans the move; a collective call.
+
+        Raises:
+            ValueError: The placements are of different models or groups, or of sliced experts.
+        """
+        if old.num_experts != new.num_experts or old.num_ranks != new.num_ranks:
+            raise ValueError(
+                f"cannot move {old.num_experts} experts on {old.num_ranks} ranks to "
+                f"{new.num_experts} experts on {new.num_ranks} ranks"
+            )
+        if old.num_slices > 1 or new.num_slices > 1:
+            raise ValueError("only whole experts are moved; these are cut into slices")
+        self.new = new
+        load = [0] * old.num_ranks
+        wanted: list[list[tuple[int, int]]] = []
+        for rank in range(new.num_ranks):
+            pairs = []
+            for expert in new.experts_of(rank):
+                if expert >= 0:
+                    pairs.append(_source(old, expert, rank, load))
+            wanted.append(pairs)
+        self.num_transfers = sum(load)
+        transport = as_transport(group)
+        self._filled = [
+            slot for slot, expert in enumerate(new.experts_of(transport.rank)) if expert >= 0
+        ]
+        self._exchange = SlotExchange(wanted, old.slots_per_rank, transport)
+
+    def apply(self, tensor: Tensor) -> Tensor:
+        """`[S', ...]` a parameter or a state of the optimizer, in its new place.
+
+        Args:
+            tensor: `[S, ...]` as it lies now.
+
+        Returns:
+            A new tensor; empty slots hold zeros.
+        """
+        with torch.no_grad():
+            copies = self._exchange.copy(tensor.detach())
+        moved = tensor.new_zeros((self.new.slots_per_rank, *tensor.shape[1:]))
+        moved[self._filled] = copies
+        return moved
+
+
+def _source(old: ExpertSlots, expert: int, rank: int, load: list[int]) -> tuple[int, int]:
+    """Where a rank takes an expert from: itself, or the holder that has sent least."""
+    held = [divmod(slot, old.slots_per_rank) for slot in old.holders[expert][0]]
+    for source in held:
+        if source[0] == rank:
+            return source
+    source = min(held, key=lambda pair: load[pair[0]])
+    load[source[0]] += 1
+    return source

@@ -1,0 +1,129 @@
+"""Moving experts instead of tokens: copies of slots to ranks that want them, differentiable.
+
+All ranks know who wants what, so no counts travel. The gradient of a copied slot is the sum over
+its copies, in the order of the ranks: the sparse all-gather and reduce-scatter of Hecate are one
+`SlotExchange` and its backward pass, a move of experts to other ranks is one without gradients.
+
+Shape suffixes: S slots of a rank, W wanted slots, M copies of a slot, P ranks, N numbers of a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moe_runtime.parallel.exchange import Flight
+from moe_runtime.parallel.rows import expand_rows, merge_rows
+from moe_runtime.parallel.transport import Transport
+from moe_runtime.parallel.wire import ExactWire
+
+Wanted = Sequence[Sequence[tuple[int, int]]]
+"""For every rank, the `(rank, slot)` that it wants copies of, in its own order."""
+
+
+class SlotExchange:
+    """A plan of copies between the ranks of a group.
+
+    Attributes:
+        num_wanted: slots that this rank gets.
+        sent_slots: slots that this rank sends to others, with repetitions: the traffic.
+    """
+
+    def __init__(self, wanted: Wanted, num_slots: int, transport: Transport) -> None:
+        """Works out the plan; a collective call for some transports.
+
+        Args:
+            wanted: Who wants what; the same on all ranks.
+            num_slots: `S`, slots of each rank.
+            transport: The group.
+
+        Raises:
+            ValueError: The plan is of another number of ranks, or names slots that do not exist.
+        """
+        if len(wanted) != transport.size:
+            raise ValueError(f"the plan is of {len(wanted)} ranks, the group has {transport.size}")
+        for rank, slot in (pair for pairs in wanted for pair in pairs):
+            if not (0 <= rank < transport.size and 0 <= slot < num_slots):
+                raise ValueError(
+                    f"slot {slot} of rank {rank} does not exist: there are {transport.size} ranks "
+                    f"of {num_slots} slots"
+                )
+        me = transport.rank
+        sent = [[s for r, s in pairs if r == me] if p != me else [] for p, pairs in _each(wanted)]
+        self._kept = [slot for rank, slot in wanted[me] if rank == me]
+        self.num_wanted = len(wanted[me])
+        self.sent_slots = [slot for slots in sent for slot in slots]
+        # What arrives is ordered by the rank it comes from, then as this rank wants it.
+        by_rank = sorted((rank, place) for place, (rank, _) in enumerate(wanted[me]) if rank != me)
+        self._arriving = torch.tensor([place for _, place in by_rank], dtype=torch.int64)
+        self._kept_places = torch.tensor(
+            [place for place, (rank, _) in enumerate(wanted[me]) if rank == me], dtype=torch.int64
+        )
+        self._source, self._places = _places([*self.sent_slots, *self._kept], num_slots)
+        arriving = [sum(rank == p for rank, _ in by_rank) for p in range(transport.size)]
+        self._transport = transport
+        (self._route,) = transport.routes(
+            torch.tensor([[len(slots) for slots in sent]]), torch.tensor([arriving])
+        )
+
+    def start(self, own_SN: Tensor) -> PendingSlots:
+        """Starts copying; computation can go on. `[S, ...]`, contiguous."""
+        device = own_SN.device
+        rows_RN = expand_rows(
+            own_SN.reshape(own_SN.shape[0], -1), self._source.to(device), self._places.to(device)
+        )
+        sent_RN, kept_RN = rows_RN.split([len(self.sent_slots), len(self._kept)])
+        wire = ExactWire()
+        flight = Flight(
+            self._transport, self._route, is_return=False, wire=wire, gradient_wire=wire
+        )
+        flight.start(sent_RN)
+        return PendingSlots(flight, kept_RN, self, own_SN.shape[1:])
+
+    def copy(self, own_SN: Tensor) -> Tensor:
+        """`[W, ...]`: the wanted slots of one tensor."""
+        return self.start(own_SN).wait()
+
+    def _merge(self, arrived_RN: Tensor, kept_RN: Tensor) -> Tensor:
+        device = kept_RN.device
+        return merge_rows(
+            arrived_RN, kept_RN, self._arriving.to(device), self._kept_places.to(device)
+        )
+
+
+class PendingSlots:
+    """Copies on their way."""
+
+    def __init__(
+        self, flight: Flight, kept_RN: Tensor, exchange: SlotExchange, shape: torch.Size
+    ) -> None:
+        self._flight = flight
+        self._kept_RN = kept_RN
+        self._exchange = exchange
+        self._shape = shape
+
+    def wait(self) -> Tensor:
+        """`[W, ...]`: the wanted slots.
+
+        Raises:
+            RankFailureError: A rank died or stalled.
+        """
+        merged_WN = self._exchange._merge(self._flight.wait(), self._kept_RN)
+        return merged_WN.view(-1, *self._shape)
+
+
+def _each(wanted: Wanted) -> list[tuple[int, Sequence[tuple[int, int]]]]:
+    return list(enumerate(wanted))
+
+
+def _places(source: list[int], num_slots: int) -> tuple[Tensor, Tensor]:
+    """The slots as a tensor, and where in it each slot's copies are: `[S, M]`, padded."""
+    copies: list[list[int]] = [[] for _ in range(num_slots)]
+    for place, slot in enumerate(source):
+        copies[slot].append(place)
+    width = max(1, max((len(places) for places in copies), default=1))
+    padded = [places + [len(source)] * (width - len(places)) for places in copies]
+    table = torch.tensor(padded, dtype=torch.int64).view(num_slots, width)
+    return torch.tensor(source, dtype=torch.int64), table

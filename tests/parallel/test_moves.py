@@ -1,0 +1,160 @@
+"""Chunks, wires, replicas, moves, sparse copies and switched parallelism against one process."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from parallel_layer import (
+    Answer,
+    Problem,
+    assert_same,
+    dense_answer,
+    expert_gradients,
+    make_problem,
+)
+from parallel_moves import (
+    adaptive,
+    adjoint_gap,
+    overlapped,
+    summed_gradients,
+    train_and_move,
+    with_copies,
+)
+from rank_pool import RankPool
+
+from moe_runtime.parallel import ExpertSlots, Overlap, keep_in_place
+from moe_runtime.parallel.replicas import ExpertMove
+
+Ranks = Callable[[int], RankPool]
+
+
+def random_placement(num_ranks: int, num_experts: int, seed: int) -> ExpertSlots:
+    """Every expert somewhere, and some more copies; ranks of different sizes."""
+    random = torch.Generator().manual_seed(seed)
+    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    for expert in range(num_experts):
+        num = int(torch.randint(1, num_ranks + 1, (), generator=random))
+        for rank in torch.randperm(num_ranks, generator=random)[:num].tolist():
+            ranks[rank].append(expert)
+    return ExpertSlots.from_ranks(ranks, num_experts)
+
+
+def assert_equal_to_dense(problem: Problem, slots: ExpertSlots, answers: list[Answer]) -> None:
+    expected = dense_answer(problem)
+    assert_same(torch.cat([a.y_TD for a in answers]), expected.y_TD, "y")
+    assert_same(torch.cat([a.x_grad for a in answers]), expected.x_grad, "x.grad")
+    totals = expert_gradients(problem, slots, [a.parameter_grads for a in answers])
+    for actual, wanted in zip(totals, expected.parameter_grads, strict=True):
+        assert_same(actual, wanted, "parameter gradients")
+
+
+@pytest.mark.parametrize("skew", ["zipf", "one"])
+def test_any_degree_equals_degree_one(skew: str, ranks: Ranks) -> None:
+    problem = make_problem([11, 0], num_experts=5, num_choices=2, seed=2, skew=skew)
+    slots = ExpertSlots.contiguous(5, 2)
+    for degree in (1, 2, 4, 8):
+        for is_local_first in (True, False):
+            overlap = Overlap(degree=degree, is_local_first=is_local_first)
+            answers = ranks(2).run(overlapped, problem, slots, overlap)
+            assert_equal_to_dense(problem, slots, answers)
+
+
+def test_any_placement_equals_one_process(ranks: Ranks) -> None:
+    for seed in range(6):
+        problem = make_problem([4, 9, 0, 6], num_experts=6, num_choices=2, seed=seed, skew="zipf")
+        slots = random_placement(4, 6, seed)
+        answers = ranks(4).run(overlapped, problem, slots, Overlap(degree=2))
+        assert_equal_to_dense(problem, slots, answers)
+
+
+def test_copies_get_the_sum_of_their_gradients(ranks: Ranks) -> None:
+    problem = make_problem([4, 9, 0, 6], num_experts=6, num_choices=2, seed=1, skew="zipf")
+    slots = random_placement(4, 6, 1)
+    expected = dense_answer(problem).parameter_grads
+    for rank, grads in enumerate(ranks(4).run(summed_gradients, problem, slots)):
+        for slot, expert in enumerate(slots.experts_of(rank)):
+            for actual, wanted in zip(grads, expected, strict=True):
+                if expert >= 0:
+                    assert_same(actual[slot], wanted[expert], f"expert {expert}")
+
+
+@pytest.mark.parametrize(("wire", "error"), [("bf16", 2**-8), ("fp8", 2**-4)])
+def test_lossy_wires_are_close(wire: str, error: float, ranks: Ranks) -> None:
+    """Rounding a row changes it by half a unit in the last place: 2^-9 for bf16, 2^-4 relative to
+    the largest of a group for e4m3 (4 bits of mantissa, one of them implied)."""
+    problem = make_problem([20, 20], num_experts=4, num_choices=2, seed=0, dim_model=130)
+    slots = ExpertSlots.contiguous(4, 2)
+    exact = ranks(2).run(overlapped, problem, slots, Overlap())
+    lossy = ranks(2).run(overlapped, problem, slots, Overlap(degree=2), wire)
+    for one, other in zip(exact, lossy, strict=True):
+        for a, b in ((one.y_TD, other.y_TD), (one.x_grad, other.x_grad)):
+            relative = (a - b).norm() / a.norm()
+            # A product of two matrices and a gate pass on errors about three times as large.
+            assert 0 < relative < 3 * error
+
+
+class TestSparseCopies:
+    def test_any_plan_equals_plain_expert_parallelism(self, ranks: Ranks) -> None:
+        owners = ExpertSlots.from_ranks([[0, 3], [1], [2, 4, 5], []], 6)
+        for seed in range(6):
+            random = torch.Generator().manual_seed(seed)
+            copies = [
+                torch.randperm(6, generator=random)[: int(torch.randint(7, (), generator=random))]
+                for _ in range(4)
+            ]
+            problem = make_problem([5, 8, 0, 3], num_experts=6, num_choices=3, seed=seed)
+            plan = [experts.tolist() for experts in copies]
+            answers = ranks(4).run(with_copies, problem, owners, plan)
+            assert_equal_to_dense(problem, owners, answers)
+
+    def test_gather_and_scatter_are_adjoint(self, ranks: Ranks) -> None:
+        wanted = [[(1, 0), (0, 2), (3, 1)], [], [(0, 0), (1, 0), (1, 0)], [(3, 2), (2, 1)]]
+        results = ranks(4).run(adjoint_gap, wanted, 3)
+        assert all(abs(gap) < 1e-12 for gap, _ in results)
+        # What stays on its rank does not count as sent.
+        assert [sent for _, sent in results] == [1, 3, 1, 1]
+
+
+def test_every_degree_of_parallelism_is_equal(ranks: Ranks) -> None:
+    for num_experts, degrees in ((1, [0, 1, 2, 4]), (2, [0, 1, 2, 1]), (8, [0, 1])):
+        problem = make_problem([5, 0, 9, 2], num_experts=num_experts, num_choices=1, seed=4)
+        results = ranks(4).run(adaptive, problem, degrees)
+        expected = dense_answer(problem)
+        for index in range(len(degrees)):
+            answers = [result[index] for result in results]
+            assert_same(torch.cat([a.y_TD for a in answers]), expected.y_TD, "y")
+            assert_same(torch.cat([a.x_grad for a in answers]), expected.x_grad, "x.grad")
+            for rank in range(4):
+                for a, b in zip(
+                    answers[rank].parameter_grads, results[rank][0].parameter_grads, strict=True
+                ):
+                    assert_same(a, b, f"gradients of degree {degrees[index]}")
+
+
+class TestMoves:
+    def test_moving_changes_no_loss(self, ranks: Ranks) -> None:
+        """Moves with replicas and with the optimizer's states, while training."""
+        placements = [[[5, 0, 1], [2, 3, 4]], [[0, 1, 2, 3], [4, 5, 0]], [[3, 4, 5], [0, 1, 2, 5]]]
+        still = ranks(2).run(train_and_move, placements, 0)
+        moved = ranks(2).run(train_and_move, placements, 2)
+        assert_same(torch.stack(moved[0]), torch.stack(still[0]), "losses")
+
+    def test_what_stays_keeps_its_slot(self) -> None:
+        old = ExpertSlots.from_ranks([[0, 1, 2], [3, 4, 5]], 6)
+        new = keep_in_place([[2, 0, 5], [4, 1, 3]], old)
+        assert new.experts_of(0) == [0, 5, 2]
+        assert new.experts_of(1) == [3, 4, 1]
+
+    def test_number_of_transfers_is_the_least(self) -> None:
+        old = ExpertSlots.from_ranks([[0, 1, 2, 3]], 4)
+        same = keep_in_place([[3, 1, 0, 2]], old)
+        assert ExpertMove(old, same, None).num_transfers == 0
+
+    def test_expert_left_out(self) -> None:
+        old = ExpertSlots.from_ranks([[0, 1], [2]], 3)
+        with pytest.raises(ValueError, match="expert 1 lies nowhere"):
+            keep_in_place([[0], [2]], old)
+
+    def test_map_of_another_model(self) -> None:
+        with pytest.raises(ValueError, match="hold expert 7 of a layer of 3"):
+            ExpertSlots.from_ranks([[0, 1], [2, 7]], 3)

@@ -1,0 +1,150 @@
+"""What ranks do in the tests of replicas, moves, sparse copies and switched parallelism."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from parallel_checks import gradients
+from parallel_layer import Answer, Problem, rank_parameters, rank_routing, run_experts
+
+from moe_runtime.kernels.expert_mlp import StackedExperts
+from moe_runtime.layer import MoELayer
+from moe_runtime.parallel import (
+    AdaptiveParallelism,
+    ExpertSlots,
+    FlatTransport,
+    Overlap,
+    ParallelExperts,
+    SlotExchange,
+    SparseMaterialisation,
+    expert_parallel,
+    keep_in_place,
+    slice_experts,
+    sum_replica_gradients,
+)
+from moe_runtime.parallel.wire import WireName
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def overlapped(
+    problem: Problem, slots: ExpertSlots, overlap: Overlap, wire: WireName = "exact"
+) -> Answer:
+    """One layer with overlap; parameters as the slots say."""
+    rank = dist.get_rank()
+    x_TD, routing = rank_routing(problem, rank)
+    parameters = rank_parameters(problem, slots, rank)
+    y_TD = expert_parallel(
+        x_TD,
+        routing,
+        lambda rows_RD, counts_S: run_experts(rows_RD, counts_S, parameters),
+        world(),
+        slots=slots,
+        overlap=overlap,
+        wire=wire,
+    )
+    y_TD.backward(problem.of_rank(problem.grad_TD, rank))
+    return gradients(y_TD, x_TD, routing.weights_TK, parameters)
+
+
+def summed_gradients(problem: Problem, slots: ExpertSlots) -> list[list[torch.Tensor]]:
+    """Gradients of every slot of all ranks after copies have been summed."""
+    rank = dist.get_rank()
+    x_TD, routing = rank_routing(problem, rank)
+    parameters = rank_parameters(problem, slots, rank)
+    y_TD = expert_parallel(
+        x_TD,
+        routing,
+        lambda rows_RD, counts_S: run_experts(rows_RD, counts_S, parameters),
+        world(),
+        slots=slots,
+    )
+    y_TD.backward(problem.of_rank(problem.grad_TD, rank))
+    sum_replica_gradients(parameters, slots, world())
+    return [parameter.grad for parameter in parameters]  # pyright: ignore[reportReturnType]
+
+
+def with_copies(problem: Problem, owners: ExpertSlots, copies: list[list[int]]) -> Answer:
+    """One layer of FSSDP: gradients arrive at the owners."""
+    rank = dist.get_rank()
+    x_TD, routing = rank_routing(problem, rank)
+    parameters = rank_parameters(problem, owners, rank)
+    plan = SparseMaterialisation(owners, copies, world())
+    materialised = plan.materialise(parameters)
+    y_TD = expert_parallel(
+        x_TD,
+        routing,
+        lambda rows_RD, counts_S: run_experts(rows_RD, counts_S, materialised),
+        world(),
+        slots=plan.slots,
+        parameters=materialised,
+    )
+    y_TD.backward(problem.of_rank(problem.grad_TD, rank))
+    return gradients(y_TD, x_TD, routing.weights_TK, parameters)
+
+
+def adjoint_gap(wanted: list[list[tuple[int, int]]], num_slots: int) -> tuple[float, int]:
+    """`<gather(x), y> - <x, scatter(y)>` over all ranks, and what this rank sent."""
+    exchange = SlotExchange(wanted, num_slots, FlatTransport(world()))
+    x = torch.randn(num_slots, 3, 2, dtype=torch.float64, requires_grad=True)
+    out = exchange.copy(x)
+    y = torch.randn_like(out)
+    out.backward(y)
+    assert x.grad is not None
+    gap = (out.detach() * y).sum() - (x.detach() * x.grad).sum()
+    dist.all_reduce(gap)
+    return float(gap), len(exchange.sent_slots)
+
+
+def adaptive(problem: Problem, degrees: list[int]) -> list[Answer]:
+    """The layer with each degree of parallelism, without moving a parameter."""
+    rank = dist.get_rank()
+    switch = AdaptiveParallelism(problem.num_experts, world())
+    slots = ExpertSlots.contiguous(
+        problem.num_experts, dist.get_world_size(), num_slices=switch.num_shares
+    )
+    own = [problem.parameters[i][slots.experts_of(rank)] for i in range(4)]
+    whole = StackedExperts(gate_up=own[0], down=own[1], gate_up_bias=own[2], down_bias=own[3])
+    part = slice_experts(whole, rank % switch.num_shares, switch.num_shares)
+    answers = []
+    parameters = [t.requires_grad_() for t in part.tensors() if t is not None]
+    where = [parameter.data_ptr() for parameter in parameters]
+    for degree in degrees:
+        x_TD, routing = rank_routing(problem, rank)
+        for parameter in parameters:
+            parameter.grad = None
+        y_TD = switch.run(x_TD, routing, part, degree, activation="silu", impl="reference")
+        y_TD.backward(problem.of_rank(problem.grad_TD, rank))
+        answers.append(gradients(y_TD, x_TD, routing.weights_TK, parameters))
+    assert where == [parameter.data_ptr() for parameter in parameters]
+    return answers
+
+
+def train_and_move(placements: list[list[list[int]]], moves_at: int) -> list[torch.Tensor]:
+    """Losses of a layer whose experts move (with replicas) every few steps of AdamW."""
+    torch.manual_seed(0)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    experts = ParallelExperts(6, 8, 16, world(), dtype=torch.float64, impl="reference", bias=True)
+    layer = MoELayer(8, 16, 6, 2, experts=experts, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.01)
+    data = torch.randn(size, 5, 8, dtype=torch.float64)
+    losses = []
+    for step in range(9):
+        if moves_at and step and step % moves_at == 0:
+            new = placements[(step // moves_at - 1) % len(placements)]
+            experts.move(keep_in_place(new, experts.slots), optimizer)
+        optimizer.zero_grad()
+        loss = (layer(data[rank]) - data[rank].flip(0)).square().sum()
+        loss.backward()
+        experts.sum_replica_gradients()
+        for parameter in layer.gate.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total)
+    return losses

@@ -1,0 +1,105 @@
+"""Every gate can be named in a configuration, and a model with it learns."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_runs import write_run
+
+from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
+from moe_runtime.models.lm.model import LanguageModel
+from moe_runtime.routing import GATES
+from moe_runtime.training.config import OptimizerConfig, TrainConfig
+from moe_runtime.training.config_tree import read_tree
+from moe_runtime.training.optimizer import Optimizer
+
+# What a gate cannot do without; every other setting is left as the gate has it.
+SPECIAL: dict[str, dict[str, Any]] = {
+    "switch": {"top_k": 1},
+    "base": {"top_k": 1},
+    "hash": {"gate_options": {"vocab_size": 50}},
+    "moepp": {"zero_experts": {"zero": 1, "copy": 1, "constant": 1}},
+    "group_limited_topk": {"gate_options": {"num_expert_groups": 2}},
+    "sam": {"gate_options": {"num_expert_groups": 2}},
+}
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_a_model_learns_with_every_gate(gate: str) -> None:
+    settings: dict[str, Any] = {"num_experts": 8, "top_k": 2, "intermediate_size": 16}
+    moe = ExpertsConfig(gate=gate, **(settings | SPECIAL.get(gate, {})))
+    config = LanguageModelConfig(
+        hidden_size=24,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=12,
+        max_positions=16,
+        vocab_size=50,
+        moe=moe,
+    )
+    torch.manual_seed(0)
+    model = LanguageModel(config)
+    optimizer = Optimizer(model, OptimizerConfig(peak_rate=1e-2))
+    ids = torch.randint(50, (4, 17))
+    values: list[float] = []
+    for _ in range(5):
+        losses = model.losses(ids[:, :-1], ids[:, 1:])
+        optimizer.backward(losses.cross_entropy + losses.auxiliary)
+        assert not optimizer.step(1e-2).bad_parameters
+        model.after_step()
+        values.append(losses.cross_entropy.item())
+    assert values[-1] < values[0] - 0.05
+
+
+def test_the_selection_bias_moves_against_the_load() -> None:
+    config = LanguageModelConfig(
+        hidden_size=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+        max_positions=32,
+        vocab_size=50,
+        moe=ExpertsConfig(
+            num_experts=4,
+            top_k=1,
+            intermediate_size=8,
+            gate="sigmoid_topk",
+            gate_options={"bias_update_rate": 0.01},
+        ),
+    )
+    model = LanguageModel(config)
+    ids = torch.randint(50, (4, 33))
+    # Two micro-batches, then one update.
+    counts = torch.zeros(4)
+    for part in ids.chunk(2):
+        model.losses(part[:, :-1], part[:, 1:]).cross_entropy.backward()
+        counts += model.layer_aux()[0].counts_E
+    model.after_step()
+    bias = model.get_buffer("blocks.0.feed_forward.gate.expert_bias")
+    expected = 0.01 * torch.sign(counts.mean() - counts)
+    assert torch.allclose(bias, expected - expected.mean(), atol=1e-7)
+
+
+def test_gate_and_options_come_from_the_file(tmp_path: Path) -> None:
+    options = "model.moe.gate_options={ num_expert_groups = 2, num_limited_groups = 1 }"
+    settings = ("model.moe.gate=group_limited_topk", options, "model.vocab_size=50")
+    config = read_tree(TrainConfig, write_run(tmp_path), settings=settings)
+    gate = next(LanguageModel(config.model).routed_layers()).gate
+    assert type(gate).__name__ == "GroupLimitedTopK"
+    wrong = read_tree(
+        TrainConfig,
+        write_run(tmp_path),
+        settings=(*settings[:1], "model.moe.gate_options={ num_groops = 2 }", settings[2]),
+    )
+    with pytest.raises(ValueError, match="did you mean 'num_groups'"):
+        LanguageModel(wrong.model)
+    wrong = read_tree(
+        TrainConfig,
+        write_run(tmp_path),
+        settings=("model.moe.zero_experts={ copi = 2 }", settings[2]),
+    )
+    with pytest.raises(ValueError, match="did you mean 'copy'"):
+        LanguageModel(wrong.model)

@@ -1,0 +1,314 @@
+"""Whole runs through the command line: what they leave behind, and that a killed one goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_runs import CONFIG, training_records, write_run
+
+from moe_runtime.cli.main import main
+from moe_runtime.training.checkpoint import load_checkpoint
+
+# Gates that use randomness and state between steps, so that a resumed run must restore both.
+NOISY = CONFIG.replace(
+    "loss_weights = { load_balance = 0.01, z = 1e-3 }",
+    'gate = "noisy_topk"\ncapacity_factor = 1.0',
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def train(path: Path, *words: str) -> int:
+    return main(["train", str(path), *words])
+
+
+def states_equal(one: Path, other: Path) -> bool:
+    mine, theirs = load_checkpoint(one), load_checkpoint(other)
+    same = all(torch.equal(mine.model[name], theirs.model[name]) for name in mine.model)
+    moments = mine.optimizer["state"], theirs.optimizer["state"]
+    for index, state in moments[0].items():
+        same &= all(torch.equal(state[name], moments[1][index][name]) for name in state)
+    return same and torch.equal(mine.random["cpu"], theirs.random["cpu"])
+
+
+def test_a_run_learns_and_leaves_everything_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = write_run(tmp_path)
+    assert train(path, "--json", "--set", "run.steps=24", "--set", "run.tensorboard=true") == 0
+    captured = capsys.readouterr()
+    summary = json.loads(captured.out)
+    out = tmp_path / "out"
+    assert summary["complete"]
+    assert summary["tokens"] == 24 * 256
+    assert summary["model"] == str(out / "model")
+    for part in ("step 24/24", "tokens/s", "load ", "dropped 0.0%", "held out "):
+        assert part in captured.err
+    records = training_records(out)
+    steps = [record for record in records if "loss" in record]
+    assert [record["step"] for record in steps] == list(range(1, 25))
+    assert steps[-1]["loss"] < steps[0]["loss"] - 1
+    held_out = [record for record in records if "held_out" in record]
+    assert [record["step"] for record in held_out] == [4, 8, 12, 16, 20, 24]
+    assert set(held_out[0]["held_out"]) == {"tales", "rules"}
+    mixture = held_out[-1]["held_out"]
+    expected = (2 * mixture["tales"] + mixture["rules"]) / 3
+    assert held_out[-1]["held_out_mean"] == pytest.approx(expected)
+    kept = sorted(file.name for file in (out / "checkpoints").iterdir())
+    assert kept == ["step-00000021.pt", "step-00000024.pt"]
+
+    # The exported model has the held-out loss that the run reports.
+    model: Any = AutoModelForCausalLM.from_pretrained(out / "model", dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(out / "model")
+    assert tokenizer.eos_token_id == model.config.eos_token_id == 0
+    (file,) = (out / "data").glob("tales-held-out-*.npy")
+    import numpy as np
+
+    ids = torch.from_numpy(np.load(file).astype(np.int64))
+    windows = torch.stack([ids[i : i + 33] for i in range(0, len(ids) - 32, 32)])
+    with torch.no_grad():
+        logits = model.eval()(windows[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].reshape(-1))
+    assert loss.item() == pytest.approx(mixture["tales"], abs=1e-5)
+
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    ).EventAccumulator(str(out / "tensorboard"))
+    accumulator.Reload()
+    shown = [event.value for event in accumulator.Scalars("train/loss")]
+    assert shown == pytest.approx([record["loss"] for record in steps], rel=1e-6)
+
+
+def start_process(path: Path, *words: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-P", "-m", "moe_runtime.cli.main", "train", str(path), *words]
+    return subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE)
+
+
+def wait_for_step(output: Path, step: int, process: subprocess.Popen[str]) -> None:
+    """Waits until the process has recorded a step."""
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[1]
+        records = training_records(output) if (output / "metrics.jsonl").is_file() else []
+        if records and records[-1]["step"] >= step:
+            return
+        time.sleep(0.02)
+    raise AssertionError("the run does not come forward")
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """Killed between checkpoints: the steps after the last one are taken again, the same."""
+    whole = write_run(tmp_path / "whole", config=NOISY)
+    # Long enough that the kill comes before the end; only the first 12 steps are compared.
+    steps = ("--set", "run.steps=60", "--set", "run.checkpoint_every=5")
+    assert train(whole, *steps) == 0
+    killed = write_run(tmp_path / "killed", config=NOISY)
+    process = start_process(killed, *steps)
+    wait_for_step(tmp_path / "killed" / "out", 7, process)
+    process.kill()
+    process.communicate()
+    before = training_records(tmp_path / "killed" / "out")
+    assert before[-1]["step"] < 60, "the run was over before it was killed"
+    assert train(killed, *steps, "--resume") == 0
+    assert training_records(tmp_path / "killed" / "out") == training_records(
+        tmp_path / "whole" / "out"
+    )
+    last = Path("out") / "checkpoints" / "step-00000060.pt"
+    assert states_equal(tmp_path / "whole" / last, tmp_path / "killed" / last)
+    dropped = [record.get("dropped_share", 0) for record in before]
+    assert max(dropped) > 0  # the capacity of this run does drop tokens
+
+
+def test_an_interrupt_finishes_the_step_and_saves(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    process = start_process(path, "--set", "run.steps=100000", "--set", "run.checkpoint_every=0")
+    wait_for_step(tmp_path / "out", 2, process)
+    process.send_signal(signal.SIGINT)
+    _, shown = process.communicate(timeout=100)
+    assert process.returncode == 130, shown
+    assert "stopping after this step" in shown
+    assert "--resume" in shown
+    last = training_records(tmp_path / "out")[-1]["step"]
+    assert [file.name for file in (tmp_path / "out" / "checkpoints").iterdir()] == [
+        f"step-{last:08}.pt"
+    ]
+    assert not (tmp_path / "out" / "model").exists()
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_a_dry_run_says_what_would_happen(
+    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(write_run(tmp_path), "--dry-run", *words) == 0
+    shown = capsys.readouterr().out
+    assert not (tmp_path / "out" / "checkpoints").exists()
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+    if words:
+        plan = json.loads(shown)
+        assert plan["tokens"] == 8 * 256
+        assert plan["export"] == "qwen3_moe"
+        assert plan["active_parameters"] < plan["parameters"]
+        assert plan["state_bytes"] == 16 * plan["parameters"]
+    else:
+        assert "leaves as" in shown
+        assert "held out tokens" in " ".join(shown.split())
+
+
+def test_accumulation_takes_the_same_steps(tmp_path: Path) -> None:
+    """Without gates' losses, which are means of micro-batches, only the order of sums differs."""
+    plain = CONFIG.replace("load_balance = 0.01, z = 1e-3", "load_balance = 0.0")
+    curves = []
+    for number in (1, 8):
+        path = write_run(tmp_path / str(number), config=plain)
+        assert train(path, "--set", f"data.micro_batches={number}") == 0
+        records = training_records(tmp_path / str(number) / "out")
+        curves.append([record["loss"] for record in records if "loss" in record])
+    assert curves[0] == pytest.approx(curves[1], abs=1e-4)
+
+
+def test_bfloat16_follows_float32(tmp_path: Path) -> None:
+    curves = []
+    for precision in ("float32", "bfloat16"):
+        path = write_run(tmp_path / precision)
+        assert train(path, "--set", f"run.precision={precision}") == 0
+        records = training_records(tmp_path / precision / "out")
+        curves.append([record["loss"] for record in records if "loss" in record])
+    assert curves[0] != curves[1]
+    # bfloat16 products have relative errors of 2^-9; losses lie near 5.
+    assert curves[0] == pytest.approx(curves[1], abs=0.05)
+
+
+def error_of(capsys: pytest.CaptureFixture[str], path: Path, *words: str) -> str:
+    assert train(path, *words) == 2
+    shown = capsys.readouterr().err
+    assert "Traceback" not in shown
+    (line,) = [line for line in shown.splitlines() if "error:" in line]
+    return line
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step."""
+    folder = tmp_path_factory.mktemp("finished")
+    path = write_run(folder)
+    assert train(path, "--set", "run.steps=1") == 0
+    return path
+
+
+def test_a_folder_with_a_run_is_not_overwritten(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "--resume goes on" in error_of(capsys, finished, "--set", "run.steps=1")
+
+
+def test_a_finished_run_has_nothing_left_to_do(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = training_records(finished.parent / "out")
+    assert train(finished, "--set", "run.steps=1", "--resume", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 1
+    assert training_records(finished.parent / "out") == before
+
+
+def test_a_resumed_run_must_be_the_same_run(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = error_of(capsys, finished, "--resume", "--set", "run.steps=2")
+    assert "run.steps = 1, the configuration now says 2" in line
+    rules = finished.parent / "texts" / "rules.txt"
+    text = rules.read_text()
+    rules.write_text(text + "one more rule\n")
+    line = error_of(capsys, finished, "--resume", "--set", "run.steps=1")
+    rules.write_text(text)
+    assert "text of source 'rules'" in line
+
+
+def test_a_damaged_checkpoint_is_named(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = finished.parent / "out" / "checkpoints" / "step-00000001.pt"
+    content = checkpoint.read_bytes()
+    for damaged in (content[: len(content) // 2], b"", b"\x00" * 100):
+        checkpoint.write_bytes(damaged)
+        line = error_of(capsys, finished, "--resume", "--set", "run.steps=1")
+        assert "step-00000001.pt" in line
+        assert "damaged" in line
+    checkpoint.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["no-such.toml"], "no-such.toml: No such file"),
+        (["CONFIG", "--set", "run.stebs=2"], "did you mean 'steps'"),
+        (
+            ["CONFIG", "--set", "data.sources.rules.files=['nothing-*']"],
+            "no file matches 'nothing-*'",
+        ),
+        (["CONFIG", "--set", "model.moe.gate=softmaxtopk"], "did you mean 'softmax_topk'"),
+        (["CONFIG", "--set", "model.moe.top_k=5"], "top_k must be at most num_experts=4, got 5"),
+        (["CONFIG", "--set", "model.moe.capacity_factor=0"], "capacity_factor must be positive"),
+        (["CONFIG", "--set", "model.moe.num_groups=7"], "do not divide into num_groups=7"),
+        (["CONFIG", "--set", "model.moe.loss_weights={ balance = 1 }"], "unknown loss 'balance'"),
+        (["CONFIG", "--set", "run.device=gpu"], "run.device must be auto, cpu, cuda"),
+        (
+            ["CONFIG", "--set", "data={ context = 32, tokens_per_step = 64, sources = {} }"],
+            "sources must name at least one",
+        ),
+        (["CONFIG", "--set", "tokenizer={ path = 'texts' }"], "has no tokenizer.json"),
+        (["CONFIG", "--set", "model.vocab_size=10"], "at least the tokenizer's"),
+        (["CONFIG", "--rezume"], "--rezume"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path)
+    assert main(["train", *(word.replace("CONFIG", str(path)) for word in words)]) == 2
+    shown = capsys.readouterr().err
+    assert "Traceback" not in shown
+    (line,) = [line for line in shown.splitlines() if "error:" in line]
+    assert message in line
+
+
+def test_a_run_that_diverges_ends_with_a_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path)
+    line = error_of(capsys, path, "--set", "optimizer.peak_rate=1e30", "--set", "run.steps=30")
+    assert "10 steps in a row were not finite" in line
+    assert "lower optimizer.peak_rate" in line
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_run(tmp_path)
+    save = torch.save
+
+    def save_until_full(content: Any, file: Any) -> None:
+        if content["step"] < 6:
+            return save(content, file)
+        file.write(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", save_until_full)
+    assert "No space left" in error_of(capsys, path)
+    folder = tmp_path / "out" / "checkpoints"
+    assert [file.name for file in folder.iterdir()] == ["step-00000003.pt"]
+    monkeypatch.undo()
+    assert train(path, "--resume") == 0
