@@ -246,7 +246,7 @@ class _Replayer:
         if self._room() > reserved or self._drop_stale_guess():
             return True
         victim = self._policy.victim(lambda held: held not in in_use, incoming)
-        if victim is None or victim == incoming:
+        if victim is None or self._policy.declines(incoming, victim):
             return False
         self._policy.remove(victim)
         return True
@@ -307,7 +307,7 @@ class _Replayer:
             return held.layer == incoming.layer and held not in just_used and not likely
 
         victim = self._policy.victim(worth_less, incoming)
-        if victim is None or victim == incoming:
+        if victim is None:
             return False
         self._policy.remove(victim)
         return True
