@@ -250,11 +250,9 @@ class ExpertStore(Generic[W]):
 
     def _drop_if_done(self, key: ExpertKey) -> None:
         entry = self._entries[key]
-        if entry.pins or not entry.arrived:
-            return
         failed = entry.read is not None and entry.read.error is not None
         passed = key in self._passing and not (entry.expected or entry.guessed)
-        if failed or passed:
+        if (failed or passed) and self._is_idle(key):
             self._drop(key)
 
     def _forget_expected(self, layer: int) -> None:
@@ -380,8 +378,7 @@ class Lease(Generic[W]):
 
     def _take_ready(self) -> list[ExpertKey]:
         if not self._arriving and not self._streaming:
-            ready = list(self._resident)
-            self._resident.clear()
+            ready, self._resident = list(self._resident), deque()
             return ready
         arrived = [key for key in self._arriving if self._store._entries[key].arrived]
         for key in arrived:
