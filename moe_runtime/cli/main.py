@@ -18,6 +18,7 @@ from moe_runtime.cli.doctor import doctor
 from moe_runtime.cli.inspect import inspect
 from moe_runtime.cli.place import place
 from moe_runtime.cli.run import run
+from moe_runtime.cli.simulate import simulate
 from moe_runtime.cli.train import train
 from moe_runtime.errors import MoERuntimeError
 
@@ -79,6 +80,7 @@ def build_app() -> typer.Typer:
     app.command()(inspect)
     app.command()(doctor)
     app.command()(place)
+    app.command()(simulate)
     app.command()(train)
     return app
 
