@@ -67,7 +67,9 @@ def test_best_degree_grows_with_what_can_be_hidden() -> None:
     def best(travel_s: float) -> int:
         times = {
             degree: predict_layer(
-                two_ranks(alpha_s=0.2), exchange_of(travel_s, 16.0), Overlap(degree=degree)
+                replace(two_ranks(), launch_s=0.3),
+                exchange_of(travel_s, 16.0),
+                Overlap(degree=degree),
             ).layer_s
             for degree in (1, 2, 4, 8, 16)
         }
