@@ -76,21 +76,21 @@ class LayerWorkload:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Overlap:
+class LayerSchedule:
     """How communication and computation are interleaved.
 
     Attributes:
         degree: chunks that the rows are cut into; chunk i + 1 travels while chunk i is computed.
         hierarchical: two all-to-alls, within machines and then between equal local ranks, instead
             of one between all: fewer and larger messages on the slow link, more bytes on the fast.
-        local_first: rows that stay on their rank are computed while the others travel (Comet).
-        shared_first: shared experts are computed while rows travel; otherwise after them.
+        is_local_first: rows that stay on their rank are computed while the others travel (Comet).
+        is_shared_first: shared experts are computed while rows travel; otherwise after them.
     """
 
     degree: int = 1
     hierarchical: bool = False
-    local_first: bool = False
-    shared_first: bool = False
+    is_local_first: bool = False
+    is_shared_first: bool = False
 
     def __post_init__(self) -> None:
         if self.degree < 1:
@@ -114,13 +114,15 @@ class LayerPrediction:
     communication_s: float
 
 
-def predict_layer(cluster: Cluster, workload: LayerWorkload, overlap: Overlap) -> LayerPrediction:
+def predict_layer(
+    cluster: Cluster, workload: LayerWorkload, schedule: LayerSchedule
+) -> LayerPrediction:
     """Simulates one layer on all ranks.
 
     Args:
         cluster: links and compute, measured or assumed.
         workload: rows between ranks and their cost.
-        overlap: chunks, hierarchy and order.
+        schedule: chunks, hierarchy and order.
 
     Raises:
         ValueError: workload and cluster have different numbers of ranks.
@@ -128,10 +130,10 @@ def predict_layer(cluster: Cluster, workload: LayerWorkload, overlap: Overlap) -
     shape = (cluster.num_ranks, cluster.num_ranks)
     if workload.rows_PP.shape != shape:
         raise ValueError(f"rows_PP must have shape {shape}, got {workload.rows_PP.shape}")
-    graph, links = _layer_graph(cluster, workload, overlap)
+    graph, links = _layer_graph(cluster, workload, schedule)
     timeline = graph.run()
     nothing = Link(alpha_s=0.0, bytes_per_s=float("inf"))
-    free, _ = _layer_graph(replace(cluster, intra=nothing, inter=nothing), workload, overlap)
+    free, _ = _layer_graph(replace(cluster, intra=nothing, inter=nothing), workload, schedule)
     compute_s = free.run().makespan_s
     busy = np.bincount(
         timeline.resource[links], weights=(timeline.finish_s - timeline.start_s)[links]
@@ -192,7 +194,7 @@ def _phases(
 
 
 def _layer_graph(
-    cluster: Cluster, workload: LayerWorkload, overlap: Overlap
+    cluster: Cluster, workload: LayerWorkload, schedule: LayerSchedule
 ) -> tuple[TaskGraph, np.ndarray]:
     """The tasks of one layer, and the numbers of those that occupy links."""
     graph, links = TaskGraph(), []
@@ -201,32 +203,32 @@ def _layer_graph(
     rows_PP = workload.rows_PP
     local_rows = np.diagonal(rows_PP).copy()
     received = rows_PP.sum(axis=0)
-    remote = rows_PP - np.diag(local_rows) if overlap.local_first else rows_PP
-    part = remote / overlap.degree
+    remote = rows_PP - np.diag(local_rows) if schedule.is_local_first else rows_PP
+    part = remote / schedule.degree
 
     gate = [graph.add(workload.gate_s * slow[rank], resource=rank) for rank in ranks]
     sort_s = _copy_s(cluster, workload, rows_PP.sum(axis=1)) * slow
     sort = [graph.add(sort_s[rank], resource=rank, after=[gate[rank]]) for rank in ranks]
     # Counts travel first: messages of a few bytes.
-    counts = _phases(cluster, np.zeros_like(rows_PP), 0.0, overlap.hierarchical)
+    counts = _phases(cluster, np.zeros_like(rows_PP), 0.0, schedule.hierarchical)
     arrived = _exchange(graph, cluster, counts, gate, links)
     ready = [graph.add(0.0, after=pair) for pair in zip(sort, arrived, strict=True)]
 
     done = list(ready)
-    if overlap.shared_first:
+    if schedule.is_shared_first:
         done = _compute(graph, workload.shared_s * slow, gate, ready)
-    if overlap.local_first:
+    if schedule.is_local_first:
         done = _compute(graph, _expert_s(cluster, workload, local_rows) * slow, ready, done)
-    there = _phases(cluster, part, workload.row_bytes, overlap.hierarchical)
-    back = _phases(cluster, part.T, workload.row_bytes, overlap.hierarchical)
+    there = _phases(cluster, part, workload.row_bytes, schedule.hierarchical)
+    back = _phases(cluster, part.T, workload.row_bytes, schedule.hierarchical)
     expert_s = _expert_s(cluster, workload, part.sum(axis=0)) * slow
     returned = []
-    for _ in range(overlap.degree):
+    for _ in range(schedule.degree):
         arrived = _exchange(graph, cluster, there, ready, links)
         computed = _compute(graph, expert_s, arrived, done)
         returned.append(_exchange(graph, cluster, back, computed, links))
     combine_s = _copy_s(cluster, workload, received) * slow
-    shared_s = np.zeros(cluster.num_ranks) if overlap.shared_first else workload.shared_s * slow
+    shared_s = np.zeros(cluster.num_ranks) if schedule.is_shared_first else workload.shared_s * slow
     for rank in ranks:
         after = [chunk[rank] for chunk in returned] + [done[rank]]
         graph.add(combine_s[rank] + shared_s[rank], resource=rank, after=after)

@@ -8,14 +8,14 @@ import numpy as np
 from moe_runtime.planning.cluster import Cluster
 from moe_runtime.planning.layer_simulation import (
     LayerPrediction,
+    LayerSchedule,
     LayerWorkload,
-    Overlap,
     predict_layer,
 )
 from moe_runtime.planning.placement import place_experts
 from moe_runtime.policies.placement import Devices, RoutingProfile
 
-NO_OVERLAP = Overlap()
+NO_OVERLAP = LayerSchedule()
 """One flat all-to-all each way and nothing beside it: what exposed communication is compared to."""
 
 
@@ -109,13 +109,13 @@ def sweep_scaling(
         workload = _workload(machine, shape, imbalance, shares)
         plain = predict_layer(machine, workload, NO_OVERLAP)
         for hierarchical, degree in variants:
-            overlap = Overlap(
+            schedule = LayerSchedule(
                 degree=degree,
                 hierarchical=hierarchical,
-                local_first=degree > 1,
-                shared_first=degree > 1,
+                is_local_first=degree > 1,
+                is_shared_first=degree > 1,
             )
-            prediction = predict_layer(machine, workload, overlap)
+            prediction = predict_layer(machine, workload, schedule)
             yield ScalingPoint(
                 num_ranks=num_ranks,
                 hierarchical=hierarchical,

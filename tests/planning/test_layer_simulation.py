@@ -7,8 +7,8 @@ import pytest
 
 from moe_runtime.planning.cluster import Cluster, Link, fit_link
 from moe_runtime.planning.layer_simulation import (
+    LayerSchedule,
     LayerWorkload,
-    Overlap,
     _phases,
     predict_layer,
 )
@@ -31,7 +31,7 @@ def exchange_of(travel_s: float, compute_s: float) -> LayerWorkload:
 @pytest.mark.parametrize("degree", [1, 2, 4, 8])
 def test_chunks_hide_all_but_the_first_and_the_last(degree: int) -> None:
     """Travel x and compute y > x a chunk: x + d y + x."""
-    prediction = predict_layer(two_ranks(), exchange_of(8.0, 16.0), Overlap(degree=degree))
+    prediction = predict_layer(two_ranks(), exchange_of(8.0, 16.0), LayerSchedule(degree=degree))
     assert prediction.layer_s == pytest.approx(16 + 2 * 8 / degree)
     assert prediction.compute_s == pytest.approx(16)
     assert prediction.exposed_s == pytest.approx(16 / degree)
@@ -40,14 +40,14 @@ def test_chunks_hide_all_but_the_first_and_the_last(degree: int) -> None:
 
 @pytest.mark.parametrize("degree", [2, 4, 8])
 def test_travel_that_takes_longer_than_compute_is_the_limit(degree: int) -> None:
-    prediction = predict_layer(two_ranks(), exchange_of(8.0, 4.0), Overlap(degree=degree))
+    prediction = predict_layer(two_ranks(), exchange_of(8.0, 4.0), LayerSchedule(degree=degree))
     assert prediction.layer_s == pytest.approx(16)
 
 
 @pytest.mark.parametrize("degree", [1, 2, 8])
 def test_nothing_overlaps_where_travel_takes_the_processor(degree: int) -> None:
     prediction = predict_layer(
-        two_ranks(occupies_compute=True), exchange_of(8.0, 16.0), Overlap(degree=degree)
+        two_ranks(occupies_compute=True), exchange_of(8.0, 16.0), LayerSchedule(degree=degree)
     )
     assert prediction.layer_s == pytest.approx(32)
 
@@ -56,7 +56,7 @@ def test_every_message_costs_its_latency() -> None:
     """One for the counts, one each way a chunk."""
     for degree in (1, 4):
         prediction = predict_layer(
-            two_ranks(alpha_s=100.0), exchange_of(8.0, 0.0), Overlap(degree=degree)
+            two_ranks(alpha_s=100.0), exchange_of(8.0, 0.0), LayerSchedule(degree=degree)
         )
         assert prediction.communication_s == pytest.approx(100 + 2 * degree * 100 + 16)
 
@@ -69,7 +69,7 @@ def test_best_degree_grows_with_what_can_be_hidden() -> None:
             degree: predict_layer(
                 replace(two_ranks(), launch_s=0.3),
                 exchange_of(travel_s, 16.0),
-                Overlap(degree=degree),
+                LayerSchedule(degree=degree),
             ).layer_s
             for degree in (1, 2, 4, 8, 16)
         }
@@ -82,22 +82,22 @@ def test_best_degree_grows_with_what_can_be_hidden() -> None:
 def test_rows_that_stay_are_computed_meanwhile() -> None:
     rows = np.array([[1.0, 1.0], [1.0, 1.0]])
     workload = LayerWorkload(rows_PP=rows, row_bytes=6.0, flops_per_row=10.0)
-    plain = predict_layer(two_ranks(), workload, Overlap())
-    local = predict_layer(two_ranks(), workload, Overlap(local_first=True))
+    plain = predict_layer(two_ranks(), workload, LayerSchedule())
+    local = predict_layer(two_ranks(), workload, LayerSchedule(is_local_first=True))
     assert plain.layer_s == pytest.approx(6 + 20 + 6)
     assert local.layer_s == pytest.approx(10 + 10 + 6)
 
 
 def test_shared_experts_are_computed_meanwhile() -> None:
     workload = replace(exchange_of(8.0, 16.0), shared_s=5.0)
-    plain = predict_layer(two_ranks(), workload, Overlap())
-    early = predict_layer(two_ranks(), workload, Overlap(shared_first=True))
+    plain = predict_layer(two_ranks(), workload, LayerSchedule())
+    early = predict_layer(two_ranks(), workload, LayerSchedule(is_shared_first=True))
     assert plain.layer_s - early.layer_s == pytest.approx(5)
 
 
 def test_a_straggler_holds_up_everybody() -> None:
     workload = replace(exchange_of(8.0, 16.0), slowdown_P=np.array([1.0, 3.0]))
-    prediction = predict_layer(two_ranks(), workload, Overlap())
+    prediction = predict_layer(two_ranks(), workload, LayerSchedule())
     assert prediction.compute_s == pytest.approx(48)
     assert prediction.layer_s == pytest.approx(8 + 48 + 8)
 
@@ -105,7 +105,7 @@ def test_a_straggler_holds_up_everybody() -> None:
 def test_one_rank_needs_no_communication() -> None:
     cluster = Cluster(num_ranks=1, ranks_per_node=8, intra=FAST, inter=FAST, flops_per_s=1.0)
     workload = LayerWorkload(rows_PP=np.ones((1, 1)), row_bytes=9.0, flops_per_row=3.0)
-    prediction = predict_layer(cluster, workload, Overlap(hierarchical=True))
+    prediction = predict_layer(cluster, workload, LayerSchedule(hierarchical=True))
     assert prediction.layer_s == 3
     assert prediction.exposed_s == 0
 
@@ -168,7 +168,7 @@ def test_two_levels_win_at_small_messages_only() -> None:
         rows = np.full((64, 64), 1 / 64)
         workload = LayerWorkload(rows_PP=rows, row_bytes=bytes_a_rank, flops_per_row=0.0)
         flat, two = (
-            predict_layer(cluster, workload, Overlap(hierarchical=flag)).layer_s
+            predict_layer(cluster, workload, LayerSchedule(hierarchical=flag)).layer_s
             for flag in (False, True)
         )
         return flat / two
@@ -238,7 +238,7 @@ class TestLinks:
             predict_layer(
                 two_ranks(),
                 LayerWorkload(rows_PP=np.ones((3, 3)), row_bytes=1.0, flops_per_row=1.0),
-                Overlap(),
+                LayerSchedule(),
             )
         with pytest.raises(ValueError, match="degree"):
-            Overlap(degree=0)
+            LayerSchedule(degree=0)
