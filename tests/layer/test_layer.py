@@ -16,7 +16,7 @@ D, INTER, E, K = 16, 12, 6, 2
 
 def make_layer(**changes) -> MoELayer:
     torch.manual_seed(0)
-    return MoELayer(D, INTER, E, K, **{"impl": "torch", **changes})
+    return MoELayer(D, INTER, E, K, **changes)
 
 
 def gradients(layer: nn.Module) -> dict[str, Tensor]:
@@ -218,7 +218,6 @@ def test_compiles_into_one_graph(gate: str) -> None:
         gate=gate,
         capacity_factor=1.0,
         shared_experts=1,
-        impl="torch",
     )
     layer.eval()
     x = torch.randn(2, 10, D)
