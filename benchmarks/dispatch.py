@@ -7,6 +7,8 @@ Both sides take turns in one run, after a barrier; the slowest rank's time count
 all rounds is reported. Bytes on the wire are counted where rows enter the process group, and
 compared with the closed form.
 
+Starts its processes by itself, or runs under `torchrun`, on one machine or several.
+
 Shape suffixes: T tokens, D model, K choices, E experts, C slots of an expert, R rows.
 """
 
@@ -134,11 +136,23 @@ def closed_form_bytes(ids_TK: Tensor, num_experts: int, rank: int, size: int, ro
     return (there + int(back.sum())) * row
 
 
-def measure(rank: int, size: int, store: str, shapes: list[Shape], rounds: int, out: str) -> None:
+def measure_here(
+    rank: int, size: int, store: str, shapes: list[Shape], rounds: int, out: str
+) -> None:
+    """One of the processes that this script starts by itself."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    results = measure(shapes, rounds)
+    if rank == 0:
+        Path(out).write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+def measure(shapes: list[Shape], rounds: int) -> list[dict]:
+    """All measurements, on every rank of the default group."""
     group = dist.group.WORLD
     assert group is not None
+    rank, size = dist.get_rank(), dist.get_world_size()
     results = []
     for shape in shapes:
         ids_TK = make_ids(shape, rank)
@@ -173,9 +187,7 @@ def measure(rank: int, size: int, store: str, shapes: list[Shape], rounds: int, 
         )
         if rank == 0:
             _print_row(shape, results[-1])
-    if rank == 0:
-        Path(out).write_text(json.dumps(results))
-    dist.destroy_process_group()
+    return results
 
 
 def _slowest(side: Callable[[], Tensor]) -> float:
@@ -197,6 +209,14 @@ def _print_row(shape: Shape, result: dict) -> None:
     )
 
 
+def _measure_in_processes(shapes: list[Shape], options: argparse.Namespace) -> list[dict]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = str(Path(folder, "results.json"))
+        arguments = (options.ranks, str(Path(folder, "store")), shapes, options.rounds, out)
+        mp.spawn(measure_here, arguments, nprocs=options.ranks)
+        return json.loads(Path(out).read_text())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
@@ -214,12 +234,16 @@ def main() -> None:
         for dtype in options.dtypes
         for load in LOADS
     ]
-    with tempfile.TemporaryDirectory() as folder:
-        out = str(Path(folder, "results.json"))
-        arguments = (options.ranks, str(Path(folder, "store")), shapes, options.rounds, out)
-        mp.spawn(measure, arguments, nprocs=options.ranks)
-        results = json.loads(Path(out).read_text())
-    if options.output:
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+        options.ranks = dist.get_world_size()
+        results = measure(shapes, options.rounds)
+        is_writer = dist.get_rank() == 0
+        dist.destroy_process_group()
+    else:
+        results = _measure_in_processes(shapes, options)
+        is_writer = True
+    if options.output and is_writer:
         report = {
             "machine": describe_machine(),
             "versions": versions(),

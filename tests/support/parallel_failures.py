@@ -12,7 +12,7 @@ from moe_runtime.errors import RankFailureError
 from moe_runtime.parallel import FlatTransport, dispatch
 from moe_runtime.routing import Routing
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 2.0
 
 
 def dispatch_with(
