@@ -17,6 +17,7 @@ from moe_runtime.cli.console import Session
 from moe_runtime.cli.doctor import doctor
 from moe_runtime.cli.inspect import inspect
 from moe_runtime.cli.place import place
+from moe_runtime.cli.predictor import predictor_app
 from moe_runtime.cli.run import run
 from moe_runtime.cli.train import train
 from moe_runtime.errors import MoERuntimeError
@@ -80,6 +81,7 @@ def build_app() -> typer.Typer:
     app.command()(doctor)
     app.command()(place)
     app.command()(train)
+    app.add_typer(predictor_app(), name="predictor")
     return app
 
 
