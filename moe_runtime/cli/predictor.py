@@ -164,10 +164,10 @@ def _parse_distances(text: str) -> tuple[int, ...]:
 
 def _read(paths: list[Path]) -> "tuple[Routes, ModelSignature]":
     from moe_runtime.errors import CheckpointError
-    from moe_runtime.tracing import read_trace
+    from moe_runtime.tracing.readers import read_any_trace
     from moe_runtime.tracing.routes import join_routes, routes_of
 
-    traces = [read_trace(path) for path in paths]
+    traces = [read_any_trace(path) for path in paths]
     for path, trace in zip(paths, traces, strict=True):
         if trace.signature != traces[0].signature:
             raise CheckpointError(
