@@ -17,8 +17,10 @@ from moe_runtime.cli.console import Session
 from moe_runtime.cli.doctor import doctor
 from moe_runtime.cli.inspect import inspect
 from moe_runtime.cli.place import place
+from moe_runtime.cli.predictor import predictor_app
 from moe_runtime.cli.replay import replay
 from moe_runtime.cli.run import run
+from moe_runtime.cli.simulate import simulate
 from moe_runtime.cli.train import train
 from moe_runtime.errors import MoERuntimeError
 
@@ -82,7 +84,9 @@ def build_app() -> typer.Typer:
     app.command()(doctor)
     app.command()(replay)
     app.command()(place)
+    app.command()(simulate)
     app.command()(train)
+    app.add_typer(predictor_app(), name="predictor")
     return app
 
 
