@@ -62,6 +62,12 @@ class StoreStats:
         stall_s: seconds that computation waited for an expert.
         expert_slots: experts that fit into the fastest tier at once.
         slot_bytes: size of one slot.
+        guesses: experts whose prefetch was started and not taken back; each is at last useful,
+            late or wasted, unless it still waits for its layer.
+        useful_guesses: prefetched experts that lay ready when a layer asked for them.
+        late_guesses: prefetched experts that were on their way when a layer asked for them.
+        wasted_guesses: prefetched experts that gave up their slot without having been asked for.
+        cancelled_guesses: prefetches that were taken back before their read began.
     """
 
     hits: int
@@ -74,6 +80,11 @@ class StoreStats:
     stall_s: float
     expert_slots: int
     slot_bytes: int
+    guesses: int = 0
+    useful_guesses: int = 0
+    late_guesses: int = 0
+    wasted_guesses: int = 0
+    cancelled_guesses: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +106,12 @@ class RuntimeStats:
         baseline_rss_bytes: resident memory of the process after its imports, before loading.
         peak_rss_bytes: highest resident memory of the process so far, as the kernel counts it.
         load_s: seconds that loading took.
+        guesses: experts whose prefetch was started; each is at last useful, late or wasted.
+        useful_guesses: prefetched experts that lay ready when a layer asked for them.
+        late_guesses: prefetched experts that were on their way when a layer asked for them.
+        wasted_guesses: prefetched experts that gave up their slot without having been asked for.
+        prefetch: whether experts are prefetched now, and why.
+        predict_s: seconds spent on guessing.
     """
 
     hits: int
@@ -111,3 +128,9 @@ class RuntimeStats:
     baseline_rss_bytes: int
     peak_rss_bytes: int
     load_s: float
+    guesses: int = 0
+    useful_guesses: int = 0
+    late_guesses: int = 0
+    wasted_guesses: int = 0
+    prefetch: str = "off"
+    predict_s: float = 0.0

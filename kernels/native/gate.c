@@ -1,7 +1,7 @@
 /* What lies between and after the products of experts with many rows: the activation, the step back over it, and the
  * weighted sum of rows into the tokens they belong to.
  *
- * One thread computes a whole row (a whole range of columns in the sum), so the number of threads changes no bit.
+ * One thread computes a whole row, in the sum a whole range of columns, so the number of threads changes no bit.
  */
 #include <math.h>
 #include <stdatomic.h>

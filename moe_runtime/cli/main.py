@@ -16,6 +16,7 @@ import moe_runtime
 from moe_runtime.cli.console import Session
 from moe_runtime.cli.doctor import doctor
 from moe_runtime.cli.inspect import inspect
+from moe_runtime.cli.place import place
 from moe_runtime.cli.run import run
 from moe_runtime.cli.train import train
 from moe_runtime.errors import MoERuntimeError
@@ -77,6 +78,7 @@ def build_app() -> typer.Typer:
     app.command()(run)
     app.command()(inspect)
     app.command()(doctor)
+    app.command()(place)
     app.command()(train)
     return app
 

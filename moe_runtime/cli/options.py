@@ -49,6 +49,17 @@ MaxTokens = Annotated[
     typer.Option(min=1, help="Room for prompt and new tokens; just enough when omitted."),
 ]
 Policy = Annotated[str, typer.Option(help="Which expert leaves memory first.")]
+Prefetch = Annotated[
+    str,
+    typer.Option(
+        help="Read experts before they are asked for: off, observe (only count), enforce, or auto "
+        "(as long as it is faster)."
+    ),
+]
+Predictor = Annotated[
+    str,
+    typer.Option(help="Who guesses them: a predictor's name, or the .npz file of a trained one."),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[
     str, typer.Option(help="auto (as the checkpoint says), bfloat16, float16 or float32.")

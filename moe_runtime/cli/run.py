@@ -41,6 +41,8 @@ def run(
     device_memory: options.DeviceMemory = "auto",
     max_tokens: options.MaxTokens = None,
     policy: options.Policy = "lru",
+    prefetch: options.Prefetch = "off",
+    predictor: options.Predictor = "next-gate",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     trace: options.Trace = None,
@@ -73,6 +75,8 @@ def run(
             host_memory=host_memory,
             device_memory=device_memory,
             policy=policy,
+            prefetch=prefetch,
+            predictor=predictor,
             trace=trace,
             max_tokens=room,
             progress=progress,
@@ -248,4 +252,15 @@ def _as_rows(result: "GenerationResult", stats: "RuntimeStats") -> list[tuple[st
             f"{asked}: {hit_share} in memory, {stats.late_hits} on their way, {stats.misses} read",
         ),
         ("read from disk", f"{format_bytes(stats.bytes_read)}, waited {stats.stall_s:.2f} s"),
+        *_prefetch_rows(stats),
     ]
+
+
+def _prefetch_rows(stats: "RuntimeStats") -> list[tuple[str, str]]:
+    if stats.prefetch == "off":
+        return []
+    outcome = (
+        f"{stats.guesses} experts: {stats.useful_guesses} in time, {stats.late_guesses} late, "
+        f"{stats.wasted_guesses} in vain; guessing took {stats.predict_s:.2f} s"
+    )
+    return [("prefetch", stats.prefetch), ("prefetched", outcome)]

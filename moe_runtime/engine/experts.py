@@ -30,6 +30,9 @@ _FUSED_ACTIVATIONS: dict[str, Activation] = {
 COMBINE_TOKENS = 256
 """Tokens combined at once: the fp32 copy of their routed rows is the only large temporary."""
 
+RoutingWatcher = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Told of a layer's routing once its demands are queued: layer, hidden, ids, gate weights."""
+
 GateFunction = Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor]
 """Takes gate ``[R, F]`` (None where there is none) and up ``[R, F]``, returns ``[R, F]``."""
 
@@ -58,6 +61,7 @@ class OffloadedExperts(torch.nn.Module):
         self.layer = layer
         self.store: ExpertStore[ExpertWeights] | None = None
         self.recorder: TraceRecorder | None = None
+        self.watcher: RoutingWatcher | None = None
         self._following = tuple(following)
         for name in experts.parameters:
             del original._parameters[name]
@@ -101,7 +105,7 @@ class OffloadedExperts(torch.nn.Module):
             device=hidden_states.device,
         )
         if num_rows:
-            self._compute(hidden_states, rows, out_RD)
+            self._compute(hidden_states, rows, out_RD, (top_k_index, top_k_weights))
         if getattr(self.replaced, "has_post_expert_norm", False):
             out_RD = self.get_submodule("post_expert_norm")(out_RD)
         return _combine(out_RD, top_k_weights)
@@ -115,13 +119,19 @@ class OffloadedExperts(torch.nn.Module):
         return dict(sorted(groups.items(), key=lambda group: group[1][-1]))
 
     def _compute(
-        self, hidden_TD: torch.Tensor, rows: dict[int, list[int]], out_RD: torch.Tensor
+        self,
+        hidden_TD: torch.Tensor,
+        rows: dict[int, list[int]],
+        out_RD: torch.Tensor,
+        routing: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         assert self.store is not None
         num_tokens, top_k = len(hidden_TD), len(out_RD) // len(hidden_TD)
         keys = [ExpertKey(self.layer, expert) for expert in rows]
         streaming = num_tokens > 1 and len(keys) > self.store.share(self.layer)
         with self.store.lease(keys, streaming=streaming) as lease:
+            if self.watcher is not None:
+                self.watcher(self.layer, hidden_TD, *routing)
             for group in lease:
                 if streaming and lease.all_started:
                     self.store.read_ahead(self._following)

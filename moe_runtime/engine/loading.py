@@ -25,12 +25,18 @@ from moe_runtime.engine.memory import (
     resolve_budget,
     settle_libraries,
 )
+from moe_runtime.engine.prefetching import (
+    attach_prefetcher,
+    check_predictor,
+    make_live_estimator,
+)
 from moe_runtime.engine.runtime import LoadedFacts, RuntimeHandle
 from moe_runtime.engine.threads import rest_torch_threads
 from moe_runtime.engine.tracing import attach_recorder
 from moe_runtime.kernels.expert_ffn import ExpertWeights
 from moe_runtime.policies.eviction import LIVE_POLICIES, LayerShares, Setting, make_policy
 from moe_runtime.store.cache import ExpertStore
+from moe_runtime.store.prefetch import PrefetchMode, parse_mode
 from moe_runtime.store.slab import Slab
 from moe_runtime.store.source import ExpertSource
 from moe_runtime.store.tiers import TierFetcher
@@ -49,6 +55,8 @@ def load(
     host_memory: MemorySize = "auto",
     device_memory: MemorySize = "auto",
     policy: str = "lru",
+    prefetch: str = "off",
+    predictor: str | Path = "next-gate",
     trace: str | Path | None = None,
     max_tokens: int = 4096,
     io_threads: int = 4,
@@ -70,6 +78,10 @@ def load(
             most of what the machine or the process's control group has free.
         device_memory: the same for the memory of a GPU; unused on a CPU.
         policy: the eviction policy, by name.
+        prefetch: whether experts are read before they are asked for: ``"off"``; ``"observe"``
+            guesses and counts, but reads nothing; ``"enforce"`` reads what is likely, as far as the
+            link is idle; ``"auto"`` does so as long as it is faster than not doing it.
+        predictor: who guesses: the name of a predictor, or the file of a trained one.
         trace: a file to record the routing in, see ``docs/trace-format.md``.
         max_tokens: longest context to set memory aside for.
         io_threads: reads in flight at once.
@@ -90,6 +102,8 @@ def load(
         "device": parse_budget(device_memory, name="device_memory"),
     }
     _check_options(policy, max_tokens, io_threads)
+    mode = parse_mode(prefetch)
+    check_predictor(predictor)
     place = _resolve_device(device)
     checkpoint = open_checkpoint(path_or_id, dtype)
     model = build_on_meta(checkpoint)
@@ -125,7 +139,14 @@ def load(
         load_s=time.perf_counter() - start,
     )
     recorder = None if trace is None else attach_recorder(model, modules, Path(trace), signature)
-    handle = RuntimeHandle(store, facts, host_store=host_store, recorder=recorder)
+    prefetcher = None
+    if mode is not PrefetchMode.OFF:
+        blocks = [module.name.rpartition(".")[0] for module in experts.modules]
+        estimator = make_live_estimator(predictor, model, blocks, signature)
+        prefetcher = attach_prefetcher(model, modules, store, estimator, mode)
+    handle = RuntimeHandle(
+        store, facts, host_store=host_store, recorder=recorder, prefetcher=prefetcher
+    )
     cast(Any, model).moe = handle
     return model
 

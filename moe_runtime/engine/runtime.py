@@ -14,6 +14,7 @@ from moe_runtime.types import ModelSignature, RuntimeStats, StoreStats
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moe_runtime.store.prefetch import Prefetcher
     from moe_runtime.tracing import TraceRecorder
 
 
@@ -53,17 +54,20 @@ class RuntimeHandle:
         *,
         host_store: ExpertStore[Tensor] | None = None,
         recorder: TraceRecorder | None = None,
+        prefetcher: Prefetcher | None = None,
     ) -> None:
-        """Takes over the stores and the recorder.
+        """Takes over the stores, the recorder and the prefetcher.
 
         Args:
             store: the tier that experts are computed from.
             facts: what loading found out.
             host_store: the tier below ``store``, for a model on a device.
             recorder: where routing is recorded, if it is.
+            prefetcher: what reads experts before they are asked for, if anything does.
         """
         self.facts = facts
         self.recorder = recorder
+        self.prefetcher = prefetcher
         self._store = store
         self._host_store = host_store
         self._closed = False
@@ -87,11 +91,19 @@ class RuntimeHandle:
             baseline_rss_bytes=facts.baseline_rss_bytes,
             peak_rss_bytes=peak_resident_bytes(),
             load_s=facts.load_s,
+            guesses=fastest.guesses,
+            useful_guesses=fastest.useful_guesses,
+            late_guesses=fastest.late_guesses,
+            wasted_guesses=fastest.wasted_guesses,
+            prefetch="off" if self.prefetcher is None else self.prefetcher.describe(),
+            predict_s=0.0 if self.prefetcher is None else self.prefetcher.stats().predict_s,
         )
 
     def reset_stats(self) -> None:
         """Sets the counters to zero, as after a warm-up."""
         self._store.reset_stats()
+        if self.prefetcher is not None:
+            self.prefetcher.reset_stats()
         if self._host_store is not None:
             self._host_store.reset_stats()
 

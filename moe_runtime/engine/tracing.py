@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,15 @@ def attach_recorder(
     recorder = TraceRecorder(path, signature)
 
     def begin_step(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _begin_step(recorder, args, kwargs)
+        step = read_step(args, kwargs)
+        if step.is_new:
+            recorder.begin_request(num_sequences=step.num_sequences)
+        recorder.begin_step(
+            phase=step.phase,
+            token_ids=step.token_ids,
+            positions=step.positions,
+            sequences=step.sequences,
+        )
 
     model.register_forward_pre_hook(begin_step, with_kwargs=True)
     for module in modules:
@@ -36,19 +45,41 @@ def attach_recorder(
     return recorder
 
 
-def _begin_step(recorder: TraceRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """The tokens of one forward pass, T in all, sequence by sequence.
+
+    Attributes:
+        phase: ``"prefill"`` or ``"decode"``.
+        is_new: whether a new batch of prompts begins.
+        num_sequences: sequences of the batch.
+        token_ids: ``[T]``, -1 where the model is fed embeddings.
+        positions: ``[T]`` positions in the sequences.
+        sequences: ``[T]`` number of the sequence in the batch.
+    """
+
+    phase: str
+    is_new: bool
+    num_sequences: int
+    token_ids: np.ndarray
+    positions: np.ndarray
+    sequences: np.ndarray
+
+
+def read_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+    """Reads what a causal language model's ``forward`` was called with."""
     input_ids = kwargs.get("input_ids", args[0] if args else None)
     shape = kwargs["inputs_embeds"].shape[:2] if input_ids is None else input_ids.shape
     cache = kwargs.get("past_key_values")
     past = 0 if cache is None else int(cache.get_seq_length())
-    if past == 0:
-        recorder.begin_request(num_sequences=shape[0])
     positions = kwargs.get("position_ids")
     if positions is None or positions.shape != shape:
         positions = torch.arange(past, past + shape[1]).expand(shape)
     tokens = np.full(shape, -1) if input_ids is None else input_ids.cpu().numpy()
-    recorder.begin_step(
+    return Step(
         phase="decode" if past and shape[1] == 1 else "prefill",
+        is_new=past == 0,
+        num_sequences=shape[0],
         token_ids=tokens.reshape(-1),
         positions=positions.cpu().numpy().reshape(-1),
         sequences=np.repeat(np.arange(shape[0]), shape[1]),

@@ -161,18 +161,35 @@ class MoELayer(nn.Module):
         Raises:
             ValueError: A width or batch that does not fit, or scores that are not numbers.
         """
+        routing = self.route(
+            x, token_ids=token_ids, previous_logits=previous_logits, generator=generator
+        )
+        return self.compute(x, routing)
+
+    def route(
+        self,
+        x: Tensor,
+        *,
+        token_ids: Tensor | None = None,
+        previous_logits: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Routing:
+        """The first half of `forward`: chooses the experts of each token."""
         if x.ndim < 1 or x.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"{self.name}: expected [..., {self.hidden_size}], got {list(x.shape)}"
             )
-        x_TD = x.reshape(-1, self.hidden_size)
         context = RoutingContext(
             token_ids_T=None if token_ids is None else token_ids.reshape(-1),
             previous_logits_TE=previous_logits,
-            num_sequences=math.prod(x.shape[:-2]) if x.ndim > 2 else 1,
+            num_sequences=max(1, math.prod(x.shape[:-2])) if x.ndim > 2 else 1,
             generator=generator,
         )
-        routing: Routing = self.gate(x_TD, context)
+        return self.gate(x.reshape(-1, self.hidden_size), context)
+
+    def compute(self, x: Tensor, routing: Routing) -> Tensor:
+        """The second half of `forward`: the chosen experts, the shared ones, and `aux`."""
+        x_TD = x.reshape(-1, self.hidden_size)
         out_TD = self.experts(x_TD, routing.ids_TK, routing.weights_TK)
         if self.zero is not None and routing.zero is not None:
             out_TD = out_TD + self.zero(x_TD, routing.zero)
@@ -183,7 +200,7 @@ class MoELayer(nn.Module):
             out_TD = cast(Tensor, AttachLoss.apply(out_TD, loss, self.loss_scale))
             loss = loss.detach()
         self.aux = LayerAux(routing, routing.losses, loss)
-        return out_TD.to(compute_dtype(x)).view(*x.shape[:-1], self.hidden_size)
+        return out_TD.to(compute_dtype(x)).view(x.shape)
 
     def after_step(self, group: ProcessGroup | None = None) -> None:
         """What the gate does between optimizer steps (selection bias, annealing): call it after
@@ -193,6 +210,10 @@ class MoELayer(nn.Module):
             group: Processes that train copies of this layer.
         """
         self.gate.after_step(group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave the last call behind: its tensors belong to a graph."""
+        return {**self.__dict__, "aux": None}
 
     def _check_gate(self, num_experts: int, top_k: int) -> None:
         expected = (self.hidden_size, num_experts, top_k)

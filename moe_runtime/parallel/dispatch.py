@@ -17,7 +17,14 @@ from torch import Tensor
 
 from moe_runtime.parallel.exchange import Flight
 from moe_runtime.parallel.plan import DispatchPlan, Stage, plan_dispatch
-from moe_runtime.parallel.rows import combine_rows, expand_rows, merge_rows, split_rows, tie_rows
+from moe_runtime.parallel.rows import (
+    Expansion,
+    Splitting,
+    assembled_rows,
+    combine_rows,
+    merge_rows,
+    tie_rows,
+)
 from moe_runtime.parallel.slots import ExpertSlots
 from moe_runtime.parallel.transport import FlatTransport, LocalTransport, Transport
 from moe_runtime.parallel.wire import WireName, wires
@@ -90,10 +97,9 @@ class Dispatch:
                 ),
             ],
         )
-        rows_RD = expand_rows(x_TD, self.plan.source_R, self.plan.place_TK)
         sent = [stage.sent[1] - stage.sent[0] for stage in self.plan.stages]
-        # One split, so that the backward pass joins the gradients of all parts once.
-        *self._sent, self._kept_RD = rows_RD.split([*sent, rows_RD.shape[0] - sum(sent)])
+        self._rows = Expansion(x_TD, self.plan.source_R, self.plan.place_TK, sent)
+        self._results_RD: Tensor | None = None
         self._flights: dict[int, Flight] = {}
         self._empty: dict[int, Tensor] = {}
 
@@ -102,16 +108,19 @@ class Dispatch:
         stage = self.plan.stages[index]
         if stage.route is not None:
             self._flights[index] = flight = self._flight(stage, is_return=False)
-            flight.start(self._sent[index])
+            flight.start(self._rows.parts[index])
 
     def arrive(self, index: int) -> Tensor:
         """Waits for the rows of a stage: `[R, D]` in the order of this rank's slots."""
         stage = self.plan.stages[index]
         if stage.route is None:
-            rows_RD = self._kept_RD
+            rows_RD = self._rows.last()
         else:
+            # Rows that stay are gathered while the others are on their way.
+            kept_RD = self._rows.last() if stage.keeps_rows else None
             arrived_RD = self._flights.pop(index).wait()
-            kept_RD = self._kept_RD if stage.keeps_rows else arrived_RD.new_empty((0, self._width))
+            if kept_RD is None:
+                kept_RD = arrived_RD.new_empty((0, self._width))
             rows_RD = merge_rows(arrived_RD, kept_RD, stage.arriving_position, stage.kept_position)
         if rows_RD.shape[0] == 0:
             self._empty[index] = rows_RD
@@ -128,22 +137,34 @@ class Dispatch:
             )
         if index in self._empty:
             y_RD = tie_rows(y_RD, self._empty.pop(index))
-        if stage.route is None:
+        if stage.route is None and self.transport.size == 1:
             return Returning(None, y_RD)
-        going_RD, kept_RD = split_rows(y_RD, stage.arriving_position, stage.kept_position)
-        flight = self._flight(stage, is_return=True)
-        flight.start(going_RD)
-        return Returning(flight, kept_RD)
+        if self._results_RD is None:
+            self._results_RD = y_RD.new_empty((self.plan.source_R.shape[0], y_RD.shape[1]))
+        buffer_RD = self._results_RD
+        split = Splitting(y_RD, stage.arriving_position, stage.kept_position)
+        flight = None
+        if stage.route is not None:
+            flight = self._flight(stage, is_return=True, out_RD=buffer_RD[slice(*stage.sent)])
+            flight.start(split.first_AD)
+        return Returning(
+            flight,
+            split.second(buffer_RD[self.plan.num_sent :] if stage.keeps_rows else buffer_RD[:0]),
+        )
 
     def sum_up(self, returning: Sequence[Returning]) -> Tensor:
         """Waits for the results of all stages and sums those of each token: `[T, D]`."""
         # Empty parts take part as well: the graph of every rank must hold every exchange, or its
         # backward pass would leave out collectives in which the other ranks wait for it.
         arrived = [part.flight.wait() for part in returning if part.flight is not None]
-        y_RD = torch.cat([*arrived, *(part.kept_RD for part in returning)])
+        if self._results_RD is None:
+            y_RD = returning[0].kept_RD
+        else:
+            parts = [*arrived, *(part.kept_RD for part in returning)]
+            y_RD = assembled_rows(self._results_RD, parts)
         return combine_rows(y_RD, self._weights_TK, self.plan.source_R, self.plan.place_TK)
 
-    def _flight(self, stage: Stage, *, is_return: bool) -> Flight:
+    def _flight(self, stage: Stage, *, is_return: bool, out_RD: Tensor | None = None) -> Flight:
         wire, gradient_wire = self._back if is_return else self._there
         return Flight(
             self.transport,
@@ -151,6 +172,7 @@ class Dispatch:
             is_return=is_return,
             wire=wire,
             gradient_wire=gradient_wire,
+            out_RD=out_RD,
         )
 
 

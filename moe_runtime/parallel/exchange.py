@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from moe_runtime.parallel.rows import alias
 from moe_runtime.parallel.transport import Pending, Transport
-from moe_runtime.parallel.wire import Wire
+from moe_runtime.parallel.wire import ExactWire, Wire
 
 
 class Flight:
@@ -30,6 +31,7 @@ class Flight:
         is_return: Whether these rows travel back along the route.
         wire: How rows are written while they travel.
         gradient_wire: How gradients are.
+        out_RD: Where the arriving rows are to be written; new memory by default.
     """
 
     def __init__(
@@ -40,11 +42,13 @@ class Flight:
         is_return: bool,
         wire: Wire,
         gradient_wire: Wire,
+        out_RD: Tensor | None = None,
     ) -> None:
         self._transport = transport
         self._route = route
         self._is_return = is_return
         self._wires = {False: wire, True: gradient_wire}
+        self._out_RD = out_RD
         self._pending: Pending | None = None
         self._dtype = torch.float32
         self._width = 0
@@ -67,12 +71,24 @@ class Flight:
             self._wires[is_gradient].encode(rows_RD),
             self._route,
             reverse=self._is_return != is_gradient,
+            # What is written in another way has to be decoded into its place.
+            out=self._out_RD if not is_gradient and self._writes_directly else None,
         )
 
     def land(self, *, is_gradient: bool) -> Tensor:
         assert self._pending is not None
         pending, self._pending = self._pending, None
-        return self._wires[is_gradient].decode(pending.wait(), self._dtype, self._width)
+        arrived_RD = self._wires[is_gradient].decode(pending.wait(), self._dtype, self._width)
+        out_RD = self._out_RD
+        if is_gradient or out_RD is None:
+            return arrived_RD
+        if arrived_RD.data_ptr() != out_RD.data_ptr():
+            out_RD.copy_(arrived_RD)
+        return alias(out_RD)
+
+    @property
+    def _writes_directly(self) -> bool:
+        return isinstance(self._wires[False], ExactWire)
 
 
 class _Start(Function):

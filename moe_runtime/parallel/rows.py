@@ -9,6 +9,7 @@ Shape suffixes: T tokens, K choices of a token, R routed rows, D model, A and B 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,37 +34,88 @@ def sum_places(y_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None = None)
     Returns:
         `[T, D]` in the dtype of `y`, summed in `accumulation_dtype`.
     """
-    num_rows = y_RD.shape[0]
-    out_TD = y_RD.new_zeros(
-        (place_TK.shape[0], y_RD.shape[1]), dtype=accumulation_dtype(y_RD.dtype)
-    )
-    if num_rows == 0:
-        return out_TD.to(y_RD.dtype)
-    for k in range(place_TK.shape[1]):
+    num_rows, dim = y_RD.shape
+    num_tokens, num_choices = place_TK.shape
+    if num_rows == 0 or num_choices == 0:
+        return y_RD.new_zeros((num_tokens, dim))
+    # Every row has one choice: with as many rows as choices, none is missing.
+    has_gaps = num_rows < place_TK.numel()
+    precise = accumulation_dtype(y_RD.dtype)
+    out_TD = y_RD.new_empty((num_tokens, dim), dtype=precise)
+    rows_TD = y_RD.new_empty((num_tokens, dim))
+    for k in range(num_choices):
         place_T = place_TK[:, k]
-        rows_TD = y_RD.index_select(0, place_T.clamp(max=num_rows - 1))
-        # Whatever a missing choice's stand-in row holds, NaN included, must not reach the sum.
-        rows_TD.masked_fill_((place_T >= num_rows).unsqueeze(1), 0)
+        torch.index_select(y_RD, 0, place_T.clamp(max=num_rows - 1), out=rows_TD)
+        if has_gaps:
+            # Whatever a missing choice's stand-in row holds, NaN included, must not reach the sum.
+            rows_TD.masked_fill_((place_T >= num_rows).unsqueeze(1), 0)
         if weights_TK is None:
-            out_TD += rows_TD
+            out_TD = out_TD.copy_(rows_TD) if k == 0 else out_TD.add_(rows_TD)
+            continue
+        weight_T1 = weights_TK[:, k, None].to(precise)
+        if k == 0:
+            torch.mul(rows_TD, weight_T1, out=out_TD)
         else:
-            out_TD.addcmul_(rows_TD.to(out_TD.dtype), weights_TK[:, k, None].to(out_TD.dtype))
+            out_TD.addcmul_(rows_TD.to(precise), weight_T1)
     return out_TD.to(y_RD.dtype)
+
+
+class Later:
+    """Holds what the second half of a pair of nodes needs, and its gradient for the first half.
+
+    The first half makes what has to leave early; what can wait is made by the second half while
+    that travels. The first half gets both gradients and joins them once.
+    """
+
+    def __init__(self, rows: Tensor, index: Tensor) -> None:
+        self.rows = rows
+        self.index = index
+        self.grad: Tensor | None = None
 
 
 class _Expand(Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, source_R: Tensor, place_TK: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        source_R: Tensor,
+        place_TK: Tensor,
+        sizes: Sequence[int],
+        kept: Later,
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(place_TK)
-        return x_TD.index_select(0, source_R)
+        ctx.kept = kept
+        sources = source_R[: sum(sizes)].split(list(sizes))
+        return *(x_TD.index_select(0, source) for source in sources), x_TD.new_zeros(1)
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad_RD: Tensor
-    ) -> tuple[Tensor, None, None]:
+        ctx: Any, *grads_RD: Tensor
+    ) -> tuple[Tensor, None, None, None, None]:
         (place_TK,) = ctx.saved_tensors
-        return sum_places(grad_RD.contiguous(), place_TK), None, None
+        kept: Later = ctx.kept
+        grad_BD = kept.grad
+        if grad_BD is None:
+            grad_BD = grads_RD[0].new_zeros((kept.index.shape[0], grads_RD[0].shape[1]))
+        parts = [grad for grad in (*grads_RD[:-1], grad_BD) if grad.shape[0]]
+        grad_RD = parts[0] if len(parts) == 1 else torch.cat([*grads_RD[:-1], grad_BD])
+        return sum_places(grad_RD.contiguous(), place_TK), None, None, None, None
+
+
+class _ExpandKept(Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, kept: Later) -> Tensor:
+        ctx.kept = kept
+        return kept.rows.index_select(0, kept.index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_BD: Tensor
+    ) -> tuple[Tensor, None]:
+        ctx.kept.grad = grad_BD
+        return grad_BD.new_zeros(1), None
 
 
 class _Combine(Function):
@@ -106,15 +158,32 @@ def _from_rows(values_R: Tensor, place_TK: Tensor) -> Tensor:
     return padded[place_TK.clamp(max=values_R.shape[0])]
 
 
-def expand_rows(x_TD: Tensor, source_R: Tensor, place_TK: Tensor) -> Tensor:
-    """`[R, D]`: a copy of its token's row for every choice.
+class Expansion:
+    """A copy of its token's row for every choice, in parts, of which the last is made later.
 
-    Args:
-        x_TD: `[T, D]`.
-        source_R: `[R]` int64: the token of each row.
-        place_TK: `[T, K]` int64: the row of each choice, `R` or above where it has none.
+    Attributes:
+        parts: the rows of each part but the last.
     """
-    return _Expand.apply(x_TD, source_R, place_TK)  # pyright: ignore[reportReturnType]
+
+    def __init__(
+        self, x_TD: Tensor, source_R: Tensor, place_TK: Tensor, sizes: Sequence[int]
+    ) -> None:
+        """Copies the rows of all parts but the last.
+
+        Args:
+            x_TD: `[T, D]`.
+            source_R: `[R]` int64: the token of each row.
+            place_TK: `[T, K]` int64: the row of each choice, `R` or above where it has none.
+            sizes: Rows of each part but the last, which has what remains.
+        """
+        self._later = Later(x_TD.detach(), source_R[sum(sizes) :])
+        *self.parts, self._token = _Expand.apply(  # pyright: ignore[reportGeneralTypeIssues]
+            x_TD, source_R, place_TK, sizes, self._later
+        )
+
+    def last(self) -> Tensor:
+        """The rows of the last part."""
+        return _ExpandKept.apply(self._token, self._later)  # pyright: ignore[reportReturnType]
 
 
 def combine_rows(y_RD: Tensor, weights_TK: Tensor, source_R: Tensor, place_TK: Tensor) -> Tensor:
@@ -123,6 +192,16 @@ def combine_rows(y_RD: Tensor, weights_TK: Tensor, source_R: Tensor, place_TK: T
     Arguments as in `expand_rows`; differentiable in the rows and in the weights.
     """
     return _Combine.apply(y_RD, weights_TK, source_R, place_TK)  # pyright: ignore
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """The same memory as another tensor, which autograd takes for a tensor of its own.
+
+    For nodes that write into parts of one buffer: their outputs are no views of each other.
+    """
+    return tensor.new_empty(0).set_(
+        tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
 
 
 class _Merge(Function):
@@ -142,20 +221,55 @@ class _Merge(Function):
         return grad_RD.index_select(0, position_A), grad_RD.index_select(0, position_B), None, None
 
 
-class _Split(Function):
+class _SplitGoing(Function):
     @staticmethod
     def forward(
-        ctx: Any, y_RD: Tensor, position_A: Tensor, position_B: Tensor
+        ctx: Any, y_RD: Tensor, position_A: Tensor, position_B: Tensor, kept: Later
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(position_A, position_B)
-        return y_RD.index_select(0, position_A), y_RD.index_select(0, position_B)
+        ctx.kept = kept
+        return y_RD.index_select(0, position_A), y_RD.new_zeros(1)
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad_AD: Tensor, grad_BD: Tensor
+        ctx: Any, grad_AD: Tensor, grad_token: Tensor
+    ) -> tuple[Tensor, None, None, None]:
+        position_A, position_B = ctx.saved_tensors
+        grad_BD = ctx.kept.grad
+        if grad_BD is None:
+            grad_BD = grad_AD.new_zeros((position_B.shape[0], grad_AD.shape[1]))
+        return _interleave(grad_AD, grad_BD, position_A, position_B), None, None, None
+
+
+class _SplitKept(Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, kept: Later, out: list[Tensor]) -> Tensor:
+        ctx.kept = kept
+        torch.index_select(kept.rows, 0, kept.index, out=out[0])
+        return alias(out[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_BD: Tensor
     ) -> tuple[Tensor, None, None]:
-        return _interleave(grad_AD, grad_BD, *ctx.saved_tensors), None, None
+        ctx.kept.grad = grad_BD
+        return grad_BD.new_zeros(1), None, None
+
+
+class _Assemble(Function):
+    @staticmethod
+    def forward(ctx: Any, buffer: list[Tensor], *parts: Tensor) -> Tensor:
+        ctx.sizes = [part.shape[0] for part in parts]
+        return alias(buffer[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_RD: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        return None, *grad_RD.split(ctx.sizes)
 
 
 def _interleave(a_AD: Tensor, b_BD: Tensor, position_A: Tensor, position_B: Tensor) -> Tensor:
@@ -173,9 +287,29 @@ def merge_rows(a_AD: Tensor, b_BD: Tensor, position_A: Tensor, position_B: Tenso
     return _Merge.apply(a_AD, b_BD, position_A, position_B)  # pyright: ignore[reportReturnType]
 
 
-def split_rows(y_RD: Tensor, position_A: Tensor, position_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Takes apart what `merge_rows` put together."""
-    return _Split.apply(y_RD, position_A, position_B)  # pyright: ignore[reportReturnType]
+class Splitting:
+    """Takes apart what `merge_rows` put together; the second part is made later.
+
+    Attributes:
+        first_AD: the first part.
+    """
+
+    def __init__(self, y_RD: Tensor, position_A: Tensor, position_B: Tensor) -> None:
+        self._later = Later(y_RD.detach(), position_B)
+        self.first_AD, self._token = _SplitGoing.apply(  # pyright: ignore[reportGeneralTypeIssues]
+            y_RD, position_A, position_B, self._later
+        )
+
+    def second(self, out_BD: Tensor) -> Tensor:
+        """The second part, written into `out`."""
+        return _SplitKept.apply(  # pyright: ignore[reportReturnType]
+            self._token, self._later, [out_BD]
+        )
+
+
+def assembled_rows(buffer_RD: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """The buffer into which the parts were written, one after another, as computed from them."""
+    return _Assemble.apply([buffer_RD], *parts)  # pyright: ignore[reportReturnType]
 
 
 class _Tie(Function):

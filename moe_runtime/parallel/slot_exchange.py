@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.parallel.exchange import Flight
-from moe_runtime.parallel.rows import expand_rows, merge_rows
+from moe_runtime.parallel.rows import Expansion, merge_rows
 from moe_runtime.parallel.transport import Transport
 from moe_runtime.parallel.wire import ExactWire
 
@@ -71,16 +71,18 @@ class SlotExchange:
     def start(self, own_SN: Tensor) -> PendingSlots:
         """Starts copying; computation can go on. `[S, ...]`, contiguous."""
         device = own_SN.device
-        rows_RN = expand_rows(
-            own_SN.reshape(own_SN.shape[0], -1), self._source.to(device), self._places.to(device)
+        rows = Expansion(
+            own_SN.reshape(own_SN.shape[0], -1),
+            self._source.to(device),
+            self._places.to(device),
+            [len(self.sent_slots)],
         )
-        sent_RN, kept_RN = rows_RN.split([len(self.sent_slots), len(self._kept)])
         wire = ExactWire()
         flight = Flight(
             self._transport, self._route, is_return=False, wire=wire, gradient_wire=wire
         )
-        flight.start(sent_RN)
-        return PendingSlots(flight, kept_RN, self, own_SN.shape[1:])
+        flight.start(rows.parts[0])
+        return PendingSlots(flight, rows.last(), self, own_SN.shape[1:])
 
     def copy(self, own_SN: Tensor) -> Tensor:
         """`[W, ...]`: the wanted slots of one tensor."""

@@ -48,8 +48,17 @@ class Transport(Protocol):
         """Prepares the exchanges of `C` chunks, given the rows per rank of each (on the CPU)."""
         ...
 
-    def exchange(self, rows_RD: Tensor, route: object, *, reverse: bool = False) -> Pending:
-        """Starts moving rows, ordered by destination; `reverse` takes them back."""
+    def exchange(
+        self, rows_RD: Tensor, route: object, *, reverse: bool = False, out: Tensor | None = None
+    ) -> Pending:
+        """Starts moving rows, ordered by destination; `reverse` takes them back.
+
+        Args:
+            rows_RD: What to move.
+            route: The way.
+            reverse: Whether the rows travel from the end of the route to its beginning.
+            out: Where to write what arrives, to save a copy; may be ignored.
+        """
         ...
 
 
@@ -89,10 +98,12 @@ class FlatTransport:
         pairs = zip(sent_CP.tolist(), received_CP.tolist(), strict=True)
         return [_FlatRoute(send, receive) for send, receive in pairs]
 
-    def exchange(self, rows_RD: Tensor, route: object, *, reverse: bool = False) -> Pending:
+    def exchange(
+        self, rows_RD: Tensor, route: object, *, reverse: bool = False, out: Tensor | None = None
+    ) -> Pending:
         assert isinstance(route, _FlatRoute)
         send, receive = (route.receive, route.send) if reverse else (route.send, route.receive)
-        return self._watch.all_to_all(self._group, rows_RD.contiguous(), send, receive, "rows")
+        return self._watch.all_to_all(self._group, rows_RD.contiguous(), send, receive, "rows", out)
 
 
 class LocalTransport:
@@ -107,7 +118,9 @@ class LocalTransport:
     def routes(self, sent_CP: Tensor, received_CP: Tensor) -> list[None]:
         return [None] * sent_CP.shape[0]
 
-    def exchange(self, rows_RD: Tensor, route: object, *, reverse: bool = False) -> Pending:
+    def exchange(
+        self, rows_RD: Tensor, route: object, *, reverse: bool = False, out: Tensor | None = None
+    ) -> Pending:
         return Arrived(rows_RD)
 
 
@@ -184,7 +197,9 @@ class HierarchicalTransport:
             _GridRoute(sent_CNM[c], middle_MCN[:, c], received_CNM[c]) for c in range(num_chunks)
         ]
 
-    def exchange(self, rows_RD: Tensor, route: object, *, reverse: bool = False) -> Pending:
+    def exchange(
+        self, rows_RD: Tensor, route: object, *, reverse: bool = False, out: Tensor | None = None
+    ) -> Pending:
         assert isinstance(route, _GridRoute)
         if reverse:
             return self._exchange_back(rows_RD, route)

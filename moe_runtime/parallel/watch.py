@@ -62,9 +62,11 @@ class GroupWatch:
         send_splits: list[int],
         receive_splits: list[int],
         what: str,
+        out: Tensor | None = None,
     ) -> PendingRows:
         """Starts a variable all-to-all of the rows (the first dimension) of a contiguous tensor."""
-        out = rows.new_empty((sum(receive_splits), *rows.shape[1:]))
+        if out is None:
+            out = rows.new_empty((sum(receive_splits), *rows.shape[1:]))
         self._step += 1
         try:
             work = dist.all_to_all_single(

@@ -73,7 +73,8 @@ def importance_loss(inputs: LossInputs) -> Tensor:
 
 def z_loss(inputs: LossInputs) -> Tensor:
     """Mean of `logsumexp(logits)^2` over the tokens (ST-MoE, Zoph et al. 2022)."""
-    return inputs.logits_TE.logsumexp(dim=-1).square().mean()
+    squares_T = inputs.logits_TE.logsumexp(dim=-1).square()
+    return squares_T.sum() / max(1, len(squares_T))
 
 
 def squared_variation(values_E: Tensor) -> Tensor:

@@ -123,8 +123,9 @@ class MoEPlusPlus(Gate):
 
         def balance_loss() -> Tensor:
             counts_N = expert_counts(ids_TK, probs_TN.shape[1]).to(probs_TN.dtype)
-            shares_N = counts_N / max(1, len(ids_TK))
-            return (self.eta(probs_TN) * shares_N * probs_TN.mean(dim=0)).sum()
+            num_tokens = max(1, len(ids_TK))
+            means_N = probs_TN.sum(dim=0) / num_tokens
+            return (self.eta(probs_TN) * counts_N / num_tokens * means_N).sum()
 
         own = {"heterogeneous_balance": balance_loss}
         return Choice(ids_TK, weights_TK, logits_TE, probs_TN, own)

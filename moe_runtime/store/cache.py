@@ -10,6 +10,7 @@ from typing import Generic, Protocol, TypeVar, cast
 import torch
 
 from moe_runtime.policies.eviction import LayerShares
+from moe_runtime.store.link import LinkMeter
 from moe_runtime.store.slab import Slab
 from moe_runtime.store.transfer import OnDone, Priority, Read
 from moe_runtime.types import ExpertKey, StoreStats
@@ -30,6 +31,10 @@ class Fetcher(Protocol):
         """Serves what is left of a read-ahead as a demand."""
         ...
 
+    def cancel(self, read: Read) -> bool:
+        """Takes back a read that has not begun; says whether it could be."""
+        ...
+
     def close(self) -> None:
         """Ends what is under way."""
         ...
@@ -37,10 +42,15 @@ class Fetcher(Protocol):
 
 @dataclass(slots=True)
 class _Entry(Generic[W]):
-    """One occupied slot. ``expected``: read ahead, and its layer has not come yet."""
+    """One occupied slot.
+
+    ``expected``: read ahead, and its layer has not come yet. ``guessed``: prefetched and not used
+    since; it stays when its layer did not want it, as the first to give up its slot.
+    """
 
     slot: int
     expected: bool = False
+    guessed: bool = False
     pins: int = 0
     read: Read | None = None
     arrived: bool = False
@@ -56,6 +66,11 @@ class _Counters:
     readahead_bytes: int = 0
     evictions: int = 0
     stall_s: float = 0.0
+    guesses: int = 0
+    useful_guesses: int = 0
+    late_guesses: int = 0
+    wasted_guesses: int = 0
+    cancelled_guesses: int = 0
 
 
 class ExpertStore(Generic[W]):
@@ -94,6 +109,7 @@ class ExpertStore(Generic[W]):
         self._free = list(range(slab.num_slots - 1, -1, -1))
         self._changed = threading.Condition()
         self._counters = _Counters()
+        self._link = LinkMeter()
 
     def share(self, layer: int) -> int:
         """Experts of a layer that the tier may hold before the layer has to evict its own."""
@@ -145,6 +161,11 @@ class ExpertStore(Generic[W]):
                 stall_s=c.stall_s,
                 expert_slots=self._slab.num_slots,
                 slot_bytes=self._slab.slot_bytes,
+                guesses=c.guesses,
+                useful_guesses=c.useful_guesses,
+                late_guesses=c.late_guesses,
+                wasted_guesses=c.wasted_guesses,
+                cancelled_guesses=c.cancelled_guesses,
             )
 
     def reset_stats(self) -> None:
@@ -182,6 +203,7 @@ class ExpertStore(Generic[W]):
             self._policy.insert(key)
         else:
             self._passing.add(key)
+        self._link.begin()
         entry.read = self._fetcher.fetch(
             key, self._slab.slot(slot), priority, lambda read: self._arrive(key, entry, read)
         )
@@ -191,6 +213,7 @@ class ExpertStore(Generic[W]):
         with self._changed:
             entry.read = read
             entry.arrived = True
+            self._link.end(read.num_bytes)
             if read.priority is Priority.DEMAND:
                 self._counters.demand_bytes += read.num_bytes
             else:
@@ -201,9 +224,12 @@ class ExpertStore(Generic[W]):
     def _take_slot(self, incoming: ExpertKey, *, keep: bool) -> int | None:
         if self._free:
             return self._free.pop()
-        victim = next((key for key in self._passing if self._is_idle(key)), None)
+        idle = [key for key in self._passing if self._is_idle(key)]
+        victim = next((key for key in idle if not self._entries[key].expected), None)
         if victim is None and (keep or len(self._passing) < self._stream_slots):
             victim = self._policy.victim(self._is_idle, incoming)
+        if victim is None:
+            victim = next(iter(idle), None)
         if victim is None:
             return None
         self._counters.evictions += 1
@@ -215,6 +241,7 @@ class ExpertStore(Generic[W]):
         self._policy.insert(key)
 
     def _drop(self, key: ExpertKey) -> None:
+        self._counters.wasted_guesses += self._entries[key].guessed
         if key in self._passing:
             self._passing.remove(key)
         else:
@@ -224,7 +251,7 @@ class ExpertStore(Generic[W]):
     def _drop_if_done(self, key: ExpertKey) -> None:
         entry = self._entries[key]
         failed = entry.read is not None and entry.read.error is not None
-        passed = key in self._passing and not entry.expected
+        passed = key in self._passing and not (entry.expected or entry.guessed)
         if self._is_idle(key) and (failed or passed):
             self._drop(key)
 
@@ -314,6 +341,9 @@ class Lease(Generic[W]):
             return False
         entry.pins += 1
         assert entry.read is not None
+        store._counters.useful_guesses += entry.guessed and entry.arrived
+        store._counters.late_guesses += entry.guessed and not entry.arrived
+        entry.guessed = False
         if entry.arrived and entry.read.error is None:
             store._counters.hits += 1
             self._resident.append(key)

@@ -111,6 +111,10 @@ class ExpertSource:
         """Serves the rest of a read before all read-aheads."""
         self._queue.promote(read)
 
+    def cancel(self, read: Read) -> bool:
+        """Takes back a read that has not begun; says whether it could be."""
+        return self._queue.cancel(read)
+
     def close(self) -> None:
         """Ends the reading threads and closes the files."""
         self._queue.close()

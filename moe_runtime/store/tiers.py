@@ -35,6 +35,10 @@ class TierFetcher:
         """Serves a waiting copy before all read-aheads."""
         self._queue.promote(read)
 
+    def cancel(self, read: Read) -> bool:
+        """Takes back a read that has not begun; says whether it could be."""
+        return self._queue.cancel(read)
+
     def close(self) -> None:
         """Ends the copies, and the tier below."""
         self._queue.close()

@@ -41,6 +41,7 @@ class Read:
         self.num_bytes = 0
         self.error: MoERuntimeError | None = None
         self._blocks = list(blocks)
+        self._num_blocks = len(self._blocks)
         self._unfinished = len(self._blocks)
         self._on_done = on_done
 
@@ -80,6 +81,18 @@ class ReadQueue:
             if read.priority is not Priority.DEMAND:
                 read.priority = Priority.DEMAND
                 self._push(read, len(read._blocks))
+
+    def cancel(self, read: Read) -> bool:
+        """Takes back a read of which no block has been begun; its ``on_done`` is never called.
+
+        Returns:
+            Whether it was taken back. A read under way is finished: its slot is being written to.
+        """
+        with self._ready:
+            if len(read._blocks) < read._num_blocks:
+                return False
+            read._blocks.clear()
+            return True
 
     def close(self) -> None:
         """Drops what waits, lets the blocks that are being moved finish, and ends the threads."""

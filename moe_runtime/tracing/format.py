@@ -188,24 +188,29 @@ def _read_header(archive: Archive) -> ModelSignature:
             f"{archive.path}: trace version {header.get('version')!r} is not known, expected "
             f"{TRACE_VERSION}; read it with the moe-runtime that wrote it, or record it again"
         )
-    return _parse_signature(header.get("signature"), archive.path)
+    return parse_signature(header.get("signature"), archive.path)
 
 
-def _parse_signature(value: object, path: Path) -> ModelSignature:
+def parse_signature(value: object, path: Path) -> ModelSignature:
+    """Reads a model's signature out of a header.
+
+    Raises:
+        CheckpointError: it lacks a field, or a value is not possible.
+    """
     fields = {field.name: field.type for field in dataclasses.fields(ModelSignature)}
     if not isinstance(value, dict) or set(value) != set(fields):
-        raise CheckpointError(f"{path}: the trace's signature must have exactly {sorted(fields)}")
+        raise CheckpointError(f"{path}: the signature must have exactly {sorted(fields)}")
     for name, kind in fields.items():
         item = value[name]
         if kind is str and isinstance(item, str):
             continue
         if kind is int and type(item) is int and 0 < item < 2**31:
             continue
-        raise CheckpointError(f"{path}: the trace's signature has {name} = {item!r}")
+        raise CheckpointError(f"{path}: the signature has {name} = {item!r}")
     signature = ModelSignature(**value)
     if signature.num_experts > 0xFFFF or signature.top_k > signature.num_experts:
         raise CheckpointError(
-            f"{path}: the trace's signature has {signature.num_experts} experts, "
+            f"{path}: the signature has {signature.num_experts} experts, "
             f"top {signature.top_k}; expected at most {0xFFFF} experts and no larger top"
         )
     return signature

@@ -55,6 +55,9 @@ class EvictionPolicy(ABC, Generic[K]):
             ValueError: the key is held already.
         """
 
+    def decline(self, key: K) -> None:
+        """Notes a use of a key that ``victim`` chose not to keep."""
+
     @abstractmethod
     def remove(self, key: K) -> None:
         """Stops holding a key.
@@ -137,6 +140,7 @@ class EvictionPolicy(ABC, Generic[K]):
                 victim = self.victim(_anything, key)
                 assert victim is not None
                 if victim == key:
+                    self.decline(key)
                     continue
                 self.remove(victim)
             self.insert(key)

@@ -4,14 +4,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moe_runtime.config import nearest
+from moe_runtime.policies.eviction.activation_aware import ActivationMatrices
+from moe_runtime.policies.eviction.adaptive_shares import AdaptiveShares
 from moe_runtime.policies.eviction.base import EvictionPolicy
 from moe_runtime.policies.eviction.belady import Belady, BeladyBypass, Future
+from moe_runtime.policies.eviction.expert_buffering import ActiveExperts, ExpertBuffering
+from moe_runtime.policies.eviction.gdsf import GDSF
+from moe_runtime.policies.eviction.lec import LeastExpectedCost
+from moe_runtime.policies.eviction.lfru import LFRU
 from moe_runtime.policies.eviction.lfu import LFU
+from moe_runtime.policies.eviction.lfu_aging import AgingLFU
 from moe_runtime.policies.eviction.lru import LRU
+from moe_runtime.policies.eviction.mrs import RecentScores
+from moe_runtime.policies.eviction.predicted_use import PredictedUse
 from moe_runtime.policies.eviction.random_choice import RandomChoice
+from moe_runtime.policies.eviction.reuse import ReuseEstimator
+from moe_runtime.policies.eviction.scored import Scored
 from moe_runtime.policies.eviction.shares import LayerShares, even_shares
+from moe_runtime.policies.eviction.sieve import SIEVE
+from moe_runtime.policies.eviction.slru import SLRU
 from moe_runtime.policies.eviction.static import StaticPopularity, popularity
-from moe_runtime.policies.prediction.base import Routes, Shape
+from moe_runtime.policies.prediction.base import Predictor, Routes, Shape
 from moe_runtime.types import ExpertKey
 
 Maker = Callable[[], EvictionPolicy[ExpertKey]]
@@ -28,26 +41,29 @@ class Setting:
         shape: the sizes of the model.
         training: recorded sequences to learn from; None where there are none.
         future: the keys of every event to come, for the policies that bound all others.
+        predictor: foretells visits, for the policies that evict by predictions. It must not be
+            shared with anyone else: the policy tells it of every event.
     """
 
     shape: Shape
     training: Routes | None = None
     future: Events | None = None
+    predictor: Predictor | None = None
 
 
 def _belady(setting: Setting) -> Maker:
-    future = _future(setting, "belady")
+    future = _future(setting)
     return lambda: Belady(future)
 
 
 def _belady_bypass(setting: Setting) -> Maker:
-    future = _future(setting, "belady-bypass")
+    future = _future(setting)
     return lambda: BeladyBypass(future)
 
 
-def _future(setting: Setting, name: str) -> Future:
+def _future(setting: Setting) -> Future:
     if setting.future is None:
-        raise ValueError(f"policy {name!r} must be told the future, which only a replay can")
+        raise ValueError("Belady's policies must be told the future, which only a replay can")
     return Future(setting.future)
 
 
@@ -58,11 +74,49 @@ def _static(setting: Setting) -> Maker:
     return lambda: StaticPopularity(weights)
 
 
+def _mrs(setting: Setting) -> Maker:
+    scores = RecentScores(setting.shape)
+    return lambda: Scored(scores)
+
+
+def _activation_aware(setting: Setting) -> Maker:
+    matrices = ActivationMatrices(setting.shape)
+    return lambda: Scored(matrices)
+
+
+def _expert_buffering(setting: Setting) -> Maker:
+    active = ActiveExperts()
+    return lambda: ExpertBuffering(active)
+
+
+def _predicted(setting: Setting) -> Maker:
+    if setting.predictor is None:
+        raise ValueError("policy 'predicted' needs a predictor; name one")
+    scores = PredictedUse(setting.shape, setting.predictor)
+    return lambda: Scored(scores, may_decline=True)
+
+
+def _reuse(setting: Setting) -> Maker:
+    estimator = ReuseEstimator(setting.shape)
+    return lambda: Scored(estimator, may_decline=True)
+
+
 POLICIES: dict[str, Callable[[Setting], Maker]] = {
     "lru": lambda _: LRU,
     "lfu": lambda _: LFU,
-    "random": lambda _: RandomChoice,
+    "lfu-aging": lambda _: AgingLFU,
+    "lfru": lambda _: LFRU,
+    "slru": lambda _: SLRU,
+    "sieve": lambda _: SIEVE,
+    "gdsf": lambda _: GDSF,
+    "lec": lambda _: LeastExpectedCost,
+    "mrs": _mrs,
+    "activation-aware": _activation_aware,
+    "expert-buffering": _expert_buffering,
+    "reuse": _reuse,
+    "predicted": _predicted,
     "static": _static,
+    "random": lambda _: RandomChoice,
     "belady": _belady,
     "belady-bypass": _belady_bypass,
 }
@@ -71,18 +125,31 @@ POLICIES: dict[str, Callable[[Setting], Maker]] = {
 BOUNDS = ("belady", "belady-bypass")
 """Policies that must know the future: they bound what the others can reach."""
 
-LIVE_POLICIES = tuple(name for name in POLICIES if name not in (*BOUNDS, "random", "static"))
+LIVE_POLICIES = tuple(
+    name for name in POLICIES if name not in (*BOUNDS, "random", "static", "predicted")
+)
 """Policies that serve a model without being told more than its shape."""
 
 
-def make_policy(name: str, *, num_slots: int, setting: Setting) -> LayerShares:
-    """Builds the named policy with an even share of the slots for every layer.
+def make_policy(
+    name: str, *, num_slots: int, setting: Setting, adaptive: bool = False
+) -> LayerShares:
+    """Builds the named policy with a share of the slots for every layer.
+
+    Args:
+        name: one of ``POLICIES``.
+        num_slots: slots of all layers together.
+        setting: what the policy may be told.
+        adaptive: let the shares, even at first, move to where misses could be saved.
 
     Raises:
         ValueError: no policy has this name (the message suggests the nearest one), or the setting
             lacks what the policy needs.
     """
-    return LayerShares(_maker(name, setting), even_shares(num_slots, setting.shape.num_layers))
+    shares = even_shares(num_slots, setting.shape.num_layers)
+    if adaptive:
+        return AdaptiveShares(_maker(name, setting), shares, smallest=setting.shape.top_k)
+    return LayerShares(_maker(name, setting), shares)
 
 
 def make_global_policy(name: str, *, setting: Setting) -> EvictionPolicy[ExpertKey]:

@@ -65,6 +65,10 @@ class LayerShares(EvictionPolicy[ExpertKey]):
         """Starts to hold a key in its layer's order."""
         self._layers[key.layer].insert(key)
 
+    def decline(self, key: ExpertKey) -> None:
+        """Notes a use of a key that its layer did not keep."""
+        self._layers[key.layer].decline(key)
+
     def remove(self, key: ExpertKey) -> None:
         """Stops holding a key."""
         self._layers[key.layer].remove(key)

@@ -15,6 +15,7 @@ from moe_runtime.policies.prediction.context import Contexts, contexts_of
 from moe_runtime.policies.prediction.eam import EamCollection
 from moe_runtime.policies.prediction.estimator import Estimator
 from moe_runtime.policies.prediction.expert_map import ExpertMap
+from moe_runtime.policies.prediction.next_gate import NextGate
 from moe_runtime.policies.prediction.popularity import Popularity
 from moe_runtime.policies.prediction.previous_token import PreviousToken
 from moe_runtime.policies.prediction.running_counts import RunningCounts
@@ -29,6 +30,7 @@ __all__ = [
     "Event",
     "Guess",
     "LayerRouted",
+    "NextGate",
     "Popularity",
     "Predictor",
     "PreviousToken",
@@ -54,6 +56,7 @@ PREDICTORS: dict[str, type[Estimator]] = {
         EamCollection,
         ExpertMap,
         Combination,
+        NextGate,
     )
 }
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 import pytest
 import torch
+from triton_interpreter import repair_interpreter
 
 from moe_runtime.kernels.native import NativeLibrary, native_library
 
 ISAS = ("avx512bf16", "avx512", "avx2", "portable")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interpreter() -> None:
+    if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
+        repair_interpreter()
 
 
 @pytest.fixture

@@ -2,51 +2,36 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from literal_replay import literal_replay
 from synthetic_routes import make_routes
+from traces import trace_of
 
 from moe_runtime.policies.eviction import POLICIES, Setting, make_global_policy, make_policy
-from moe_runtime.policies.prediction import Routes, Shape
+from moe_runtime.policies.prediction import (
+    Shape,
+    TrackedPredictor,
+    make_estimator,
+)
 from moe_runtime.tracing import Trace
 from moe_runtime.tracing.replay import DemandReplay, replay_demand
 from moe_runtime.tracing.workload import workload_of
-from moe_runtime.types import ExpertKey, ModelSignature
+from moe_runtime.types import ExpertKey
 
 SHAPE = Shape(num_layers=3, num_experts=8, top_k=2)
 ROUTES = make_routes(SHAPE, num_sequences=4, length=15, seed=5)
 
 
-def trace_of(routes: Routes, step_lengths: list[int] | None = None) -> Trace:
-    """A trace with the given steps, of one decoded token each unless said otherwise."""
-    lengths = step_lengths or [1] * routes.num_tokens
-    request = np.repeat(np.arange(routes.num_sequences), np.diff(routes.offsets))
-    shape = routes.shape
-    return Trace(
-        version=1,
-        signature=ModelSignature(
-            model_type="synthetic",
-            num_layers=shape.num_layers,
-            num_experts=shape.num_experts,
-            top_k=shape.top_k,
-            vocab_size=100,
-        ),
-        step_phase=np.ones(len(lengths), np.uint8),
-        step_start=np.cumsum([0, *lengths]).astype(np.int64),
-        token_request=request.astype(np.int32),
-        token_id=routes.token_ids.astype(np.int32),
-        token_position=(np.arange(routes.num_tokens) - routes.offsets[request]).astype(np.int32),
-        expert_ids=routes.expert_ids.astype(np.uint8),
-        gate_weights=routes.gate_weights.astype(np.float16),
-    )
+def setting_for(events) -> Setting:
+    predictor = TrackedPredictor(make_estimator("running-counts", SHAPE))
+    return Setting(shape=SHAPE, training=ROUTES, future=events, predictor=predictor)
 
 
 def replayed(
     trace: Trace, policy: str, capacity: int, *, shared_pool: bool, reset: bool = False
 ) -> DemandReplay:
     def make(events):
-        setting = Setting(shape=SHAPE, training=ROUTES, future=events)
+        setting = setting_for(events)
         if shared_pool:
             return make_global_policy(policy, setting=setting)
         return make_policy(policy, num_slots=capacity * SHAPE.num_layers, setting=setting)
@@ -90,7 +75,7 @@ def test_no_policy_beats_the_optimum(policy, shared_pool):
 
 
 def make_declines(policy: str) -> bool:
-    return POLICIES[policy](Setting(shape=SHAPE, training=ROUTES, future=[]))().may_decline
+    return POLICIES[policy](setting_for([]))().may_decline
 
 
 def test_a_step_of_many_tokens_asks_for_each_expert_once():

@@ -1,0 +1,208 @@
+"""One layer of experts beside the backends of transformers: `python benchmarks/experts.py`.
+
+Times the experts module of a transformers model on random weights, with
+`experts_implementation="moe_runtime"` and with those of transformers, forward and with backward.
+The implementations take turns, block by block; the median of each counts. Every call has other
+routing than the one before, so that at few tokens the weights come from memory, as in a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness.machine import commit, describe_machine, machine_name, versions
+from torch import Tensor
+
+import moe_runtime
+
+PEERS = ("eager", "grouped_mm")
+OURS = "moe_runtime"
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """One layer's experts: E, K, D, F, and the transformers model that has them."""
+
+    model_type: str
+    experts_class: str
+    num_experts: int
+    top_k: int
+    dim_model: int
+    dim_hidden: int
+
+
+SHAPES = {
+    "olmoe-1b-7b": LayerShape("olmoe", "OlmoeExperts", 64, 8, 2048, 1024),
+    "qwen3-30b-a3b": LayerShape("qwen3_moe", "Qwen3MoeExperts", 128, 8, 2048, 768),
+    "mixtral-8x7b": LayerShape("mixtral", "MixtralExperts", 8, 2, 4096, 14336),
+}
+TOKENS = (1, 16, 256, 2048)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def main() -> None:
+    arguments = _arguments()
+    moe_runtime.register_with_transformers()
+    facts = describe_machine()
+    head = commit(Path(__file__).parent.parent)
+    print(f"{facts['cpu']}, {facts['num_cores']} cores; torch {versions()['torch']}; commit {head}")
+    dtype = DTYPES[arguments.dtype]
+    rows: list[dict[str, Any]] = []
+    for name in arguments.shapes:
+        module = make_experts(SHAPES[name], dtype)
+        for passes in arguments.passes:
+            for num_tokens in arguments.tokens:
+                row = {
+                    "shape": name,
+                    "pass": passes,
+                    "tokens": num_tokens,
+                    "dtype": arguments.dtype,
+                }
+                row |= measure(module, SHAPES[name], num_tokens, passes, arguments)
+                rows.append(row)
+                print(_line(row), flush=True)
+        del module
+        gc.collect()
+    if arguments.save:
+        _save(rows, facts, head)
+
+
+def make_experts(shape: LayerShape, dtype: torch.dtype) -> Any:
+    """The experts module of a model, with random weights."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models import mixtral, olmoe, qwen3_moe
+
+    home = {"mixtral": mixtral, "olmoe": olmoe, "qwen3_moe": qwen3_moe}[shape.model_type]
+    config = CONFIG_MAPPING[shape.model_type](
+        hidden_size=shape.dim_model,
+        intermediate_size=shape.dim_hidden,
+        moe_intermediate_size=shape.dim_hidden,
+        num_experts=shape.num_experts,
+        num_local_experts=shape.num_experts,
+        num_experts_per_tok=shape.top_k,
+    )
+    module_name = f"modeling_{shape.model_type}"
+    with torch.device("meta"):
+        module = getattr(getattr(home, module_name), shape.experts_class)(config)
+    module = module.to(dtype).to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        # One expert is drawn, the others are its rows in another order: drawing all takes minutes.
+        pattern = torch.randn(parameter.shape[1:], generator=generator).to(dtype) * 0.02
+        for expert in range(len(parameter)):
+            parameter.data[expert] = pattern.roll(expert, dims=0)
+    return module
+
+
+def routing(shape: LayerShape, num_tokens: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Uniform top-k ids and normalised gate weights."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(num_tokens, shape.num_experts, generator=generator)
+    weights, ids = scores.topk(shape.top_k)
+    return ids, weights / weights.sum(-1, keepdim=True)
+
+
+def measure(
+    module: Any, shape: LayerShape, num_tokens: int, passes: str, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Median milliseconds of one call by implementation, and the ratio to the best peer."""
+    trains = passes == "forward+backward"
+    module.requires_grad_(trains)
+    dtype = next(module.parameters()).dtype
+    calls = [routing(shape, num_tokens, seed) for seed in range(4)]
+    generator = torch.Generator().manual_seed(99)
+    x = torch.randn(num_tokens, shape.dim_model, generator=generator).to(dtype)
+
+    def run(index: int) -> None:
+        ids, weights = calls[index % len(calls)]
+        weights = weights.to(dtype)
+        if not trains:
+            with torch.no_grad():
+                module(x, ids, weights)
+            return
+        leaf, weights = x.clone().requires_grad_(), weights.requires_grad_()
+        module(leaf, ids, weights).backward(x)
+        module.zero_grad(set_to_none=True)
+
+    seconds: dict[str, list[float]] = {name: [] for name in (OURS, *PEERS)}
+    # A call of eager's backward on many experts takes a minute; it is no contender there.
+    if trains and shape.num_experts > 8 and not arguments.all_peers:
+        del seconds["eager"]
+    for _ in range(arguments.rounds):
+        for name, values in seconds.items():
+            module.config._experts_implementation_internal = name
+            values.append(_time_block(run, arguments.block_s))
+    medians = {name: statistics.median(values) * 1e3 for name, values in seconds.items()}
+    best = min(medians[name] for name in PEERS if name in medians)
+    ratios = [
+        min(seconds[name][i] for name in PEERS if name in seconds) / seconds[OURS][i]
+        for i in range(arguments.rounds)
+    ]
+    return {"ms": medians, "ratio": best / medians[OURS], "ratios": ratios}
+
+
+def _time_block(run: Callable[[int], None], block_s: float) -> float:
+    """Seconds of one call: one call untimed, then as many as fit into the block, at least one."""
+    start = time.perf_counter()
+    run(0)
+    first_s = time.perf_counter() - start
+    count = max(1, min(200, math.ceil(block_s / first_s) - 1))
+    samples = []
+    for index in range(count):
+        start = time.perf_counter()
+        run(index + 1)
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples)
+
+
+def _line(row: dict[str, Any]) -> str:
+    times = "  ".join(f"{name} {value:9.2f}" for name, value in row["ms"].items())
+    return (
+        f"{row['shape']:>14} {row['dtype']} {row['pass']:>16} T={row['tokens']:<5} {times} ms"
+        f"  {row['ratio']:5.2f}x"
+    )
+
+
+def _save(rows: list[dict[str, Any]], facts: dict[str, object], head: str) -> None:
+    """Adds the rows to this machine's results; rows of the same case are replaced."""
+    path = RESULTS / f"experts-{machine_name(facts)}.json"
+    kept = json.loads(path.read_text())["rows"] if path.exists() else []
+    new = {_case(row) for row in rows}
+    rows = [row for row in kept if _case(row) not in new] + [row | {"commit": head} for row in rows]
+    rows.sort(key=lambda row: (row["shape"], row["dtype"], row["pass"], row["tokens"]))
+    report = {"machine": facts, "versions": versions(), "rows": rows}
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"written to {path.name}")
+
+
+def _case(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["shape"], row["dtype"], row["pass"], row["tokens"]
+
+
+def _arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    passes = ("forward", "forward+backward")
+    parser.add_argument("--passes", nargs="+", choices=passes, default=list(passes))
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of every implementation")
+    parser.add_argument("--block-s", type=float, default=0.5, help="seconds of one turn")
+    parser.add_argument("--all-peers", action="store_true", help="eager's backward as well")
+    parser.add_argument("--save", action="store_true", help="add to this machine's results file")
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+"""Launchers of the backward kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from moe_runtime.kernels.grouped_gemm.backward_kernel import (
+    dscale_sum,
+    group_sum,
+    grouped_gemm_dw,
+)
+from moe_runtime.kernels.grouped_gemm.dact_kernel import grouped_gemm_dact
+from moe_runtime.kernels.grouped_gemm.forward import activation_arguments, precision_of
+from moe_runtime.kernels.grouped_gemm.groups import Groups
+from moe_runtime.kernels.grouped_gemm.tiles import Tile, choose_tile
+from moe_runtime.kernels.triton_support import launch
+
+if TYPE_CHECKING:
+    from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
+
+
+class ActivationGrads(NamedTuple):
+    """What `activation_backward` found.
+
+    Attributes:
+        dpre: `[R, Z]`, rows of experts with a slot.
+        hidden: `[R, F]` hidden values times the gate weight, or None.
+        dscale: `[T*K]` fp32 gradient of the gate weights in slot order, or None.
+    """
+
+    dpre: Tensor
+    hidden: Tensor | None
+    dscale: Tensor | None
+
+
+def activation_backward(
+    dout_TD: Tensor,
+    down_SDF: Tensor,
+    pre_RZ: Tensor,
+    scale_R: Tensor | None,
+    groups: Groups,
+    spec: ActivationSpec,
+    *,
+    has_gate: bool,
+    is_concatenated: bool,
+    down_bias_SD: Tensor | None = None,
+    needs_hidden: bool = True,
+    needs_dscale: bool = True,
+    tile: Tile | None = None,
+) -> ActivationGrads:
+    """From the gradient of the layer's output to that of the pre-activations, in one product.
+
+    The hidden values are computed again from the pre-activations, so the forward pass keeps neither
+    them nor the experts' outputs: the gradient of a gate weight is `<dout @ down, hidden>`.
+
+    Args:
+        dout_TD: `[T, D]`.
+        down_SDF: `[S, D, F]`, any strides.
+        pre_RZ: `[R, Z]`, unit stride along Z.
+        scale_R: Gate weight of each slot, in slot order, contiguous; None for rows that are not
+            weighted, whose gradients lie in sorted order in `dout_TD`.
+        groups: The rows; with their order if there are weights.
+        spec: The activation.
+        has_gate: As in `activated_product`, and so `is_concatenated`.
+        is_concatenated: See above.
+        down_bias_SD: `[S, D]` or None; matters to the gate weights alone.
+        needs_hidden: Whether the gradient of `down` is wanted.
+        needs_dscale: Whether the gradient of the gate weights is wanted.
+        tile: Instead of the rule's.
+    """
+    dim_f, dim_d = down_SDF.shape[2], down_SDF.shape[1]
+    num_rows = groups.num_rows
+    tile = tile or choose_tile(
+        "dact",
+        num_rows=num_rows,
+        num_experts=groups.num_experts,
+        dim_n=dim_f,
+        dtype=dout_TD.dtype,
+        device=dout_TD.device,
+    )
+    num_tiles_n = triton.cdiv(dim_f, tile.block_n)
+    dpre = torch.empty_like(pre_RZ)
+    hidden = pre_RZ.new_empty(num_rows, dim_f) if needs_hidden else None
+    partial = pre_RZ.new_empty(num_tiles_n, num_rows, dtype=torch.float32) if needs_dscale else None
+    if num_rows and dim_f:
+        tiles = groups.tiles(tile.block_m)
+        launch(
+            grouped_gemm_dact,
+            (len(tiles.expert) * num_tiles_n,),
+            dout_ptr=dout_TD,
+            weight_ptr=down_SDF,
+            pre_ptr=pre_RZ,
+            scale_ptr=dout_TD if scale_R is None else scale_R,
+            order_ptr=groups.order,
+            slots_ptr=groups.slots,
+            offsets_ptr=groups.offsets_E1,
+            tile_expert_ptr=tiles.expert,
+            tile_row_ptr=tiles.first_row,
+            dpre_ptr=dpre,
+            hidden_ptr=dpre if hidden is None else hidden,
+            dscale_ptr=dpre if partial is None else partial,
+            num_tiles_m=len(tiles.expert),
+            num_rows=num_rows,
+            dim_n=dim_f,
+            dim_k=dim_d,
+            stride_gr=dout_TD.stride(0),
+            stride_gk=dout_TD.stride(1),
+            stride_ws=down_SDF.stride(0),
+            stride_wn=down_SDF.stride(2),
+            stride_wk=down_SDF.stride(1),
+            stride_zr=pre_RZ.stride(0),
+            stride_dzr=dpre.stride(0),
+            stride_hr=0 if hidden is None else hidden.stride(0),
+            IS_GATED=has_gate,
+            IS_INTERLEAVED=not is_concatenated,
+            GATHER_DIVISOR=0 if scale_R is None else groups.num_choices,
+            HAS_SLOTS=groups.slot_of_expert is not None,
+            HAS_SCALE=scale_R is not None,
+            STORES_HIDDEN=hidden is not None,
+            STORES_DSCALE=partial is not None,
+            EVEN_N=dim_f % tile.block_n == 0,
+            EVEN_K=dim_d % tile.block_k == 0,
+            PRECISION=precision_of(dout_TD),
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k,
+            GROUP_M=tile.group_m,
+            NUM_SLICES=max(1, tile.block_n // 32),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            **activation_arguments(spec),
+        )
+    dscale = None
+    if partial is not None:
+        dscale = _sum_dscale(partial, dout_TD, down_bias_SD, groups)
+    return ActivationGrads(dpre, hidden, dscale)
+
+
+def _sum_dscale(
+    partial: Tensor, dout_TD: Tensor, down_bias_SD: Tensor | None, groups: Groups
+) -> Tensor:
+    dscale = torch.empty(groups.num_rows, dtype=torch.float32, device=partial.device)
+    if groups.num_rows:
+        bias = dout_TD if down_bias_SD is None else down_bias_SD
+        launch(
+            dscale_sum,
+            (groups.num_rows,),
+            partial_ptr=partial,
+            dout_ptr=dout_TD,
+            bias_ptr=bias,
+            order_ptr=groups.order,
+            slots_ptr=groups.slots,
+            offsets_ptr=groups.offsets_E1,
+            dscale_ptr=dscale,
+            num_partials=len(partial),
+            num_rows=groups.num_rows,
+            num_experts=groups.num_experts,
+            dim=dout_TD.shape[1],
+            stride_gr=dout_TD.stride(0),
+            stride_gk=dout_TD.stride(1),
+            stride_bs=bias.stride(0),
+            stride_bn=bias.stride(1),
+            GATHER_DIVISOR=groups.num_choices,
+            HAS_SLOTS=groups.slot_of_expert is not None,
+            HAS_BIAS=down_bias_SD is not None,
+            BLOCK_E=triton.next_power_of_2(groups.num_experts),
+            BLOCK_D=1024,
+        )
+    return dscale
+
+
+def weight_grad(
+    left: Tensor,
+    right: Tensor,
+    groups: Groups,
+    *,
+    out_SNK: Tensor,
+    left_divisor: int = 0,
+    right_divisor: int = 0,
+    accumulates: bool = False,
+    tile: Tile | None = None,
+) -> Tensor:
+    """`out[slot] = left.T @ right` over each expert's rows; zeros for experts without rows.
+
+    Args:
+        left: `[*, N]`: the gradient of the product.
+        right: `[*, K]`: its input.
+        groups: The rows. Experts without a slot are left out, and slots without an expert stay as
+            they are.
+        out_SNK: `[S, N, K]`, any strides.
+        left_divisor: 0 if `left` is in sorted order, else row r reads `order[r] // divisor`.
+        right_divisor: The same for `right`.
+        accumulates: Adds to `out` instead of writing it.
+        tile: Instead of the rule's.
+    """
+    dim_n, dim_k = out_SNK.shape[1:]
+    tile = tile or choose_tile(
+        "dw",
+        num_rows=groups.num_rows,
+        num_experts=groups.num_experts,
+        dim_n=dim_k,
+        dtype=left.dtype,
+        device=left.device,
+    )
+    if not dim_n or not dim_k:
+        return out_SNK
+    tiles_n, tiles_k = triton.cdiv(dim_n, tile.block_m), triton.cdiv(dim_k, tile.block_n)
+    launch(
+        grouped_gemm_dw,
+        (tiles_n * tiles_k, groups.num_experts),
+        left_ptr=left,
+        right_ptr=right,
+        order_ptr=groups.order,
+        slots_ptr=groups.slots,
+        offsets_ptr=groups.offsets_E1,
+        dw_ptr=out_SNK,
+        dim_n=dim_n,
+        dim_k=dim_k,
+        stride_lr=left.stride(0),
+        stride_ln=left.stride(1),
+        stride_rr=right.stride(0),
+        stride_rk=right.stride(1),
+        stride_ws=out_SNK.stride(0),
+        stride_wn=out_SNK.stride(1),
+        stride_wk=out_SNK.stride(2),
+        LEFT_DIVISOR=left_divisor,
+        RIGHT_DIVISOR=right_divisor,
+        HAS_SLOTS=groups.slot_of_expert is not None,
+        ACCUMULATES=accumulates,
+        EVEN_N=dim_n % tile.block_m == 0,
+        EVEN_K=dim_k % tile.block_n == 0,
+        PRECISION=precision_of(left),
+        BLOCK_N=tile.block_m,
+        BLOCK_K=tile.block_n,
+        BLOCK_R=tile.block_k,
+        GROUP_M=tile.group_m,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out_SNK
+
+
+def bias_grad(
+    x: Tensor,
+    groups: Groups,
+    *,
+    out_SN: Tensor,
+    divisor: int = 0,
+    scale_R: Tensor | None = None,
+    accumulates: bool = False,
+) -> Tensor:
+    """`out[slot] = sum of scale * x` over each expert's rows; arguments as in `weight_grad`.
+
+    Args:
+        x: `[*, N]`.
+        groups: The rows.
+        out_SN: `[S, N]`, unit stride along N.
+        divisor: As `left_divisor`; must not be 0 when there is a scale.
+        scale_R: One factor a slot, in slot order, or None.
+        accumulates: Adds to `out` instead of writing it.
+    """
+    dim = out_SN.shape[1]
+    if not dim:
+        return out_SN
+    block_n = 64
+    launch(
+        group_sum,
+        (triton.cdiv(dim, block_n), groups.num_experts),
+        x_ptr=x,
+        scale_ptr=x if scale_R is None else scale_R,
+        order_ptr=groups.order,
+        slots_ptr=groups.slots,
+        offsets_ptr=groups.offsets_E1,
+        sum_ptr=out_SN,
+        dim=dim,
+        stride_xr=x.stride(0),
+        stride_xn=x.stride(1),
+        stride_ss=out_SN.stride(0),
+        GATHER_DIVISOR=divisor,
+        HAS_SLOTS=groups.slot_of_expert is not None,
+        HAS_SCALE=scale_R is not None,
+        ACCUMULATES=accumulates,
+        BLOCK_R=32,
+        BLOCK_N=block_n,
+    )
+    return out_SN

@@ -1,0 +1,195 @@
+"""Triton kernels of the backward pass into gate weights, weights and biases.
+
+No kernel uses atomics: every value is summed by one program in one order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_runtime.kernels.grouped_gemm.kernel import tile_of_program
+
+
+@triton.jit
+def dscale_sum(
+    partial_ptr,
+    dout_ptr,
+    bias_ptr,
+    order_ptr,
+    slots_ptr,
+    offsets_ptr,
+    dscale_ptr,
+    num_partials,
+    num_rows,
+    num_experts,
+    dim,
+    stride_gr,
+    stride_gk,
+    stride_bs,
+    stride_bn,
+    GATHER_DIVISOR: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Gradient of one row's gate weight: its partial sums, and what the down bias adds.
+
+    Rows without an expert, or whose expert has no slot, get zero.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    slot_of_row = tl.load(order_ptr + row)
+    offs_e = tl.arange(0, BLOCK_E)
+    ends = tl.load(offsets_ptr + 1 + offs_e, mask=offs_e < num_experts, other=0)
+    expert = tl.sum(((ends <= row) & (offs_e < num_experts)).to(tl.int64), axis=0)
+    slot = tl.where(expert < num_experts, expert, -1)
+    if HAS_SLOTS:
+        known = tl.minimum(expert, num_experts - 1)
+        slot = tl.where(slot < 0, -1, tl.load(slots_ptr + known).to(tl.int64))
+    total = tl.zeros([], dtype=tl.float32)
+    if slot >= 0:
+        for i in range(num_partials):
+            total += tl.load(partial_ptr + tl.cast(i, tl.int64) * num_rows + row)
+        if HAS_BIAS:
+            dot = tl.zeros([BLOCK_D], dtype=tl.float32)
+            dout_row = slot_of_row // GATHER_DIVISOR
+            for first in range(0, dim, BLOCK_D):
+                offs_d = (first + tl.arange(0, BLOCK_D)).to(tl.int64)
+                mask = offs_d < dim
+                dout_ptrs = dout_ptr + dout_row * stride_gr + offs_d * stride_gk
+                dout = tl.load(dout_ptrs, mask=mask, other=0.0).to(tl.float32)
+                bias_ptrs = bias_ptr + slot * stride_bs + offs_d * stride_bn
+                dot += dout * tl.load(bias_ptrs, mask=mask, other=0.0).to(tl.float32)
+            total += tl.sum(dot, axis=0)
+    tl.store(dscale_ptr + slot_of_row, total)
+
+
+@triton.jit
+def grouped_gemm_dw(
+    left_ptr,
+    right_ptr,
+    order_ptr,
+    slots_ptr,
+    offsets_ptr,
+    dw_ptr,
+    dim_n,
+    dim_k,
+    stride_lr,
+    stride_ln,
+    stride_rr,
+    stride_rk,
+    stride_ws,
+    stride_wn,
+    stride_wk,
+    LEFT_DIVISOR: tl.constexpr,
+    RIGHT_DIVISOR: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    ACCUMULATES: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """`dw[slot, n, k] = sum over the expert's rows of left[r, n] * right[r, k]`, or added to it.
+
+    An expert without rows gets zeros from the same loop, run no times; nobody fills the tensor
+    beforehand. Divisors are as in `grouped_gemm_fwd`, one for each side.
+    """
+    expert = tl.program_id(1)
+    slot = expert.to(tl.int64)
+    if HAS_SLOTS:
+        slot = tl.load(slots_ptr + expert).to(tl.int64)
+        if slot < 0:
+            return
+    first_row = tl.load(offsets_ptr + expert)
+    end_row = tl.load(offsets_ptr + expert + 1)
+    if ACCUMULATES and first_row == end_row:
+        return
+    tile_n, tile_k = tile_of_program(tl.cdiv(dim_n, BLOCK_N), tl.cdiv(dim_k, BLOCK_K), GROUP_M)
+    offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    columns_n = offs_n.to(tl.int64) * stride_ln
+    columns_k = offs_k.to(tl.int64) * stride_rk
+    acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    # Which rows are gathered is known one step ahead, so that no load waits for another one.
+    rows = first_row + tl.arange(0, BLOCK_R)
+    slots_of_rows = rows
+    if LEFT_DIVISOR > 0 or RIGHT_DIVISOR > 0:
+        slots_of_rows = tl.load(order_ptr + rows, mask=rows < end_row, other=0)
+    for _first in range(first_row, end_row, BLOCK_R):
+        mask_left = (rows < end_row)[:, None]
+        mask_right = mask_left
+        if not EVEN_N:
+            mask_left = mask_left & (offs_n < dim_n)[None, :]
+        if not EVEN_K:
+            mask_right = mask_right & (offs_k < dim_k)[None, :]
+        left_rows = slots_of_rows // LEFT_DIVISOR if LEFT_DIVISOR > 0 else rows
+        right_rows = slots_of_rows // RIGHT_DIVISOR if RIGHT_DIVISOR > 0 else rows
+        left_ptrs = left_ptr + left_rows[:, None] * stride_lr + columns_n[None, :]
+        right_ptrs = right_ptr + right_rows[:, None] * stride_rr + columns_k[None, :]
+        rows += BLOCK_R
+        if LEFT_DIVISOR > 0 or RIGHT_DIVISOR > 0:
+            slots_of_rows = tl.load(order_ptr + rows, mask=rows < end_row, other=0)
+        left = tl.load(left_ptrs, mask=mask_left, other=0.0)
+        right = tl.load(right_ptrs, mask=mask_right, other=0.0)
+        acc = tl.dot(tl.trans(left), right, acc, input_precision=PRECISION)
+    dw_ptrs = dw_ptr + slot * stride_ws + (offs_n.to(tl.int64) * stride_wn)[:, None]
+    dw_ptrs += (offs_k.to(tl.int64) * stride_wk)[None, :]
+    mask = (offs_n < dim_n)[:, None] & (offs_k < dim_k)[None, :]
+    if ACCUMULATES:
+        acc += tl.load(dw_ptrs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dw_ptrs, acc, mask=mask)
+
+
+@triton.jit
+def group_sum(
+    x_ptr,
+    scale_ptr,
+    order_ptr,
+    slots_ptr,
+    offsets_ptr,
+    sum_ptr,
+    dim,
+    stride_xr,
+    stride_xn,
+    stride_ss,
+    GATHER_DIVISOR: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    ACCUMULATES: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """`sum[slot] = sum over the expert's rows of scale * x[row r reads]`: a bias gradient."""
+    expert = tl.program_id(1)
+    slot = expert.to(tl.int64)
+    if HAS_SLOTS:
+        slot = tl.load(slots_ptr + expert).to(tl.int64)
+        if slot < 0:
+            return
+    end_row = tl.load(offsets_ptr + expert + 1)
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < dim
+    acc = tl.zeros([BLOCK_R, BLOCK_N], dtype=tl.float32)
+    for first in range(tl.load(offsets_ptr + expert), end_row, BLOCK_R):
+        rows = first + tl.arange(0, BLOCK_R)
+        mask_r = rows < end_row
+        x_rows = rows
+        slots_of_rows = rows
+        if GATHER_DIVISOR > 0:
+            slots_of_rows = tl.load(order_ptr + rows, mask=mask_r, other=0)
+            x_rows = slots_of_rows // GATHER_DIVISOR
+        x_ptrs = x_ptr + x_rows[:, None] * stride_xr + (offs_n.to(tl.int64) * stride_xn)[None, :]
+        x = tl.load(x_ptrs, mask=mask_r[:, None] & mask_n[None, :], other=0.0).to(tl.float32)
+        if HAS_SCALE:
+            scale = tl.load(scale_ptr + slots_of_rows, mask=mask_r, other=0.0)
+            x *= scale.to(tl.float32)[:, None]
+        acc += x
+    total = tl.sum(acc, axis=0)
+    if ACCUMULATES:
+        total += tl.load(sum_ptr + slot * stride_ss + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+    tl.store(sum_ptr + slot * stride_ss + offs_n, total, mask=mask_n)

@@ -1,0 +1,226 @@
+"""The Triton kernel that goes back through the down projection and the activation at once."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_runtime.kernels.grouped_gemm.activation_kernel import activate, gate_bwd
+from moe_runtime.kernels.grouped_gemm.kernel import column_halves, tile_of_program, tile_product
+
+
+@triton.jit
+def _dact_slice(
+    dhidden,
+    first_column,
+    scale,
+    mask_r,
+    pre_ptrs,
+    dpre_ptrs,
+    hidden_ptrs,
+    dim_n,
+    alpha,
+    limit,
+    up_offset,
+    gate_softcap,
+    up_softcap,
+    IS_GATED: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    HAS_GATE_SOFTCAP: tl.constexpr,
+    HAS_UP_SOFTCAP: tl.constexpr,
+    CLAMPS_AFTER: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    STORES_HIDDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The epilogue of `grouped_gemm_dact` for some columns; returns each row's `<d, h>`.
+
+    Pointers are one a row. Columns past the end have d = 0.
+    """
+    offs_n = first_column + tl.arange(0, COLUMNS)
+    mask = mask_r[:, None] & (offs_n < dim_n)[None, :]
+    scaled = dhidden * scale[:, None]
+    if IS_GATED:
+        offs_z = 2 * first_column + tl.arange(0, 2 * COLUMNS)
+        mask_z = mask_r[:, None] & (offs_z < 2 * dim_n)[None, :]
+        if IS_INTERLEAVED:
+            both = tl.load(pre_ptrs[:, None] + offs_z[None, :], mask=mask_z, other=0.0)
+            gate, up = tl.split(tl.reshape(both.to(tl.float32), (ROWS, COLUMNS, 2)))
+        else:
+            gate_ptrs = pre_ptrs[:, None] + offs_n[None, :]
+            gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
+            up = tl.load(gate_ptrs + dim_n, mask=mask, other=0.0).to(tl.float32)
+        hidden, dgate, dup = gate_bwd(
+            scaled,
+            gate,
+            up,
+            alpha,
+            limit,
+            up_offset,
+            gate_softcap,
+            up_softcap,
+            FUNCTION,
+            HAS_LIMIT,
+            HAS_GATE_SOFTCAP,
+            HAS_UP_SOFTCAP,
+            CLAMPS_AFTER,
+        )
+        if IS_INTERLEAVED:
+            both = tl.reshape(tl.join(dgate, dup), (ROWS, 2 * COLUMNS))
+            tl.store(dpre_ptrs[:, None] + offs_z[None, :], both, mask=mask_z)
+        else:
+            dgate_ptrs = dpre_ptrs[:, None] + offs_n[None, :]
+            tl.store(dgate_ptrs, dgate, mask=mask)
+            tl.store(dgate_ptrs + dim_n, dup, mask=mask)
+    else:
+        pre = tl.load(pre_ptrs[:, None] + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
+        hidden, slope = activate(pre, alpha, gate_softcap, FUNCTION, HAS_GATE_SOFTCAP)
+        tl.store(dpre_ptrs[:, None] + offs_n[None, :], scaled * slope, mask=mask)
+    if STORES_HIDDEN:
+        tl.store(hidden_ptrs[:, None] + offs_n[None, :], hidden * scale[:, None], mask=mask)
+    return tl.sum(dhidden * hidden, axis=1)
+
+
+@triton.jit
+def grouped_gemm_dact(
+    dout_ptr,
+    weight_ptr,
+    pre_ptr,
+    scale_ptr,
+    order_ptr,
+    slots_ptr,
+    offsets_ptr,
+    tile_expert_ptr,
+    tile_row_ptr,
+    dpre_ptr,
+    hidden_ptr,
+    dscale_ptr,
+    num_tiles_m,
+    num_rows,
+    dim_n,
+    dim_k,
+    stride_gr,
+    stride_gk,
+    stride_ws,
+    stride_wn,
+    stride_wk,
+    stride_zr,
+    stride_dzr,
+    stride_hr,
+    alpha,
+    limit,
+    up_offset,
+    gate_softcap,
+    up_softcap,
+    IS_GATED: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    HAS_GATE_SOFTCAP: tl.constexpr,
+    HAS_UP_SOFTCAP: tl.constexpr,
+    CLAMPS_AFTER: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    GATHER_DIVISOR: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    STORES_HIDDEN: tl.constexpr,
+    STORES_DSCALE: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+):
+    """Gradient of the pre-activations, from that of the layer's output.
+
+    With `d[r] = dout[row r reads] @ weight[slot]` (`weight` is the down projection, N its hidden
+    and K its model dimension), the hidden values `h` recomputed from the pre-activations, and the
+    gate weight `s` of the row: `dpre = s * d * activation'(pre)`, `hidden = s * h` for the gradient
+    of the down projection, and `<d, h>` over the tile's columns, one value a row and column tile,
+    whose sum is the gradient of `s`.
+    """
+    tile_m, tile_n = tile_of_program(num_tiles_m, tl.cdiv(dim_n, BLOCK_N), GROUP_M)
+    expert = tl.load(tile_expert_ptr + tile_m)
+    if expert < 0:
+        return
+    first_row = tl.load(tile_row_ptr + tile_m)
+    end_row = tl.load(offsets_ptr + expert + 1)
+    slot = expert.to(tl.int64)
+    if HAS_SLOTS:
+        slot = tl.load(slots_ptr + expert).to(tl.int64)
+    offs_r = first_row + tl.arange(0, BLOCK_M)
+    mask_r = offs_r < end_row
+    rows = tl.minimum(offs_r, end_row - 1)
+    slots_of_rows = rows
+    dout_rows = rows
+    if GATHER_DIVISOR > 0:
+        slots_of_rows = tl.load(order_ptr + rows)
+        dout_rows = slots_of_rows // GATHER_DIVISOR
+    offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = offs_n.to(tl.int64)
+    offs_k = tl.arange(0, BLOCK_K).to(tl.int64)
+    weight_ptr += slot * stride_ws
+    dhidden = tile_product(
+        dout_ptr + dout_rows[:, None] * stride_gr + offs_k[None, :] * stride_gk,
+        weight_ptr + (columns * stride_wn)[None, :] + offs_k[:, None] * stride_wk,
+        offs_n < dim_n,
+        dim_k,
+        stride_gk,
+        stride_wk,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        EVEN_N,
+        EVEN_K,
+        PRECISION,
+    )
+
+    scale = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
+    if HAS_SCALE:
+        scale = tl.load(scale_ptr + slots_of_rows).to(tl.float32)
+    # Gate, up and what becomes of them would not fit in the registers for a whole tile at once.
+    SLICE: tl.constexpr = BLOCK_N // NUM_SLICES
+    if NUM_SLICES == 1:
+        slices = (dhidden,)
+    elif NUM_SLICES == 2:
+        slices = column_halves(dhidden, BLOCK_M, BLOCK_N)
+    else:
+        tl.static_assert(NUM_SLICES == 4)
+        left, right = column_halves(dhidden, BLOCK_M, BLOCK_N)
+        first, second = column_halves(left, BLOCK_M, BLOCK_N // 2)
+        third, fourth = column_halves(right, BLOCK_M, BLOCK_N // 2)
+        slices = (first, second, third, fourth)
+    dscale = tl.zeros([BLOCK_M], dtype=tl.float32)
+    for i in tl.static_range(NUM_SLICES):  # type: ignore[misc]
+        dscale += _dact_slice(
+            slices[i],
+            tile_n * BLOCK_N + i * SLICE,
+            scale,
+            mask_r,
+            pre_ptr + rows * stride_zr,
+            dpre_ptr + rows * stride_dzr,
+            hidden_ptr + rows * stride_hr,
+            dim_n,
+            alpha,
+            limit,
+            up_offset,
+            gate_softcap,
+            up_softcap,
+            IS_GATED,
+            FUNCTION,
+            HAS_LIMIT,
+            HAS_GATE_SOFTCAP,
+            HAS_UP_SOFTCAP,
+            CLAMPS_AFTER,
+            IS_INTERLEAVED,
+            STORES_HIDDEN,
+            BLOCK_M,
+            SLICE,
+        )
+    if STORES_DSCALE:
+        place = tile_n.to(tl.int64) * num_rows + rows
+        tl.store(dscale_ptr + place, dscale, mask=mask_r)

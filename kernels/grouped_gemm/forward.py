@@ -1,0 +1,243 @@
+"""Launchers of the forward kernel: the plain product, and the one with the activation in it.
+
+Weights are passed as logical `[S, N, K]`; a checkpoint's transposed matrices are a transposed view.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+from torch import Tensor
+
+from moe_runtime.kernels.grouped_gemm.groups import Groups
+from moe_runtime.kernels.grouped_gemm.kernel import grouped_gemm_fwd
+from moe_runtime.kernels.grouped_gemm.tiles import ProductKind, Tile, choose_tile
+from moe_runtime.kernels.triton_support import is_interpreted, launch
+
+if TYPE_CHECKING:
+    from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
+
+NO_ACTIVATION: dict[str, Any] = {
+    "alpha": 1.0,
+    "limit": 0.0,
+    "up_offset": 0.0,
+    "gate_softcap": 1.0,
+    "up_softcap": 1.0,
+    "FUNCTION": "silu",
+    "HAS_LIMIT": False,
+    "HAS_GATE_SOFTCAP": False,
+    "HAS_UP_SOFTCAP": False,
+    "CLAMPS_AFTER": False,
+}
+
+
+def activation_arguments(spec: ActivationSpec) -> dict[str, Any]:
+    """A formula as kernel arguments."""
+    infinity = float("inf")
+    return {
+        "alpha": spec.alpha,
+        "limit": spec.limit,
+        "up_offset": spec.up_offset,
+        "gate_softcap": spec.gate_softcap,
+        "up_softcap": spec.up_softcap,
+        "FUNCTION": spec.function,
+        "HAS_LIMIT": spec.limit != infinity,
+        "HAS_GATE_SOFTCAP": spec.gate_softcap != infinity,
+        "HAS_UP_SOFTCAP": spec.up_softcap != infinity,
+        "CLAMPS_AFTER": spec.clamps_after,
+    }
+
+
+def precision_of(x: Tensor) -> str:
+    """How fp32 products are made: as exactly as torch is set to make its own.
+
+    Three TF32 products reach fp32's accuracy on tensor cores. The setting has no meaning for
+    16-bit operands, whose products are exact.
+    """
+    if x.dtype != torch.float32 or is_interpreted() or torch.version.hip:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+
+
+def plain_product(
+    x: Tensor,
+    weight_SNK: Tensor,
+    groups: Groups,
+    *,
+    out: Tensor,
+    bias_SN: Tensor | None = None,
+    gathers: bool = False,
+    scatters: bool = False,
+    scale_R: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """`out[r] = scale * (x[r] @ weight[slot].T + bias[slot])` for the rows of experts with a slot.
+
+    Args:
+        x: `[R, K]` in sorted order, or `[T, K]` if `gathers`: row r reads token `order[r] // K`.
+        weight_SNK: `[S, N, K]`, any strides.
+        groups: The rows.
+        out: `[R, N]`, unit stride along N; other rows stay as they are.
+        bias_SN: `[S, N]` or None.
+        gathers: See `x`.
+        scatters: Row r is written to row `order[r]`.
+        scale_R: One factor a slot, in slot order, contiguous; or None.
+        tile: Instead of the rule's.
+    """
+    dim_n = weight_SNK.shape[1]
+    tile = tile or _tile("plain", x, groups, dim_n)
+    _run(
+        x,
+        weight_SNK,
+        groups,
+        tile,
+        out=out,
+        dim_n=dim_n,
+        columns_per_tile=tile.block_n,
+        bias=bias_SN,
+        gathers=gathers,
+        scatters=scatters,
+        scale=scale_R,
+        EPILOGUE="none",
+        pre_ptr=out,
+        stride_pr=0,
+        STORES_PRE=False,
+        **NO_ACTIVATION,
+    )
+    return out
+
+
+def activated_product(
+    x: Tensor,
+    weight_SZK: Tensor,
+    groups: Groups,
+    spec: ActivationSpec,
+    *,
+    out: Tensor,
+    pre: Tensor | None,
+    has_gate: bool,
+    is_concatenated: bool,
+    bias_SZ: Tensor | None = None,
+    gathers: bool = False,
+    tile: Tile | None = None,
+) -> Tensor:
+    """`out[r] = activation(x[r] @ weight[slot].T + bias[slot])`, gate and up in one pass.
+
+    Args:
+        x: As in `plain_product`.
+        weight_SZK: `[S, Z, K]`, any strides; Z = 2F with a gate, F without.
+        groups: The rows.
+        spec: The activation.
+        out: `[R, F]`, unit stride along F.
+        pre: `[R, Z]` for the pre-activations in the order of the weights' rows, or None.
+        has_gate: Whether Z holds gate and up.
+        is_concatenated: Whether all gate rows come first; else they alternate.
+        bias_SZ: `[S, Z]` or None.
+        gathers: As in `plain_product`.
+        tile: Instead of the rule's.
+    """
+    dim_z = weight_SZK.shape[1]
+    tile = tile or _tile("gated" if has_gate else "plain", x, groups, dim_z)
+    _run(
+        x,
+        weight_SZK,
+        groups,
+        tile,
+        out=out,
+        dim_n=dim_z // 2 if has_gate else dim_z,
+        columns_per_tile=tile.block_n // 2 if has_gate else tile.block_n,
+        bias=bias_SZ,
+        gathers=gathers,
+        is_concatenated=is_concatenated,
+        EPILOGUE="gated" if has_gate else "plain",
+        pre_ptr=out if pre is None else pre,
+        stride_pr=0 if pre is None else pre.stride(0),
+        STORES_PRE=pre is not None,
+        **activation_arguments(spec),
+    )
+    return out
+
+
+def _tile(kind: ProductKind, x: Tensor, groups: Groups, dim_n: int) -> Tile:
+    return choose_tile(
+        kind,
+        num_rows=groups.num_rows,
+        num_experts=groups.num_experts,
+        dim_n=dim_n,
+        dtype=x.dtype,
+        device=x.device,
+    )
+
+
+def _run(
+    x: Tensor,
+    weight: Tensor,
+    groups: Groups,
+    tile: Tile,
+    *,
+    out: Tensor,
+    dim_n: int,
+    columns_per_tile: int,
+    bias: Tensor | None,
+    gathers: bool,
+    scatters: bool = False,
+    scale: Tensor | None = None,
+    is_concatenated: bool = True,
+    **rest: Any,
+) -> None:
+    if not groups.num_rows or not dim_n:
+        return
+    tiles = groups.tiles(tile.block_m)
+    dim_k = weight.shape[2]
+    is_gated = rest["EPILOGUE"] == "gated"
+    # Distances from one hidden column's gate row to the next one's, and to its up row.
+    step, to_up = (2, 1) if is_gated and not is_concatenated else (1, dim_n)
+    bias_or_weight = weight[:, :, 0] if bias is None else bias
+    launch(
+        grouped_gemm_fwd,
+        (len(tiles.expert) * triton.cdiv(dim_n, columns_per_tile),),
+        x_ptr=x,
+        weight_ptr=weight,
+        bias_ptr=bias_or_weight,
+        out_ptr=out,
+        scale_ptr=out if scale is None else scale,
+        order_ptr=groups.order,
+        slots_ptr=groups.slots,
+        offsets_ptr=groups.offsets_E1,
+        tile_expert_ptr=tiles.expert,
+        tile_row_ptr=tiles.first_row,
+        num_tiles_m=len(tiles.expert),
+        dim_n=dim_n,
+        dim_k=dim_k,
+        stride_xr=x.stride(0),
+        stride_xk=x.stride(1),
+        stride_ws=weight.stride(0),
+        stride_wn=weight.stride(1) * step,
+        stride_wk=weight.stride(2),
+        stride_w_up=weight.stride(1) * to_up,
+        stride_bs=bias_or_weight.stride(0),
+        stride_bn=bias_or_weight.stride(1) * step,
+        stride_b_up=bias_or_weight.stride(1) * to_up,
+        stride_or=out.stride(0),
+        IS_INTERLEAVED=not is_concatenated,
+        # Reads the weights in order where neighbours in memory are hidden columns.
+        IN_HALVES=is_gated and is_concatenated and weight.stride(1) == 1 != weight.stride(2),
+        GATHER_DIVISOR=groups.num_choices if gathers else 0,
+        SCATTERS=scatters,
+        HAS_SLOTS=groups.slot_of_expert is not None,
+        HAS_BIAS=bias is not None,
+        HAS_SCALE=scale is not None,
+        EVEN_N=dim_n % columns_per_tile == 0,
+        EVEN_K=dim_k % tile.block_k == 0,
+        PRECISION=precision_of(x),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        GROUP_M=tile.group_m,
+        NUM_SLICES=2 if tile.block_n >= 256 else 1,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **rest,
+    )

@@ -1,0 +1,341 @@
+"""The Triton kernel of the grouped product: rows sorted by expert times the experts' weights.
+
+One program computes one tile: some rows of one expert by some columns. Which expert and rows is in
+a table that `tile_map` fills on the device, so the host never learns how many rows an expert has.
+The grid is as large as the table could have to be; programs without a tile return at once.
+
+Names: `R` sorted rows, `N` columns of the result, `K` the summed dimension. Addresses are 64-bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_runtime.kernels.grouped_gemm.activation_kernel import activate, gate_fwd
+
+
+@triton.jit
+def tile_map(
+    offsets_ptr,
+    slots_ptr,
+    tile_expert_ptr,
+    tile_row_ptr,
+    num_experts,
+    num_tiles,
+    HAS_SLOTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+):
+    """Program e lists the tiles of expert e; the program after the last one marks unused entries.
+
+    Experts whose slot is negative get no tiles.
+    """
+    expert = tl.program_id(0)
+    offs_e = tl.arange(0, BLOCK_E)
+    mask_e = offs_e < num_experts
+    first_row = tl.load(offsets_ptr + offs_e, mask=mask_e, other=0)
+    end_row = tl.load(offsets_ptr + offs_e + 1, mask=mask_e, other=0)
+    tiles = (end_row - first_row + BLOCK_M - 1) // BLOCK_M
+    if HAS_SLOTS:
+        slots = tl.load(slots_ptr + offs_e, mask=mask_e, other=-1)
+        tiles = tl.where(slots < 0, 0, tiles)
+    first_tile = tl.sum(tl.where(offs_e < expert, tiles, 0), axis=0)
+    own_row = tl.sum(tl.where(offs_e == expert, first_row, 0), axis=0)
+    own_tiles = tl.sum(tl.where(offs_e == expert, tiles, 0), axis=0)
+    is_last = expert == num_experts
+    own_tiles = tl.where(is_last, num_tiles - first_tile, own_tiles)
+    name = tl.where(is_last, -1, expert)
+    for i in range(0, own_tiles, BLOCK_TILES):
+        offs_t = i + tl.arange(0, BLOCK_TILES)
+        mask = offs_t < own_tiles
+        tl.store(tile_expert_ptr + first_tile + offs_t, name, mask=mask)
+        row = own_row + offs_t.to(tl.int64) * BLOCK_M
+        tl.store(tile_row_ptr + first_tile + offs_t, row, mask=mask)
+
+
+@triton.jit
+def tile_of_program(num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
+    """`(m, n)` of this program: GROUP_M row tiles share each column tile while it is in the L2."""
+    pid = tl.program_id(0)
+    group_size = GROUP_M * num_tiles_n
+    first_m = (pid // group_size) * GROUP_M
+    rows_in_group = tl.minimum(num_tiles_m - first_m, GROUP_M)
+    return first_m + (pid % group_size) % rows_in_group, (pid % group_size) // rows_in_group
+
+
+@triton.jit
+def tile_product(
+    x_ptrs,
+    weight_ptrs,
+    mask_n,
+    dim_k,
+    stride_xk,
+    stride_wk,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """fp32 sums `[BLOCK_M, BLOCK_N]` over K. Every row of `x_ptrs` must be one that exists.
+
+    Columns past the end are masked, not clamped to the last one: clamped columns would no longer be
+    neighbours in memory, and the loads of weights that are contiguous along N would fall apart.
+    """
+    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    offs_k = tl.arange(0, BLOCK_K)
+    step_x = tl.full([], BLOCK_K, dtype=tl.int64) * stride_xk
+    step_w = tl.full([], BLOCK_K, dtype=tl.int64) * stride_wk
+    for first_k in range(0, dim_k, BLOCK_K):
+        mask_k = offs_k < dim_k - first_k
+        x = tl.load(x_ptrs) if EVEN_K else tl.load(x_ptrs, mask=mask_k[None, :], other=0.0)
+        if EVEN_K and EVEN_N:
+            weight = tl.load(weight_ptrs)
+        elif EVEN_K:
+            weight = tl.load(weight_ptrs, mask=mask_n[None, :], other=0.0)
+        elif EVEN_N:
+            weight = tl.load(weight_ptrs, mask=mask_k[:, None], other=0.0)
+        else:
+            weight = tl.load(weight_ptrs, mask=mask_k[:, None] & mask_n[None, :], other=0.0)
+        acc = tl.dot(x, weight, acc, input_precision=PRECISION)
+        x_ptrs += step_x
+        weight_ptrs += step_w
+    return acc
+
+
+@triton.jit
+def column_halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The left and the right half of a tile's columns."""
+    return tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _gated_slice(
+    gate,
+    up,
+    first_column,
+    mask_r,
+    out_ptrs,
+    pre_ptrs,
+    scale,
+    dim_n,
+    alpha,
+    limit,
+    up_offset,
+    gate_softcap,
+    up_softcap,
+    FUNCTION: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    HAS_GATE_SOFTCAP: tl.constexpr,
+    HAS_UP_SOFTCAP: tl.constexpr,
+    CLAMPS_AFTER: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    STORES_PRE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The gated epilogue of `grouped_gemm_fwd` for some hidden columns; pointers are one a row."""
+    offs_f = first_column + tl.arange(0, COLUMNS)
+    mask = mask_r[:, None] & (offs_f < dim_n)[None, :]
+    if STORES_PRE:
+        if IS_INTERLEAVED:
+            offs_z = 2 * first_column + tl.arange(0, 2 * COLUMNS)
+            mask_z = mask_r[:, None] & (offs_z < 2 * dim_n)[None, :]
+            both = tl.reshape(tl.join(gate, up), (ROWS, 2 * COLUMNS))
+            tl.store(pre_ptrs[:, None] + offs_z[None, :], both, mask=mask_z)
+        else:
+            tl.store(pre_ptrs[:, None] + offs_f[None, :], gate, mask=mask)
+            tl.store(pre_ptrs[:, None] + (dim_n + offs_f)[None, :], up, mask=mask)
+    hidden = gate_fwd(
+        gate,
+        up,
+        alpha,
+        limit,
+        up_offset,
+        gate_softcap,
+        up_softcap,
+        FUNCTION,
+        HAS_LIMIT,
+        HAS_GATE_SOFTCAP,
+        HAS_UP_SOFTCAP,
+        CLAMPS_AFTER,
+    )
+    tl.store(out_ptrs[:, None] + offs_f[None, :], hidden * scale[:, None], mask=mask)
+
+
+@triton.jit
+def grouped_gemm_fwd(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    pre_ptr,
+    scale_ptr,
+    order_ptr,
+    slots_ptr,
+    offsets_ptr,
+    tile_expert_ptr,
+    tile_row_ptr,
+    num_tiles_m,
+    dim_n,
+    dim_k,
+    stride_xr,
+    stride_xk,
+    stride_ws,
+    stride_wn,
+    stride_wk,
+    stride_w_up,
+    stride_bs,
+    stride_bn,
+    stride_b_up,
+    stride_or,
+    stride_pr,
+    alpha,
+    limit,
+    up_offset,
+    gate_softcap,
+    up_softcap,
+    EPILOGUE: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    HAS_GATE_SOFTCAP: tl.constexpr,
+    HAS_UP_SOFTCAP: tl.constexpr,
+    CLAMPS_AFTER: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    IN_HALVES: tl.constexpr,
+    GATHER_DIVISOR: tl.constexpr,
+    SCATTERS: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    STORES_PRE: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+):
+    """`out[r] = epilogue(x[row r reads] @ weight[slot].T + bias[slot])`.
+
+    EPILOGUE is `none`, `plain` (function of each value) or `gated`. A gated tile holds the gate and
+    up columns of BLOCK_N / 2 hidden columns: alternating, so that both of a pair are in one thread,
+    or one half after the other where only that reads the weights in order (IN_HALVES). `dim_n`
+    counts columns of the result: hidden columns if gated.
+
+    GATHER_DIVISOR is 0 for row r of `x`, else the row is `order[r] // GATHER_DIVISOR`.
+    """
+    tile_m, tile_n = tile_of_program(
+        num_tiles_m, tl.cdiv(dim_n, BLOCK_N // (2 if EPILOGUE == "gated" else 1)), GROUP_M
+    )
+    expert = tl.load(tile_expert_ptr + tile_m)
+    if expert < 0:
+        return
+    first_row = tl.load(tile_row_ptr + tile_m)
+    end_row = tl.load(offsets_ptr + expert + 1)
+    slot = expert.to(tl.int64)
+    if HAS_SLOTS:
+        slot = tl.load(slots_ptr + expert).to(tl.int64)
+
+    offs_r = first_row + tl.arange(0, BLOCK_M)
+    mask_r = offs_r < end_row
+    # Rows past the end repeat the last one: loads need no mask, stores have one.
+    rows = tl.minimum(offs_r, end_row - 1)
+    x_rows = rows
+    if GATHER_DIVISOR > 0:
+        x_rows = tl.load(order_ptr + rows) // GATHER_DIVISOR
+    offs_j = tl.arange(0, BLOCK_N)
+    if EPILOGUE == "gated":
+        if IN_HALVES:
+            offs_n = tile_n * (BLOCK_N // 2) + offs_j % (BLOCK_N // 2)
+            is_up = offs_j // (BLOCK_N // 2)
+        else:
+            offs_n = tile_n * (BLOCK_N // 2) + offs_j // 2
+            is_up = offs_j % 2
+    else:
+        offs_n = tile_n * BLOCK_N + offs_j
+        is_up = offs_j * 0
+    offs_k = tl.arange(0, BLOCK_K).to(tl.int64)
+    w_columns = offs_n.to(tl.int64) * stride_wn
+    b_columns = offs_n.to(tl.int64) * stride_bn
+    if EPILOGUE == "gated":
+        w_columns += is_up.to(tl.int64) * stride_w_up
+        b_columns += is_up.to(tl.int64) * stride_b_up
+    acc = tile_product(
+        x_ptr + x_rows[:, None] * stride_xr + offs_k[None, :] * stride_xk,
+        weight_ptr + slot * stride_ws + w_columns[None, :] + offs_k[:, None] * stride_wk,
+        offs_n < dim_n,
+        dim_k,
+        stride_xk,
+        stride_wk,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        EVEN_N,
+        EVEN_K,
+        PRECISION,
+    )
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + slot * stride_bs + b_columns, mask=offs_n < dim_n, other=0.0)
+        acc += bias.to(tl.float32)[None, :]
+
+    slots_of_rows = rows
+    if SCATTERS or HAS_SCALE:
+        slots_of_rows = tl.load(order_ptr + rows)
+    out_rows = slots_of_rows if SCATTERS else rows
+    out_ptrs = out_ptr + out_rows * stride_or
+    pre_ptrs = pre_ptr + out_rows * stride_pr
+    scale = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
+    if HAS_SCALE:
+        scale = tl.load(scale_ptr + slots_of_rows).to(tl.float32)
+    if EPILOGUE == "gated":
+        HALF: tl.constexpr = BLOCK_N // 2
+        if IN_HALVES:
+            gates_and_ups = (column_halves(acc, BLOCK_M, BLOCK_N),)
+        elif NUM_SLICES == 1:
+            gates_and_ups = (tl.split(tl.reshape(acc, (BLOCK_M, HALF, 2))),)
+        else:
+            # Half of the tile at a time: gates, ups and results of all would not fit in registers.
+            tl.static_assert(NUM_SLICES == 2)
+            left, right = column_halves(acc, BLOCK_M, BLOCK_N)
+            left = tl.split(tl.reshape(left, (BLOCK_M, HALF // 2, 2)))
+            right = tl.split(tl.reshape(right, (BLOCK_M, HALF // 2, 2)))
+            gates_and_ups = (left, right)
+        WIDTH: tl.constexpr = HALF if IN_HALVES else HALF // NUM_SLICES
+        for i in tl.static_range(1 if IN_HALVES else NUM_SLICES):  # type: ignore[misc]
+            _gated_slice(
+                gates_and_ups[i][0],
+                gates_and_ups[i][1],
+                tile_n * HALF + i * WIDTH,
+                mask_r,
+                out_ptrs,
+                pre_ptrs,
+                scale,
+                dim_n,
+                alpha,
+                limit,
+                up_offset,
+                gate_softcap,
+                up_softcap,
+                FUNCTION,
+                HAS_LIMIT,
+                HAS_GATE_SOFTCAP,
+                HAS_UP_SOFTCAP,
+                CLAMPS_AFTER,
+                IS_INTERLEAVED,
+                STORES_PRE,
+                BLOCK_M,
+                WIDTH,
+            )
+    else:
+        mask = mask_r[:, None] & (offs_n < dim_n)[None, :]
+        if EPILOGUE == "plain":
+            if STORES_PRE:
+                tl.store(pre_ptrs[:, None] + offs_n[None, :], acc, mask=mask)
+            acc, _ = activate(acc, alpha, gate_softcap, FUNCTION, HAS_GATE_SOFTCAP)
+        tl.store(out_ptrs[:, None] + offs_n[None, :], acc * scale[:, None], mask=mask)

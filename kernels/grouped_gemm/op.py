@@ -1,0 +1,174 @@
+"""`grouped_gemm`: validation and choice of the implementation.
+
+Shape suffixes: T tokens, R sorted rows, S slots, E experts, N columns of the product, K the summed
+dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.grouped_gemm.reference import grouped_gemm_by_expert
+from moe_runtime.kernels.token_sort import SortedTokens
+from moe_runtime.kernels.triton_support import resolve_impl
+
+GroupedGemmImpl = Literal["auto", "triton", "torch", "reference"]
+IMPLS: tuple[GroupedGemmImpl, ...] = ("auto", "triton", "torch", "reference")
+
+
+def grouped_gemm(
+    x: Tensor,
+    weight: Tensor,
+    offsets_E1: Tensor,
+    *,
+    bias_SN: Tensor | None = None,
+    slot_of_expert: Tensor | None = None,
+    is_transposed: bool = False,
+    sorted_tokens: SortedTokens | None = None,
+    gathers_choices: int = 0,
+    scatters: bool = False,
+    out: Tensor | None = None,
+    impl: GroupedGemmImpl = "auto",
+) -> Tensor:
+    """Multiplies each expert's rows by its weights: `out[r] = x[r] @ weight[slot of expert].T`.
+
+    Rows of expert `e` are `offsets[e]` to `offsets[e + 1]`. Nothing is padded and nothing dropped.
+    On a GPU the host never waits: row counts stay on the device. Differentiable in `x`, `weight`
+    and `bias_SN`, without atomics: the same bits in every run. Weights of experts without rows get
+    zero gradients; a tensor that needs no gradient costs nothing.
+
+    Args:
+        x: `[R, K]`, sorted by expert; with `gathers_choices` `[T, K]` in token order.
+        weight: `[S, N, K]`, or `[S, K, N]` if `is_transposed`; any strides.
+        offsets_E1: `[E + 1]` int64. Rows from the last offset on belong to no expert.
+        bias_SN: `[S, N]` in the dtype of the weights, or None.
+        slot_of_expert: `[E]` int32 or int64: where in `weight` each expert lies, no two in the same
+            place. An expert with a negative slot is left out, so that experts which are resident
+            can run now and the others later, into the same `out`. None: expert e lies in slot e.
+        is_transposed: See `weight`.
+        sorted_tokens: Needed for gathering and scattering.
+        gathers_choices: If not 0, the number of choices a token has: row r reads token
+            `order_R[r] // gathers_choices` of `x`, and no sorted copy of `x` is made.
+        scatters: Writes row r to row `order_R[r]`, back in slot order.
+        out: `[R, N]` to write to; rows that no expert computes stay as they are. Only without
+            gradients. None makes a new tensor that is zero in such rows.
+        impl: `triton` needs a GPU; `torch` is the CPU path, one product an expert in the dtype of
+            `x`; `reference` is the specification, in fp32 (fp64 for fp64). `auto` is `triton` on a
+            GPU and `torch` elsewhere.
+
+    Returns:
+        `[R, N]` in the dtype of `x`, summed in fp32 and rounded once.
+
+    Raises:
+        ValueError: Shapes, dtypes or devices do not belong together, or `impl` cannot run here.
+        TritonUnavailableError: `impl` comes out as `triton` and Triton is not installed.
+    """
+    chosen = resolve_impl(impl, x.device, IMPLS)
+    if weight.ndim != 3:
+        raise ValueError(f"weight must have three dimensions, got {list(weight.shape)}")
+    weight_SNK = weight.transpose(1, 2) if is_transposed else weight
+    if (gathers_choices or scatters) and sorted_tokens is None:
+        raise ValueError("gathering and scattering need sorted_tokens")
+    num_rows = len(x) if sorted_tokens is None else len(sorted_tokens.order_R)
+    _validate(x, weight_SNK, offsets_E1, bias_SN, slot_of_expert)
+    expected_rows = num_rows
+    if gathers_choices:
+        if gathers_choices < 0 or num_rows % gathers_choices:
+            raise ValueError(f"{num_rows} slots do not make tokens of {gathers_choices} choices")
+        expected_rows = num_rows // gathers_choices
+    if len(x) != expected_rows:
+        raise ValueError(f"x must have {expected_rows} rows for {num_rows} slots, got {len(x)}")
+    if out is not None:
+        _validate_out(out, x, weight_SNK, bias_SN, num_rows)
+
+    if chosen == "triton":
+        from moe_runtime.kernels.grouped_gemm.autograd import grouped_gemm_triton
+
+        return grouped_gemm_triton(
+            x,
+            weight_SNK,
+            bias_SN,
+            offsets_E1,
+            slot_of_expert,
+            sorted_tokens,
+            gathers_choices=gathers_choices,
+            scatters=scatters,
+            out=out,
+        )
+    order_R = None if sorted_tokens is None else sorted_tokens.order_R
+    reads_R = None
+    if order_R is not None and gathers_choices:
+        reads_R = order_R // gathers_choices
+    precise = torch.float64 if x.dtype == torch.float64 else torch.float32
+    num_experts = len(offsets_E1) - 1
+    return grouped_gemm_by_expert(
+        x,
+        weight_SNK,
+        offsets_E1.tolist(),
+        list(range(num_experts)) if slot_of_expert is None else slot_of_expert.tolist(),
+        bias_SN=bias_SN,
+        reads_R=reads_R,
+        writes_R=order_R if scatters else None,
+        out=out,
+        num_rows=num_rows,
+        precise=x.dtype if chosen == "torch" else precise,
+    )
+
+
+def _validate(
+    x: Tensor,
+    weight_SNK: Tensor,
+    offsets_E1: Tensor,
+    bias_SN: Tensor | None,
+    slot_of_expert: Tensor | None,
+) -> None:
+    num_slots, dim_n, dim_k = weight_SNK.shape
+    if x.ndim != 2 or x.shape[1] != dim_k:
+        raise ValueError(f"x must be [*, {dim_k}] for these weights, got {list(x.shape)}")
+    if offsets_E1.ndim != 1 or len(offsets_E1) < 2 or offsets_E1.dtype != torch.int64:
+        raise ValueError(
+            f"offsets must be [E + 1] of int64, got {list(offsets_E1.shape)} of {offsets_E1.dtype}"
+        )
+    if bias_SN is not None and tuple(bias_SN.shape) != (num_slots, dim_n):
+        raise ValueError(f"bias must be {[num_slots, dim_n]}, got {list(bias_SN.shape)}")
+    num_experts = len(offsets_E1) - 1
+    if slot_of_expert is None:
+        if num_experts != num_slots:
+            raise ValueError(
+                f"{num_experts} experts and {num_slots} slots need a slot_of_expert to tell which "
+                "lies where"
+            )
+    elif tuple(slot_of_expert.shape) != (num_experts,) or slot_of_expert.dtype not in (
+        torch.int32,
+        torch.int64,
+    ):
+        raise ValueError(
+            f"slot_of_expert must be [{num_experts}] of int32 or int64, got "
+            f"{list(slot_of_expert.shape)} of {slot_of_expert.dtype}"
+        )
+    for name, tensor in (("weight", weight_SNK), ("bias", bias_SN)):
+        if tensor is not None and (tensor.dtype != x.dtype or tensor.device != x.device):
+            raise ValueError(
+                f"{name} must be {x.dtype} on {x.device} like x, got {tensor.dtype} on "
+                f"{tensor.device}"
+            )
+    for name, tensor in (("offsets", offsets_E1), ("slot_of_expert", slot_of_expert)):
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{name} must be on {x.device} like x, got {tensor.device}")
+
+
+def _validate_out(
+    out: Tensor, x: Tensor, weight_SNK: Tensor, bias_SN: Tensor | None, num_rows: int
+) -> None:
+    shape = (num_rows, weight_SNK.shape[1])
+    if tuple(out.shape) != shape or out.dtype != x.dtype or out.device != x.device:
+        raise ValueError(
+            f"out must be {list(shape)} of {x.dtype} on {x.device}, got {list(out.shape)} of "
+            f"{out.dtype} on {out.device}"
+        )
+    operands = [x, weight_SNK] if bias_SN is None else [x, weight_SNK, bias_SN]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in operands):
+        raise ValueError("out cannot be given where a gradient is wanted; use torch.no_grad()")

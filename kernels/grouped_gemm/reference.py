@@ -1,0 +1,58 @@
+"""The specification of `grouped_gemm`: one expert after another in plain torch, differentiable."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def grouped_gemm_by_expert(
+    x: Tensor,
+    weight_SNK: Tensor,
+    offsets: list[int],
+    slots: list[int],
+    *,
+    bias_SN: Tensor | None,
+    reads_R: Tensor | None,
+    writes_R: Tensor | None,
+    out: Tensor | None,
+    num_rows: int,
+    precise: torch.dtype,
+) -> Tensor:
+    """`out[writes[r]] = x[reads[r]] @ weight[slot].T + bias[slot]`, computed in `precise`.
+
+    Args:
+        x: `[*, K]`.
+        weight_SNK: `[S, N, K]`, any strides.
+        offsets: E + 1 row numbers.
+        slots: One an expert; below 0 where the expert takes no part.
+        bias_SN: `[S, N]` or None.
+        reads_R: Row of `x` that each sorted row reads; None for the same row.
+        writes_R: Row of the result that each sorted row writes; None for the same row.
+        out: Where to write, or None for a new tensor, zero where nothing is written.
+        num_rows: Rows of a new tensor.
+        precise: fp32 or fp64 in the specification; the dtype of `x` makes it a CPU implementation.
+    """
+    pieces: list[Tensor] = []
+    destinations: list[Tensor] = []
+    rows_R = torch.arange(num_rows, device=x.device)
+    for expert, slot in enumerate(slots):
+        first, last = offsets[expert], offsets[expert + 1]
+        if slot < 0 or first == last:
+            continue
+        rows = rows_R[first:last]
+        x_rows = x[first:last] if reads_R is None else x[reads_R[first:last]]
+        product = x_rows.to(precise) @ weight_SNK[slot].to(precise).T
+        if bias_SN is not None:
+            product = product + bias_SN[slot].to(precise)
+        pieces.append(product.to(x.dtype))
+        destinations.append(rows if writes_R is None else writes_R[first:last])
+    if out is None:
+        # A product with no rows keeps the result connected to both operands.
+        start = x[:0] @ weight_SNK[0].T.to(x.dtype)
+        result = start.new_zeros(num_rows, weight_SNK.shape[1])
+        values = torch.cat([start, *pieces])
+        return result.index_copy(0, torch.cat([rows_R[:0], *destinations]), values)
+    for piece, rows in zip(pieces, destinations, strict=True):
+        out[rows] = piece
+    return out

@@ -1,0 +1,191 @@
+"""ExFlow's placement: experts that follow each other lie on the same device.
+
+A token's expert in one layer says much about its expert in the next. Putting such pairs together
+keeps tokens where they are. The integer programme of ExFlow (arXiv 2401.08383) minimises the hops
+under equal numbers of experts per device; with all other layers fixed it falls apart into one
+assignment problem a layer, which is solved exactly. Sweeps over the layers, forwards and backwards,
+go on until no layer gains; several starts, the best one wins.
+
+Legend: L layers, E experts, G devices, M = E / G experts of a device.
+"""
+
+import numpy as np
+
+from moe_runtime.policies.placement import Devices, Placement, RoutingProfile
+from moe_runtime.policies.placement.base import slots_needed
+
+_LEAST_GAIN = 1e-9
+"""Relative gain below which a sweep counts as no gain: sums of floats are not exact."""
+
+
+class Affinity:
+    """Places experts for few hops between devices.
+
+    Args:
+        num_starts: random starts; more of them find better placements, each costs the same time.
+        seed: of the starts; equal seeds give equal placements.
+        node_hop: cost of a hop to another node, in hops between devices of one node.
+    """
+
+    def __init__(self, *, num_starts: int = 8, seed: int = 0, node_hop: float = 2.0) -> None:
+        if num_starts < 1:
+            raise ValueError(f"num_starts must be at least 1, got {num_starts}")
+        self._num_starts = num_starts
+        self._seed = seed
+        self._node_hop = node_hop
+
+    def __call__(
+        self, profile: RoutingProfile, devices: Devices, *, num_replicas: int
+    ) -> Placement:
+        """Places by the profile's transitions; loads are not looked at."""
+        if num_replicas:
+            raise ValueError(f"affinity makes no replicas, got {num_replicas}; eplb does")
+        slots_needed(profile.num_experts, 0, devices.num_gpus)
+        costs = hop_costs(devices, node_hop=self._node_hop)
+        random = np.random.default_rng(self._seed)
+        best, best_cost = None, np.inf
+        for _ in range(self._num_starts):
+            start = _start(profile, devices, random)
+            gpus = sweep(start, profile.transitions_LEE, costs)
+            cost = total_cost(gpus, profile.transitions_LEE, costs)
+            if best is None or cost < best_cost:
+                best, best_cost = gpus, cost
+        assert best is not None
+        return placement_of(best, devices)
+
+
+def hop_costs(devices: Devices, *, node_hop: float = 2.0) -> np.ndarray:
+    """``[G, G]`` cost of a token's way: 0 on a device, 1 within a node, ``node_hop`` beyond."""
+    gpus = np.arange(devices.num_gpus)
+    nodes = devices.node_of(gpus)
+    costs = np.where(nodes[:, None] == nodes[None], 1.0, node_hop)
+    costs[gpus, gpus] = 0.0
+    return costs
+
+
+def sweep(gpus_LE: np.ndarray, transitions_LEE: np.ndarray, costs_GG: np.ndarray) -> np.ndarray:
+    """Improves layer after layer, each to its optimum given its neighbours, until none gains.
+
+    Args:
+        gpus_LE: ``[L, E]`` device of each expert, as many on each device.
+        transitions_LEE: ``[L - 1, E, E]`` tokens between experts of neighbouring layers.
+        costs_GG: ``[G, G]`` cost of a token's way between devices.
+
+    Returns:
+        ``[L, E]`` devices, with a total cost that is at most that of the start.
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    gpus = gpus_LE.copy()
+    num_layers, num_experts = gpus.shape
+    num_gpus = len(costs_GG)
+    room = num_experts // num_gpus
+    experts = np.arange(num_experts)
+    order = [*range(num_layers), *range(num_layers - 2, -1, -1)]
+    improved = True
+    while improved:
+        improved = False
+        for layer in order:
+            cost_EG = layer_costs(gpus, layer, transitions_LEE, costs_GG)
+            before = cost_EG[experts, gpus[layer]].sum()
+            _, slots = linear_sum_assignment(np.repeat(cost_EG, room, axis=1))
+            chosen = slots // room
+            if before - cost_EG[experts, chosen].sum() > _LEAST_GAIN * max(1.0, before):
+                gpus[layer] = chosen
+                improved = True
+    return gpus
+
+
+def layer_costs(
+    gpus_LE: np.ndarray, layer: int, transitions_LEE: np.ndarray, costs_GG: np.ndarray
+) -> np.ndarray:
+    """``[E, G]`` cost of each expert of a layer on each device, the other layers as they are."""
+    num_layers, num_experts = gpus_LE.shape
+    costs = np.zeros((num_experts, len(costs_GG)))
+    if layer > 0:
+        costs += transitions_LEE[layer - 1].T @ costs_GG[gpus_LE[layer - 1]]
+    if layer < num_layers - 1:
+        costs += transitions_LEE[layer] @ costs_GG.T[gpus_LE[layer + 1]]
+    return costs
+
+
+def total_cost(gpus_LE: np.ndarray, transitions_LEE: np.ndarray, costs_GG: np.ndarray) -> float:
+    """Cost of all tokens' ways from layer to layer."""
+    return float(
+        sum(
+            (counts * costs_GG[np.ix_(gpus_LE[layer], gpus_LE[layer + 1])]).sum()
+            for layer, counts in enumerate(transitions_LEE)
+        )
+    )
+
+
+def placement_of(gpus_LE: np.ndarray, devices: Devices) -> Placement:
+    """The placement in which each expert lies on its device, in ascending order of ids."""
+    slots = np.argsort(gpus_LE, axis=1, kind="stable")
+    return Placement(expert_of_slot=slots, num_experts=gpus_LE.shape[1], num_gpus=devices.num_gpus)
+
+
+def align(placement: Placement, profile: RoutingProfile, devices: Devices) -> Placement:
+    """Renames the devices of each layer so that tokens hop less; loads of packs stay as they are.
+
+    For placements that only balance: which pack of experts lies on which device makes no
+    difference to the balance. Nodes change places as a whole, devices within their node.
+
+    Args:
+        placement: any placement, with replicas or without.
+        profile: where the transitions come from.
+        devices: the nodes and devices that the placement was made for.
+    """
+    slots = placement.expert_of_slot.copy()
+    for layer in range(1, placement.num_layers):
+        flow = _flow_between(placement, slots, layer, profile.transitions_LEE[layer - 1])
+        order = _matching(flow, devices)
+        slots[layer] = slots[layer].reshape(devices.num_gpus, -1)[order].reshape(-1)
+    return Placement(
+        expert_of_slot=slots, num_experts=placement.num_experts, num_gpus=placement.num_gpus
+    )
+
+
+def _flow_between(
+    placement: Placement, slots_LS: np.ndarray, layer: int, counts_EE: np.ndarray
+) -> np.ndarray:
+    """``[G, G]`` tokens from each device of the layer before to each pack of this layer."""
+    shares = []
+    for row, copies in zip(
+        slots_LS[layer - 1 : layer + 1], placement.copies[layer - 1 : layer + 1], strict=True
+    ):
+        share_EG = np.zeros((placement.num_experts, placement.num_gpus))
+        real = row >= 0
+        np.add.at(share_EG, (row[real], placement.gpu_of_slot[real]), 1.0)
+        shares.append(share_EG / copies[:, None])
+    return shares[0].T @ counts_EE @ shares[1]
+
+
+def _matching(flow_GG: np.ndarray, devices: Devices) -> np.ndarray:
+    """``[G]`` pack that goes to each device: the most tokens stay, first on nodes, then devices."""
+    from scipy.optimize import linear_sum_assignment
+
+    num_nodes, each = devices.num_nodes, devices.gpus_per_node
+    blocks = flow_GG.reshape(num_nodes, each, num_nodes, each)
+    # Between two nodes, devices are matched as well as possible; nodes by what flows at all.
+    _, node_of = linear_sum_assignment(-blocks.sum(axis=(1, 3)))
+    order = np.empty(devices.num_gpus, dtype=np.int64)
+    for node, pack_node in enumerate(node_of):
+        _, inner = linear_sum_assignment(-blocks[node, :, pack_node])
+        order[node * each : (node + 1) * each] = pack_node * each + inner
+    return order
+
+
+def _start(profile: RoutingProfile, devices: Devices, random: np.random.Generator) -> np.ndarray:
+    """Random devices; with several nodes, nodes that were swept first and devices within them."""
+    num_layers, num_experts = profile.num_layers, profile.num_experts
+    shuffled = np.stack([random.permutation(num_experts) for _ in range(num_layers)])
+    if devices.num_nodes == 1:
+        return shuffled % devices.num_gpus
+    between = hop_costs(Devices(num_nodes=1, gpus_per_node=devices.num_nodes))
+    nodes = sweep(shuffled % devices.num_nodes, profile.transitions_LEE, between)
+    order = np.argsort(nodes, axis=1, kind="stable")
+    gpus = np.empty_like(order)
+    each = num_experts // devices.num_gpus
+    np.put_along_axis(gpus, order, (np.arange(num_experts) // each)[None], axis=1)
+    return gpus

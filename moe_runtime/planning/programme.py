@@ -1,0 +1,109 @@
+"""A small builder for mixed 0/1 programmes on SciPy's HiGHS."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+Term = tuple[float, int]
+"""A coefficient and the index of its variable."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Solution:
+    """What a solver found.
+
+    Attributes:
+        values: value of every variable.
+        objective: value of the objective.
+        is_optimal: the solver proved that there is no better one (within its gap).
+    """
+
+    values: np.ndarray
+    objective: float
+    is_optimal: bool
+
+
+@dataclass(slots=True)
+class Programme:
+    """Minimises a linear objective under linear constraints; variables are 0/1 or real.
+
+    SciPy's interface takes no starting point, so a heuristic's result serves as a bound: constrain
+    the objective to be at least as good with ``at_most``, and keep the heuristic's result when
+    ``solve`` finds nothing within its time.
+    """
+
+    _costs: list[float] = field(default_factory=list)
+    _uppers: list[float] = field(default_factory=list)
+    _is_binary: list[bool] = field(default_factory=list)
+    _rows: list[int] = field(default_factory=list)
+    _columns: list[int] = field(default_factory=list)
+    _coefficients: list[float] = field(default_factory=list)
+    _bounds: list[tuple[float, float]] = field(default_factory=list)
+
+    def binaries(self, *shape: int) -> np.ndarray:
+        """Adds an array of 0/1 variables and returns their indices in this shape."""
+        return self._add(shape, upper=1.0, is_binary=True)
+
+    def reals(self, *shape: int) -> np.ndarray:
+        """Adds an array of variables that are at least 0 and returns their indices."""
+        return self._add(shape, upper=np.inf, is_binary=False)
+
+    def cost(self, variable: int, value: float) -> None:
+        """Adds a term to the objective."""
+        self._costs[variable] += value
+
+    def between(self, low: float, terms: Iterable[Term], high: float) -> None:
+        """Requires that a linear expression lies in an interval."""
+        for coefficient, variable in terms:
+            self._rows.append(len(self._bounds))
+            self._columns.append(int(variable))
+            self._coefficients.append(float(coefficient))
+        self._bounds.append((low, high))
+
+    def equal(self, terms: Iterable[Term], value: float) -> None:
+        """Requires that a linear expression has a value."""
+        self.between(value, terms, value)
+
+    def at_most(self, terms: Iterable[Term], value: float) -> None:
+        """Requires that a linear expression does not exceed a value."""
+        self.between(-np.inf, terms, value)
+
+    def solve(self, *, time_limit_s: float, gap: float = 1e-6) -> Solution | None:
+        """Runs HiGHS.
+
+        Args:
+            time_limit_s: seconds after which the best solution so far counts.
+            gap: relative distance from the bound at which a solution counts as optimal.
+
+        Returns:
+            The solution, or None when none was found in time or there is none.
+        """
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_array
+
+        num_variables = len(self._costs)
+        matrix = csr_array(
+            (self._coefficients, (self._rows, self._columns)),
+            shape=(len(self._bounds), num_variables),
+        )
+        lows, highs = np.array(self._bounds).T
+        result = milp(
+            np.array(self._costs),
+            integrality=np.array(self._is_binary, dtype=np.int64),
+            # SciPy takes arrays here; its annotations know scalars only.
+            bounds=Bounds(0.0, np.array(self._uppers)),  # pyright: ignore[reportArgumentType]
+            constraints=LinearConstraint(matrix, lows, highs),  # pyright: ignore[reportArgumentType]
+            options={"time_limit": time_limit_s, "mip_rel_gap": gap},
+        )
+        if result.x is None:
+            return None
+        return Solution(values=result.x, objective=float(result.fun), is_optimal=result.status == 0)
+
+    def _add(self, shape: tuple[int, ...], *, upper: float, is_binary: bool) -> np.ndarray:
+        count = int(np.prod(shape, dtype=np.int64))
+        first = len(self._costs)
+        self._costs += [0.0] * count
+        self._uppers += [upper] * count
+        self._is_binary += [is_binary] * count
+        return np.arange(first, first + count).reshape(shape)

@@ -1,0 +1,130 @@
+"""Prefetching into an expert store: which slots guesses may take, and how they are taken back."""
+
+from collections.abc import Container, Hashable, Mapping, Sequence
+from typing import Generic, TypeVar, cast
+
+from moe_runtime.policies.prediction.base import Guess
+from moe_runtime.store.cache import ExpertStore
+from moe_runtime.store.link import LinkState
+from moe_runtime.store.transfer import Priority
+from moe_runtime.types import ExpertKey
+
+W = TypeVar("W")
+
+
+class Guesses(Generic[W]):
+    """The prefetches of one store, as ``Lease`` is the demands.
+
+    A guess never takes the slot of an expert that is leased, that is arriving, that the running
+    step has just used, or that is itself about as probable.
+    """
+
+    def __init__(self, store: ExpertStore[W]) -> None:
+        self._store = store
+
+    def start(
+        self,
+        guesses: Sequence[Guess],
+        chance: Mapping[ExpertKey, float],
+        *,
+        just_used: Container[ExpertKey],
+        window: int,
+        min_gain: float,
+    ) -> int:
+        """Starts reading experts that will perhaps be leased, behind all demands.
+
+        A guess takes a free slot, that of an earlier guess which its layer did not want, or that of
+        the expert of its own layer that the policy values least. What is in the store already is
+        left alone.
+
+        Args:
+            guesses: experts with their probabilities, the most urgent first.
+            chance: probabilities of these and of others; what is not here has none.
+            just_used: experts that must not be evicted.
+            window: most slots that guesses may hold whose layer has not come yet.
+            min_gain: how much likelier a guess must be than the expert that it evicts.
+
+        Returns:
+            How many reads were started.
+        """
+        store, started = self._store, 0
+        with store._changed:
+            held = sum(store._entries[key].expected for key in store._passing)
+            for key, probability in guesses:
+                if held + started >= window:
+                    break
+                if key in store._entries:
+                    continue
+                slot = self._take_slot(key, chance, just_used, probability - min_gain)
+                if slot is not None:
+                    entry = store._start(key, slot, keep=False, priority=Priority.READAHEAD)
+                    entry.expected = entry.guessed = True
+                    started += 1
+            store._counters.guesses += started
+        return started
+
+    def cancel_except(self, keys: Container[ExpertKey]) -> int:
+        """Takes back guesses that are not among the keys and whose read has not begun.
+
+        Returns:
+            How many were taken back.
+        """
+        store, cancelled = self._store, 0
+        with store._changed:
+            for key in [key for key in store._passing if key not in keys]:
+                entry = store._entries[key]
+                waits = entry.guessed and not entry.arrived and entry.pins == 0
+                if waits and entry.read is not None and store._fetcher.cancel(entry.read):
+                    entry.guessed = False
+                    store._link.end(0)
+                    store._drop(key)
+                    cancelled += 1
+            store._counters.cancelled_guesses += cancelled
+            store._counters.guesses -= cancelled
+        return cancelled
+
+    def absent(self, guesses: Sequence[Guess]) -> list[Guess]:
+        """Those whose expert neither lies in a slot nor is on its way to one."""
+        with self._store._changed:
+            return [guess for guess in guesses if guess[0] not in self._store._entries]
+
+    def link(self) -> LinkState:
+        """What the link to the tier below is doing, for those who admit prefetches."""
+        store = self._store
+        with store._changed:
+            slot_bytes = store._slab.slot_bytes
+            return LinkState(
+                bytes_per_s=store._link.bytes_per_s,
+                waiting_bytes=store._link.under_way * slot_bytes,
+                slot_bytes=slot_bytes,
+                stall_s=store._counters.stall_s,
+            )
+
+    def _take_slot(
+        self,
+        incoming: ExpertKey,
+        chance: Mapping[ExpertKey, float],
+        just_used: Container[ExpertKey],
+        bound: float,
+    ) -> int | None:
+        store = self._store
+        if store._free:
+            return store._free.pop()
+
+        def worth_less(key: Hashable) -> bool:
+            expert = cast(ExpertKey, key)
+            return (
+                store._is_idle(expert)
+                and expert not in just_used
+                and chance.get(expert, 0.0) < bound
+            )
+
+        unwanted = (k for k in store._passing if not store._entries[k].expected and worth_less(k))
+        victim = next(unwanted, None)
+        if victim is None:
+            victim = store._policy.victim(worth_less, incoming)
+            if victim is None or victim.layer != incoming.layer:
+                return None
+        store._counters.evictions += 1
+        store._drop(victim)
+        return store._free.pop()

@@ -1,0 +1,104 @@
+"""Activation-aware eviction: keeps what requests like the running ones activated.
+
+MoE-Infinity (arXiv 2401.14361), after the paper: an activation matrix counts the tokens that a
+request sent to each expert; the finished matrix most like the running one foretells the rest.
+
+Legend: L layers, E experts of a layer, C stored matrices.
+"""
+
+import numpy as np
+
+from moe_runtime.policies.prediction.base import Event, LayerRouted, Shape, StepBegins
+
+_NEVER_SEEN = 1e-3
+"""Probability given to every expert, so that the unseen keep an order."""
+
+
+class ActivationMatrices:
+    """Scores experts by the activation matrix of the running requests and their nearest twins.
+
+    Args:
+        shape: the sizes of the model.
+        capacity: finished matrices that are kept; a full collection replaces the one most like the
+            newcomer, so that what is kept stays diverse.
+        own_share: weight of the running request's own counts beside those of its twin. The paper
+            uses the twin alone, which loses where a request's own past tells more.
+        layer_decay: prefers early layers, which a prefetcher has least time for.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        capacity: int = 120,
+        own_share: float = 0.5,
+        layer_decay: bool = False,
+    ) -> None:
+        layers, experts = shape.num_layers, shape.num_experts
+        self._own_share = own_share
+        self._stored = np.zeros((capacity, layers, experts), np.float32)
+        self._num_stored = 0
+        self._decay = np.ones(layers)
+        if layer_decay:
+            self._decay = 1 - np.arange(layers) / layers
+        self._running: dict[int, np.ndarray] = {}
+        self._sequences = np.zeros(0, np.int64)
+        self._predicted = np.zeros((layers, experts))
+
+    def observe(self, event: Event) -> None:
+        """Counts a layer's tokens for their requests; matches at the beginning of a step."""
+        if isinstance(event, LayerRouted):
+            for sequence, experts in zip(self._sequences, event.expert_ids, strict=True):
+                np.add.at(self._running[int(sequence)][event.layer], experts, 1)
+            return
+        self._end_requests_not_in(event)
+        self._sequences = event.sequences
+        shape = (self._stored.shape[1], self._stored.shape[2] + 1)
+        for sequence in np.unique(event.sequences).tolist():
+            self._running.setdefault(sequence, np.zeros(shape, np.float32))
+        matrices = [self._running[s] for s in dict.fromkeys(event.sequences.tolist())]
+        self._predicted = sum(map(self._predict, matrices), np.zeros(self._stored.shape[1:]))
+
+    def finish(self, sequence: int) -> None:
+        """Stores the matrix of a request that ended."""
+        matrix = self._running.pop(sequence, None)
+        if matrix is None or not matrix[:, :-1].any():
+            return
+        place = self._num_stored
+        if place < len(self._stored):
+            self._num_stored += 1
+        else:
+            place = int(np.argmax(self._likeness(matrix[:, :-1])))
+        self._stored[place] = matrix[:, :-1]
+
+    def scores(self, layer: int) -> list[float]:
+        """``[E]`` probability of activation, with the layer's decay."""
+        own = sum(
+            (_by_layer(matrix[layer : layer + 1, :-1])[0] for matrix in self._running.values()),
+            np.zeros(self._stored.shape[2]),
+        )
+        share = self._own_share if self._num_stored else 1.0
+        mixed = share * own + (1 - share) * self._predicted[layer]
+        return ((mixed + _NEVER_SEEN) * self._decay[layer]).tolist()
+
+    def _end_requests_not_in(self, event: StepBegins) -> None:
+        """A caller that never says when requests end still gets a collection."""
+        if len(event.sequences) == 1:
+            for sequence in [s for s in self._running if s != event.sequences[0]]:
+                self.finish(sequence)
+
+    def _predict(self, matrix: np.ndarray) -> np.ndarray:
+        if not self._num_stored or not matrix[:, :-1].any():
+            return np.zeros(self._stored.shape[1:])
+        return _by_layer(self._stored[int(np.argmax(self._likeness(matrix[:, :-1])))])
+
+    def _likeness(self, matrix: np.ndarray) -> np.ndarray:
+        """``[C]`` cosine of a matrix with every stored one."""
+        stored = self._stored[: self._num_stored].reshape(self._num_stored, -1)
+        lengths = np.sqrt(np.einsum("cx,cx->c", stored, stored))
+        return stored @ matrix.ravel() / np.maximum(lengths, 1e-12)
+
+
+def _by_layer(matrix: np.ndarray) -> np.ndarray:
+    """Every row divided by its sum; rows without counts stay zero."""
+    return matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1.0)

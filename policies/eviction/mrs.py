@@ -1,0 +1,40 @@
+"""Minus-recent-score: keeps the experts whose router scores were high lately.
+
+The cache of HybriMoE (arXiv 2504.05897): a moving average of the router's scores, of which only the
+highest of each step count.
+"""
+
+import numpy as np
+
+from moe_runtime.policies.prediction.base import Event, LayerRouted, Shape
+
+
+class RecentScores:
+    """``S = alpha * top(s) + (1 - alpha) * S`` for every layer and expert.
+
+    The routing tells the scores of the chosen experts only, so those are the highest that count;
+    for several tokens their mean is taken.
+
+    Args:
+        shape: the sizes of the model.
+        alpha: weight of the present step, in (0, 1].
+    """
+
+    def __init__(self, shape: Shape, *, alpha: float = 0.5) -> None:
+        self._alpha = alpha
+        self._scores = np.zeros((shape.num_layers, shape.num_experts + 1))
+
+    def observe(self, event: Event) -> None:
+        """Averages a layer's scores into those before."""
+        if isinstance(event, LayerRouted):
+            scores = self._scores[event.layer]
+            share = self._alpha / len(event.expert_ids)
+            scores *= 1 - self._alpha
+            np.add.at(scores, event.expert_ids.ravel(), share * event.gate_weights.ravel())
+
+    def finish(self, sequence: int) -> None:
+        """The scores outlive a request."""
+
+    def scores(self, layer: int) -> list[float]:
+        """``[E]`` the averages of a layer."""
+        return self._scores[layer, :-1].tolist()

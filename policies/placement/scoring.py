@@ -1,0 +1,118 @@
+"""How well a placement serves routing that it was not made from.
+
+Legend: T tokens, L layers, K experts a token visits, E experts, G devices.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_runtime.policies.placement.base import Devices, Placement
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacementScore:
+    """Balance and hops over a stretch of routing.
+
+    Attributes:
+        balancedness: mean over max load of the devices, averaged over layers; 1 is perfect.
+        worst_balancedness: the same of the worst layer.
+        max_load: share of a layer's tokens on its busiest device in a window, times the number of
+            devices; the highest over windows and layers ("Max Load"; 1 is perfect).
+        mean_max_load: the same, averaged over windows and layers ("Avg Max Load").
+        hops: share of ways that lead to another device, over all ways from an expert of a token in
+            one layer to an expert of the same token in the next.
+        primary_hops: the same for the ways between first choices only: ExFlow's top-1 setting.
+        node_hops: share of all ways that lead to another node.
+        devices_per_token: devices that hold at least one of a token's experts in a layer, on
+            average: copies of a token that a dispatcher sends which sends each device one.
+    """
+
+    balancedness: float
+    worst_balancedness: float
+    max_load: float
+    mean_max_load: float
+    hops: float
+    primary_hops: float
+    node_hops: float
+    devices_per_token: float
+
+
+def score_placement(
+    placement: Placement, ids_TLK: np.ndarray, devices: Devices, *, num_windows: int = 32
+) -> PlacementScore:
+    """Sends every token where the placement says and counts.
+
+    Tokens of a replicated expert take turns over its slots, by their position in the stretch.
+
+    Args:
+        placement: what is scored.
+        ids_TLK: ``[T, L, K]`` routing; ids outside ``[0, E)`` are slots that were not used.
+        devices: nodes and devices of the placement.
+        num_windows: stretches of equal length that ``max_load`` looks at.
+
+    Raises:
+        ValueError: no tokens, or layers or devices that differ from the placement's.
+    """
+    ids = np.asarray(ids_TLK)
+    if ids.ndim != 3 or 0 in ids.shape or ids.shape[1] != placement.num_layers:
+        raise ValueError(
+            f"ids_TLK must be [tokens, {placement.num_layers}, k], none 0, got {ids.shape}"
+        )
+    if devices.num_gpus != placement.num_gpus:
+        raise ValueError(
+            f"the placement has {placement.num_gpus} devices, the machine {devices.num_gpus}"
+        )
+    gpus = gpus_of_tokens(placement, ids)
+    is_real = gpus >= 0
+    loads = _loads(gpus, placement.num_gpus)
+    windows = np.stack(
+        [_loads(part, placement.num_gpus) for part in np.array_split(gpus, num_windows)]
+    )
+    balance = _ratio(loads.mean(axis=1), loads.max(axis=1))
+    peaks = _ratio(windows.max(axis=2), windows.mean(axis=2))
+    here, there = gpus[:, :-1, :, None], gpus[:, 1:, None, :]
+    both = (here >= 0) & (there >= 0)
+    return PlacementScore(
+        balancedness=float(balance.mean()),
+        worst_balancedness=float(balance.min()),
+        max_load=float(peaks.max()),
+        mean_max_load=float(peaks.mean()),
+        hops=_share(here != there, both),
+        primary_hops=_share((here != there)[..., 0, 0], both[..., 0, 0]),
+        node_hops=_share(devices.node_of(here) != devices.node_of(there), both),
+        devices_per_token=_distinct(gpus, placement.num_gpus)
+        / max(1, int(is_real.any(axis=2).sum())),
+    )
+
+
+def gpus_of_tokens(placement: Placement, ids_TLK: np.ndarray) -> np.ndarray:
+    """``[T, L, K]`` device that each token's experts are computed on; -1 where there is none."""
+    ids = ids_TLK.astype(np.int64)
+    is_real = (ids >= 0) & (ids < placement.num_experts)
+    experts = np.where(is_real, ids, 0)
+    layers = np.arange(placement.num_layers)[None, :, None]
+    turn = np.arange(len(ids))[:, None, None] % placement.copies[layers, experts]
+    slots = placement.slots_of_expert[layers, experts, turn]
+    return np.where(is_real, slots // placement.slots_per_gpu, -1)
+
+
+def _loads(gpus_TLK: np.ndarray, num_gpus: int) -> np.ndarray:
+    num_layers = gpus_TLK.shape[1]
+    flat = (gpus_TLK + np.arange(num_layers)[:, None] * num_gpus)[gpus_TLK >= 0]
+    return np.bincount(flat, minlength=num_layers * num_gpus).reshape(num_layers, num_gpus)
+
+
+def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    """Their quotient; 1 where nothing was routed."""
+    return np.divide(part, whole, out=np.ones(np.shape(part)), where=whole > 0)
+
+
+def _share(hits: np.ndarray, among: np.ndarray) -> float:
+    return float((hits & among).sum() / max(1, among.sum()))
+
+
+def _distinct(gpus_TLK: np.ndarray, num_gpus: int) -> int:
+    """Pairs of a token's layer and a device that holds one of its experts there."""
+    rows = np.arange(gpus_TLK.shape[0] * gpus_TLK.shape[1]).reshape(*gpus_TLK.shape[:2], 1)
+    return len(np.unique((rows * num_gpus + gpus_TLK)[gpus_TLK >= 0]))

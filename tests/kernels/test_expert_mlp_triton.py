@@ -1,0 +1,192 @@
+"""`expert_mlp` with Triton kernels against the specification in fp64, forward and all gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from low_precision import assert_as_good_as_eager
+from stacked_experts import LAYOUTS, make_experts, make_routing
+from torch import Tensor
+
+from moe_runtime.kernels.expert_mlp import (
+    ActivationSpec,
+    StackedExperts,
+    expert_mlp,
+    grouped_expert_mlp,
+)
+from moe_runtime.kernels.expert_mlp.activation import ACTIVATION_NAMES
+from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAMES = ("gate_up", "down", "gate_up_bias", "down_bias")
+FORMULAS = [
+    ActivationSpec("silu", alpha=1.702, limit=0.7, up_offset=1.0),
+    ActivationSpec("silu", limit=0.5, clamps_after=True),
+    ActivationSpec("silu", gate_softcap=0.8, up_softcap=0.6),
+    *[ActivationSpec(name) for name in ACTIVATION_NAMES],
+]
+
+
+def moved(experts: StackedExperts, dtype: torch.dtype, device: str) -> StackedExperts:
+    """The experts as leaves of another dtype and device."""
+    tensors = {
+        name: None if value is None else value.to(device, dtype).detach().requires_grad_()
+        for name, value in zip(NAMES, experts.tensors(), strict=True)
+    }
+    table = experts.slot_of_expert
+    return replace(experts, **tensors, slot_of_expert=None if table is None else table.to(device))
+
+
+def run(
+    impl: ExpertMlpImpl,
+    dtype: torch.dtype,
+    experts: StackedExperts,
+    routing: tuple[Tensor, Tensor],
+    x: Tensor,
+    *,
+    activation: ActivationSpec | None = None,
+    recompute: bool = False,
+) -> dict[str, Tensor]:
+    """Output and gradients, on the CPU."""
+    device = DEVICE if impl == "triton" else "cpu"
+    experts = moved(experts, dtype, device)
+    x = x.to(device, dtype).detach().requires_grad_()
+    ids, weights = routing
+    weights = weights.to(device).detach().requires_grad_()
+    out = expert_mlp(
+        x,
+        ids.to(device),
+        weights,
+        experts,
+        activation=activation or ActivationSpec("silu"),
+        impl=impl,
+        recompute=recompute,
+    )
+    generator = torch.Generator().manual_seed(7)
+    grad = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    out.backward(grad.to(x.dtype if dtype == torch.float64 else torch.bfloat16).to(out))
+    found = {"out": out.detach(), "x": x.grad, "weights": weights.grad}
+    found |= {n: t.grad for n, t in zip(NAMES, experts.tensors(), strict=True) if t is not None}
+    return {name: value.cpu() for name, value in found.items() if value is not None}
+
+
+def compare(
+    experts: StackedExperts, num_tokens: int, dtype: torch.dtype, **options: object
+) -> None:
+    """Triton held to twice the error of torch's own operations."""
+    kind = str(options.pop("kind", "gaps"))
+    top_k = int(str(options.pop("top_k", 2)))
+    # Rounded inputs, and an output gradient that bf16 can hold: one problem for all.
+    experts = replace(
+        experts,
+        **{n: t.to(dtype) for n, t in zip(NAMES, experts.tensors(), strict=True) if t is not None},
+    )
+    x = torch.randn(num_tokens, experts.dim_model).to(dtype)
+    routing = make_routing(num_tokens, top_k, experts.num_experts, kind=kind, dtype=torch.float32)
+    exact = run("reference", torch.float64, experts, routing, x, **options)  # type: ignore[arg-type]
+    eager = run("torch", dtype, experts, routing, x, **options)  # type: ignore[arg-type]
+    found = run("triton", dtype, experts, routing, x, **options)  # type: ignore[arg-type]
+    assert found.keys() == exact.keys()
+    for name, value in exact.items():
+        assert_as_good_as_eager(found[name], eager[name], value.double(), name, dtype=dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layouts(layout: dict[str, bool], dtype: torch.dtype) -> None:
+    compare(make_experts(4, **layout), 9, dtype)
+
+
+@pytest.mark.parametrize("formula", FORMULAS, ids=str)
+def test_formulas(formula: ActivationSpec) -> None:
+    compare(make_experts(3), 5, torch.float32, activation=formula)
+
+
+@pytest.mark.parametrize("name", ACTIVATION_NAMES)
+def test_without_a_gate(name: str) -> None:
+    formula = ActivationSpec(name)  # type: ignore[arg-type]
+    compare(make_experts(3, has_gate=False), 5, torch.float32, activation=formula)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "kind"),
+    [(1, 1, "random"), (63, 4, "random"), (70, 1, "one"), (40, 3, "skewed")],
+)
+def test_shapes(num_tokens: int, top_k: int, kind: str) -> None:
+    compare(make_experts(4), num_tokens, torch.bfloat16, top_k=top_k, kind=kind)
+
+
+def test_recompute_and_slots() -> None:
+    table = torch.tensor([5, 0, 3])
+    experts = make_experts(3, num_slots=7, slot_of_expert=table)
+    compare(experts, 12, torch.float32, recompute=True)
+
+
+def test_wide_tiles() -> None:
+    """Wider and deeper than one tile of any shipped configuration, many rows an expert."""
+    compare(
+        make_experts(1, dim_model=72, dim_hidden=136), 200, torch.bfloat16, top_k=1, kind="random"
+    )
+
+
+def test_inference_equals_training() -> None:
+    experts = moved(make_experts(4), torch.float32, DEVICE)
+    ids, weights = (t.to(DEVICE) for t in make_routing(20, 2, 4, dtype=torch.float32))
+    x = torch.randn(20, experts.dim_model, device=DEVICE)
+    trained = expert_mlp(x, ids, weights, experts, activation="silu", impl="triton")
+    with torch.no_grad():
+        inferred = expert_mlp(x, ids, weights, experts, activation="silu", impl="triton")
+    assert trained.requires_grad
+    torch.testing.assert_close(inferred, trained, rtol=1e-5, atol=1e-6)
+
+
+def test_frozen_experts_get_no_gradient() -> None:
+    experts = make_experts(4, dtype=torch.float32)
+    ids, weights = make_routing(6, 2, 4, dtype=torch.float32)
+    x = torch.randn(6, experts.dim_model, requires_grad=True)
+    out = expert_mlp(
+        x.to(DEVICE),
+        ids.to(DEVICE),
+        weights.to(DEVICE),
+        moved_frozen(experts),
+        activation="silu",
+        impl="triton",
+    )
+    out.sum().backward()
+    exact = x.detach().double().requires_grad_()
+    doubled = replace(
+        experts,
+        **{n: t.double() for n, t in zip(NAMES, experts.tensors(), strict=True) if t is not None},
+    )
+    expert_mlp(exact, ids, weights, doubled, activation="silu", impl="reference").sum().backward()
+    assert x.grad is not None
+    assert exact.grad is not None
+    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=1e-4, atol=1e-5)
+
+
+def moved_frozen(experts: StackedExperts) -> StackedExperts:
+    tensors = {
+        n: t.to(DEVICE) for n, t in zip(NAMES, experts.tensors(), strict=True) if t is not None
+    }
+    return replace(experts, **tensors)
+
+
+def test_rows_that_are_sorted_already() -> None:
+    experts = make_experts(3, dtype=torch.float32)
+    counts = torch.tensor([2, 0, 4])
+    x = torch.randn(8, experts.dim_model)
+    results = {}
+    for impl in ("triton", "reference"):
+        device = DEVICE if impl == "triton" else "cpu"
+        leaves = moved(experts, torch.float32, device)
+        rows = x.to(device).detach().requires_grad_()
+        out = grouped_expert_mlp(rows, counts.to(device), leaves, activation="gelu", impl=impl)  # type: ignore[arg-type]
+        out.square().sum().backward()
+        grads = [t.grad.cpu() for t in leaves.tensors() if t is not None and t.grad is not None]
+        assert rows.grad is not None
+        results[impl] = [out.detach().cpu(), rows.grad.cpu(), *grads]
+    assert len(results["triton"]) == 6
+    for found, exact in zip(results["triton"], results["reference"], strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,155 @@
+"""The two integer programmes against brute force, and what must hold for any input."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from moe_runtime.planning.affinity import hop_costs
+from moe_runtime.planning.mapping import map_clusters, peak_traffic
+from moe_runtime.planning.moetuner import (
+    TwoStage,
+    attract,
+    balance_clusters,
+    cluster_layers,
+    cluster_traffic,
+)
+from moe_runtime.planning.programme import Programme
+from moe_runtime.policies.placement import Devices, RoutingProfile
+
+
+def all_clusters(num_experts: int, num_clusters: int) -> np.ndarray:
+    labels = [q for q in range(num_clusters) for _ in range(num_experts // num_clusters)]
+    return np.array(sorted(set(itertools.permutations(labels))))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("num_experts", "num_clusters"), [(6, 2), (6, 3), (8, 4)])
+def test_balance_is_the_best_there_is(num_experts: int, num_clusters: int, seed: int) -> None:
+    loads = np.random.default_rng(seed).integers(1, 60, num_experts).astype(float)
+    best = min(
+        np.bincount(clusters, weights=loads).max()
+        for clusters in all_clusters(num_experts, num_clusters)
+    )
+    found = balance_clusters(loads, num_clusters, time_limit_s=5.0, gap=0.0)
+    assert np.bincount(found).tolist() == [num_experts // num_clusters] * num_clusters
+    assert np.bincount(found, weights=loads).max() == pytest.approx(best)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("slack", [0.0, 0.1, 1.0])
+def test_attraction_is_the_best_within_the_bound(seed: int, slack: float) -> None:
+    random = np.random.default_rng(seed)
+    loads = random.integers(1, 60, 6).astype(float)
+    gains = random.integers(0, 100, (6, 3)).astype(float)
+    start = balance_clusters(loads, 3, time_limit_s=5.0, gap=0.0)
+    limit = np.bincount(start, weights=loads).max() * (1 + slack)
+    best = max(
+        gains[np.arange(6), clusters].sum()
+        for clusters in all_clusters(6, 3)
+        if np.bincount(clusters, weights=loads).max() <= limit
+    )
+    found = attract(gains, loads, start=start, max_load=limit, time_limit_s=5.0, gap=0.0)
+    assert np.bincount(found, weights=loads).max() <= limit * (1 + 1e-6)
+    assert gains[np.arange(6), found].sum() == pytest.approx(best)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("nodes", "gpus"), [(1, 3), (3, 1), (1, 2)])
+def test_mapping_is_the_best_there_is(nodes: int, gpus: int, seed: int) -> None:
+    devices = Devices(num_nodes=nodes, gpus_per_node=gpus)
+    num_gpus = devices.num_gpus
+    traffic = np.random.default_rng(seed).integers(0, 50, (2, num_gpus, num_gpus)).astype(float)
+    costs = hop_costs(devices)
+    orders = [np.array(order) for order in itertools.permutations(range(num_gpus))]
+    best = min(
+        peak_traffic(np.stack(choice), traffic, costs)
+        for choice in itertools.product(orders, repeat=3)
+    )
+    mapping = map_clusters(traffic, costs, time_limit_s=10.0)
+    assert mapping.is_optimal
+    assert mapping.peak_traffic == pytest.approx(best, rel=2e-4)
+    assert peak_traffic(mapping.gpus_LQ, traffic, costs) == mapping.peak_traffic
+
+
+def test_mapping_on_two_nodes_is_the_best_there_is() -> None:
+    """Four devices on two nodes: the least over all orders, as a shortest way through them."""
+    traffic = np.random.default_rng(7).integers(0, 50, (2, 4, 4)).astype(float)
+    costs = hop_costs(Devices(num_nodes=2, gpus_per_node=2))
+    orders = [np.array(order) for order in itertools.permutations(range(4))]
+    best = np.zeros(len(orders))
+    for counts in traffic:
+        ways = [
+            [peak_traffic(np.stack([a, b]), counts[None], costs) for b in orders] for a in orders
+        ]
+        best = (best[:, None] + np.array(ways)).min(axis=0)
+    mapping = map_clusters(traffic, costs, time_limit_s=20.0)
+    assert mapping.peak_traffic == pytest.approx(best.min(), rel=2e-4)
+
+
+def test_peak_traffic_is_a_literal_count() -> None:
+    traffic = np.array([[[5.0, 1.0], [2.0, 7.0]]])
+    costs = hop_costs(Devices(num_nodes=1, gpus_per_node=2))
+    assert peak_traffic(np.array([[0, 1], [0, 1]]), traffic, costs) == 2
+    assert peak_traffic(np.array([[0, 1], [1, 0]]), traffic, costs) == 7
+
+
+def random_profile(seed: int, layers: int = 4, experts: int = 8) -> RoutingProfile:
+    random = np.random.default_rng(seed)
+    ids = random.integers(0, experts, (300, layers, 2))
+    ids[:200, 1:] = (ids[:200, :1] * 3 + 1) % experts
+    return RoutingProfile.from_ids(ids, experts)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_loads_stay_within_the_slack(seed: int) -> None:
+    profile = random_profile(seed)
+    clusters = cluster_layers(profile, 4, load_slack=0.1, time_limit_s=20.0)
+    for row, loads in zip(clusters, profile.loads_LE, strict=True):
+        least = np.bincount(balance_clusters(loads, 4, time_limit_s=5.0), weights=loads).max()
+        assert np.bincount(row).tolist() == [2, 2, 2, 2]
+        assert np.bincount(row, weights=loads).max() <= 1.1 * least * (1 + 1e-6)
+
+
+def test_more_slack_keeps_more_tokens() -> None:
+    """Tokens go from heavy experts to heavy ones: together they keep them, but unbalanced."""
+    heavy = np.array([90.0, 80, 1, 2, 3, 4, 70, 60])
+    transitions = np.zeros((3, 8, 8))
+    transitions[:, np.arange(8), np.arange(8)] = heavy
+    transitions[:, [0, 1, 6, 7], [1, 0, 7, 6]] = 50
+    profile = RoutingProfile(loads_BLE=np.tile(heavy, (1, 4, 1)), transitions_LEE=transitions)
+
+    def kept(slack: float) -> float:
+        clusters = cluster_layers(profile, 4, load_slack=slack, time_limit_s=20.0)
+        traffic = cluster_traffic(clusters, profile.transitions_LEE, 4)
+        return float(np.trace(traffic, axis1=1, axis2=2).sum() / traffic.sum())
+
+    assert kept(2.0) > kept(0.0) + 0.1
+    assert kept(2.0) == pytest.approx(1.0)
+
+
+def test_placement_holds_every_expert_once() -> None:
+    devices = Devices(num_nodes=2, gpus_per_node=2)
+    placement = TwoStage(time_limit_s=10.0)(random_profile(1), devices, num_replicas=0)
+    assert (np.sort(placement.expert_of_slot, axis=1) == np.arange(8)).all()
+
+
+def test_time_runs_out_and_the_heuristic_stands() -> None:
+    devices = Devices(num_nodes=1, gpus_per_node=4)
+    placement = TwoStage(time_limit_s=1e-6)(random_profile(2), devices, num_replicas=0)
+    assert (np.sort(placement.expert_of_slot, axis=1) == np.arange(8)).all()
+
+
+def test_programme_without_a_solution() -> None:
+    programme = Programme()
+    one = programme.binaries(1)[0]
+    programme.equal([(2.0, one)], 1.0)
+    assert programme.solve(time_limit_s=1.0) is None
+
+
+def test_bad_input() -> None:
+    devices = Devices(num_nodes=1, gpus_per_node=4)
+    with pytest.raises(ValueError, match="moetuner makes no replicas"):
+        TwoStage()(random_profile(0), devices, num_replicas=4)
+    with pytest.raises(ValueError, match="load_slack"):
+        TwoStage(load_slack=-1.0)

@@ -1,0 +1,119 @@
+"""Losses against their formulas, transformers' function, and their known values."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_runtime.routing import LOSSES, LossInputs, make_gate
+
+T, E, K = 30, 6, 2
+
+
+def inputs(seed: int = 0, **changes) -> LossInputs:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(T, E, dtype=torch.float64, generator=generator)
+    weights, ids = logits.softmax(-1).topk(K)
+    values = {
+        "logits_TE": logits,
+        "probs_TE": logits.softmax(-1),
+        "ids_TK": ids,
+        "weights_TK": weights,
+    }
+    return LossInputs(**{**values, **changes})
+
+
+def test_load_balance_is_transformers_loss_over_k() -> None:
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    case = inputs()
+    theirs = load_balancing_loss_func((case.logits_TE,), num_experts=E, top_k=K)
+    torch.testing.assert_close(
+        LOSSES["load_balance"](case) * K, theirs.double(), rtol=1e-6, atol=1e-6
+    )
+
+
+def balance_by_hand(case: LossInputs, ids: Tensor, tokens: range) -> float:
+    total = 0.0
+    for e in range(E):
+        share = sum(int(i == e) for t in tokens for i in ids[t]) / (len(tokens) * ids.shape[1])
+        total += share * sum(case.probs_TE[t, e].item() for t in tokens) / len(tokens)
+    return E * total
+
+
+def test_balance_losses_by_hand() -> None:
+    case = inputs(num_groups=3, num_sequences=5)
+    groups = [range(g * 10, g * 10 + 10) for g in range(3)]
+    sequences = [range(s * 6, s * 6 + 6) for s in range(5)]
+    ids = case.ids_TK
+    expected = {
+        "load_balance": sum(balance_by_hand(case, ids, g) for g in groups) / 3,
+        "first_choice_balance": sum(balance_by_hand(case, ids[:, :1], g) for g in groups) / 3,
+        "sequence_balance": sum(balance_by_hand(case, ids, s) for s in sequences) / 5,
+    }
+    for name, value in expected.items():
+        assert LOSSES[name](case).item() == pytest.approx(value, rel=1e-12), name
+
+
+def test_importance_and_z_by_hand() -> None:
+    case = inputs()
+    sums = [
+        sum(
+            w.item()
+            for w, i in zip(case.weights_TK.flatten(), case.ids_TK.flatten(), strict=True)
+            if i == e
+        )
+        for e in range(E)
+    ]
+    mean = sum(sums) / E
+    variance = sum((s - mean) ** 2 for s in sums) / (E - 1)
+    assert LOSSES["importance"](case).item() == pytest.approx(variance / mean**2, rel=1e-9)
+    z = sum(torch.log(row.exp().sum()).item() ** 2 for row in case.logits_TE) / T
+    assert LOSSES["z"](case).item() == pytest.approx(z, rel=1e-12)
+
+
+def test_uniform_and_collapsed_values() -> None:
+    ids = torch.arange(T * K).view(T, K) % E
+    uniform = torch.full((T, E), 1 / E)
+    case = inputs(probs_TE=uniform, ids_TK=ids, weights_TK=torch.full((T, K), 1 / K))
+    for name in ("load_balance", "first_choice_balance", "sequence_balance"):
+        assert LOSSES[name](case).item() == pytest.approx(1.0), name
+    assert LOSSES["importance"](case).item() == pytest.approx(0.0)
+    one = torch.zeros(T, E).index_fill(1, torch.tensor([2]), 1.0)
+    collapsed = inputs(probs_TE=one, ids_TK=torch.full((T, 1), 2), weights_TK=torch.ones(T, 1))
+    assert LOSSES["load_balance"](collapsed).item() == pytest.approx(E)
+
+
+def test_sentinels_count_for_nobody() -> None:
+    case = inputs()
+    ids = torch.cat([case.ids_TK, torch.full((T, 1), E)], dim=1)
+    weights = torch.cat([case.weights_TK, torch.zeros(T, 1)], dim=1)
+    padded = inputs(ids_TK=ids, weights_TK=weights)
+    for loss in LOSSES.values():
+        torch.testing.assert_close(loss(padded), loss(case))
+
+
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_gradients_against_differences(name: str) -> None:
+    ids = inputs().ids_TK
+
+    def loss(logits: Tensor) -> Tensor:
+        probs = logits.softmax(-1)
+        return LOSSES[name](LossInputs(logits, probs, ids, probs.gather(1, ids)))
+
+    assert torch.autograd.gradcheck(loss, inputs().logits_TE[:T].requires_grad_())
+
+
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_no_tokens(name: str) -> None:
+    empty = LossInputs(
+        torch.zeros(0, E),
+        torch.zeros(0, E),
+        torch.zeros(0, K, dtype=torch.int64),
+        torch.zeros(0, K),
+    )
+    assert LOSSES[name](empty) == 0
+
+
+def test_unknown_loss_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match="did you mean 'load_balance'"):
+        make_gate("softmax_topk", 8, 4, 2, loss_weights={"load_balanc": 0.1})

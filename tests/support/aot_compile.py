@@ -1,0 +1,140 @@
+"""Compiles the kernels that a launcher would start, for GPUs that are not there.
+
+Launchers are called with tensors of the `meta` device, so any shape costs nothing. Instead of
+running, each launch is specialised as Triton would do it (pointers and integers divisible by 16,
+the integer 1 as a constant), compiled for the target, and measured from the binary.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TYPE_NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+}
+OPTION_NAMES = ("num_warps", "num_stages", "num_ctas", "enable_fp_fusion")
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    """One compiled kernel.
+
+    Attributes:
+        name: Of the kernel.
+        target: `sm_90`, or `gfx942`.
+        registers: A thread's, of 255.
+        spilled_bytes: Of stack and local memory a thread uses; registers that were spilled.
+        shared_bytes: Of a program.
+        instructions: PTX or AMD assembly.
+    """
+
+    name: str
+    target: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    instructions: str
+
+
+def compile_launches(call: Callable[[], Any], target: str) -> list[Binary]:
+    """Every kernel that `call` launches, compiled for `target` and not run."""
+    with _recorded_launches() as launches:
+        call()
+    return [_compile(kernel, arguments, target) for kernel, arguments in launches]
+
+
+@contextmanager
+def _recorded_launches() -> Iterator[list[tuple[Any, dict[str, Any]]]]:
+    from triton.runtime.jit import JITFunction
+
+    launches: list[tuple[Any, dict[str, Any]]] = []
+    original = JITFunction.run
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **arguments: Any) -> None:
+        launches.append((self, arguments))
+
+    JITFunction.run = record
+    try:
+        yield launches
+    finally:
+        JITFunction.run = original
+
+
+def _compile(kernel: Any, arguments: dict[str, Any], target: str) -> Binary:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    options = {name: arguments[name] for name in OPTION_NAMES if name in arguments}
+    for index, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        if parameter.is_constexpr or (type(value) is int and value == 1):
+            signature[parameter.name] = "constexpr"
+            constants[(index,)] = value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + TYPE_NAMES[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif type(value) is float:
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    if target.startswith("gfx"):
+        compiled = compile(source, target=GPUTarget("hip", target, 64), options=options)
+        return _read_amd(compiled, target)
+    capability = int(target.removeprefix("sm_"))
+    compiled = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return _read_nvidia(compiled, target)
+
+
+def _read_nvidia(compiled: Any, target: str) -> Binary:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(tool), "-res-usage", file.name]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
+    return Binary(
+        compiled.metadata.name,
+        target,
+        int(found["REG"]),
+        int(found["STACK"]) + int(found["LOCAL"]),
+        compiled.metadata.shared,
+        compiled.asm["ptx"],
+    )
+
+
+def _read_amd(compiled: Any, target: str) -> Binary:
+    text = compiled.asm["amdgcn"]
+    registers = re.search(r"\.vgpr_count:\s+(\d+)", text)
+    spills = re.findall(r"\.[sv]gpr_spill_count:\s+(\d+)", text)
+    scratch = re.search(r"\.private_segment_fixed_size:\s+(\d+)", text)
+    return Binary(
+        compiled.metadata.name,
+        target,
+        int(registers[1]) if registers else 0,
+        sum(map(int, spills)) + (int(scratch[1]) if scratch else 0),
+        compiled.metadata.shared,
+        text,
+    )

@@ -1,0 +1,50 @@
+"""A fetcher whose reads end when a test says so, and that remembers who asked for what."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from moe_runtime.store.transfer import OnDone, Priority, Read
+from moe_runtime.types import ExpertKey
+
+
+@dataclass
+class SlowReader:
+    """Fills a slot with ``layer * 16 + expert`` once ``finish`` is called for its key."""
+
+    waiting: dict[ExpertKey, tuple[Read, torch.Tensor, OnDone]] = field(default_factory=dict)
+    asked: list[tuple[ExpertKey, Priority]] = field(default_factory=list)
+    promoted: list[ExpertKey] = field(default_factory=list)
+    begun: set[ExpertKey] = field(default_factory=set)
+
+    def fetch(
+        self, key: ExpertKey, slot: torch.Tensor, priority: Priority, on_done: OnDone
+    ) -> Read:
+        read = Read([lambda: len(slot)], priority, on_done)
+        self.waiting[key] = (read, slot, on_done)
+        self.asked.append((key, priority))
+        return read
+
+    def promote(self, key: ExpertKey, read: Read) -> None:
+        read.priority = Priority.DEMAND
+        self.promoted.append(key)
+
+    def cancel(self, read: Read) -> bool:
+        for key, (waiting, _, _) in list(self.waiting.items()):
+            if waiting is read and key not in self.begun:
+                del self.waiting[key]
+                return True
+        return False
+
+    def close(self) -> None:
+        self.waiting.clear()
+
+    def finish(self, key: ExpertKey) -> None:
+        read, slot, on_done = self.waiting.pop(key)
+        slot.fill_(key.layer * 16 + key.expert)
+        read.num_bytes = len(slot)
+        on_done(read)
+
+    def finish_all(self) -> None:
+        for key in list(self.waiting):
+            self.finish(key)
