@@ -17,6 +17,7 @@ from moe_runtime.cli.console import Session
 from moe_runtime.cli.doctor import doctor
 from moe_runtime.cli.inspect import inspect
 from moe_runtime.cli.place import place
+from moe_runtime.cli.replay import replay
 from moe_runtime.cli.run import run
 from moe_runtime.cli.train import train
 from moe_runtime.errors import MoERuntimeError
@@ -27,6 +28,7 @@ moe-runtime runs Mixture-of-Experts models whose experts do not fit in memory.
   moe-runtime run MODEL --prompt "..."    generate text; experts stream from disk
   moe-runtime inspect MODEL               what a model needs, and what a budget buys
   moe-runtime doctor                      what this machine offers, and what it lacks
+  moe-runtime replay TRACE                hits and time of a recorded trace with other policies
   moe-runtime train CONFIG.toml           train a model with experts on text files
 
 MODEL is a folder with a safetensors checkpoint, or a model's name on the Hugging Face hub.
@@ -78,6 +80,7 @@ def build_app() -> typer.Typer:
     app.command()(run)
     app.command()(inspect)
     app.command()(doctor)
+    app.command()(replay)
     app.command()(place)
     app.command()(train)
     return app

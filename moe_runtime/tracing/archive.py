@@ -72,6 +72,9 @@ class Archive:
     ) -> None:
         self._zip.close()
 
+    def __contains__(self, name: str) -> bool:
+        return f"{name}.npy" in self._zip.namelist()
+
     def read(self, name: str, dtype: np.dtype[Any], *, max_bytes: int | None = None) -> np.ndarray:
         """Reads one array, which must be C-contiguous and exactly of the given type.
 

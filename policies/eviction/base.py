@@ -31,8 +31,8 @@ class EvictionPolicy(ABC, Generic[K]):
     bytes, clocks or threads, so that the same object runs in a live store and in a replayed trace.
 
     Attributes:
-        may_decline: ``victim`` may answer the incoming key itself, which is then used once and not
-            kept. Such a policy is asked after the use, when the keys of the same event may go too.
+        may_decline: the policy may rather keep what it holds than a newcomer, which is then used
+            once and not kept. It is asked after the use, when keys of the same event may go too.
         watcher: what must be told of every routing event, if the policy needs more than uses.
     """
 
@@ -55,8 +55,12 @@ class EvictionPolicy(ABC, Generic[K]):
             ValueError: the key is held already.
         """
 
+    def declines(self, incoming: K, victim: K) -> bool:
+        """Whether the policy would rather keep a victim than the key that needs its slot."""
+        return False
+
     def decline(self, key: K) -> None:
-        """Notes a use of a key that ``victim`` chose not to keep."""
+        """Notes a use of a key that was not kept."""
 
     @abstractmethod
     def remove(self, key: K) -> None:
@@ -75,8 +79,7 @@ class EvictionPolicy(ABC, Generic[K]):
             incoming: the key that needs the slot.
 
         Returns:
-            The chosen key, or None when no held key is evictable; ``incoming`` where the policy
-            may decline it and would rather keep what it holds.
+            The chosen key, or None when no held key is evictable.
         """
 
     @abstractmethod
@@ -139,7 +142,7 @@ class EvictionPolicy(ABC, Generic[K]):
             if len(self) >= num_slots:
                 victim = self.victim(_anything, key)
                 assert victim is not None
-                if victim == key:
+                if self.declines(key, victim):
                     self.decline(key)
                     continue
                 self.remove(victim)

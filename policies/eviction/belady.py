@@ -85,9 +85,6 @@ class BeladyBypass(Belady[K]):
 
     may_decline: bool = True
 
-    def victim(self, evictable: Evictable, incoming: K) -> K | None:
-        """The key, the incoming one included, whose next use is furthest ahead."""
-        furthest = self._ranking.smallest(evictable)
-        if furthest is not None and -self._future.next_use(incoming) < self._ranking[furthest]:
-            return incoming
-        return furthest
+    def declines(self, incoming: K, victim: K) -> bool:
+        """Whether the newcomer is used after all that is held."""
+        return -self._future.next_use(incoming) < self._ranking[victim]

@@ -48,12 +48,13 @@ class LeastExpectedCost(EvictionPolicy[K]):
         self._ranking.remove(key)
 
     def victim(self, evictable: Evictable, incoming: K) -> K | None:
-        """The evictable key of least expected cost, or the incoming one if it is not worth more."""
-        cheapest = self._ranking.smallest(evictable)
+        """The evictable key of least expected cost."""
+        return self._ranking.smallest(evictable)
+
+    def declines(self, incoming: K, victim: K) -> bool:
+        """Whether the newcomer is not worth more, its present use included."""
         expected_cost = (self._num_uses[incoming] + 1) * self._cost(incoming)
-        if cheapest is not None and expected_cost <= self._ranking[cheapest][0]:
-            return incoming
-        return cheapest
+        return expected_cost <= self._ranking[victim][0]
 
     def check(self) -> None:
         """Proves that held keys are ranked by what they are expected to cost."""

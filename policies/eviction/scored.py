@@ -55,18 +55,18 @@ class Scored(EvictionPolicy[ExpertKey]):
         del self._last_use[key]
 
     def victim(self, evictable: Evictable, incoming: ExpertKey) -> ExpertKey | None:
-        """The evictable key of lowest score, or the incoming one if its score is lower."""
+        """The evictable key of lowest score."""
         candidates = [key for key in self._last_use if evictable(key)]
         if not candidates:
             return None
         scores = {layer: self._scorer.scores(layer) for layer in {key.layer for key in candidates}}
         worth = {key: (scores[key.layer][key.expert], self._last_use[key]) for key in candidates}
-        lowest = min(candidates, key=worth.__getitem__)
-        if self.may_decline:
-            own = self._scorer.scores(incoming.layer)[incoming.expert]
-            if own < worth[lowest][0]:
-                return incoming
-        return lowest
+        return min(candidates, key=worth.__getitem__)
+
+    def declines(self, incoming: ExpertKey, victim: ExpertKey) -> bool:
+        """Whether the newcomer's score is lower."""
+        own = self._scorer.scores(incoming.layer)[incoming.expert]
+        return self.may_decline and own < self._scorer.scores(victim.layer)[victim.expert]
 
     def check(self) -> None:
         """Proves that last uses lie in the past."""

@@ -65,6 +65,11 @@ class LayerShares(EvictionPolicy[ExpertKey]):
         """Starts to hold a key in its layer's order."""
         self._layers[key.layer].insert(key)
 
+    def declines(self, incoming: ExpertKey, victim: ExpertKey) -> bool:
+        """Asks the layer's policy where both are of one layer; its share is granted otherwise."""
+        same_layer = incoming.layer == victim.layer
+        return same_layer and self._layers[incoming.layer].declines(incoming, victim)
+
     def decline(self, key: ExpertKey) -> None:
         """Notes a use of a key that its layer did not keep."""
         self._layers[key.layer].decline(key)

@@ -61,11 +61,12 @@ class StaticPopularity(EvictionPolicy[K]):
         heapq.heappush(self._free_slots, slot)
 
     def victim(self, evictable: Evictable, incoming: K) -> K | None:
-        """The evictable key of smallest weight, or the incoming one if its weight is smaller."""
-        smallest = self._ranking.smallest(evictable)
-        if smallest is not None and self._weights.get(incoming, 0) < self._ranking[smallest][0]:
-            return incoming
-        return smallest
+        """The evictable key of smallest weight."""
+        return self._ranking.smallest(evictable)
+
+    def declines(self, incoming: K, victim: K) -> bool:
+        """Whether the newcomer's weight is smaller."""
+        return self._weights.get(incoming, 0) < self._ranking[victim][0]
 
     def check(self) -> None:
         """Proves that slots are used once."""

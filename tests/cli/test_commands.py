@@ -15,7 +15,7 @@ from moe_runtime.cli.main import build_app, describe, main
 from moe_runtime.engine.inspection import CheckpointSummary
 from moe_runtime.errors import CheckpointError
 
-COMMANDS = ("run", "inspect", "doctor", "train")
+COMMANDS = ("run", "inspect", "doctor", "replay", "train")
 
 
 def test_alone_it_shows_where_to_begin(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,126 @@
+"""``moe-runtime replay``: rows for people and machines, and one line for what cannot be."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from synthetic_routes import make_routes
+from traces import trace_of
+
+from moe_runtime.cli.main import main
+from moe_runtime.policies.prediction import Shape
+from moe_runtime.tracing import write_trace
+
+SHAPE = Shape(num_layers=2, num_experts=8, top_k=2)
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.npz"
+    write_trace(path, trace_of(make_routes(SHAPE, num_sequences=4, length=20)))
+    return str(path)
+
+
+@pytest.fixture
+def other(tmp_path):
+    path = tmp_path / "other.npz"
+    write_trace(path, trace_of(make_routes(SHAPE, num_sequences=4, length=20, seed=9)))
+    return str(path)
+
+
+def test_rows_as_json(trace, other, capsys):
+    args = ["replay", trace, "--json", "--policy", "lfu,reuse", "--capacity", "25%,0.5"]
+    args += ["--bandwidth", "1GB/s", "--predictor", "previous-token", "--train", other]
+    assert main(args) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["tokens"], result["layers"], result["experts"]) == (80, 2, 8)
+    rows = {(row["policy"], row["capacity"]): row for row in result["rows"]}
+    names = ("lfu", "reuse", "random", "lru", "belady", "belady-bypass")
+    assert set(rows) == {(name, capacity) for name in names for capacity in (0.25, 0.5)}
+    for capacity in (0.25, 0.5):
+        best = rows["belady-bypass", capacity]
+        assert best["gap_closed"] == 1.0
+        assert rows["lru", capacity]["gap_closed"] == 0.0
+        assert all(rows[name, capacity]["hit_rate"] <= best["hit_rate"] for name in names)
+        assert rows["lfu", capacity]["uniform_random_hit_rate"] == capacity
+        for name in names:
+            assert len(rows[name, capacity]["hit_rate_by_layer"]) == 2
+            assert set(rows[name, capacity]["timed"]) == {"off", "previous-token"}
+            timed = rows[name, capacity]["timed"]["previous-token"]
+            assert timed["prefetch_bytes"] == timed["useful_bytes"] + timed["wasted_bytes"]
+            assert timed["tokens_per_s"] > 0
+            assert sum(layer["stall_s"] for layer in timed["by_layer"]) == pytest.approx(
+                timed["stall_s"]
+            )
+
+
+def test_a_table_for_people(trace, capsys):
+    assert (
+        main(["replay", trace, "--policy", "all", "--capacity", "50%", "--bandwidth", "1GB"]) == 0
+    )
+    out = capsys.readouterr().out
+    assert "belady-bypass" in out
+    assert "modelled time" in out
+    assert "* told the whole trace" in out
+    assert "static*" in out
+
+
+@pytest.mark.parametrize("scope", ["global", "per-layer"])
+def test_scopes_and_resets(trace, capsys, scope):
+    assert main(["replay", trace, "--json", "--scope", scope, "--reset", "--capacity", "50%"]) == 0
+    assert json.loads(capsys.readouterr().out)["scope"] == scope
+
+
+def test_adaptive_shares(trace, capsys):
+    assert main(["replay", trace, "--json", "--shares", "adaptive", "--capacity", "50%"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--policy", "lur"], "did you mean 'lru'"),
+        (["--capacity", "0%"], "more than 0 and at most 1"),
+        (["--capacity", "150%"], "more than 0 and at most 1"),
+        (["--capacity", "half"], "must be shares such as"),
+        (["--capacity", "10%"], "a token needs 4"),
+        (["--scope", "globl"], "did you mean 'global'"),
+        (["--scope", "global", "--shares", "adaptive"], "none to divide"),
+        (["--shares", "odd"], "even or adaptive"),
+        (["--predictor", "previous-token"], "say how fast the link is"),
+        (["--predictor", "previous-token", "--bandwidth", "1GB"], "needs a training trace"),
+        (["--policy", "predicted"], "needs a predictor"),
+        (["--bandwidth", "0"], "must be positive"),
+        (["--bandwidth", "fast"], "expected a size"),
+        (["--polcy", "lru"], "No such option"),
+    ],
+)
+def test_bad_input_is_one_line(trace, capsys, args, message):
+    assert main(["replay", trace, *args]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
+
+
+def test_a_trace_of_another_model_names_both(trace, tmp_path, capsys):
+    path = tmp_path / "wide.npz"
+    shape = Shape(num_layers=2, num_experts=9, top_k=2)
+    write_trace(path, trace_of(make_routes(shape, num_sequences=2, length=5)))
+    assert main(["replay", trace, "--train", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "num_experts=9" in error
+    assert "num_experts=8" in error
+
+
+def test_replaying_needs_no_torch(trace):
+    program = (
+        "import sys\n"
+        "from moe_runtime.tracing.experiment import Experiment, run_experiment\n"
+        "from moe_runtime.tracing.readers import read_any_trace\n"
+        "from moe_runtime.tracing.workload import workload_of\n"
+        f"workload = workload_of(read_any_trace({trace!r}))\n"
+        "run_experiment(workload, Experiment(policies=['reuse'], capacities=[0.5]))\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
