@@ -19,6 +19,7 @@ from moe_runtime.cli.inspect import inspect
 from moe_runtime.cli.place import place
 from moe_runtime.cli.replay import replay
 from moe_runtime.cli.run import run
+from moe_runtime.cli.simulate import simulate
 from moe_runtime.cli.train import train
 from moe_runtime.errors import MoERuntimeError
 
@@ -82,6 +83,7 @@ def build_app() -> typer.Typer:
     app.command()(doctor)
     app.command()(replay)
     app.command()(place)
+    app.command()(simulate)
     app.command()(train)
     return app
 

@@ -5,12 +5,13 @@ from moe_runtime.parallel.dispatch import Dispatched, combine, dispatch
 from moe_runtime.parallel.experts import ParallelExperts
 from moe_runtime.parallel.groups import LayoutGroups
 from moe_runtime.parallel.layout import ParallelLayout, legal_layouts
+from moe_runtime.parallel.measure import time_exchanges
 from moe_runtime.parallel.pipeline import Overlap, expert_parallel
 from moe_runtime.parallel.replicas import ExpertMove, keep_in_place, sum_replica_gradients
 from moe_runtime.parallel.slices import slice_experts
 from moe_runtime.parallel.slot_exchange import SlotExchange
 from moe_runtime.parallel.slots import ExpertSlots
-from moe_runtime.parallel.sparse import SparseMaterialisation
+from moe_runtime.parallel.sparse import SparseMaterialisation, sparse_expert_parallel
 from moe_runtime.parallel.transport import FlatTransport, HierarchicalTransport, Transport
 
 __all__ = [
@@ -34,5 +35,7 @@ __all__ = [
     "keep_in_place",
     "legal_layouts",
     "slice_experts",
+    "sparse_expert_parallel",
     "sum_replica_gradients",
+    "time_exchanges",
 ]

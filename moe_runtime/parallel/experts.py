@@ -108,11 +108,13 @@ class ParallelExperts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
-        """Normal with standard deviation `1 / sqrt(fan in)`; biases zero."""
+        """Normal with standard deviation `1 / sqrt(fan in)`; biases and empty slots zero."""
         gate_up, down = self.get_parameter("gate_up_proj"), self.get_parameter("down_proj")
         rows = self.intermediate_size * (2 if self.has_gate else 1)
         for slot, expert in enumerate(self.experts_here):
-            random = torch.Generator().manual_seed(seed * 1_000_003 + max(expert, 0))
+            if expert < 0:
+                continue
+            random = torch.Generator().manual_seed(seed * 1_000_003 + expert)
             first = torch.randn(1, rows, self.hidden_size, generator=random)
             second = torch.randn(1, self.hidden_size, self.intermediate_size, generator=random)
             whole = StackedExperts(

@@ -5,25 +5,35 @@ experts are copied to other ranks (sparse all-gather), which then compute their 
 the gradients of the copies are summed at the owner (sparse reduce-scatter, the backward pass of the
 first). Which experts are copied where changes the traffic, never the result.
 
-Shape suffixes: S owned slots of a rank, X slots with copies.
+Shape suffixes: T tokens, D model, R rows, S owned slots of a rank, X slots with copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from moe_runtime.parallel.dispatch import Group, as_transport
+from moe_runtime.parallel.pipeline import Overlap, expert_parallel
+from moe_runtime.parallel.rows import tie_rows
 from moe_runtime.parallel.slot_exchange import PendingSlots, SlotExchange
 from moe_runtime.parallel.slots import ExpertSlots
+from moe_runtime.routing import Routing
+
+ExpertsWith = Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]
+"""`(rows_RD, counts_X, parameters) -> y_RD`: experts that read the parameters they are given."""
 
 
 class SparseMaterialisation:
     """Copies of some experts on some ranks.
 
     Attributes:
+        transport: the ranks.
         slots: where the experts lie while the copies exist: owned slots first, then copies.
         sent_experts: experts that this rank sends, with repetitions: the traffic of one pass.
     """
@@ -41,7 +51,7 @@ class SparseMaterialisation:
         Raises:
             ValueError: An expert has several owners, or the plan does not fit the group.
         """
-        transport = as_transport(group)
+        transport = self.transport = as_transport(group)
         if owners.num_slices > 1 or any(len(held[0]) > 1 for held in owners.holders):
             raise ValueError("every expert must have exactly one owner")
         if len(copies) != owners.num_ranks:
@@ -102,3 +112,143 @@ class PendingParameters:
 
     def _empty_shape(self, parameter: Tensor) -> tuple[int, ...]:
         return (self._num_empty, *parameter.shape[1:])
+
+
+def sparse_expert_parallel(
+    x_TD: Tensor,
+    routing: Routing,
+    experts: ExpertsWith,
+    parameters: Sequence[Tensor],
+    plan: SparseMaterialisation,
+    *,
+    copies: PendingParameters | None = None,
+    rematerialise: bool = False,
+    overlap: Overlap | None = None,
+) -> Tensor:
+    """One layer of experts with copies; gradients arrive at the owners.
+
+    Args:
+        x_TD: `[T, D]` this rank's tokens.
+        routing: Their experts.
+        experts: What computes them; it may not keep the parameters.
+        parameters: `[S, ...]` what this rank owns.
+        plan: The copies of this iteration.
+        copies: `plan.start(parameters)`, started earlier to hide it; made here by default.
+        rematerialise: Drops the copies after the forward pass and makes them again in the backward
+            pass: memory for more traffic.
+        overlap: As in `expert_parallel`.
+
+    Returns:
+        `[T, D]`.
+
+    Raises:
+        RankFailureError: A rank died, stalled, or has other settings.
+    """
+    materialised = (copies or plan.start(parameters)).wait()
+    again = _Again(plan, parameters, materialised) if rematerialise else None
+
+    def compute(rows_RD: Tensor, counts_X: Tensor) -> Tensor:
+        if again is None:
+            return experts(rows_RD, counts_X, materialised)
+        rows_RD = _Forget.apply(rows_RD, again)  # pyright: ignore[reportAssignmentType]
+        with torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack):
+            y_RD = experts(rows_RD, counts_X, materialised)
+        if rows_RD.shape[0] == 0:
+            y_RD = tie_rows(y_RD, rows_RD, *materialised)
+        again.num_stages += 1
+        return _Fetch.apply(y_RD, again)  # pyright: ignore[reportReturnType]
+
+    y_TD = expert_parallel(
+        x_TD,
+        routing,
+        compute,
+        plan.transport,
+        slots=plan.slots,
+        overlap=overlap,
+        parameters=materialised,
+    )
+    if again is not None:
+        again.release_forward()
+    return y_TD
+
+
+class _Again:
+    """Stands in for materialised parameters among what autograd saves, and makes them again.
+
+    Every stage of the backward pass asks for them, so all ranks exchange them at the same point,
+    whether or not rows had come; the last stage lets go of them.
+    """
+
+    def __init__(
+        self,
+        plan: SparseMaterialisation,
+        parameters: Sequence[Tensor],
+        materialised: Sequence[Tensor],
+    ) -> None:
+        self._plan = plan
+        self._parameters = [parameter.detach() for parameter in parameters]
+        self._storages = {t.untyped_storage().data_ptr(): i for i, t in enumerate(materialised)}
+        self._fetched: list[Tensor] = []
+        self.num_stages = 0
+        self._num_left = 0
+
+    def pack(self, tensor: Tensor) -> Tensor | tuple[int, torch.Size, tuple[int, ...], int]:
+        index = self._storages.get(tensor.untyped_storage().data_ptr())
+        if index is None:
+            return tensor
+        return index, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+
+    def unpack(self, saved: Tensor | tuple[int, torch.Size, tuple[int, ...], int]) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        index, shape, stride, offset = saved
+        return self._fetched[index].as_strided(shape, stride, offset)
+
+    def release_forward(self) -> None:
+        """The addresses mean nothing once the forward pass is over."""
+        self._storages.clear()
+
+    def fetch(self) -> None:
+        if self._num_left == 0:
+            self._num_left = self.num_stages
+            with torch.no_grad():
+                self._fetched = self._plan.materialise(self._parameters)
+
+    def forget(self) -> None:
+        self._num_left -= 1
+        if self._num_left == 0:
+            self._fetched = []
+
+
+class _Fetch(Function):
+    """Nothing in the forward pass; makes the parameters again before a stage's backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, again: _Again) -> Tensor:
+        ctx.again = again
+        return y_RD.view_as(y_RD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_RD: Tensor
+    ) -> tuple[Tensor, None]:
+        ctx.again.fetch()
+        return grad_RD, None
+
+
+class _Forget(Function):
+    """Nothing in the forward pass; lets go of the parameters after a stage's backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, again: _Again) -> Tensor:
+        ctx.again = again
+        return rows_RD.view_as(rows_RD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_RD: Tensor
+    ) -> tuple[Tensor, None]:
+        ctx.again.forget()
+        return grad_RD, None

@@ -17,12 +17,13 @@ from parallel_moves import (
     adjoint_gap,
     overlapped,
     summed_gradients,
+    timings,
     train_and_move,
     with_copies,
 )
 from rank_pool import RankPool
 
-from moe_runtime.parallel import ExpertSlots, Overlap, keep_in_place
+from moe_runtime.parallel import ExpertSlots, Overlap, cheapest_degree, keep_in_place
 from moe_runtime.parallel.replicas import ExpertMove
 
 Ranks = Callable[[int], RankPool]
@@ -104,7 +105,8 @@ class TestSparseCopies:
             ]
             problem = make_problem([5, 8, 0, 3], num_experts=6, num_choices=3, seed=seed)
             plan = [experts.tolist() for experts in copies]
-            answers = ranks(4).run(with_copies, problem, owners, plan)
+            overlap = Overlap(degree=1 + seed % 2, is_local_first=seed > 2)
+            answers = ranks(4).run(with_copies, problem, owners, plan, seed % 2 == 0, overlap)
             assert_equal_to_dense(problem, owners, answers)
 
     def test_gather_and_scatter_are_adjoint(self, ranks: Ranks) -> None:
@@ -129,6 +131,29 @@ def test_every_degree_of_parallelism_is_equal(ranks: Ranks) -> None:
                     answers[rank].parameter_grads, results[rank][0].parameter_grads, strict=True
                 ):
                     assert_same(a, b, f"gradients of degree {degrees[index]}")
+
+
+def test_cheapest_degree_follows_the_cost(ranks: Ranks) -> None:
+    """Few tokens and large experts move tokens to all slices; many tokens move weights."""
+    measured = ranks(2).run(timings)[0]
+    assert [size for size, _ in measured] == [1 << 10, 1 << 20]
+    assert all(seconds > 0 for _, seconds in measured)
+    beta = (measured[1][1] - measured[0][1]) / (measured[1][0] - measured[0][0])
+    choose = {"num_experts": 1, "num_ranks": 8, "alpha_s": 1e-6, "beta_s_per_byte": abs(beta)}
+    degrees = (0, 1, 2, 4, 8)
+    assert cheapest_degree(degrees, row_bytes=1e3, expert_bytes=1e8, **choose) == 8
+    assert cheapest_degree(degrees, row_bytes=1e8, expert_bytes=1e3, **choose) == 0
+    # Brute force over the formula: row bytes r times there, back, and both again for gradients;
+    # slices of the run gathered and scattered.
+    rows, expert = 1e6, 8e6
+
+    def cost(degree: int) -> float:
+        gathered = 7 if degree == 0 else 8 // degree - 1
+        return 2 * gathered * expert / 8 + 4 * degree * rows
+
+    assert cheapest_degree(degrees, row_bytes=rows, expert_bytes=expert, **choose) == min(
+        degrees, key=cost
+    )
 
 
 class TestMoves:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from parallel_checks import gradients
@@ -20,7 +23,9 @@ from moe_runtime.parallel import (
     expert_parallel,
     keep_in_place,
     slice_experts,
+    sparse_expert_parallel,
     sum_replica_gradients,
+    time_exchanges,
 )
 from moe_runtime.parallel.wire import WireName
 
@@ -68,21 +73,32 @@ def summed_gradients(problem: Problem, slots: ExpertSlots) -> list[list[torch.Te
     return [parameter.grad for parameter in parameters]  # pyright: ignore[reportReturnType]
 
 
-def with_copies(problem: Problem, owners: ExpertSlots, copies: list[list[int]]) -> Answer:
+def with_copies(
+    problem: Problem,
+    owners: ExpertSlots,
+    copies: list[list[int]],
+    rematerialise: bool,
+    overlap: Overlap,
+) -> Answer:
     """One layer of FSSDP: gradients arrive at the owners."""
     rank = dist.get_rank()
     x_TD, routing = rank_routing(problem, rank)
     parameters = rank_parameters(problem, owners, rank)
     plan = SparseMaterialisation(owners, copies, world())
-    materialised = plan.materialise(parameters)
-    y_TD = expert_parallel(
-        x_TD,
-        routing,
-        lambda rows_RD, counts_S: run_experts(rows_RD, counts_S, materialised),
-        world(),
-        slots=plan.slots,
-        parameters=materialised,
+    copied: list[weakref.ref[torch.Tensor]] = []
+
+    def experts(
+        rows_RD: torch.Tensor, counts_X: torch.Tensor, read: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        copied.append(weakref.ref(read[0]))
+        return run_experts(rows_RD, counts_X, list(read))
+
+    y_TD = sparse_expert_parallel(
+        x_TD, routing, experts, parameters, plan, rematerialise=rematerialise, overlap=overlap
     )
+    if rematerialise:
+        # Nothing keeps the copies between the passes.
+        assert all(tensor() is None for tensor in copied)
     y_TD.backward(problem.of_rank(problem.grad_TD, rank))
     return gradients(y_TD, x_TD, routing.weights_TK, parameters)
 
@@ -122,6 +138,10 @@ def adaptive(problem: Problem, degrees: list[int]) -> list[Answer]:
         answers.append(gradients(y_TD, x_TD, routing.weights_TK, parameters))
     assert where == [parameter.data_ptr() for parameter in parameters]
     return answers
+
+
+def timings() -> list[tuple[int, float]]:
+    return time_exchanges(FlatTransport(world()), sizes=(1 << 10, 1 << 20), repeats=3)
 
 
 def train_and_move(placements: list[list[list[int]]], moves_at: int) -> list[torch.Tensor]:

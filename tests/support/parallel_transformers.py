@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 
-def load(path: str, *, is_parallel: bool) -> torch.nn.Module:
+def load(path: str, *, is_parallel: bool) -> Any:
     """The checkpoint in fp64, whole or spread over all ranks, with the batch shared by them."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig

@@ -1,0 +1,269 @@
+"""``moe-runtime simulate``: time of an expert-parallel layer on ranks that one need not have."""
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moe_runtime.cli import options
+from moe_runtime.cli.console import Session, print_json, print_table
+from moe_runtime.config import nearest
+
+if TYPE_CHECKING:
+    from moe_runtime.planning.cluster import Cluster
+    from moe_runtime.planning.scaling import ScalingPoint
+
+Ranks = Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")]
+Degrees = Annotated[str, typer.Option(help="Numbers of chunks that rows are cut into.")]
+Machine = Annotated[
+    Path | None,
+    typer.Option(help="TOML file with measured links and rates; see docs/scaling.md."),
+]
+Tokens = Annotated[int, typer.Option(min=1, help="Tokens of each rank.")]
+ModelDim = Annotated[int, typer.Option(min=1, help="Width of the model.")]
+ExpertHidden = Annotated[int, typer.Option(min=1, help="Hidden width of an expert.")]
+TopK = Annotated[int, typer.Option(min=1, help="Experts of each token.")]
+ExpertsPerRank = Annotated[int, typer.Option(min=1, help="Experts that each rank owns.")]
+SharedHidden = Annotated[int, typer.Option(min=0, help="Hidden width of shared experts.")]
+Zipf = Annotated[float, typer.Option(min=0.0, help="Skew of the experts' loads; 0 is none.")]
+Algorithm = Annotated[str, typer.Option(help="Placement, as in `moe-runtime place`.")]
+Replicas = Annotated[int, typer.Option(min=0, help="Slots of each rank for second copies.")]
+Straggler = Annotated[float, typer.Option(min=1.0, help="How much slower rank 0 computes.")]
+Plot = Annotated[
+    Path | None, typer.Option(help="Draw layer time and exposed communication (.png, .svg, .pdf).")
+]
+
+MOST_RANKS = 1 << 13
+_LINK_KEYS = {"alpha_s", "bytes_per_s", "occupies_compute"}
+_MACHINE_KEYS = {
+    "ranks_per_node",
+    "flops_per_s",
+    "launch_s",
+    "copy_bytes_per_s",
+    "intra",
+    "inter",
+}
+_ASSUMED: dict[str, Any] = {
+    "ranks_per_node": 8,
+    "flops_per_s": 5e14,
+    "launch_s": 1e-5,
+    "copy_bytes_per_s": 3e12,
+    "intra": {"alpha_s": 2e-6, "bytes_per_s": 4e11},
+    "inter": {"alpha_s": 5e-6, "bytes_per_s": 5e10},
+}
+"""Round numbers of eight-GPU machines with one 400 Gb/s card a GPU; assumed, not measured."""
+
+
+def simulate(
+    ctx: typer.Context,
+    ranks: Ranks = "8,64,512",
+    degrees: Degrees = "1,2,4,8",
+    machine: Machine = None,
+    tokens: Tokens = 8192,
+    model_dim: ModelDim = 4096,
+    expert_hidden: ExpertHidden = 14336,
+    top_k: TopK = 2,
+    experts_per_rank: ExpertsPerRank = 4,
+    shared_hidden: SharedHidden = 0,
+    zipf: Zipf = 0.0,
+    algorithm: Algorithm = "round-robin",
+    replicas_per_rank: Replicas = 0,
+    straggler: Straggler = 1.0,
+    plot: Plot = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Predict the time of one Mixture-of-Experts layer spread over many ranks.
+
+    Compares one flat all-to-all with two levels, and degrees of chunking. Exposed is communication
+    that no computation hides; its ratio is to one flat all-to-all without overlap.
+    """
+    session: Session = ctx.obj
+    session.begin(debug=debug, as_json=as_json)
+    numbers = _numbers(ranks, "--ranks", MOST_RANKS)
+    chunks = _numbers(degrees, "--degrees", 64)
+    from moe_runtime.planning.scaling import Imbalance, LayerShape, sweep_scaling
+
+    if plot is not None:
+        from moe_runtime.tracing import check_trace_path
+
+        check_trace_path(plot)
+    cluster = _cluster(_ASSUMED if machine is None else _read_machine(machine), machine)
+    shape = LayerShape(
+        tokens_per_rank=tokens,
+        model_dim=model_dim,
+        expert_hidden=expert_hidden,
+        top_k=top_k,
+        experts_per_rank=experts_per_rank,
+        shared_hidden=shared_hidden,
+    )
+    imbalance = Imbalance(
+        zipf=zipf, algorithm=algorithm, replicas_per_rank=replicas_per_rank, straggler=straggler
+    )
+    with _bar() as on_point:
+        points = list(
+            sweep_scaling(
+                cluster, shape, imbalance, ranks=numbers, degrees=chunks, on_point=on_point
+            )
+        )
+    if plot is not None:
+        draw(points, plot)
+    if as_json:
+        print_json(
+            {
+                "machine": dataclasses.asdict(cluster),
+                "is_assumed": machine is None,
+                "shape": dataclasses.asdict(shape),
+                "imbalance": dataclasses.asdict(imbalance),
+                "points": [dataclasses.asdict(point) for point in points],
+            }
+        )
+    else:
+        _print(points, assumed=machine is None, plot=plot)
+
+
+def draw(points: "list[ScalingPoint]", path: Path) -> None:
+    """Draws layer time over ranks, and exposed communication over degree at the most ranks."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (times, exposed) = pyplot.subplots(1, 2, figsize=(11, 4))
+    for hierarchical, style in ((False, "--"), (True, "-")):
+        name = "two levels" if hierarchical else "flat"
+        for number, degree in enumerate(sorted({point.degree for point in points})):
+            mine = [
+                point
+                for point in points
+                if point.degree == degree and point.hierarchical == hierarchical
+            ]
+            times.plot(
+                [point.num_ranks for point in mine],
+                [1e3 * point.prediction.layer_s for point in mine],
+                style,
+                color=f"C{number}",
+                marker="o",
+                label=f"{name}, {degree} chunks",
+            )
+        for number, size in enumerate(sorted({point.num_ranks for point in points})):
+            mine = [
+                point
+                for point in points
+                if point.num_ranks == size and point.hierarchical == hierarchical
+            ]
+            exposed.plot(
+                [point.degree for point in mine],
+                [100 * point.exposed_ratio for point in mine],
+                style,
+                color=f"C{number}",
+                marker="o",
+                label=f"{name}, {size} ranks",
+            )
+    times.set(xscale="log", yscale="log", xlabel="ranks", ylabel="layer time (ms)")
+    exposed.set(
+        xlabel="chunks", ylabel="exposed communication\n(% of flat without overlap)", ylim=(0, 150)
+    )
+    for axes in (times, exposed):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _numbers(text: str, name: str, most: int) -> list[int]:
+    try:
+        numbers = [int(word) for word in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(1 <= number <= most for number in numbers):
+        raise ValueError(f"{name} must be numbers from 1 to {most} with commas, got {text!r}")
+    return sorted(set(numbers))
+
+
+def _read_machine(path: Path) -> dict[str, Any]:
+    import tomllib
+
+    with path.open("rb") as file:
+        try:
+            return tomllib.load(file)
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: not a TOML file: {error}") from None
+
+
+def _cluster(value: dict[str, Any], path: Path | None) -> "Cluster":
+    from moe_runtime.planning.cluster import Cluster, Link
+
+    def numbers(table: Any, known: set[str], where: str) -> dict[str, Any]:
+        if not isinstance(table, dict):
+            raise ValueError(f"{path}: [{where}] must be a table")
+        for key, item in table.items():
+            if key not in known:
+                raise ValueError(f"{path}: unknown key {key!r}: {nearest(key, known)}")
+            is_flag = key == "occupies_compute"
+            if key in ("intra", "inter"):
+                continue
+            if isinstance(item, bool) != is_flag or not isinstance(item, int | float):
+                raise ValueError(f"{path}: {key} is {item!r}, expected a number")
+        return table
+
+    known = numbers(value, _MACHINE_KEYS, "machine")
+    missing = {"ranks_per_node", "flops_per_s", "intra", "inter"} - set(known)
+    if missing:
+        raise ValueError(f"{path}: lacks {', '.join(sorted(missing))}")
+    links = {}
+    for name in ("intra", "inter"):
+        link = numbers(known[name], _LINK_KEYS, name)
+        if not {"alpha_s", "bytes_per_s"} <= set(link):
+            raise ValueError(f"{path}: [{name}] needs alpha_s and bytes_per_s")
+        links[name] = Link(**link)
+    rest = {key: item for key, item in known.items() if key not in links}
+    return Cluster(num_ranks=1, **rest, **links)
+
+
+@contextlib.contextmanager
+def _bar() -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr while points are simulated; nothing where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("simulating", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _print(points: "list[ScalingPoint]", *, assumed: bool, plot: Path | None) -> None:
+    columns = [
+        ("ranks", "right"),
+        ("all-to-all", "left"),
+        ("chunks", "right"),
+        ("layer ms", "right"),
+        ("compute ms", "right"),
+        ("exposed ms", "right"),
+        ("ratio", "right"),
+    ]
+    rows = [
+        (
+            str(point.num_ranks),
+            "two levels" if point.hierarchical else "flat",
+            str(point.degree),
+            f"{1e3 * point.prediction.layer_s:.3f}",
+            f"{1e3 * point.prediction.compute_s:.3f}",
+            f"{1e3 * point.prediction.exposed_s:.3f}",
+            f"{point.exposed_ratio:.0%}",
+        )
+        for point in points
+    ]
+    balance = min(point.balancedness for point in points)
+    source = "assumed links and rates" if assumed else "measured links and rates"
+    print_table(f"one layer, {source}, balance of ranks {balance:.3f} or better", columns, rows)
+    if plot is not None:
+        print(f"wrote {plot}")

@@ -1,0 +1,115 @@
+"""What a cluster costs: links by latency and bandwidth (alpha-beta), compute by rate.
+
+All numbers are meant to be measured; ``fit_link`` turns timings of messages into a link.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """What sending costs a rank: ``alpha_s`` for each message and ``1 / bytes_per_s`` a byte.
+
+    Attributes:
+        alpha_s: seconds of each message, however small.
+        bytes_per_s: of one rank, in each direction.
+        occupies_compute: moving bytes takes the rank's processor, as gloo's copies do on a machine
+            with no core to spare; then nothing overlaps.
+    """
+
+    alpha_s: float
+    bytes_per_s: float
+    occupies_compute: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.alpha_s >= 0 and self.bytes_per_s > 0):
+            raise ValueError(
+                "alpha_s must not be negative and bytes_per_s must be positive, "
+                f"got {self.alpha_s} and {self.bytes_per_s}"
+            )
+
+    def seconds(self, num_messages: float, num_bytes: npt.ArrayLike) -> np.ndarray:
+        """Time of messages with these bytes together."""
+        return num_messages * self.alpha_s + np.asarray(num_bytes) / self.bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """Ranks, the links between them, and how fast each computes.
+
+    Attributes:
+        num_ranks: ranks of the expert-parallel group.
+        ranks_per_node: ranks that share a machine; the last machine may have fewer only if there is
+            one machine.
+        intra: link between ranks of a machine.
+        inter: link of a rank to other machines.
+        flops_per_s: floating-point operations of the expert products, as measured.
+        launch_s: fixed cost of each call of the expert computation.
+        copy_bytes_per_s: bytes read and written a second by sorting and combining rows.
+    """
+
+    num_ranks: int
+    ranks_per_node: int
+    intra: Link
+    inter: Link
+    flops_per_s: float
+    launch_s: float = 0.0
+    copy_bytes_per_s: float = float("inf")
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1 or self.ranks_per_node < 1:
+            raise ValueError(
+                f"need ranks and ranks per node, got {self.num_ranks} and {self.ranks_per_node}"
+            )
+        if self.num_ranks > self.ranks_per_node and self.num_ranks % self.ranks_per_node:
+            raise ValueError(
+                f"{self.num_ranks} ranks do not divide into nodes of {self.ranks_per_node}"
+            )
+        if not (self.flops_per_s > 0 and self.copy_bytes_per_s > 0 and self.launch_s >= 0):
+            raise ValueError("rates must be positive and launch_s must not be negative")
+
+    @property
+    def local_ranks(self) -> int:
+        """Ranks of each machine."""
+        return min(self.num_ranks, self.ranks_per_node)
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines."""
+        return self.num_ranks // self.local_ranks
+
+
+def fit_link(
+    message_bytes: npt.ArrayLike, seconds: npt.ArrayLike, *, occupies_compute: bool = False
+) -> Link:
+    """The link whose alpha and beta fit timed messages best, in relative error.
+
+    Args:
+        message_bytes: ``[N]`` sizes, at least two different ones.
+        seconds: ``[N]`` time of one message of each size.
+        occupies_compute: see ``Link``.
+
+    Raises:
+        ValueError: too few sizes, or times from which no bandwidth follows.
+    """
+    sizes = np.asarray(message_bytes, dtype=np.float64)
+    times = np.asarray(seconds, dtype=np.float64)
+    if sizes.shape != times.shape or sizes.ndim != 1 or len(np.unique(sizes)) < 2:
+        raise ValueError("needs the times of at least two different sizes")
+    if not (np.isfinite(times).all() and times.min() > 0):
+        raise ValueError("times must be positive")
+    # Divided by the times, so that the small messages, which say what alpha is, count as well.
+    rows = np.stack([np.ones_like(sizes), sizes], axis=1) / times[:, None]
+    (alpha, per_byte), *_ = np.linalg.lstsq(rows, np.ones_like(times), rcond=None)
+    if alpha < 0:
+        # Latency below the noise: the best line through zero.
+        alpha = 0.0
+        per_byte = (sizes / times).sum() / ((sizes / times) ** 2).sum()
+    if per_byte <= 0:
+        raise ValueError("larger messages did not take longer; measure larger ones")
+    return Link(
+        alpha_s=float(alpha), bytes_per_s=1 / float(per_byte), occupies_compute=occupies_compute
+    )

@@ -1,0 +1,84 @@
+"""``moe-runtime simulate``: numbers, plots, machine files, and one line for what is wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moe_runtime.cli.main import main
+
+MACHINE = """
+ranks_per_node = 2
+flops_per_s = 1e12
+
+[intra]
+alpha_s = 1e-5
+bytes_per_s = 1e9
+occupies_compute = true
+
+[inter]
+alpha_s = 5e-5
+bytes_per_s = 1e8
+"""
+
+
+def test_json_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot = tmp_path / "scaling.png"
+    words = ["simulate", "--ranks", "8,16", "--degrees", "1,4", "--zipf", "0.5"]
+    words += ["--algorithm", "eplb", "--replicas-per-rank", "1", "--plot", str(plot), "--json"]
+    assert main(words) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["is_assumed"] is True
+    assert len(report["points"]) == 8
+    assert {point["num_ranks"] for point in report["points"]} == {8, 16}
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_machine_file_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = tmp_path / "machine.toml"
+    machine.write_text(MACHINE)
+    assert main(["simulate", "--ranks", "2,4", "--machine", str(machine), "--degrees", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "measured links and rates" in out
+    assert "two levels" in out
+
+
+@pytest.mark.parametrize(
+    ("machine", "message"),
+    [
+        ("ranks_per_nod = 2", "did you mean 'ranks_per_node'"),
+        ("ranks_per_node = 2\nflops_per_s = 1.0", "lacks inter, intra"),
+        (MACHINE.replace("1e9", "0"), "bytes_per_s must be positive"),
+        (MACHINE.replace("alpha_s = 5e-5", "alpha = 1"), "did you mean 'alpha_s'"),
+        (MACHINE.replace("flops_per_s = 1e12", "flops_per_s = 'fast'"), "expected a number"),
+        ("= 2", "not a TOML file"),
+    ],
+)
+def test_wrong_machine_files(
+    tmp_path: Path, machine: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "machine.toml"
+    path.write_text(machine)
+    assert main(["simulate", "--ranks", "2", "--machine", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ranks", "8,x"], "--ranks must be numbers"),
+        (["--ranks", "0"], "--ranks must be numbers"),
+        (["--ranks", "12"], "12 ranks do not divide into nodes of 8"),
+        (["--degrees", ""], "--degrees must be numbers"),
+        (["--algorithm", "eplc"], "did you mean 'eplb'"),
+        (["--machine", "missing.toml"], "missing.toml: No such file"),
+        (["--plot", "no/folder/x.png"], "no folder"),
+    ],
+)
+def test_wrong_words(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *words]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1

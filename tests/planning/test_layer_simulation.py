@@ -1,0 +1,244 @@
+"""Predicted layer times against closed forms, and exchanges against a literal count of rows."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moe_runtime.planning.cluster import Cluster, Link, fit_link
+from moe_runtime.planning.layer_simulation import (
+    LayerSchedule,
+    LayerWorkload,
+    _phases,
+    predict_layer,
+)
+from moe_runtime.planning.scaling import Imbalance, LayerShape, rank_shares, sweep_scaling
+
+FAST = Link(alpha_s=0.0, bytes_per_s=1.0)
+
+
+def two_ranks(alpha_s: float = 0.0, *, occupies_compute: bool = False) -> Cluster:
+    link = Link(alpha_s=alpha_s, bytes_per_s=1.0, occupies_compute=occupies_compute)
+    return Cluster(num_ranks=2, ranks_per_node=2, intra=link, inter=link, flops_per_s=1.0)
+
+
+def exchange_of(travel_s: float, compute_s: float) -> LayerWorkload:
+    """Two ranks whose rows all go to the other one: so many seconds each way, and of experts."""
+    rows = np.array([[0.0, 1.0], [1.0, 0.0]])
+    return LayerWorkload(rows_PP=rows, row_bytes=travel_s, flops_per_row=compute_s)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4, 8])
+def test_chunks_hide_all_but_the_first_and_the_last(degree: int) -> None:
+    """Travel x and compute y > x a chunk: x + d y + x."""
+    prediction = predict_layer(two_ranks(), exchange_of(8.0, 16.0), LayerSchedule(degree=degree))
+    assert prediction.layer_s == pytest.approx(16 + 2 * 8 / degree)
+    assert prediction.compute_s == pytest.approx(16)
+    assert prediction.exposed_s == pytest.approx(16 / degree)
+    assert prediction.communication_s == pytest.approx(16)
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_travel_that_takes_longer_than_compute_is_the_limit(degree: int) -> None:
+    prediction = predict_layer(two_ranks(), exchange_of(8.0, 4.0), LayerSchedule(degree=degree))
+    assert prediction.layer_s == pytest.approx(16)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 8])
+def test_nothing_overlaps_where_travel_takes_the_processor(degree: int) -> None:
+    prediction = predict_layer(
+        two_ranks(occupies_compute=True), exchange_of(8.0, 16.0), LayerSchedule(degree=degree)
+    )
+    assert prediction.layer_s == pytest.approx(32)
+
+
+def test_every_message_costs_its_latency() -> None:
+    """One for the counts, one each way a chunk."""
+    for degree in (1, 4):
+        prediction = predict_layer(
+            two_ranks(alpha_s=100.0), exchange_of(8.0, 0.0), LayerSchedule(degree=degree)
+        )
+        assert prediction.communication_s == pytest.approx(100 + 2 * degree * 100 + 16)
+
+
+def test_best_degree_grows_with_what_can_be_hidden() -> None:
+    """Launches against hiding: one chunk for short travel, more where there is more to hide."""
+
+    def best(travel_s: float) -> int:
+        times = {
+            degree: predict_layer(
+                replace(two_ranks(), launch_s=0.3),
+                exchange_of(travel_s, 16.0),
+                LayerSchedule(degree=degree),
+            ).layer_s
+            for degree in (1, 2, 4, 8, 16)
+        }
+        return min(times, key=times.__getitem__)
+
+    assert best(0.05) == 1
+    assert best(1.0) < best(8.0)
+
+
+def test_rows_that_stay_are_computed_meanwhile() -> None:
+    rows = np.array([[1.0, 1.0], [1.0, 1.0]])
+    workload = LayerWorkload(rows_PP=rows, row_bytes=6.0, flops_per_row=10.0)
+    plain = predict_layer(two_ranks(), workload, LayerSchedule())
+    local = predict_layer(two_ranks(), workload, LayerSchedule(is_local_first=True))
+    assert plain.layer_s == pytest.approx(6 + 20 + 6)
+    assert local.layer_s == pytest.approx(10 + 10 + 6)
+
+
+def test_shared_experts_are_computed_meanwhile() -> None:
+    workload = replace(exchange_of(8.0, 16.0), shared_s=5.0)
+    plain = predict_layer(two_ranks(), workload, LayerSchedule())
+    early = predict_layer(two_ranks(), workload, LayerSchedule(is_shared_first=True))
+    assert plain.layer_s - early.layer_s == pytest.approx(5)
+
+
+def test_a_straggler_holds_up_everybody() -> None:
+    workload = replace(exchange_of(8.0, 16.0), slowdown_P=np.array([1.0, 3.0]))
+    prediction = predict_layer(two_ranks(), workload, LayerSchedule())
+    assert prediction.compute_s == pytest.approx(48)
+    assert prediction.layer_s == pytest.approx(8 + 48 + 8)
+
+
+def test_one_rank_needs_no_communication() -> None:
+    cluster = Cluster(num_ranks=1, ranks_per_node=8, intra=FAST, inter=FAST, flops_per_s=1.0)
+    workload = LayerWorkload(rows_PP=np.ones((1, 1)), row_bytes=9.0, flops_per_row=3.0)
+    prediction = predict_layer(cluster, workload, LayerSchedule(hierarchical=True))
+    assert prediction.layer_s == 3
+    assert prediction.exposed_s == 0
+
+
+def literal_exchange(rows: np.ndarray, local: int, hierarchical: bool) -> tuple[list, list]:
+    """Rows that each rank sends or receives (the larger) within its machine and beyond it."""
+    num_ranks = len(rows)
+    near_out, near_in, far_out, far_in = (np.zeros(num_ranks) for _ in range(4))
+
+    def send(source: int, target: int, amount: float) -> None:
+        if source == target:
+            return
+        same = source // local == target // local
+        (near_out if same else far_out)[source] += amount
+        (near_in if same else far_in)[target] += amount
+
+    for source in range(num_ranks):
+        for target in range(num_ranks):
+            if hierarchical:
+                relay = source // local * local + target % local
+                send(source, relay, rows[source, target])
+                send(relay, target, rows[source, target])
+            else:
+                send(source, target, rows[source, target])
+    return np.maximum(near_out, near_in).tolist(), np.maximum(far_out, far_in).tolist()
+
+
+@pytest.mark.parametrize("hierarchical", [False, True])
+@pytest.mark.parametrize(("nodes", "local"), [(2, 3), (3, 2), (1, 4), (4, 1)])
+def test_bytes_and_messages_of_an_exchange(nodes: int, local: int, hierarchical: bool) -> None:
+    rows = np.random.default_rng(nodes).integers(0, 9, (nodes * local,) * 2).astype(float)
+    cluster = Cluster(
+        num_ranks=nodes * local,
+        ranks_per_node=local,
+        intra=Link(alpha_s=1000.0, bytes_per_s=1.0),
+        inter=Link(alpha_s=1e6, bytes_per_s=1.0),
+        flops_per_s=1.0,
+    )
+    near, far = literal_exchange(rows, local, hierarchical)
+    far_messages = nodes - 1 if hierarchical else (nodes - 1) * local
+    for stage in _phases(cluster, rows, 2.0, hierarchical):
+        for phase in stage:
+            alpha, expected = (
+                (1e6 * far_messages, far) if phase.is_inter else (1000.0 * (local - 1), near)
+            )
+            np.testing.assert_allclose(phase.seconds_P, alpha + 2 * np.array(expected))
+
+
+def test_two_levels_win_at_small_messages_only() -> None:
+    """The crossover that the alpha-beta model predicts: latency against extra local bytes."""
+    cluster = Cluster(
+        num_ranks=64,
+        ranks_per_node=8,
+        intra=Link(alpha_s=1e-6, bytes_per_s=1e11),
+        inter=Link(alpha_s=1e-5, bytes_per_s=5e10),
+        flops_per_s=1e14,
+    )
+
+    def gain(bytes_a_rank: float) -> float:
+        rows = np.full((64, 64), 1 / 64)
+        workload = LayerWorkload(rows_PP=rows, row_bytes=bytes_a_rank, flops_per_row=0.0)
+        flat, two = (
+            predict_layer(cluster, workload, LayerSchedule(hierarchical=flag)).layer_s
+            for flag in (False, True)
+        )
+        return flat / two
+
+    assert gain(1e5) > 2
+    assert gain(1e9) < 1
+
+
+def test_exposed_communication_at_64_ranks() -> None:
+    """At most 30 % of that without overlap, for a Mixtral-like layer on assumed links."""
+    cluster = Cluster(
+        num_ranks=64,
+        ranks_per_node=8,
+        intra=Link(alpha_s=2e-6, bytes_per_s=4e11),
+        inter=Link(alpha_s=5e-6, bytes_per_s=5e10),
+        flops_per_s=5e14,
+        launch_s=1e-5,
+        copy_bytes_per_s=3e12,
+    )
+    points = sweep_scaling(cluster, LayerShape(), Imbalance(), ranks=[64], degrees=[1, 4, 8])
+    ratios = {(point.hierarchical, point.degree): point.exposed_ratio for point in points}
+    assert ratios[False, 1] == 1
+    assert ratios[True, 8] <= 0.3
+
+
+def test_replicas_and_placement_shorten_the_layer() -> None:
+    cluster = Cluster(num_ranks=16, ranks_per_node=8, intra=FAST, inter=FAST, flops_per_s=1e9)
+    balance = {}
+    for algorithm, replicas in (("round-robin", 0), ("greedy", 0), ("eplb", 2)):
+        imbalance = Imbalance(zipf=1.0, algorithm=algorithm, replicas_per_rank=replicas)
+        shares = rank_shares(cluster, LayerShape(), imbalance)
+        assert shares.shape == (16,)
+        assert shares.sum() == pytest.approx((1 / np.arange(1, 65)).sum())
+        balance[algorithm] = shares.mean() / shares.max()
+    assert balance["round-robin"] < balance["greedy"] < balance["eplb"]
+
+
+class TestLinks:
+    def test_fit_finds_the_line(self) -> None:
+        sizes = np.array([1e2, 1e4, 1e6, 1e8])
+        link = fit_link(sizes, 3e-5 + sizes / 2e9)
+        assert link.alpha_s == pytest.approx(3e-5)
+        assert link.bytes_per_s == pytest.approx(2e9)
+        assert link.seconds(2, 4e9) == pytest.approx(6e-5 + 2)
+
+    def test_fit_weighs_small_messages(self) -> None:
+        """A tenth of noise on the largest message does not drown the latency."""
+        sizes = np.array([1e2, 1e4, 1e6, 1e8])
+        times = (3e-5 + sizes / 2e9) * np.array([1, 1, 1, 1.1])
+        assert fit_link(sizes, times).alpha_s == pytest.approx(3e-5, rel=0.1)
+
+    def test_latency_below_the_noise_is_zero(self) -> None:
+        link = fit_link([1e6, 2e6], [0.9e-3, 2e-3])
+        assert link.alpha_s == 0
+        assert link.bytes_per_s == pytest.approx(1e9, rel=0.2)
+
+    def test_bad_input(self) -> None:
+        with pytest.raises(ValueError, match="two different sizes"):
+            fit_link([5, 5], [1.0, 2.0])
+        with pytest.raises(ValueError, match="must be positive"):
+            fit_link([5, 6], [0.0, 2.0])
+        with pytest.raises(ValueError, match="bytes_per_s must be positive"):
+            Link(alpha_s=0.0, bytes_per_s=0.0)
+        with pytest.raises(ValueError, match="do not divide into nodes of 8"):
+            Cluster(num_ranks=12, ranks_per_node=8, intra=FAST, inter=FAST, flops_per_s=1.0)
+        with pytest.raises(ValueError, match="rows_PP must have shape"):
+            predict_layer(
+                two_ranks(),
+                LayerWorkload(rows_PP=np.ones((3, 3)), row_bytes=1.0, flops_per_row=1.0),
+                LayerSchedule(),
+            )
+        with pytest.raises(ValueError, match="degree"):
+            LayerSchedule(degree=0)
