@@ -20,8 +20,8 @@ class ActivationSpec:
     """A gate as a formula, wide enough for every gate in transformers 5.
 
     With a gate: ``g = min(gate, limit)``, ``u = clamp(up, -limit, limit)``,
-    ``hidden = function(g) * (u + up_offset)``. Without one: ``hidden = function(up)``, and none of
-    the other fields applies. All fields are exact in every implementation; infinity switches off.
+    ``hidden = function(g) * (u + up_offset)``. Without one: ``hidden = function(up)``. All fields
+    are exact in every implementation; infinity switches off.
 
     Attributes:
         function: ``silu`` is ``g * sigmoid(alpha * g)``; ``relu2`` is ``relu(g) ** 2``.

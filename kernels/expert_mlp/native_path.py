@@ -31,6 +31,7 @@ from moe_runtime.kernels.native import (
     NativeLibrary,
     require_native,
 )
+from moe_runtime.kernels.native.pages import with_huge_pages
 
 
 class NativeSteps(torch_path.TorchSteps):
@@ -202,7 +203,7 @@ def _run_kernel(
     order_N = torch.cat([rows.order_R[group.first : group.last] for group in few])
     tokens_N = order_N // top_k
     destinations_N = torch.arange(len(order_N))
-    y_ND = x_TD.new_empty(len(order_N), experts.dim_model)
+    y_ND = with_huge_pages(x_TD.new_empty(len(order_N), experts.dim_model))
     records = _records([group.slot for group in few], experts)
     size = x_TD.element_size()
     status = library.expert_ffn(

@@ -22,6 +22,7 @@ from moe_runtime.kernels.expert_mlp.rows import (
     groups,
     sort_rows,
 )
+from moe_runtime.kernels.native.pages import with_huge_pages
 
 
 class TorchSteps:
@@ -130,7 +131,7 @@ def forward(
         Output ``[T, D]`` in the dtype of `x`, and ``[R, Z]`` or an empty tensor.
     """
     num_rows = x_TD.shape[0] if weights_TK is None else weights_TK.numel()
-    z_RZ = x_TD.new_empty(num_rows if keeps else 0, experts.dim_preactivation)
+    z_RZ = with_huge_pages(x_TD.new_empty(num_rows if keeps else 0, experts.dim_preactivation))
     sums_TD = x_TD.new_zeros(x_TD.shape, dtype=x_TD.dtype if weights_TK is None else _precise(x_TD))
     for group in groups(rows, experts):
         run_group(group, x_TD, weights_TK, rows, experts, activation, z_RZ, sums_TD, steps=steps)
@@ -331,7 +332,9 @@ def _allocate(
         if needs.weights and weights_TK is not None
         else x_TD.new_empty(0),
         *(
-            torch.empty_like(tensor) if need and tensor is not None else x_TD.new_empty(0)
+            with_huge_pages(torch.empty_like(tensor))
+            if need and tensor is not None
+            else x_TD.new_empty(0)
             for tensor, need in zip(experts.tensors(), needs[2:], strict=True)
         ),
     )

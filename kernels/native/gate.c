@@ -10,8 +10,11 @@
 #include "kernels.h"
 #include "pool.h"
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define MOE_CLONES __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
+/* By level and not by processor name: the names match Intel's processors alone. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#define MOE_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define MOE_CLONES __attribute__((target_clones("avx2", "default")))
 #else
 #define MOE_CLONES
 #endif

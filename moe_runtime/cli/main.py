@@ -17,6 +17,7 @@ from moe_runtime.cli.console import Session
 from moe_runtime.cli.doctor import doctor
 from moe_runtime.cli.inspect import inspect
 from moe_runtime.cli.place import place
+from moe_runtime.cli.predictor import predictor_app
 from moe_runtime.cli.replay import replay
 from moe_runtime.cli.run import run
 from moe_runtime.cli.simulate import simulate
@@ -85,6 +86,7 @@ def build_app() -> typer.Typer:
     app.command()(place)
     app.command()(simulate)
     app.command()(train)
+    app.add_typer(predictor_app(), name="predictor")
     return app
 
 

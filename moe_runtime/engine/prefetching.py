@@ -70,7 +70,7 @@ def make_live_estimator(
         estimator = read_predictor(predictor, signature)
     else:
         estimator = make_estimator(str(predictor), shape_of(signature))
-    if isinstance(estimator, NextGate):
+    if type(estimator) is NextGate:
         estimator.set_gates(*find_gates(model, block_names, shape_of(signature)))
     return estimator
 
@@ -101,8 +101,10 @@ def find_gates(
             )
         weight, bias = gates[0]
         weights.append(_as_numpy(weight))
-        has_bias = isinstance(bias, torch.Tensor) and bias.shape == (shape.num_experts,)
-        biases.append(_as_numpy(bias) if has_bias else np.zeros(shape.num_experts, np.float32))
+        if isinstance(bias, torch.Tensor) and bias.shape == (shape.num_experts,):
+            biases.append(_as_numpy(bias))
+        else:
+            biases.append(np.zeros(shape.num_experts, dtype=np.float32))
     if len({weight.shape for weight in weights}) != 1:
         raise UnsupportedModelError("the gates of this model differ in width between layers")
     return np.stack(weights), np.stack(biases)

@@ -52,8 +52,9 @@ class MoELayer(nn.Module):
         drop_policy: Which choices are kept: see `moe_runtime.routing.Capacity`.
         num_groups: Consecutive parts of the batch that are routed on their own (GShard).
         loss_weights: Coefficients of the auxiliary losses by name; None means the gate's own.
-        zero_experts: Zero-computation experts beside the routed ones (MoE++); they need the gate
-            `moepp`, which `softmax_topk` then means.
+        zero_experts: Zero-computation experts beside the routed ones (MoE++), as counts or by
+            kind (`constant`, `copy`, `zero`); they need the gate `moepp`, which `softmax_topk`
+            then means.
         attach_losses: The backward pass of the output also computes the gradients of `aux.loss`
             (times `loss_scale`): it need not, and must not, be added to the training loss.
         impl: Implementation of `kernels.expert_mlp`.
@@ -88,7 +89,7 @@ class MoELayer(nn.Module):
         drop_policy: DropPolicy = "choice",
         num_groups: int = 1,
         loss_weights: Mapping[str, float] | None = None,
-        zero_experts: ZeroExpertCounts | None = None,
+        zero_experts: ZeroExpertCounts | Mapping[str, int] | None = None,
         attach_losses: bool = False,
         impl: ExpertMlpImpl = "auto",
         recompute: bool = False,
@@ -226,11 +227,13 @@ class MoELayer(nn.Module):
 
 
 def _with_zero_experts(
-    gate: str, zero_experts: ZeroExpertCounts | None, options: dict[str, Any]
+    gate: str, zero_experts: ZeroExpertCounts | Mapping[str, int] | None, options: dict[str, Any]
 ) -> tuple[str, dict[str, Any]]:
     """The gate that can choose zero experts, where there are some."""
     if zero_experts is None:
         return gate, options
     if gate not in ("softmax_topk", "moepp"):
         raise ValueError(f"zero_experts need the gate 'moepp', got {gate!r}")
+    if not isinstance(zero_experts, ZeroExpertCounts):
+        zero_experts = ZeroExpertCounts.of_kinds(zero_experts)
     return "moepp", {**options, "zero_experts": zero_experts}

@@ -6,6 +6,7 @@ Shape suffixes: T tokens, N all experts (E with weights, then Z without), K choi
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Unpack
 
@@ -40,6 +41,21 @@ class ZeroExpertCounts:
         """
         if min(self.constant, self.copy, self.zero) < 0:
             raise ValueError(f"counts of zero experts must not be negative, got {self}")
+
+    @classmethod
+    def of_kinds(cls, kinds: Mapping[str, int]) -> ZeroExpertCounts:
+        """Counts by kind; kinds that are not named have none.
+
+        Raises:
+            ValueError: A kind is unknown.
+        """
+        counts = {"constant": 0, "copy": 0, "zero": 0}
+        unknown = sorted(kinds.keys() - counts.keys())
+        if unknown:
+            raise ValueError(
+                f"zero experts are of the kinds {', '.join(counts)}, got {', '.join(unknown)}"
+            )
+        return cls(**{**counts, **kinds})
 
     @property
     def total(self) -> int:

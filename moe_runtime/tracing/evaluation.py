@@ -91,6 +91,7 @@ def evaluate(
     distances: Sequence[int] = (1, 2, 4),
     max_tokens: int | None = None,
     seed: int = 0,
+    hidden_TLD: np.ndarray | None = None,
 ) -> list[Evaluation]:
     """Measures estimators on sequences that they were not trained on.
 
@@ -104,6 +105,7 @@ def evaluate(
         distances: how many layers ahead to predict.
         max_tokens: measures a random sample of this many tokens; all when omitted.
         seed: of that sample.
+        hidden_TLD: ``[T, L, D]`` what the gates were given, for predictors that look at it.
 
     Returns:
         The control first, then one evaluation for each estimator.
@@ -122,11 +124,12 @@ def evaluate(
     row = 0
     for contexts in contexts_of(routes):
         chosen = np.flatnonzero(wanted[row : row + len(contexts)])
+        hidden = None if hidden_TLD is None else hidden_TLD[row + chosen].astype(np.float32)
         row += len(contexts)
         if chosen.size:
             some = contexts.rows(chosen)
             for book in books:
-                book.add(some)
+                book.add(some, hidden)
     return [book.close() for book in books]
 
 
@@ -147,13 +150,15 @@ class _Books:
         self._call_s = 0.0
         self._num_tokens = 0
 
-    def add(self, contexts: Contexts) -> None:
+    def add(self, contexts: Contexts, hidden_BLD: np.ndarray | None) -> None:
         self._num_tokens += len(contexts)
         if self._call_s == 0.0:
             self._call_s = _time_one_call(self._estimator, contexts)
         for place, distance in enumerate(self._distances):
             for layer in range(self._shape.num_layers):
                 now = max(layer - distance, -1)
+                if hidden_BLD is not None:
+                    contexts.hidden = hidden_BLD[:, now] if now >= 0 else None
                 self._add_layer(
                     place, layer, contexts, self._estimator.estimate(contexts, now, layer)
                 )

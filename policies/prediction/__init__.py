@@ -15,6 +15,7 @@ from moe_runtime.policies.prediction.context import Contexts, contexts_of
 from moe_runtime.policies.prediction.eam import EamCollection
 from moe_runtime.policies.prediction.estimator import Estimator
 from moe_runtime.policies.prediction.expert_map import ExpertMap
+from moe_runtime.policies.prediction.hidden_lookahead import HiddenLookahead
 from moe_runtime.policies.prediction.next_gate import NextGate
 from moe_runtime.policies.prediction.popularity import Popularity
 from moe_runtime.policies.prediction.previous_token import PreviousToken
@@ -26,9 +27,11 @@ from moe_runtime.policies.prediction.transitions import LayerAffinity, NaiveBaye
 __all__ = [
     "PREDICTORS",
     "Contexts",
+    "EamCollection",
     "Estimator",
     "Event",
     "Guess",
+    "HiddenLookahead",
     "LayerRouted",
     "NextGate",
     "Popularity",
@@ -57,6 +60,7 @@ PREDICTORS: dict[str, type[Estimator]] = {
         ExpertMap,
         Combination,
         NextGate,
+        HiddenLookahead,
     )
 }
 

@@ -8,8 +8,10 @@ from stacked_experts import DIM_MODEL, make_experts, make_routing
 
 from moe_runtime.kernels.expert_mlp import StackedExperts, expert_mlp, grouped_expert_mlp
 from moe_runtime.kernels.expert_mlp.registration import Static
+from moe_runtime.kernels.native import native_library
 
-IMPLS = ["torch", "native"]
+needs_native = pytest.mark.skipif(native_library() is None, reason="the library was not built")
+IMPLS = ["torch", pytest.param("native", marks=needs_native)]
 
 
 class Layer(torch.nn.Module):

@@ -14,9 +14,13 @@ from moe_runtime.kernels.expert_mlp import (
     StackedExperts,
     expert_mlp,
     grouped_expert_mlp,
+    native_path,
 )
+from moe_runtime.kernels.native import native_library
 
-IMPLS = ["torch", "native"]
+needs_native = pytest.mark.skipif(native_library() is None, reason="the library was not built")
+NATIVE = pytest.param("native", marks=needs_native)
+IMPLS = ["torch", NATIVE]
 SPECS = [
     ActivationSpec("silu"),
     ActivationSpec("gelu"),
@@ -187,3 +191,42 @@ def test_two_runs_give_the_same_bits(impl: str) -> None:
     first = run(experts, x, ids, weights, torch.float32, activation="silu", impl=impl)
     second = run(experts, x, ids, weights, torch.float32, activation="silu", impl=impl)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@needs_native
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_inference_by_the_c_kernels(
+    layout: dict[str, bool], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts with few rows go together, those with many one by one, into the same sums."""
+    experts = make_experts(6, dtype=dtype, **layout)
+    ids, weights = make_routing(40, 2, 6, kind="skewed", dtype=torch.float32)
+    ids[3] = torch.tensor([6, -1])
+    x = torch.randn(40, DIM_MODEL).to(dtype)
+    exact = replace(
+        experts, **{n: t.double() for n in NAMES[2:] if (t := getattr(experts, n)) is not None}
+    )
+    expected = expert_mlp(
+        x.double(), ids, weights.double(), exact, activation="silu", impl="reference"
+    )
+    # bf16: a few roundings of 2^-9, of x's products, the hidden values, the rows and their sum.
+    tolerance = FP32 if dtype == torch.float32 else 2e-2
+    for limit in (0, 5, 1000):
+        monkeypatch.setattr(native_path, "native_row_limit", lambda *_, limit=limit: limit)
+        with torch.no_grad():
+            out = expert_mlp(x, ids, weights, experts, activation="silu", impl="native")
+        assert (out[3] == 0).all()
+        error = (out.double() - expected).abs().max() / expected.abs().max()
+        assert error < tolerance
+
+
+@needs_native
+def test_native_refuses_what_it_cannot() -> None:
+    experts = make_experts(2)
+    ids, weights = make_routing(3, 1, 2, dtype=torch.float64)
+    x = torch.randn(3, DIM_MODEL, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"impl='native' needs fp32, bf16 or fp16 .*float64"):
+        expert_mlp(x, ids, weights, experts, activation="silu", impl="native")
+    with pytest.raises(ValueError, match=r"a function as activation .*got impl='native'"):
+        expert_mlp(x, ids, weights, experts, activation=torch.sin, impl="native")

@@ -22,7 +22,6 @@ def make_layer(case: GateCase) -> MoELayer:
         gate_options=case.options,
         dtype=torch.float64,
         bias=True,
-        impl="torch",
         **case.layer,
     )
     for parameter in layer.parameters():  # none may be zero: a zero hides what it multiplies

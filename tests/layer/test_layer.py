@@ -16,7 +16,7 @@ D, INTER, E, K = 16, 12, 6, 2
 
 def make_layer(**changes) -> MoELayer:
     torch.manual_seed(0)
-    return MoELayer(D, INTER, E, K, **{"impl": "torch", **changes})
+    return MoELayer(D, INTER, E, K, **changes)
 
 
 def gradients(layer: nn.Module) -> dict[str, Tensor]:
@@ -218,7 +218,6 @@ def test_compiles_into_one_graph(gate: str) -> None:
         gate=gate,
         capacity_factor=1.0,
         shared_experts=1,
-        impl="torch",
     )
     layer.eval()
     x = torch.randn(2, 10, D)
@@ -266,6 +265,7 @@ def test_zero_experts_choose_their_gate() -> None:
     layer = make_layer(zero_experts=ZeroExpertCounts(constant=3))
     assert isinstance(layer.zero, ZeroExperts)
     assert layer.gate.weight.shape == (E + 5, D)
+    assert make_layer(zero_experts={"copy": 2}).gate.zero_experts == ZeroExpertCounts(0, 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -277,6 +277,7 @@ def test_zero_experts_choose_their_gate() -> None:
         ({"gate": "switchh"}, "did you mean 'switch'"),
         ({"gate_options": {"scal": 2.0}}, "did you mean 'scale'"),
         ({"gate": "gshard", "zero_experts": ZeroExpertCounts()}, "need the gate 'moepp'"),
+        ({"zero_experts": {"copies": 1}}, "of the kinds constant, copy, zero, got copies"),
         ({"gate": make_gate("switch", D, E, 1)}, "the gate was made for"),
         ({"drop_policy": "random", "capacity_factor": 1.0}, "policy must be one of"),
         ({"impl": "cuda"}, "impl must be one of"),

@@ -1,0 +1,38 @@
+"""Huge pages for large results: the first touch of fresh memory costs as much as filling it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+from collections.abc import Callable
+
+from torch import Tensor
+
+_HUGE_PAGE = 2 << 20
+# Smaller tensors come from memory that has been used before.
+_WORTH_IT = 32 << 20
+
+
+def with_huge_pages(fresh: Tensor) -> Tensor:
+    """Asks the system to back a tensor that nobody has written to by huge pages.
+
+    It is advice: systems that do not know it, other devices and small tensors are left alone.
+    """
+    advise = _madvise()
+    if advise is None or not fresh.is_cpu or fresh.nbytes < _WORTH_IT:
+        return fresh
+    first = -(-fresh.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
+    last = (fresh.data_ptr() + fresh.nbytes) // _HUGE_PAGE * _HUGE_PAGE
+    advise(first, last - first, mmap.MADV_HUGEPAGE)
+    return fresh
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    """The C library's function, or None where there are no huge pages."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function

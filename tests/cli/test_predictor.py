@@ -1,0 +1,119 @@
+"""The commands that train and measure predictors, and what they refuse."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from synthetic_routes import make_routes
+
+from moe_runtime.cli.main import main
+from moe_runtime.errors import CheckpointError
+from moe_runtime.policies.prediction import PREDICTORS, Shape, make_estimator
+from moe_runtime.tracing import Trace, write_trace
+from moe_runtime.tracing.predictor_file import read_predictor, write_predictor
+from moe_runtime.types import ModelSignature
+
+SHAPE = Shape(num_layers=3, num_experts=8, top_k=2)
+
+
+def save(path: Path, *, model_type: str = "olmoe") -> Path:
+    routes = make_routes(SHAPE, num_sequences=6, length=30)
+    steps = routes.num_tokens
+    lengths = np.diff(routes.offsets)
+    trace = Trace(
+        version=1,
+        signature=ModelSignature(
+            model_type=model_type, num_layers=3, num_experts=8, top_k=2, vocab_size=100
+        ),
+        step_phase=np.ones(steps, dtype=np.uint8),
+        step_start=np.arange(steps + 1, dtype=np.int64),
+        token_request=np.repeat(np.arange(6), lengths).astype(np.int32),
+        token_id=routes.token_ids.astype(np.int32),
+        token_position=np.concatenate([np.arange(n) for n in lengths]).astype(np.int32),
+        expert_ids=routes.expert_ids.astype(np.uint8),
+        gate_weights=routes.gate_weights.astype(np.float16),
+    )
+    write_trace(path, trace)
+    return path
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return save(tmp_path / "trace.npz")
+
+
+def test_fit_writes_a_predictor_that_can_be_read(trace: Path, tmp_path: Path, capsys) -> None:
+    target = tmp_path / "p.npz"
+    assert main(["predictor", "fit", str(trace), "-o", str(target), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["tokens"] == 180
+    assert facts["file_bytes"] == target.stat().st_size
+    assert read_predictor(target).name == "combined"
+
+
+def test_evaluate_reports_every_predictor_and_the_control(trace: Path, capsys) -> None:
+    command = ["predictor", "evaluate", str(trace), "--distances", "1,2", "--json"]
+    assert main(command) == 0
+    facts = json.loads(capsys.readouterr().out)
+    from_routing = [name for name, kind in PREDICTORS.items() if not kind.needs_hidden]
+    assert [result["predictor"] for result in facts["results"]] == ["control", *from_routing]
+    control, *others = facts["results"]
+    assert all(recall["mean_at_k"] == 1.0 for recall in control["recalls"])
+    assert facts["training_sequences"] + facts["test_sequences"] == 6
+    assert all(0 < recall["mean_at_2k"] < 1 for other in others for recall in other["recalls"])
+
+
+def test_evaluate_prints_a_table(trace: Path, capsys) -> None:
+    assert main(["predictor", "evaluate", str(trace), "--predictor", "popularity"]) == 0
+    assert "control" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--predictor", "combind"], "did you mean 'combined'"),
+        (["--predictor", "next-gate"], "hidden states"),
+        (["--distances", "0"], "positive numbers"),
+        (["--test-share", "0.01"], "leaves nothing"),
+    ],
+)
+def test_bad_options_are_one_line(trace: Path, capsys, words: list[str], complaint: str) -> None:
+    assert main(["predictor", "evaluate", str(trace), *words]) == 2
+    message = capsys.readouterr().err
+    assert complaint in message
+    assert len(message.strip().splitlines()) == 1
+
+
+def test_traces_of_two_models_are_refused(trace: Path, tmp_path: Path, capsys) -> None:
+    other = save(tmp_path / "other.npz", model_type="mixtral")
+    assert main(["predictor", "evaluate", str(trace), str(other)]) == 2
+    message = capsys.readouterr().err
+    assert "mixtral" in message
+    assert "olmoe" in message
+
+
+def test_damaged_predictor_files_are_refused(tmp_path: Path) -> None:
+    """Truncated anywhere, or with any byte changed: a clean error, or the same predictor."""
+    signature = ModelSignature(
+        model_type="olmoe", num_layers=3, num_experts=8, top_k=2, vocab_size=100
+    )
+    estimator = make_estimator("previous-token", SHAPE)
+    estimator.fit(make_routes(SHAPE, num_sequences=3))
+    path = tmp_path / "p.npz"
+    write_predictor(path, estimator, signature)
+    good = path.read_bytes()
+    rng = np.random.default_rng(0)
+    for _ in range(150):
+        bad = bytearray(good)
+        if rng.random() < 0.3:
+            del bad[rng.integers(len(bad)) :]
+        else:
+            bad[rng.integers(len(bad))] ^= 1 << rng.integers(8)
+        path.write_bytes(bytes(bad))
+        try:
+            again = read_predictor(path, signature)
+        except CheckpointError:
+            continue
+        for name, array in estimator.state().items():
+            np.testing.assert_array_equal(again.state()[name], array)

@@ -1,0 +1,26 @@
+"""The document names every gate and loss, with the numbers of its results file."""
+
+import json
+import re
+from pathlib import Path
+
+from moe_runtime.routing import GATES, LOSSES
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "gates.md").read_text()
+
+
+def test_every_gate_and_loss_has_a_row() -> None:
+    rows = re.findall(r"^\| `(\w+)`", TEXT, re.MULTILINE)
+    own = {name for gate in GATES.values() for name in gate.own_loss_names}
+    assert set(rows) == {*GATES, *LOSSES, *own}
+
+
+def test_numbers_are_those_of_the_results_file() -> None:
+    (path,) = (ROOT / "benchmarks" / "results").glob("gates-*.json")
+    results = json.loads(path.read_text())
+    assert {row["gate"] for row in results["rows"]} == set(GATES)
+    for row in results["rows"]:
+        cells = f"| {row['max_load']:.2f} | {row['loss']:.2f} |"
+        (line,) = (line for line in TEXT.splitlines() if line.startswith(f"| `{row['gate']}` |"))
+        assert line.endswith(cells)
