@@ -17,6 +17,7 @@ from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
 from moe_runtime.kernels.expert_mlp.rows import Gradients, Needs, SortedRows
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
+from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS, decode_expert_mlp
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.token_sort import token_sort
@@ -34,6 +35,20 @@ def infer(
 ) -> Tensor:
     """The output ``[T, D]`` when nothing is kept for a backward pass."""
     _check(x_TD)
+    if len(x_TD) <= MAX_TOKENS:
+        return decode_expert_mlp(
+            x_TD,
+            ids_TK,
+            weights_TK,
+            _logical(experts.gate_up, experts),
+            _logical(experts.down, experts),
+            activation,
+            has_gate=experts.has_gate,
+            is_concatenated=experts.is_concatenated,
+            gate_up_bias_SZ=experts.gate_up_bias,
+            down_bias_SD=experts.down_bias,
+            slot_of_expert=experts.slot_of_expert,
+        )
     order = token_sort(ids_TK, experts.num_experts, impl="triton")
     groups = _groups(SortedRows(order.order_R, order.offsets_E1), ids_TK.shape[1], x_TD, experts)
     y_RD, _ = _products(x_TD, groups, experts, activation, keeps=False)

@@ -165,14 +165,13 @@ def grouped_gemm_dact(
     offs_k = tl.arange(0, BLOCK_K).to(tl.int64)
     weight_ptr += slot * stride_ws
     dhidden = tile_product(
+        tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32),
         dout_ptr + dout_rows[:, None] * stride_gr + offs_k[None, :] * stride_gk,
         weight_ptr + (columns * stride_wn)[None, :] + offs_k[:, None] * stride_wk,
         offs_n < dim_n,
         dim_k,
         stride_gk,
         stride_wk,
-        BLOCK_M,
-        BLOCK_N,
         BLOCK_K,
         EVEN_N,
         EVEN_K,

@@ -67,25 +67,23 @@ def tile_of_program(num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def tile_product(
+    acc,
     x_ptrs,
     weight_ptrs,
     mask_n,
     dim_k,
     stride_xk,
     stride_wk,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """fp32 sums `[BLOCK_M, BLOCK_N]` over K. Every row of `x_ptrs` must be one that exists.
+    """Adds sums over K to `acc`, fp32 `[BLOCK_M, BLOCK_N]`. Every row of x must exist.
 
     Columns past the end are masked, not clamped to the last one: clamped columns would no longer be
     neighbours in memory, and the loads of weights that are contiguous along N would fall apart.
     """
-    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     offs_k = tl.arange(0, BLOCK_K)
     step_x = tl.full([], BLOCK_K, dtype=tl.int64) * stride_xk
     step_w = tl.full([], BLOCK_K, dtype=tl.int64) * stride_wk
@@ -261,29 +259,37 @@ def grouped_gemm_fwd(
         offs_n = tile_n * BLOCK_N + offs_j
         is_up = offs_j * 0
     offs_k = tl.arange(0, BLOCK_K).to(tl.int64)
-    w_columns = offs_n.to(tl.int64) * stride_wn
-    b_columns = offs_n.to(tl.int64) * stride_bn
-    if EPILOGUE == "gated":
-        w_columns += is_up.to(tl.int64) * stride_w_up
-        b_columns += is_up.to(tl.int64) * stride_b_up
+    mask_n = offs_n < dim_n
+    if EPILOGUE == "gated" and IS_INTERLEAVED:
+        # The same columns, written so that the compiler sees that they are neighbours.
+        offs_z = (tile_n * BLOCK_N + offs_j).to(tl.int64)
+        mask_n = offs_z < 2 * dim_n
+        w_columns = offs_z * stride_w_up
+        b_columns = offs_z * stride_b_up
+    elif EPILOGUE == "gated":
+        w_columns = offs_n.to(tl.int64) * stride_wn + is_up.to(tl.int64) * stride_w_up
+        b_columns = offs_n.to(tl.int64) * stride_bn + is_up.to(tl.int64) * stride_b_up
+    else:
+        w_columns = offs_n.to(tl.int64) * stride_wn
+        b_columns = offs_n.to(tl.int64) * stride_bn
+    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    if HAS_BIAS:
+        # Where sums start, not what is added to them: the epilogue has no registers to spare.
+        bias = tl.load(bias_ptr + slot * stride_bs + b_columns, mask=mask_n, other=0.0)
+        acc += bias.to(tl.float32)[None, :]
     acc = tile_product(
+        acc,
         x_ptr + x_rows[:, None] * stride_xr + offs_k[None, :] * stride_xk,
         weight_ptr + slot * stride_ws + w_columns[None, :] + offs_k[:, None] * stride_wk,
-        offs_n < dim_n,
+        mask_n,
         dim_k,
         stride_xk,
         stride_wk,
-        BLOCK_M,
-        BLOCK_N,
         BLOCK_K,
         EVEN_N,
         EVEN_K,
         PRECISION,
     )
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + slot * stride_bs + b_columns, mask=offs_n < dim_n, other=0.0)
-        acc += bias.to(tl.float32)[None, :]
-
     slots_of_rows = rows
     if SCATTERS or HAS_SCALE:
         slots_of_rows = tl.load(order_ptr + rows)

@@ -13,6 +13,22 @@ from typing import Literal
 import torch
 
 ProductKind = Literal["plain", "gated", "dact", "dw"]
+# A program needs some shared memory for more than its operands.
+_RESERVED_BYTES = 2 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a tile must fit in; the defaults are Hopper's.
+
+    Attributes:
+        shared_bytes: Shared memory a program can have.
+        has_wide_accumulators: Whether 128 x 256 sums fit beside the operands: from Hopper on the
+            matrix units read these from shared memory, before it through registers.
+    """
+
+    shared_bytes: int = 227 * 1024
+    has_wide_accumulators: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +55,15 @@ class Tile:
         """Shared memory of the operands in flight."""
         return (self.block_m + self.block_n) * self.block_k * self.num_stages * element_bytes
 
-    def fitted(self, element_bytes: int, limit_bytes: int) -> Tile:
-        """The tile with as many stages as fit, at least two, and then with less depth."""
+    def fitted(self, element_bytes: int, device: Device) -> Tile:
+        """The tile as this device can hold it: narrower, then fewer stages, then less depth."""
         tile = self
-        while tile.shared_bytes(element_bytes) > limit_bytes and tile.num_stages > 2:
+        if tile.block_m * tile.block_n > 128 * 128 and not device.has_wide_accumulators:
+            tile = replace(tile, block_n=tile.block_n // 2)
+        limit = device.shared_bytes - _RESERVED_BYTES
+        while tile.shared_bytes(element_bytes) > limit and tile.num_stages > 2:
             tile = replace(tile, num_stages=tile.num_stages - 1)
-        while tile.shared_bytes(element_bytes) > limit_bytes and tile.block_k > 16:
+        while tile.shared_bytes(element_bytes) > limit and tile.block_k > 16:
             tile = replace(tile, block_k=tile.block_k // 2)
         return tile
 
@@ -82,10 +101,6 @@ TILES_32_BIT: dict[ProductKind, tuple[tuple[int, Tile], ...]] = {
     "dact": ((24, Tile(16, 64, 32, 4, 3)), (_UNBOUNDED, Tile(64, 64, 32, 4, 3))),
     "dw": ((_UNBOUNDED, Tile(64, 64, 32, 4, 3)),),
 }
-# What the interpreter is given: no device stands behind it.
-_HOPPER_SHARED_BYTES = 227 * 1024
-# A program needs some shared memory for more than its operands.
-_RESERVED_BYTES = 2 * 1024
 
 
 def choose_tile(
@@ -112,10 +127,12 @@ def choose_tile(
     tile = next(tile for limit, tile in tables[kind] if rows_per_expert <= limit)
     while tile.block_n > 64 and tile.block_n >= 2 * dim_n:
         tile = replace(tile, block_n=tile.block_n // 2)
-    return tile.fitted(dtype.itemsize, _shared_bytes(device) - _RESERVED_BYTES)
+    return tile.fitted(dtype.itemsize, _describe(device))
 
 
-def _shared_bytes(device: torch.device) -> int:
+def _describe(device: torch.device) -> Device:
     if device.type != "cuda":
-        return _HOPPER_SHARED_BYTES
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        return Device()
+    properties = torch.cuda.get_device_properties(device)
+    is_wide = torch.version.hip is None and properties.major >= 9
+    return Device(properties.shared_memory_per_block_optin, is_wide)

@@ -1,7 +1,8 @@
 """The pocket model: a small Mixture-of-Experts language model trained and shipped by this project.
 
 Importing this package is light: it only knows where the bundled checkpoint lies. `corpus.py`
-gathers the training text, `train.py` trains, `evaluate.py` measures and writes the model card.
+gathers the training text, `texts.py` writes it as files, `train.toml` is the run for
+`moe-runtime train`, `evaluate.py` measures and writes the model card.
 """
 
 from pathlib import Path
@@ -18,6 +19,6 @@ def pocket_path() -> Path:
         if not (folder / name).is_file():
             raise FileNotFoundError(
                 f"the pocket model's {name} is missing from {folder}; reinstall the package, or "
-                "train the model again with `python -P -m moe_runtime.models.pocket.train`"
+                "train the model again with `moe-runtime train models/pocket/train.toml`"
             )
     return folder

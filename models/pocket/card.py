@@ -50,10 +50,11 @@ steps, on the same number of tokens of the same mixture.
 {note}
 
 ```
-python -P -m moe_runtime.models.pocket.train --output runs/moe --steps {steps}
-python -P -m moe_runtime.models.pocket.train --output runs/dense --dense --steps {dense_steps}
-python -P -m moe_runtime.models.pocket.evaluate \\
-    --moe runs/moe --dense runs/dense --output models/pocket
+python -P -m moe_runtime.models.pocket.texts --output models/pocket/texts
+moe-runtime train models/pocket/train.toml
+moe-runtime train models/pocket/train-dense.toml
+python -P -m moe_runtime.models.pocket.evaluate --moe models/pocket/runs/moe \\
+    --dense models/pocket/runs/dense --output models/pocket
 ```
 
 Another Python version has other text and gives a slightly different model.

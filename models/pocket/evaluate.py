@@ -1,11 +1,12 @@
 """Measure a trained pocket model and export it with its card.
 
     python -P -m moe_runtime.models.pocket.evaluate \\
-        --moe runs/moe --dense runs/dense --output models/pocket
+        --moe models/pocket/runs/moe --dense models/pocket/runs/dense --output models/pocket
 
-Takes the checkpoints of two runs of `train.py`, writes the bfloat16 checkpoint in the layout of
-`save_pretrained`, and measures what it wrote: `evaluation.json` has the numbers and `README.md`,
-the model card, shows them. Weights are the exported bfloat16 ones; arithmetic is float32.
+Takes the folders of two runs of `moe-runtime train` (train.toml and train-dense.toml), copies the
+checkpoint that the first exported, and measures it: `evaluation.json` has the numbers and
+`README.md`, the model card, shows them. Weights are the exported bfloat16 ones; arithmetic is
+float32.
 """
 
 import argparse
@@ -25,25 +26,18 @@ from torch.nn import functional as F
 
 from moe_runtime.models.pocket.card import render_card
 from moe_runtime.models.pocket.corpus import KINDS, Document, Kind, gather
-from moe_runtime.models.pocket.data import SHARES, BatchPlan, Streams, tokenize
-from moe_runtime.models.pocket.model import (
-    CONTEXT,
-    NUM_EXPERTS,
-    TOP_K,
-    active_parameters,
-    build_dense,
-    build_moe,
-)
-from moe_runtime.models.pocket.train import CHECKPOINT_FILE
+from moe_runtime.models.pocket.data import SHARES, Streams, tokenize
+from moe_runtime.models.pocket.model import CONTEXT, NUM_EXPERTS, TOP_K, active_parameters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
 
-WEIGHT_FILES = ("config.json", "generation_config.json", "model.safetensors")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-CHECKPOINT_FILES = (*WEIGHT_FILES, *TOKENIZER_FILES)
+CHECKPOINT_FILES = (
+    *("config.json", "generation_config.json", "model.safetensors"),
+    *("tokenizer.json", "tokenizer_config.json"),
+)
 EVALUATION_FILE = "evaluation.json"
 PROMPTS = (
     "The for statement",
@@ -70,26 +64,21 @@ class HeldOut:
         return {"nats_per_token": nats / len(self.ids), "bits_per_byte": bits_per_byte}
 
 
-def export(run: Path, build: Any, folder: Path) -> dict[str, float]:
-    """Write a run's model in bfloat16 with its tokenizer; returns what the run spent.
+def copy_model(run: Path, folder: Path) -> dict[str, float]:
+    """Copy the checkpoint that a run exported; returns what the run spent.
 
     Returns:
-        `steps` and `elapsed_s` of the training run.
-    """
-    from transformers import AutoTokenizer
+        `steps`, `tokens` and `elapsed_s` of the training run.
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(run)
-    model = build(tokenizer.eos_token_id, tokenizer.pad_token_id)
-    state = torch.load(run / CHECKPOINT_FILE, weights_only=True)
-    model.load_state_dict(state["model"])
+    Raises:
+        FileNotFoundError: the run is not complete.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    for name in TOKENIZER_FILES:
-        shutil.copyfile(run / name, folder / name)
-    for name in WEIGHT_FILES:
-        # safetensors makes its file readable by its owner only.
-        (folder / name).chmod(0o644)
-    return {"steps": state["step"], "elapsed_s": round(state["elapsed_s"])}
+    for name in CHECKPOINT_FILES:
+        shutil.copyfile(run / "model" / name, folder / name)
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    spent = {name: summary[name] for name in ("steps", "tokens")}
+    return spent | {"elapsed_s": round(summary["elapsed_s"])}
 
 
 def held_out_texts(
@@ -255,16 +244,12 @@ def main(arguments: list[str] | None = None) -> None:
 
     # A second thread gains little at this size and loses much on a busy machine.
     torch.set_num_threads(1)
-    dense_folder = options.dense / "exported"
-    moe_run = export(options.moe, build_moe, options.output)
-    dense_run = export(options.dense, build_dense, dense_folder)
-    tokens_per_step = BatchPlan().tokens_per_step
+    dense_folder = options.dense / "model"
+    moe_run = copy_model(options.moe, options.output)
+    dense_run = json.loads((options.dense / "summary.json").read_text(encoding="utf-8"))
+    spent = {name: dense_run[name] for name in ("steps", "tokens", "elapsed_s")}
     evaluation = {
-        "training": {
-            "moe": moe_run | {"tokens": moe_run["steps"] * tokens_per_step},
-            "dense": dense_run | {"tokens": dense_run["steps"] * tokens_per_step},
-            "note": options.note,
-        },
+        "training": {"moe": moe_run, "dense": spent, "note": options.note},
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

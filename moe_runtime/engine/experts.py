@@ -62,6 +62,8 @@ class OffloadedExperts(torch.nn.Module):
         self.store: ExpertStore[ExpertWeights] | None = None
         self.recorder: TraceRecorder | None = None
         self.watcher: RoutingWatcher | None = None
+        self.observer: RoutingWatcher | None = None
+        self.late_observer: RoutingWatcher | None = None
         self._following = tuple(following)
         for name in experts.parameters:
             del original._parameters[name]
@@ -129,9 +131,12 @@ class OffloadedExperts(torch.nn.Module):
         num_tokens, top_k = len(hidden_TD), len(out_RD) // len(hidden_TD)
         keys = [ExpertKey(self.layer, expert) for expert in rows]
         streaming = num_tokens > 1 and len(keys) > self.store.share(self.layer)
+        if self.observer is not None:
+            self.observer(self.layer, hidden_TD, *routing)
         with self.store.lease(keys, streaming=streaming) as lease:
-            if self.watcher is not None:
-                self.watcher(self.layer, hidden_TD, *routing)
+            for watcher in (self.watcher, self.late_observer):
+                if watcher is not None:
+                    watcher(self.layer, hidden_TD, *routing)
             for group in lease:
                 if streaming and lease.all_started:
                     self.store.read_ahead(self._following)

@@ -25,6 +25,7 @@ from moe_runtime.engine.memory import (
     resolve_budget,
     settle_libraries,
 )
+from moe_runtime.engine.observing import attach_observer
 from moe_runtime.engine.prefetching import (
     attach_prefetcher,
     check_predictor,
@@ -129,6 +130,7 @@ def load(
     store, host_store = _open_stores(source, experts, plans, policy, setting, place)
     for module in modules:
         module.store = store
+    attach_observer(model, modules, [store] if host_store is None else [store, host_store])
     facts = LoadedFacts(
         signature=signature,
         host_plan=plans["host"],
@@ -229,7 +231,9 @@ def _open_stores(
     """The store that experts are computed from and, for a device, the one below it."""
 
     def layer_policy(plan: MemoryPlan) -> LayerShares:
-        return make_policy(policy, num_slots=plan.num_slots, setting=setting)
+        return make_policy(
+            policy, num_slots=plan.num_slots, setting=setting, reserve=plan.stream_slots
+        )
 
     bind = bind_weights(experts)
     host = plans["host"]

@@ -4,73 +4,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 import torch
 
 from moe_runtime.policies.eviction import LayerShares
+from moe_runtime.policies.prediction.base import Event
+from moe_runtime.store.books import Counters, Entry, Fetcher
 from moe_runtime.store.link import LinkMeter
 from moe_runtime.store.slab import Slab
-from moe_runtime.store.transfer import OnDone, Priority, Read
+from moe_runtime.store.transfer import Priority, Read
 from moe_runtime.types import ExpertKey, StoreStats
 
 W = TypeVar("W")
-
-
-class Fetcher(Protocol):
-    """Where a tier gets its experts from: the files of a checkpoint, or the tier below."""
-
-    def fetch(
-        self, key: ExpertKey, slot: torch.Tensor, priority: Priority, on_done: OnDone
-    ) -> Read:
-        """Starts to fill a slot; ``on_done`` is called once from another thread when that ended."""
-        ...
-
-    def promote(self, key: ExpertKey, read: Read) -> None:
-        """Serves what is left of a read-ahead as a demand."""
-        ...
-
-    def cancel(self, read: Read) -> bool:
-        """Takes back a read that has not begun; says whether it could be."""
-        ...
-
-    def close(self) -> None:
-        """Ends what is under way."""
-        ...
-
-
-@dataclass(slots=True)
-class _Entry(Generic[W]):
-    """One occupied slot.
-
-    ``expected``: read ahead, and its layer has not come yet. ``guessed``: prefetched and not used
-    since; it stays when its layer did not want it, as the first to give up its slot.
-    """
-
-    slot: int
-    expected: bool = False
-    guessed: bool = False
-    pins: int = 0
-    read: Read | None = None
-    arrived: bool = False
-    weights: W | None = None
-
-
-@dataclass(slots=True)
-class _Counters:
-    hits: int = 0
-    late_hits: int = 0
-    misses: int = 0
-    demand_bytes: int = 0
-    readahead_bytes: int = 0
-    evictions: int = 0
-    stall_s: float = 0.0
-    guesses: int = 0
-    useful_guesses: int = 0
-    late_guesses: int = 0
-    wasted_guesses: int = 0
-    cancelled_guesses: int = 0
 
 
 class ExpertStore(Generic[W]):
@@ -104,11 +50,11 @@ class ExpertStore(Generic[W]):
         self._policy = policy
         self._bind = bind
         self._stream_slots = max(1, min(stream_slots, slab.num_slots))
-        self._entries: dict[ExpertKey, _Entry[W]] = {}
+        self._entries: dict[ExpertKey, Entry[W]] = {}
         self._passing: set[ExpertKey] = set()  # they only pass through; the policy knows the rest
         self._free = list(range(slab.num_slots - 1, -1, -1))
         self._changed = threading.Condition()
-        self._counters = _Counters()
+        self._counters = Counters()
         self._link = LinkMeter()
 
     def share(self, layer: int) -> int:
@@ -146,6 +92,28 @@ class ExpertStore(Generic[W]):
                 entry = self._start(key, self._free.pop(), keep=False, priority=Priority.READAHEAD)
                 entry.expected = True
 
+    def observe(self, event: Event) -> None:
+        """Tells the policy of a step or of a layer's routing, if it asks to know."""
+        if self._policy.watcher:
+            with self._changed:
+                self._policy.watcher.observe(event)
+
+    def finish(self, sequence: int) -> None:
+        """Tells the policy that a request ended."""
+        if self._policy.watcher:
+            with self._changed:
+                self._policy.watcher.finish(sequence)
+
+    @property
+    def watches(self) -> bool:
+        """Whether the policy must be told of routing events."""
+        return bool(self._policy.watcher)
+
+    @property
+    def decides_later(self) -> bool:
+        """Whether the policy decides after the use what is kept."""
+        return self._policy.may_decline
+
     def stats(self) -> StoreStats:
         """The counters so far."""
         with self._changed:
@@ -171,7 +139,7 @@ class ExpertStore(Generic[W]):
     def reset_stats(self) -> None:
         """Sets all counters to zero, as after a warm-up."""
         with self._changed:
-            self._counters = _Counters()
+            self._counters = Counters()
 
     def check(self) -> None:
         """Proves that free, resident and arriving slots make up the tier, each exactly once.
@@ -196,8 +164,8 @@ class ExpertStore(Generic[W]):
 
     # What follows is called with the lock held.
 
-    def _start(self, key: ExpertKey, slot: int, *, keep: bool, priority: Priority) -> _Entry[W]:
-        entry: _Entry[W] = _Entry(slot)
+    def _start(self, key: ExpertKey, slot: int, *, keep: bool, priority: Priority) -> Entry[W]:
+        entry: Entry[W] = Entry(slot)
         self._entries[key] = entry
         if keep:
             self._policy.insert(key)
@@ -209,7 +177,7 @@ class ExpertStore(Generic[W]):
         )
         return entry
 
-    def _arrive(self, key: ExpertKey, entry: _Entry[W], read: Read) -> None:
+    def _arrive(self, key: ExpertKey, entry: Entry[W], read: Read) -> None:
         with self._changed:
             entry.read = read
             entry.arrived = True
@@ -248,6 +216,17 @@ class ExpertStore(Generic[W]):
             self._policy.remove(key)
         self._free.append(self._entries.pop(key).slot)
 
+    def _settle(self, key: ExpertKey) -> None:
+        """Decides after the use whether the policy keeps an expert that passed through."""
+        if self._policy.room(key.layer) == 0:
+            victim = self._policy.victim(self._is_idle, key)
+            if victim is None or self._policy.declines(key, victim):
+                self._policy.decline(key)
+                return
+            self._counters.evictions += 1
+            self._drop(victim)
+        self._keep(key)
+
     def _drop_if_done(self, key: ExpertKey) -> None:
         entry = self._entries[key]
         failed = entry.read is not None and entry.read.error is not None
@@ -259,11 +238,6 @@ class ExpertStore(Generic[W]):
         for key in [key for key in self._passing if key.layer == layer]:
             self._entries[key].expected = False
             self._drop_if_done(key)
-
-    def _unpin(self, key: ExpertKey) -> None:
-        self._entries[key].pins -= 1
-        self._drop_if_done(key)
-        self._changed.notify_all()
 
     def _is_idle(self, key: Hashable) -> bool:
         entry = self._entries[cast(ExpertKey, key)]
@@ -290,6 +264,8 @@ class Lease(Generic[W]):
         self._wanted: deque[ExpertKey] = deque()
         self._held: list[ExpertKey] = []
         self._keep: set[ExpertKey] = set()
+        # A policy that may decline an expert is asked when the expert was used.
+        self._decides_later = store._policy.may_decline and not streaming
 
     def __enter__(self) -> "Lease[W]":
         with self._store._changed:
@@ -304,8 +280,7 @@ class Lease(Generic[W]):
 
     def __exit__(self, *_: object) -> None:
         with self._store._changed:
-            for key in (*self._held, *self._resident, *self._arriving):
-                self._store._unpin(key)
+            self._release([*self._held, *self._resident, *self._arriving])
             self._held, self._arriving = [], []
             self._resident.clear()
             self._wanted.clear()
@@ -322,8 +297,7 @@ class Lease(Generic[W]):
     def _next_group(self) -> list[ExpertKey]:
         store = self._store
         with store._changed:
-            for key in self._held:
-                store._unpin(key)
+            self._release(self._held)
             self._held = []
             while True:
                 self._admit()
@@ -353,11 +327,27 @@ class Lease(Generic[W]):
             self._arriving.append(key)
         if key not in store._passing:
             store._policy.touch(key)
-        elif not self._streaming or store._policy.room(key.layer) > 0:
+        elif not self._decides_later and (not self._streaming or store._policy.room(key.layer) > 0):
             store._keep(key)
         return True
 
+    def _release(self, keys: Sequence[ExpertKey]) -> None:
+        store = self._store
+        for key in keys:
+            store._entries[key].pins -= 1
+        for key in keys:
+            entry = store._entries.get(key)
+            if entry is None:  # it made room for another one of the list
+                continue
+            sound = entry.read is None or entry.read.error is None
+            if self._decides_later and key in store._passing and store._is_idle(key) and sound:
+                store._settle(key)
+            store._drop_if_done(key)
+        store._changed.notify_all()
+
     def _worth_keeping(self, missing: Sequence[ExpertKey]) -> Sequence[ExpertKey]:
+        if self._decides_later:
+            return []
         if not self._streaming or not missing:
             return missing
         room = self._store._policy.room(missing[0].layer)

@@ -132,7 +132,7 @@ LIVE_POLICIES = tuple(
 
 
 def make_policy(
-    name: str, *, num_slots: int, setting: Setting, adaptive: bool = False
+    name: str, *, num_slots: int, setting: Setting, adaptive: bool = False, reserve: int = 0
 ) -> LayerShares:
     """Builds the named policy with a share of the slots for every layer.
 
@@ -141,15 +141,20 @@ def make_policy(
         num_slots: slots of all layers together.
         setting: what the policy may be told.
         adaptive: let the shares, even at first, move to where misses could be saved.
+        reserve: slots through which experts may pass that are not kept. A policy that may decline
+            gets as many fewer, one for each expert of a token at most.
 
     Raises:
         ValueError: no policy has this name (the message suggests the nearest one), or the setting
             lacks what the policy needs.
     """
+    make = _maker(name, setting)
+    if make().may_decline:
+        num_slots -= min(reserve, setting.shape.top_k, num_slots // 4)
     shares = even_shares(num_slots, setting.shape.num_layers)
     if adaptive:
-        return AdaptiveShares(_maker(name, setting), shares, smallest=setting.shape.top_k)
-    return LayerShares(_maker(name, setting), shares)
+        return AdaptiveShares(make, shares, smallest=setting.shape.top_k)
+    return LayerShares(make, shares)
 
 
 def make_global_policy(name: str, *, setting: Setting) -> EvictionPolicy[ExpertKey]:

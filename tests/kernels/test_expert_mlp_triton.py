@@ -72,6 +72,11 @@ def run(
     return {name: value.cpu() for name, value in found.items() if value is not None}
 
 
+def rounded(experts: StackedExperts, dtype: torch.dtype) -> StackedExperts:
+    pairs = zip(NAMES, experts.tensors(), strict=True)
+    return replace(experts, **{name: t.to(dtype) for name, t in pairs if t is not None})
+
+
 def compare(
     experts: StackedExperts, num_tokens: int, dtype: torch.dtype, **options: object
 ) -> None:
@@ -79,10 +84,7 @@ def compare(
     kind = str(options.pop("kind", "gaps"))
     top_k = int(str(options.pop("top_k", 2)))
     # Rounded inputs, and an output gradient that bf16 can hold: one problem for all.
-    experts = replace(
-        experts,
-        **{n: t.to(dtype) for n, t in zip(NAMES, experts.tensors(), strict=True) if t is not None},
-    )
+    experts = rounded(experts, dtype)
     x = torch.randn(num_tokens, experts.dim_model).to(dtype)
     routing = make_routing(num_tokens, top_k, experts.num_experts, kind=kind, dtype=torch.float32)
     exact = run("reference", torch.float64, experts, routing, x, **options)  # type: ignore[arg-type]
@@ -140,6 +142,58 @@ def test_inference_equals_training() -> None:
         inferred = expert_mlp(x, ids, weights, experts, activation="silu", impl="triton")
     assert trained.requires_grad
     torch.testing.assert_close(inferred, trained, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("num_tokens", "kind"), [(1, "random"), (7, "gaps"), (16, "one")])
+def test_few_tokens(layout: dict[str, bool], num_tokens: int, kind: str) -> None:
+    """The kernels of inference; `one` names the same expert twice for every token."""
+    experts = make_experts(5, **layout)
+    dtype = torch.bfloat16 if num_tokens == 7 else torch.float32
+    experts = rounded(experts, dtype)
+    x = torch.randn(num_tokens, experts.dim_model).to(dtype)
+    ids, weights = make_routing(num_tokens, 2, 5, kind=kind, dtype=torch.float32)
+    with torch.no_grad():
+        results = [
+            expert_mlp(
+                x.to(device, precision),
+                ids.to(device),
+                weights.to(device),
+                moved(experts, precision, device),
+                activation="silu",
+                impl=impl,  # type: ignore[arg-type]
+            ).cpu()
+            for impl, precision, device in (
+                ("triton", dtype, DEVICE),
+                ("torch", dtype, "cpu"),
+                ("reference", torch.float64, "cpu"),
+            )
+        ]
+    assert_as_good_as_eager(*results)
+
+
+def test_few_tokens_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The summed dimension in several parts, with a slot table and biases."""
+    from moe_runtime.kernels.grouped_gemm import decode
+
+    monkeypatch.setattr(decode, "_PROGRAMS_WANTED", 1000)
+    table = torch.tensor([6, 2, 4])
+    experts = make_experts(
+        3, num_slots=7, slot_of_expert=table, dim_hidden=700, dtype=torch.float32
+    )
+    ids, weights = make_routing(3, 2, 3, kind="gaps", dtype=torch.float32)
+    x = torch.randn(3, experts.dim_model)
+    with torch.no_grad():
+        found = expert_mlp(
+            x.to(DEVICE),
+            ids.to(DEVICE),
+            weights.to(DEVICE),
+            moved(experts, torch.float32, DEVICE),
+            activation="silu",
+            impl="triton",
+        )
+        exact = expert_mlp(x, ids, weights, experts, activation="silu", impl="reference")
+    torch.testing.assert_close(found.cpu(), exact, rtol=1e-4, atol=1e-5)
 
 
 def test_frozen_experts_get_no_gradient() -> None:

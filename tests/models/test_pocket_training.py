@@ -1,22 +1,19 @@
-"""The corpus, the batches and the training loop of the pocket model, on small inputs."""
+"""The corpus and the training runs of the pocket model, on small inputs."""
 
-import math
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
+from safetensors import safe_open
 
+from moe_runtime.cli.main import main
+from moe_runtime.models.pocket import pocket_path
 from moe_runtime.models.pocket.corpus import KINDS, Document, gather, without_repeats
-from moe_runtime.models.pocket.data import BatchPlan, Streams, tokenize
-from moe_runtime.models.pocket.model import (
-    active_parameters,
-    build_dense,
-    build_moe,
-)
-from moe_runtime.models.pocket.tokenizer import train_tokenizer
-from moe_runtime.models.pocket.train import Budget, Recipe, Trainer, routing_losses
+from moe_runtime.models.pocket.evaluate import copy_model
+from moe_runtime.models.pocket.model import active_parameters
+from moe_runtime.models.pocket.texts import write_texts
 
 
 def document(name: str, text: str) -> Document:
@@ -87,81 +84,57 @@ def test_held_out_paragraphs_leave_the_training_text() -> None:
     assert kept[training.name] == "first\n\nlast\n"
 
 
-def test_batches_depend_on_the_step_alone() -> None:
-    streams: Streams = {
-        "topic": np.arange(1000, dtype=np.uint16),
-        "docstring": np.arange(1000, 2000, dtype=np.uint16),
-        "source": np.arange(2000, 3000, dtype=np.uint16),
-    }
-    plan = BatchPlan(tokens_per_step=256)
-    batch = plan.draw(streams, step=3, window=64)
-    assert batch.shape == (4, 65)
-    assert (np.diff(batch, axis=1) == 1).all()
-    assert np.array_equal(batch, plan.draw(streams, step=3, window=64))
-    assert not np.array_equal(batch, plan.draw(streams, step=4, window=64))
+def trained(folder: Path, name: str) -> Path:
+    """A run of two short steps with the pocket model's own configuration, on little text."""
+    for file in ("train.toml", "train-dense.toml"):
+        shutil.copyfile(pocket_path() / file, folder / file)
+    text = "The for statement is used to iterate over the elements of a sequence.\n"
+    documents = [
+        Document(kind=kind, name=f"topic:{number}", text=text * (8 + number))
+        for kind in KINDS
+        for number in range(40)
+    ]
+    write_texts(documents, folder / "texts")
+    small = ["run.steps=2", "data.tokens_per_step=512", "run.evaluate_tokens=512"]
+    words = [word for setting in small for word in ("--set", setting)]
+    assert main(["train", str(folder / name), *words]) == 0
+    return folder / "runs"
 
 
-def test_routing_losses_know_even_from_collapsed() -> None:
-    even = torch.eye(16).repeat(4, 1) * 8 + torch.eye(16).roll(1, dims=1).repeat(4, 1) * 8
-    collapsed = torch.zeros(64, 16)
-    collapsed[:, :2] = 8.0
-    balance_even, _ = routing_losses((even,))
-    balance_collapsed, z_loss = routing_losses((collapsed, collapsed))
-    assert float(balance_even) == pytest.approx(1.0, abs=1e-5)
-    # Half the rows and nearly half the probability on each of two experts of sixteen.
-    share = math.exp(8) / (2 * math.exp(8) + 14)
-    assert float(balance_collapsed) == pytest.approx(16 * share, rel=1e-5)
-    assert float(z_loss) == pytest.approx(math.log(2 * math.exp(8) + 14) ** 2, rel=1e-5)
+def test_the_pocket_model_is_what_its_configuration_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = trained(tmp_path, "train.toml")
+    shipped = json.loads((pocket_path() / "config.json").read_text())
+    exported = json.loads((runs / "moe" / "model" / "config.json").read_text())
+    # The coefficient that transformers would train with, and how its configuration was made.
+    for config in (shipped, exported):
+        config["rope_parameters"].pop("partial_rotary_factor", None)
+        for name in ("router_aux_loss_coef", "transformers_version"):
+            config.pop(name)
+    assert exported == shipped
+    names = []
+    for folder in (pocket_path(), runs / "moe" / "model"):
+        with safe_open(str(folder / "model.safetensors"), framework="pt") as file:
+            keys = set(file.keys())
+            names.append({key: file.get_slice(key).get_shape() for key in keys})
+    assert names[0] == names[1]
+
+    capsys.readouterr()
+    command = ["run", str(runs / "moe" / "model"), "--prompt", "The for", "-n", "4", "--json"]
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["new_tokens"] == 4
 
 
-def test_dense_baseline_is_as_large_as_the_active_part() -> None:
-    moe, dense = build_moe(0, 1), build_dense(0, 1)
+def test_the_dense_baseline_is_as_large_as_the_active_part(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    runs = trained(tmp_path, "train-dense.toml")
+    dense: Any = AutoModelForCausalLM.from_pretrained(runs / "dense" / "model")
+    moe: Any = AutoModelForCausalLM.from_pretrained(pocket_path())
     routers = sum(p.numel() for name, p in moe.named_parameters() if name.endswith("gate.weight"))
     assert active_parameters(moe) - routers == dense.num_parameters()
-
-
-def test_budget_and_recipe_follow_their_schedule() -> None:
-    budget = Budget(steps=100, seconds=50.0)
-    assert budget.progress(step=10, elapsed_s=20.0) == pytest.approx(0.4)
-    assert budget.progress(step=200, elapsed_s=0.0) == 1.0
-    with pytest.raises(ValueError, match="neither"):
-        Budget()
-    recipe = Recipe(peak_rate=1.0, warmup_steps=10)
-    assert recipe.rate(step=0, progress=0.0) == pytest.approx(0.1)
-    assert recipe.rate(step=10, progress=0.0) == pytest.approx(1.0)
-    assert recipe.rate(step=99, progress=1.0) == pytest.approx(0.05)
-    assert recipe.window(0.1) < recipe.window(0.9)
-
-
-class InterruptedPlan(BatchPlan):
-    """A plan under which the run is cut before its third step."""
-
-    def draw(self, streams: Streams, *, step: int, window: int) -> Any:
-        if step == 2:
-            raise KeyboardInterrupt
-        return super().draw(streams, step=step, window=window)
-
-
-@pytest.mark.parametrize("build", [build_moe, build_dense])
-def test_an_interrupted_run_ends_like_a_whole_one(build: Any, tmp_path: Path) -> None:
-    text = "The for statement is used to iterate over the elements of a sequence.\n" * 40
-    documents = [Document(kind=kind, name="text", text=text) for kind in KINDS]
-    streams = tokenize(documents, train_tokenizer(documents))
-    # Zero seconds between checkpoints: one after every step.
-    recipe = Recipe(warmup_steps=2, short_window=32, long_window_after=1.0, checkpoint_every_s=0.0)
-
-    def train(folder: Path, plan: BatchPlan) -> dict[str, torch.Tensor]:
-        folder.mkdir(exist_ok=True)
-        torch.manual_seed(0)
-        model = build(0, 1)
-        trainer = Trainer(model, folder=folder, recipe=recipe, budget=Budget(steps=4))
-        trainer.resume()
-        trainer.run(streams, plan)
-        return model.state_dict()
-
-    whole = train(tmp_path / "whole", BatchPlan(tokens_per_step=64))
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "cut", InterruptedPlan(tokens_per_step=64))
-    resumed = train(tmp_path / "cut", BatchPlan(tokens_per_step=64))
-    for name, tensor in whole.items():
-        assert torch.equal(tensor, resumed[name]), name
+    spent = copy_model(runs / "dense", tmp_path / "copied")
+    assert spent["steps"] == 2
+    assert spent["tokens"] == 1024
+    assert (tmp_path / "copied" / "model.safetensors").is_file()

@@ -68,6 +68,13 @@ def test_any_placement_equals_one_process(ranks: Ranks) -> None:
         assert_equal_to_dense(problem, slots, answers)
 
 
+def test_chunks_over_two_dimensions(ranks: Ranks) -> None:
+    problem = make_problem([4, 9, 0, 6], num_experts=6, num_choices=3, seed=8, skew="zipf")
+    slots = random_placement(4, 6, 3)
+    answers = ranks(4).run(overlapped, problem, slots, Overlap(degree=4), "exact", (2, 2))
+    assert_equal_to_dense(problem, slots, answers)
+
+
 def test_copies_get_the_sum_of_their_gradients(ranks: Ranks) -> None:
     problem = make_problem([4, 9, 0, 6], num_experts=6, num_choices=2, seed=1, skew="zipf")
     slots = random_placement(4, 6, 1)

@@ -66,11 +66,13 @@ class FakeTier:
             pair[1]()
 
 
-def make_store(tier: FakeTier, num_slots: int, stream_slots: int = 2) -> ExpertStore[torch.Tensor]:
+def make_store(
+    tier: FakeTier, num_slots: int, stream_slots: int = 2, policy: LayerShares | None = None
+) -> ExpertStore[torch.Tensor]:
     slab = Slab(num_slots, SLOT_BYTES)
     for index in range(num_slots):
         slab.slot(index).fill_(255)  # poison: no expert has this content
-    policy = LayerShares(LRU, even_shares(num_slots, NUM_LAYERS))
+    policy = policy or LayerShares(LRU, even_shares(num_slots, NUM_LAYERS))
     return ExpertStore(tier, slab, policy, lambda _, slot: slot, stream_slots=stream_slots)
 
 

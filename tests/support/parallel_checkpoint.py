@@ -17,12 +17,14 @@ def make(placement: list[list[int]], seed: int) -> ParallelExperts:
 
 
 def save(path: str, placement: list[list[int]], seed: int) -> None:
-    dcp.save(make(placement, seed).logical_state(), checkpoint_id=path)
+    state = make(placement, seed).logical_state()
+    dcp.save(state, checkpoint_id=path)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def load(path: str, placement: list[list[int]], seed: int) -> bool:
     """Whether experts read from the checkpoint equal those made with the seed it was made with."""
     experts, expected = make(placement, seed + 1), make(placement, seed)
-    dcp.load(experts.logical_state(), checkpoint_id=path)
+    state = experts.logical_state()
+    dcp.load(state, checkpoint_id=path)  # pyright: ignore[reportPrivateImportUsage]
     pairs = zip(experts.parameters(), expected.parameters(), strict=True)
     return all(torch.equal(one, other) for one, other in pairs)

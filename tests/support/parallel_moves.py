@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from parallel_checks import gradients
+from parallel_checks import gradients, make_group
 from parallel_layer import Answer, Problem, rank_parameters, rank_routing, run_experts
 
 from moe_runtime.kernels.expert_mlp import StackedExperts
@@ -37,7 +37,11 @@ def world() -> dist.ProcessGroup:
 
 
 def overlapped(
-    problem: Problem, slots: ExpertSlots, overlap: Overlap, wire: WireName = "exact"
+    problem: Problem,
+    slots: ExpertSlots,
+    overlap: Overlap,
+    wire: WireName = "exact",
+    grid: tuple[int, int] | None = None,
 ) -> Answer:
     """One layer with overlap; parameters as the slots say."""
     rank = dist.get_rank()
@@ -47,7 +51,7 @@ def overlapped(
         x_TD,
         routing,
         lambda rows_RD, counts_S: run_experts(rows_RD, counts_S, parameters),
-        world(),
+        make_group(grid),
         slots=slots,
         overlap=overlap,
         wire=wire,

@@ -216,3 +216,26 @@ def train_layouts(layouts: list[ParallelLayout], num_steps: int, overlap: Overla
                 actual, goal = actual[is_held], goal[is_held]
             assert_same(actual.detach(), goal.detach(), f"parameter {index}, {what}")
     return len(layouts)
+
+
+def meshes(layout: ParallelLayout) -> list[tuple[str, ...] | list[int]]:
+    """Names and own groups of both meshes of a layout."""
+    groups = LayoutGroups(layout, timeout_s=60)
+    found: list[tuple[str, ...] | list[int]] = []
+    for side in ("dense", "expert"):
+        mesh = groups.mesh(side)
+        assert mesh.mesh_dim_names is not None
+        found.append(mesh.mesh_dim_names)
+        for name in mesh.mesh_dim_names:
+            ranks = dist.get_process_group_ranks(mesh.get_group(name))
+            assert ranks == groups.ranks(side, name)
+            found.append(ranks)
+    return found
+
+
+def refused(layout: ParallelLayout) -> str:
+    try:
+        LayoutGroups(layout)
+    except ValueError as error:
+        return str(error)
+    return ""

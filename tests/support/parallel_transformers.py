@@ -11,7 +11,7 @@ import torch.distributed as dist
 def load(path: str, *, is_parallel: bool) -> Any:
     """The checkpoint in fp64, whole or spread over all ranks, with the batch shared by them."""
     from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     from moe_runtime.engine.expert_parallel import register_expert_parallelism
     from moe_runtime.parallel import Overlap

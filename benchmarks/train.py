@@ -1,0 +1,242 @@
+"""Speed of training beside transformers: `python benchmarks/train.py`.
+
+One training loop, that of `moe-runtime train`, over two models with the same weights and the same
+batches: ours, and `Qwen3MoeForCausalLM` with its `grouped_mm` experts and its own losses. They
+take turns step by step, the first steps are not timed, medians count. The losses of both are
+compared, and a difference beyond rounding ends the benchmark without a number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness.machine import commit, describe_machine, machine_name, versions
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
+from moe_runtime.models.lm.export import export_hugging_face
+from moe_runtime.models.lm.model import LanguageModel, Losses
+from moe_runtime.training.config import OptimizerConfig
+from moe_runtime.training.optimizer import Optimizer
+
+RESULTS = Path(__file__).parent / "results"
+BALANCE = 1e-3
+PEERS = ("grouped_mm", "eager", "batched_mm")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Largest difference of the losses (which lie near 9) that rounding explains: sums in another order
+# in fp32, products rounded to 2^-9 at other places in bf16.
+TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model and a batch.
+
+    Attributes:
+        hidden, intermediate, num_experts, top_k, num_layers, heads, kv_heads, vocab: sizes.
+        sequences, context: of a step.
+    """
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    num_layers: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    sequences: int
+    context: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.sequences * self.context
+
+
+SHAPES = {
+    "pocket": Shape(256, 128, 16, 2, 6, 4, 2, 4096, 4, 512),
+    "small": Shape(512, 256, 64, 8, 2, 8, 2, 8192, 4, 512),
+    "qwen3-30b-layers": Shape(2048, 768, 128, 8, 2, 32, 4, 32768, 4, 2048),
+}
+
+
+class TransformersModel:
+    """The same model out of transformers, trained as its users train it."""
+
+    def __init__(self, model: Any, top_k: int) -> None:
+        self.model: nn.Module = model
+        # Its balance loss is `top_k` times Switch Transformer's.
+        self.coefficient = BALANCE / top_k
+
+    def losses(self, ids_BC: Tensor, targets_BC: Tensor) -> Losses:
+        """Cross-entropy of the float32 logits, and the balance loss over all layers."""
+        outputs: Any = self.model(ids_BC, output_router_logits=True, use_cache=False)
+        logits = outputs.logits.float()
+        loss = F.cross_entropy(logits.flatten(0, 1), targets_BC.reshape(-1))
+        return Losses(loss, self.coefficient * outputs.aux_loss)
+
+
+class Runner:
+    """Takes and times the steps of one model."""
+
+    def __init__(self, module: nn.Module, model: Any, device: torch.device, dtype: str) -> None:
+        self._model = model
+        self._optimizer = Optimizer(module.train(), OptimizerConfig(peak_rate=3e-4))
+        self._device, self._dtype = device, DTYPES[dtype]
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+
+    def step(self, windows: Tensor) -> None:
+        """One optimizer step on windows `[B, C + 1]`."""
+        self._synchronise()
+        started = time.perf_counter()
+        is_half = self._dtype != torch.float32
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=is_half):
+            losses = self._model.losses(windows[:, :-1], windows[:, 1:])
+        self._optimizer.backward(losses.cross_entropy + losses.auxiliary)
+        self._optimizer.step(3e-4)
+        self._synchronise()
+        self.seconds.append(time.perf_counter() - started)
+        self.losses.append(losses.cross_entropy.item())
+
+    def _synchronise(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def build(
+    shape: Shape, device: torch.device, dtype: str, peers: Sequence[str], impl: str
+) -> dict[str, Runner]:
+    """Our model and each peer's, with the same weights."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = LanguageModelConfig(
+        hidden_size=shape.hidden,
+        num_layers=shape.num_layers,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.hidden // shape.heads,
+        max_positions=shape.context,
+        vocab_size=shape.vocab,
+        moe=ExpertsConfig(
+            num_experts=shape.num_experts,
+            top_k=shape.top_k,
+            intermediate_size=shape.intermediate,
+            impl=impl,
+            loss_weights={"load_balance": BALANCE},
+        ),
+    )
+    ours = LanguageModel(config).to(device)
+    runners = {"ours": Runner(ours, ours, device, dtype)}
+    with tempfile.TemporaryDirectory() as folder:
+        export_hugging_face(ours, Path(folder))
+        for name in peers:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, experts_implementation=name
+            )
+            model = loaded.to(device)
+            runners[f"transformers {name}"] = Runner(
+                model, TransformersModel(model, shape.top_k), device, dtype
+            )
+    return runners
+
+
+def batches(shape: Shape, count: int, device: torch.device) -> list[Tensor]:
+    """Windows of tokens that are as unevenly frequent as words are."""
+    generator = torch.Generator().manual_seed(1)
+    frequencies = 1 / torch.arange(1, shape.vocab + 1, dtype=torch.float64)
+    size = shape.sequences * (shape.context + 1)
+    return [
+        torch.multinomial(frequencies, size, replacement=True, generator=generator)
+        .view(shape.sequences, -1)
+        .to(device)
+        for _ in range(count)
+    ]
+
+
+def measure(arguments: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    """Trains all models in turn; the summary of one precision."""
+    shape, device = SHAPES[arguments.shape], torch.device(arguments.device)
+    runners = build(shape, device, dtype, arguments.peers, arguments.impl)
+    for windows in batches(shape, arguments.warmup + arguments.steps, device):
+        for runner in runners.values():
+            runner.step(windows)
+    ours = runners["ours"].losses
+    difference = max(
+        abs(mine - theirs)
+        for runner in runners.values()
+        for mine, theirs in zip(ours, runner.losses, strict=True)
+    )
+    if difference > TOLERANCE[dtype]:
+        raise SystemExit(f"{dtype}: the losses differ by {difference:.2g}; nothing was compared")
+    speeds: dict[str, float] = {}
+    for name, runner in runners.items():
+        timed = runner.seconds[arguments.warmup :]
+        speeds[name] = shape.tokens / statistics.median(timed)
+    return {
+        "dtype": dtype,
+        "tokens_per_s": speeds,
+        "ratio": {name: speeds["ours"] / speed for name, speed in speeds.items() if name != "ours"},
+        "seconds": {name: runner.seconds for name, runner in runners.items()},
+        "largest_loss_difference": difference,
+    }
+
+
+def main() -> None:
+    arguments = _arguments()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    runs = []
+    for dtype in arguments.dtypes:
+        run = measure(arguments, dtype)
+        runs.append(run)
+        for name, speed in run["tokens_per_s"].items():
+            ratio = run["ratio"].get(name)
+            ours_over = "" if ratio is None else f"  ours is {ratio:.2f} times as fast"
+            print(f"{arguments.shape} {dtype} {name:>24} {speed:10,.0f} tokens/s{ours_over}")
+    if arguments.save:
+        machine = describe_machine()
+        result = {
+            "machine": machine,
+            "versions": versions(),
+            "commit": commit(Path(__file__).parent),
+            "shape": {"name": arguments.shape, **asdict(SHAPES[arguments.shape])},
+            "device": arguments.device,
+            "threads": torch.get_num_threads(),
+            "runs": runs,
+        }
+        path = RESULTS / f"train-{arguments.shape}-{machine_name(machine)}.json"
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"written: {path.name}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32", "bf16"])
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=["grouped_mm"])
+    parser.add_argument("--impl", default="auto", help="what computes our experts")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of each model")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
+    parser.add_argument("--threads", type=int, default=0, help="torch's threads; 0 leaves them")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--save", action="store_true", help="write the results file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Launcher of the kernels for a handful of tokens: three launches for the whole layer.
+
+What counts is how many bytes are on their way at once, so the work is cut along the columns until
+there are programs for the whole GPU, and along the summed dimension if that is not enough.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+from torch import Tensor
+
+from moe_runtime.kernels.grouped_gemm.decode_kernel import decode_combine, decode_down, decode_up
+from moe_runtime.kernels.grouped_gemm.forward import activation_arguments, precision_of
+from moe_runtime.kernels.triton_support import launch
+
+if TYPE_CHECKING:
+    from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
+
+# A tile holds every token; the smallest a matrix instruction takes.
+MAX_TOKENS = 16
+# Multiprocessors that the cut is made for, times the programs each should have.
+_PROGRAMS_WANTED = 132 * 2
+_MAX_PARTS = 8
+_BLOCK_N = 32
+
+
+def decode_expert_mlp(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up_SZD: Tensor,
+    down_SDF: Tensor,
+    spec: ActivationSpec,
+    *,
+    has_gate: bool,
+    is_concatenated: bool,
+    gate_up_bias_SZ: Tensor | None = None,
+    down_bias_SD: Tensor | None = None,
+    slot_of_expert: Tensor | None = None,
+) -> Tensor:
+    """The whole routed feed-forward of at most `MAX_TOKENS` tokens, without a backward pass.
+
+    Args:
+        x_TD: `[T, D]`.
+        ids_TK: `[T, K]` integers; an id that names no expert adds nothing. A token may name an
+            expert twice.
+        weights_TK: `[T, K]` gate weights.
+        gate_up_SZD: `[S, Z, D]`, any strides.
+        down_SDF: `[S, D, F]`, any strides.
+        spec: The activation.
+        has_gate: Whether Z holds gate and up.
+        is_concatenated: Whether all gate rows come first; else they alternate.
+        gate_up_bias_SZ: `[S, Z]` or None.
+        down_bias_SD: `[S, D]` or None.
+        slot_of_expert: `[E]` or None.
+
+    Returns:
+        `[T, D]` in the dtype of `x`.
+    """
+    num_tokens, num_choices = ids_TK.shape
+    dim_d, dim_f = down_SDF.shape[1:]
+    out_TD = torch.empty(num_tokens, dim_d, dtype=x_TD.dtype, device=x_TD.device)
+    num_slots = num_tokens * num_choices
+    if not num_slots or not dim_d:
+        return out_TD.zero_()
+    ids_TK = ids_TK.contiguous()
+    num_experts = len(down_SDF) if slot_of_expert is None else len(slot_of_expert)
+    common: dict[str, Any] = {
+        "ids_ptr": ids_TK,
+        "slots_ptr": ids_TK if slot_of_expert is None else slot_of_expert,
+        "num_experts": num_experts,
+        "NUM_CHOICES": num_choices,
+        "HAS_SLOTS": slot_of_expert is not None,
+        "BLOCK_C": triton.next_power_of_2(num_choices),
+    }
+    products: dict[str, Any] = {
+        "num_tokens": num_tokens,
+        "PRECISION": precision_of(x_TD),
+        "BLOCK_T": MAX_TOKENS,
+        "BLOCK_N": _BLOCK_N,
+        "num_warps": 4,
+    }
+    hidden = torch.empty(num_slots, dim_f, dtype=x_TD.dtype, device=x_TD.device)
+    step, to_up = (2, 1) if has_gate and not is_concatenated else (1, dim_f)
+    bias = gate_up_SZD[:, :, 0] if gate_up_bias_SZ is None else gate_up_bias_SZ
+    launch(
+        decode_up,
+        (num_slots, triton.cdiv(dim_f, _BLOCK_N)),
+        x_ptr=x_TD,
+        weight_ptr=gate_up_SZD,
+        bias_ptr=bias,
+        hidden_ptr=hidden,
+        dim_n=dim_f,
+        dim_k=dim_d,
+        stride_xt=x_TD.stride(0),
+        stride_xk=x_TD.stride(1),
+        stride_ws=gate_up_SZD.stride(0),
+        stride_wn=gate_up_SZD.stride(1) * step,
+        stride_wk=gate_up_SZD.stride(2),
+        stride_w_up=gate_up_SZD.stride(1) * to_up,
+        stride_bs=bias.stride(0),
+        stride_bn=bias.stride(1) * step,
+        stride_b_up=bias.stride(1) * to_up,
+        stride_hr=hidden.stride(0),
+        IS_GATED=has_gate,
+        HAS_BIAS=gate_up_bias_SZ is not None,
+        BLOCK_K=_block_k(x_TD, has_gate=has_gate),
+        num_stages=4,
+        **activation_arguments(spec),
+        **common,
+        **products,
+    )
+    block_k = _block_k(x_TD, has_gate=False)
+    num_parts, split_k = _parts(num_slots, num_experts, dim_d, dim_f, block_k)
+    partial = torch.empty(num_parts, num_slots, dim_d, dtype=torch.float32, device=x_TD.device)
+    bias = down_SDF[:, :, 0] if down_bias_SD is None else down_bias_SD
+    launch(
+        decode_down,
+        (num_slots, triton.cdiv(dim_d, _BLOCK_N), num_parts),
+        hidden_ptr=hidden,
+        weight_ptr=down_SDF,
+        bias_ptr=bias,
+        partial_ptr=partial,
+        dim_n=dim_d,
+        dim_k=dim_f,
+        split_k=split_k,
+        stride_hr=hidden.stride(0),
+        stride_ws=down_SDF.stride(0),
+        stride_wn=down_SDF.stride(1),
+        stride_wk=down_SDF.stride(2),
+        stride_bs=bias.stride(0),
+        stride_bn=bias.stride(1),
+        stride_ps=partial.stride(0),
+        stride_pr=partial.stride(1),
+        HAS_BIAS=down_bias_SD is not None,
+        BLOCK_K=block_k,
+        num_stages=4,
+        **common,
+        **products,
+    )
+    block_d = 256
+    launch(
+        decode_combine,
+        (num_tokens, triton.cdiv(dim_d, block_d)),
+        partial_ptr=partial,
+        weights_ptr=weights_TK,
+        out_ptr=out_TD,
+        num_parts=num_parts,
+        dim=dim_d,
+        stride_ps=partial.stride(0),
+        stride_pr=partial.stride(1),
+        stride_wt=weights_TK.stride(0),
+        stride_wk=weights_TK.stride(1),
+        stride_ot=out_TD.stride(0),
+        BLOCK_D=block_d,
+        **common,
+    )
+    return out_TD
+
+
+def _block_k(x: Tensor, *, has_gate: bool) -> int:
+    """Summed elements a step: 512 bytes of a weight row, half of it where two rows are read."""
+    return (512 if not has_gate else 256) // x.element_size()
+
+
+def _parts(
+    num_slots: int, num_experts: int, dim_n: int, dim_k: int, block_k: int
+) -> tuple[int, int]:
+    """`(parts, summed columns of each)` so that the GPU has enough programs at once."""
+    programs = min(num_slots, num_experts) * triton.cdiv(dim_n, _BLOCK_N)
+    wanted = triton.cdiv(_PROGRAMS_WANTED, programs)
+    num_steps = triton.cdiv(dim_k, block_k)
+    steps_each = triton.cdiv(num_steps, min(wanted, num_steps, _MAX_PARTS))
+    return triton.cdiv(num_steps, steps_each), steps_each * block_k

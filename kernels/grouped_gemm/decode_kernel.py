@@ -1,0 +1,257 @@
+"""Triton kernels for a handful of tokens, where reading the active experts' weights is everything.
+
+Nothing is sorted. A program belongs to one slot and some columns; it works only if its slot is the
+first one that names its expert, and then for all tokens that chose it: with at most BLOCK_T tokens
+they fit in one tile, in token order, and no expert's weights are read twice.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_runtime.kernels.grouped_gemm.activation_kernel import activate, gate_fwd
+
+
+@triton.jit
+def _users(
+    ids_ptr,
+    slots_ptr,
+    num_tokens,
+    num_experts,
+    NUM_CHOICES: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """`(slot, leads, choice_T)`: where the expert of this program's slot lies (below 0: nowhere),
+    whether this slot is the first to name it, and the first choice of each token that names it
+    (NUM_CHOICES: none).
+    """
+    own = tl.program_id(0)
+    expert = tl.load(ids_ptr + own).to(tl.int64)
+    is_real = (expert >= 0) & (expert < num_experts)
+    slot = tl.where(is_real, expert, -1)
+    if HAS_SLOTS:
+        known = tl.where(is_real, expert, 0)
+        slot = tl.where(is_real, tl.load(slots_ptr + known).to(tl.int64), -1)
+    offs_t = tl.arange(0, BLOCK_T)
+    offs_c = tl.arange(0, BLOCK_C)
+    places = offs_t[:, None] * NUM_CHOICES + offs_c[None, :]
+    mask = (offs_t < num_tokens)[:, None] & (offs_c < NUM_CHOICES)[None, :]
+    ids = tl.load(ids_ptr + places, mask=mask, other=-1).to(tl.int64)
+    named = mask & (ids == expert)
+    choice_T = tl.min(tl.where(named, offs_c[None, :], NUM_CHOICES), axis=1)
+    first = tl.min(tl.min(tl.where(named, places, BLOCK_T * NUM_CHOICES), axis=1), axis=0)
+    return slot, first == own, choice_T
+
+
+@triton.jit
+def decode_up(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    hidden_ptr,
+    ids_ptr,
+    slots_ptr,
+    num_tokens,
+    num_experts,
+    dim_n,
+    dim_k,
+    stride_xt,
+    stride_xk,
+    stride_ws,
+    stride_wn,
+    stride_wk,
+    stride_w_up,
+    stride_bs,
+    stride_bn,
+    stride_b_up,
+    stride_hr,
+    alpha,
+    limit,
+    up_offset,
+    gate_softcap,
+    up_softcap,
+    IS_GATED: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    HAS_GATE_SOFTCAP: tl.constexpr,
+    HAS_UP_SOFTCAP: tl.constexpr,
+    CLAMPS_AFTER: tl.constexpr,
+    NUM_CHOICES: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """`hidden[slot of (t, expert)] = activation(x[t] @ weight.T + bias)`; N: hidden columns."""
+    slot, leads, choice_T = _users(
+        ids_ptr, slots_ptr, num_tokens, num_experts, NUM_CHOICES, HAS_SLOTS, BLOCK_T, BLOCK_C
+    )
+    if (slot < 0) | (leads == 0):
+        return
+    offs_t = tl.arange(0, BLOCK_T)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_t = choice_T < NUM_CHOICES
+    mask_n = offs_n < dim_n
+    columns = (offs_n.to(tl.int64) * stride_wn)[None, :]
+    x_ptrs = x_ptr + offs_t.to(tl.int64)[:, None] * stride_xt
+    weight_ptrs = weight_ptr + slot * stride_ws + columns
+    gate = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
+    up = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
+    for first_k in range(0, dim_k, BLOCK_K):
+        k = first_k + offs_k
+        mask_x = mask_t[:, None] & (k < dim_k)[None, :]
+        mask_w = (k < dim_k)[:, None] & mask_n[None, :]
+        x = tl.load(x_ptrs + k.to(tl.int64)[None, :] * stride_xk, mask=mask_x, other=0.0)
+        ptrs = weight_ptrs + k.to(tl.int64)[:, None] * stride_wk
+        if IS_GATED:
+            weight = tl.load(ptrs, mask=mask_w, other=0.0)
+            gate = tl.dot(x, weight, gate, input_precision=PRECISION)
+            ptrs += stride_w_up
+        weight = tl.load(ptrs, mask=mask_w, other=0.0)
+        up = tl.dot(x, weight, up, input_precision=PRECISION)
+    if HAS_BIAS:
+        bias_ptrs = bias_ptr + slot * stride_bs + offs_n.to(tl.int64) * stride_bn
+        if IS_GATED:
+            gate += tl.load(bias_ptrs, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+            bias_ptrs += stride_b_up
+        up += tl.load(bias_ptrs, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    if IS_GATED:
+        hidden = gate_fwd(
+            gate,
+            up,
+            alpha,
+            limit,
+            up_offset,
+            gate_softcap,
+            up_softcap,
+            FUNCTION,
+            HAS_LIMIT,
+            HAS_GATE_SOFTCAP,
+            HAS_UP_SOFTCAP,
+            CLAMPS_AFTER,
+        )
+    else:
+        hidden, _ = activate(up, alpha, gate_softcap, FUNCTION, HAS_GATE_SOFTCAP)
+    rows = (offs_t * NUM_CHOICES + choice_T).to(tl.int64)
+    ptrs = hidden_ptr + rows[:, None] * stride_hr + offs_n[None, :]
+    tl.store(ptrs, hidden, mask=mask_t[:, None] & mask_n[None, :])
+
+
+@triton.jit
+def decode_down(
+    hidden_ptr,
+    weight_ptr,
+    bias_ptr,
+    partial_ptr,
+    ids_ptr,
+    slots_ptr,
+    num_tokens,
+    num_experts,
+    dim_n,
+    dim_k,
+    split_k,
+    stride_hr,
+    stride_ws,
+    stride_wn,
+    stride_wk,
+    stride_bs,
+    stride_bn,
+    stride_ps,
+    stride_pr,
+    NUM_CHOICES: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """`partial[part, slot of (t, expert)]`: the down product over one part of the hidden columns.
+
+    Part p sums `split_k` columns, a multiple of BLOCK_K; the first one adds the bias.
+    """
+    slot, leads, choice_T = _users(
+        ids_ptr, slots_ptr, num_tokens, num_experts, NUM_CHOICES, HAS_SLOTS, BLOCK_T, BLOCK_C
+    )
+    if (slot < 0) | (leads == 0):
+        return
+    part = tl.program_id(2)
+    offs_t = tl.arange(0, BLOCK_T)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_t = choice_T < NUM_CHOICES
+    mask_n = offs_n < dim_n
+    rows = (offs_t * NUM_CHOICES + choice_T).to(tl.int64)
+    hidden_ptrs = hidden_ptr + rows[:, None] * stride_hr
+    weight_ptrs = weight_ptr + slot * stride_ws + (offs_n.to(tl.int64) * stride_wn)[None, :]
+    acc = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
+    end_k = tl.minimum(dim_k, (part + 1) * split_k)
+    for first_k in range(part * split_k, end_k, BLOCK_K):
+        k = first_k + offs_k
+        mask_h = mask_t[:, None] & (k < end_k)[None, :]
+        hidden = tl.load(hidden_ptrs + k[None, :], mask=mask_h, other=0.0)
+        mask_w = (k < end_k)[:, None] & mask_n[None, :]
+        ptrs = weight_ptrs + k.to(tl.int64)[:, None] * stride_wk
+        weight = tl.load(ptrs, mask=mask_w, other=0.0)
+        acc = tl.dot(hidden, weight, acc, input_precision=PRECISION)
+    if HAS_BIAS:
+        bias_ptrs = bias_ptr + slot * stride_bs + offs_n.to(tl.int64) * stride_bn
+        bias = tl.load(bias_ptrs, mask=mask_n, other=0.0).to(tl.float32)
+        acc += tl.where(part == 0, bias, 0.0)[None, :]
+    ptrs = partial_ptr + part.to(tl.int64) * stride_ps + rows[:, None] * stride_pr
+    tl.store(ptrs + offs_n[None, :], acc, mask=mask_t[:, None] & mask_n[None, :])
+
+
+@triton.jit
+def decode_combine(
+    partial_ptr,
+    weights_ptr,
+    ids_ptr,
+    slots_ptr,
+    out_ptr,
+    num_experts,
+    num_parts,
+    dim,
+    stride_ps,
+    stride_pr,
+    stride_wt,
+    stride_wk,
+    stride_ot,
+    NUM_CHOICES: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """`out[t]`: the parts of every choice summed, then the choices by gate weight, in order."""
+    token = tl.program_id(0).to(tl.int64)
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    offs_c = tl.arange(0, BLOCK_C)
+    ids_ptrs = ids_ptr + token * NUM_CHOICES
+    mask_c = offs_c < NUM_CHOICES
+    ids = tl.load(ids_ptrs + offs_c, mask=mask_c, other=-1).to(tl.int64)
+    acc = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for c in range(NUM_CHOICES):
+        expert = tl.load(ids_ptrs + c).to(tl.int64)
+        is_real = (expert >= 0) & (expert < num_experts)
+        if HAS_SLOTS:
+            known = tl.where(is_real, expert, 0)
+            is_real = is_real & (tl.load(slots_ptr + known) >= 0)
+        # A token that names an expert twice has one row for it, at the first of the two choices.
+        choice = tl.min(tl.where(mask_c & (ids == expert), offs_c, NUM_CHOICES), axis=0)
+        mask = offs_d < tl.where(is_real, dim, 0)
+        row = tl.zeros([BLOCK_D], dtype=tl.float32)
+        for part in range(num_parts):
+            ptrs = partial_ptr + tl.cast(part, tl.int64) * stride_ps
+            ptrs += (token * NUM_CHOICES + choice) * stride_pr
+            row += tl.load(ptrs + offs_d, mask=mask, other=0.0)
+        weight = tl.load(weights_ptr + token * stride_wt + c * stride_wk).to(tl.float32)
+        acc += tl.where(is_real, weight, 0.0) * row
+    tl.store(out_ptr + token * stride_ot + offs_d, acc, mask=offs_d < dim)

@@ -1,0 +1,52 @@
+"""Write the pocket model's training text and tokenizer as files.
+
+    python -P -m moe_runtime.models.pocket.texts --output models/pocket/texts
+
+`train.toml` reads them: `training/KIND/*.txt` and `held-out/KIND/*.txt`, one file a document, and
+`tokenizer/`.
+"""
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_runtime.models.pocket.corpus import KINDS, Document, gather
+from moe_runtime.models.pocket.model import CONTEXT
+from moe_runtime.models.pocket.tokenizer import train_tokenizer
+
+
+def write_texts(documents: Sequence[Document], folder: Path) -> None:
+    """Writes every document into a file of its own, and the tokenizer trained on them.
+
+    Args:
+        documents: of all kinds; those held out do not train the tokenizer.
+        folder: files of an earlier call are removed first.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    for side in ("training", "held-out"):
+        shutil.rmtree(folder / side, ignore_errors=True)
+        for kind in KINDS:
+            (folder / side / kind).mkdir(parents=True)
+    for number, document in enumerate(documents):
+        side = "held-out" if document.held_out else "training"
+        # The number keeps names apart that differ only in what file systems fold.
+        stem = document.name.partition(":")[2].replace("/", ".")[-80:]
+        path = folder / side / document.kind / f"{number:05}-{stem}.txt"
+        # A docstring may spell a lone surrogate, which UTF-8 cannot hold.
+        path.write_text(document.text, encoding="utf-8", errors="replace")
+    training = [document for document in documents if not document.held_out]
+    train_tokenizer(training, max_length=CONTEXT).save_pretrained(folder / "tokenizer")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line of this script."""
+    parser = argparse.ArgumentParser(description="Write the pocket model's training text.")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write to")
+    write_texts(gather(), parser.parse_args(arguments).output)
+
+
+if __name__ == "__main__":
+    main()

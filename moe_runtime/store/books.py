@@ -1,0 +1,68 @@
+"""What an expert store works with: where experts come from, its entries and its counters."""
+
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from moe_runtime.store.transfer import OnDone, Priority, Read
+from moe_runtime.types import ExpertKey
+
+W = TypeVar("W")
+
+
+class Fetcher(Protocol):
+    """Where a tier gets its experts from: the files of a checkpoint, or the tier below."""
+
+    def fetch(
+        self, key: ExpertKey, slot: torch.Tensor, priority: Priority, on_done: OnDone
+    ) -> Read:
+        """Starts to fill a slot; ``on_done`` is called once from another thread when that ended."""
+        ...
+
+    def promote(self, key: ExpertKey, read: Read) -> None:
+        """Serves what is left of a read-ahead as a demand."""
+        ...
+
+    def cancel(self, read: Read) -> bool:
+        """Takes back a read that has not begun; says whether it could be."""
+        ...
+
+    def close(self) -> None:
+        """Ends what is under way."""
+        ...
+
+
+@dataclass(slots=True)
+class Entry(Generic[W]):
+    """One occupied slot.
+
+    ``expected``: read ahead, and its layer has not come yet. ``guessed``: prefetched and not used
+    since; it stays when its layer did not want it, as the first to give up its slot.
+    """
+
+    slot: int
+    expected: bool = False
+    guessed: bool = False
+    pins: int = 0
+    read: Read | None = None
+    arrived: bool = False
+    weights: W | None = None
+
+
+@dataclass(slots=True)
+class Counters:
+    """What ``StoreStats`` and the prefetcher's statistics are made of."""
+
+    hits: int = 0
+    late_hits: int = 0
+    misses: int = 0
+    demand_bytes: int = 0
+    readahead_bytes: int = 0
+    evictions: int = 0
+    stall_s: float = 0.0
+    guesses: int = 0
+    useful_guesses: int = 0
+    late_guesses: int = 0
+    wasted_guesses: int = 0
+    cancelled_guesses: int = 0

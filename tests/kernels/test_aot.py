@@ -1,0 +1,64 @@
+"""What the compiler makes of every kernel, for GPUs that need not be there."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tests" / "support" / "aot_report.py"
+SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 65536}
+# A full warp group: below it a matrix instruction of Hopper has nothing to work on.
+WGMMA_ROWS = 64
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+
+
+@cache
+def report(target: str, *options: str) -> list[dict[str, Any]]:
+    """Every compiled kernel. Triton keeps the binaries, so that only the first run is slow."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), str(SCRIPT.parent), environment.get("PYTHONPATH", "")]
+    )
+    command = [sys.executable, str(SCRIPT), target, *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "target", [("sm_90", "all"), ("sm_80",), ("sm_100",), ("gfx942",)], ids=lambda t: t[0]
+)
+def test_fits_without_spilling(target: tuple[str, ...]) -> None:
+    found = report(*target)
+    assert len(found) >= 15
+    for kernel in found:
+        assert kernel["spilled_bytes"] == 0, kernel
+        assert kernel["shared_bytes"] <= SHARED_BYTES[target[0]], kernel
+        assert 0 < kernel["registers"] <= (512 if target[0] == "gfx942" else 255), kernel
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_hopper_uses_its_matrix_units() -> None:
+    products = [
+        k for k in report("sm_90", "all") if "Tile(" in k["what"] and "sum" not in k["name"]
+    ]
+    assert len(products) > 15
+    for kernel in products:
+        rows = int(kernel["what"].split("block_m=")[1].split(",")[0])
+        if rows >= WGMMA_ROWS and kernel["name"].startswith("grouped_gemm"):
+            assert kernel["wgmma"] > 0, kernel

@@ -1,0 +1,121 @@
+"""Compiles every kernel in every shipped tile for one target and prints what came out, as JSON.
+
+A process of its own: the interpreter that the rest of the suite runs kernels in replaces Triton's
+compiler for good. Usage: `python aot_report.py sm_90 [all]`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from aot_compile import compile_launches
+from torch import Tensor
+
+from moe_runtime.kernels.combine.kernel import launch_combine_bwd, launch_combine_fwd
+from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
+from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
+from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
+from moe_runtime.kernels.grouped_gemm.groups import Groups
+from moe_runtime.kernels.grouped_gemm.tiles import (
+    TILES_16_BIT,
+    TILES_32_BIT,
+    Device,
+    ProductKind,
+    Tile,
+)
+from moe_runtime.kernels.token_sort.kernel import token_sort_triton
+
+# One layer of Qwen3-30B-A3B, whose dimensions every tile divides, and gpt-oss, which has biases,
+# transposed interleaved weights, a bounded gate and a width that no tile divides.
+QWEN3 = {"T": 4096, "K": 8, "E": 128, "D": 2048, "F": 768}
+GPT_OSS = {"T": 4096, "K": 4, "E": 32, "D": 2880, "F": 2880}
+DEVICES = {
+    "sm_80": Device(shared_bytes=163 * 1024, has_wide_accumulators=False),
+    "sm_90": Device(),
+    "sm_100": Device(),
+    "gfx942": Device(shared_bytes=64 * 1024, has_wide_accumulators=False),
+}
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def product(kind: ProductKind, tile: Tile, dtype: torch.dtype, *, gpt_oss: bool = False) -> None:
+    """Launches one kind of product in one tile."""
+    T, K, E, D, F = (GPT_OSS if gpt_oss else QWEN3).values()
+    rows = T * K
+    groups = Groups(
+        meta(E + 1, dtype=torch.int64), rows, None, meta(rows, dtype=torch.int64), num_choices=K
+    )
+    spec = ActivationSpec("silu")
+    up, down = meta(E, 2 * F, D, dtype=dtype), meta(E, D, F, dtype=dtype)
+    if gpt_oss:
+        spec = ActivationSpec("silu", alpha=1.702, limit=7.0, up_offset=1.0)
+        up, down = (meta(E, *w.mT.shape[1:], dtype=dtype).mT for w in (up, down))
+    x, pre = meta(T, D, dtype=dtype), meta(rows, 2 * F, dtype=dtype)
+    layout: dict[str, Any] = {"has_gate": True, "is_concatenated": not gpt_oss, "tile": tile}
+    if kind == "plain":
+        plain_product(meta(rows, F, dtype=dtype), down, groups, out=meta(rows, D), tile=tile)
+    elif kind == "gated":
+        bias = meta(E, 2 * F, dtype=dtype) if gpt_oss else None
+        out = meta(rows, F, dtype=dtype)
+        activated_product(
+            x, up, groups, spec, out=out, pre=pre, bias_SZ=bias, gathers=True, **layout
+        )
+    elif kind == "dact":
+        bias = meta(E, D, dtype=dtype) if gpt_oss else None
+        scale = meta(rows, dtype=torch.float32)
+        activation_backward(x, down, pre, scale, groups, spec, down_bias_SD=bias, **layout)
+    else:
+        weight_grad(pre, x, groups, out_SNK=up, right_divisor=K, tile=tile)
+
+
+def small_kernels() -> None:
+    """What has no tile to choose."""
+    ids, order = meta(4096, 8, dtype=torch.int64), meta(4096 * 8, dtype=torch.int64)
+    token_sort_triton(ids, 128)
+    token_sort_triton(ids[:16], 128)
+    y, weights, one = meta(4096 * 8, 2048), meta(4096, 8, dtype=torch.float32), order[:1]
+    launch_combine_fwd(y, weights, order, one, 8)
+    launch_combine_bwd(
+        meta(4096, 2048), y, weights, order, one, 8, needs_dy=True, needs_dweights=True
+    )
+    groups = Groups(meta(129, dtype=torch.int64), 4096 * 8, None, order, num_choices=8)
+    bias_grad(y, groups, out_SN=meta(128, 2048))
+
+
+def calls(target: str, *, every_tile: bool) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Everything to compile, with a description."""
+    yield "small kernels", small_kernels
+    for dtype, tables in ((torch.bfloat16, TILES_16_BIT), (torch.float32, TILES_32_BIT)):
+        for kind, table in tables.items():
+            for _, tile in table if every_tile else table[-1:]:
+                fitted = tile.fitted(dtype.itemsize, DEVICES[target])
+                name = f"{kind} {dtype} {fitted}"
+                yield name, lambda k=kind, t=fitted, d=dtype: product(k, t, d)
+                if dtype == torch.bfloat16 and tile is table[-1][1]:
+                    yield (
+                        f"gpt-oss {name}",
+                        lambda k=kind, t=fitted, d=dtype: product(k, t, d, gpt_oss=True),
+                    )
+
+
+def main() -> None:
+    target = sys.argv[1]
+    for description, call in calls(target, every_tile="all" in sys.argv[2:]):
+        for binary in compile_launches(call, target):
+            entry = asdict(binary)
+            text = entry.pop("instructions")
+            entry["wgmma"] = text.count("wgmma.mma_async")
+            entry["what"] = description
+            sys.stdout.write(json.dumps(entry) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""The examples of docs/training.md are configurations and code that work."""
+
+import re
+from pathlib import Path
+
+import pytest
+from training_runs import write_run
+
+from moe_runtime.training.config import TrainConfig
+from moe_runtime.training.config_tree import read_tree
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "training.md"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), flags=re.S | re.M)
+
+
+def test_the_configuration_is_one(tmp_path: Path) -> None:
+    (text,) = blocks("toml")
+    path = tmp_path / "train.toml"
+    path.write_text(text)
+    config = read_tree(TrainConfig, path)
+    assert config.data.sequences_per_step == 32
+    assert config.data.context_at(1499, config.run.steps) == 256
+    assert config.data.context_at(1500, config.run.steps) == 512
+
+
+def test_the_code_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (text,) = blocks("python")
+    write_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(text, str(PAGE), "exec"), {})
+    assert "step=8" in capsys.readouterr().out
+    assert (tmp_path / "out" / "model" / "config.json").is_file()
