@@ -118,7 +118,7 @@ def transformers_block(name: str, layer: MoELayer, arguments: argparse.Namespace
         num_experts=arguments.experts,
         num_experts_per_tok=arguments.top_k,
         norm_topk_prob=True,
-        experts_implementation=name,
+        **{"experts_implementation": name},
     )
     block = Qwen3MoeSparseMoeBlock(config)
     block.load_state_dict(layer.state_dict(), assign=True)
@@ -174,13 +174,13 @@ def products(layer: MoELayer, arguments: argparse.Namespace) -> Callable[[Tensor
     def call(_: Tensor) -> None:
         with torch.no_grad():
             for e in range(len(counts)):
-                rows[e] @ first[e].T
-                hidden[e] @ down[e].T
+                _ = rows[e] @ first[e].T
+                _ = hidden[e] @ down[e].T
             for e in range(len(counts)):
-                rows[e] @ down[e]
-                rows[e].T @ hidden[e]
-                wide[e] @ first[e]
-                wide[e].T @ rows[e]
+                _ = rows[e] @ down[e]
+                _ = rows[e].T @ hidden[e]
+                _ = wide[e] @ first[e]
+                _ = wide[e].T @ rows[e]
 
     return call
 
