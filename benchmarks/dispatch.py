@@ -25,9 +25,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from harness.machine import commit, describe_machine, versions
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from moe_runtime.kernels.token_sort import token_sort
 from moe_runtime.parallel import FlatTransport, combine, dispatch
@@ -213,12 +213,12 @@ def _measure_in_processes(shapes: list[Shape], options: argparse.Namespace) -> l
     with tempfile.TemporaryDirectory() as folder:
         out = str(Path(folder, "results.json"))
         arguments = (options.ranks, str(Path(folder, "store")), shapes, options.rounds, out)
-        mp.spawn(measure_here, arguments, nprocs=options.ranks)
+        spawn(measure_here, arguments, nprocs=options.ranks)
         return json.loads(Path(out).read_text())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=8, help="the first one does not count")
     parser.add_argument("--tokens", type=int, default=2048, help="of each rank")

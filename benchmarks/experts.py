@@ -84,7 +84,8 @@ def make_experts(shape: LayerShape, dtype: torch.dtype) -> Any:
     from transformers.models import mixtral, olmoe, qwen3_moe
 
     home = {"mixtral": mixtral, "olmoe": olmoe, "qwen3_moe": qwen3_moe}[shape.model_type]
-    config = CONFIG_MAPPING[shape.model_type](
+    config_class: Any = CONFIG_MAPPING[shape.model_type]
+    config = config_class(
         hidden_size=shape.dim_model,
         intermediate_size=shape.dim_hidden,
         moe_intermediate_size=shape.dim_hidden,

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ def median_s(call: Callable[[], Any], device: str, repeats: int) -> float:
     if device == "cuda":
         from triton.testing import do_bench
 
-        return float(do_bench(call, return_mode="median")) / 1e3
+        return cast(float, do_bench(call, return_mode="median")) / 1e3
     times = []
     for _ in range(repeats):
         start = time.perf_counter()

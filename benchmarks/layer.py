@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -118,7 +119,7 @@ def transformers_block(name: str, layer: MoELayer, arguments: argparse.Namespace
         num_experts=arguments.experts,
         num_experts_per_tok=arguments.top_k,
         norm_topk_prob=True,
-        **{"experts_implementation": name},
+        **cast(Any, {"experts_implementation": name}),
     )
     block = Qwen3MoeSparseMoeBlock(config)
     block.load_state_dict(layer.state_dict(), assign=True)

@@ -12,7 +12,7 @@ Shape suffixes: T tokens, D model, K choices, R rows, S experts of a rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -67,9 +67,8 @@ def register_expert_parallelism(
             super().__init__(experts, ep_mesh, tp_mesh)
             self._transport = FlatTransport(ep_mesh.get_group(), timeout_s=timeout_s)
             self._batch_group = tp_mesh.get_group() if tp_mesh.size() > 1 else None
-            self._slots = ExpertSlots.contiguous(
-                self.num_local_experts * ep_mesh.size(), ep_mesh.size()
-            )
+            num_local = cast(int, self.num_local_experts)
+            self._slots = ExpertSlots.contiguous(num_local * ep_mesh.size(), ep_mesh.size())
 
         def __call__(
             self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
