@@ -66,11 +66,6 @@ def batched_matmul(
     return _run_native(library, x_BHMC, w_BHNK, transpose_w)
 
 
-def is_native(x_BHMC: Tensor, w_BHNK: Tensor) -> bool:
-    """Whether `auto` would take the native kernel."""
-    return native_library() is not None and _native_problem(x_BHMC, w_BHNK) is None
-
-
 def _native_problem(x: Tensor, w: Tensor) -> str | None:
     """Why the C kernel cannot take these (valid) arguments, or None."""
     if not (x.is_cpu and w.is_cpu):
