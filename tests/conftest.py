@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 
 import pytest
 
@@ -16,6 +17,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Set by CI for the tools it calls; the scripts in benchmarks/, which some tests start, import their
 # neighbours.
 os.environ.pop("PYTHONSAFEPATH", None)
+
+# A suite that a shell runs in the background ignores Ctrl-C, and so would the programs that tests
+# start to interrupt them: what is ignored stays ignored in them, what is handled does not.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _has_cuda() -> bool:
