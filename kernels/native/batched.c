@@ -1,6 +1,7 @@
 /* Many small products with the matrices where they lie: a few rows of x times each of a batch of matrices.
  *
- * Attention over a cache of keys and values is such a batch when few tokens ask: one matrix for each head, read once.
+ * Attention of one query over cached keys and values is two such batches with a softmax between them: one matrix of
+ * keys and one of values for each head, each read once.
  * One thread computes a whole batch element, so neither the number of threads nor the other elements change a bit.
  */
 #include <stdatomic.h>

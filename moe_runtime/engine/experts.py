@@ -29,7 +29,7 @@ _FUSED_ACTIVATIONS: dict[str, Activation] = {
 """Classes of activation modules that the kernels compute themselves, by their name there."""
 
 COMBINE_TOKENS = 256
-"""Tokens combined at once: the fp32 copy of their routed rows is the only large temporary."""
+"""Tokens combined at once. Without the native kernels that copies their routed rows in fp32."""
 
 RoutingWatcher = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Told of a layer's routing once its demands are queued: layer, hidden, ids, gate weights."""

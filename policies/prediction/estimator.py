@@ -1,5 +1,6 @@
 """What predictors differ in: how probable each expert is, given what is known of a token."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar, Self
 
@@ -12,7 +13,7 @@ State = Mapping[str, np.ndarray]
 """Everything an estimator learned, as plain arrays of numbers: what its file holds."""
 
 
-class Estimator:
+class Estimator(ABC):
     """Learned tables and a pure function of contexts.
 
     Attributes:
@@ -26,6 +27,7 @@ class Estimator:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
 
+    @abstractmethod
     def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
         """Probability that each row's token visits each expert of a layer.
 
@@ -37,7 +39,6 @@ class Estimator:
         Returns:
             ``[B, E]`` float32 in [0, 1]; a row sums to about K.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not estimate")
 
     def fit(self, routes: Routes) -> None:
         """Learns from recorded sequences; what was learned before is forgotten."""
