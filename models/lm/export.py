@@ -76,13 +76,23 @@ def hugging_face_tensors(model: LanguageModel, dtype: torch.dtype) -> Iterator[t
     Raises:
         UnsupportedModelError: no architecture expresses the model.
     """
-    family = hugging_face_family(model.config)
-    for name, tensor in _named_tensors(model, family):
+    for name, tensor in hugging_face_views(model):
         kept = torch.float32 if name.endswith(_FP32_SUFFIX) else dtype
         yield name, tensor.detach().to("cpu", kept).contiguous()
 
 
-def _named_tensors(model: LanguageModel, family: Family) -> Iterator[tuple[str, Tensor]]:
+def hugging_face_views(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the checkpoint under its Hugging Face name, in the model's own memory.
+
+    What the architecture always has and the model has not comes as zeros, or with no elements.
+
+    Args:
+        model: ours.
+
+    Raises:
+        UnsupportedModelError: no architecture expresses the model.
+    """
+    family = hugging_face_family(model.config)
     yield "model.embed_tokens.weight", model.embedding.weight
     for number, block in enumerate(model.blocks):
         assert isinstance(block, Block)

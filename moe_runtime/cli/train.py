@@ -27,6 +27,13 @@ Settings = Annotated[
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")
 ]
+Reschedule = Annotated[
+    bool,
+    typer.Option(
+        "--reschedule",
+        help="With --resume: run.steps and the rate's course may differ from the checkpoint's.",
+    ),
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Prepare everything, show what would happen, and stop.")
 ]
@@ -40,6 +47,7 @@ def train(
     config_file: ConfigFile,
     settings: Settings = None,
     resume: Resume = False,
+    reschedule: Reschedule = False,
     dry_run: DryRun = False,
     as_json: options.Json = False,
     debug: options.Debug = False,
@@ -51,6 +59,8 @@ def train(
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
+    if reschedule and not resume:
+        raise ValueError("--reschedule changes a run that goes on: give --resume too")
     from moe_runtime.training.config import TrainConfig
     from moe_runtime.training.config_tree import read_tree
 
@@ -67,7 +77,7 @@ def train(
     if dry_run:
         _show_plan(preparation, as_json=as_json)
         return
-    summary, exit_code = _train(preparation, resume=resume)
+    summary, exit_code = _train(preparation, resume=resume, reschedule=reschedule)
     if as_json:
         print_json(summary)
     else:
@@ -76,11 +86,13 @@ def train(
         raise typer.Exit(exit_code)
 
 
-def _train(preparation: "Preparation", *, resume: bool) -> tuple[dict[str, Any], int]:
+def _train(
+    preparation: "Preparation", *, resume: bool, reschedule: bool
+) -> tuple[dict[str, Any], int]:
     """Trains and exports; returns the summary and the exit code."""
     from moe_runtime.training.session import finish, start
 
-    trainer = start(preparation, resume=resume)
+    trainer = start(preparation, resume=resume, reschedule=reschedule)
     run = preparation.config.run
     message = "stopping after this step, with a checkpoint; once more stops at once"
     with (

@@ -8,7 +8,7 @@ leaves the previous one.
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,19 +103,35 @@ def load_checkpoint(path: Path) -> TrainingState:
     return TrainingState(**content)
 
 
-def check_settings(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+def check_settings(
+    path: Path,
+    saved: Mapping[str, Any],
+    current: Mapping[str, Any],
+    *,
+    schedule: Collection[str] = (),
+    reschedule: bool = False,
+) -> None:
     """Refuses to go on with other settings than those a checkpoint was made with.
+
+    Args:
+        path: of the checkpoint, for messages.
+        saved: its settings.
+        current: those of the configuration.
+        schedule: settings that only decide the steps to come.
+        reschedule: these may differ.
 
     Raises:
         CheckpointError: names the first setting that differs, and both values.
     """
     for name in sorted({*saved, *current}):
         old, new = saved.get(name), current.get(name)
-        if old != new:
-            raise CheckpointError(
-                f"{path}: was made with {name} = {old!r}, the configuration now says {new!r}; "
-                "restore it, or choose another run.output"
-            )
+        if old == new or (reschedule and name in schedule):
+            continue
+        way_on = ", add --reschedule" if name in schedule else ""
+        raise CheckpointError(
+            f"{path}: was made with {name} = {old!r}, the configuration now says {new!r}; "
+            f"restore it{way_on}, or choose another run.output"
+        )
 
 
 def random_states() -> dict[str, torch.Tensor]:

@@ -163,6 +163,8 @@ class RunConfig:
     Attributes:
         output: folder of the run, relative to the configuration file.
         steps: optimizer steps.
+        start_from: folder of a Hugging Face checkpoint of the model's architecture, whose weights
+            the run begins with; relative to the configuration file.
         seed: decides the initial weights, the order of the data and the noise of gates.
         precision: dtype of the matrix products; weights and optimizer states stay float32.
         device: auto, cpu, cuda or cuda:N.
@@ -179,6 +181,7 @@ class RunConfig:
 
     output: Path
     steps: int
+    start_from: Path | None = None
     seed: int = 0
     precision: Precision = "float32"
     device: str = "auto"

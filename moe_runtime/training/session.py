@@ -19,6 +19,7 @@ import torch
 
 from moe_runtime.errors import CheckpointError
 from moe_runtime.models.lm.export import export_hugging_face
+from moe_runtime.models.lm.initial import import_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.training.batches import Batches, held_out_windows
 from moe_runtime.training.checkpoint import check_settings, checkpoints_in, load_checkpoint
@@ -43,6 +44,13 @@ _FREE_NAMES = (
 )
 _FREE = frozenset(
     {*(f"run.{name}" for name in _FREE_NAMES), "model.moe.impl", "model.moe.recompute"}
+)
+# What only the steps to come depend on: a resumed run may change it if asked to.
+_SCHEDULE = frozenset(
+    {
+        *("run.steps", "data.short_context", "data.short_share"),
+        *(f"optimizer.{name}" for name in ("peak_rate", "warmup_steps", "final_share")),
+    }
 )
 
 
@@ -97,6 +105,7 @@ def prepare(
 
     Raises:
         ValueError: text, tokenizer or model cannot be as configured.
+        CheckpointError: the checkpoint to start from does not fit the model.
         OSError: a file cannot be read or written.
     """
     device = _device(config.run.device)
@@ -132,28 +141,37 @@ def prepare(
     }
     on_stage("building the model")
     torch.manual_seed(config.run.seed)
-    return Preparation(
+    model = LanguageModel(config.model, recompute=config.run.recompute).to(device)
+    preparation = Preparation(
         config=config,
         output=output,
         tokenizer=tokenizer,
         streams=streams,
         batches=batches,
         held_out={name: windows for name, windows in held_out.items() if len(windows)},
-        model=LanguageModel(config.model, recompute=config.run.recompute).to(device),
+        model=model,
         device=device,
     )
+    # A run that goes on has its weights from its own checkpoint.
+    if config.run.start_from is not None and not checkpoints_in(preparation.checkpoints):
+        on_stage("reading the first weights")
+        import_hugging_face(model, folder / config.run.start_from.expanduser())
+    return preparation
 
 
-def start(preparation: Preparation, *, resume: bool) -> Trainer:
+def start(preparation: Preparation, *, resume: bool, reschedule: bool = False) -> Trainer:
     """A trainer at the beginning of the run, or at its last checkpoint.
 
     Args:
         preparation: as `prepare` gave it.
         resume: go on from the newest checkpoint; without one, begin.
+        reschedule: the number of steps, the learning rate's course and the short sequences may
+            be others than before; the steps to come follow the new ones as if they had held from
+            the beginning.
 
     Raises:
         CheckpointError: the folder holds checkpoints and `resume` was not asked for, or the newest
-            is damaged or was made with other settings.
+            is damaged, was made with other settings, or has taken more steps than are wanted.
         ValueError: a package for the logs is missing.
         OSError: the folder cannot be written.
     """
@@ -165,7 +183,18 @@ def start(preparation: Preparation, *, resume: bool) -> Trainer:
         )
     state = load_checkpoint(found[-1]) if found else None
     if state is not None:
-        check_settings(found[-1], state.settings, preparation.settings)
+        check_settings(
+            found[-1],
+            state.settings,
+            preparation.settings,
+            schedule=_SCHEDULE,
+            reschedule=reschedule,
+        )
+        if state.step > preparation.config.run.steps:
+            raise CheckpointError(
+                f"{found[-1]}: has taken {state.step} steps already, run.steps asks for "
+                f"{preparation.config.run.steps}; set at least {state.step}"
+            )
     first_step = 0 if state is None else state.step
     run = TrainingRun(
         config=preparation.config,

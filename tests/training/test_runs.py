@@ -1,6 +1,7 @@
 """Whole runs through the command line: what they leave behind, and that a killed one goes on."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -237,6 +238,75 @@ def test_a_resumed_run_must_be_the_same_run(
     line = error_of(capsys, finished, "--resume", "--set", "run.steps=1")
     rules.write_text(text)
     assert "text of source 'rules'" in line
+
+
+def test_a_run_starts_from_exported_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = write_run(tmp_path / "first")
+    assert train(first) == 0
+    reached = training_records(first.parent / "out")[-1]["held_out_mean"]
+    second = write_run(tmp_path / "second")
+    start = f"run.start_from={first.parent / 'out' / 'model'}"
+    # Steps of no length: what is measured at the end are the weights that it began with.
+    still = ("--set", "optimizer.peak_rate=1e-20", "--set", "run.steps=1")
+    assert train(second, "--set", start, *still) == 0
+    kept = training_records(second.parent / "out")[-1]["held_out_mean"]
+    assert kept == pytest.approx(reached, abs=1e-6)
+    capsys.readouterr()
+    third = write_run(tmp_path / "third")
+    assert "no config.json" in error_of(capsys, third, "--set", "run.start_from=texts")
+    line = error_of(capsys, third, "--set", start, "--set", "model.moe.top_k=1")
+    assert "num_experts_per_tok is 2, this model's is 1" in line
+
+
+# One rate and one length throughout, so that a longer run begins as a shorter one.
+STEADY = CONFIG.replace("warmup_steps = 2", "final_share = 1.0").replace(
+    "short_share = 0.5", "short_share = 0.0"
+)
+
+
+def test_a_run_that_is_extended_is_the_longer_run(tmp_path: Path) -> None:
+    whole = write_run(tmp_path / "whole", config=STEADY)
+    assert train(whole) == 0
+    parts = write_run(tmp_path / "parts", config=STEADY)
+    assert train(parts, "--set", "run.steps=5") == 0
+    assert train(parts, "--resume", "--reschedule") == 0
+    one, other = (
+        [record for record in training_records(path.parent / "out") if "loss" in record]
+        for path in (whole, parts)
+    )
+    assert one == other
+    last = Path("out") / "checkpoints" / "step-00000008.pt"
+    assert states_equal(tmp_path / "whole" / last, tmp_path / "parts" / last)
+
+
+def test_a_new_schedule_holds_for_the_steps_to_come(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path)
+    assert train(path, "--set", "run.steps=3") == 0
+    before = training_records(tmp_path / "out")
+    steps = ("--set", "run.steps=6", "--set", "optimizer.peak_rate=5e-3")
+    line = error_of(capsys, path, "--resume", *steps)
+    assert "optimizer.peak_rate = 0.01, the configuration now says 0.005" in line
+    assert "add --reschedule" in line
+    line = error_of(capsys, path, "--resume", "--reschedule", "--set", "run.steps=2")
+    assert "has taken 3 steps already, run.steps asks for 2" in line
+    line = error_of(capsys, path, "--resume", "--reschedule", "--set", "run.seed=1")
+    assert "run.seed = 0" in line
+    assert "--reschedule" not in line
+    assert "give --resume too" in error_of(capsys, path, "--reschedule")
+    assert training_records(tmp_path / "out") == before
+    assert train(path, "--resume", "--reschedule", *steps) == 0
+    taken = [record for record in training_records(tmp_path / "out") if "loss" in record]
+    assert [record["step"] for record in taken] == [1, 2, 3, 4, 5, 6]
+    # Half a cosine over the three steps after the warm-up, the last at a tenth of the peak.
+    cosine = [0.5 * (1 + math.cos(math.pi * part / 3)) for part in (1, 2, 3)]
+    expected = [5e-3 * (0.1 + 0.9 * share) for share in cosine]
+    assert [record["rate"] for record in taken[3:]] == pytest.approx(expected)
+    # Once changed, the new settings are the run's.
+    assert train(path, "--resume", *steps) == 0
 
 
 def test_a_damaged_checkpoint_is_named(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
