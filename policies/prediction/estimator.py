@@ -40,10 +40,10 @@ class Estimator(ABC):
             ``[B, E]`` float32 in [0, 1]; a row sums to about K.
         """
 
-    def fit(self, routes: Routes) -> None:
+    def fit(self, routes: Routes) -> None:  # noqa: B027  (optional, as is the next)
         """Learns from recorded sequences; what was learned before is forgotten."""
 
-    def finish(self, counts_LE: np.ndarray) -> None:
+    def finish(self, counts_LE: np.ndarray) -> None:  # noqa: B027
         """Learns from the activation counts of a request that just ended, while running."""
 
     def state(self) -> State:
