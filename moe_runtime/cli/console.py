@@ -8,7 +8,10 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moe_runtime.cli.processes import Speaker
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage's name, the bytes done and the bytes in total."""
@@ -21,10 +24,12 @@ class Session:
     Attributes:
         debug: errors show a traceback.
         as_json: stdout carries exactly one JSON object.
+        speaker: says what went wrong where several processes run the command.
     """
 
     debug: bool = False
     as_json: bool = False
+    speaker: "Speaker | None" = None
 
     def begin(self, *, debug: bool, as_json: bool) -> None:
         """Notes the options of the command and silences the libraries below it."""
@@ -35,9 +40,12 @@ class Session:
 
             warnings.simplefilter("ignore")
 
-    def fail(self, message: str) -> None:
+    def fail(self, error: Exception, message: str) -> None:
         """Shows the one line that an error gets."""
         sys.stdout.flush()
+        if self.speaker is not None:
+            self.speaker.say(error, message)
+            return
         print(f"moe-runtime: error: {message}", file=sys.stderr)
         if self.as_json:
             print_json({"error": message})

@@ -106,7 +106,7 @@ def _report(error: Exception, session: Session) -> int:
     if session.debug:
         traceback.print_exception(error)
     code, message = describe(error)
-    session.fail(message)
+    session.fail(error, message)
     return code
 
 

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import json
+import secrets
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +18,13 @@ from moe_runtime.cli.console import (
     print_rows,
     quiet_transformers,
 )
+from moe_runtime.cli.processes import at_first, from_first, joined_processes
 from moe_runtime.config import format_bytes, parse_budget
 from moe_runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from moe_runtime.engine.generation import GenerationResult
     from moe_runtime.types import RuntimeStats
 
@@ -52,41 +57,60 @@ def run(
 ) -> None:
     """Generate text; experts that do not fit in memory stream from disk.
 
-    The text goes to stdout as it comes, a table of what the runtime did to stderr.
+    The text goes to stdout as it comes, a table of what the runtime did to stderr. Under `torchrun`
+    the processes divide the experts between them and print the text once.
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
-    text = _read_prompt(prompt, prompt_file)
-    _check_budgets_and_trace(host_memory, device_memory, trace)
     sampling = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "top_p": top_p,
         "seed": seed,
     }
-    with loading_bar() as progress:
-        quiet_transformers(session)
-        tokenizer = _load_tokenizer(model)
-        room = _room_for(tokenizer, text, sampling, max_tokens, chat=chat)
-        loaded = _load_model(
-            model,
-            device=device,
-            dtype=dtype,
-            host_memory=host_memory,
-            device_memory=device_memory,
-            policy=policy,
-            prefetch=prefetch,
-            predictor=predictor,
-            trace=trace,
-            max_tokens=room,
-            progress=progress,
-        )
-    with contextlib.closing(loaded.moe):
-        result = _generate(loaded, tokenizer, text, show=not as_json, chat=chat, **sampling)
-        stats = loaded.moe.stats()
-    _show_outcome(model, policy, result, stats, as_json=as_json)
-    if result.finish_reason == "interrupted":
+    with joined_processes(session) as group:
+        text = from_first(group, "prompt", lambda: _read_prompt(prompt, prompt_file))
+        if group is not None and temperature > 0 and seed is None:
+            # Every process samples, and all must draw the same tokens.
+            drawn = from_first(group, "seed", lambda: str(secrets.randbelow(2**63)))
+            sampling["seed"] = int(drawn)
+        _check_budgets_and_trace(host_memory, device_memory, trace)
+        with loading_bar() as progress:
+            quiet_transformers(session)
+            tokenizer = _load_tokenizer(model)
+            room = _room_for(tokenizer, text, sampling, max_tokens, chat=chat)
+            loaded = _load_model(
+                model,
+                device=device,
+                dtype=dtype,
+                host_memory=host_memory,
+                device_memory=device_memory,
+                policy=policy,
+                prefetch=prefetch,
+                predictor=predictor,
+                trace=trace,
+                max_tokens=room,
+                progress=progress,
+                **({} if group is None else {"group": group}),
+            )
+        with contextlib.closing(loaded.moe):
+            result = _generate(loaded, tokenizer, text, show=not as_json, chat=chat, **sampling)
+            stats = loaded.moe.stats()
+        is_interrupted = result.finish_reason == "interrupted"
+        if group is not None and not is_interrupted:
+            stats = _stats_of_all(group, stats)
+        _show_outcome(model, policy, result, stats, as_json=as_json)
+    if is_interrupted:
         raise typer.Exit(130)
+
+
+def _stats_of_all(group: "ProcessGroup", stats: "RuntimeStats") -> "RuntimeStats":
+    """What all processes did together, in the first one; in the others what they did."""
+    from moe_runtime.engine.share import add_up
+    from moe_runtime.types import RuntimeStats
+
+    parts = at_first(group, "stats", json.dumps(dataclasses.asdict(stats)))
+    return add_up([RuntimeStats(**json.loads(part)) for part in parts]) if parts else stats
 
 
 def _check_budgets_and_trace(host_memory: str, device_memory: str, trace: Path | None) -> None:

@@ -14,6 +14,7 @@ from moe_runtime.store.cache import ExpertStore
 from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:
+    from moe_runtime.engine.share import ExpertShare
     from moe_runtime.tracing import TraceRecorder
 
 # T tokens, D model, F hidden, E experts, K top-k, R routed rows = T * K
@@ -61,6 +62,7 @@ class OffloadedExperts(torch.nn.Module):
         self.num_experts = experts.num_experts
         self.layer = layer
         self.store: ExpertStore[ExpertWeights] | None = None
+        self.share: ExpertShare | None = None
         self.recorder: TraceRecorder | None = None
         self.watcher: RoutingWatcher | None = None
         self.observer: RoutingWatcher | None = None
@@ -91,6 +93,7 @@ class OffloadedExperts(torch.nn.Module):
 
         Raises:
             CheckpointError: an expert could not be read.
+            RankFailureError: a process that shares the experts died or stalled.
         """
         num_tokens, top_k = top_k_index.shape
         if self.recorder is not None:
@@ -107,8 +110,11 @@ class OffloadedExperts(torch.nn.Module):
             dtype=hidden_states.dtype,
             device=hidden_states.device,
         )
+        own_rows = rows if self.share is None else self.share.own_rows(self.layer, rows)
         if num_rows:
-            self._compute(hidden_states, rows, out_RD, (top_k_index, top_k_weights))
+            self._compute(hidden_states, own_rows, out_RD, (top_k_index, top_k_weights))
+        if num_rows and self.share is not None:
+            self.share.exchange(self.layer, rows, out_RD)
         if getattr(self.replaced, "has_post_expert_norm", False):
             out_RD = self.get_submodule("post_expert_norm")(out_RD)
         return _combine(out_RD, top_k_weights)

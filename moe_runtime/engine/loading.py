@@ -33,10 +33,19 @@ from moe_runtime.engine.prefetching import (
     make_live_estimator,
 )
 from moe_runtime.engine.runtime import LoadedFacts, RuntimeHandle
+from moe_runtime.engine.share import ExpertShare
 from moe_runtime.engine.small_batch import use_small_batch_layers
 from moe_runtime.engine.threads import rest_torch_threads
 from moe_runtime.engine.tracing import attach_recorder
 from moe_runtime.kernels.expert_ffn import ExpertWeights
+from moe_runtime.parallel.agreement import (
+    arithmetic_facts,
+    processes_here,
+    require_same,
+    software_facts,
+)
+from moe_runtime.parallel.dispatch import Group, as_transport
+from moe_runtime.parallel.transport import Transport
 from moe_runtime.policies.eviction import LIVE_POLICIES, LayerShares, Setting, make_policy
 from moe_runtime.store.cache import ExpertStore
 from moe_runtime.store.prefetch import PrefetchMode, parse_mode
@@ -64,6 +73,7 @@ def load(
     max_tokens: int = 4096,
     io_threads: int = 4,
     progress: Progress | None = None,
+    group: Group | None = None,
 ) -> PreTrainedModel:
     """Loads a Mixture-of-Experts checkpoint and leaves its routed experts on disk.
 
@@ -89,6 +99,10 @@ def load(
         max_tokens: longest context to set memory aside for.
         io_threads: reads in flight at once.
         progress: called with what is being done, the bytes done and the bytes in all.
+        group: processes that divide the experts between them, each within budgets of its own. All
+            load the same model with the same options and then make the same calls; the output has
+            the bits of a single process. Shares of memory and ``"auto"`` are of what is free when
+            the processes of one machine have divided it equally.
 
     Returns:
         The model, in evaluation mode and frozen, with a ``RuntimeHandle`` as its ``moe``.
@@ -97,6 +111,7 @@ def load(
         CheckpointError: the checkpoint is missing, damaged or incomplete.
         UnsupportedModelError: the checkpoint is sound but not one that can be served.
         CapacityError: the budget is too small, or memory cannot be had.
+        RankFailureError: another process of the group died, stalled, or differs in something.
         ValueError: an option is not one of those that exist.
     """
     start = time.perf_counter()
@@ -108,15 +123,25 @@ def load(
     mode = parse_mode(prefetch)
     check_predictor(predictor)
     place = _resolve_device(device)
+    transport = as_transport(group)
     checkpoint = open_checkpoint(path_or_id, dtype)
     model = build_on_meta(checkpoint)
     settle_libraries(checkpoint.dtype)
     # what is imported and set up by now is the libraries'; everything after this line is ours
     baseline = resident_bytes()
     experts = map_experts(model, checkpoint)
+    expert_bytes = sum(layout.tensor_bytes for layout in experts.layouts.values())
+    signature = _signature(checkpoint, experts)
+    share: ExpertShare | None = None
+    if transport.size > 1:
+        share = ExpertShare(transport, [module.num_experts for module in experts.modules])
+        experts.layouts = {k: lay for k, lay in experts.layouts.items() if share.owns(k)}
     modules = _replace_experts(model, experts)
     dense_bytes = experts.dense_bytes(checkpoint.dtype)
-    plans = _plan(checkpoint, experts, budgets, place, dense_bytes, max_tokens)
+    free = _free_bytes(place, processes_here(transport))
+    plans = _plan(checkpoint, experts, budgets, free, dense_bytes, max_tokens)
+    # Everybody has looked how much memory is free before anybody takes some.
+    _require_same_model(transport, checkpoint, experts, place)
 
     load_dense(model, checkpoint, experts, place, progress)
     if place.type == "cpu":
@@ -128,27 +153,28 @@ def load(
     model.eval().requires_grad_(False)
 
     source = ExpertSource(experts.layouts, io_threads=io_threads)
-    signature = _signature(checkpoint, experts)
     setting = Setting(shape=shape_of(signature))
     store, host_store = _open_stores(source, experts, plans, policy, setting, place)
     for module in modules:
-        module.store = store
+        module.store, module.share = store, share
     attach_observer(model, modules, [store] if host_store is None else [store, host_store])
     facts = LoadedFacts(
         signature=signature,
         host_plan=plans["host"],
         device_plan=plans.get("device"),
         dense_bytes=dense_bytes,
-        expert_bytes=sum(layout.tensor_bytes for layout in experts.layouts.values()),
+        expert_bytes=expert_bytes,
         baseline_rss_bytes=baseline,
         load_s=time.perf_counter() - start,
     )
-    recorder = None if trace is None else attach_recorder(model, modules, Path(trace), signature)
+    recorder = None
+    if trace is not None and transport.rank == 0:
+        recorder = attach_recorder(model, modules, Path(trace), signature)
     prefetcher = None
     if mode is not PrefetchMode.OFF:
         blocks = [module.name.rpartition(".")[0] for module in experts.modules]
         estimator = make_live_estimator(predictor, model, blocks, signature)
-        prefetcher = attach_prefetcher(model, modules, store, estimator, mode)
+        prefetcher = attach_prefetcher(model, modules, store, estimator, mode, share)
     handle = RuntimeHandle(
         store, facts, host_store=host_store, recorder=recorder, prefetcher=prefetcher
     )
@@ -190,11 +216,19 @@ def _replace_experts(model: PreTrainedModel, experts: ExpertMap) -> list[Offload
     return replaced
 
 
+def _free_bytes(place: torch.device, num_processes: int) -> dict[str, int]:
+    """What this process may take of each kind of memory that the model uses."""
+    free = {"host": available_host_bytes() // num_processes}
+    if place.type != "cpu":
+        free["device"] = available_device_bytes(place)
+    return free
+
+
 def _plan(
     checkpoint: Checkpoint,
     experts: ExpertMap,
     budgets: dict[str, Budget],
-    place: torch.device,
+    free: dict[str, int],
     dense_bytes: int,
     max_tokens: int,
 ) -> dict[str, MemoryPlan]:
@@ -202,25 +236,45 @@ def _plan(
     reserve = reserve_for(
         checkpoint.config, checkpoint.dtype, max_tokens=max_tokens, dense_bytes=dense_bytes
     )
-    on_device = place.type != "cpu"
-    plans = {
-        "host": plan_memory(
-            resolve_budget(budgets["host"], available_host_bytes(), "this machine"),
-            dense_bytes=0 if on_device else dense_bytes,
-            reserve_bytes=0 if on_device else reserve,
+    names = {"host": "this machine", "device": "the device"}
+    dense_place = "device" if "device" in free else "host"
+    return {
+        place: plan_memory(
+            resolve_budget(budgets[place], free_bytes, names[place]),
+            dense_bytes=dense_bytes if place == dense_place else 0,
+            reserve_bytes=reserve if place == dense_place else 0,
             slot_bytes=experts.slot_bytes,
             num_experts=len(experts.layouts),
         )
+        for place, free_bytes in free.items()
     }
-    if on_device:
-        plans["device"] = plan_memory(
-            resolve_budget(budgets["device"], available_device_bytes(place), str(place)),
-            dense_bytes=dense_bytes,
-            reserve_bytes=reserve,
-            slot_bytes=experts.slot_bytes,
-            num_experts=len(experts.layouts),
-        )
-    return plans
+
+
+def _require_same_model(
+    transport: Transport, checkpoint: Checkpoint, experts: ExpertMap, place: torch.device
+) -> None:
+    """Makes sure that all processes of a group compute the same model in the same way."""
+    if transport.size == 1:
+        return
+    import transformers
+
+    config = checkpoint.config.to_dict()
+    require_same(
+        transport,
+        {
+            **software_facts(),
+            **arithmetic_facts(),
+            "the version of transformers": transformers.__version__,
+            "the kind of device": place.type,
+            "the dtype": str(checkpoint.dtype),
+            "the model's configuration": str(
+                sorted((k, str(v)) for k, v in config.items() if k != "_name_or_path")
+            ),
+            "the model's dense tensors": str(
+                sorted((name, e.dtype, e.shape) for name, e in experts.dense_entries.items())
+            ),
+        },
+    )
 
 
 def _open_stores(

@@ -11,6 +11,7 @@ import torch
 
 from moe_runtime.config import nearest
 from moe_runtime.engine.experts import OffloadedExperts
+from moe_runtime.engine.share import ExpertShare, OwnGuesses
 from moe_runtime.engine.tracing import read_step
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.policies.prediction import (
@@ -18,6 +19,7 @@ from moe_runtime.policies.prediction import (
     Estimator,
     LayerRouted,
     NextGate,
+    Predictor,
     Shape,
     StepBegins,
     TrackedPredictor,
@@ -120,9 +122,22 @@ def attach_prefetcher(
     store: ExpertStore[Any],
     estimator: Estimator,
     mode: PrefetchMode,
+    share: ExpertShare | None = None,
 ) -> Prefetcher:
-    """Lets a prefetcher watch every forward pass of a model from now on."""
-    prefetcher = Prefetcher(Guesses(store), TrackedPredictor(estimator), mode)
+    """Lets a prefetcher watch every forward pass of a model from now on.
+
+    Args:
+        model: the model.
+        modules: its experts.
+        store: where they lie.
+        estimator: who guesses.
+        mode: how far guesses go.
+        share: which experts this process computes; all of them by default.
+    """
+    predictor: Predictor = TrackedPredictor(estimator)
+    if share is not None:
+        predictor = OwnGuesses(predictor, share)
+    prefetcher = Prefetcher(Guesses(store), predictor, mode)
     first_request = 0
     num_running = 0
 
@@ -147,7 +162,8 @@ def attach_prefetcher(
             gate_weights=weights_TK.float().cpu().numpy(),
             hidden=hidden,
         )
-        keys = frozenset(ExpertKey(layer, expert) for expert in set(ids.ravel().tolist()))
+        visited = (ExpertKey(layer, expert) for expert in set(ids.ravel().tolist()))
+        keys = frozenset(key for key in visited if share is None or share.owns(key))
         prefetcher.routed(event, keys)
 
     model.register_forward_pre_hook(begin_step, with_kwargs=True)

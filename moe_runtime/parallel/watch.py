@@ -105,6 +105,15 @@ class GroupWatch:
             else:
                 return
 
+    def ended_ranks(self) -> tuple[int, ...]:
+        """Ranks whose processes ran on this machine and are gone."""
+        try:
+            others = [rank for rank in range(self.size) if rank != self.rank]
+            return tuple(rank for rank in others if self._has_ended(rank))
+        except RuntimeError:
+            # The store went with the process that kept it.
+            return ()
+
     def _leave_note(self, step: int) -> None:
         self._store.set(f"moe/waiting/{self.rank}", str(step))
 

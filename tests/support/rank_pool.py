@@ -16,7 +16,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed", "moe_runtime.parallel", "moe_runtime.kernels.expert_mlp"]
+# Imported once, in the server that processes are forked from, and not in each of them.
+PRELOAD = [
+    *("torch", "torch.distributed", "torch.distributed.checkpoint", "torch.distributed.tensor"),
+    *("moe_runtime.parallel", "moe_runtime.kernels.expert_mlp", "moe_runtime.engine.loading"),
+    *("transformers.generation.utils", "transformers.models.olmoe.modeling_olmoe"),
+]
 DEADLINE_S = 100.0
 
 

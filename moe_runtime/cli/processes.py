@@ -1,0 +1,187 @@
+"""A command that several processes run together, as `torchrun` starts them.
+
+One of them speaks: the first one prints the results, and whatever goes wrong is one line on the
+terminal, however many processes notice it.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import FrameType
+from typing import TYPE_CHECKING, TextIO
+
+import typer
+
+from moe_runtime.cli.console import Session
+from moe_runtime.errors import RankFailureError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store
+
+    from moe_runtime.parallel.watch import GroupWatch
+
+_ERRORS = "moe/errors"
+# Collectives of ours have a limit of their own, which is shorter and names who is missing.
+_BACKEND_LIMIT = timedelta(hours=6)
+_FIRST_SPEAKS = timedelta(seconds=1)
+_POLL_S = 0.01
+
+
+@contextlib.contextmanager
+def joined_processes(session: Session) -> Iterator["ProcessGroup | None"]:
+    """The group of the processes that `torchrun` started; None where it did not.
+
+    Within the block only the first process has a stdout and stderr. When a process dies, those that
+    `torchrun` ends with it say so before they go.
+
+    Raises:
+        RankFailureError: a process of the group ended, so that `torchrun` ended this one.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or "RANK" not in os.environ:
+        yield None
+        return
+    import torch
+    import torch.distributed as dist
+
+    from moe_runtime.parallel.watch import GroupWatch
+
+    has_devices = torch.cuda.is_available()
+    if has_devices:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    dist.init_process_group("cpu:gloo,cuda:nccl" if has_devices else "gloo", timeout=_BACKEND_LIMIT)
+    group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    session.speaker = Speaker(group.get_group_store(), dist.get_rank(), sys.stderr)
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() > 0:
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        stack.enter_context(_named_end(GroupWatch(group)))
+        yield group
+    # Not after an error: the other processes may be gone.
+    dist.destroy_process_group()
+
+
+class Speaker:
+    """Says what went wrong, once for all processes.
+
+    Args:
+        store: key-value store of the processes.
+        rank: number of this process.
+        terminal: where the line goes.
+    """
+
+    def __init__(self, store: "Store", rank: int, terminal: TextIO) -> None:
+        self._store = store
+        self._rank = rank
+        self._terminal = terminal
+
+    def say(self, error: Exception, line: str) -> None:
+        """Prints a line unless another process has said it.
+
+        Args:
+            error: what it is about. That another process failed is said only where nothing else
+                was: the process itself knows better why.
+            line: its text.
+        """
+        try:
+            is_ours = self._may_speak(error, line)
+        except RuntimeError:
+            # The store is gone with the process that kept it.
+            is_ours = True
+        if is_ours:
+            where = f"rank {self._rank}: " if self._rank and not _names_ranks(error) else ""
+            print(f"moe-runtime: error: {where}{line}", file=self._terminal, flush=True)
+
+    def _may_speak(self, error: Exception, line: str) -> bool:
+        if _names_ranks(error):
+            return self._store.add(_ERRORS, 1) == 1
+        key = f"{_ERRORS}/{zlib.crc32(line.encode())}"
+        if self._rank > 0:
+            # What all processes run into is for the first one to say.
+            with contextlib.suppress(RuntimeError):
+                self._store.wait([key], _FIRST_SPEAKS)
+        self._store.add(_ERRORS, 1)
+        return self._store.add(key, 1) == 1
+
+
+def _names_ranks(error: Exception) -> bool:
+    return isinstance(error, RankFailureError)
+
+
+class _Terminated(BaseException):
+    """SIGTERM came."""
+
+
+@contextlib.contextmanager
+def _named_end(watch: "GroupWatch") -> Iterator[None]:
+    """Turns a SIGTERM into an error that names the process whose end is behind it."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except _Terminated:
+        ended = watch.ended_ranks()
+        if not ended:
+            raise typer.Exit(128 + signal.SIGTERM) from None
+        raise ended_error(ended, watch.size) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def ended_error(ranks: tuple[int, ...], size: int) -> RankFailureError:
+    """The error that says which processes have ended."""
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    verb = "has" if len(ranks) == 1 else "have"
+    names = ", ".join(map(str, ranks))
+    return RankFailureError(f"{noun} {names} of {size} {verb} ended", ranks=ranks)
+
+
+def from_first(group: "ProcessGroup | None", name: str, make: Callable[[], str]) -> str:
+    """A text that the first process makes and all get.
+
+    Args:
+        group: the processes; None for this one alone.
+        name: of the text; another one for each.
+        make: called in the first process only.
+    """
+    if group is None:
+        return make()
+    store, key = group.get_group_store(), f"moe/shared/{name}"
+    if group.rank() == 0:
+        text = make()
+        store.set(key, text)
+        return text
+    # In short waits, between which signals are heard.
+    while not store.check([key]):
+        time.sleep(_POLL_S)
+    return store.get(key).decode()
+
+
+def at_first(group: "ProcessGroup | None", name: str, text: str) -> list[str]:
+    """The texts of all processes, in the first one; the others get an empty list.
+
+    Args:
+        group: the processes; None for this one alone.
+        name: of the text; another one for each.
+        text: of this process.
+    """
+    if group is None:
+        return [text]
+    store = group.get_group_store()
+    store.set(f"moe/gathered/{name}/{group.rank()}", text)
+    if group.rank() > 0:
+        return []
+    keys = [f"moe/gathered/{name}/{rank}" for rank in range(group.size())]
+    while not store.check(keys):
+        time.sleep(_POLL_S)
+    return [store.get(key).decode() for key in keys]

@@ -1,0 +1,87 @@
+"""Experts off the device, divided among processes: the bits of one, a share of the reads."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parallel_load import outputs, refusal, too_many
+from rank_pool import RankPool
+from text_checkpoint import tiny_text_model
+
+from moe_runtime.engine.inspection import inspect_checkpoint
+from moe_runtime.engine.share import ExpertShare, add_up
+from moe_runtime.parallel.transport import LocalTransport
+from moe_runtime.types import ExpertKey
+
+Ranks = Callable[[int], RankPool]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shared")
+    tiny_text_model(300).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes_give_the_bits_of_one(size: int, checkpoint: Path, ranks: Ranks) -> None:
+    smallest = inspect_checkpoint(checkpoint, max_tokens=64).smallest_budget_bytes
+    options: dict[str, Any] = {"host_memory": smallest + 400_000}
+    if size == 2:
+        options |= {"prefetch": "enforce", "dtype": "bfloat16"}
+    alone = outputs(str(checkpoint), options)
+    together = ranks(size).run(outputs, str(checkpoint), options)
+    for theirs in together:
+        assert torch.equal(theirs["logits"], alone["logits"])
+        assert torch.equal(theirs["tokens"], alone["tokens"])
+    # Every visit of an expert is one process's: nobody computes what another one does.
+    parts = [theirs["stats"] for theirs in together]
+    assert sum(map(visits, parts)) == visits(alone["stats"])
+    assert all(0 < part.bytes_read < alone["stats"].bytes_read for part in parts)
+
+
+def visits(stats: Any) -> int:
+    return stats.hits + stats.late_hits + stats.misses
+
+
+def test_a_process_that_loads_something_else_is_named(checkpoint: Path, ranks: Ranks) -> None:
+    results = ranks(3).run(refusal, str(checkpoint), 1)
+    assert [named for _, named in results] == [(1,), (0, 2), (1,)]
+    assert results[0][0].startswith("ranks disagree about the dtype (its checksum): rank 1 has")
+
+
+def test_more_processes_than_experts(tmp_path: Path, ranks: Ranks) -> None:
+    from text_checkpoint import tiny_text_model as make
+
+    model = make(40)
+    model.config.num_experts = model.config.num_experts_per_tok = 2
+    type(model)(model.config).save_pretrained(tmp_path)
+    messages = ranks(3).run(too_many, str(tmp_path))
+    assert messages == ["3 processes cannot share the 2 experts of a layer; start at most 2"] * 3
+
+
+def test_shares_are_runs_of_equal_length() -> None:
+    transport = LocalTransport()
+    transport.size = 3
+    share = ExpertShare(transport, [8])
+    owners = []
+    for expert in range(8):
+        held = []
+        for rank in range(3):
+            transport.rank = rank
+            held += [rank] * share.owns(ExpertKey(0, expert))
+        owners += held
+    assert owners == [0, 0, 0, 1, 1, 1, 2, 2]
+
+
+def test_statistics_add_up(checkpoint: Path) -> None:
+    stats = outputs(str(checkpoint), {})["stats"]
+    slower = dataclasses.replace(stats, stall_s=stats.stall_s + 1.0)
+    both = add_up([stats, slower])
+    assert both.misses == 2 * stats.misses
+    assert both.bytes_read == 2 * stats.bytes_read
+    assert both.stall_s == slower.stall_s
+    assert both.expert_bytes == stats.expert_bytes

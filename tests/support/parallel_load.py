@@ -1,0 +1,51 @@
+"""A checkpoint with experts off the device, loaded by several processes together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import moe_runtime
+from moe_runtime.errors import RankFailureError
+
+PROMPT = torch.arange(40).mul(37).remainder(300)[None]
+
+
+def outputs(path: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Logits of a prompt and of decoded tokens, a continuation, and what was read.
+
+    In a process group the experts are divided among its processes.
+    """
+    group = dist.group.WORLD if dist.is_initialized() else None
+    model = moe_runtime.load(path, device="cpu", max_tokens=64, group=group, **options)
+    with model.moe, torch.inference_mode():
+        out = model(PROMPT, use_cache=True)
+        logits = [out.logits[0]]
+        for token in (1, 2, 3):
+            out = model(torch.tensor([[token]]), past_key_values=out.past_key_values)
+            logits.append(out.logits[0])
+        tokens = model.generate(PROMPT, max_new_tokens=8, do_sample=False)
+        model.moe.check()
+        stats = model.moe.stats()
+    return {"logits": torch.cat(logits), "tokens": tokens, "stats": stats}
+
+
+def refusal(path: str, other_dtype_on: int) -> tuple[str, tuple[int, ...]]:
+    """The error of a load in which one rank asks for another dtype."""
+    dtype = "bfloat16" if dist.get_rank() == other_dtype_on else "float32"
+    try:
+        moe_runtime.load(path, dtype=dtype, max_tokens=64, group=dist.group.WORLD)
+    except RankFailureError as error:
+        return str(error), error.ranks
+    return "", ()
+
+
+def too_many(path: str) -> str:
+    try:
+        moe_runtime.load(Path(path), max_tokens=64, group=dist.group.WORLD)
+    except ValueError as error:
+        return str(error)
+    return ""
