@@ -21,7 +21,8 @@ from moe_runtime.cli.console import Session
 from moe_runtime.errors import RankFailureError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Store
+    from torch._C._distributed_c10d import Store
+    from torch.distributed import ProcessGroup
 
     from moe_runtime.parallel.watch import GroupWatch
 

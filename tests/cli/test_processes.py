@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -42,15 +43,15 @@ def test_one_text_and_one_line_that_names_the_dead(checkpoint: Path, tmp_path: P
         assert process.stderr is not None
         begin = process.stdout.read(20)
         os.kill(int((tmp_path / "1").read_text()), signal.SIGKILL)
-        text = (begin + process.stdout.read()).decode(errors="replace").rstrip("\\n")
+        text = (begin + process.stdout.read()).decode(errors="replace").rstrip("\n")
         errors = process.stderr.read().decode()
     assert process.returncode != 0
     lines = [line for line in errors.splitlines() if line.startswith("moe-runtime: error:")]
     assert len(lines) == 1, errors
     assert "rank 1 of 2 has ended" in lines[0]
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
     ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint)
     expected = model.generate(ids, max_new_tokens=60, do_sample=False)[0, ids.shape[1] :]
     expected_text = tokenizer.decode(expected, skip_special_tokens=True)
     shared = min(len(text.strip()), 40)

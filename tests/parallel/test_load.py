@@ -54,9 +54,7 @@ def test_a_process_that_loads_something_else_is_named(checkpoint: Path, ranks: R
 
 
 def test_more_processes_than_experts(tmp_path: Path, ranks: Ranks) -> None:
-    from text_checkpoint import tiny_text_model as make
-
-    model = make(40)
+    model = tiny_text_model(40)
     model.config.num_experts = model.config.num_experts_per_tok = 2
     type(model)(model.config).save_pretrained(tmp_path)
     messages = ranks(3).run(too_many, str(tmp_path))

@@ -20,7 +20,7 @@ def outputs(path: str, options: dict[str, Any]) -> dict[str, Any]:
     In a process group the experts are divided among its processes.
     """
     group = dist.group.WORLD if dist.is_initialized() else None
-    model = moe_runtime.load(path, device="cpu", max_tokens=64, group=group, **options)
+    model: Any = moe_runtime.load(path, device="cpu", max_tokens=64, group=group, **options)
     with model.moe, torch.inference_mode():
         out = model(PROMPT, use_cache=True)
         logits = [out.logits[0]]
