@@ -6,7 +6,7 @@ Shape suffixes: T tokens, D model in, F hidden, O model out, R routed rows.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Literal
 
@@ -19,7 +19,7 @@ from moe_runtime.kernels.expert_ffn.reference import (
     expert_ffn_reference,
 )
 from moe_runtime.kernels.expert_ffn.weights import ExpertWeights
-from moe_runtime.kernels.linear import linear, native_row_limit
+from moe_runtime.kernels.linear import ROWS_PER_CALL, linear, native_row_limit
 from moe_runtime.kernels.native import (
     ACTIVATION_CODES,
     DTYPE_CODES,
@@ -162,6 +162,55 @@ def _native_problem(
 
 
 def _run_native(
+    library: NativeLibrary,
+    x_TD: Tensor,
+    experts: Sequence[ExpertWeights],
+    counts: Sequence[int],
+    token_ids_R: RowIds,
+    destinations_R: RowIds,
+    out_RO: Tensor,
+    activation: str,
+) -> None:
+    first = 0
+    for some, some_counts in _portions(experts, counts):
+        last = first + sum(some_counts)
+        _call_native(
+            library,
+            x_TD,
+            some,
+            some_counts,
+            token_ids_R[first:last],
+            destinations_R[first:last],
+            out_RO,
+            activation,
+        )
+        first = last
+
+
+def _portions(
+    experts: Sequence[ExpertWeights], counts: Sequence[int]
+) -> Iterator[tuple[Sequence[ExpertWeights], Sequence[int]]]:
+    """Cuts a call where its rows would take much memory to pack, inside an expert if need be."""
+    if sum(counts) <= ROWS_PER_CALL:
+        yield experts, counts
+        return
+    some: list[ExpertWeights] = []
+    some_counts: list[int] = []
+    room = ROWS_PER_CALL
+    for weights, count in zip(experts, counts, strict=True):
+        while count:
+            taken = min(count, room)
+            some.append(weights)
+            some_counts.append(taken)
+            count, room = count - taken, room - taken
+            if not room:
+                yield some, some_counts
+                some, some_counts, room = [], [], ROWS_PER_CALL
+    if some:
+        yield some, some_counts
+
+
+def _call_native(
     library: NativeLibrary,
     x_TD: Tensor,
     experts: Sequence[ExpertWeights],

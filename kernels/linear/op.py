@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Literal
 
 import torch
@@ -21,14 +22,19 @@ LinearImpl = Literal["auto", "native", "reference", "torch"]
 IMPLS: tuple[LinearImpl, ...] = ("auto", "native", "reference", "torch")
 
 
-# Rows up to which the native kernel is used. Measured on Zen 4 with two threads (by
-# benchmarks/linear.py). With the bf16 instruction the kernel beats oneDNN, which packs the weights
-# anew in every call, up to about 100 rows and equals it to 512. The other instruction sets were
-# measured on the same machine, where torch had better ones: these limits err on torch's side.
+UNLIMITED = sys.maxsize
+ROWS_PER_CALL = 512
+"""Rows that one call of the C kernel packs; more are handed over in portions of as many."""
+
+# Rows up to which `auto` takes the native kernel; measured by benchmarks/linear.py with two threads
+# on Zen 4 (which has the bf16 instruction) and Cascade Lake (which has not). Without it torch
+# multiplies bf16 and fp16 at a third of the kernel's speed or less, whatever the number of rows;
+# with it, and in fp32, the two are equal at many rows. Where torch has only AVX2 or no vectors it
+# was never measured: there the limits err on torch's side.
 _ROW_LIMITS = {
-    "avx512bf16": {torch.bfloat16: 512, torch.float16: 512, torch.float32: 128},
-    "avx512": {torch.bfloat16: 16, torch.float16: 128, torch.float32: 64},
-    "avx2": {torch.bfloat16: 8, torch.float16: 64, torch.float32: 32},
+    "avx512bf16": {torch.bfloat16: UNLIMITED, torch.float16: UNLIMITED, torch.float32: UNLIMITED},
+    "avx512": {torch.bfloat16: UNLIMITED, torch.float16: UNLIMITED, torch.float32: UNLIMITED},
+    "avx2": {torch.bfloat16: UNLIMITED, torch.float16: UNLIMITED, torch.float32: 32},
     "portable": {torch.bfloat16: 1, torch.float16: 0, torch.float32: 16},
 }
 # Matrix units multiply bf16 far faster than any vector code once memory does not bound it.
@@ -36,7 +42,7 @@ _BF16_LIMIT_WITH_AMX = 16
 
 
 def native_row_limit(library: NativeLibrary, dtype: torch.dtype) -> int:
-    """Rows up to which `impl="auto"` takes the native kernel.
+    """Rows up to which `impl="auto"` takes the native kernel; `UNLIMITED` where it always does.
 
     Args:
         library: The loaded library.
@@ -149,21 +155,23 @@ def _linear_native(
         bias = bias.contiguous()
     out = x.new_empty((*x.shape[:-1], dim_out))
     size = x.element_size()
-    status = library.linear(
-        x_RK.data_ptr(),
-        x_stride * size,
-        x_RK.shape[0],
-        weight.data_ptr(),
-        weight.stride(0) * weight.element_size(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        dim_out * size,
-        dim_in,
-        dim_out,
-        DTYPE_CODES[x.dtype],
-        DTYPE_CODES[weight.dtype],
-        library.shares_threads(),
-    )
-    if status == STATUS_NO_MEMORY:
-        raise MemoryError(f"no memory to pack {x_RK.shape[0]} rows of {dim_in} values")
+    for first in range(0, x_RK.shape[0], ROWS_PER_CALL):
+        num_rows = min(ROWS_PER_CALL, x_RK.shape[0] - first)
+        status = library.linear(
+            x_RK.data_ptr() + first * x_stride * size,
+            x_stride * size,
+            num_rows,
+            weight.data_ptr(),
+            weight.stride(0) * weight.element_size(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr() + first * dim_out * size,
+            dim_out * size,
+            dim_in,
+            dim_out,
+            DTYPE_CODES[x.dtype],
+            DTYPE_CODES[weight.dtype],
+            library.shares_threads(),
+        )
+        if status == STATUS_NO_MEMORY:
+            raise MemoryError(f"no memory to pack {num_rows} rows of {dim_in} values")
     return out

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moe_runtime.kernels.linear import UNLIMITED, native_row_limit
 from moe_runtime.kernels.native import native_library
 
 if TYPE_CHECKING:
@@ -13,14 +14,16 @@ if TYPE_CHECKING:
 
 
 def rest_torch_threads(model: PreTrainedModel) -> None:
-    """Runs torch on one thread during a model's forward passes, if the native kernels are there.
+    """Runs torch on one thread during a model's forward passes, if the native kernels do the work.
 
     The kernels that read weights have threads of their own. Torch's spin for milliseconds after
     each of its operations, on processors that the kernels and the threads reading experts need: a
     prompt streaming from disk takes more than twice as long beside them. The number is the same at
-    every budget, because torch's sums may depend on it.
+    every budget, because torch's sums may depend on it. Where torch multiplies many rows faster
+    than the kernels do, it keeps its threads.
     """
-    if native_library() is None:
+    library = native_library()
+    if library is None or native_row_limit(library, model.dtype) != UNLIMITED:
         return
     threads = _OneThread()
     model.register_forward_pre_hook(threads.begin)

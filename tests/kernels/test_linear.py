@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.linear import linear
-from moe_runtime.kernels.linear.op import IMPLS, LinearImpl, native_row_limit
+from moe_runtime.kernels.linear import ROWS_PER_CALL, UNLIMITED, linear, native_row_limit
+from moe_runtime.kernels.linear.op import IMPLS, LinearImpl
 from moe_runtime.kernels.native import NativeLibrary
 
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -74,10 +74,11 @@ def test_native_fp32_rows_with_narrow_weights(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_native_many_rows(isa: str, dtype: torch.dtype, generator: torch.Generator) -> None:
-    """More rows than one group of panels holds."""
-    x = random(generator, 150, 1030, dtype=dtype)
-    weight = random(generator, 37, 1030, dtype=dtype)
-    assert_close_to_fp64(linear(x, weight, impl="native"), x, weight, None)
+    """More rows than one group of panels holds, and more than one call of the C kernel takes."""
+    for rows, dim_in in ((150, 1030), (2 * ROWS_PER_CALL + 3, 70)):
+        x = random(generator, rows, dim_in, dtype=dtype)
+        weight = random(generator, 37, dim_in, dtype=dtype)
+        assert_close_to_fp64(linear(x, weight, impl="native"), x, weight, None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -168,13 +169,16 @@ def test_implementations_agree(
     assert_close_to_fp64(y, x, weight, bias)
 
 
-def test_auto_takes_the_native_kernel_for_few_rows_only(
-    library: NativeLibrary, generator: torch.Generator
+def test_auto_takes_the_native_kernel_up_to_its_limit(
+    isa: str, library: NativeLibrary, generator: torch.Generator
 ) -> None:
     """Their sums differ in order, so equal bits tell which one ran."""
     weight = random(generator, 64, 999, dtype=torch.float32)
     limit = native_row_limit(library, torch.float32)
-    for rows, impl in ((1, "native"), (limit, "native"), (limit + 1, "torch")):
+    cases: list[tuple[int, LinearImpl]] = [(1, "native"), (min(limit, 600), "native")]
+    if limit != UNLIMITED:
+        cases.append((limit + 1, "torch"))
+    for rows, impl in cases:
         x = random(generator, rows, 999, dtype=torch.float32)
         assert torch.equal(linear(x, weight), linear(x, weight, impl=impl))
 
