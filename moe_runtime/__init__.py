@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     from moe_runtime.errors import MoERuntimeError as MoERuntimeError
     from moe_runtime.errors import UnsupportedModelError as UnsupportedModelError
     from moe_runtime.layer import MoELayer as MoELayer
+    from moe_runtime.offload.adamw import AdamW as AdamW
+    from moe_runtime.offload.offloading import offload_training as offload_training
 
 __version__ = "0.1.0"
 
 # Public name -> the module that defines it.
 _HOMES = {
+    "AdamW": "moe_runtime.offload.adamw",
     "CapacityError": "moe_runtime.errors",
     "CheckpointError": "moe_runtime.errors",
     "MoELayer": "moe_runtime.layer",
@@ -32,15 +35,18 @@ _HOMES = {
     "UnsupportedModelError": "moe_runtime.errors",
     "register_with_transformers": "moe_runtime.engine.backend",
     "load": "moe_runtime.engine.loading",
+    "offload_training": "moe_runtime.offload.offloading",
 }
 
 __all__ = [
+    "AdamW",
     "CapacityError",
     "CheckpointError",
     "MoELayer",
     "MoERuntimeError",
     "UnsupportedModelError",
     "load",
+    "offload_training",
     "register_with_transformers",
 ]
 

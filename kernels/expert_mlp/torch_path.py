@@ -207,39 +207,74 @@ def backward(
     grad_TD = grad_TD.to(x_TD.dtype)
     used: set[int] = set()
     for group in groups(rows, experts):
-        tokens_n, weights_n = _routing_of(group, rows, weights_TK)
-        here = slice(group.first, group.last)
-        out_grad_nD = grad_TD[here] if tokens_n is None else grad_TD.index_select(0, tokens_n)
-        if len(z_RZ):
-            z_nZ = z_RZ[here]
-        else:
-            z_nZ = x_TD.new_empty(_count(group), experts.dim_preactivation)
-            _preactivations(x_TD, tokens_n, group, experts, steps, z_nZ)
-        _, down_DF = experts.matrices(group.slot)
-        hidden_grad_nF = out_grad_nD @ down_DF
-        z_grad_nZ, hidden_nF, weight_grad_n = steps.activate_backward(
-            z_nZ, hidden_grad_nF, weights_n, experts, activation
-        )
-        if needs.weights:
-            _, down_bias = experts.biases(group.slot)
-            if down_bias is not None:
-                weight_grad_n = weight_grad_n + (out_grad_nD @ down_bias).to(weight_grad_n.dtype)
-            gradients.weights.view(-1)[rows.order_R[here]] = weight_grad_n.to(
-                gradients.weights.dtype
-            )
-        _parameter_gradients(
-            gradients, group, experts, needs, x_TD, tokens_n, weights_n,
-            out_grad_nD, hidden_nF, z_grad_nZ, is_first=group.slot not in used,
+        run_group_backward(
+            group, grad_TD, x_TD, weights_TK, z_RZ, rows, experts, activation, gradients,
+            needs=needs, steps=steps, is_first=group.slot not in used,
         )  # fmt: skip
         used.add(group.slot)
-        if needs.x:
-            gate_up_ZD, _ = experts.matrices(group.slot)
-            if tokens_n is None:
-                torch.mm(z_grad_nZ, gate_up_ZD, out=gradients.x[here])
-            else:
-                steps.add_rows(gradients.x, tokens_n, z_grad_nZ @ gate_up_ZD, None)
     _zero_unused(gradients, used, experts.gate_up.shape[0])
     return gradients._replace(x=gradients.x.to(x_TD.dtype))
+
+
+def run_group_backward(
+    group: Group,
+    grad_TD: Tensor,
+    x_TD: Tensor,
+    weights_TK: Tensor | None,
+    z_RZ: Tensor,
+    rows: SortedRows,
+    experts: StackedExperts,
+    activation: ActivationSpec,
+    gradients: Gradients,
+    *,
+    needs: Needs,
+    steps: TorchSteps,
+    is_first: bool,
+) -> None:
+    """One expert's part of `backward`: added to the input's gradient, written to its own.
+
+    Args:
+        group: The expert and its rows.
+        grad_TD: Gradient of the output, in the dtype of `x`.
+        x_TD: As in `forward`, and so the other arguments.
+        weights_TK: Gate weights or None.
+        z_RZ: Pre-activations; empty when they are to be computed again.
+        rows: Where the rows are.
+        experts: The parameters.
+        activation: What lies between the products.
+        gradients: Of the whole call: `x` in fp32 or better, and slots as `experts` has them.
+        needs: Which gradients.
+        steps: The operations between the products.
+        is_first: Whether the parameters' gradients are written; otherwise they are added to.
+    """
+    tokens_n, weights_n = _routing_of(group, rows, weights_TK)
+    here = slice(group.first, group.last)
+    out_grad_nD = grad_TD[here] if tokens_n is None else grad_TD.index_select(0, tokens_n)
+    if len(z_RZ):
+        z_nZ = z_RZ[here]
+    else:
+        z_nZ = x_TD.new_empty(_count(group), experts.dim_preactivation)
+        _preactivations(x_TD, tokens_n, group, experts, steps, z_nZ)
+    _, down_DF = experts.matrices(group.slot)
+    hidden_grad_nF = out_grad_nD @ down_DF
+    z_grad_nZ, hidden_nF, weight_grad_n = steps.activate_backward(
+        z_nZ, hidden_grad_nF, weights_n, experts, activation
+    )
+    if needs.weights:
+        _, down_bias = experts.biases(group.slot)
+        if down_bias is not None:
+            weight_grad_n = weight_grad_n + (out_grad_nD @ down_bias).to(weight_grad_n.dtype)
+        gradients.weights.view(-1)[rows.order_R[here]] = weight_grad_n.to(gradients.weights.dtype)
+    _parameter_gradients(
+        gradients, group, experts, needs, x_TD, tokens_n, weights_n,
+        out_grad_nD, hidden_nF, z_grad_nZ, is_first=is_first,
+    )  # fmt: skip
+    if needs.x:
+        gate_up_ZD, _ = experts.matrices(group.slot)
+        if tokens_n is None:
+            torch.mm(z_grad_nZ, gate_up_ZD, out=gradients.x[here])
+        else:
+            steps.add_rows(gradients.x, tokens_n, z_grad_nZ @ gate_up_ZD, None)
 
 
 def _count(group: Group) -> int:

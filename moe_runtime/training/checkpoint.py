@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.training.files import write_atomically
+from moe_runtime.store.files import write_atomically
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8})\.pt")

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from moe_runtime.training.files import write_atomically
+from moe_runtime.store.files import write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 

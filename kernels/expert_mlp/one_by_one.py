@@ -1,0 +1,182 @@
+"""`expert_mlp` one expert at a time, for experts that are in memory only while they are used.
+
+The same steps in the same order as the whole layer takes them on a CPU, so the results agree with
+those of resident experts to the bit.
+
+Shape suffixes: T tokens, K top-k, R routed rows = T * K, E experts, D model, F hidden, Z = 2F with
+a gate and F without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.expert_mlp import native_path, torch_path
+from moe_runtime.kernels.expert_mlp.activation import ActivationSpec, PreactivationFunction
+from moe_runtime.kernels.expert_mlp.experts import StackedExperts
+from moe_runtime.kernels.expert_mlp.paths import path_of
+from moe_runtime.kernels.expert_mlp.rows import Gradients, Group, Needs, SortedRows, sort_rows
+from moe_runtime.kernels.native import require_native
+
+
+class FunctionSteps(torch_path.TorchSteps):
+    """The steps around an activation that only a model knows; autograd steps back over it."""
+
+    def __init__(self, function: PreactivationFunction) -> None:
+        self._function = function
+
+    def activate(self, z_nZ: Tensor, experts: StackedExperts, activation: ActivationSpec) -> Tensor:
+        return self._function(z_nZ)
+
+    def activate_backward(
+        self,
+        z_nZ: Tensor,
+        grad_nF: Tensor,
+        weights_n: Tensor | None,
+        experts: StackedExperts,
+        activation: ActivationSpec,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.enable_grad():
+            z_nZ = z_nZ.detach().requires_grad_()
+            hidden_nF = self._function(z_nZ)
+        precise = torch.float64 if z_nZ.dtype == torch.float64 else torch.float32
+        weight_grad_n = (grad_nF.to(precise) * hidden_nF.detach().to(precise)).sum(1)
+        hidden = hidden_nF.detach()
+        if weights_n is not None:
+            weights_n1 = weights_n.to(z_nZ.dtype)[:, None]
+            grad_nF, hidden = grad_nF * weights_n1, hidden * weights_n1
+        (grad_z_nZ,) = torch.autograd.grad(hidden_nF, z_nZ, grad_nF)
+        return grad_z_nZ, hidden, weight_grad_n
+
+
+class RoutedCall:
+    """One call of a layer, whose experts are given one after another.
+
+    Forward: `begin_forward`, `forward` for every expert of `experts` in ascending order, `output`.
+    Backward likewise. The order decides how sums are rounded, so it must be kept.
+
+    Args:
+        x_TD: `[T, D]`.
+        ids_TK: `[T, K]` integers; ids of no expert are passed over.
+        weights_TK: `[T, K]` gate weights.
+        num_experts: `E`.
+        activation: A formula, or a function of the pre-activations as they lie.
+        impl: As in `expert_mlp`; `native` and `torch` differ, on a GPU the products are torch's.
+
+    Attributes:
+        experts: Numbers of the experts that have rows, ascending.
+        z_RZ: Pre-activations of the sorted rows, where they are kept; else empty.
+    """
+
+    def __init__(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        num_experts: int,
+        activation: ActivationSpec | PreactivationFunction,
+        impl: str = "auto",
+    ) -> None:
+        self.x_TD = x_TD
+        self.weights_TK = weights_TK
+        self.rows: SortedRows = sort_rows(ids_TK, num_experts)
+        self._bounds: list[int] = self.rows.offsets_E1.tolist()
+        self.experts = [e for e in range(num_experts) if self._bounds[e] < self._bounds[e + 1]]
+        self.z_RZ = x_TD.new_empty(0)
+        self._spec = activation if isinstance(activation, ActivationSpec) else ActivationSpec()
+        if not isinstance(activation, ActivationSpec):
+            self._steps = FunctionSteps(activation)
+        elif path_of(impl, x_TD) is native_path:
+            self._steps = native_path.NativeSteps(require_native())
+        else:
+            self._steps = torch_path.STEPS
+        self._precise = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
+        self._sums_TD: Tensor | None = None
+        self._grad_TD: Tensor | None = None
+        self._grad_weights_TK: Tensor | None = None
+
+    def give_up_tensors(self) -> tuple[Tensor, ...]:
+        """What the backward pass needs, for autograd to keep; the call has it no more."""
+        tensors = (self.x_TD, self.weights_TK, self.z_RZ, *self.rows)
+        nothing = torch.empty(0)
+        self.x_TD = self.weights_TK = self.z_RZ = nothing
+        self.rows = SortedRows(nothing, nothing)
+        return tensors
+
+    def take_tensors(
+        self, x_TD: Tensor, weights_TK: Tensor, z_RZ: Tensor, order_R: Tensor, offsets_E1: Tensor
+    ) -> None:
+        """Takes back what `give_up_tensors` gave."""
+        self.x_TD, self.weights_TK, self.z_RZ = x_TD, weights_TK, z_RZ
+        self.rows = SortedRows(order_R, offsets_E1)
+
+    def num_rows(self, expert: int) -> int:
+        """Rows of one expert."""
+        return self._bounds[expert + 1] - self._bounds[expert]
+
+    def begin_forward(self, dim_preactivation: int, *, keeps: bool) -> None:
+        """Makes room for the output, and for the pre-activations if they are kept."""
+        num_rows = self.weights_TK.numel() if keeps else 0
+        self.z_RZ = self.x_TD.new_empty(num_rows, dim_preactivation)
+        self._sums_TD = self.x_TD.new_zeros(self.x_TD.shape, dtype=self._precise)
+
+    def forward(self, expert: int, weights: StackedExperts) -> None:
+        """Adds one expert's part of the output.
+
+        Args:
+            expert: Its number.
+            weights: Its parameters, alone in slot 0, in the dtype of `x`.
+        """
+        assert self._sums_TD is not None, "begin_forward comes first"
+        torch_path.run_group(
+            self._group(expert), self.x_TD, self.weights_TK, self.rows, weights, self._spec,
+            self.z_RZ, self._sums_TD, steps=self._steps,
+        )  # fmt: skip
+
+    def output(self) -> Tensor:
+        """`[T, D]` in the dtype of `x`, once every expert had its turn."""
+        assert self._sums_TD is not None, "begin_forward comes first"
+        out_TD, self._sums_TD = self._sums_TD.to(self.x_TD.dtype), None
+        return out_TD
+
+    def begin_backward(self, grad_TD: Tensor) -> None:
+        """Takes the output's gradient and makes room for those of `x` and the gate weights."""
+        self._grad_out_TD = grad_TD.to(self.x_TD.dtype).contiguous()
+        self._grad_TD = self.x_TD.new_zeros(self.x_TD.shape, dtype=self._precise)
+        self._grad_weights_TK = torch.zeros_like(self.weights_TK)
+
+    def backward(
+        self, expert: int, weights: StackedExperts, out: Sequence[Tensor | None] | None
+    ) -> None:
+        """Adds one expert's part of the gradients.
+
+        Args:
+            expert: Its number.
+            weights: As in `forward`.
+            out: Receives the gradients of the tensors of `weights`, in their shapes and dtype;
+                None when the expert is frozen.
+        """
+        assert self._grad_TD is not None, "begin_backward comes first"
+        assert self._grad_weights_TK is not None, "begin_backward comes first"
+        trains = out is not None
+        nothing = self.x_TD.new_empty(0)
+        found = [nothing if t is None else t for t in out] if out is not None else [nothing] * 4
+        needs = Needs(True, True, *(trains and t is not None for t in weights.tensors()))
+        torch_path.run_group_backward(
+            self._group(expert), self._grad_out_TD, self.x_TD, self.weights_TK, self.z_RZ,
+            self.rows, weights, self._spec, Gradients(self._grad_TD, self._grad_weights_TK, *found),
+            needs=needs, steps=self._steps, is_first=True,
+        )  # fmt: skip
+
+    def input_gradients(self) -> tuple[Tensor, Tensor]:
+        """Gradients of `x` and of the gate weights, once every expert had its turn."""
+        assert self._grad_TD is not None, "begin_backward comes first"
+        assert self._grad_weights_TK is not None, "begin_backward comes first"
+        grad_TD, self._grad_TD = self._grad_TD.to(self.x_TD.dtype), None
+        return grad_TD, self._grad_weights_TK
+
+    def _group(self, expert: int) -> Group:
+        return Group(0, self._bounds[expert], self._bounds[expert + 1])

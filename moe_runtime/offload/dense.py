@@ -1,0 +1,117 @@
+"""The parameters that stay in memory: everything but the routed experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What a step did.
+
+    Attributes:
+        gradient_norm: global norm of the gradients before clipping.
+        bad_parameters: parameters whose gradients were not finite; the step was skipped if any.
+    """
+
+    gradient_norm: float
+    bad_parameters: tuple[str, ...] = ()
+
+
+class DenseAdamW:
+    """torch's AdamW over named parameters, with decay where it belongs.
+
+    Args:
+        named: the parameters; may be empty.
+        lr: learning rate until the first step.
+        betas, eps, weight_decay: as in `torch.optim.AdamW`; norms and biases do not decay.
+    """
+
+    def __init__(
+        self,
+        named: Mapping[str, Tensor],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+    ) -> None:
+        self._named = dict(named)
+        self._adamw = None
+        if self._named:
+            groups = list(_groups(self._named, weight_decay))
+            self._adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+    def gradients(self) -> list[Tensor]:
+        """Those that there are."""
+        return [p.grad for p in self._named.values() if p.grad is not None]
+
+    def norm(self) -> float:
+        """Global norm of the gradients."""
+        gradients = self.gradients()
+        return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+
+    def bad_gradients(self) -> tuple[str, ...]:
+        """Names of the parameters whose gradients are not finite."""
+        return tuple(
+            name
+            for name, parameter in self._named.items()
+            if parameter.grad is not None and not bool(parameter.grad.isfinite().all())
+        )
+
+    def step(self, rate: float, scale: float = 1.0) -> None:
+        """Scales the gradients (unless by 1) and updates.
+
+        Args:
+            rate: learning rate.
+            scale: factor of the gradients, from clipping.
+        """
+        if scale != 1:
+            for gradient in self.gradients():
+                gradient.mul_(scale)
+        if self._adamw is not None:
+            for group in self._adamw.param_groups:
+                group["lr"] = rate
+            self._adamw.step()
+
+    def forget(self) -> None:
+        """Lets the gradients go."""
+        for parameter in self._named.values():
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments and step counts."""
+        return {} if self._adamw is None else self._adamw.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what `state_dict` gave.
+
+        Raises:
+            ValueError: the state belongs to other parameters.
+        """
+        if self._adamw is not None:
+            self._adamw.load_state_dict(state)
+
+
+def clip_scale(norm: float, clip_norm: float) -> float:
+    """Factor that brings gradients of a global norm down to `clip_norm`; 0 does not clip."""
+    return clip_norm / norm if clip_norm and math.isfinite(norm) and norm > clip_norm else 1.0
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay applies: to matrices and stacks of them, never to norms and biases."""
+    return parameter.ndim >= 2 and not name.endswith("bias")
+
+
+def _groups(named: Mapping[str, Tensor], weight_decay: float) -> Iterator[dict[str, Any]]:
+    """AdamW's two groups of parameters; either may be empty."""
+    decaying = [p for name, p in named.items() if decays(name, p)]
+    others = [p for name, p in named.items() if not decays(name, p)]
+    for parameters, decay in ((decaying, weight_decay), (others, 0.0)):
+        yield {"params": parameters, "weight_decay": decay}

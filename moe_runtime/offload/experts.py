@@ -1,0 +1,133 @@
+"""The module that stands where a model had its experts, and trains them where they live."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from moe_runtime.kernels.expert_mlp.one_by_one import RoutedCall
+from moe_runtime.layer.experts import compute_dtype
+from moe_runtime.offload.passes import ExpertPasses, LayerInput
+from moe_runtime.offload.site import ExpertsSite
+from moe_runtime.offload.window import Window
+
+
+class OffloadedTrainingExperts(nn.Module):
+    """Routed experts whose parameters are not here, for `MoELayer` and for transformers.
+
+    Args:
+        site: the module whose place it takes.
+        layer: its number among the layers with experts.
+        passes: computes it.
+    """
+
+    def __init__(self, site: ExpertsSite, layer: int, passes: ExpertPasses) -> None:
+        super().__init__()
+        self.num_experts = site.num_experts
+        self.layer = layer
+        self.window: Window | None = None
+        self._passes = passes
+        self._keeps_dtype = site.keeps_dtype
+        self._site = site
+        # gives every call a node in the graph, also where no input needs a gradient
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
+        """`out[t] = sum_k weights[t, k] * expert[ids[t, k]](x[t])`.
+
+        Args:
+            hidden_states: `[T, D]`.
+            top_k_index: `[T, K]`; choices with ids of no expert are passed over.
+            top_k_weights: `[T, K]` gate weights.
+
+        Returns:
+            `[T, D]`.
+
+        Raises:
+            MoERuntimeError: an expert could not be read or written.
+        """
+        dtype = compute_dtype(hidden_states)
+        x_TD = hidden_states.to(dtype)
+        if torch.is_grad_enabled():
+            out_TD = cast(
+                Tensor, _Call.apply(self._anchor, x_TD, top_k_weights, top_k_index, self)
+            )
+        else:
+            entry = LayerInput(x_TD, top_k_index, top_k_weights)
+            with _plainly(x_TD):
+                _, (out_TD,) = self._passes.forward(
+                    self.layer, [entry], keeps=False, is_visit=False
+                )
+        return out_TD.to(hidden_states.dtype) if self._keeps_dtype else out_TD
+
+    def compute(self, entry: LayerInput) -> tuple[RoutedCall, Tensor]:
+        """The forward pass, together with the other micro-batches of a window."""
+        # inside a backward pass, activations are only computed again
+        is_visit = torch._C._current_graph_task_id() == -1
+
+        def together(entries: list[LayerInput]) -> list[tuple[RoutedCall, Tensor]]:
+            with _plainly(entry.x_TD):
+                calls, outputs = self._passes.forward(
+                    self.layer, entries, keeps=True, is_visit=is_visit
+                )
+            return list(zip(calls, outputs, strict=True))
+
+        return self._meet(("forward", self.layer), entry, together)
+
+    def step_back(self, call: RoutedCall, grad_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """The backward pass, likewise."""
+
+        def together(entries: list[tuple[RoutedCall, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+            calls, grads = zip(*entries, strict=True)
+            with _plainly(grad_TD):
+                return self._passes.backward(self.layer, calls, grads)
+
+        return self._meet(("backward", self.layer), (call, grad_TD), together)
+
+    def _meet(self, place: tuple[str, int], entry: Any, together: Any) -> Any:
+        if self.window is None:
+            return together([entry])[0]
+        return self.window.meet(place, entry, together)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_experts} experts of {self._site.name}, not in this module"
+
+
+@contextlib.contextmanager
+def _plainly(x: Tensor) -> Iterator[None]:
+    """No graph, and products in the dtype of their inputs, in whichever thread this runs."""
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        yield
+
+
+class _Call(torch.autograd.Function):
+    """One micro-batch's pass through a layer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
+        module: OffloadedTrainingExperts,
+    ) -> Tensor:
+        call, out_TD = module.compute(LayerInput(x_TD, ids_TK, weights_TK))
+        ctx.module, ctx.call = module, call
+        ctx.save_for_backward(*call.give_up_tensors())
+        return out_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.call.take_tensors(*ctx.saved_tensors)
+        grad_TD, grad_weights_TK = ctx.module.step_back(ctx.call, grads[0])
+        ctx.call.give_up_tensors()
+        return None, grad_TD, grad_weights_TK, None, None

@@ -1,0 +1,261 @@
+"""Training of a model whose routed experts live in host memory and on the disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_runtime.engine.memory import peak_resident_bytes
+from moe_runtime.offload.adamw import AdamW
+from moe_runtime.offload.books import Traffic
+from moe_runtime.offload.dense import DenseAdamW, StepOutcome
+from moe_runtime.offload.experts import OffloadedTrainingExperts
+from moe_runtime.offload.memory import TrainingMemory
+from moe_runtime.offload.optimizer import ExpertOptimizer
+from moe_runtime.offload.passes import ExpertPasses
+from moe_runtime.offload.records import RecordLayout, Sections
+from moe_runtime.offload.site import ExpertsSite
+from moe_runtime.offload.states import ExpertStates
+from moe_runtime.offload.window import Window
+from moe_runtime.types import ExpertKey
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadStats:
+    """What a training run did so far.
+
+    Attributes:
+        steps: steps taken.
+        skipped_steps: steps left out because gradients were not finite.
+        traffic: bytes by way, and seconds of waiting.
+        num_experts: routed experts.
+        resident_experts: those whose home is host memory.
+        budget_bytes: of host memory.
+        disk_bytes: bytes of the files.
+        peak_rss_bytes: highest resident memory of the process, by the kernel's counter.
+    """
+
+    steps: int
+    skipped_steps: int
+    traffic: Traffic
+    num_experts: int
+    resident_experts: int
+    budget_bytes: int
+    disk_bytes: int
+    peak_rss_bytes: int
+
+
+class OffloadedTraining:
+    """The optimizer of a model whose experts live elsewhere; `offload_training` makes it.
+
+    A step is `backward` and `step`:
+
+        losses = training.backward([lambda part=part: loss_of(part) for part in micro_batches])
+        outcome = training.step(rate)
+
+    `loss.backward()` followed by `step` works as well; then the experts' gradients wait on their
+    homes for the step, and experts are fetched once for every micro-batch.
+
+    Attributes:
+        model: without its experts' parameters.
+        memory: how the budget was divided.
+        optimizer: of the experts.
+        dense: of everything else.
+        skipped_steps: steps left out because gradients were not finite.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: Sequence[ExpertsSite],
+        states: ExpertStates,
+        settings: AdamW,
+        memory: TrainingMemory,
+    ) -> None:
+        self.model = model
+        self.memory = memory
+        self.skipped_steps = 0
+        self.optimizer = ExpertOptimizer(states, settings)
+        self._states = states
+        self._sites = list(sites)
+        self._passes = ExpertPasses(sites, self.optimizer)
+        self._settings = settings
+        self._final_rate: float | None = None
+        self._modules: list[OffloadedTrainingExperts] = []
+        for layer, site in enumerate(sites):
+            module = OffloadedTrainingExperts(site, layer, self._passes)
+            module.train(site.module.training)
+            model.set_submodule(site.name, module)
+            self._modules.append(module)
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.dense = DenseAdamW(
+            named,
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )
+
+    def backward(
+        self,
+        parts: Sequence[Callable[[], Tensor]],
+        *,
+        rate: float | None = None,
+        is_last: bool = True,
+    ) -> list[Tensor]:
+        """Forward and backward passes of the micro-batches of a step, experts fetched once for all.
+
+        Args:
+            parts: each computes the loss of one micro-batch, divided by their number where a mean
+                is wanted.
+            rate: learning rate of the step; None means that of the settings.
+            is_last: whether these are all gradients of the step. If so, and unless the norm is
+                needed first, experts on the disk are updated within the backward pass.
+
+        Returns:
+            The losses, detached.
+
+        Raises:
+            RuntimeError: `backward` was called again after the last part of a step.
+            MoERuntimeError: an expert could not be read or written.
+        """
+        if self._final_rate is not None:
+            raise RuntimeError("backward was called twice before step; give is_last=False at first")
+        rate = self._settings.lr if rate is None else rate
+        self._passes.begin(rate if is_last else None)
+        self._final_rate = rate if is_last else None
+        work = [partial(self._part, part) for part in parts]
+        try:
+            if len(work) == 1:
+                return [work[0]()]
+            window = Window(self.model, work)
+            self._set_window(window)
+            try:
+                return window.run()
+            finally:
+                self._set_window(None)
+        except BaseException:
+            self.discard()
+            raise
+
+    def step(self, rate: float | None = None) -> StepOutcome:
+        """Clips, updates what has not been updated yet, and forgets the gradients.
+
+        Args:
+            rate: learning rate; must be that of `backward`.
+
+        Returns:
+            The norm of the gradients, and who had some that were not finite: then the step is not
+            taken, and what the backward pass had updated is taken back.
+
+        Raises:
+            ValueError: the rate is another than the backward pass had.
+            MoERuntimeError: an expert could not be read or written.
+        """
+        rate = self._settings.lr if rate is None else rate
+        if self._final_rate is not None and rate != self._final_rate:
+            raise ValueError(
+                f"backward was told a rate of {self._final_rate}, step one of {rate}; "
+                "experts were updated with the first"
+            )
+        dense_norm = self.dense.norm()
+        bad_dense = () if math.isfinite(dense_norm) else self.dense.bad_gradients()
+        bad = tuple(self.name_of(key) for key in self.optimizer.bad_experts) + bad_dense
+        norm, scale = self.optimizer.finish(rate, dense_norm, bool(bad_dense))
+        if bad:
+            self.skipped_steps += 1
+        else:
+            self.dense.step(rate, scale)
+        self.dense.forget()
+        self._final_rate = None
+        self._passes.begin()
+        self._passes.expect_first_layer()
+        return StepOutcome(norm, bad)
+
+    def discard(self) -> None:
+        """Forgets the gradients since the last step, and takes back what they changed."""
+        self.optimizer.discard()
+        self.dense.forget()
+        self._final_rate = None
+        self._passes.begin()
+
+    def name_of(self, key: ExpertKey) -> str:
+        """How reports call an expert."""
+        return f"{self._sites[key.layer].name}.{key.expert}"
+
+    def expert(self, key: ExpertKey) -> dict[str, Tensor]:
+        """A copy of one expert's parameters as they are after the steps so far, by name."""
+        record = self.optimizer.fetch(key)
+        layout = self._states.experts[key].layout
+        views = layout.views(record, Sections.PARAMETERS)
+        named = zip(layout.tensors, views, strict=True)
+        copies = {tensor.name: view.clone() for tensor, view in named}
+        self._states.release(key)
+        return copies
+
+    def stacked(self, layer: int) -> dict[str, Tensor]:
+        """Copies of a layer's parameters as its module had them, experts first."""
+        keys = [ExpertKey(layer, expert) for expert in range(self._sites[layer].num_experts)]
+        experts = [self.expert(key) for key in keys]
+        return {name: torch.stack([e[name] for e in experts]) for name in experts[0]}
+
+    def stats(self) -> OffloadStats:
+        """Counters so far."""
+        experts = self._states.experts.values()
+        disk = self._states.disk
+        return OffloadStats(
+            steps=self.optimizer.step,
+            skipped_steps=self.skipped_steps,
+            traffic=dataclasses.replace(self._states.traffic),
+            num_experts=len(experts),
+            resident_experts=sum(expert.home is not None for expert in experts),
+            budget_bytes=self.memory.budget_bytes,
+            disk_bytes=0 if disk is None else disk.num_bytes,
+            peak_rss_bytes=peak_resident_bytes(),
+        )
+
+    def check(self) -> None:
+        """Proves that the books balance.
+
+        Raises:
+            AssertionError: they do not.
+        """
+        self._states.check()
+
+    def close(self) -> None:
+        """Ends the transfers. The model cannot be used afterwards."""
+        self._states.close()
+
+    def _part(self, part: Callable[[], Tensor]) -> Tensor:
+        loss = part()
+        scale = self.optimizer.loss_scale.value
+        (loss if scale == 1 else loss * scale).backward()
+        return loss.detach()
+
+    def _set_window(self, window: Window[Any] | None) -> None:
+        for module in self._modules:
+            module.window = window
+
+
+def fill(
+    states: ExpertStates,
+    layouts: Mapping[ExpertKey, RecordLayout],
+    tensors_of: Callable[[ExpertKey], Sequence[Tensor]],
+) -> None:
+    """Writes the first version of every expert: given weights, moments of zero."""
+    for key, layout in layouts.items():
+        record = states.acquire(key, Sections.NONE, writes=True)
+        layout.clear(record, Sections.ALL)
+        views = layout.views(record, Sections.PARAMETERS)
+        for view, tensor in zip(views, tensors_of(key), strict=True):
+            view.copy_(tensor)
+        states.write_state(key)
+        states.release(key)
+    states.commit()

@@ -1,0 +1,181 @@
+"""`offload_training`: the experts of a model go where there is room, and are trained there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from moe_runtime.config import MemorySize, parse_budget
+from moe_runtime.engine.backend import recognise_activation
+from moe_runtime.engine.expert_map import find_experts
+from moe_runtime.engine.memory import available_host_bytes, resolve_budget
+from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.offload.adamw import AdamW
+from moe_runtime.offload.disk import Disk
+from moe_runtime.offload.handle import OffloadedTraining, fill
+from moe_runtime.offload.memory import (
+    DEFAULT_ACTIVATION_SHARE,
+    TrainingMemory,
+    dense_bytes,
+    divide,
+)
+from moe_runtime.offload.records import RecordLayout
+from moe_runtime.offload.site import ExpertsSite, layer_sites
+from moe_runtime.offload.states import ExpertStates
+from moe_runtime.types import ExpertKey
+
+
+def offload_training(
+    model: nn.Module,
+    *,
+    host_memory: MemorySize = "auto",
+    device_memory: MemorySize = "auto",
+    storage_dir: str | Path | None = None,
+    optimizer: AdamW | None = None,
+    activation_memory: MemorySize = DEFAULT_ACTIVATION_SHARE,
+    io_threads: int = 4,
+    direct: bool = True,
+) -> OffloadedTraining:
+    """Trains a model whose routed experts and their states do not fit where it computes.
+
+    The experts' parameters leave the model: weights, moments and gradients live in records in host
+    memory as far as the budget goes, the others in files. Everything else of the model stays. The
+    numbers do not depend on the budget, on who lives where or on the number of threads.
+
+    Args:
+        model: with `MoELayer`s, or of a family of transformers with its experts interface.
+        host_memory: budget for records, dense parameters with their states, and activations: bytes,
+            a size, a share of what is free, or "auto".
+        device_memory: for a model on a GPU, what it may take there; "auto" for one on the CPU.
+        storage_dir: an existing folder on a fast disk, for experts beyond the budget and for
+            checkpoints.
+        optimizer: settings of AdamW.
+        activation_memory: the part of the budget set aside for activations: bytes, a size, or a
+            share of the budget.
+        io_threads: reads and writes in flight at once.
+        direct: go past the page cache where the file system can.
+
+    Returns:
+        The optimizer of the whole model; close it at the end.
+
+    Raises:
+        CapacityError: a budget or the disk is too small; names the smallest budget that works.
+        CheckpointError: `storage_dir` is missing or cannot be written.
+        UnsupportedModelError: the model has no routed experts that can leave it.
+        ValueError: a size cannot be read.
+    """
+    sites = find_sites(model)
+    _check_device(model, device_memory)
+    parameters = [site.module.get_parameter(n) for site in sites for n in site.parameter_names]
+    layouts = layouts_of(sites)
+    held = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    budget = resolve_budget(
+        parse_budget(host_memory, name="host_memory"), available_host_bytes() + held, "the host"
+    )
+    activations = parse_budget(activation_memory, name="activation_memory").resolve(
+        budget, auto_share=DEFAULT_ACTIVATION_SHARE
+    )
+    memory = divide(
+        budget,
+        layouts,
+        dense=dense_bytes(model, parameters),
+        activations=activations,
+        has_disk=storage_dir is not None,
+    )
+    states = open_states(
+        layouts, memory, None if storage_dir is None else Path(storage_dir), io_threads, direct
+    )
+    fill(states, layouts, _stacked_parameters(sites))
+    for site in sites:
+        for name in site.parameter_names:
+            del site.module._parameters[name]
+    return OffloadedTraining(model, sites, states, optimizer or AdamW(), memory)
+
+
+def find_sites(model: nn.Module) -> list[ExpertsSite]:
+    """The modules of routed experts of a model, in its order.
+
+    Raises:
+        UnsupportedModelError: there are none, or some that cannot leave it.
+    """
+    sites = layer_sites(model)
+    if not sites and hasattr(model, "config"):
+        sites = _transformers_sites(model)
+    if not sites:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has neither a MoELayer nor experts of transformers' "
+            "experts interface, so there is nothing to offload"
+        )
+    return sites
+
+
+def layouts_of(sites: Sequence[ExpertsSite]) -> dict[ExpertKey, RecordLayout]:
+    """The record of every expert, in order."""
+    layouts = [site.layout() for site in sites]
+    return {
+        ExpertKey(layer, expert): layouts[layer]
+        for layer, site in enumerate(sites)
+        for expert in range(site.num_experts)
+    }
+
+
+def open_states(
+    layouts: Mapping[ExpertKey, RecordLayout],
+    memory: TrainingMemory,
+    storage_dir: Path | None,
+    io_threads: int,
+    direct: bool,
+) -> ExpertStates:
+    """Slots and files for records; the files are made when some experts live on the disk."""
+    disk = None
+    if storage_dir is not None:
+        disk = Disk(storage_dir, layouts, io_threads=io_threads, direct=direct)
+    return ExpertStates(
+        layouts, resident=memory.resident, ring_slots=memory.ring_slots, disk=disk
+    )
+
+
+def _transformers_sites(model: Any) -> list[ExpertsSite]:
+    sites = []
+    for experts in find_experts(model):
+        module = experts.module
+        others = {name for name, _ in module.named_parameters()} - set(experts.parameters)
+        if others or getattr(module, "has_post_expert_norm", False):
+            raise UnsupportedModelError(
+                f"{model.config.model_type}: {experts.name} has parameters beside its experts "
+                f"({', '.join(sorted(others)) or 'a norm after them'}); training it offloaded is "
+                "not supported yet"
+            )
+        own = module._apply_gate if module.has_gate else module.act_fn
+        sites.append(
+            ExpertsSite(
+                name=experts.name,
+                module=module,
+                num_experts=experts.num_experts,
+                first="gate_up_proj" if module.has_gate else "up_proj",
+                has_gate=module.has_gate,
+                is_transposed=module.is_transposed,
+                is_concatenated=module.is_concatenated,
+                activation=recognise_activation(module) or own,
+            )
+        )
+    return sites
+
+
+def _stacked_parameters(sites: Sequence[ExpertsSite]) -> Callable[[ExpertKey], list[Tensor]]:
+    def tensors_of(key: ExpertKey) -> list[Tensor]:
+        site = sites[key.layer]
+        return [site.module.get_parameter(n).detach()[key.expert] for n in site.parameter_names]
+
+    return tensors_of
+
+
+def _check_device(model: nn.Module, device_memory: MemorySize) -> None:
+    is_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    if is_cpu and device_memory != "auto":
+        raise ValueError(
+            f"device_memory is for models on a GPU; this one is on the CPU, got {device_memory!r}"
+        )

@@ -1,0 +1,222 @@
+"""Steps of AdamW for experts whose states come and go."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_runtime.offload.adamw import AdamW, LossScale, replay, update
+from moe_runtime.offload.dense import clip_scale
+from moe_runtime.offload.records import Sections
+from moe_runtime.offload.states import ExpertStates, Need
+from moe_runtime.types import ExpertKey
+
+REHOME_STEPS = 50
+"""Steps over which it is counted how often each expert is used, before homes are chosen anew."""
+
+REHOME_MARGIN = 0.1
+"""Difference in the share of steps from which an exchange of two homes pays."""
+
+
+class ExpertOptimizer:
+    """Updates experts at their home or on their way to it.
+
+    An expert on the disk is updated as soon as its gradient is final, inside the backward pass,
+    while the next one is being read and the last one written; one that lives in memory waits for
+    the end of the backward pass, which costs no transfer. Where the norm of all gradients is needed
+    first (`clip="two_phase"`), both wait.
+
+    Source: Liao et al., "Adding NVMe SSDs to Enable and Accelerate 100B Model Fine-tuning on a
+    Single GPU" (Fuyou, 2024) for the update inside the backward pass.
+
+    Args:
+        states: the experts' records.
+        settings: of AdamW.
+
+    Attributes:
+        step: steps taken, skipped ones not counted.
+        loss_scale: what losses are multiplied by.
+        settings: as given.
+        states: as given.
+    """
+
+    def __init__(self, states: ExpertStates, settings: AdamW) -> None:
+        self.states = states
+        self.settings = settings
+        self.step = 0
+        self.loss_scale = LossScale(settings.loss_scale)
+        self._rates: list[float] = []
+        self._norms: dict[ExpertKey, float] = {}
+        self._bad: list[ExpertKey] = []
+        self._last_norm: float | None = None
+        self._used = dict.fromkeys(states.experts, 0)
+        self._counted_steps = 0
+
+    def need(self, key: ExpertKey) -> Sections:
+        """What has to be read before an expert can compute: all of it if it missed steps."""
+        return Sections.STATE if self._is_behind(key) else Sections.PARAMETERS
+
+    def needs(self, keys: Iterable[ExpertKey], more: Sections = Sections.NONE) -> Iterator[Need]:
+        """`need` of several experts, for `ExpertStates.expect`."""
+        return ((key, self.need(key) | more) for key in keys)
+
+    def fetch(
+        self, key: ExpertKey, more: Sections = Sections.NONE, *, writes: bool = False
+    ) -> Tensor:
+        """The record of an expert as it is after `step` steps; `states.release` gives it back.
+
+        Args:
+            key: the expert.
+            more: sections that are needed beside the parameters.
+            writes: whether its state will be changed.
+        """
+        is_behind = self._is_behind(key)
+        record = self.states.acquire(key, self.need(key) | more, writes=writes or is_behind)
+        behind = self.states.content_step(key)
+        if is_behind and behind < self.step:
+            missed = [(number + 1, self._rates[number]) for number in range(behind, self.step)]
+            replay(self.states.experts[key].layout, record, self.settings, steps=missed)
+            self.states.set_content_step(key, self.step)
+        return record
+
+    def updates_in_backward(self, key: ExpertKey) -> bool:
+        """Whether an expert is updated as soon as its gradient is final."""
+        at_home = self.states.experts[key].home is not None
+        return not (at_home or self.settings.waits_for_norm or self._bad)
+
+    def accept(self, key: ExpertKey, record: Tensor, rate: float | None) -> None:
+        """Takes an acquired record with its gradient, and gives the record back.
+
+        Args:
+            key: the expert.
+            record: with the sum of the gradients so far.
+            rate: learning rate if the gradient is final; None if more may be added.
+        """
+        layout = self.states.experts[key].layout
+        gradient = layout.flat(record, Sections.GRADIENT)
+        norm = float(torch.linalg.vector_norm(gradient)) / self.loss_scale.value
+        self._norms[key] = norm
+        if not math.isfinite(norm) and key not in self._bad:
+            self._bad.append(key)
+        if rate is not None and self.updates_in_backward(key):
+            self._update(key, record, rate, self._scale(self._last_norm))
+        else:
+            self.states.park_gradient(key)
+            self.states.release(key, has=Sections.GRADIENT)
+
+    def finish(self, rate: float, dense_norm: float, dense_is_bad: bool) -> tuple[float, float]:
+        """Takes the step for the experts whose gradients wait, or takes all of it back.
+
+        Args:
+            rate: learning rate.
+            dense_norm: norm of the other parameters' gradients, not scaled back yet.
+            dense_is_bad: whether any of them is not finite.
+
+        Returns:
+            Global norm of the gradients, and what the other parameters' are to be multiplied by.
+        """
+        norms = [*self._norms.values(), dense_norm / self.loss_scale.value]
+        norm = math.sqrt(sum(value * value for value in norms))
+        is_skipped = dense_is_bad or bool(self._bad)
+        scale = self._scale(self._last_norm if self.settings.clip == "delayed" else norm)
+        waiting = [key for key in sorted(self._norms) if self.states.experts[key].has_gradient]
+        if is_skipped:
+            for key in waiting:
+                self.states.forget_gradient(key)
+            self.states.roll_back()
+        else:
+            self._update_waiting(waiting, rate, scale)
+            self.states.commit()
+            self._rates.append(rate)
+            self.step += 1
+            self._last_norm = norm
+            self._count_use()
+        self.loss_scale.after_step(was_skipped=is_skipped)
+        self._norms.clear()
+        self._bad.clear()
+        return norm, scale
+
+    def discard(self) -> None:
+        """Forgets the gradients since the last step, and takes back what they changed."""
+        for key, expert in self.states.experts.items():
+            if expert.has_gradient:
+                self.states.forget_gradient(key)
+        self.states.abandon()
+        self.states.roll_back()
+        self._norms.clear()
+        self._bad.clear()
+
+    @property
+    def bad_experts(self) -> tuple[ExpertKey, ...]:
+        """Experts with gradients that are not finite, since the last step."""
+        return tuple(self._bad)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is known of the steps; the records are not in it."""
+        return {
+            "step": self.step,
+            "rates": list(self._rates),
+            "last_norm": self._last_norm,
+            "loss_scale": self.loss_scale.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what `state_dict` gave."""
+        self.step, self._rates = int(state["step"]), [float(rate) for rate in state["rates"]]
+        self._last_norm = state["last_norm"]
+        self.loss_scale.load_state_dict(state["loss_scale"])
+
+    def _is_behind(self, key: ExpertKey) -> bool:
+        is_exact = self.settings.untouched == "dense_exact"
+        return is_exact and self.states.content_step(key) < self.step
+
+    def _scale(self, norm: float | None) -> float:
+        """Factor of gradients as they come out of the backward pass."""
+        clip = 1.0 if norm is None else clip_scale(norm, self.settings.clip_norm)
+        return clip / self.loss_scale.value
+
+    def _update_waiting(self, keys: list[ExpertKey], rate: float, scale: float) -> None:
+        self.states.expect((key, Sections.ALL) for key in keys)
+        for key in keys:
+            record = self.fetch(key, Sections.ALL, writes=True)
+            self._update(key, record, rate, scale)
+            self.states.forget_gradient(key)
+
+    def _update(self, key: ExpertKey, record: Tensor, rate: float, scale: float) -> None:
+        expert = self.states.experts[key]
+        is_exact = self.settings.untouched == "dense_exact"
+        number = self.step + 1 if is_exact else expert.count + 1
+        update(expert.layout, record, self.settings, step=number, rate=rate, scale=scale)
+        expert.count += 1
+        self.states.set_content_step(key, self.step + 1)
+        self.states.write_state(key)
+        self.states.release(key)
+
+    def _count_use(self) -> None:
+        """Counts who was used, and exchanges homes when enough steps have been seen."""
+        for key in self._norms:
+            self._used[key] += 1
+        self._counted_steps += 1
+        if self._counted_steps < REHOME_STEPS:
+            return
+        self._rehome()
+        self._used = dict.fromkeys(self._used, 0)
+        self._counted_steps = 0
+
+    def _rehome(self) -> None:
+        """Brings the experts used most into memory, where that changes enough.
+
+        Source: Hecate (2025): what is used most is kept at hand, chosen again as loads drift.
+        """
+        experts = self.states.experts
+        by_use = sorted(self._used, key=lambda key: (self._used[key], key))
+        leaving = (key for key in by_use if experts[key].home is not None)
+        arriving = (key for key in reversed(by_use) if experts[key].home is None)
+        for comes, goes in zip(list(arriving), list(leaving), strict=False):
+            if self._used[comes] - self._used[goes] < REHOME_MARGIN * self._counted_steps:
+                return
+            self.states.rehome(comes, goes)

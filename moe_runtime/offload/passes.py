@@ -1,0 +1,238 @@
+"""Forward and backward passes of layers whose experts come and go.
+
+An expert is fetched once for all micro-batches of a window, in either direction: the loop over
+experts is the outer one (Harmony's input-batch grouping). The backward pass needs the experts of
+the forward pass in the reverse order of layers, so what it fetches ahead is exact.
+
+Sources: Li et al., "Harmony" (2022) for the grouping.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.expert_mlp import StackedExperts
+from moe_runtime.kernels.expert_mlp.one_by_one import RoutedCall
+from moe_runtime.offload.optimizer import ExpertOptimizer
+from moe_runtime.offload.records import Sections
+from moe_runtime.offload.site import ExpertsSite
+from moe_runtime.offload.states import Need
+from moe_runtime.types import ExpertKey
+
+
+class LayerInput(NamedTuple):
+    """What one micro-batch brings to a layer: `[T, D]`, `[T, K]` ids, `[T, K]` gate weights."""
+
+    x_TD: Tensor
+    ids_TK: Tensor
+    weights_TK: Tensor
+
+
+@dataclass
+class Visits:
+    """Which experts the forward passes since the last step visited, in order.
+
+    Attributes:
+        layers: layer and its experts for every forward pass that a backward pass will follow.
+        calls: how many forward passes a layer had.
+        rate: learning rate, where the gradients of this backward pass are final; else None.
+    """
+
+    layers: list[tuple[int, list[ExpertKey]]] = field(default_factory=list)
+    calls: Counter[int] = field(default_factory=Counter)
+    rate: float | None = None
+
+
+class ExpertPasses:
+    """Computes layers, expert by expert.
+
+    Args:
+        sites: the layers' experts; the position is the layer of an `ExpertKey`.
+        optimizer: fetches records and takes gradients.
+        trains: whether experts have gradients; frozen ones are only passed through.
+    """
+
+    def __init__(
+        self, sites: Sequence[ExpertsSite], optimizer: ExpertOptimizer, *, trains: bool = True
+    ) -> None:
+        self._sites = list(sites)
+        self._optimizer = optimizer
+        self._states = optimizer.states
+        self._trains = trains
+        self._scratch: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+        self._last_visited: dict[int, list[ExpertKey]] = {}
+        self.visits = Visits()
+
+    def begin(self, rate: float | None = None) -> None:
+        """Forgets the visits; what follows is a new window.
+
+        Args:
+            rate: learning rate if every gradient is final as soon as its layer's backward pass is
+                over; None if more windows add to the gradients.
+        """
+        self.visits = Visits(rate=rate)
+
+    def expect_first_layer(self) -> None:
+        """Begins to read what the next forward pass will probably want first."""
+        self._states.expect(self._optimizer.needs(self._last_visited.get(0, [])))
+
+    def forward(
+        self, layer: int, inputs: Sequence[LayerInput], *, keeps: bool, is_visit: bool
+    ) -> tuple[list[RoutedCall], list[Tensor]]:
+        """One layer for all micro-batches that are there.
+
+        Args:
+            layer: its number.
+            inputs: one of each micro-batch.
+            keeps: whether a backward pass may follow.
+            is_visit: whether it will: not so for a pass that only computes activations again.
+
+        Returns:
+            What the backward pass needs, and the outputs `[T, D]`.
+        """
+        site = self._sites[layer]
+        calls = [
+            RoutedCall(x, ids, weights, site.num_experts, site.activation, site.impl)
+            for x, ids, weights in inputs
+        ]
+        keys = _keys(layer, calls)
+        turns_back = keeps and (not is_visit or layer + 1 == len(self._sites))
+        self._states.expect(self._ahead_of_forward(layer, keys, turns_back=turns_back))
+        if is_visit:
+            self.visits.layers.append((layer, keys))
+            self.visits.calls[layer] += 1
+            self._last_visited[layer] = keys
+        width = self._dim_preactivation(site)
+        for call in calls:
+            call.begin_forward(width, keeps=keeps and not site.recompute)
+        for key in keys:
+            record = self._optimizer.fetch(key)
+            here = [call for call in calls if call.num_rows(key.expert)]
+            weights = self._weights(key, record, here[0].x_TD)
+            for call in here:
+                call.forward(key.expert, weights)
+            self._states.release(key)
+        return calls, [call.output() for call in calls]
+
+    def backward(
+        self, layer: int, calls: Sequence[RoutedCall], grads_TD: Sequence[Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The gradients of a layer's inputs; those of its experts go to the optimizer.
+
+        Args:
+            layer: its number.
+            calls: as `forward` gave them.
+            grads_TD: gradients of the outputs.
+
+        Returns:
+            Gradients of `x_TD` and `weights_TK` of each micro-batch.
+        """
+        keys = _keys(layer, calls)
+        is_only_call = self.visits.calls[layer] == 1
+        while self.visits.layers and self.visits.layers[-1][0] >= layer:
+            self.visits.layers.pop()
+        self._states.expect(self._ahead_of_backward(keys))
+        for call, grad_TD in zip(calls, grads_TD, strict=True):
+            call.begin_backward(grad_TD)
+        for key in keys:
+            self._step_back(key, calls, self.visits.rate if is_only_call else None)
+        return [call.input_gradients() for call in calls]
+
+    def _step_back(self, key: ExpertKey, calls: Sequence[RoutedCall], rate: float | None) -> None:
+        record = self._optimizer.fetch(key, self._backward_sections(key), writes=self._trains)
+        here = [call for call in calls if call.num_rows(key.expert)]
+        weights = self._weights(key, record, here[0].x_TD)
+        if not self._trains:
+            for call in here:
+                call.backward(key.expert, weights, None)
+            self._states.release(key)
+            return
+        layout = self._states.experts[key].layout
+        has_gradient = self._states.experts[key].has_gradient
+        gradients = layout.views(record, Sections.GRADIENT)
+        if not has_gradient:
+            layout.clear_padding(record, Sections.GRADIENT)
+        for call in here:
+            can_write = not has_gradient and weights.dtype == layout.dtype
+            if can_write and not call.x_TD.is_cuda:
+                call.backward(key.expert, weights, self._in_slot(key, gradients))
+            else:
+                found = self._scratch_like(key, weights)
+                call.backward(key.expert, weights, self._in_slot(key, found))
+                for total, part in zip(gradients, found, strict=True):
+                    total.add_(part) if has_gradient else total.copy_(part)
+            has_gradient = True
+        self._optimizer.accept(key, record, rate)
+
+    def _backward_sections(self, key: ExpertKey) -> Sections:
+        if not self._trains:
+            return Sections.NONE
+        sections = Sections.NONE
+        if self._states.experts[key].has_gradient:
+            sections |= Sections.GRADIENT
+        if self.visits.rate is not None and self._optimizer.updates_in_backward(key):
+            sections |= Sections.STATE
+        return sections
+
+    def _ahead_of_forward(
+        self, layer: int, keys: Sequence[ExpertKey], *, turns_back: bool
+    ) -> Iterator[Need]:
+        """This layer's experts; then those of the layer after it, as the last pass had them.
+
+        Where the way back begins, what follows is known.
+        """
+        yield from self._optimizer.needs(keys)
+        if turns_back:
+            yield from self._ahead_of_backward(keys)
+        else:
+            yield from self._optimizer.needs(self._last_visited.get(layer + 1, []))
+
+    def _ahead_of_backward(self, keys: Sequence[ExpertKey]) -> Iterator[Need]:
+        remaining = [keys, *(keys for _, keys in reversed(self.visits.layers))]
+        for layer_keys in remaining:
+            for key in layer_keys:
+                yield key, self._optimizer.need(key) | self._backward_sections(key)
+
+    def _weights(self, key: ExpertKey, record: Tensor, x_TD: Tensor) -> StackedExperts:
+        layout = self._states.experts[key].layout
+        views = layout.views(record, Sections.PARAMETERS)
+        names = [tensor.name for tensor in layout.tensors]
+        if x_TD.dtype != layout.dtype or x_TD.is_cuda:
+            views = [view.to(x_TD.device, x_TD.dtype) for view in views]
+        return self._sites[key.layer].stacked(names, views)
+
+    def _in_slot(self, key: ExpertKey, tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """Tensors in the order in which kernels return gradients."""
+        names = [tensor.name for tensor in self._states.experts[key].layout.tensors]
+        return self._sites[key.layer].stacked(names, tensors).tensors()
+
+    def _scratch_like(self, key: ExpertKey, weights: StackedExperts) -> list[Tensor]:
+        place = (key.layer, weights.dtype, weights.device)
+        if place not in self._scratch:
+            layout = self._states.experts[key].layout
+            self._scratch = {
+                place: [
+                    torch.empty(tensor.shape, dtype=weights.dtype, device=weights.device)
+                    for tensor in layout.tensors
+                ]
+            }
+        return self._scratch[place]
+
+    def _dim_preactivation(self, site: ExpertsSite) -> int:
+        layer = self._sites.index(site)
+        shapes = {
+            tensor.name: tensor.shape
+            for tensor in self._states.experts[ExpertKey(layer, 0)].layout.tensors
+        }
+        return shapes[site.first][1 if site.is_transposed else 0]
+
+
+def _keys(layer: int, calls: Sequence[RoutedCall]) -> list[ExpertKey]:
+    """Experts that any micro-batch visits, in ascending order."""
+    return [ExpertKey(layer, e) for e in sorted({e for call in calls for e in call.experts})]

@@ -1,0 +1,149 @@
+"""Micro-batches that go through a model side by side and meet at its experts.
+
+Each has a thread, of which one runs at a time, in turn. At a layer's experts a thread waits until
+all have come; then the experts are computed for all of them, and every thread goes on. Since the
+turns are fixed, gradients of shared parameters are summed in the order of the micro-batches, as if
+one had been computed after the other.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from moe_runtime.layer import MoELayer
+
+T = TypeVar("T")
+
+
+class _Aborted(BaseException):
+    """Unwinds a micro-batch whose neighbour failed; not for users' handlers."""
+
+
+class _Part(Generic[T]):
+    """One micro-batch: its thread and what it waits with."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self.work = work
+        self.turn = threading.Semaphore(0)
+        self.place: Any = None
+        self.entry: Any = None
+        self.together: Callable[[list[Any]], list[Any]] | None = None
+        self.answer: Any = None
+        self.result: T | None = None
+        self.error: BaseException | None = None
+        self.is_done = False
+        self.aux: list[Any] = []
+
+
+class Window(Generic[T]):
+    """Runs micro-batches until all are done.
+
+    Args:
+        model: the `aux` of its `MoELayer`s belongs to whoever runs.
+        parts: one function for each micro-batch: its forward and backward pass.
+    """
+
+    def __init__(self, model: nn.Module, parts: Sequence[Callable[[], T]]) -> None:
+        self._layers = [layer for layer in model.modules() if isinstance(layer, MoELayer)]
+        self._parts = [_Part(work) for work in parts]
+        self._running = self._parts[0]
+        self._back = threading.Semaphore(0)
+        self._is_aborted = False
+
+    def run(self) -> list[T]:
+        """The results in the order of the parts.
+
+        Raises:
+            RuntimeError: the parts did not visit the same layers in the same order.
+            Exception: what the first part that failed raised.
+        """
+        threads = [self._thread(part) for part in self._parts]
+        try:
+            while not all(part.is_done for part in self._parts):
+                for part in self._parts:
+                    self._give_turn(part)
+                self._raise_error()
+                self._compute_together()
+        finally:
+            self._is_aborted = True
+            for part, thread in zip(self._parts, threads, strict=True):
+                part.turn.release()
+                thread.join()
+        return [part.result for part in self._parts]  # type: ignore[misc]
+
+    def meet(self, place: Any, entry: Any, together: Callable[[list[Any]], list[Any]]) -> Any:
+        """Called by a part: waits for the others, and returns what `together` made for it.
+
+        Args:
+            place: must be equal for all parts.
+            entry: what this part brings.
+            together: called once with the entries of all.
+        """
+        part = self._running
+        part.place, part.entry, part.together = place, entry, together
+        self._yield_turn(part)
+        return part.answer
+
+    def _thread(self, part: _Part[T]) -> threading.Thread:
+        context = contextvars.copy_context()
+        thread = threading.Thread(target=context.run, args=(self._work, part), daemon=True)
+        thread.start()
+        return thread
+
+    def _work(self, part: _Part[T]) -> None:
+        part.turn.acquire()
+        try:
+            if not self._is_aborted:
+                # nodes of a GPU would otherwise wait for one another in the thread of the device
+                with torch.autograd.set_multithreading_enabled(False):
+                    part.result = part.work()
+        except _Aborted:
+            pass
+        except BaseException as error:
+            # handed to the thread that runs the window, which raises it
+            part.error = error
+        part.is_done = True
+        part.place = None
+        self._back.release()
+
+    def _give_turn(self, part: _Part[T]) -> None:
+        if part.is_done:
+            return
+        self._running = part
+        if part.aux:
+            for layer, aux in zip(self._layers, part.aux, strict=True):
+                layer.aux = aux
+        part.turn.release()
+        self._back.acquire()
+
+    def _yield_turn(self, part: _Part[T]) -> None:
+        part.aux = [layer.aux for layer in self._layers]
+        self._back.release()
+        part.turn.acquire()
+        if self._is_aborted:
+            raise _Aborted
+
+    def _raise_error(self) -> None:
+        for part in self._parts:
+            if part.error is not None:
+                raise part.error
+
+    def _compute_together(self) -> None:
+        places = {part.place for part in self._parts}
+        if len(places) > 1:
+            raise RuntimeError(
+                "the micro-batches of a window must visit the same layers in the same order; "
+                f"one is at {self._parts[0].place}, another elsewhere"
+            )
+        together = self._parts[0].together
+        if None in places or together is None:
+            return
+        answers = together([part.entry for part in self._parts])
+        for part, answer in zip(self._parts, answers, strict=True):
+            part.entry, part.answer = None, answer

@@ -1,0 +1,127 @@
+"""A small model of `MoELayer`s, in memory and offloaded, and the steps that both are trained by."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import moe_runtime
+from moe_runtime.layer import MoELayer
+from moe_runtime.offload import OffloadedTraining
+from moe_runtime.offload.dense import DenseAdamW, clip_scale
+
+WIDTH, HIDDEN, EXPERTS, LAYERS = 16, 24, 6, 3
+
+
+class Stack(nn.Module):
+    """Residual `MoELayer`s between two linear layers."""
+
+    def __init__(self, *, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+        super().__init__()
+        settings = {"top_k": 2, **options}
+        self.first = nn.Linear(8, WIDTH, dtype=dtype)
+        self.layers = nn.ModuleList(
+            MoELayer(WIDTH, HIDDEN, EXPERTS, dtype=dtype, **settings) for _ in range(LAYERS)
+        )
+        self.last = nn.Linear(WIDTH, 3, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.last(x)
+
+    def loss(self, x: Tensor) -> Tensor:
+        """Some scalar that every output and every gate's loss has a part in."""
+        out = self(x)
+        auxiliary = sum(layer.aux.loss for layer in self.layers)  # type: ignore[union-attr]
+        return out.square().mean() + 0.01 * auxiliary
+
+
+def stack(**options: Any) -> Stack:
+    """The same weights on every call."""
+    torch.manual_seed(7)
+    return Stack(**options)
+
+
+def batches(num: int, tokens: int = 7, *, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Inputs so few that some experts get no token at most steps."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(tokens, 8, generator=generator).to(dtype) for _ in range(num)]
+
+
+def rate_of(step: int) -> float:
+    """A schedule with another rate at every step."""
+    return 0.02 / (1 + step)
+
+
+def train_in_memory(
+    model: Stack, windows: list[list[Tensor]], settings: moe_runtime.AdamW
+) -> list[float]:
+    """torch's AdamW on stacked parameters, micro-batches one after another."""
+    named = dict(model.named_parameters())
+    adamw = DenseAdamW(
+        named,
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+    losses = []
+    for step, window in enumerate(windows):
+        parts = [model.loss(x) / len(window) for x in window]
+        for loss in parts:
+            loss.backward()
+        adamw.step(rate_of(step), clip_scale(adamw.norm(), settings.clip_norm))
+        adamw.forget()
+        losses.append(float(sum(parts)))
+    return losses
+
+
+def offloaded(
+    model: nn.Module, settings: moe_runtime.AdamW, folder: Path | None, *, experts_in_memory: float,
+    **options: Any,
+) -> OffloadedTraining:  # fmt: skip
+    """Offloads a model with a budget that holds a share of its experts."""
+    from moe_runtime.offload.memory import dense_bytes
+    from moe_runtime.offload.offloading import find_sites, layouts_of
+
+    sites = find_sites(model)
+    layouts = layouts_of(sites)
+    record = max(layout.record_bytes for layout in layouts.values())
+    parameters = [site.module.get_parameter(n) for site in sites for n in site.parameter_names]
+    slots = max(3, round(experts_in_memory * len(layouts)))
+    budget = dense_bytes(model, parameters) + 2**16 + (slots + 1) * record
+    return moe_runtime.offload_training(
+        model,
+        host_memory=budget,
+        activation_memory=2**16,
+        storage_dir=folder,
+        optimizer=settings,
+        **options,
+    )
+
+
+def train_offloaded(
+    training: OffloadedTraining, loss: Callable[[Tensor], Tensor], windows: list[list[Tensor]]
+) -> list[float]:
+    """Windows of micro-batches, grouped."""
+    losses = []
+    for step, window in enumerate(windows):
+        parts = [lambda x=x, n=len(window): loss(x) / n for x in window]
+        losses.append(float(sum(training.backward(parts, rate=rate_of(step)))))
+        training.step(rate_of(step))
+        training.check()
+    return losses
+
+
+def assert_same_parameters(training: OffloadedTraining, expected: Stack) -> None:
+    """Every parameter agrees to the bit."""
+    named = dict(expected.named_parameters())
+    for name, parameter in training.model.named_parameters():
+        assert torch.equal(parameter, named[name]), name
+    for layer in range(LAYERS):
+        for name, stacked in training.stacked(layer).items():
+            assert torch.equal(stacked, named[f"layers.{layer}.experts.{name}"]), (layer, name)
