@@ -37,9 +37,7 @@ class OffloadedTrainingExperts(nn.Module):
         # gives every call a node in the graph, also where no input needs a gradient
         self._anchor = torch.zeros((), requires_grad=True)
 
-    def forward(
-        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """`out[t] = sum_k weights[t, k] * expert[ids[t, k]](x[t])`.
 
         Args:
@@ -56,9 +54,7 @@ class OffloadedTrainingExperts(nn.Module):
         dtype = compute_dtype(hidden_states)
         x_TD = hidden_states.to(dtype)
         if torch.is_grad_enabled():
-            out_TD = cast(
-                Tensor, _Call.apply(self._anchor, x_TD, top_k_weights, top_k_index, self)
-            )
+            out_TD = cast(Tensor, _Call.apply(self._anchor, x_TD, top_k_weights, top_k_index, self))
         else:
             entry = LayerInput(x_TD, top_k_index, top_k_weights)
             with _plainly(x_TD):

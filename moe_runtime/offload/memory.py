@@ -109,9 +109,7 @@ def divide(
 def spread(keys: Sequence[ExpertKey], count: int) -> list[ExpertKey]:
     """`count` of the keys at equal distances: between two that are read lies one that is not."""
     total = len(keys)
-    return [
-        key for i, key in enumerate(keys) if (i + 1) * count // total > i * count // total
-    ]
+    return [key for i, key in enumerate(keys) if (i + 1) * count // total > i * count // total]
 
 
 def _too_small(

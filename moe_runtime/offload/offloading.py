@@ -133,9 +133,7 @@ def open_states(
     disk = None
     if storage_dir is not None:
         disk = Disk(storage_dir, layouts, io_threads=io_threads, direct=direct)
-    return ExpertStates(
-        layouts, resident=memory.resident, ring_slots=memory.ring_slots, disk=disk
-    )
+    return ExpertStates(layouts, resident=memory.resident, ring_slots=memory.ring_slots, disk=disk)
 
 
 def _transformers_sites(model: Any) -> list[ExpertsSite]:

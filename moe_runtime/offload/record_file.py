@@ -11,9 +11,6 @@ from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError
 from moe_runtime.store.source import CheckpointFile
 
-GROW_BYTES = 256 * 2**20
-"""The file grows by about this much at once."""
-
 
 class RecordFile(CheckpointFile):
     """Slots of one size in one file; each is free or held, once or several times.
@@ -32,13 +29,10 @@ class RecordFile(CheckpointFile):
         CheckpointError: the file cannot be opened.
     """
 
-    def __init__(
-        self, path: Path, slot_bytes: int, num_slots: int, *, direct: bool = True
-    ) -> None:
+    def __init__(self, path: Path, slot_bytes: int, num_slots: int, *, direct: bool = True) -> None:
         super().__init__(path, direct=direct)
         self.slot_bytes = slot_bytes
         self.num_slots = 0
-        self.bytes_written = 0
         self._holds: Counter[int] = Counter()
         self._free: list[int] = []
         self._grow(max(num_slots, os.fstat(self._fd).st_size // slot_bytes))
@@ -50,7 +44,7 @@ class RecordFile(CheckpointFile):
             CapacityError: the disk is full.
         """
         if not self._free:
-            self._grow(self.num_slots + max(1, GROW_BYTES // self.slot_bytes))
+            self._grow(self.num_slots + 1 + self.num_slots // 8)
         slot = self._free.pop()
         self._holds[slot] = 1
         return slot
@@ -68,10 +62,6 @@ class RecordFile(CheckpointFile):
             del self._holds[slot]
             self._free.append(slot)
 
-    def held(self) -> dict[int, int]:
-        """How often each slot in use is held."""
-        return dict(self._holds)
-
     def write(self, offset: int, content: memoryview) -> int:
         """Writes whole blocks.
 
@@ -88,7 +78,6 @@ class RecordFile(CheckpointFile):
                 done += moved
         except OSError as error:
             raise self._failure("write", error) from None
-        self.bytes_written += done
         return done
 
     def fetch(self, offset: int, into: memoryview) -> int:

@@ -321,9 +321,7 @@ class ExpertStates:
                 entry = self._enter(key)
             self._start_read(key, entry, need, Priority.READAHEAD)
 
-    def _start_read(
-        self, key: ExpertKey, entry: Entry, need: Sections, priority: Priority
-    ) -> None:
+    def _start_read(self, key: ExpertKey, entry: Entry, need: Sections, priority: Priority) -> None:
         missing = need & ~entry.have
         if not missing:
             return

@@ -21,10 +21,10 @@ from moe_runtime.errors import CheckpointError
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.initial import import_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
+from moe_runtime.store.files import write_atomically
 from moe_runtime.training.batches import Batches, held_out_windows
 from moe_runtime.training.checkpoint import check_settings, checkpoints_in, load_checkpoint
 from moe_runtime.training.config import TrainConfig
-from moe_runtime.store.files import write_atomically
 from moe_runtime.training.loop import Trainer, TrainingRun
 from moe_runtime.training.metrics import JsonLines, MetricsSink, TensorBoard, read_records
 from moe_runtime.training.optimizer import Optimizer

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_runtime.models.lm.tokenizer import train_tokenizer
-from moe_runtime.training.config import TokenizerConfig
 from moe_runtime.store.files import write_atomically
+from moe_runtime.training.config import TokenizerConfig
 from moe_runtime.training.text import Corpus
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
 """A small model of `MoELayer`s, in memory and offloaded, and the steps that both are trained by."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,12 @@ def train_in_memory(
     )
     losses = []
     for step, window in enumerate(windows):
-        parts = [model.loss(x) / len(window) for x in window]
+        parts = [model.loss(x) * (1 / len(window)) for x in window]
         for loss in parts:
             loss.backward()
         adamw.step(rate_of(step), clip_scale(adamw.norm(), settings.clip_norm))
         adamw.forget()
-        losses.append(float(sum(parts)))
+        losses.append(float(sum(part.detach() for part in parts)))
     return losses
 
 
@@ -110,11 +111,16 @@ def train_offloaded(
     """Windows of micro-batches, grouped."""
     losses = []
     for step, window in enumerate(windows):
-        parts = [lambda x=x, n=len(window): loss(x) / n for x in window]
+        share = 1 / len(window)
+        parts = [partial(_part, loss, x, share) for x in window]
         losses.append(float(sum(training.backward(parts, rate=rate_of(step)))))
         training.step(rate_of(step))
         training.check()
     return losses
+
+
+def _part(loss: Callable[[Tensor], Tensor], x: Tensor, share: float) -> Tensor:
+    return loss(x) * share
 
 
 def assert_same_parameters(training: OffloadedTraining, expected: Stack) -> None:
