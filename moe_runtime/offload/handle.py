@@ -132,18 +132,19 @@ class OffloadedTraining:
         self._passes.begin(rate if is_last else None)
         self._final_rate = rate if is_last else None
         work = [partial(self._part, part) for part in parts]
+        losses: list[Tensor] = []
         try:
             if len(work) == 1:
-                return [work[0]()]
-            window = Window(self.model, work)
-            self._set_window(window)
-            try:
-                return window.run()
-            finally:
-                self._set_window(None)
-        except BaseException:
-            self.discard()
-            raise
+                losses = [work[0]()]
+            else:
+                window = Window(self.model, work)
+                self._set_window(window)
+                losses = window.run()
+        finally:
+            self._set_window(None)
+            if not losses:
+                self.discard()
+        return losses
 
     def step(self, rate: float | None = None) -> StepOutcome:
         """Clips, updates what has not been updated yet, and forgets the gradients.

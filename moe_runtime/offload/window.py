@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -35,10 +36,14 @@ class _Part(Generic[T]):
         self.entry: Any = None
         self.together: Callable[[list[Any]], list[Any]] | None = None
         self.answer: Any = None
-        self.result: T | None = None
-        self.error: BaseException | None = None
+        self.future: Future[T] = Future()
         self.is_done = False
         self.aux: list[Any] = []
+
+    def raise_error(self) -> None:
+        """Raises what the work raised, if it is over."""
+        if self.is_done:
+            self.future.result()
 
 
 class Window(Generic[T]):
@@ -63,19 +68,22 @@ class Window(Generic[T]):
             RuntimeError: the parts did not visit the same layers in the same order.
             Exception: what the first part that failed raised.
         """
-        threads = [self._thread(part) for part in self._parts]
-        try:
-            while not all(part.is_done for part in self._parts):
+        with ThreadPoolExecutor(len(self._parts), "micro-batch") as threads:
+            for part in self._parts:
+                context = contextvars.copy_context()
+                part.future = threads.submit(context.run, self._work, part)
+            try:
+                while not all(part.is_done for part in self._parts):
+                    for part in self._parts:
+                        self._give_turn(part)
+                    for part in self._parts:
+                        part.raise_error()
+                    self._compute_together()
+            finally:
+                self._is_aborted = True
                 for part in self._parts:
-                    self._give_turn(part)
-                self._raise_error()
-                self._compute_together()
-        finally:
-            self._is_aborted = True
-            for part, thread in zip(self._parts, threads, strict=True):
-                part.turn.release()
-                thread.join()
-        return [part.result for part in self._parts]  # type: ignore[misc]
+                    part.turn.release()
+        return [part.future.result() for part in self._parts]
 
     def meet(self, place: Any, entry: Any, together: Callable[[list[Any]], list[Any]]) -> Any:
         """Called by a part: waits for the others, and returns what `together` made for it.
@@ -90,27 +98,18 @@ class Window(Generic[T]):
         self._yield_turn(part)
         return part.answer
 
-    def _thread(self, part: _Part[T]) -> threading.Thread:
-        context = contextvars.copy_context()
-        thread = threading.Thread(target=context.run, args=(self._work, part), daemon=True)
-        thread.start()
-        return thread
-
-    def _work(self, part: _Part[T]) -> None:
+    def _work(self, part: _Part[T]) -> T:
         part.turn.acquire()
         try:
-            if not self._is_aborted:
-                # nodes of a GPU would otherwise wait for one another in the thread of the device
-                with torch.autograd.set_multithreading_enabled(False):
-                    part.result = part.work()
-        except _Aborted:
-            pass
-        except BaseException as error:
-            # handed to the thread that runs the window, which raises it
-            part.error = error
-        part.is_done = True
-        part.place = None
-        self._back.release()
+            if self._is_aborted:
+                raise _Aborted
+            # nodes of a GPU would otherwise wait for one another in the thread of the device
+            with torch.autograd.set_multithreading_enabled(False):
+                return part.work()
+        finally:
+            part.is_done = True
+            part.place = None
+            self._back.release()
 
     def _give_turn(self, part: _Part[T]) -> None:
         if part.is_done:
@@ -128,11 +127,6 @@ class Window(Generic[T]):
         part.turn.acquire()
         if self._is_aborted:
             raise _Aborted
-
-    def _raise_error(self) -> None:
-        for part in self._parts:
-            if part.error is not None:
-                raise part.error
 
     def _compute_together(self) -> None:
         places = {part.place for part in self._parts}

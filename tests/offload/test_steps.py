@@ -175,7 +175,7 @@ def test_dynamic_loss_scale_halves_after_a_bad_step(tmp_path: Path) -> None:
 
 
 def test_homes_follow_the_load(tmp_path: Path) -> None:
-    """A layer that sends all tokens to two experts has them in memory in the end."""
+    """Experts that get no token give up the memory to others."""
     model, expected = stack(), stack()
     for trained in (model, expected):
         for layer in trained.layers:
@@ -189,7 +189,7 @@ def test_homes_follow_the_load(tmp_path: Path) -> None:
     train_offloaded(training, model.loss, inputs)
     after = [key for key, e in training.optimizer.states.experts.items() if e.home is not None]
     assert before == [ExpertKey(layer, EXPERTS - 1) for layer in range(LAYERS)]
-    assert before != after
+    assert all(key.expert < EXPERTS - 1 for key in after)
     assert len(before) == len(after)
     assert_same_parameters(training, expected)
     training.close()
