@@ -95,29 +95,33 @@ class OffloadedExperts(torch.nn.Module):
             CheckpointError: an expert could not be read.
             RankFailureError: a process that shares the experts died or stalled.
         """
-        num_tokens, top_k = top_k_index.shape
         if self.recorder is not None:
             self.recorder.routing(
                 self.layer, top_k_index.cpu().numpy(), top_k_weights.float().cpu().numpy()
             )
+        out_RD = self.expert_rows(hidden_states, top_k_index, top_k_weights)
+        if getattr(self.replaced, "has_post_expert_norm", False):
+            out_RD = self.get_submodule("post_expert_norm")(out_RD)
+        return _combine(out_RD, top_k_weights)
+
+    def expert_rows(
+        self, hidden_TD: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The outputs of the experts before they are summed: ``[T * K, D]``, a row a choice."""
+        num_tokens, top_k = top_k_index.shape
         rows = self._group(top_k_index)
         num_rows = sum(map(len, rows.values()))
         # rows of skipped slots are summed with the others, so they must be zero
         make = torch.empty if num_rows == num_tokens * top_k else torch.zeros
         out_RD = make(
-            num_tokens * top_k,
-            hidden_states.shape[-1],
-            dtype=hidden_states.dtype,
-            device=hidden_states.device,
+            num_tokens * top_k, hidden_TD.shape[-1], dtype=hidden_TD.dtype, device=hidden_TD.device
         )
         own_rows = rows if self.share is None else self.share.own_rows(self.layer, rows)
         if num_rows:
-            self._compute(hidden_states, own_rows, out_RD, (top_k_index, top_k_weights))
+            self._compute(hidden_TD, own_rows, out_RD, (top_k_index, top_k_weights))
         if num_rows and self.share is not None:
             self.share.exchange(self.layer, rows, out_RD)
-        if getattr(self.replaced, "has_post_expert_norm", False):
-            out_RD = self.get_submodule("post_expert_norm")(out_RD)
-        return _combine(out_RD, top_k_weights)
+        return out_RD
 
     def _group(self, top_k_index: torch.Tensor) -> dict[int, list[int]]:
         """Maps each visited expert to its routed rows, the expert used last in last place."""

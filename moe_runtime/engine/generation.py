@@ -88,7 +88,7 @@ def generate_text(
     started = time.perf_counter()
     inputs = encode_prompt(tokenizer, prompt, chat=chat)
     num_prompt_tokens = inputs["input_ids"].shape[1]
-    _check_length(model.config, num_prompt_tokens, max_new_tokens)
+    check_length(model.config, num_prompt_tokens, max_new_tokens)
     stream = _TimedStreamer(tokenizer, on_text)
 
     options: dict[str, Any] = {"do_sample": False}
@@ -108,7 +108,7 @@ def generate_text(
         stream.end()
         result = stream.result(num_prompt_tokens, started, "interrupted")
         raise GenerationInterrupted(result) from None
-    stopped = bool(stream.token_ids) and stream.token_ids[-1] in _end_token_ids(model)
+    stopped = bool(stream.token_ids) and stream.token_ids[-1] in end_token_ids(model)
     return stream.result(num_prompt_tokens, started, "stop" if stopped else "length")
 
 
@@ -189,7 +189,12 @@ class _TimedStreamer(TextStreamer):
         )
 
 
-def _check_length(config: Any, num_prompt_tokens: int, max_new_tokens: int) -> None:
+def check_length(config: Any, num_prompt_tokens: int, max_new_tokens: int) -> None:
+    """Refuses a request that exceeds the positions a model knows.
+
+    Raises:
+        ValueError: it does; the message has the numbers.
+    """
     text_config = config.get_text_config()
     limit = getattr(text_config, "max_position_embeddings", None)
     if isinstance(limit, int) and num_prompt_tokens + max_new_tokens > limit:
@@ -199,7 +204,8 @@ def _check_length(config: Any, num_prompt_tokens: int, max_new_tokens: int) -> N
         )
 
 
-def _end_token_ids(model: Any) -> list[int]:
+def end_token_ids(model: Any) -> list[int]:
+    """The tokens with which a model ends a text."""
     end = model.generation_config.eos_token_id
     if end is None:
         return []

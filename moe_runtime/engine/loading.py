@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -12,7 +13,7 @@ from moe_runtime.config import Budget, MemorySize, nearest, parse_budget
 from moe_runtime.engine.attention import use_single_query_attention
 from moe_runtime.engine.checkpoint import Checkpoint, build_on_meta, open_checkpoint
 from moe_runtime.engine.dense import Progress, load_dense
-from moe_runtime.engine.expert_map import ExpertMap, map_experts
+from moe_runtime.engine.expert_map import ExpertMap, ExpertsModule, map_experts
 from moe_runtime.engine.experts import OffloadedExperts, bind_weights
 from moe_runtime.engine.kv_cache import grow_cache_in_place
 from moe_runtime.engine.memory import (
@@ -57,6 +58,8 @@ from moe_runtime.types import ExpertKey, ModelSignature
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+ExpertsT = TypeVar("ExpertsT", bound=torch.nn.Module)
 
 
 def load(
@@ -131,26 +134,25 @@ def load(
     baseline = resident_bytes()
     experts = map_experts(model, checkpoint)
     expert_bytes = sum(layout.tensor_bytes for layout in experts.layouts.values())
-    signature = _signature(checkpoint, experts)
+    signature = signature_of(checkpoint, experts)
     share: ExpertShare | None = None
     if transport.size > 1:
         share = ExpertShare(transport, [module.num_experts for module in experts.modules])
         experts.layouts = {k: lay for k, lay in experts.layouts.items() if share.owns(k)}
-    modules = _replace_experts(model, experts)
+    modules = replace_experts(
+        model,
+        experts,
+        lambda module, layer: OffloadedExperts(
+            module, layer, [key for key in experts.layouts if key.layer == layer + 1]
+        ),
+    )
     dense_bytes = experts.dense_bytes(checkpoint.dtype)
     free = _free_bytes(place, processes_here(transport))
     plans = _plan(checkpoint, experts, budgets, free, dense_bytes, max_tokens)
     # Everybody has looked how much memory is free before anybody takes some.
     _require_same_model(transport, checkpoint, experts, place)
 
-    load_dense(model, checkpoint, experts, place, progress)
-    if place.type == "cpu":
-        use_small_batch_layers(model)
-        use_single_query_attention(model)
-        rest_torch_threads(model)
-        grow_cache_in_place(model)
-    _load_generation_config(model, checkpoint.folder)
-    model.eval().requires_grad_(False)
+    finish_dense(model, checkpoint, experts, place, progress)
 
     source = ExpertSource(experts.layouts, io_threads=io_threads)
     setting = Setting(shape=shape_of(signature))
@@ -205,14 +207,17 @@ def _resolve_device(device: str | torch.device) -> torch.device:
     return place
 
 
-def _replace_experts(model: PreTrainedModel, experts: ExpertMap) -> list[OffloadedExperts]:
+def replace_experts(
+    model: PreTrainedModel,
+    experts: ExpertMap,
+    make: Callable[[ExpertsModule, int], ExpertsT],
+) -> list[ExpertsT]:
+    """Puts a module made of each experts module and its layer in that module's place."""
     replaced = []
     for layer, module in enumerate(experts.modules):
-        following = [key for key in experts.layouts if key.layer == layer + 1]
-        offloaded = OffloadedExperts(module, layer, following)
         parent, _, name = module.name.rpartition(".")
-        setattr(model.get_submodule(parent), name, offloaded)
-        replaced.append(offloaded)
+        replaced.append(make(module, layer))
+        setattr(model.get_submodule(parent), name, replaced[-1])
     return replaced
 
 
@@ -222,6 +227,28 @@ def _free_bytes(place: torch.device, num_processes: int) -> dict[str, int]:
     if place.type != "cpu":
         free["device"] = available_device_bytes(place)
     return free
+
+
+def finish_dense(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    experts: ExpertMap,
+    place: torch.device,
+    progress: Progress | None = None,
+) -> None:
+    """Loads everything but the experts, and makes the model ready to generate.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or incomplete.
+    """
+    load_dense(model, checkpoint, experts, place, progress)
+    if place.type == "cpu":
+        use_small_batch_layers(model)
+        use_single_query_attention(model)
+        rest_torch_threads(model)
+        grow_cache_in_place(model)
+    _load_generation_config(model, checkpoint.folder)
+    model.eval().requires_grad_(False)
 
 
 def _plan(
@@ -317,7 +344,8 @@ def _raw_slot(key: ExpertKey, slot: torch.Tensor) -> torch.Tensor:
     return slot
 
 
-def _signature(checkpoint: Checkpoint, experts: ExpertMap) -> ModelSignature:
+def signature_of(checkpoint: Checkpoint, experts: ExpertMap) -> ModelSignature:
+    """What traces, predictors and placements of a model agree on."""
     return ModelSignature(
         model_type=checkpoint.config.model_type,
         num_layers=len(experts.modules),

@@ -44,11 +44,11 @@ class GroupWatch:
         """
         if timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s}")
-        rank = dist.get_rank(group)
-        if rank < 0:
+        if not isinstance(group, dist.ProcessGroup):
             raise ValueError("this process is not a member of the process group")
-        self.rank = rank
-        self.size = dist.get_world_size(group)
+        # Asked of the group itself, which need not be part of the default group.
+        rank = self.rank = group.rank()
+        self.size = group.size()
         self.timeout_s = timeout_s
         self._note_s = min(_MAX_NOTE_S, timeout_s * _NOTE_SHARE)
         self._store = group.get_group_store()

@@ -72,13 +72,22 @@ def place_experts(
         ValueError: no algorithm has this name (the message suggests the nearest), or sizes that do
             not fit each other or the algorithm.
     """
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"unknown algorithm {algorithm!r}: {nearest(algorithm, ALGORITHMS)}")
+    check_algorithm(algorithm)
     options = options or PlacementOptions()
     placement = ALGORITHMS[algorithm](options)(profile, devices, num_replicas=num_replicas)
     if options.aligned and algorithm in _LOADS_ONLY:
         placement = align(placement, profile, devices)
     return placement
+
+
+def check_algorithm(algorithm: str) -> None:
+    """Refuses names of no algorithm.
+
+    Raises:
+        ValueError: there is none; the message suggests the nearest.
+    """
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"unknown algorithm {algorithm!r}: {nearest(algorithm, ALGORITHMS)}")
 
 
 def split_window(ids_TLK: np.ndarray, fit_share: float) -> tuple[np.ndarray, np.ndarray]:
