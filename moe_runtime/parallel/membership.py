@@ -15,13 +15,27 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from moe_runtime.errors import RankFailureError
 from moe_runtime.parallel.transport import FlatTransport, LocalTransport, Transport
 
 
+def open_store(host: str, port: int, *, is_keeper: bool, timeout_s: float) -> TCPStore:
+    """What all processes of a service share: opened by one, which keeps it, joined by the others.
+
+    Args:
+        host: Address of the keeper.
+        port: 0 takes a free one, for the keeper.
+        is_keeper: Whether this process keeps it.
+        timeout_s: Seconds to wait for the keeper, and for every answer.
+    """
+    limit = timedelta(seconds=timeout_s)
+    return TCPStore(host, port, is_master=is_keeper, wait_for_workers=False, timeout=limit)
+
+
 def open_group(
-    store: dist.Store, name: str, rank: int, size: int, *, timeout_s: float
+    store: Store, name: str, rank: int, size: int, *, timeout_s: float
 ) -> dist.ProcessGroup:
     """Makes a gloo group of the processes that call this with the same store and name.
 
@@ -37,7 +51,7 @@ def open_group(
     Raises:
         RankFailureError: Somebody did not come.
     """
-    own = dist.PrefixStore(name, store)
+    own = PrefixStore(name, store)
     limit = timedelta(seconds=timeout_s)
     try:
         backend = dist.ProcessGroupGloo(own, rank, size, limit)
@@ -53,9 +67,7 @@ def open_group(
     return group
 
 
-def open_transport(
-    store: dist.Store, name: str, rank: int, size: int, *, timeout_s: float
-) -> Transport:
+def open_transport(store: Store, name: str, rank: int, size: int, *, timeout_s: float) -> Transport:
     """As `open_group`, as the transport that dispatch takes; nothing is made for one process."""
     if size == 1:
         return LocalTransport()

@@ -10,16 +10,16 @@ from __future__ import annotations
 import json
 import threading
 from dataclasses import asdict, dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from moe_runtime.engine.elastic.experts import Epoch, keys_of
 from moe_runtime.engine.elastic.pages import ExpertPages
 from moe_runtime.errors import MoERuntimeError, RankFailureError
 from moe_runtime.parallel import Transport
-from moe_runtime.parallel.membership import open_group, open_transport
+from moe_runtime.parallel.membership import Store, open_group, open_transport
 from moe_runtime.planning.remap import moves_between
 from moe_runtime.policies.placement import Devices, Placement
 from moe_runtime.types import ExpertKey
@@ -96,7 +96,7 @@ class Change:
         return cls(**value | {"members": tuple(value["members"])})
 
 
-def decide(store: dist.Store, change: Change) -> bool:
+def decide(store: Store, change: Change) -> bool:
     """Lets the ranks turn when all of them are ready; for rank 0 to call now and then.
 
     Returns:
@@ -126,7 +126,7 @@ class Preparation:
     """
 
     def __init__(
-        self, change: Change, rank: int, pages: ExpertPages, store: dist.Store, timeout_s: float
+        self, change: Change, rank: int, pages: ExpertPages, store: Store, timeout_s: float
     ) -> None:
         """Starts preparing.
 
@@ -143,7 +143,7 @@ class Preparation:
         self.transport: Transport | None = None
         self._pages = pages
         # A connection of its own: a wait must not hold up the rank's other uses of the store.
-        self._store = store.clone()
+        self._store = cast(Any, store).clone()
         self._timeout_s = timeout_s
         self._thread = threading.Thread(target=self._run, name="moe-prepare", daemon=True)
         self._thread.start()

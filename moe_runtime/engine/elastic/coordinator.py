@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from moe_runtime.engine.elastic.change import Change, decide
 from moe_runtime.engine.elastic.member import POLL_S
 from moe_runtime.engine.elastic.requests import GenerationRequest
 from moe_runtime.errors import RankFailureError
+from moe_runtime.parallel.membership import Store
 from moe_runtime.planning.placement import place_experts
 from moe_runtime.planning.remap import keep_in_place, resize
 from moe_runtime.policies.placement import Devices, Placement, RoutingProfile
@@ -87,7 +87,7 @@ class Coordinator:
     """Writes the orders of every step. Commands may come from any thread."""
 
     def __init__(
-        self, store: dist.Store, members: Tokens, placement: Placement, *, timeout_s: float
+        self, store: Store, members: Tokens, placement: Placement, *, timeout_s: float
     ) -> None:
         """Starts with a running epoch 0.
 
@@ -191,7 +191,7 @@ class Coordinator:
             pass
 
     def _assign(self, orders: dict[int, dict[str, Any]]) -> None:
-        """Gives new requests to the ranks with the fewest; none to a rank that is about to leave."""
+        """Gives new requests to the ranks with the fewest; none to ranks that are to leave."""
         change = None if self._pending is None else self._pending.change
         num_ranks = self.num_ranks if change is None else min(self.num_ranks, change.num_new)
         busy = Counter(self._homes.values())

@@ -42,8 +42,8 @@ def slots_used_by(placement: Placement, rank: int) -> np.ndarray:
 
     Its own slot where it has one, else one of the replicas, another one for the next rank. All rows
     that a rank sends to an expert go to the same replica: how many rows an expert computes at once
-    may decide by which kernel, and so must not depend on the placement. The last column, for choices
-    of no expert, is one behind the last slot.
+    may decide by which kernel, and so must not depend on the placement. The last column, for
+    choices of no expert, is one behind the last slot.
     """
     slots_LEC = placement.slots_of_expert
     is_own = (slots_LEC >= 0) & (slots_LEC // placement.slots_per_gpu == rank)

@@ -12,12 +12,10 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
 from moe_runtime.engine.elastic.change import Change, Preparation, decide
 from moe_runtime.engine.elastic.model import SpreadModel
 from moe_runtime.engine.elastic.requests import GenerationRequest, RunningRequest
-from moe_runtime.parallel.membership import exchange_bytes
+from moe_runtime.parallel.membership import Store, exchange_bytes
 
 POLL_S = 0.02
 _SIZE_BYTES = 8
@@ -38,7 +36,7 @@ class Orders(Protocol):
 class Member:
     """A process with a loaded model, inside or outside of the service."""
 
-    def __init__(self, model: SpreadModel, store: dist.Store, *, timeout_s: float) -> None:
+    def __init__(self, model: SpreadModel, store: Store, *, timeout_s: float) -> None:
         """Does not join yet.
 
         Args:

@@ -1,4 +1,4 @@
-"""A checkpoint's model on one rank: dense weights whole, routed experts as pages that come later."""
+"""A checkpoint's model on one rank: dense weights whole, routed experts as pages to come."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load as load_tensors
@@ -98,8 +98,10 @@ class RunningRequest:
             return int(logits_1V.argmax())
         from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 
-        ids = torch.tensor([known])
-        scores_1V = TemperatureLogitsWarper(self.request.temperature)(ids, logits_1V)
+        ids: Any = torch.tensor([known])
+        scores_1V: Any = TemperatureLogitsWarper(self.request.temperature)(
+            ids, cast(Any, logits_1V)
+        )
         if self.request.top_p < 1:
             scores_1V = TopPLogitsWarper(self.request.top_p)(ids, scores_1V)
         return int(torch.multinomial(scores_1V.softmax(-1), 1, generator=self._random))

@@ -11,12 +11,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
-import torch.distributed as dist
 
 from moe_runtime.engine.elastic.change import Change
 from moe_runtime.engine.elastic.coordinator import ChangeReport, Coordinator, Tokens
@@ -25,6 +23,7 @@ from moe_runtime.engine.elastic.requests import GenerationRequest
 from moe_runtime.engine.elastic.worker import Address, describe, ready_model
 from moe_runtime.engine.generation import check_length
 from moe_runtime.errors import RankFailureError
+from moe_runtime.parallel.membership import open_store
 from moe_runtime.parallel.placement_map import PlacementMap
 from moe_runtime.parallel.watch import DEFAULT_TIMEOUT_S
 from moe_runtime.planning.placement import check_algorithm
@@ -76,10 +75,7 @@ class ElasticService:
             UnsupportedModelError: its model is not one that can be spread.
         """
         self._model = ready_model(path, dtype=dtype, threads=threads)
-        limit = timedelta(seconds=timeout_s)
-        self._store = dist.TCPStore(
-            host, port, is_master=True, wait_for_workers=False, timeout=limit
-        )
+        self._store = open_store(host, port, is_keeper=True, timeout_s=timeout_s)
         self.address: Address = (host, self._store.port)
         self._store.set("model", describe(self._model))
         self._timeout_s = timeout_s
@@ -228,7 +224,7 @@ class ElasticService:
         while (joined := self._store.add("joined", 0)) < count:
             if time.monotonic() > deadline:
                 raise RankFailureError(
-                    f"{count} workers are needed, {joined} came within {self._timeout_s:g} s; start "
-                    f"them with the address {self.address[0]}:{self.address[1]}"
+                    f"{count} workers are needed, {joined} came within {self._timeout_s:g} s; "
+                    f"start them with the address {self.address[0]}:{self.address[1]}"
                 )
             time.sleep(POLL_S)

@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import time
 from dataclasses import asdict
-from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from moe_runtime.engine.elastic.member import POLL_S, Member
 from moe_runtime.engine.elastic.model import SpreadModel, load_spread_model
 from moe_runtime.errors import CheckpointError, RankFailureError
 from moe_runtime.kernels.native import native_library
+from moe_runtime.parallel.membership import Store, open_store
 from moe_runtime.parallel.watch import DEFAULT_TIMEOUT_S
 
 Address = tuple[str, int]
@@ -76,7 +76,7 @@ def run_worker(
     model = ready_model(path, dtype=dtype, threads=threads)
     host, port = address
     try:
-        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+        store = open_store(host, port, is_keeper=False, timeout_s=timeout_s)
         _check_agreement(store.get("model").decode(), describe(model))
         _stand_by(store, Member(model, store, timeout_s=timeout_s))
     except dist.DistError as error:
@@ -96,6 +96,8 @@ def start_local_workers(
     """Starts workers on this machine; they end when the service does, or with this process."""
     # Forked from a clean process: what has threads, as this one has, must not be forked.
     context = multiprocessing.get_context("forkserver")
+    # Imported once, where the server has not been started for something else.
+    context.set_forkserver_preload([__name__])
     options = {"dtype": dtype, "timeout_s": timeout_s}
     workers = [
         context.Process(target=run_worker, args=(str(path), address), kwargs=options, daemon=True)
@@ -106,7 +108,7 @@ def start_local_workers(
     return list(workers)
 
 
-def _stand_by(store: dist.Store, member: Member) -> None:
+def _stand_by(store: Store, member: Member) -> None:
     number = store.add("joined", 1)
     num_calls = 0
     while not store.check(["closed"]):
