@@ -15,13 +15,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from moe_runtime.errors import RankFailureError
 from moe_runtime.parallel.transport import FlatTransport, LocalTransport, Transport
 
+Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]
+"""What processes share before they have a group: a place for keys and values."""
 
-def open_store(host: str, port: int, *, is_keeper: bool, timeout_s: float) -> TCPStore:
+
+def open_store(host: str, port: int, *, is_keeper: bool, timeout_s: float) -> Store:
     """What all processes of a service share: opened by one, which keeps it, joined by the others.
 
     Args:
@@ -31,7 +33,9 @@ def open_store(host: str, port: int, *, is_keeper: bool, timeout_s: float) -> TC
         timeout_s: Seconds to wait for the keeper, and for every answer.
     """
     limit = timedelta(seconds=timeout_s)
-    return TCPStore(host, port, is_master=is_keeper, wait_for_workers=False, timeout=limit)
+    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        host, port, is_master=is_keeper, wait_for_workers=False, timeout=limit
+    )
 
 
 def open_group(
@@ -51,7 +55,9 @@ def open_group(
     Raises:
         RankFailureError: Somebody did not come.
     """
-    own = PrefixStore(name, store)
+    own = dist.PrefixStore(  # pyright: ignore[reportPrivateImportUsage]
+        name, store
+    )
     limit = timedelta(seconds=timeout_s)
     try:
         backend = dist.ProcessGroupGloo(own, rank, size, limit)

@@ -111,6 +111,7 @@ class Coordinator:
         self._loads_LE = np.zeros((placement.num_layers, placement.num_experts))
         self._num_requests = 0
         self._is_closing = False
+        self._gives_up = False
 
     @property
     def num_ranks(self) -> int:
@@ -131,8 +132,9 @@ class Coordinator:
         self._commands.put(wish)
         return wish.future
 
-    def close(self) -> None:
-        """Ends the service once everything that was asked for is done."""
+    def close(self, *, at_once: bool) -> None:
+        """Ends the service, when everything that was asked for is done or with the next step."""
+        self._gives_up = at_once
         self._commands.put(None)
 
     def fail(self, error: BaseException) -> None:
@@ -141,6 +143,9 @@ class Coordinator:
         wishes = [*self._wishes, *([self._pending.wish] if self._pending else [])]
         for future in [one.future for one in (*self._served.values(), *wishes)]:
             future.set_exception(error)
+        self._served.clear()
+        self._wishes.clear()
+        self._pending = None
 
     def write(self) -> Mapping[int, dict[str, Any]]:
         """The orders of this step, by rank."""
@@ -148,6 +153,9 @@ class Coordinator:
             self._finish_change()
         is_idle = not (self._served or self._pending or self._wishes or self._is_closing)
         self._take_commands(wait_s=POLL_S if is_idle else 0)
+        if self._is_closing and self._gives_up:
+            self.fail(RankFailureError("the service was ended before this was done"))
+            return {rank: {"close": True} for rank in range(self.num_ranks)}
         orders: dict[int, dict[str, Any]] = defaultdict(dict)
         self._assign(orders)
         if self._pending is not None:

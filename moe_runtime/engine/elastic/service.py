@@ -7,12 +7,15 @@ this machine or on others.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
+from typing import Any, cast
 
 import numpy as np
 
@@ -22,7 +25,7 @@ from moe_runtime.engine.elastic.member import POLL_S, Member
 from moe_runtime.engine.elastic.requests import GenerationRequest
 from moe_runtime.engine.elastic.worker import Address, describe, ready_model
 from moe_runtime.engine.generation import check_length
-from moe_runtime.errors import RankFailureError
+from moe_runtime.errors import MoERuntimeError, RankFailureError
 from moe_runtime.parallel.membership import open_store
 from moe_runtime.parallel.placement_map import PlacementMap
 from moe_runtime.parallel.watch import DEFAULT_TIMEOUT_S
@@ -76,7 +79,7 @@ class ElasticService:
         """
         self._model = ready_model(path, dtype=dtype, threads=threads)
         self._store = open_store(host, port, is_keeper=True, timeout_s=timeout_s)
-        self.address: Address = (host, self._store.port)
+        self.address: Address = (host, cast(Any, self._store).port)
         self._store.set("model", describe(self._model))
         self._timeout_s = timeout_s
         self._member = Member(self._model, self._store, timeout_s=timeout_s)
@@ -174,14 +177,17 @@ class ElasticService:
         check_algorithm(algorithm)
         return self._orders.change(algorithm=algorithm, num_replicas=num_replicas)
 
-    def close(self) -> None:
-        """Finishes what was asked for, and ends the service and its workers.
+    def close(self, *, at_once: bool = False) -> None:
+        """Ends the service and its workers, by default when everything asked for is done.
+
+        Args:
+            at_once: gives up what is not done; who waits for it gets a ``RankFailureError``.
 
         Raises:
             RankFailureError: a rank died or stalled.
         """
         if self._thread.is_alive():
-            self._orders.close()
+            self._orders.close(at_once=at_once)
             self._thread.join()
         self._store.set("closed", "")
         deadline = time.monotonic() + _GOODBYE_S
@@ -200,7 +206,7 @@ class ElasticService:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        self.close(at_once=kind is not None)
 
     @property
     def _orders(self) -> Coordinator:
@@ -212,12 +218,15 @@ class ElasticService:
 
     def _run(self) -> None:
         assert self._coordinator is not None
-        try:
-            self._member.serve(self._coordinator)
-        # The end of a thread: whatever went wrong must reach those who wait for their tokens.
-        except Exception as error:
-            self._error = error
-            self._coordinator.fail(error)
+        # Whatever ends the thread must reach those who wait for their tokens; a mistake of ours
+        # goes on to be printed as well.
+        with contextlib.suppress(MoERuntimeError):
+            try:
+                self._member.serve(self._coordinator)
+            finally:
+                self._error = sys.exception()
+                if self._error is not None:
+                    self._coordinator.fail(self._error)
 
     def _await_workers(self, count: int) -> None:
         deadline = time.monotonic() + self._timeout_s
