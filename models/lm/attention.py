@@ -63,6 +63,8 @@ class _Rotate(torch.autograd.Function):
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    if torch.compiler.is_compiling():  # which fuses this, and refuses what follows
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     out = torch.empty_like(x)
     out_first, out_second = out.chunk(2, dim=-1)
     torch.mul(first, cos, out=out_first)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +28,10 @@ class ExpertsConfig:
         recompute: the backward pass computes the experts' pre-activations again.
         loss_weights: coefficients of the auxiliary losses by name; None takes the gate's own. What
             is trained on is the mean over the routed layers.
+        shortcut: ScMoE: layers come in pairs, a dense one and one with experts, whose routed
+            experts read the pair's `input`, its `middle` (after the first attention, which the
+            paper recommends) or the first layer's `output` instead of their own layer's
+            representation; the shared experts read that. None reads what comes, as usual.
     """
 
     num_experts: int
@@ -46,10 +50,17 @@ class ExpertsConfig:
     impl: str = "auto"
     recompute: bool = False
     loss_weights: Mapping[str, float] | None = None
+    shortcut: Literal["output", "middle", "input"] | None = None
 
     def __post_init__(self) -> None:
         # The layer checks the rest when it is built.
         _require_positive(self, "num_experts", "top_k", "intermediate_size")
+        if self.shortcut is None:
+            return
+        if self.shared_experts < 1:
+            raise ValueError(f"shortcut needs shared_experts >= 1, got {self.shared_experts}")
+        if self.shared_expert_gate:
+            raise ValueError("shortcut adds the shared experts as they are: no shared_expert_gate")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +116,14 @@ class LanguageModelConfig:
         self._check_feed_forward()
 
     def _check_feed_forward(self) -> None:
+        if self.moe is not None and self.moe.shortcut is not None:
+            if self.num_layers % 2:
+                raise ValueError(
+                    f"num_layers must be even for moe.shortcut, which pairs them, "
+                    f"got {self.num_layers}"
+                )
+            if self.dense_layers:
+                raise ValueError("moe.shortcut makes every other layer dense: omit dense_layers")
         for layer in self.dense_layers:
             if not 0 <= layer < self.num_layers:
                 raise ValueError(f"dense_layers must lie in 0..{self.num_layers - 1}, got {layer}")
@@ -117,6 +136,8 @@ class LanguageModelConfig:
 
     def is_routed(self, layer: int) -> bool:
         """Whether the feed-forward of a layer is a mixture of experts."""
+        if self.moe is not None and self.moe.shortcut is not None:
+            return layer % 2 == 1
         return self.moe is not None and layer not in self.dense_layers
 
 

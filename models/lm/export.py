@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from moe_runtime.layer import MoELayer
+from moe_runtime.models.lm.blocks import Block, DenseFeedForward
 from moe_runtime.models.lm.hugging_face import Family, hugging_face_config, hugging_face_family
-from moe_runtime.models.lm.model import Block, DenseFeedForward, LanguageModel
+from moe_runtime.models.lm.model import LanguageModel
 
 _SHARD_BYTES = 5 * 10**9
 _ARCHITECTURES: Mapping[Family, str] = {

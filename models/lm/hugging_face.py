@@ -102,6 +102,8 @@ def _obstacles(config: LanguageModelConfig, moe: ExpertsConfig, gate: Gate) -> I
         yield "it has no zero-computation experts (zero_experts)"
     if moe.bias:
         yield "its experts have no biases"
+    if moe.shortcut is not None:
+        yield "its experts read their own block's representation (shortcut)"
     if moe.capacity_factor is not None or gate.capacity is not None:
         yield "it never drops tokens, so capacity_factor must be omitted"
     if moe.shared_expert_gate:

@@ -5,23 +5,19 @@ Computes what `Qwen3MoeForCausalLM` computes, and `Qwen3ForCausalLM` where no la
 Shapes: B sequences, C tokens of context, T = B * C tokens, D model width, V vocabulary.
 """
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from moe_runtime.config import nearest
 from moe_runtime.layer import LayerAux, MoELayer
-from moe_runtime.models.lm.attention import Attention, RotaryTable
+from moe_runtime.models.lm.attention import RotaryTable
+from moe_runtime.models.lm.blocks import Block, ShortcutBlocks, make_blocks
 from moe_runtime.models.lm.config import LanguageModelConfig
 from moe_runtime.models.lm.loss import linear_cross_entropy
 from moe_runtime.models.lm.norm import RMSNorm
-from moe_runtime.routing import ZeroExpertCounts
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,79 +47,6 @@ class Losses:
         )
 
 
-class DenseFeedForward(nn.Module):
-    """SwiGLU feed-forward of a layer without experts.
-
-    Source: Shazeer, "GLU Variants Improve Transformer" (2020).
-    """
-
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., D]` to `[..., D]`."""
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
-
-
-class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and beside the residual stream."""
-
-    def __init__(self, config: LanguageModelConfig, layer: int) -> None:
-        super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(config)
-        self.feed_forward_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.feed_forward = _feed_forward(config, layer)
-
-    def forward(
-        self, x: Tensor, rotary: RotaryTable, token_ids: Tensor, previous_logits: Tensor | None
-    ) -> Tensor:
-        """`[B, C, D]` to `[B, C, D]`.
-
-        Args:
-            x: the residual stream.
-            rotary: positions.
-            token_ids: `[B, C]`, for gates that route by token.
-            previous_logits: scores of the previous routed layer's gate, for gates that read them.
-        """
-        x = x + self.attention(self.attention_norm(x), rotary)
-        normed = self.feed_forward_norm(x)
-        if isinstance(self.feed_forward, MoELayer):
-            return x + self.feed_forward(
-                normed, token_ids=token_ids, previous_logits=previous_logits
-            )
-        return x + self.feed_forward(normed)
-
-    @property
-    def gate_logits(self) -> Tensor | None:
-        """`[T, E]` scores of the last call's gate; None in a dense block."""
-        aux = self.feed_forward.aux if isinstance(self.feed_forward, MoELayer) else None
-        return None if aux is None else aux.routing.logits_TE
-
-
-def _feed_forward(config: LanguageModelConfig, layer: int) -> nn.Module:
-    if config.moe is None or not config.is_routed(layer):
-        assert config.intermediate_size is not None  # the configuration checks it
-        return DenseFeedForward(config.hidden_size, config.intermediate_size)
-    settings: dict[str, Any] = {
-        field.name: getattr(config.moe, field.name) for field in dataclasses.fields(config.moe)
-    }
-    if config.moe.zero_experts is not None:
-        settings["zero_experts"] = _zero_experts(config.moe.zero_experts)
-    return MoELayer(config.hidden_size, name=f"layer {layer}", **settings)
-
-
-def _zero_experts(counts: Mapping[str, int]) -> ZeroExpertCounts:
-    kinds = {field.name for field in dataclasses.fields(ZeroExpertCounts)}
-    for kind in counts:
-        if kind not in kinds:
-            raise ValueError(f"zero_experts has no kind {kind!r}; {nearest(kind, kinds)}")
-    return ZeroExpertCounts(**counts)
-
-
 class LanguageModel(nn.Module):
     """A decoder-only language model.
 
@@ -143,7 +66,7 @@ class LanguageModel(nn.Module):
         self.recompute = recompute
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.rotary = RotaryTable(config.head_dim, config.max_positions, config.rope_theta)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.blocks = nn.ModuleList(make_blocks(config))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self._initialise()
@@ -156,6 +79,17 @@ class LanguageModel(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.ndim >= 2 and ".gate." not in name and not name.endswith("bias"):
                 parameter.normal_(std=self.config.init_std)
+
+    def compile_blocks(self, backend: str = "inductor") -> None:
+        """Has `torch.compile` fuse what stands between the products of each block, in place.
+
+        Names and values of parameters stay; sums may be rounded in another order.
+
+        Args:
+            backend: of `torch.compile`.
+        """
+        for block in self._blocks():
+            block.compile(backend=backend)
 
     def hidden_states(self, ids_BC: Tensor) -> Tensor:
         """Last hidden states `[B, C, D]` of token ids `[B, C]`, normed.
@@ -176,8 +110,8 @@ class LanguageModel(nn.Module):
             else:
                 x = block(x, self.rotary, ids_BC, previous_logits)
             assert isinstance(x, Tensor)
-            if block.gate_logits is not None:
-                previous_logits = block.gate_logits
+            if block.routed is not None and block.routed.aux is not None:
+                previous_logits = block.routed.aux.routing.logits_TE
         return self.norm(x)
 
     def forward(self, ids_BC: Tensor) -> Tensor:
@@ -213,8 +147,8 @@ class LanguageModel(nn.Module):
     def routed_layers(self) -> Iterator[MoELayer]:
         """The routed layers from first to last."""
         for block in self._blocks():
-            if isinstance(block.feed_forward, MoELayer):
-                yield block.feed_forward
+            if block.routed is not None:
+                yield block.routed
 
     def layer_aux(self) -> list[LayerAux]:
         """What the routed layers say about the last call, from first to last."""
@@ -232,7 +166,7 @@ class LanguageModel(nn.Module):
             total -= routed - routed * layer.gate.top_k // layer.gate.num_experts
         return total
 
-    def _blocks(self) -> Iterator[Block]:
+    def _blocks(self) -> Iterator[Block | ShortcutBlocks]:
         for block in self.blocks:
-            assert isinstance(block, Block)
+            assert isinstance(block, Block | ShortcutBlocks)
             yield block

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -88,25 +89,41 @@ class ScMoEBlock(nn.Module):
         self.on_routing = on_routing
         self.executor = executor
 
-    def forward(self, x: Tensor, **attention_arguments: Any) -> Tensor:
-        """`[..., S, D]` to `[..., S, D]`; the arguments go to both attentions."""
-        pending = self._start(x) if self.shortcut == "input" else None
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        token_ids: Tensor | None = None,
+        previous_logits: Tensor | None = None,
+        **attention_arguments: Any,
+    ) -> Tensor:
+        """`[..., S, D]` to `[..., S, D]`.
+
+        Args:
+            x: The residual stream.
+            token_ids, previous_logits: For the gate, as in `MoELayer.forward`.
+            attention_arguments: Go to both attentions.
+        """
+        start = partial(self._start, token_ids=token_ids, previous_logits=previous_logits)
+        pending = start(x) if self.shortcut == "input" else None
         middle = x + self.first_attention(self.first_attention_norm(x), **attention_arguments)
         if self.shortcut == "middle":
-            pending = self._start(middle)
+            pending = start(middle)
         output = middle + self.mlp(self.mlp_norm(middle))
         if self.shortcut == "output":
-            pending = self._start(output)
+            pending = start(output)
         assert pending is not None, "one of the three shortcuts was taken"
         h = output + self.second_attention(
             self.second_attention_norm(output), **attention_arguments
         )
         return h + self.shared(self.shared_norm(h)) + pending()
 
-    def _start(self, source: Tensor) -> Callable[[], Tensor]:
+    def _start(
+        self, source: Tensor, *, token_ids: Tensor | None, previous_logits: Tensor | None
+    ) -> Callable[[], Tensor]:
         """Routes the shortcut and returns what gives the routed experts' output."""
         normed = self.shortcut_norm(source)
-        routing = self.routed.route(normed)
+        routing = self.routed.route(normed, token_ids=token_ids, previous_logits=previous_logits)
         if self.on_routing is not None:
             self.on_routing(routing)
         # grad mode and autocast belong to a thread: another one would compute something else

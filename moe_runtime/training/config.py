@@ -170,6 +170,7 @@ class RunConfig:
         device: auto, cpu, cuda or cuda:N.
         threads: threads of torch; 0 leaves torch's choice.
         recompute: keep a block's input instead of its activations, and compute it twice.
+        compile: have `torch.compile` fuse the blocks; the first steps of a kind take longer.
         log_every: steps between progress lines.
         evaluate_every: steps between measurements on held-out text; 0 measures at the end only.
         evaluate_tokens: most held-out tokens measured of each source.
@@ -187,6 +188,7 @@ class RunConfig:
     device: str = "auto"
     threads: int = 0
     recompute: bool = False
+    compile: bool = False
     log_every: int = 10
     evaluate_every: int = 0
     evaluate_tokens: int = 16_384

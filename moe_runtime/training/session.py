@@ -8,6 +8,7 @@ and `summary.json`.
 import dataclasses
 import json
 import platform
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ SUMMARY_FILE = "summary.json"
 
 # What may change when a run goes on: it decides where and how fast, not which numbers come out.
 _FREE_NAMES = (
-    *("output", "device", "threads", "recompute", "log_every", "evaluate_every"),
+    *("output", "device", "threads", "recompute", "compile", "log_every", "evaluate_every"),
     *("evaluate_tokens", "checkpoint_every", "keep_checkpoints", "tensorboard", "export_dtype"),
 )
 _FREE = frozenset(
@@ -152,6 +153,9 @@ def prepare(
         model=model,
         device=device,
     )
+    if config.run.compile:
+        _require_compiler(device)
+        model.compile_blocks()
     # A run that goes on has its weights from its own checkpoint.
     if config.run.start_from is not None and not checkpoints_in(preparation.checkpoints):
         on_stage("reading the first weights")
@@ -311,6 +315,15 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"run.device is {name!r}, but torch sees no CUDA device here")
     return device
+
+
+def _require_compiler(device: torch.device) -> None:
+    """Refuses early what `torch.compile` would say in the first step, at length."""
+    if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        raise ValueError(
+            "run.compile needs a C++ compiler on the CPU (g++ or clang++), and none is on the "
+            "PATH; install one, or set run.compile = false"
+        )
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

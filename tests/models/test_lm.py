@@ -137,11 +137,12 @@ def test_an_exported_model_computes_the_same(name: str, tmp_path: Path) -> None:
         ({"gate_options": {"scale": 2.0}}, "no scale"),
         ({"gate_options": {"bias_update_rate": 1e-3}}, "no selection bias"),
         ({"gate": "group_limited_topk", "gate_options": {"score": "softmax"}}, "not softmax"),
+        ({"shortcut": "middle", "shared_experts": 1}, r"\(shortcut\)"),
     ],
 )
 def test_what_no_architecture_expresses_is_refused(changes: Any, message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
-        hugging_face_family(shape(moe=experts(**changes)))
+        hugging_face_family(shape(moe=experts(**changes), num_layers=2, intermediate_size=8))
 
 
 def test_recomputation_changes_nothing() -> None:
