@@ -127,10 +127,10 @@ def choose_tile(
     tile = next(tile for limit, tile in tables[kind] if rows_per_expert <= limit)
     while tile.block_n > 64 and tile.block_n >= 2 * dim_n:
         tile = replace(tile, block_n=tile.block_n // 2)
-    return tile.fitted(dtype.itemsize, _describe(device))
+    return tile.fitted(dtype.itemsize, describe_device(device))
 
 
-def _describe(device: torch.device) -> Device:
+def describe_device(device: torch.device) -> Device:
     if device.type != "cuda":
         return Device()
     properties = torch.cuda.get_device_properties(device)

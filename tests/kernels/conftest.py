@@ -44,3 +44,16 @@ def isa(request: pytest.FixtureRequest, library: NativeLibrary) -> str:
 @pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(42)
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody has written is NaN, so that reading it cannot go unnoticed."""
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        original = getattr(owner, name)
+
+        def poisoned(*args: object, _original=original, **kwargs: object) -> torch.Tensor:  # type: ignore[no-untyped-def]
+            made = _original(*args, **kwargs)
+            return made.fill_(torch.nan) if made.is_floating_point() else made
+
+        monkeypatch.setattr(owner, name, poisoned)

@@ -10,12 +10,20 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 from aot_compile import compile_launches
 from torch import Tensor
 
+from moe_runtime.kernels.block_sparse.kernel import choose_tile, launch_dsd, launch_sdd
+from moe_runtime.kernels.block_sparse.topology import (
+    BLOCK_SIZES,
+    BlockTopology,
+    ExpertColumns,
+    expert_topology,
+)
 from moe_runtime.kernels.combine.kernel import launch_combine_bwd, launch_combine_fwd
 from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
@@ -90,9 +98,41 @@ def small_kernels() -> None:
     bias_grad(y, groups, out_SN=meta(128, 2048))
 
 
+def block_sparse(block_rows: int, dtype: torch.dtype, device: Device, *, is_even: bool) -> None:
+    """The two products, as a layer and its backward pass launch them."""
+    T, K, E, D, F = QWEN3.values()
+    block_columns = 64 if dtype == torch.float32 else 128
+    width = F if is_even else F - 24
+    columns = ExpertColumns.of([width] * E, block_columns=block_columns, device="meta")
+    topology = meta_topology(columns, T * K, block_rows)
+    x, weight = meta(T, D, dtype=dtype), meta(width * E, D, dtype=dtype)
+    order = meta(T * K, dtype=torch.int64)
+    gather: dict[str, Any] = {"order_R": order, "num_choices": K}
+    tile = choose_tile(block_rows, block_columns, x, device)
+    values = launch_sdd(x, weight.T, topology, tile=tile, **gather)
+    launch_sdd(meta(T * K, D, dtype=dtype), weight.T, topology, tile=tile)
+    tile = choose_tile(block_rows, 128, x, device)
+    out = meta(T * K, D, dtype=dtype)
+    launch_dsd(values, weight, topology, out=out, is_transposed=False, tile=tile)
+    tile = choose_tile(block_columns, 128, x, device)
+    launch_dsd(values, x, topology, out=weight, is_transposed=True, tile=tile, **gather)
+    launch_dsd(values, out, topology, out=weight, is_transposed=True, tile=tile)
+
+
+def meta_topology(columns: ExpertColumns, num_rows: int, block_rows: int) -> BlockTopology:
+    offsets = meta(len(columns.widths) + 1, dtype=torch.int64)
+    return expert_topology(offsets, columns, num_rows=num_rows, block_rows=block_rows, impl="torch")
+
+
 def calls(target: str, *, every_tile: bool) -> Iterator[tuple[str, Callable[[], None]]]:
     """Everything to compile, with a description."""
     yield "small kernels", small_kernels
+    for dtype in (torch.bfloat16, torch.float32):
+        for rows in BLOCK_SIZES if every_tile else BLOCK_SIZES[-1:]:
+            for is_even in (True, False):
+                name = f"block-sparse {dtype} {rows} rows, {is_even=}"
+                one = partial(block_sparse, rows, dtype, DEVICES[target], is_even=is_even)
+                yield name, one
     for dtype, tables in ((torch.bfloat16, TILES_16_BIT), (torch.float32, TILES_32_BIT)):
         for kind, table in tables.items():
             for _, tile in table if every_tile else table[-1:]:
