@@ -90,7 +90,7 @@ def block_sparse_sdd(
 def _place(block_ptr, first_ptr, end_ptr, place, end_place, IS_TRANSPOSED: tl.constexpr):
     """The block at a place of a strip's list, and its first and last row (column) across."""
     mask = place < end_place
-    block = place.to(tl.int64)
+    block = tl.cast(place, tl.int64)
     if IS_TRANSPOSED:
         block = tl.load(block_ptr + place, mask=mask, other=0).to(tl.int64)
     first = tl.load(first_ptr + place, mask=mask, other=0)
