@@ -6,7 +6,7 @@ and `db = s.T @ dy`; with `y = s.T @ b`: `ds = sdd(b, dy.T)` and `db = s @ dy`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class Gather(NamedTuple):
 class Products(NamedTuple):
     """The two products in one implementation, `triton` or `torch`."""
 
-    impl: str
+    impl: Literal["triton", "torch"]
 
     def sdd(
         self, a: Tensor, b_KN: Tensor, topology: BlockTopology, gather: Gather | None = None

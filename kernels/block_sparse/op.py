@@ -62,8 +62,8 @@ def sdd(
     if chosen == "reference":
         rows = a if gather is None else a[gather.tokens_R]
         return sdd_reference(rows, b_KN, topology)
-    _check_dtype(chosen, a)
-    return cast(Tensor, Sdd.apply(a, b_KN, topology, gather, Products(chosen)))
+    products = _products(chosen, a)
+    return cast(Tensor, Sdd.apply(a, b_KN, topology, gather, products))
 
 
 def dsd(
@@ -101,8 +101,8 @@ def dsd(
     _validate("b", b, [summed, b.shape[-1]], values, topology)
     if chosen == "reference":
         return dsd_reference(values, b, topology, is_transposed=is_transposed)
-    _check_dtype(chosen, values)
-    return cast(Tensor, Dsd.apply(values, b, topology, is_transposed, Products(chosen)))
+    products = _products(chosen, values)
+    return cast(Tensor, Dsd.apply(values, b, topology, is_transposed, products))
 
 
 def dds(
@@ -164,6 +164,9 @@ def _validate(
         raise ValueError(f"the topology is on {topology.device}, the operands on {like.device}")
 
 
-def _check_dtype(chosen: str, x: Tensor) -> None:
-    if chosen == "triton" and x.dtype not in _TRITON_DTYPES:
+def _products(chosen: str, x: Tensor) -> Products:
+    if chosen == "torch":
+        return Products("torch")
+    if x.dtype not in _TRITON_DTYPES:
         raise ValueError(f"impl='triton' takes fp32, bf16 or fp16, got {x.dtype}")
+    return Products("triton")

@@ -6,9 +6,8 @@ columns of all experts together.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast
 
-import torch
 from torch import Tensor
 
 from moe_runtime.kernels.block_sparse import dsd, expert_topology, sdd
@@ -64,7 +63,7 @@ def heterogeneous_mlp(
         ValueError: Shapes, dtypes or devices do not fit, or `impl` cannot run here.
         TritonUnavailableError: `impl` comes out as `triton` and Triton is not installed.
     """
-    chosen = resolve_impl(impl, x_TD.device, IMPLS)
+    chosen = cast(HeterogeneousMlpImpl, resolve_impl(impl, x_TD.device, IMPLS))
     _validate(x_TD, ids_TK, weights_TK, experts)
     order = token_sort(ids_TK, experts.num_experts, check_ids=checks_ids, impl=chosen)
     if chosen == "reference":

@@ -6,15 +6,17 @@ Shape suffixes: T tokens, D model width, E experts, K choices of a token.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
+from moe_runtime.kernels.heterogeneous_mlp.op import HeterogeneousMlpImpl
 from moe_runtime.layer.aux import AttachLoss, LayerAux, weighted_loss
 from moe_runtime.layer.experts import Experts, SharedExperts, compute_dtype
+from moe_runtime.layer.heterogeneous import HeterogeneousExperts
 from moe_runtime.layer.zero import ZeroExperts
 from moe_runtime.routing import (
     Capacity,
@@ -38,7 +40,8 @@ class MoELayer(nn.Module):
 
     Args:
         hidden_size: Width of the tokens.
-        intermediate_size: Width inside one expert.
+        intermediate_size: Width inside one expert; or one width for each, and then the experts are
+            computed with block-sparse products (`kernels.heterogeneous_mlp`).
         num_experts: Routed experts.
         top_k: Experts of a token.
         gate: A name of `moe_runtime.routing.GATES`, or a gate of that width and those experts.
@@ -75,7 +78,7 @@ class MoELayer(nn.Module):
     def __init__(
         self,
         hidden_size: int,
-        intermediate_size: int,
+        intermediate_size: int | Sequence[int],
         num_experts: int,
         top_k: int,
         *,
@@ -99,7 +102,7 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if intermediate_size < 1:
+        if isinstance(intermediate_size, int) and intermediate_size < 1:
             raise ValueError(f"intermediate_size must be at least 1, got {intermediate_size}")
         if shared_experts < 0:
             raise ValueError(f"shared_experts must not be negative, got {shared_experts}")
@@ -127,16 +130,28 @@ class MoELayer(nn.Module):
             }
             gate, options = _with_zero_experts(gate, zero_experts, options)
             self.gate = make_gate(gate, hidden_size, num_experts, top_k, **options)
-        if experts is None:
-            experts = Experts(
+        if experts is not None:
+            self.experts = experts
+        elif isinstance(intermediate_size, int):
+            self.experts = Experts(
                 num_experts, hidden_size, intermediate_size, impl=impl, recompute=recompute, **kind
             )
-        self.experts = experts
+        else:
+            _check_widths(intermediate_size, num_experts, bias=bias, recompute=recompute)
+            self.experts = HeterogeneousExperts(
+                hidden_size,
+                intermediate_size,
+                activation=activation,
+                impl=cast(HeterogeneousMlpImpl, impl),
+                **place,
+            )
         self.zero: ZeroExperts | None = None
         if isinstance(self.gate, MoEPlusPlus):
             self.zero = ZeroExperts(self.gate.zero_experts, hidden_size, **place)
         self.shared: SharedExperts | None = None
         if shared_experts:
+            if not isinstance(intermediate_size, int):
+                raise ValueError("shared_experts need one intermediate_size, got a list of them")
             width = shared_experts * intermediate_size
             self.shared = SharedExperts(hidden_size, width, gated=shared_expert_gate, **kind)
 
@@ -224,6 +239,18 @@ class MoELayer(nn.Module):
                 f"{self.name}: the gate was made for (hidden_size, num_experts, top_k) = {got}, "
                 f"the layer for {expected}"
             )
+
+
+def _check_widths(widths: Sequence[int], num_experts: int, *, bias: bool, recompute: bool) -> None:
+    """Refuses what experts of different widths cannot be."""
+    if len(widths) != num_experts:
+        raise ValueError(
+            f"intermediate_size must be one number, or one for each of {num_experts} experts; got "
+            f"{len(widths)} numbers"
+        )
+    for name, is_asked in (("bias", bias), ("recompute", recompute)):
+        if is_asked:
+            raise ValueError(f"experts of different widths have no {name}: leave it out")
 
 
 def _with_zero_experts(

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.errors import CheckpointError
+from moe_runtime.layer.heterogeneous import HeterogeneousExperts
 from moe_runtime.layer.layouts import LAYOUTS, Converter, LayerShape
 from moe_runtime.layer.moe import MoELayer
 
@@ -38,7 +39,7 @@ def export_state(layer: MoELayer, layout: str, prefix: str = "") -> dict[str, Te
 
     Raises:
         ValueError: The layout is unknown, or has no place for some of the layer's tensors (they
-            are named).
+            are named) or for experts of different widths.
     """
     ours = dict(layer.state_dict())
     theirs = _converter(layout).write(ours, _shape(layer))
@@ -62,7 +63,7 @@ def import_state(
     Raises:
         CheckpointError: Tensors are missing, have another shape, or are unknown to the layout or
             to the layer; all of them are named, and the layer is unchanged.
-        ValueError: The layout is unknown.
+        ValueError: The layout is unknown, or the layer's experts differ in width.
     """
     found = {
         name.removeprefix(prefix): tensor
@@ -128,6 +129,11 @@ def _converter(layout: str) -> Converter:
 
 
 def _shape(layer: MoELayer) -> LayerShape:
+    if isinstance(layer.experts, HeterogeneousExperts):
+        raise ValueError(
+            f"{layer.name} has experts of different widths; no layout of another library has a "
+            "place for them"
+        )
     state = layer.state_dict()
     shared = state.get("shared.down_proj.weight")
     return LayerShape(

@@ -31,3 +31,13 @@ def assert_as_good_as_eager(
     budget = 2 * float((eager.double() - exact).abs().max()) + 4 * rounding
     error = float((found.double().cpu() - exact).abs().max())
     assert error <= budget, f"{what}: error {error:.3e}, allowed {budget:.3e}"
+
+
+def assert_rounded_only(found: Tensor, exact: Tensor, what: str = "") -> None:
+    """Holds plain torch itself to fp64: eight roundings of independent sign, as a norm.
+
+    An eager run serves as a yardstick only as long as it computes the same thing.
+    """
+    error = float((found.double() - exact.double()).norm())
+    budget = 8 * UNIT_ROUNDOFF[found.dtype] * float(exact.norm())
+    assert error <= budget, f"{what}: error {error:.3e}, allowed {budget:.3e}"

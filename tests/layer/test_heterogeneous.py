@@ -1,0 +1,82 @@
+"""A layer whose experts differ in width."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from moe_runtime.layer import HeterogeneousExperts, MoELayer, export_state
+
+
+def test_equals_the_experts_by_hand() -> None:
+    widths = [8, 24, 40]
+    layer = MoELayer(12, widths, num_experts=3, top_k=2).double()
+    x = torch.randn(2, 7, 12, dtype=torch.float64)
+    out = layer(x)
+    assert layer.aux is not None
+    routing = layer.aux.routing
+    experts = layer.experts
+    assert isinstance(experts, HeterogeneousExperts)
+    parts = {name: p.split(widths) for name, p in experts.named_parameters()}
+    for token, x_D in enumerate(x.reshape(-1, 12)):
+        expected = torch.zeros(12, dtype=torch.float64)
+        for expert, weight in zip(
+            routing.ids_TK[token].tolist(), routing.weights_TK[token], strict=True
+        ):
+            gate, up, down = (parts[f"{name}_proj"][expert] for name in ("gate", "up", "down"))
+            expected += weight * ((torch.nn.functional.silu(gate @ x_D) * (up @ x_D)) @ down)
+        torch.testing.assert_close(out.reshape(-1, 12)[token], expected)
+
+
+def test_equal_widths_are_the_ordinary_layer() -> None:
+    ordinary = MoELayer(16, 20, num_experts=4, top_k=2)
+    layer = MoELayer(16, [20] * 4, num_experts=4, top_k=2)
+    layer.gate.load_state_dict(ordinary.gate.state_dict())
+    state = ordinary.experts.state_dict()
+    gate, up = state["gate_up_proj"].chunk(2, dim=1)
+    layer.experts.load_state_dict(
+        {
+            "gate_proj": gate.flatten(0, 1),
+            "up_proj": up.flatten(0, 1),
+            "down_proj": state["down_proj"].transpose(1, 2).flatten(0, 1),
+        }
+    )
+    x = torch.randn(9, 16)
+    torch.testing.assert_close(layer(x), ordinary(x))
+
+
+def test_trains_copies_and_runs_under_autocast() -> None:
+    layer = MoELayer(16, [8, 16, 32, 64], num_experts=4, top_k=2, activation="relu2")
+    x = torch.randn(30, 16)
+    target = torch.randn(30, 16)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.02)
+    losses = []
+    for _ in range(30):
+        loss = (layer(x) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+
+
+def test_what_such_a_layer_cannot_be() -> None:
+    wrong = [
+        ({}, [8, 8], "one for each of 3 experts; got 2 numbers"),
+        ({"bias": True}, [8, 8, 9], "different widths have no bias"),
+        ({"recompute": True}, [8, 8, 9], "different widths have no recompute"),
+        ({"shared_experts": 1}, [8, 8, 9], "shared_experts need one intermediate_size"),
+        ({}, [8, 0, 9], r"one number from 1 on for each expert, got \(8, 0, 9\)"),
+        ({"impl": "native"}, [8, 8, 9], "impl must be one of auto, triton, torch, reference"),
+    ]
+    for options, widths, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            MoELayer(8, widths, num_experts=3, top_k=1, **options)(torch.zeros(2, 8))
+    layer = MoELayer(8, [8, 8, 9], num_experts=3, top_k=1)
+    with pytest.raises(ValueError, match="experts of different widths"):
+        export_state(layer, "megablocks")
