@@ -92,7 +92,9 @@ class Sdd(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
         a, b_KN = ctx.saved_tensors
         topology, gather, products = ctx.topology, ctx.gather, ctx.products
         da = db = None
@@ -129,7 +131,9 @@ class Dsd(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
         values, b = ctx.saved_tensors
         topology, products, dout = ctx.topology, ctx.products, grads[0]
         dvalues = db = None

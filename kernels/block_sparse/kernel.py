@@ -149,7 +149,7 @@ def block_sparse_dsd(
         block_ptr, first_across_ptr, end_across_ptr, first_place, end_place, IS_TRANSPOSED
     )
     for step in range(first_place * STEPS, end_place * STEPS):
-        across = (step % STEPS) * BLOCK_K + offs_k
+        across = (step % STEPS) * BLOCK_K + offs_k  # pyright: ignore[reportOperatorIssue]
         rows = first + across
         mask_k = rows < end
         block_ptrs = values_ptr + block * (BLOCK_OWN * BLOCK_ACROSS)
