@@ -26,6 +26,7 @@ FLOORS = {
     "tracing": 2,
     "planning": 2,
     "layer": 3,
+    "reporting": 3,
     "parallel": 3,
     "models": 4,
     "engine": 5,

@@ -19,6 +19,7 @@ from moe_runtime.cli.inspect import inspect
 from moe_runtime.cli.place import place
 from moe_runtime.cli.predictor import predictor_app
 from moe_runtime.cli.replay import replay
+from moe_runtime.cli.report import report
 from moe_runtime.cli.run import run
 from moe_runtime.cli.simulate import simulate
 from moe_runtime.cli.train import train
@@ -31,6 +32,7 @@ moe-runtime runs Mixture-of-Experts models whose experts do not fit in memory.
   moe-runtime inspect MODEL               what a model needs, and what a budget buys
   moe-runtime doctor                      what this machine offers, and what it lacks
   moe-runtime replay TRACE                hits and time of a recorded trace with other policies
+  moe-runtime report TRACE                the same and more as a page to look at
   moe-runtime train CONFIG.toml           train a model with experts on text files
 
 MODEL is a folder with a safetensors checkpoint, or a model's name on the Hugging Face hub.
@@ -83,6 +85,7 @@ def build_app() -> typer.Typer:
     app.command()(inspect)
     app.command()(doctor)
     app.command()(replay)
+    app.command()(report)
     app.command()(place)
     app.command()(simulate)
     app.command()(train)

@@ -70,7 +70,7 @@ def fit(
     _begin(ctx, debug, as_json)
     from moe_runtime.tracing.predictor_file import write_predictor
 
-    estimator_name = _check_trainable(predictor)
+    estimator_name = check_trainable(predictor)
     routes, signature = _read(traces)
     estimator = _make(estimator_name, routes)
     write_predictor(output, estimator, signature)
@@ -108,7 +108,7 @@ def evaluate(
     from moe_runtime.tracing.evaluation import evaluate as measure
     from moe_runtime.tracing.routes import split_sequences, without_repeats
 
-    names = [_check_trainable(name) for name in predictor or []] or [
+    names = [check_trainable(name) for name in predictor or []] or [
         name for name, kind in PREDICTORS.items() if not kind.needs_hidden
     ]
     ahead = _parse_distances(distances)
@@ -139,7 +139,12 @@ def _begin(ctx: typer.Context, debug: bool, as_json: bool) -> None:
     session.begin(debug=debug, as_json=as_json)
 
 
-def _check_trainable(name: str) -> str:
+def check_trainable(name: str) -> str:
+    """Returns the name of a predictor that traces suffice to train.
+
+    Raises:
+        ValueError: there is none of this name, or it needs hidden states.
+    """
     from moe_runtime.policies.prediction import PREDICTORS
 
     if name not in PREDICTORS:

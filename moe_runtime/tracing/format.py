@@ -80,6 +80,21 @@ class Trace:
         """The rows of one step in all token columns."""
         return slice(int(self.step_start[step]), int(self.step_start[step + 1]))
 
+    def steps(self, first: int, stop: int) -> "Trace":
+        """The steps from ``first`` up to, not including, ``stop``, as a trace of their own."""
+        rows = slice(int(self.step_start[first]), int(self.step_start[stop]))
+        return Trace(
+            version=self.version,
+            signature=self.signature,
+            step_phase=self.step_phase[first:stop],
+            step_start=self.step_start[first : stop + 1] - self.step_start[first],
+            token_request=self.token_request[rows],
+            token_id=self.token_id[rows],
+            token_position=self.token_position[rows],
+            expert_ids=self.expert_ids[rows],
+            gate_weights=self.gate_weights[rows],
+        )
+
     def accesses(self) -> Iterator[tuple[int, int, np.ndarray]]:
         """What an expert store was asked for, in order of time.
 

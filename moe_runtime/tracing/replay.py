@@ -82,11 +82,10 @@ def replay_demand(
     for start, stop in itertools.pairwise(bounds):
         events = workload.keys[start:stop]
         policy = make_policy(events)
-        access = policy.access
-        if not policy.watcher:
-            hits.extend([access(keys, num_slots) for keys in events])
+        if policy.foresees or not policy.watcher:
+            hits.extend(policy.access_all(events, num_slots))
             continue
-        watcher = policy.watcher
+        watcher, access = policy.watcher, policy.access
         for keys, (begins, routed) in zip(events, workload.routing(start, stop), strict=True):
             if begins is not None:
                 watcher.observe(begins)

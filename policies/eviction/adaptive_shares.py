@@ -71,6 +71,10 @@ class AdaptiveShares(LayerShares):
         """Serves one event; the slots of all layers together are the limit, as in a store."""
         return EvictionPolicy.access(self, keys, sum(self._shares))
 
+    def access_all(self, events: Sequence[Sequence[ExpertKey]], num_slots: int) -> list[int]:
+        """Serves the events in their order: a slot may move from layer to layer in between."""
+        return EvictionPolicy.access_all(self, events, num_slots)
+
     def check(self) -> None:
         """Proves that no held key is a ghost and no share too small."""
         super().check()

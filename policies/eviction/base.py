@@ -34,10 +34,13 @@ class EvictionPolicy(ABC, Generic[K]):
         may_decline: the policy may rather keep what it holds than a newcomer, which is then used
             once and not kept. It is asked after the use, when keys of the same event may go too.
         watcher: what must be told of every routing event, if the policy needs more than uses.
+        foresees: ``access_all`` learns all it needs from the events, so nobody need tell the
+            watcher.
     """
 
     may_decline: bool = False
     watcher: Watcher | None = None
+    foresees: bool = False
 
     @abstractmethod
     def touch(self, key: K) -> None:
@@ -126,6 +129,17 @@ class EvictionPolicy(ABC, Generic[K]):
             elif key in self:
                 self.touch(key)
         return num_hits
+
+    def access_all(self, events: Sequence[Sequence[K]], num_slots: int) -> list[int]:
+        """Serves events one after another, as ``access`` does each.
+
+        A replay spends its time here; policies with a quicker loop replace it.
+
+        Returns:
+            For each event, how many of its keys were held.
+        """
+        access = self.access
+        return [access(keys, num_slots) for keys in events]
 
     def _make_room(self, keys: Sequence[K], missing: Sequence[K], num_slots: int) -> None:
         in_use = frozenset(keys)

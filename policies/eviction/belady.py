@@ -6,6 +6,7 @@ No running system can know the future; these two bound what any policy can reach
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 
 from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K
 from moe_runtime.policies.eviction.ranking import Ranking
@@ -20,12 +21,17 @@ class Future:
     """
 
     def __init__(self, events: Sequence[Sequence[Hashable]]) -> None:
+        self._events = events
+        self._now = -1
+
+    @cached_property
+    def _uses(self) -> dict[Hashable, list[int]]:
+        """The events to come of every key, the next one last."""
         uses: defaultdict[Hashable, list[int]] = defaultdict(list)
-        for number, keys in enumerate(events):
+        for number, keys in enumerate(self._events):
             for key in keys:
                 uses[key].append(number)
-        self._uses = {key: numbers[::-1] for key, numbers in uses.items()}
-        self._now = -1
+        return {key: numbers[::-1] for key, numbers in uses.items()}
 
     def observe(self, event: Event) -> None:
         """Moves the clock to the next layer."""
@@ -42,12 +48,27 @@ class Future:
         return uses[-1] if uses else math.inf
 
 
+def _ranks_by_next_use(events: Sequence[Sequence[Hashable]]) -> list[list[float]]:
+    """For every key of every event minus the number of the next event that uses it."""
+    ranks: list[list[float]] = []
+    next_rank: dict[Hashable, float] = {}
+    for number in range(len(events) - 1, -1, -1):
+        keys = events[number]
+        ranks.append([next_rank.get(key, -math.inf) for key in keys])
+        for key in keys:
+            next_rank[key] = -number
+    return ranks[::-1]
+
+
 class Belady(EvictionPolicy[K]):
     """The fewest misses that a cache can have which keeps everything that it loads.
 
     Args:
         future: the uses to come; its clock must advance before the keys of an event are used.
+            ``access_all`` needs no clock: its events are the future.
     """
+
+    foresees: bool = True
 
     def __init__(self, future: Future) -> None:
         self.watcher = self._future = future
@@ -68,6 +89,43 @@ class Belady(EvictionPolicy[K]):
     def victim(self, evictable: Evictable, incoming: K) -> K | None:
         """The evictable key whose next use is furthest ahead."""
         return self._ranking.smallest(evictable)
+
+    def access_all(self, events: Sequence[Sequence[K]], num_slots: int) -> list[int]:
+        """Serves all events that there will be, from an empty cache.
+
+        Raises:
+            ValueError: something is held already.
+        """
+        if self._ranking.ranks:
+            raise ValueError("all events of a Belady policy must be served at once")
+        ranking, ranks, hits = self._ranking, self._ranking.ranks, []
+        for keys, later in zip(events, _ranks_by_next_use(events), strict=True):
+            missing = []
+            for key, rank in zip(keys, later, strict=True):
+                if key in ranks:
+                    ranking.move(key, rank)
+                else:
+                    missing.append((key, rank))
+            hits.append(len(keys) - len(missing))
+            if len(keys) > num_slots:
+                room = num_slots - len(ranks)
+                ranking.replace(missing[max(0, len(missing) - room) :], num_slots, keys)
+            elif missing and self.may_decline:
+                self._settle(missing, num_slots)
+            elif missing:
+                ranking.replace(missing, num_slots, keys)
+        return hits
+
+    def _settle(self, missing: Sequence[tuple[K, float]], num_slots: int) -> None:
+        ranking = self._ranking
+        for key, rank in missing:
+            if len(ranking.ranks) >= num_slots:
+                victim = ranking.smallest(ranking.ranks.__contains__)
+                assert victim is not None
+                if rank < ranking.ranks[victim]:
+                    continue
+                ranking.remove(victim)
+            ranking.add(key, rank)
 
     def check(self) -> None:
         """Proves the order's invariants."""

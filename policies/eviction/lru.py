@@ -36,19 +36,27 @@ class LRU(EvictionPolicy[K]):
 
     def access(self, keys: Sequence[K], num_slots: int) -> int:
         """Moves the event to the recent end and lets the old end go."""
-        if len(keys) > num_slots:
-            return super().access(keys, num_slots)
-        order = self._order
-        num_hits = 0
-        for key in keys:
-            if key in order:
-                num_hits += 1
-                order.move_to_end(key)
-            else:
-                order[key] = None
-        while len(order) > num_slots:
-            order.popitem(last=False)
-        return num_hits
+        return self.access_all([keys], num_slots)[0]
+
+    def access_all(self, events: Sequence[Sequence[K]], num_slots: int) -> list[int]:
+        """The same for many events."""
+        order, hits = self._order, []
+        renew, let_go = order.move_to_end, order.popitem
+        for keys in events:
+            if len(keys) > num_slots:
+                hits.append(super().access(keys, num_slots))
+                continue
+            num_hits = 0
+            for key in keys:
+                if key in order:
+                    num_hits += 1
+                    renew(key)
+                else:
+                    order[key] = None
+            hits.append(num_hits)
+            while len(order) > num_slots:
+                let_go(last=False)
+        return hits
 
     def check(self) -> None:
         """Nothing can contradict itself here: the order is the state."""

@@ -7,6 +7,8 @@ layer keeps what is useful in all of them.
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, Watcher
 from moe_runtime.policies.prediction.base import Event
 from moe_runtime.types import ExpertKey
@@ -43,11 +45,25 @@ class LayerShares(EvictionPolicy[ExpertKey]):
         watchers = {id(policy.watcher): policy.watcher for policy in self._layers}
         self.watcher = _Watchers([one for one in watchers.values() if one is not None])
         self.may_decline = any(policy.may_decline for policy in self._layers)
+        self.foresees = all(policy.foresees for policy in self._layers)
 
     def access(self, keys: Sequence[ExpertKey], num_slots: int) -> int:
         """Serves one event of one layer from that layer's share; ``num_slots`` is not asked."""
         layer = keys[0].layer
         return self._layers[layer].access(keys, self._shares[layer])
+
+    def access_all(self, events: Sequence[Sequence[ExpertKey]], num_slots: int) -> list[int]:
+        """Serves layer after layer, where none of them can learn from the others' events."""
+        if self.watcher and not self.foresees:
+            return super().access_all(events, num_slots)
+        places: list[list[int]] = [[] for _ in self._layers]
+        for place, keys in enumerate(events):
+            places[keys[0].layer].append(place)
+        hits = np.zeros(len(events), np.int64)
+        for layer, mine in enumerate(places):
+            of_layer = [events[place] for place in mine]
+            hits[mine] = self._layers[layer].access_all(of_layer, self._shares[layer])
+        return hits.tolist()
 
     def share(self, layer: int) -> int:
         """How many experts the layer may hold."""

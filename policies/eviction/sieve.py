@@ -4,7 +4,7 @@ Zhang et al., "SIEVE is Simpler than LRU: an Efficient Turn-Key Eviction Algorit
 NSDI 2024.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 
 from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K
 
@@ -13,11 +13,13 @@ class SIEVE(EvictionPolicy[K]):
     """Keys in order of insertion; a use only sets a mark, and the hand takes marks away.
 
     ``victim`` moves the hand, so that asking again gives the same key until it is removed.
+    ``remove`` closes a gap in the queue, which takes a time proportional to its length.
     """
 
     def __init__(self) -> None:
-        self._used: dict[K, bool] = {}  # in order of insertion
-        self._hand: K | None = None
+        self._queue: list[K] = []  # the oldest first
+        self._used: dict[K, bool] = {}
+        self._hand = 0
 
     def touch(self, key: K) -> None:
         """Marks a held key as used."""
@@ -30,32 +32,44 @@ class SIEVE(EvictionPolicy[K]):
         if key in self._used:
             raise ValueError(f"{key} is held already")
         self._used[key] = False
+        self._queue.append(key)
 
     def remove(self, key: K) -> None:
         """Stops holding a key; a hand that points at it moves on."""
-        if key == self._hand:
-            order = list(self._used)
-            place = order.index(key) + 1
-            self._hand = order[place] if place < len(order) else None
         del self._used[key]
+        self._close_gap(self._queue.index(key))
 
     def victim(self, evictable: Evictable, incoming: K) -> K | None:
         """The first evictable key without a mark, from the hand towards the young end."""
-        if not any(evictable(key) for key in self._used):
+        if not any(evictable(key) for key in self._queue):
             return None
-        for _ in range(2):  # the first round takes the marks away
-            for key in self._from_hand():
-                if not evictable(key):
-                    continue
-                if not self._used[key]:
-                    self._hand = key
-                    return key
-                self._used[key] = False
-        raise AssertionError("an unmarked key was to be found in the second round")
+        return self._find(lambda key: not evictable(key))
+
+    def access_all(self, events: Sequence[Sequence[K]], num_slots: int) -> list[int]:
+        """The steps of ``access`` in one loop."""
+        queue, used, hits = self._queue, self._used, []
+        for keys in events:
+            if len(keys) > num_slots:
+                hits.append(self.access(keys, num_slots))
+                continue
+            missing = [key for key in keys if key not in used]
+            hits.append(len(keys) - len(missing))
+            for _ in range(len(queue) + len(missing) - num_slots):
+                del used[self._find(keys.__contains__)]
+                self._close_gap(self._hand)
+            for key in keys:
+                if key in used:
+                    used[key] = True
+                else:
+                    used[key] = False
+                    queue.append(key)
+        return hits
 
     def check(self) -> None:
-        """Proves that the hand points at a held key, or at the old end."""
-        assert self._hand is None or self._hand in self._used
+        """Proves that the queue holds every key once, and that the hand points into it."""
+        assert len(self._queue) == len(self._used)
+        assert set(self._queue) == self._used.keys()
+        assert 0 <= self._hand < max(1, len(self._queue))
 
     def __len__(self) -> int:
         return len(self._used)
@@ -63,7 +77,22 @@ class SIEVE(EvictionPolicy[K]):
     def __contains__(self, key: object) -> bool:
         return key in self._used
 
-    def _from_hand(self) -> Iterator[K]:
-        order = list(self._used)
-        start = 0 if self._hand is None else order.index(self._hand)
-        return iter(order[start:] + order[:start])
+    def _close_gap(self, place: int) -> None:
+        del self._queue[place]
+        self._hand -= place < self._hand
+        if self._hand == len(self._queue):
+            self._hand = 0
+
+    def _find(self, spared: Callable[[K], bool]) -> K:
+        """Moves the hand to the next unmarked key that is not spared; there must be one."""
+        queue, used, place = self._queue, self._used, self._hand
+        while True:
+            if place >= len(queue):
+                place = 0
+            key = queue[place]
+            if not spared(key):
+                if not used[key]:
+                    self._hand = place
+                    return key
+                used[key] = False
+            place += 1

@@ -4,6 +4,7 @@ Karedla, Love and Wherry, "Caching Strategies to Improve Disk System Performance
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K
 
@@ -45,6 +46,26 @@ class SLRU(EvictionPolicy[K]):
         segments = (self._probation, self._protected)
         return next((key for keys in segments for key in keys if evictable(key)), None)
 
+    def access_all(self, events: Sequence[Sequence[K]], num_slots: int) -> list[int]:
+        """The steps of ``access`` in one loop."""
+        probation, protected, hits = self._probation, self._protected, []
+        for keys in events:
+            if len(keys) > num_slots:
+                hits.append(self.access(keys, num_slots))
+                continue
+            missing = [key for key in keys if key not in protected and key not in probation]
+            hits.append(len(keys) - len(missing))
+            if missing:
+                self._let_go(len(self) + len(missing) - num_slots, keys)
+            for key in keys:
+                if key in protected:
+                    protected.move_to_end(key)
+                elif key in probation:
+                    self.touch(key)
+                else:
+                    probation[key] = None
+        return hits
+
     def check(self) -> None:
         """Proves that no key is in both segments, and that the protected one is not too large."""
         assert not self._probation.keys() & self._protected.keys()
@@ -55,6 +76,17 @@ class SLRU(EvictionPolicy[K]):
 
     def __contains__(self, key: object) -> bool:
         return key in self._protected or key in self._probation
+
+    def _let_go(self, excess: int, in_use: Sequence[K]) -> None:
+        while excess > 0:
+            for key in self._probation:
+                if key not in in_use:
+                    del self._probation[key]
+                    break
+            else:
+                del self._protected[next(key for key in self._protected if key not in in_use)]
+            self._balance()
+            excess -= 1
 
     def _balance(self) -> None:
         while len(self._protected) > max(1, self._protected_share * len(self)):

@@ -1,7 +1,8 @@
 """Static pinning: keeps the keys that a trace used most, whatever happens now."""
 
 import heapq
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -67,6 +68,33 @@ class StaticPopularity(EvictionPolicy[K]):
     def declines(self, incoming: K, victim: K) -> bool:
         """Whether the newcomer's weight is smaller."""
         return self._weights.get(incoming, 0) < self._ranking[victim][0]
+
+    def access_all(self, events: Sequence[Sequence[K]], num_slots: int) -> list[int]:
+        """Once full, a newcomer is held against the smallest weight, which seldom changes."""
+        ranks, weights, hits = self._ranking.ranks, self._weights, []
+        smallest: K | None = None
+        bound = -math.inf
+        for keys in events:
+            if len(keys) > num_slots:
+                hits.append(self.access(keys, num_slots))
+                smallest = None
+                continue
+            missing = [key for key in keys if key not in ranks]
+            hits.append(len(keys) - len(missing))
+            for key in missing:
+                if len(ranks) < num_slots:
+                    self.insert(key)
+                    smallest = None
+                    continue
+                if smallest is None:
+                    smallest = self._ranking.smallest(ranks.__contains__)
+                    assert smallest is not None
+                    bound = ranks[smallest][0]
+                if weights.get(key, 0) >= bound:
+                    self.remove(smallest)
+                    self.insert(key)
+                    smallest = None
+        return hits
 
     def check(self) -> None:
         """Proves that slots are used once."""

@@ -1,7 +1,9 @@
 """Every eviction policy keeps the contract, and LRU with shares does what a plain list says."""
 
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from synthetic_routes import make_routes
 
@@ -14,7 +16,12 @@ from moe_runtime.policies.eviction import (
     even_shares,
     make_policy,
 )
-from moe_runtime.policies.prediction import Shape, TrackedPredictor, make_estimator
+from moe_runtime.policies.prediction import (
+    LayerRouted,
+    Shape,
+    TrackedPredictor,
+    make_estimator,
+)
 from moe_runtime.types import ExpertKey
 
 SHAPE = Shape(num_layers=2, num_experts=20, top_k=2)
@@ -117,6 +124,23 @@ class TestContract:
             assert all((key(e) in policy) == (key(e) in twin) for e in range(12))
             policy.check()
 
+    @pytest.mark.parametrize("num_slots", [1, 4, 9])
+    def test_many_events_at_once_are_their_single_steps(self, name, num_slots):
+        generator = random.Random(num_slots)
+        sizes = [generator.randint(1, 5 if number % 9 == 0 else 2) for number in range(900)]
+        events = [[key(e) for e in generator.sample(range(12), size)] for size in sizes]
+        future = replace(setting(), future=events)
+        policy, twin = POLICIES[name](future)(), POLICIES[name](future)()
+        hits = []
+        for event in events:
+            if policy.foresees:  # its clock is the routing; what was routed does not matter
+                ids = np.zeros((1, 1), np.int64)
+                twin.watcher.observe(LayerRouted(layer=0, expert_ids=ids, gate_weights=ids))
+            hits.append(twin.access(event, num_slots))
+        assert policy.access_all(events, num_slots) == hits
+        assert all((key(e) in policy) == (key(e) in twin) for e in range(12))
+        policy.check()
+
     def test_an_event_larger_than_the_cache_evicts_nothing(self, policy):
         policy.access([key(1), key(2)], 3)
         assert policy.access([key(e) for e in range(2, 7)], 3) == 1
@@ -140,6 +164,20 @@ def test_lru_evicts_what_a_list_of_uses_says():
 
 
 class TestShares:
+    @pytest.mark.parametrize("adaptive", [False, True])
+    def test_layers_may_be_served_one_after_another(self, adaptive):
+        generator = random.Random(5)
+        events = [
+            [key(e, number % 3) for e in generator.sample(range(20), 2)] for number in range(3000)
+        ]
+        shape = Shape(num_layers=3, num_experts=20, top_k=2)
+        policy, twin = (
+            make_policy("slru", num_slots=20, setting=Setting(shape=shape), adaptive=adaptive)
+            for _ in range(2)
+        )
+        assert policy.access_all(events, 20) == [twin.access(event, 20) for event in events]
+        policy.check()
+
     def test_even_shares_use_every_slot(self):
         assert even_shares(10, 4) == [3, 3, 2, 2]
         assert even_shares(2, 4) == [1, 1, 0, 0]

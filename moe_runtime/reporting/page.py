@@ -1,0 +1,118 @@
+"""The page: sections in order, one HTML file that asks the network for nothing."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moe_runtime.errors import CheckpointError
+from moe_runtime.reporting.style import to_svg, write_png
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_TEMPLATE = "page.html"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Numbers behind a drawing.
+
+    Attributes:
+        header: names of the columns.
+        rows: cells; the first of a row names it.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One subject of the page.
+
+    Attributes:
+        name: short name in links and file names.
+        title: heading.
+        lesson: what one learns from it, with its most important numbers.
+        how: how it was measured, and what it leaves out.
+        figure: the drawing; None where there is nothing to draw.
+        alt: the drawing in words.
+        table: the drawing's numbers.
+    """
+
+    name: str
+    title: str
+    lesson: str
+    how: str = ""
+    figure: "Figure | None" = None
+    alt: str = ""
+    table: Table | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """A report.
+
+    Attributes:
+        title: heading of the page.
+        subtitle: what was looked at, in one line.
+        facts: ``(value, what it is)`` of the numbers that one wants first.
+        sections: the subjects in order.
+    """
+
+    title: str
+    subtitle: str
+    facts: Sequence[tuple[str, str]]
+    sections: Sequence[Section]
+
+
+def render(page: Page) -> str:
+    """The page as HTML. Everything that it shows is inside; it holds no script."""
+    from jinja2 import Environment, StrictUndefined
+
+    source = files("moe_runtime.reporting").joinpath(_TEMPLATE).read_text(encoding="utf-8")
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    drawings = {
+        section.name: to_svg(section.figure, section.name)
+        for section in page.sections
+        if section.figure is not None
+    }
+    return environment.from_string(source).render(page=page, drawings=drawings)
+
+
+def write_page(page: Page, path: Path) -> None:
+    """Writes the page.
+
+    Raises:
+        CheckpointError: it cannot be written there.
+    """
+    text = render(page)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path}: the report cannot be written: {error.strerror}") from error
+
+
+def write_plots(page: Page, folder: Path) -> list[Path]:
+    """Writes every drawing as PNG into a folder, which is made if it is missing.
+
+    Returns:
+        The files.
+
+    Raises:
+        CheckpointError: they cannot be written there.
+    """
+    written = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for section in page.sections:
+            if section.figure is not None:
+                written.append(folder / f"{section.name}.png")
+                write_png(section.figure, written[-1])
+    except OSError as error:
+        raise CheckpointError(f"{folder}: the plots cannot be written: {error.strerror}") from error
+    return written
