@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 WIDE = (9.2, 3.7)
 _REFERENCES = {"belady-bypass": "Belady's optimum", "random": "random eviction", "lru": "LRU"}
-_LONGEST_TIMELINE = 400
+_LONGEST_TIMELINE = 240
 
 
 def heat_map(found: TraceFindings) -> "Figure":

@@ -24,7 +24,9 @@ from moe_runtime.types import ModelSignature
 
 CAPACITIES = (0.125, 0.25, 0.375, 0.5, 0.75)
 DISTANCES = (1, 2, 4)
-_EVALUATED_TOKENS = 2000
+_EVALUATED_TOKENS = 1000
+_SEQUENCE_TOKENS = 8_000
+"""Predictors learn from, and are judged on, the last requests of about so many tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +116,7 @@ def find(
     )
     evaluations, test_sequences = _judge(trace, settings, on_progress)
     on_progress("replaying in modelled time")
-    timed_workload, timed = _replay_in_time(sample, settings)
+    timed_workload, timed = _replay_in_time(trace, settings)
     return TraceFindings(
         signature=trace.signature,
         num_tokens=trace.num_tokens,
@@ -146,7 +148,7 @@ def _judge(
     trace: Trace, settings: Settings, on_progress: Callable[[str], None]
 ) -> tuple[list[Evaluation], int]:
     """Recall on sequences that were held out; nothing where there is only one."""
-    unique = without_repeats(_bounded(routes_of(trace), settings.max_accesses))
+    unique = without_repeats(_latest_sequences(routes_of(trace)))
     if unique.num_sequences < 2 or not settings.predictors:
         return [], 0
     train, test = split_sequences(unique, test_share=0.5)
@@ -161,28 +163,29 @@ def _judge(
     return found, test.num_sequences
 
 
-def _bounded(routes: Routes, max_accesses: int) -> Routes:
-    """The last whole sequences that together visit no more experts than this; at least two."""
-    per_token = routes.shape.num_layers * routes.shape.top_k
+def _latest_sequences(routes: Routes) -> Routes:
+    """The last whole sequences that together are not too long; two at least, if there are two."""
     lengths = np.diff(routes.offsets)[::-1]
-    fitting = int(np.searchsorted(np.cumsum(lengths), max_accesses // per_token, side="right"))
+    fitting = int(np.searchsorted(np.cumsum(lengths), _SEQUENCE_TOKENS, side="right"))
     count = min(max(2, fitting), routes.num_sequences)
     return routes.select(range(routes.num_sequences - count, routes.num_sequences))
 
 
 def _replay_in_time(trace: Trace, settings: Settings) -> tuple[Workload, dict[str, TimedReplay]]:
-    """Replays the later requests; what prefetches has learned from the earlier ones."""
+    """Replays the last requests; what prefetches has learned from those before them."""
+    first = trace.num_steps - _latest_steps(trace, settings.max_accesses).num_steps
     everything = workload_of(trace)
-    starts = everything.sequence_starts
-    cut = int(everything.step[starts[len(starts) // 2]]) if len(starts) > 1 else 0
-    predictor = settings.predictors[-1] if settings.predictors and cut else None
+    starts = everything.step[everything.sequence_starts]
+    later = starts[(starts >= max(first, starts[len(starts) // 2])) & (starts > 0)]
+    cut = int(later[0]) if later.size else first
+    predictor = settings.predictors[-1] if settings.predictors and later.size else None
     workload = workload_of(trace.steps(cut, trace.num_steps))
     experiment = Experiment(
         policies=["lru"],
         capacities=[settings.capacity],
         machine=settings.machine,
         predictor=predictor,
-        training=routes_of(trace.steps(0, cut)) if predictor else None,
+        training=_latest_sequences(routes_of(trace.steps(0, cut))) if predictor else None,
     )
     (row,) = run_experiment(workload, experiment, bounds=False)
     return workload, row.timed

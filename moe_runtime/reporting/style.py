@@ -76,11 +76,28 @@ def to_svg(figure: "Figure", name: str) -> str:
     for colour, variable in _VARIABLES.items():
         text = text.replace(colour, f"var({variable})")
     text = _FONT.sub("system-ui, 'DejaVu Sans', sans-serif", text)
-    # Identifiers such as figure_1 and axes_1 repeat in every drawing.
-    text = re.sub(r'id="(\w+)"', rf'id="{name}-\1"', text)
-    text = re.sub(r'(href="#|url\(#)(\w+)', rf"\1{name}-\2", text)
+    text = _unique_ids(text, name)
     # The page sets the width; the view box keeps the proportions.
     return re.sub(r'<svg ([^>]*?)height="[^"]*" ([^>]*?)width="[^"]*"', r"<svg \1\2", text, count=1)
+
+
+def _unique_ids(svg: str, prefix: str) -> str:
+    """Keeps one identifier for each thing that is referred to, under a name of this drawing.
+
+    Identifiers such as axes_1 repeat from drawing to drawing, and shared marks within one.
+    """
+    referred = set(re.findall(r'(?:href="#|url\(#)([\w-]+)', svg))
+    seen: set[str] = set()
+
+    def rename(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in referred or name in seen:
+            return ""
+        seen.add(name)
+        return f' id="{prefix}-{name}"'
+
+    svg = re.sub(r' id="([^"]+)"', rename, svg)
+    return re.sub(r'(href="#|url\(#)([\w-]+)', rf"\1{prefix}-\2", svg)
 
 
 def write_png(figure: "Figure", path: Path) -> None:

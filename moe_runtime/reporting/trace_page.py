@@ -33,12 +33,13 @@ def trace_page(found: TraceFindings, name: str) -> Page:
             (f"{np.nanmean(found.overlap):.0%}", "of a token's experts served the token before")
         )
     middle = _row(found, "lru")
+    model = "" if signature.model_type == "unknown" else f" of a {signature.model_type} model"
     facts.append(
         (f"{middle.hit_rate:.0%}", f"found by LRU with room for {middle.capacity:.0%} of experts")
     )
     return Page(
         title="Where the tokens go",
-        subtitle=f"{name} – routing trace of a {signature.model_type} model",
+        subtitle=f"{name} – routing trace{model}",
         facts=facts,
         sections=sections,
     )
@@ -211,8 +212,8 @@ def _recall_section(found: TraceFindings) -> Section:
         how=(
             f"Trained and measured on different requests ({found.test_sequences} held out, "
             f"{best.num_tokens:,} tokens, repeated prompts left out); K is "
-            f"{found.signature.top_k}. The control knows the answer and must read 100 %. Layers with no known layer so far "
-            "back are predicted from the tokens alone."
+            f"{found.signature.top_k}. The control knows the answer and must read 100 %. Layers "
+            "with no known layer so far back are predicted from the tokens alone."
         ),
         figure=charts.recall(found),
         alt="Recall at 2K by layer for each predictor, one panel for each look-ahead distance.",
