@@ -170,11 +170,11 @@ def _parse_distances(text: str) -> tuple[int, ...]:
 def _read(paths: list[Path]) -> "tuple[Routes, ModelSignature]":
     from moe_runtime.errors import CheckpointError
     from moe_runtime.tracing.readers import read_any_trace
-    from moe_runtime.tracing.routes import join_routes, routes_of
+    from moe_runtime.tracing.routes import join_routes, routes_of, same_model
 
     traces = [read_any_trace(path) for path in paths]
     for path, trace in zip(paths, traces, strict=True):
-        if trace.signature != traces[0].signature:
+        if not same_model(trace.signature, traces[0].signature):
             raise CheckpointError(
                 f"{path}: is a trace of {trace.signature}, but {paths[0]} of {traces[0].signature}"
             )

@@ -27,7 +27,11 @@ Policies = Annotated[
 ]
 PredictorName = Annotated[
     str | None,
-    typer.Option("--predictor", help="Also prefetch by this predictor (needs --train)."),
+    typer.Option(
+        "--predictor",
+        help="Also prefetch by this predictor: a name (needs --train), or the .npz file of a "
+        "trained one.",
+    ),
 ]
 Train = Annotated[
     Path | None, typer.Option(help="Trace that predictors and static pinning learn from.")
@@ -85,12 +89,15 @@ def replay(
     session.begin(debug=debug, as_json=as_json)
     from moe_runtime.policies.eviction import POLICIES
     from moe_runtime.tracing.experiment import Experiment, run_experiment
+    from moe_runtime.tracing.predictor_file import read_predictor
     from moe_runtime.tracing.readers import read_any_trace
     from moe_runtime.tracing.routes import routes_of
     from moe_runtime.tracing.workload import workload_of
 
     if shares not in ("even", "adaptive"):
         raise ValueError(f"--shares must be even or adaptive, got {shares!r}")
+    if bandwidth is None:
+        _refuse_times(ctx)
     machine = _machine(bandwidth, latency, expert_size, layer_time, expert_time)
     all_names = [name for name in POLICIES if name != "predicted" or predictor is not None]
     names = all_names if policy == "all" else [name.strip() for name in policy.split(",")]
@@ -102,6 +109,13 @@ def replay(
             other = read_any_trace(train, num_experts=num_experts)
             _check_same_model(recorded, other, trace, train)
             training = routes_of(other)
+        trained = None
+        if predictor is not None and predictor.endswith(".npz"):
+            trained = read_predictor(predictor, recorded.signature)
+            if training is not None and "static" not in names:
+                raise ValueError(
+                    f"--train has nothing to train: {predictor} is trained already; leave one out"
+                )
         experiment = Experiment(
             policies=names,
             capacities=parse_shares(capacity),
@@ -109,7 +123,8 @@ def replay(
             adaptive=shares == "adaptive",
             reset_per_sequence=reset,
             training=training,
-            predictor=predictor,
+            predictor=predictor if trained is None else trained.name,
+            trained=trained,
             machine=machine,
         )
         if recorded.num_tokens == 0:
@@ -142,6 +157,20 @@ def parse_shares(text: str) -> list[float]:
     return shares
 
 
+def _refuse_times(ctx: typer.Context) -> None:
+    """Options about time say nothing where no time is modelled.
+
+    Raises:
+        ValueError: one of them was given.
+    """
+    for name in ("latency", "expert_size", "layer_time", "expert_time"):
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ValueError(
+                f"--{name.replace('_', '-')} is about modelled time; give --bandwidth too"
+            )
+
+
 def _machine(
     bandwidth: str | None, latency: float, expert_size: str, layer_time: float, expert_time: float
 ) -> "Machine | None":
@@ -159,14 +188,10 @@ def _machine(
 
 
 def _check_same_model(trace: "Trace", other: "Trace", path: Path, train: Path) -> None:
-    from moe_runtime.tracing.routes import shape_of
+    from moe_runtime.tracing.routes import same_model
 
     ours, theirs = trace.signature, other.signature
-    if "unknown" in (ours.model_type, theirs.model_type):  # a file from elsewhere: sizes must do
-        same = shape_of(ours) == shape_of(theirs)
-    else:
-        same = ours == theirs
-    if not same:
+    if not same_model(ours, theirs):
         raise CheckpointError(
             f"{train} was recorded from another model than {path}: {theirs} and {ours}"
         )

@@ -119,8 +119,10 @@ def _check_budgets_and_trace(host_memory: str, device_memory: str, trace: Path |
     parse_budget(device_memory, name="--device-memory")
     if trace is not None:
         from moe_runtime.tracing import check_trace_path
+        from moe_runtime.tracing.journal import check_no_journal
 
         check_trace_path(trace)
+        check_no_journal(trace)
 
 
 def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:

@@ -12,7 +12,7 @@ import zipfile
 import zlib
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 
@@ -40,15 +40,23 @@ class Archive:
     Args:
         path: the file.
         max_bytes: largest sum of the unpacked sizes of its members.
+        content: where the file's bytes are read from if not from ``path``, which then only names
+            them.
 
     Raises:
         CheckpointError: the file is missing, unreadable, not a zip file, or too large.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, max_bytes: int) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_bytes: int,
+        content: BinaryIO | None = None,
+    ) -> None:
         self.path = Path(path)
         try:
-            self._zip = zipfile.ZipFile(self.path)
+            self._zip = zipfile.ZipFile(content or self.path)
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from error
         except _DAMAGE as error:

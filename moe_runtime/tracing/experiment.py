@@ -1,5 +1,6 @@
 """Compares eviction policies on one workload: capacities, bounds, time on a modelled machine."""
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,12 @@ from moe_runtime.policies.eviction import (
     make_policy,
 )
 from moe_runtime.policies.eviction.registry import Events
-from moe_runtime.policies.prediction import PREDICTORS, TrackedPredictor, make_estimator
+from moe_runtime.policies.prediction import (
+    PREDICTORS,
+    Estimator,
+    TrackedPredictor,
+    make_estimator,
+)
 from moe_runtime.policies.prediction.base import Predictor, Routes
 from moe_runtime.tracing.link_model import Machine
 from moe_runtime.tracing.replay import replay_demand
@@ -39,6 +45,7 @@ class Experiment:
         reset_per_sequence: empty the cache whenever another request begins.
         training: sequences to learn from, for static pinning and predictors.
         predictor: name of what to prefetch by, or None.
+        trained: the predictor itself where it need not be trained first; ``predictor`` is its name.
         machine: what moving and computing costs; None leaves time out.
     """
 
@@ -49,6 +56,7 @@ class Experiment:
     reset_per_sequence: bool = False
     training: Routes | None = None
     predictor: str | None = None
+    trained: Estimator | None = None
     machine: Machine | None = None
 
     def __post_init__(self) -> None:
@@ -71,7 +79,7 @@ class Experiment:
             )
         if self.predictor is not None and self.machine is None:
             raise ValueError("prefetching is a matter of time; say how fast the link is")
-        if self.predictor is not None and self.training is None:
+        if self.predictor is not None and self.training is None and self.trained is None:
             raise ValueError(
                 f"predictor {self.predictor!r} needs a training trace, other than the replayed one"
             )
@@ -209,6 +217,9 @@ def _policy(
 
 
 def _predictor(experiment: Experiment, workload: Workload) -> Predictor:
+    if experiment.trained is not None:
+        # A replay must not leave behind what it learned from the requests that ended in it.
+        return TrackedPredictor(copy.deepcopy(experiment.trained))
     assert experiment.predictor is not None
     assert experiment.training is not None
     estimator = make_estimator(experiment.predictor, shape_of(workload.trace.signature))

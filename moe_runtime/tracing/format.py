@@ -4,17 +4,20 @@ Legend: S steps, T tokens over all steps, L Mixture-of-Experts layers, K experts
 """
 
 import dataclasses
+import io
 import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError
 from moe_runtime.tracing.archive import Archive
+from moe_runtime.tracing.journal import is_journal, journal_of, whole_blocks
 from moe_runtime.types import ModelSignature
 
 TRACE_FORMAT = "moe-runtime-trace"
@@ -129,16 +132,11 @@ def write_trace(path: str | os.PathLike[str], trace: Trace) -> None:
         CheckpointError: the file cannot be written.
     """
     target = Path(path)
-    signature = dataclasses.asdict(trace.signature)
-    header = {"format": TRACE_FORMAT, "version": trace.version, "signature": signature}
-    columns = {name: getattr(trace, name) for name in _column_specs(trace.signature)}
-    header_bytes = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
-
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         try:
             with temporary.open("xb") as file:
-                np.savez_compressed(file, allow_pickle=False, header=header_bytes, **columns)
+                save_columns(file, trace, compressed=True)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(target)
@@ -148,18 +146,70 @@ def write_trace(path: str | os.PathLike[str], trace: Trace) -> None:
         raise CheckpointError(f"{target}: the trace cannot be written: {error.strerror}") from error
 
 
+def save_columns(file: BinaryIO, trace: Trace, *, compressed: bool) -> None:
+    """Writes the arrays of a trace as an ``.npz`` into an open file."""
+    signature = dataclasses.asdict(trace.signature)
+    header = {"format": TRACE_FORMAT, "version": trace.version, "signature": signature}
+    columns = {name: getattr(trace, name) for name in _column_specs(trace.signature)}
+    header_bytes = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
+    save = np.savez_compressed if compressed else np.savez
+    save(file, allow_pickle=False, header=header_bytes, **columns)
+
+
 def read_trace(path: str | os.PathLike[str], *, max_bytes: int = _DEFAULT_MAX_BYTES) -> Trace:
     """Reads and verifies a trace.
 
     Args:
-        path: a file that ``TraceRecorder`` wrote.
+        path: a file that ``TraceRecorder`` wrote, or the journal that an interrupted one left.
         max_bytes: largest size of all columns together, unpacked, that is accepted.
 
     Raises:
         CheckpointError: the file is missing, unreadable, not a trace, of another version, larger
             than ``max_bytes``, or its columns contradict each other.
     """
-    with Archive(path, max_bytes=max_bytes) as archive:
+    if is_journal(path):
+        return _read_journal(path, max_bytes=max_bytes)
+    try:
+        return _read_columns(None, path, max_bytes=max_bytes)
+    except CheckpointError as error:
+        left = journal_of(Path(path))
+        if Path(path).exists() or not left.exists():
+            raise
+        raise CheckpointError(f"{error}; an interrupted recording left {left}") from error
+
+
+def _read_journal(path: str | os.PathLike[str], *, max_bytes: int) -> Trace:
+    """Joins the blocks of an interrupted recording, up to the first that is not whole."""
+    blocks: list[Trace] = []
+    size = os.stat(path).st_size
+    if size > max_bytes:
+        raise CheckpointError(
+            f"{path}: holds {format_bytes(size)}, expected at most {format_bytes(max_bytes)}"
+        )
+    for number, data in enumerate(whole_blocks(path)):
+        content, name = io.BytesIO(data), f"{path}, block {number}"
+        blocks.append(_read_columns(content, name, max_bytes=max_bytes))
+        if blocks[-1].signature != blocks[0].signature:
+            raise CheckpointError(
+                f"{name}: is of {blocks[-1].signature}, but the first block of "
+                f"{blocks[0].signature}"
+            )
+    if not blocks:
+        raise CheckpointError(f"{path}: the recording was interrupted before a block was whole")
+    lengths = np.concatenate([np.diff(block.step_start) for block in blocks])
+    columns = {
+        name: np.concatenate([getattr(block, name) for block in blocks])
+        for name in _column_specs(blocks[0].signature)
+        if name != "step_start"
+    }
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return Trace(version=TRACE_VERSION, signature=blocks[0].signature, step_start=starts, **columns)
+
+
+def _read_columns(
+    content: BinaryIO | None, path: str | os.PathLike[str], *, max_bytes: int
+) -> Trace:
+    with Archive(path, max_bytes=max_bytes, content=content) as archive:
         signature = _read_header(archive)
         specs = _column_specs(signature)
         columns = {name: archive.read(name, dtype) for name, (dtype, _) in specs.items()}

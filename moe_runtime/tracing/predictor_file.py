@@ -12,7 +12,7 @@ from moe_runtime.errors import CheckpointError
 from moe_runtime.policies.prediction import PREDICTORS, Estimator
 from moe_runtime.tracing.archive import Archive
 from moe_runtime.tracing.format import parse_signature
-from moe_runtime.tracing.routes import shape_of
+from moe_runtime.tracing.routes import same_model, shape_of
 from moe_runtime.types import ModelSignature
 
 PREDICTOR_FORMAT = "moe-runtime-predictor"
@@ -76,7 +76,7 @@ def read_predictor(
     with Archive(path, max_bytes=max_bytes) as archive:
         header = _read_header(archive)
         found = parse_signature(header.get("signature"), archive.path)
-        if signature is not None and found != signature:
+        if signature is not None and not same_model(found, signature):
             raise CheckpointError(
                 f"{archive.path}: was trained for {found}, but the model is {signature}; train one "
                 "from a trace of this model"

@@ -17,6 +17,8 @@ from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError
 from moe_runtime.tracing.archive import Archive
 from moe_runtime.tracing.format import TRACE_VERSION, Trace, absent_id, expert_dtype, read_trace
+from moe_runtime.tracing.journal import is_journal
+from moe_runtime.tracing.routes import UNKNOWN_MODEL
 from moe_runtime.types import ModelSignature
 
 _MAX_BYTES = 16 << 30
@@ -40,6 +42,8 @@ def read_any_trace(path: str | os.PathLike[str], *, num_experts: int | None = No
     """
     if Path(path).suffix == ".jsonl":
         return read_megatron_trace(path, num_experts=num_experts)
+    if is_journal(path):
+        return read_trace(path)
     try:
         with zipfile.ZipFile(path) as archive:
             is_plain = "ids.npy" in archive.namelist() and "header.npy" not in archive.namelist()
@@ -153,7 +157,7 @@ def _decoded(
     return Trace(
         version=TRACE_VERSION,
         signature=ModelSignature(
-            model_type="unknown",
+            model_type=UNKNOWN_MODEL,
             num_layers=ids.shape[1],
             num_experts=num_experts,
             top_k=ids.shape[2],

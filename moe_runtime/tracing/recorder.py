@@ -1,9 +1,13 @@
 """Collects routing events while a model runs and writes them when it is done.
 
+Finished steps go to a journal beside the file as they come, so that a crash loses only the last.
+
 Legend: T tokens of one step, L layers, K experts a token visits.
 """
 
+import io
 import os
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,8 +22,10 @@ from moe_runtime.tracing.format import (
     Trace,
     absent_id,
     expert_dtype,
+    save_columns,
     write_trace,
 )
+from moe_runtime.tracing.journal import JournalWriter, check_no_journal, journal_of
 from moe_runtime.types import ModelSignature
 
 
@@ -34,20 +40,30 @@ class TraceRecorder:
         path: file to write, conventionally ``*.npz``. It is replaced only when the recording is
             closed, and never left half written.
         signature: the model that is recorded.
+        block_tokens: tokens after which a block of finished steps is appended to the journal.
+        block_s: seconds after which one is, whatever its size.
 
     Raises:
-        CheckpointError: the file could not be written there. Found out now rather than after
-            minutes of generation.
+        CheckpointError: the file could not be written there, or the journal of an interrupted
+            recording lies there. Found out now rather than after minutes of generation.
         ValueError: the model has more than 65535 experts a layer.
     """
 
-    def __init__(self, path: str | os.PathLike[str], signature: ModelSignature) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        signature: ModelSignature,
+        *,
+        block_tokens: int = 256,
+        block_s: float = 1.0,
+    ) -> None:
         if signature.num_experts > 0xFFFF:
             raise ValueError(
                 f"a trace holds at most {0xFFFF} experts a layer, got {signature.num_experts}"
             )
         self._path = Path(path)
         check_trace_path(self._path)
+        check_no_journal(self._path)
         self._signature = signature
         self._expert_dtype = expert_dtype(signature.num_experts)
         self._absent = absent_id(self._expert_dtype)
@@ -55,6 +71,12 @@ class TraceRecorder:
         self._closed = False
         self._first_request = 0
         self._num_requests = 0
+        self._block_tokens = block_tokens
+        self._block_s = block_s
+        self._journal: JournalWriter | None = None
+        self._journalled_steps = 0
+        self._waiting_tokens = 0
+        self._last_block_s = time.monotonic()
         self._phases: list[int] = []
         self._requests: list[np.ndarray] = []
         self._token_ids: list[np.ndarray] = []
@@ -117,6 +139,8 @@ class TraceRecorder:
                 "token_ids, positions and sequences must be one-dimensional and equally long, got "
                 f"shapes {tokens.shape}, {places.shape} and {rows.shape}"
             )
+        self._journal_if_due()
+        self._waiting_tokens += len(tokens)
         self._num_requests = max(self._num_requests, 1)
         self._phases.append(PHASES.index(phase))
         self._requests.append(rows + np.int32(self._first_request))
@@ -176,10 +200,28 @@ class TraceRecorder:
             return
         self._closed = True
         self._recording = False
-        write_trace(self._path, self._trace())
+        write_trace(self._path, self._trace(0))
+        if self._journal is not None:
+            self._journal.remove()
 
-    def _trace(self) -> Trace:
-        lengths = [len(tokens) for tokens in self._token_ids]
+    def _journal_if_due(self) -> None:
+        """Appends the finished steps to the journal when there are many, or some wait long."""
+        now_s = time.monotonic()
+        is_due = self._waiting_tokens >= self._block_tokens
+        if not is_due and (not self._waiting_tokens or now_s - self._last_block_s < self._block_s):
+            return
+        if self._journal is None:
+            self._journal = JournalWriter(journal_of(self._path))
+        block = io.BytesIO()
+        save_columns(block, self._trace(self._journalled_steps), compressed=False)
+        self._journal.append(block.getvalue())
+        self._journalled_steps = len(self._phases)
+        self._waiting_tokens = 0
+        self._last_block_s = now_s
+
+    def _trace(self, first_step: int) -> Trace:
+        some = slice(first_step, None)
+        lengths = [len(tokens) for tokens in self._token_ids[some]]
         layers, top_k = self._signature.num_layers, self._signature.top_k
         no_tokens = np.zeros(0, dtype=np.int32)
         no_ids = np.zeros((0, layers, top_k), dtype=self._expert_dtype)
@@ -187,13 +229,13 @@ class TraceRecorder:
         return Trace(
             version=TRACE_VERSION,
             signature=self._signature,
-            step_phase=np.array(self._phases, dtype=np.uint8),
+            step_phase=np.array(self._phases[some], dtype=np.uint8),
             step_start=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            token_request=np.concatenate([no_tokens, *self._requests]),
-            token_id=np.concatenate([no_tokens, *self._token_ids]),
-            token_position=np.concatenate([no_tokens, *self._positions]),
-            expert_ids=np.concatenate([no_ids, *self._expert_ids]),
-            gate_weights=np.concatenate([no_weights, *self._weights]),
+            token_request=np.concatenate([no_tokens, *self._requests[some]]),
+            token_id=np.concatenate([no_tokens, *self._token_ids[some]]),
+            token_position=np.concatenate([no_tokens, *self._positions[some]]),
+            expert_ids=np.concatenate([no_ids, *self._expert_ids[some]]),
+            gate_weights=np.concatenate([no_weights, *self._weights[some]]),
         )
 
 

@@ -11,6 +11,8 @@ from moe_runtime.types import ModelSignature
 
 GRAM_TOKENS = 8
 """Tokens in a row that two texts do not share by accident."""
+UNKNOWN_MODEL = "unknown"
+"""Model type of files from elsewhere that do not say it."""
 REPEATED_SHARE = 0.5
 """A sequence is a repetition when this share of its grams stands in one earlier sequence."""
 
@@ -22,6 +24,13 @@ def shape_of(signature: ModelSignature) -> Shape:
         num_experts=signature.num_experts,
         top_k=signature.top_k,
     )
+
+
+def same_model(one: ModelSignature, other: ModelSignature) -> bool:
+    """Whether files belong together; of one that does not name its model only sizes are known."""
+    if UNKNOWN_MODEL in (one.model_type, other.model_type):
+        return shape_of(one) == shape_of(other)
+    return one == other
 
 
 def routes_of(trace: Trace) -> Routes:

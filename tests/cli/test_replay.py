@@ -88,6 +88,13 @@ def test_adaptive_shares(trace, capsys):
         (["--scope", "globl"], "did you mean 'global'"),
         (["--scope", "global", "--shares", "adaptive"], "none to divide"),
         (["--shares", "odd"], "even or adaptive"),
+        (["--capacity", "0"], "more than 0 and at most 1"),
+        (["--capacity", "-5%"], "more than 0 and at most 1"),
+        (["--capacity", "nan"], "more than 0 and at most 1"),
+        (["--capacity", ""], "must be shares such as"),
+        (["--expert-size", "1MB"], "--expert-size is about modelled time; give --bandwidth"),
+        (["--latency", "0.1"], "--latency is about modelled time; give --bandwidth"),
+        (["--predictor", "missing.npz", "--bandwidth", "1GB"], "missing.npz: cannot be read"),
         (["--predictor", "previous-token"], "say how fast the link is"),
         (["--predictor", "previous-token", "--bandwidth", "1GB"], "needs a training trace"),
         (["--policy", "predicted"], "needs a predictor"),
@@ -111,6 +118,41 @@ def test_a_trace_of_another_model_names_both(trace, tmp_path, capsys):
     error = capsys.readouterr().err
     assert "num_experts=9" in error
     assert "num_experts=8" in error
+
+
+@pytest.fixture
+def trained(other, tmp_path, capsys):
+    path = str(tmp_path / "trained.npz")
+    assert main(["predictor", "fit", other, "-o", path, "--predictor", "naive-bayes"]) == 0
+    capsys.readouterr()
+    return path
+
+
+def test_a_trained_predictor_prefetches_as_one_trained_here(trace, other, trained, capsys):
+    args = ["replay", trace, "--json", "--policy", "lru", "--capacity", "50%", "--bandwidth", "1GB"]
+    outcomes = []
+    for extra in (["--predictor", trained], ["--predictor", "naive-bayes", "--train", other]):
+        assert main([*args, *extra]) == 0
+        outcomes.append(json.loads(capsys.readouterr().out)["rows"][0]["timed"])
+    assert set(outcomes[0]) == {"off", "naive-bayes"}
+    assert outcomes[0] == outcomes[1]
+
+
+def test_a_predictor_of_another_model_names_both(trained, tmp_path, capsys):
+    path = tmp_path / "wide.npz"
+    shape = Shape(num_layers=2, num_experts=9, top_k=2)
+    write_trace(path, trace_of(make_routes(shape, num_sequences=2, length=5)))
+    assert main(["replay", str(path), "--predictor", trained, "--bandwidth", "1GB"]) == 2
+    error = capsys.readouterr().err
+    assert "num_experts=9" in error
+    assert "num_experts=8" in error
+
+
+def test_training_what_is_trained_is_a_contradiction(trace, other, trained, capsys):
+    args = ["replay", trace, "--bandwidth", "1GB", "--predictor", trained, "--train", other]
+    assert main(args) == 2
+    assert "is trained already" in capsys.readouterr().err
+    assert main([*args, "--policy", "static", "--capacity", "50%"]) == 0
 
 
 def test_replaying_needs_no_torch(trace):
