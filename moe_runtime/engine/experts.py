@@ -144,10 +144,15 @@ class OffloadedExperts(torch.nn.Module):
         streaming = num_tokens > 1 and len(keys) > self.store.share(self.layer)
         if self.observer is not None:
             self.observer(self.layer, hidden_TD, *routing)
+        watchers = [w for w in (self.late_observer, self.watcher) if w is not None]
+
+        def tell() -> None:
+            while watchers:
+                watchers.pop(0)(self.layer, hidden_TD, *routing)
+
         with self.store.lease(keys, streaming=streaming) as lease:
-            for watcher in (self.watcher, self.late_observer):
-                if watcher is not None:
-                    watcher(self.layer, hidden_TD, *routing)
+            if not lease.will_wait:
+                tell()
             for group in lease:
                 if streaming and lease.all_started:
                     self.store.read_ahead(self._following)
@@ -162,6 +167,7 @@ class OffloadedExperts(torch.nn.Module):
                     out_RD,
                     activation=self._activation,
                 )
+                tell()
 
 
 def bind_weights(experts: ExpertMap) -> Callable[[ExpertKey, torch.Tensor], ExpertWeights]:

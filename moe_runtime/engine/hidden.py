@@ -69,8 +69,7 @@ def fit_lookahead(
     """
     estimator = HiddenLookahead(routes.shape)
     blocks = [name.rpartition(".")[0] for name, _ in _expert_modules(model)]
-    estimator.set_gates(*find_gates(model, blocks, routes.shape))
-    estimator.fit_hidden(routes, hidden_TLD)
+    estimator.fit_hidden(routes, hidden_TLD, *find_gates(model, blocks, routes.shape))
     return estimator
 
 

@@ -30,7 +30,9 @@ from moe_runtime.engine.memory import (
 from moe_runtime.engine.observing import attach_observer
 from moe_runtime.engine.prefetching import (
     attach_prefetcher,
+    bind_scorer,
     check_predictor,
+    learned_bytes,
     make_live_estimator,
 )
 from moe_runtime.engine.runtime import LoadedFacts, RuntimeHandle
@@ -147,8 +149,10 @@ def load(
         ),
     )
     dense_bytes = experts.dense_bytes(checkpoint.dtype)
+    estimator = None if mode is PrefetchMode.OFF else make_live_estimator(predictor, signature)
+    tables = 0 if estimator is None else learned_bytes(predictor, estimator)
     free = _free_bytes(place, processes_here(transport))
-    plans = _plan(checkpoint, experts, budgets, free, dense_bytes, max_tokens)
+    plans = _plan(checkpoint, experts, budgets, free, dense_bytes, max_tokens, tables)
     # Everybody has looked how much memory is free before anybody takes some.
     _require_same_model(transport, checkpoint, experts, place)
 
@@ -173,9 +177,9 @@ def load(
     if trace is not None and transport.rank == 0:
         recorder = attach_recorder(model, modules, Path(trace), signature)
     prefetcher = None
-    if mode is not PrefetchMode.OFF:
+    if estimator is not None:
         blocks = [module.name.rpartition(".")[0] for module in experts.modules]
-        estimator = make_live_estimator(predictor, model, blocks, signature)
+        bind_scorer(estimator, model, blocks, place)
         prefetcher = attach_prefetcher(model, modules, store, estimator, mode, share)
     handle = RuntimeHandle(
         store, facts, host_store=host_store, recorder=recorder, prefetcher=prefetcher
@@ -258,9 +262,10 @@ def _plan(
     free: dict[str, int],
     dense_bytes: int,
     max_tokens: int,
+    table_bytes: int,
 ) -> dict[str, MemoryPlan]:
     """Divides the budgets: all on the host for a CPU, dense weights on the device for a GPU."""
-    reserve = reserve_for(
+    reserve = table_bytes + reserve_for(
         checkpoint.config, checkpoint.dtype, max_tokens=max_tokens, dense_bytes=dense_bytes
     )
     names = {"host": "this machine", "device": "the device"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,18 @@ from moe_runtime.engine.experts import OffloadedExperts
 from moe_runtime.engine.share import ExpertShare, OwnGuesses
 from moe_runtime.engine.tracing import read_step
 from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.kernels.linear import linear
 from moe_runtime.policies.prediction import (
     PREDICTORS,
     Estimator,
+    HiddenLookahead,
     LayerRouted,
     NextGate,
     Predictor,
     Shape,
     StepBegins,
-    TrackedPredictor,
     make_estimator,
+    make_predictor,
 )
 from moe_runtime.store.cache import ExpertStore
 from moe_runtime.store.guesses import Guesses
@@ -49,67 +51,101 @@ def check_predictor(predictor: str | Path) -> None:
         )
 
 
-def make_live_estimator(
-    predictor: str | Path,
-    model: torch.nn.Module,
-    block_names: Sequence[str],
-    signature: ModelSignature,
-) -> Estimator:
+def make_live_estimator(predictor: str | Path, signature: ModelSignature) -> Estimator:
     """The estimator that a caller named: trained, from a file, or one that needs no training.
 
     Args:
         predictor: a predictor's name, or the file of a trained one.
-        model: where gates are taken from.
-        block_names: names of the modules that hold each layer's experts and gate.
         signature: what a trained predictor must have been trained for.
 
     Raises:
         CheckpointError: the file cannot be used, or belongs to another model.
-        UnsupportedModelError: the predictor needs the gates, and they are not where gates are.
         ValueError: no predictor has this name.
     """
     if _is_file_name(predictor):
-        estimator = read_predictor(predictor, signature)
-    else:
-        estimator = make_estimator(str(predictor), shape_of(signature))
-    if type(estimator) is NextGate:
-        estimator.set_gates(*find_gates(model, block_names, shape_of(signature)))
-    return estimator
+        return read_predictor(predictor, signature)
+    return make_estimator(str(predictor), shape_of(signature))
+
+
+def learned_bytes(predictor: str | Path, estimator: Estimator) -> int:
+    """Memory that a trained estimator's tables take: part of the budget.
+
+    Without training there are only counts of a few kilobytes; they are in the fixed reserve.
+    """
+    if not _is_file_name(predictor):
+        return 0
+    return sum(array.nbytes for array in estimator.state().values())
+
+
+def bind_scorer(
+    estimator: Estimator, model: torch.nn.Module, block_names: Sequence[str], place: torch.device
+) -> None:
+    """Has an estimator that reads hidden states take them as tensors, where the model computes.
+
+    The gates are the model's own, not copies.
+
+    Raises:
+        UnsupportedModelError: the predictor needs the gates, and they are not where gates are.
+    """
+    if isinstance(estimator, HiddenLookahead):
+        maps = torch.from_numpy(estimator.maps_DLEX).to(place)
+        offsets = torch.from_numpy(estimator.offsets_DLE).to(place)
+
+        def score_maps(hidden_BD: torch.Tensor, distance: int, layer: int) -> np.ndarray:
+            weight, bias = maps[distance - 1, layer], offsets[distance - 1, layer]
+            return _as_numpy(linear(hidden_BD.float(), weight, bias))
+
+        estimator.scorer = score_maps
+    elif isinstance(estimator, NextGate):
+        gates = [find_gate(model, name, estimator.shape) for name in block_names]
+
+        def score_gates(hidden_BD: torch.Tensor, distance: int, layer: int) -> np.ndarray:
+            return _as_numpy(linear(hidden_BD, *gates[layer]))
+
+        estimator.scorer = score_gates
+
+
+def find_gate(
+    model: torch.nn.Module, block_name: str, shape: Shape
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A layer's gate: weight ``[E, D]`` and bias ``[E]``, if it has one.
+
+    A gate is the module beside the experts whose weight has a row for every expert.
+
+    Raises:
+        UnsupportedModelError: the layer has no such module.
+    """
+    gates = [
+        (weight, getattr(child, "bias", None))
+        for child in model.get_submodule(block_name).children()
+        if isinstance(weight := getattr(child, "weight", None), torch.Tensor)
+        and weight.ndim == 2
+        and len(weight) == shape.num_experts
+    ]
+    if len(gates) != 1:
+        raise UnsupportedModelError(
+            f"{block_name}: found no gate with {shape.num_experts} rows beside the experts; use a "
+            "predictor that needs routing only, such as running-counts"
+        )
+    weight, bias = gates[0]
+    has_bias = isinstance(bias, torch.Tensor) and bias.shape == (shape.num_experts,)
+    return weight.detach(), bias.detach() if has_bias else None
 
 
 def find_gates(
     model: torch.nn.Module, block_names: Sequence[str], shape: Shape
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The gates' weights ``[L, E, D]`` and biases ``[L, E]`` as float32.
-
-    A gate is the module beside the experts whose weight has a row for every expert.
+    """Copies of all gates, to train with: weights ``[L, E, D]`` and biases ``[L, E]``, float32.
 
     Raises:
-        UnsupportedModelError: a layer has no such module.
+        UnsupportedModelError: a layer has no gate, or the gates differ in width.
     """
-    weights, biases = [], []
-    for name in block_names:
-        gates = [
-            (weight, getattr(child, "bias", None))
-            for child in model.get_submodule(name).children()
-            if isinstance(weight := getattr(child, "weight", None), torch.Tensor)
-            and weight.ndim == 2
-            and len(weight) == shape.num_experts
-        ]
-        if len(gates) != 1:
-            raise UnsupportedModelError(
-                f"{name}: found no gate with {shape.num_experts} rows beside the experts; use a "
-                "predictor that needs routing only, such as running-counts"
-            )
-        weight, bias = gates[0]
-        weights.append(_as_numpy(weight))
-        if isinstance(bias, torch.Tensor) and bias.shape == (shape.num_experts,):
-            biases.append(_as_numpy(bias))
-        else:
-            biases.append(np.zeros(shape.num_experts, dtype=np.float32))
-    if len({weight.shape for weight in weights}) != 1:
+    found = [find_gate(model, name, shape) for name in block_names]
+    if len({weight.shape for weight, _ in found}) != 1:
         raise UnsupportedModelError("the gates of this model differ in width between layers")
-    return np.stack(weights), np.stack(biases)
+    no_bias = np.zeros(shape.num_experts, dtype=np.float32)
+    biases = [no_bias if bias is None else _as_numpy(bias) for _, bias in found]
+    return np.stack([_as_numpy(weight) for weight, _ in found]), np.stack(biases)
 
 
 def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
@@ -118,7 +154,7 @@ def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 def attach_prefetcher(
     model: torch.nn.Module,
-    modules: Iterable[OffloadedExperts],
+    modules: Sequence[OffloadedExperts],
     store: ExpertStore[Any],
     estimator: Estimator,
     mode: PrefetchMode,
@@ -134,10 +170,10 @@ def attach_prefetcher(
         mode: how far guesses go.
         share: which experts this process computes; all of them by default.
     """
-    predictor: Predictor = TrackedPredictor(estimator)
+    predictor: Predictor = make_predictor(estimator)
     if share is not None:
         predictor = OwnGuesses(predictor, share)
-    prefetcher = Prefetcher(Guesses(store), predictor, mode)
+    prefetcher = Prefetcher(Guesses(store), predictor, mode, num_layers=len(modules))
     first_request = 0
     num_running = 0
 
@@ -154,13 +190,14 @@ def attach_prefetcher(
     def routed(
         layer: int, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> None:
+        if not prefetcher.wants_layers:
+            return
         ids = ids_TK.cpu().numpy()
-        hidden = hidden_TD.float().cpu().numpy() if estimator.needs_hidden else None
         event = LayerRouted(
             layer=layer,
             expert_ids=ids,
             gate_weights=weights_TK.float().cpu().numpy(),
-            hidden=hidden,
+            hidden=hidden_TD if estimator.needs_hidden else None,
         )
         visited = (ExpertKey(layer, expert) for expert in set(ids.ravel().tolist()))
         keys = frozenset(key for key in visited if share is None or share.owns(key))

@@ -93,6 +93,7 @@ class OwnGuesses:
     """A predictor's guesses about the experts of one process."""
 
     def __init__(self, predictor: Predictor, share: ExpertShare) -> None:
+        self.needs_history = predictor.needs_history
         self._predictor = predictor
         self._share = share
 

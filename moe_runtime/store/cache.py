@@ -171,7 +171,7 @@ class ExpertStore(Generic[W]):
             self._policy.insert(key)
         else:
             self._passing.add(key)
-        self._link.begin()
+        self._link.begin(is_demand=priority is Priority.DEMAND)
         entry.read = self._fetcher.fetch(
             key, self._slab.slot(slot), priority, lambda read: self._arrive(key, entry, read)
         )
@@ -181,8 +181,9 @@ class ExpertStore(Generic[W]):
         with self._changed:
             entry.read = read
             entry.arrived = True
-            self._link.end(read.num_bytes)
-            if read.priority is Priority.DEMAND:
+            is_demand = read.priority is Priority.DEMAND
+            self._link.end(read.num_bytes, is_demand=is_demand)
+            if is_demand:
                 self._counters.demand_bytes += read.num_bytes
             else:
                 self._counters.readahead_bytes += read.num_bytes
@@ -294,6 +295,13 @@ class Lease(Generic[W]):
         """Whether every expert of the lease is resident or on its way."""
         return not self._wanted
 
+    @property
+    def will_wait(self) -> bool:
+        """Whether some experts are there already and others are not: time to think is after the
+        first group, while nothing could be computed anyway."""
+        is_partial = bool(self._resident and (self._wanted or self._arriving))
+        return is_partial and not self._streaming
+
     def _next_group(self) -> list[ExpertKey]:
         store = self._store
         with store._changed:
@@ -323,6 +331,8 @@ class Lease(Generic[W]):
             self._resident.append(key)
         else:
             store._counters.late_hits += 1
+            if entry.read.priority is not Priority.DEMAND and not entry.arrived:
+                store._link.begin_demand()
             store._fetcher.promote(key, entry.read)
             self._arriving.append(key)
         if key not in store._passing:

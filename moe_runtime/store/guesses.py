@@ -1,9 +1,10 @@
 """Prefetching into an expert store: which slots guesses may take, and how they are taken back."""
 
-from collections.abc import Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import Generic, TypeVar, cast
 
 from moe_runtime.policies.prediction.base import Guess
+from moe_runtime.policies.prefetch import Admission
 from moe_runtime.store.cache import ExpertStore
 from moe_runtime.store.link import LinkState
 from moe_runtime.store.transfer import Priority
@@ -23,13 +24,7 @@ class Guesses(Generic[W]):
         self._store = store
 
     def start(
-        self,
-        guesses: Sequence[Guess],
-        chance: Mapping[ExpertKey, float],
-        *,
-        just_used: Container[ExpertKey],
-        window: int,
-        min_gain: float,
+        self, guesses: Sequence[Guess], chance: Mapping[ExpertKey, float], admission: Admission
     ) -> int:
         """Starts reading experts that will perhaps be leased, behind all demands.
 
@@ -40,9 +35,7 @@ class Guesses(Generic[W]):
         Args:
             guesses: experts with their probabilities, the most urgent first.
             chance: probabilities of these and of others; what is not here has none.
-            just_used: experts that must not be evicted.
-            window: most slots that guesses may hold whose layer has not come yet.
-            min_gain: how much likelier a guess must be than the expert that it evicts.
+            admission: the rules; the reads are paid for from its credit.
 
         Returns:
             How many reads were started.
@@ -51,14 +44,15 @@ class Guesses(Generic[W]):
         with store._changed:
             held = sum(store._entries[key].expected for key in store._passing)
             for key, probability in guesses:
-                if held + started >= window:
+                if held + started >= admission.rules.window or admission.room < 1:
                     break
                 if key in store._entries:
                     continue
-                slot = self._take_slot(key, chance, just_used, probability - min_gain)
+                slot = self._take_slot(key, admission.gives_way(key, probability, chance))
                 if slot is not None:
                     entry = store._start(key, slot, keep=False, priority=Priority.READAHEAD)
                     entry.expected = entry.guessed = True
+                    admission.spend(1)
                     started += 1
             store._counters.guesses += started
         return started
@@ -76,7 +70,7 @@ class Guesses(Generic[W]):
                 waits = entry.guessed and not entry.arrived and entry.pins == 0
                 if waits and entry.read is not None and store._fetcher.cancel(entry.read):
                     entry.guessed = False
-                    store._link.end(0)
+                    store._link.end(0, is_demand=False)
                     store._drop(key)
                     cancelled += 1
             store._counters.cancelled_guesses += cancelled
@@ -98,33 +92,26 @@ class Guesses(Generic[W]):
                 waiting_bytes=store._link.under_way * slot_bytes,
                 slot_bytes=slot_bytes,
                 stall_s=store._counters.stall_s,
+                demand_s=store._link.demand_s,
+                num_missing=store._counters.misses + store._counters.late_hits,
+                came_true=store._counters.useful_guesses + store._counters.late_guesses,
             )
 
-    def _take_slot(
-        self,
-        incoming: ExpertKey,
-        chance: Mapping[ExpertKey, float],
-        just_used: Container[ExpertKey],
-        bound: float,
-    ) -> int | None:
+    def _take_slot(self, incoming: ExpertKey, gives_way: Callable[[ExpertKey], bool]) -> int | None:
         store = self._store
         if store._free:
             return store._free.pop()
 
-        def worth_less(key: Hashable) -> bool:
+        def may_go(key: Hashable) -> bool:
             expert = cast(ExpertKey, key)
-            return (
-                store._is_idle(expert)
-                and expert not in just_used
-                and chance.get(expert, 0.0) < bound
-            )
+            return gives_way(expert) and store._is_idle(expert)
 
-        unwanted = (k for k in store._passing if not store._entries[k].expected and worth_less(k))
-        victim = next(unwanted, None)
+        unwanted = (k for k in store._passing if not store._entries[k].expected)
+        victim = next(filter(store._is_idle, unwanted), None)
         if victim is None:
-            victim = store._policy.victim(worth_less, incoming)
-            if victim is None or victim.layer != incoming.layer:
-                return None
+            victim = store._policy.victim(may_go, incoming)
+        if victim is None:
+            return None
         store._counters.evictions += 1
         store._drop(victim)
         return store._free.pop()

@@ -1,4 +1,4 @@
-"""How fast a tier is filled, measured while it happens."""
+"""How fast a tier is filled and how long it is waited for, measured while it happens."""
 
 import time
 from dataclasses import dataclass
@@ -17,12 +17,24 @@ class LinkState:
         waiting_bytes: bytes of slots that are waiting or being filled.
         slot_bytes: bytes of one slot.
         stall_s: seconds that computation waited since the counters were reset.
+        demand_s: seconds in which a demand was under way, since the store was opened.
+        num_missing: experts that were not there when they were asked for, since the counters were
+            reset.
+        came_true: guesses that were asked for, since the counters were reset.
     """
 
     bytes_per_s: float
     waiting_bytes: int
     slot_bytes: int
     stall_s: float
+    demand_s: float
+    num_missing: int
+    came_true: int
+
+    @property
+    def transfer_s(self) -> float:
+        """Seconds that one expert takes on an idle link; 0 before anything arrived."""
+        return self.slot_bytes / self.bytes_per_s if self.bytes_per_s > 0 else 0.0
 
 
 class LinkMeter:
@@ -37,22 +49,43 @@ class LinkMeter:
         self._since_s = 0.0
         self._busy_s = 0.0
         self._bytes = 0.0
+        self._demands = 0
+        self._demands_since_s = 0.0
+        self._demand_s = 0.0
 
     @property
     def bytes_per_s(self) -> float:
         """The running mean; 0 before the first transfer ended."""
         return self._bytes / self._busy_s if self._busy_s > 0 else 0.0
 
-    def begin(self) -> None:
+    @property
+    def demand_s(self) -> float:
+        """Seconds so far in which at least one demand was under way."""
+        running_s = time.perf_counter() - self._demands_since_s if self._demands else 0.0
+        return self._demand_s + running_s
+
+    def begin(self, *, is_demand: bool) -> None:
         """A transfer was asked for."""
         if self.under_way == 0:
             self._since_s = time.perf_counter()
         self.under_way += 1
+        if is_demand:
+            self.begin_demand()
 
-    def end(self, num_bytes: int) -> None:
+    def begin_demand(self) -> None:
+        """A transfer that is under way is waited for from now on."""
+        if self._demands == 0:
+            self._demands_since_s = time.perf_counter()
+        self._demands += 1
+
+    def end(self, num_bytes: int, *, is_demand: bool) -> None:
         """A transfer ended, or was taken back (with 0 bytes)."""
         now = time.perf_counter()
         self.under_way -= 1
+        if is_demand:
+            self._demands -= 1
+            if self._demands == 0:
+                self._demand_s += now - self._demands_since_s
         if num_bytes:
             self._busy_s = FORGET * self._busy_s + (now - self._since_s)
             self._bytes = FORGET * self._bytes + num_bytes

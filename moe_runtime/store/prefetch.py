@@ -4,31 +4,15 @@ Nothing here changes what is computed: a guess only changes when an expert is re
 """
 
 import time
-from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
-from statistics import median
-
-import numpy as np
 
 from moe_runtime.config import nearest
-from moe_runtime.policies.prediction.base import Guess, LayerRouted, Predictor, StepBegins
+from moe_runtime.policies.prediction.base import Event, Guess, LayerRouted, Predictor, StepBegins
+from moe_runtime.policies.prefetch import Admission, Controller, PrefetchRules, StepCost
 from moe_runtime.store.guesses import Guesses
 from moe_runtime.store.link import LinkState
 from moe_runtime.types import ExpertKey
-
-HORIZON = 2
-"""Layers to look ahead."""
-MIN_PROBABILITY = 0.5
-"""A guess must be more likely right than wrong."""
-MIN_GAIN = 0.1
-"""A guess must be this much likelier than the expert that it evicts."""
-WINDOW_SLOTS = 8
-"""Most guesses that wait for their layer at once."""
-CREDIT_SLOTS = 4
-"""Most unused link time that is saved up, in experts."""
-FORGET = 0.9
-"""Weight of the past in the running mean of a layer's compute time."""
 
 
 class PrefetchMode(StrEnum):
@@ -64,7 +48,9 @@ class PrefetchStats:
             that layer; nan before the first.
         precision: share of those guesses that were visited.
         predict_s: seconds spent observing and predicting.
-        decode_s: seconds of the decode steps in which this was done.
+        decode_s: seconds of all decode steps.
+        active_steps: decode steps in which guesses were made.
+        decode_steps: all decode steps.
     """
 
     mode: str
@@ -74,131 +60,68 @@ class PrefetchStats:
     precision: float
     predict_s: float
     decode_s: float
+    active_steps: int
+    decode_steps: int
 
 
-class Admission:
-    """Turns idle time of the link into experts that may be prefetched.
+@dataclass(slots=True)
+class _StepStart:
+    """What the clocks and counters said when a decode step began."""
 
-    While computation does not wait, demands leave the link idle: that time, times the measured
-    bandwidth, is credit in bytes. A guess costs one expert. Some credit can be saved up, so that an
-    expert which takes longer than a layer can be begun early.
-    """
-
-    def __init__(self) -> None:
-        self._credit_bytes = 0.0
-        self._compute_s = 0.0
-        self._last_s: float | None = None
-        self._last_stall_s = 0.0
-
-    @property
-    def compute_s(self) -> float:
-        """Running mean of the seconds between two layers in which computation did not wait."""
-        return self._compute_s
-
-    def pause(self) -> None:
-        """What happens until the next layer is not a layer's computation."""
-        self._last_s = None
-
-    def layer(self, link: LinkState, now_s: float) -> int:
-        """Notes that a layer was reached.
-
-        Returns:
-            How many experts may be prefetched now.
-        """
-        if self._last_s is not None and link.stall_s >= self._last_stall_s:
-            waited_s = link.stall_s - self._last_stall_s
-            compute_s = max(now_s - self._last_s - waited_s, 0.0)
-            self._compute_s = FORGET * self._compute_s + (1 - FORGET) * compute_s
-            most = CREDIT_SLOTS * link.slot_bytes
-            self._credit_bytes = min(self._credit_bytes + compute_s * link.bytes_per_s, most)
-        self._last_s, self._last_stall_s = now_s, link.stall_s
-        return int(self._credit_bytes / link.slot_bytes)
-
-    def spend(self, num_experts: int, slot_bytes: int) -> None:
-        """Takes the price of prefetched experts from the credit."""
-        self._credit_bytes -= num_experts * slot_bytes
+    now_s: float
+    predict_s: float
+    link: LinkState
 
 
-class Controller:
-    """Decides by trial whether prefetching pays on this machine, with this model and text.
+@dataclass(slots=True)
+class _LayerStart:
+    """The same when a layer had queued its demands; ``missing`` of its experts were not there."""
 
-    Blocks of decode steps run without and with prefetch in turn (off, on, on, off). Prefetch stays
-    on if its steps are faster by ``GAIN``; otherwise it goes off, and is tried again later. Steps
-    are compared by wall time, which includes stalls and everything that predicting costs.
-    """
-
-    BLOCK_STEPS = 6
-    TRIAL = (False, True, True, False)
-    GAIN = 0.02
-    STEPS_ON = 256
-    STEPS_OFF = 512
-
-    def __init__(self) -> None:
-        self._plan: deque[bool] = deque()
-        self._times: dict[bool, list[float]] = {False: [], True: []}
-        self._stalls: dict[bool, list[float]] = {False: [], True: []}
-        self._settled = 0
-        self.is_active = False
-        self.verdict = "not compared yet"
-        self._begin_trial()
-
-    def step(self, seconds: float, stall_s: float) -> None:
-        """Takes note of a finished decode step and decides about the next one."""
-        if self._settled:
-            self._settled -= 1
-            if not self._settled:
-                self._begin_trial()
-            return
-        self._times[self.is_active].append(seconds)
-        self._stalls[self.is_active].append(stall_s)
-        if self._plan:
-            self.is_active = self._plan.popleft()
-        else:
-            self._decide()
-
-    def _begin_trial(self) -> None:
-        self._plan.extend(on for on in self.TRIAL for _ in range(self.BLOCK_STEPS))
-        self._times = {False: [], True: []}
-        self._stalls = {False: [], True: []}
-        self.is_active = self._plan.popleft()
-
-    def _decide(self) -> None:
-        off_s, on_s = median(self._times[False]), median(self._times[True])
-        stall_off, stall_on = (1e3 * median(self._stalls[on]) for on in (False, True))
-        self.is_active = on_s < off_s * (1.0 - self.GAIN)
-        self._settled = self.STEPS_ON if self.is_active else self.STEPS_OFF
-        self.verdict = (
-            f"{'on' if self.is_active else 'off'}: a step took {1e3 * on_s:.2f} ms with prefetch "
-            f"and {1e3 * off_s:.2f} ms without, of which {stall_on:.2f} and {stall_off:.2f} ms "
-            "waiting for experts"
-        )
+    layer: int
+    now_s: float
+    missing: int
+    link: LinkState
 
 
 class Prefetcher:
     """Watches a model's steps and reads experts before their layer asks for them.
 
     Used from the thread that computes. ``step`` is called before a forward pass, ``routed`` in each
-    layer after the demands were queued.
+    layer after the demands were queued. While guesses are not wanted, neither does anything but
+    keep the time, and the history of predictors that need it.
+
+    Attributes:
+        mode: off asks nothing, observe asks and reads nothing, enforce reads, auto reads as long
+            as it pays.
     """
 
-    def __init__(self, guesses: Guesses, predictor: Predictor, mode: PrefetchMode) -> None:
+    def __init__(
+        self,
+        guesses: Guesses,
+        predictor: Predictor,
+        mode: PrefetchMode,
+        *,
+        num_layers: int,
+        rules: PrefetchRules | None = None,
+    ) -> None:
         """Joins a store's prefetches with a predictor.
 
         Args:
             guesses: the prefetches of the store that experts are computed from.
             predictor: what to ask.
-            mode: off asks nothing, observe asks and reads nothing, enforce reads, auto reads as
-                long as it pays.
+            mode: see above.
+            num_layers: layers of the model.
+            rules: when a guess is read.
         """
         self._guesses = guesses
         self._predictor = predictor
         self.mode = mode
         self._controller = Controller()
-        self._admission = Admission()
-        self._last_used: dict[int, frozenset[ExpertKey]] = {}
+        self._admission = Admission(rules or PrefetchRules(), num_layers)
         self._expected: dict[int, frozenset[ExpertKey]] = {}
         self._is_prompt = True
-        self._step_start: tuple[float, float] | None = None
+        self._step_start: _StepStart | None = None
+        self._last_layer: _LayerStart | None = None
         self.reset_stats()
 
     @property
@@ -208,11 +131,22 @@ class Prefetcher:
             self.mode is PrefetchMode.AUTO and self._controller.is_active
         )
 
+    @property
+    def wants_layers(self) -> bool:
+        """Whether ``routed`` has anything to do in the running step."""
+        return self._predictor.needs_history or self._predicts
+
+    @property
+    def _predicts(self) -> bool:
+        return not self._is_prompt and (self.is_active or self.mode is PrefetchMode.OBSERVE)
+
     def reset_stats(self) -> None:
         """Sets the counters to zero, as after a warm-up; what was learned stays."""
         self._predict_s = 0.0
         self._decode_s = 0.0
+        self._active_steps, self._decode_steps = 0, 0
         self._visited, self._guessed, self._found = 0, 0, 0
+        self._step_start = self._last_layer = None
 
     def stats(self) -> PrefetchStats:
         """The counters so far."""
@@ -225,25 +159,32 @@ class Prefetcher:
             precision=self._found / self._guessed if self._guessed else float("nan"),
             predict_s=self._predict_s,
             decode_s=self._decode_s,
+            active_steps=self._active_steps,
+            decode_steps=self._decode_steps,
         )
 
     def describe(self) -> str:
         """The mode, and in ``auto`` what the controller made of it."""
         if self.mode is PrefetchMode.AUTO:
-            return f"auto, {self._controller.verdict}"
+            share = f"{self._active_steps} of {self._decode_steps} steps"
+            return f"auto, {self._controller.verdict}; in use for {share}"
         return self.mode.value
 
     def step(self, event: StepBegins) -> None:
         """A forward pass begins: the last one is judged, and its first layers are guessed."""
         start_s = time.perf_counter()
         self._end_step(start_s)
-        self._is_prompt = len(np.unique(event.sequences)) < len(event.sequences)
+        sequences = event.sequences
+        self._is_prompt = len(sequences) > 1 and len(set(sequences.tolist())) < len(sequences)
         if not self._is_prompt:
-            self._step_start = (start_s, self._guesses.link().stall_s)
-        self._admission.pause()
-        self._predictor.observe(event)
-        self._guess(-1)
-        self._predict_s += time.perf_counter() - start_s
+            self._step_start = _StepStart(start_s, self._predict_s, self._guesses.link())
+            self._decode_steps += 1
+            self._active_steps += self._predicts
+        self._last_layer = None
+        if self.wants_layers:
+            self._predictor.observe(event)
+            self._guess(-1, start_s)
+            self._predict_s += time.perf_counter() - start_s
 
     def routed(self, event: LayerRouted, keys: frozenset[ExpertKey]) -> None:
         """A layer was routed and has queued its demands.
@@ -253,14 +194,15 @@ class Prefetcher:
             keys: the experts that the layer uses.
         """
         start_s = time.perf_counter()
-        if not self._is_prompt and event.layer in self._expected:
-            expected = self._expected.pop(event.layer)
+        expected = self._expected.pop(event.layer, None)
+        if expected is not None:
             self._visited += len(keys)
             self._guessed += len(expected)
             self._found += len(keys & expected)
-        self._last_used[event.layer] = keys
-        self._predictor.observe(event)
-        self._guess(event.layer)
+        self._observe(event)
+        if self._predicts:
+            self._admission.used(event.layer, keys)
+            self._guess(event.layer, start_s)
         self._predict_s += time.perf_counter() - start_s
 
     def finish(self, sequence: int) -> None:
@@ -268,43 +210,55 @@ class Prefetcher:
         self._end_step(time.perf_counter())
         self._predictor.finish(sequence)
 
+    def _observe(self, event: Event) -> None:
+        if self._predicts or self._predictor.needs_history:
+            self._predictor.observe(event)
+
     def _end_step(self, now_s: float) -> None:
-        if self._step_start is not None:
-            start_s, stall_s = self._step_start
-            self._decode_s += now_s - start_s
-            self._controller.step(now_s - start_s, self._guesses.link().stall_s - stall_s)
+        start = self._step_start
+        if start is not None:
+            seconds = now_s - start.now_s
+            link = self._guesses.link()
+            self._decode_s += seconds
+            self._controller.step(
+                StepCost(
+                    seconds=seconds,
+                    stall_s=link.stall_s - start.link.stall_s,
+                    predict_s=self._predict_s - start.predict_s,
+                    saved_s=(link.came_true - start.link.came_true) * link.transfer_s,
+                )
+            )
         self._step_start = None
 
-    def _guess(self, now: int) -> None:
-        """Asks for the coming layers, and reads what is likely, urgent, absent and affordable."""
-        if self._is_prompt or (self.mode is PrefetchMode.AUTO and not self.is_active):
+    def _guess(self, now: int, now_s: float) -> None:
+        """Asks for the coming layers, and reads what is likely, useful, absent and affordable."""
+        if not self._predicts:
             return
-        made = self._predictor.predict(now, HORIZON)
-        nearest_layer = made[0][0].layer if made else -1
-        self._expected[nearest_layer] = frozenset(k for k, _ in made if k.layer == nearest_layer)
-        if not self.is_active:
-            return
-        link = self._guesses.link()
-        room = self._admission.layer(link, time.perf_counter())
-        likely = [guess for guess in made if guess[1] >= MIN_PROBABILITY]
-        if not room or not likely:
-            return
+        made = self._predictor.predict(now, self._admission.rules.horizon)
+        if made:
+            next_layer = made[0][0].layer
+            self._expected[next_layer] = frozenset(k for k, _ in made if k.layer == next_layer)
+        if self.is_active:
+            self._account(now, now_s)
+            self._read(made, now)
+
+    def _account(self, now: int, now_s: float) -> None:
+        """Credits the time that demands left of the link since the last layer."""
+        link, last = self._guesses.link(), self._last_layer
+        missing = link.num_missing
+        if last is not None:
+            missing -= last.link.num_missing
+            idle_s = (now_s - last.now_s) - (link.demand_s - last.link.demand_s)
+            self._admission.idle(max(idle_s, 0.0), link.transfer_s)
+            self._admission.waited(last.layer, last.missing, link.stall_s - last.link.stall_s)
+        elif self._step_start is not None:
+            missing -= self._step_start.link.num_missing
+        self._last_layer = None if now < 0 else _LayerStart(now, now_s, missing, link)
+
+    def _read(self, made: list[Guess], now: int) -> None:
+        likely = self._admission.likely(made)
         self._guesses.cancel_except({key for key, _ in likely})
-        num_layers = max(self._last_used, default=0) + 1
-        urgent = sorted(self._guesses.absent(likely), key=lambda g: -_urgency(g, now, num_layers))
-        just_used = frozenset().union(*(self._last_used.get(k.layer, ()) for k, _ in urgent))
-        started = self._guesses.start(
-            urgent[:room],
-            dict(made),
-            just_used=just_used,
-            window=WINDOW_SLOTS,
-            min_gain=MIN_GAIN,
-        )
-        self._admission.spend(started, link.slot_bytes)
-
-
-def _urgency(guess: Guess, now: int, num_layers: int) -> float:
-    """Probability over the number of layers until the expert would be used."""
-    key, probability = guess
-    distance = key.layer - now if key.layer > now else key.layer + num_layers - now
-    return probability / distance
+        if likely and self._admission.room:
+            urgent = self._admission.most_useful(self._guesses.absent(likely), now)
+            if urgent:
+                self._guesses.start(urgent, dict(made), self._admission)

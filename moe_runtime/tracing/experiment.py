@@ -24,7 +24,7 @@ from moe_runtime.policies.prediction.base import Predictor, Routes
 from moe_runtime.tracing.link_model import Machine
 from moe_runtime.tracing.replay import replay_demand
 from moe_runtime.tracing.routes import routes_of, shape_of
-from moe_runtime.tracing.timed_replay import PrefetchRules, TimedReplay, replay_timed
+from moe_runtime.tracing.timed_replay import TimedReplay, replay_timed
 from moe_runtime.tracing.workload import Workload
 from moe_runtime.types import ExpertKey
 
@@ -183,7 +183,6 @@ def _row(
                 num_slots,
                 experiment.machine,
                 predictor=None if predictor == "off" else _predictor(experiment, workload),
-                rules=PrefetchRules(),
             )
     return Row(
         policy=name,

@@ -1,36 +1,18 @@
 """Replays a workload with a modelled link and modelled compute, with or without prefetching.
 
-The policy and the predictor are the objects that run live; the rules by which guesses are admitted
-are those of the live prefetcher.
+The policy, the predictor and the admission of guesses are the objects that run live.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 from moe_runtime.policies.eviction import EvictionPolicy
-from moe_runtime.policies.prediction.base import Guess, Predictor
+from moe_runtime.policies.prediction.base import Predictor
+from moe_runtime.policies.prefetch import Admission, PrefetchRules
 from moe_runtime.tracing.link_model import LinkModel, Machine
 from moe_runtime.tracing.workload import Workload
 from moe_runtime.types import ExpertKey
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefetchRules:
-    """When a guess is read.
-
-    Attributes:
-        horizon: layers to look ahead.
-        min_probability: a guess must be at least this likely.
-        min_gain: a guess must be this much likelier than the expert that it evicts.
-        window: most guesses that wait for their layer at once.
-        credit: most unused link time that is saved up, in experts.
-    """
-
-    horizon: int = 2
-    min_probability: float = 0.5
-    min_gain: float = 0.1
-    window: int = 8
-    credit: float = 4.0
 
 
 @dataclass(eq=False)
@@ -142,14 +124,12 @@ class _Replayer:
         self._num_slots = num_slots
         self._machine = machine
         self._predictor = predictor
-        self._rules = rules
         self._link = LinkModel(machine)
         num_layers = workload.trace.signature.num_layers
+        self._admission = Admission(rules, num_layers)
         self._counts = [LayerCounts() for _ in range(num_layers)]
         self._guesses: dict[ExpertKey, bool] = {}  # prefetched; whether its layer is to come
-        self._last_used: dict[int, list[ExpertKey]] = {}
         self._now_s = 0.0
-        self._credit = 0.0
 
     def run(self) -> TimedReplay:
         workload = self._workload
@@ -171,9 +151,7 @@ class _Replayer:
             self._guess(routed.layer)
             compute_s = self._machine.layer_s + len(keys) * self._machine.expert_s
             self._now_s += stalled_s + compute_s
-            self._credit = min(
-                self._rules.credit, self._credit + compute_s / self._machine.transfer_s
-            )
+            self._admission.idle(compute_s, self._machine.transfer_s)
         for counts in self._counts:
             result.total.add(counts)
         result.seconds = self._now_s
@@ -208,7 +186,8 @@ class _Replayer:
         for key in self._guesses:
             if key.layer == layer:
                 self._guesses[key] = False
-        self._last_used[layer] = keys
+        self._admission.used(layer, keys)
+        self._admission.waited(layer, len(late) + len(missing), stalled_s)
         return stalled_s
 
     def _keep(self, keys: list[ExpertKey]) -> None:
@@ -267,46 +246,32 @@ class _Replayer:
         del self._guesses[key]
 
     def _guess(self, now: int) -> None:
-        """Prefetches what is likely, absent and affordable, the most urgent first."""
-        if self._predictor is None or self._credit < 1:
+        """Prefetches what is likely, absent and affordable, the most useful first."""
+        admission = self._admission
+        if self._predictor is None or not admission.room:
             return
-        rules, num_layers = self._rules, len(self._counts)
-        made = self._predictor.predict(now, rules.horizon)
-        likely = [guess for guess in made if guess[1] >= rules.min_probability]
+        made = self._predictor.predict(now, admission.rules.horizon)
+        likely = admission.likely(made)
         wanted = {key for key, _ in likely}
         for key in [k for k, expected in self._guesses.items() if expected and k not in wanted]:
             if not self._link.has_arrived(key) and not self._link.has_begun(key):
                 self._drop_guess(key)
         chance = dict(made)
-
-        def urgency(guess: Guess) -> float:
-            ahead = (guess[0].layer - now - 1) % num_layers + 1
-            return guess[1] / ahead
-
-        for key, probability in sorted(likely, key=urgency, reverse=True):
-            if self._credit < 1 or sum(self._guesses.values()) >= rules.window:
+        for key, probability in admission.most_useful(likely, now):
+            if not admission.room or sum(self._guesses.values()) >= admission.rules.window:
                 return
             if key in self._policy or key in self._guesses:
                 continue
-            if self._free_slot_for(key, chance, probability - rules.min_gain):
+            if self._free_slot_for(key, admission.gives_way(key, probability, chance)):
                 self._guesses[key] = True
                 self._link.prefetch(key)
                 self._counts[key.layer].prefetches += 1
-                self._credit -= 1
+                admission.spend(1)
 
-    def _free_slot_for(
-        self, incoming: ExpertKey, chance: dict[ExpertKey, float], bound: float
-    ) -> bool:
+    def _free_slot_for(self, incoming: ExpertKey, gives_way: Callable[[ExpertKey], bool]) -> bool:
         if self._room() > 0 or self._drop_stale_guess():
             return True
-        just_used = frozenset(self._last_used.get(incoming.layer, ()))
-
-        def worth_less(held: Hashable) -> bool:
-            assert isinstance(held, ExpertKey)
-            likely = chance.get(held, 0.0) >= bound
-            return held.layer == incoming.layer and held not in just_used and not likely
-
-        victim = self._policy.victim(worth_less, incoming)
+        victim = self._policy.victim(lambda held: gives_way(cast(ExpertKey, held)), incoming)
         if victim is None:
             return False
         self._policy.remove(victim)

@@ -16,6 +16,7 @@ from moe_runtime.policies.prediction.eam import EamCollection
 from moe_runtime.policies.prediction.estimator import Estimator
 from moe_runtime.policies.prediction.expert_map import ExpertMap
 from moe_runtime.policies.prediction.hidden_lookahead import HiddenLookahead
+from moe_runtime.policies.prediction.lookahead import LookaheadPredictor
 from moe_runtime.policies.prediction.next_gate import NextGate
 from moe_runtime.policies.prediction.popularity import Popularity
 from moe_runtime.policies.prediction.previous_token import PreviousToken
@@ -33,6 +34,7 @@ __all__ = [
     "Guess",
     "HiddenLookahead",
     "LayerRouted",
+    "LookaheadPredictor",
     "NextGate",
     "Popularity",
     "Predictor",
@@ -44,6 +46,7 @@ __all__ = [
     "TrackedPredictor",
     "contexts_of",
     "make_estimator",
+    "make_predictor",
 ]
 
 PREDICTORS: dict[str, type[Estimator]] = {
@@ -74,3 +77,10 @@ def make_estimator(name: str, shape: Shape) -> Estimator:
     if name not in PREDICTORS:
         raise ValueError(f"unknown predictor {name!r}: {nearest(name, PREDICTORS)}")
     return PREDICTORS[name](shape)
+
+
+def make_predictor(estimator: Estimator) -> Predictor:
+    """The predictor that puts an estimator to work."""
+    if isinstance(estimator, NextGate):
+        return LookaheadPredictor(estimator)
+    return TrackedPredictor(estimator)

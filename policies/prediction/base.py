@@ -7,7 +7,7 @@ layer, K experts that a token visits, D width of a hidden state. An expert id eq
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -54,13 +54,14 @@ class LayerRouted:
         layer: index among the Mixture-of-Experts layers.
         expert_ids: ``[N, K]`` in the gate's order; E where a slot is not used.
         gate_weights: ``[N, K]`` what the experts' outputs are multiplied by.
-        hidden: ``[N, D]`` what the gate was given, float32; None where only routing is known.
+        hidden: ``[N, D]`` what the gate was given, in the form that the predictor's scorer takes;
+            None where only routing is known.
     """
 
     layer: int
     expert_ids: np.ndarray
     gate_weights: np.ndarray
-    hidden: np.ndarray | None = None
+    hidden: Any = None
 
 
 Event = StepBegins | LayerRouted
@@ -72,7 +73,12 @@ class Predictor(Protocol):
     The same object runs in a live store and in a replayed trace: it has no clock and no random
     source, so equal events give equal guesses. It moves nothing; who calls it decides what a guess
     is worth.
+
+    Attributes:
+        needs_history: whether it must be told of all events, also while nobody asks it.
     """
+
+    needs_history: bool
 
     def observe(self, event: Event) -> None:
         """Takes note of what happened; events come in the order of the computation."""

@@ -7,6 +7,7 @@ the same estimators. Legend in ``base``; B rows, R rates.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +37,7 @@ class Contexts:
         counts: ``[B, L, E]`` float32, tokens of the sequence that visited each expert (MoE-
             Infinity's request-level activation matrix).
         recent: ``[B, R, L, E]`` float32, running means of the same with the rates RECENT_RATES.
-        hidden: ``[B, D]`` float32, what the gate of layer ``now`` was given, if that is known.
+        hidden: ``[B, D]`` what the gate of layer ``now`` was given, if that is known.
         memo: what estimators derived from everything but ``path`` and ``hidden``, which alone
             change while a step runs; by the estimator's name.
     """
@@ -51,7 +52,7 @@ class Contexts:
     recalled: np.ndarray
     counts: np.ndarray
     recent: np.ndarray
-    hidden: np.ndarray | None = None
+    hidden: Any = None
     memo: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __len__(self) -> int:

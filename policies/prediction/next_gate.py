@@ -1,5 +1,8 @@
 """Next-gate look-ahead: the gates of later layers, asked about the hidden state of this one."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from moe_runtime.policies.prediction.base import Shape
@@ -10,6 +13,10 @@ from moe_runtime.policies.prediction.transitions import sum_to
 MAX_GATE_DISTANCE = 3
 """Layers ahead for which a hidden state still says something; popularity serves beyond."""
 
+HiddenScorer = Callable[[Any, int, int], np.ndarray]
+"""Takes hidden states ``[B, D]``, a distance and the layer that many layers ahead; returns its
+logits ``[B, E]`` float32. In what form hidden states come is up to who makes the scorer."""
+
 
 class NextGate(Popularity):
     """Applies the gate of layer ``now + d`` to what the gate of layer ``now`` was given.
@@ -17,6 +24,10 @@ class NextGate(Popularity):
     A layer adds little to the residual stream, so the next gate's input resembles this one's (the
     speculative loading of Mixtral-offloading, HybriMoE's and Fate's look-ahead). Needs no training:
     only the model's own gates.
+
+    Attributes:
+        scorer: applies the gates; None while there are none.
+        max_distance: layers ahead that the scorer serves.
     """
 
     name = "next-gate"
@@ -24,11 +35,11 @@ class NextGate(Popularity):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
-        self.gates_LED: np.ndarray | None = None
-        self.bias_LE = np.zeros((shape.num_layers, shape.num_experts), dtype=np.float32)
+        self.scorer: HiddenScorer | None = None
+        self.max_distance = MAX_GATE_DISTANCE
 
     def set_gates(self, gates_LED: np.ndarray, bias_LE: np.ndarray) -> None:
-        """Takes the model's gates, float32.
+        """Takes the model's gates, float32, and hidden states as numpy arrays.
 
         Raises:
             ValueError: they are not of the model's shape.
@@ -39,19 +50,22 @@ class NextGate(Popularity):
                 f"gates must be [{sizes[0]}, {sizes[1]}, D] with biases {sizes}, "
                 f"got {gates_LED.shape} and {bias_LE.shape}"
             )
-        self.gates_LED, self.bias_LE = gates_LED, bias_LE
 
-    def gate_logits(self, contexts: Contexts, layer: int) -> np.ndarray | None:
-        """What the gate of a layer says to the rows' hidden state; None where there is none."""
-        if self.gates_LED is None or contexts.hidden is None:
+        def score(hidden_BD: Any, distance: int, layer: int) -> np.ndarray:
+            return hidden_BD @ gates_LED[layer].T + bias_LE[layer]
+
+        self.scorer = score
+
+    def hidden_logits(self, contexts: Contexts, now: int, layer: int) -> np.ndarray | None:
+        """What the scorer says of the rows' hidden states; None where it has nothing to say."""
+        is_near = now >= 0 and layer - now <= self.max_distance
+        if self.scorer is None or contexts.hidden is None or not is_near:
             return None
-        return contexts.hidden @ self.gates_LED[layer].T + self.bias_LE[layer]
+        return self.scorer(contexts.hidden, layer - now, layer)
 
     def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
         """Softmax of the gate, scaled to K; popularity where there is no hidden state."""
-        logits = None
-        if now >= 0 and layer - now <= MAX_GATE_DISTANCE:
-            logits = self.gate_logits(contexts, layer)
+        logits = self.hidden_logits(contexts, now, layer)
         if logits is None:
             return super().estimate(contexts, now, layer)
         share = np.exp(logits - logits.max(axis=1, keepdims=True))

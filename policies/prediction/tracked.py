@@ -23,6 +23,8 @@ class TrackedPredictor:
     Not thread-safe. Equal events give equal guesses.
     """
 
+    needs_history = True
+
     def __init__(self, estimator: Estimator) -> None:
         self.estimator = estimator
         self.shape: Shape = estimator.shape

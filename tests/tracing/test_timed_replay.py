@@ -9,9 +9,10 @@ from traces import trace_of
 
 from moe_runtime.policies.eviction import LRU, Setting, make_global_policy, make_policy
 from moe_runtime.policies.prediction import Routes, Shape
+from moe_runtime.policies.prefetch import PrefetchRules
 from moe_runtime.tracing.link_model import LinkModel, Machine
 from moe_runtime.tracing.replay import replay_demand
-from moe_runtime.tracing.timed_replay import PrefetchRules, replay_timed
+from moe_runtime.tracing.timed_replay import replay_timed
 from moe_runtime.tracing.workload import workload_of
 from moe_runtime.types import ExpertKey
 
@@ -21,6 +22,8 @@ MACHINE = Machine(bytes_per_s=1.0, latency_s=1.0, expert_bytes=3, layer_s=5.0, e
 
 class Told:
     """A predictor that is told the paths of all tokens, and is as sure as it is told to be."""
+
+    needs_history = True
 
     def __init__(self, ids: np.ndarray, probability: float = 1.0, shift: int = 0) -> None:
         self._ids, self._probability, self._shift = ids, probability, shift

@@ -1,6 +1,7 @@
 """Which slots guesses take, what becomes of them, and that the books balance."""
 
 import threading
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from slow_reader import SlowReader
 
 from moe_runtime.policies.eviction.lru import LRU
 from moe_runtime.policies.eviction.shares import LayerShares
+from moe_runtime.policies.prefetch import Admission, PrefetchRules
 from moe_runtime.store.cache import ExpertStore
 from moe_runtime.store.guesses import Guesses
 from moe_runtime.store.slab import Slab
@@ -42,9 +44,18 @@ def use(store: ExpertStore[torch.Tensor], reader: SlowReader, *keys: ExpertKey) 
     store.check()
 
 
-def start(guesses: Guesses, *made: tuple[ExpertKey, float], **options) -> int:
-    settings = {"just_used": frozenset(), "window": 8, "min_gain": 0.1, **options}
-    return guesses.start(made, dict(made), **settings)
+def start(
+    guesses: Guesses,
+    *made: tuple[ExpertKey, float],
+    just_used: Iterable[ExpertKey] = (),
+    credit: float = 8.0,
+    window: int = 8,
+) -> int:
+    admission = Admission(PrefetchRules(credit=credit, window=window), num_layers=4)
+    admission.idle(credit, 1.0)
+    for key in just_used:
+        admission.used(key.layer, [key])
+    return guesses.start(made, dict(made), admission)
 
 
 def test_a_guess_that_comes_true_is_a_hit_and_is_kept() -> None:
@@ -142,6 +153,28 @@ def test_the_window_bounds_guesses_at_work() -> None:
     assert start(guesses, *made, window=3) == 0
     assert len(reader.waiting) == 3
     store.check()
+
+
+def test_credit_bounds_what_is_read() -> None:
+    store, reader, guesses = open_store([4, 4])
+    made = [(K(1, expert), 0.9) for expert in range(6)]
+    assert start(guesses, *made, credit=2.5) == 2
+    assert reader.asked == [(K(1, 0), Priority.READAHEAD), (K(1, 1), Priority.READAHEAD)]
+    store.check()
+
+
+def test_time_in_which_demands_are_under_way_is_measured() -> None:
+    store, reader, guesses = open_store([2, 2])
+    start(guesses, (K(1, 3), 0.9))
+    assert guesses.link().demand_s == 0
+    with store.lease([K(1, 3)]):  # what was a guess is waited for now
+        before = guesses.link().demand_s
+        assert before > 0
+        reader.finish_all()
+        after = guesses.link().demand_s
+    assert after >= before
+    assert guesses.link().demand_s == after
+    assert guesses.link().num_missing == guesses.link().came_true == 1
 
 
 def test_stale_guesses_are_taken_back_unless_begun_or_wanted() -> None:
