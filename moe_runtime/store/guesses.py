@@ -109,7 +109,7 @@ class Guesses(Generic[W]):
         unwanted = (k for k in store._passing if not store._entries[k].expected)
         victim = next(filter(store._is_idle, unwanted), None)
         if victim is None:
-            victim = store._policy.victim(may_go, incoming)
+            victim = store._policy.victim_within(incoming.layer, may_go, incoming)
         if victim is None:
             return None
         store._counters.evictions += 1

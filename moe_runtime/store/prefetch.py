@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from moe_runtime.config import nearest
-from moe_runtime.policies.prediction.base import Event, Guess, LayerRouted, Predictor, StepBegins
+from moe_runtime.policies.prediction.base import Guess, LayerRouted, Predictor, StepBegins
 from moe_runtime.policies.prefetch import Admission, Controller, PrefetchRules, StepCost
 from moe_runtime.store.guesses import Guesses
 from moe_runtime.store.link import LinkState
@@ -47,7 +47,7 @@ class PrefetchStats:
         recall: share of the experts visited one layer later that were among the guesses made for
             that layer; nan before the first.
         precision: share of those guesses that were visited.
-        predict_s: seconds spent observing and predicting.
+        predict_s: seconds spent observing, predicting and choosing what to read.
         decode_s: seconds of all decode steps.
         active_steps: decode steps in which guesses were made.
         decode_steps: all decode steps.
@@ -173,10 +173,13 @@ class Prefetcher:
     def step(self, event: StepBegins) -> None:
         """A forward pass begins: the last one is judged, and its first layers are guessed."""
         start_s = time.perf_counter()
-        self._end_step(start_s)
         sequences = event.sequences
         self._is_prompt = len(sequences) > 1 and len(set(sequences.tolist())) < len(sequences)
-        if not self._is_prompt:
+        if self._is_prompt:
+            # before a prompt nobody may have computed for hours: the last step has no end
+            self._step_start = None
+        else:
+            self._end_step(start_s)
             self._step_start = _StepStart(start_s, self._predict_s, self._guesses.link())
             self._decode_steps += 1
             self._active_steps += self._predicts
@@ -184,10 +187,9 @@ class Prefetcher:
         if self.wants_layers:
             self._predictor.observe(event)
             self._guess(-1, start_s)
-            self._predict_s += time.perf_counter() - start_s
 
     def routed(self, event: LayerRouted, keys: frozenset[ExpertKey]) -> None:
-        """A layer was routed and has queued its demands.
+        """A layer was routed and has queued its demands; not to be told unless ``wants_layers``.
 
         Args:
             event: the routing.
@@ -199,20 +201,15 @@ class Prefetcher:
             self._visited += len(keys)
             self._guessed += len(expected)
             self._found += len(keys & expected)
-        self._observe(event)
+        self._predictor.observe(event)
         if self._predicts:
             self._admission.used(event.layer, keys)
-            self._guess(event.layer, start_s)
-        self._predict_s += time.perf_counter() - start_s
+        self._guess(event.layer, start_s)
 
     def finish(self, sequence: int) -> None:
         """A request ended."""
-        self._end_step(time.perf_counter())
+        self._step_start = None
         self._predictor.finish(sequence)
-
-    def _observe(self, event: Event) -> None:
-        if self._predicts or self._predictor.needs_history:
-            self._predictor.observe(event)
 
     def _end_step(self, now_s: float) -> None:
         start = self._step_start
@@ -228,19 +225,28 @@ class Prefetcher:
                     saved_s=(link.came_true - start.link.came_true) * link.transfer_s,
                 )
             )
-        self._step_start = None
 
     def _guess(self, now: int, now_s: float) -> None:
-        """Asks for the coming layers, and reads what is likely, useful, absent and affordable."""
+        """Asks for the coming layers, and reads what is likely, useful, absent and affordable.
+
+        Args:
+            now: the last layer that was routed.
+            now_s: when the work for this layer began.
+        """
         if not self._predicts:
+            self._predict_s += time.perf_counter() - now_s
             return
         made = self._predictor.predict(now, self._admission.rules.horizon)
         if made:
             next_layer = made[0][0].layer
             self._expected[next_layer] = frozenset(k for k, _ in made if k.layer == next_layer)
+        urgent: list[Guess] = []
         if self.is_active:
             self._account(now, now_s)
-            self._read(made, now)
+            urgent = self._choose(made, now)
+        self._predict_s += time.perf_counter() - now_s
+        if urgent:  # starting a read costs what it costs when the layer demands it
+            self._guesses.start(urgent, dict(made), self._admission)
 
     def _account(self, now: int, now_s: float) -> None:
         """Credits the time that demands left of the link since the last layer."""
@@ -255,10 +261,10 @@ class Prefetcher:
             missing -= self._step_start.link.num_missing
         self._last_layer = None if now < 0 else _LayerStart(now, now_s, missing, link)
 
-    def _read(self, made: list[Guess], now: int) -> None:
+    def _choose(self, made: list[Guess], now: int) -> list[Guess]:
+        """Takes stale guesses back; returns what is worth reading now, the most useful first."""
         likely = self._admission.likely(made)
         self._guesses.cancel_except({key for key, _ in likely})
-        if likely and self._admission.room:
-            urgent = self._admission.most_useful(self._guesses.absent(likely), now)
-            if urgent:
-                self._guesses.start(urgent, dict(made), self._admission)
+        if not likely or not self._admission.room:
+            return []
+        return self._admission.most_useful(self._guesses.absent(likely), now)

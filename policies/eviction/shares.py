@@ -103,6 +103,12 @@ class LayerShares(EvictionPolicy[ExpertKey]):
         victims = (self._layers[layer].victim(evictable, incoming) for layer in layers)
         return next((key for key in victims if key is not None), None)
 
+    def victim_within(
+        self, layer: int, evictable: Evictable, incoming: ExpertKey
+    ) -> ExpertKey | None:
+        """Chooses from one layer only, whatever the shares."""
+        return self._layers[layer].victim(evictable, incoming)
+
     def check(self) -> None:
         """Proves that every key is held by its own layer's policy, and each policy's invariants."""
         for policy in self._layers:

@@ -1,0 +1,77 @@
+"""The controller tries what can pay, stops what does not, and says which."""
+
+import pytest
+
+from moe_runtime.policies.prefetch import Controller, StepCost
+
+
+def step(
+    controller: Controller, off: float, on: float, *, stall: float = 0.5, saved: float = 1.0
+) -> bool:
+    """One step that takes ``off`` or ``on`` seconds; returns whether it ran with prefetch."""
+    was_on = controller.is_active
+    seconds = on if was_on else off
+    controller.step(
+        StepCost(
+            seconds=seconds,
+            stall_s=0.0 if was_on else stall * seconds,
+            predict_s=0.01 * seconds * was_on,
+            saved_s=saved * seconds * was_on,
+        )
+    )
+    return was_on
+
+
+def run(controller: Controller, steps: int, **settings: float) -> list[bool]:
+    settings = {"off": 1.0, "on": 1.0, **settings}
+    return [step(controller, **settings) for _ in range(steps)]
+
+
+def test_what_pays_goes_on_within_a_few_tokens_and_stays() -> None:
+    controller = Controller()
+    first = run(controller, 40, on=0.7)
+    assert all(first[22:])
+    assert controller.verdict.startswith("on: a step took 700.00 ms with prefetch and 1000.00 ms")
+    assert sum(run(controller, 1000, on=0.7)) > 950
+
+
+def test_nothing_is_tried_where_nothing_is_waited_for() -> None:
+    controller = Controller()
+    assert not any(run(controller, 500, on=0.5, stall=0.01))
+    assert controller.num_trials == 0
+    assert "too little to save" in controller.verdict
+
+
+def test_what_costs_clearly_is_stopped_after_one_block() -> None:
+    controller = Controller()
+    used = run(controller, 40, on=1.5)
+    assert sum(used) == Controller.BLOCK_STEPS
+    assert controller.verdict.startswith("off: a step took 1500.00 ms")
+
+
+def test_trials_that_fail_become_rare() -> None:
+    controller = Controller()
+    used = run(controller, 3000, on=1.005)
+    assert 0 < sum(used) < 0.03 * 3000
+    assert used[-1] is False
+
+
+def test_what_pays_no_more_goes_off_within_a_window() -> None:
+    controller = Controller()
+    run(controller, 60, on=0.7)
+    assert controller.is_active
+    used = run(controller, 20, on=1.0, stall=0.0, saved=0.0)
+    assert sum(used) <= Controller.WINDOW
+    assert "saved at most 0.00 ms" in controller.verdict
+    # and comes back once there is something to wait for again
+    assert run(controller, 60, on=0.7)[-1]
+
+
+@pytest.mark.parametrize("outlier", [30.0, 1e3])
+def test_one_slow_step_decides_nothing(outlier: float) -> None:
+    controller = Controller()
+    while not controller.is_active:
+        step(controller, 1.0, 0.7)
+    run(controller, 3, on=0.7)
+    run(controller, 1, on=outlier, off=outlier)
+    assert run(controller, 30, on=0.7)[-1]
