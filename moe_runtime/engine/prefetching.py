@@ -14,7 +14,6 @@ from moe_runtime.engine.experts import OffloadedExperts
 from moe_runtime.engine.share import ExpertShare, OwnGuesses
 from moe_runtime.engine.tracing import read_step
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.kernels.linear import linear
 from moe_runtime.policies.prediction import (
     PREDICTORS,
     Estimator,
@@ -82,7 +81,8 @@ def bind_scorer(
 ) -> None:
     """Has an estimator that reads hidden states take them as tensors, where the model computes.
 
-    The gates are the model's own, not copies.
+    The gates are the model's own, not copies. Torch multiplies: for matrices so small, waking the
+    threads of our kernels takes longer than the product.
 
     Raises:
         UnsupportedModelError: the predictor needs the gates, and they are not where gates are.
@@ -93,14 +93,14 @@ def bind_scorer(
 
         def score_maps(hidden_BD: torch.Tensor, distance: int, layer: int) -> np.ndarray:
             weight, bias = maps[distance - 1, layer], offsets[distance - 1, layer]
-            return _as_numpy(linear(hidden_BD.float(), weight, bias))
+            return _as_numpy(torch.nn.functional.linear(hidden_BD.float(), weight, bias))
 
         estimator.scorer = score_maps
     elif isinstance(estimator, NextGate):
         gates = [find_gate(model, name, estimator.shape) for name in block_names]
 
         def score_gates(hidden_BD: torch.Tensor, distance: int, layer: int) -> np.ndarray:
-            return _as_numpy(linear(hidden_BD, *gates[layer]))
+            return _as_numpy(torch.nn.functional.linear(hidden_BD, *gates[layer]))
 
         estimator.scorer = score_gates
 
@@ -128,8 +128,9 @@ def find_gate(
             "predictor that needs routing only, such as running-counts"
         )
     weight, bias = gates[0]
-    has_bias = isinstance(bias, torch.Tensor) and bias.shape == (shape.num_experts,)
-    return weight.detach(), bias.detach() if has_bias else None
+    if isinstance(bias, torch.Tensor) and bias.shape == (shape.num_experts,):
+        return weight.detach(), bias.detach()
+    return weight.detach(), None
 
 
 def find_gates(

@@ -46,7 +46,8 @@ def test_gates_answer_as_the_model_does_and_learning_improves_on_them() -> None:
     assert after.at(2).at_2k[2:].mean() > gate.at(2).at_2k[2:].mean()
 
 
-def test_hidden_states_are_asked_for() -> None:
+def test_gates_must_fit_the_hidden_states() -> None:
     estimator = HiddenLookahead(Shape(num_layers=2, num_experts=4, top_k=1))
-    with pytest.raises(ValueError, match="call set_gates first"):
-        estimator.fit_hidden(None, np.zeros((1, 2, 8)))  # type: ignore[arg-type]
+    gates, biases = np.zeros((2, 4, 6), np.float32), np.zeros((2, 4), np.float32)
+    with pytest.raises(ValueError, match=r"\(2, 4, 8\).*got \(2, 4, 6\)"):
+        estimator.fit_hidden(None, np.zeros((1, 2, 8)), gates, biases)  # type: ignore[arg-type]

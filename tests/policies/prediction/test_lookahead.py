@@ -66,6 +66,7 @@ def test_a_scorer_that_is_wrong_is_found_out_within_a_few_tokens() -> None:
 def test_probabilities_are_frequencies(num_rows: int) -> None:
     predictor = scored()
     noisy = predictor.estimator.scorer
+    assert noisy is not None
     rng = np.random.default_rng(1)
     predictor.estimator.scorer = lambda hidden, distance, layer: (
         noisy(hidden, distance, layer) + rng.normal(size=(num_rows, SHAPE.num_experts))
