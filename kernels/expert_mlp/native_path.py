@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_runtime.kernels.expert_mlp import torch_path
 from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
+from moe_runtime.kernels.expert_mlp.products import NativeProducts
 from moe_runtime.kernels.expert_mlp.rows import (
     Gradients,
     Group,
@@ -23,7 +24,7 @@ from moe_runtime.kernels.expert_mlp.rows import (
     groups,
     sort_rows,
 )
-from moe_runtime.kernels.linear import native_row_limit
+from moe_runtime.kernels.expert_mlp.steps import TorchSteps
 from moe_runtime.kernels.native import (
     ACTIVATION_CODES,
     DTYPE_CODES,
@@ -34,43 +35,43 @@ from moe_runtime.kernels.native import (
 from moe_runtime.kernels.native.pages import with_huge_pages
 
 
-class NativeSteps(torch_path.TorchSteps):
+class NativeSteps(TorchSteps):
     """The steps between the products in C, and the products for few rows."""
 
     def __init__(self, library: NativeLibrary) -> None:
         self._library = library
 
-    def activate(self, z_nZ: Tensor, experts: StackedExperts, activation: ActivationSpec) -> Tensor:
-        hidden_nF = z_nZ.new_empty(len(z_nZ), experts.dim_hidden)
+    def products(self, dtype: torch.dtype) -> NativeProducts:
+        return NativeProducts(self._library, dtype)
+
+    def activate(
+        self, z_nZ: Tensor, experts: StackedExperts, activation: ActivationSpec, hidden_nF: Tensor
+    ) -> None:
         self._gate(z_nZ, experts, activation, hidden_nF, None, None, None)
-        return hidden_nF
 
     def activate_backward(
         self,
         z_nZ: Tensor,
-        grad_nF: Tensor,
+        hidden_nF: Tensor,
         weights_n: Tensor | None,
         experts: StackedExperts,
         activation: ActivationSpec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `TorchSteps.activate_backward`; the hidden values take the place of `grad_nF`."""
-        weights_n = None if weights_n is None else weights_n.float()
-        grad_z_nZ = torch.empty_like(z_nZ)
+        grad_z_nZ: Tensor,
+    ) -> Tensor:
         grad_weights_n = torch.empty(len(z_nZ))
-        self._gate(z_nZ, experts, activation, grad_nF, grad_z_nZ, weights_n, grad_weights_n)
-        return grad_z_nZ, grad_nF, grad_weights_n
+        self._gate(z_nZ, experts, activation, hidden_nF, grad_z_nZ, weights_n, grad_weights_n)
+        return grad_weights_n
 
     def add_rows(
         self, sums_TD: Tensor, tokens_n: Tensor, rows_nD: Tensor, weights_n: Tensor | None
     ) -> None:
-        weights_n = None if weights_n is None else weights_n.float()
         self._library.add_rows(
             sums_TD.data_ptr(),
             sums_TD.shape[1],
             tokens_n.data_ptr(),
             rows_nD.data_ptr(),
             len(rows_nD),
-            None if weights_n is None else weights_n.data_ptr(),
+            _address(weights_n),
             DTYPE_CODES[rows_nD.dtype],
             self._library.shares_threads(),
         )
@@ -122,30 +123,24 @@ def infer(
     the work evenly; the others follow one by one.
     """
     library = require_native()
-    steps = NativeSteps(library)
     rows = sort_rows(ids_TK, experts.num_experts)
-    sums_TD = x_TD.new_zeros(x_TD.shape, dtype=torch.float32)
-    limit = native_row_limit(library, x_TD.dtype) if _fits_kernel(experts, activation) else 0
     found = list(groups(rows, experts))
+    limit = 0
+    if _fits_kernel(experts, activation):
+        limit = NativeProducts(library, experts.dtype).row_limit
     few = [group for group in found if group.last - group.first <= limit]
+    many = [group for group in found if group.last - group.first > limit]
+    call = torch_path.Call(
+        x_TD, weights_TK, rows, torch_path.largest(many), activation, NativeSteps(library)
+    )
+    sums_TD = call.new_sums()
     if few:
         y_ND, order_N = _run_kernel(library, few, x_TD, rows, ids_TK.shape[1], experts, activation)
-        weights_N = weights_TK.flatten()[order_N]
-        steps.add_rows(sums_TD, order_N // ids_TK.shape[1], y_ND, weights_N)
+        weights_N = weights_TK.flatten()[order_N].float()
+        call.steps.add_rows(sums_TD, order_N // ids_TK.shape[1], y_ND, weights_N)
     nothing = x_TD.new_empty(0, experts.dim_preactivation)
-    for group in found:
-        if group.last - group.first > limit:
-            torch_path.run_group(
-                group,
-                x_TD,
-                weights_TK,
-                rows,
-                experts,
-                activation,
-                nothing,
-                sums_TD,
-                steps=steps,
-            )
+    for group in many:
+        call.run_forward(group, experts, nothing, sums_TD)
     return sums_TD.to(x_TD.dtype)
 
 

@@ -19,37 +19,43 @@ from moe_runtime.kernels.expert_mlp.activation import ActivationSpec, Preactivat
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
 from moe_runtime.kernels.expert_mlp.paths import path_of
 from moe_runtime.kernels.expert_mlp.rows import Gradients, Group, Needs, SortedRows, sort_rows
+from moe_runtime.kernels.expert_mlp.steps import TorchSteps, precise_dtype
 from moe_runtime.kernels.native import require_native
 
 
-class FunctionSteps(torch_path.TorchSteps):
+class FunctionSteps(TorchSteps):
     """The steps around an activation that only a model knows; autograd steps back over it."""
 
     def __init__(self, function: PreactivationFunction) -> None:
         self._function = function
 
-    def activate(self, z_nZ: Tensor, experts: StackedExperts, activation: ActivationSpec) -> Tensor:
-        return self._function(z_nZ)
+    def activate(
+        self, z_nZ: Tensor, experts: StackedExperts, activation: ActivationSpec, hidden_nF: Tensor
+    ) -> None:
+        hidden_nF.copy_(self._function(z_nZ))
 
     def activate_backward(
         self,
         z_nZ: Tensor,
-        grad_nF: Tensor,
+        hidden_nF: Tensor,
         weights_n: Tensor | None,
         experts: StackedExperts,
         activation: ActivationSpec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        grad_z_nZ: Tensor,
+    ) -> Tensor:
         with torch.enable_grad():
             z_nZ = z_nZ.detach().requires_grad_()
-            hidden_nF = self._function(z_nZ)
-        precise = torch.float64 if z_nZ.dtype == torch.float64 else torch.float32
-        weight_grad_n = (grad_nF.to(precise) * hidden_nF.detach().to(precise)).sum(1)
-        hidden = hidden_nF.detach()
+            hidden = self._function(z_nZ)
+        precise, grad_nF = precise_dtype(z_nZ), hidden_nF
+        weight_grad_n = (grad_nF.to(precise) * hidden.detach().to(precise)).sum(1)
+        weighted = hidden.detach()
         if weights_n is not None:
             weights_n1 = weights_n.to(z_nZ.dtype)[:, None]
-            grad_nF, hidden = grad_nF * weights_n1, hidden * weights_n1
-        (grad_z_nZ,) = torch.autograd.grad(hidden_nF, z_nZ, grad_nF)
-        return grad_z_nZ, hidden, weight_grad_n
+            grad_nF, weighted = grad_nF * weights_n1, weighted * weights_n1
+        (found_nZ,) = torch.autograd.grad(hidden, z_nZ, grad_nF)
+        hidden_nF.copy_(weighted)
+        grad_z_nZ.copy_(found_nZ)
+        return weight_grad_n
 
 
 class RoutedCall:
@@ -93,10 +99,8 @@ class RoutedCall:
             self._steps = native_path.NativeSteps(require_native())
         else:
             self._steps = torch_path.STEPS
-        self._precise = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
-        self._sums_TD: Tensor | None = None
-        self._grad_TD: Tensor | None = None
-        self._grad_weights_TK: Tensor | None = None
+        self._call: torch_path.Call | None = None
+        self._sums_TD = self._grad_out_TD = self._grad_weights_R = torch.empty(0)
 
     def give_up_tensors(self) -> tuple[Tensor, ...]:
         """What the backward pass needs, for autograd to keep; the call has it no more."""
@@ -121,7 +125,7 @@ class RoutedCall:
         """Makes room for the output, and for the pre-activations if they are kept."""
         num_rows = self.weights_TK.numel() if keeps else 0
         self.z_RZ = self.x_TD.new_empty(num_rows, dim_preactivation)
-        self._sums_TD = self.x_TD.new_zeros(self.x_TD.shape, dtype=self._precise)
+        self._begin()
 
     def forward(self, expert: int, weights: StackedExperts) -> None:
         """Adds one expert's part of the output.
@@ -130,23 +134,18 @@ class RoutedCall:
             expert: Its number.
             weights: Its parameters, alone in slot 0, in the dtype of `x`.
         """
-        assert self._sums_TD is not None, "begin_forward comes first"
-        torch_path.run_group(
-            self._group(expert), self.x_TD, self.weights_TK, self.rows, weights, self._spec,
-            self.z_RZ, self._sums_TD, steps=self._steps,
-        )  # fmt: skip
+        assert self._call is not None, "begin_forward comes first"
+        self._call.run_forward(self._group(expert), weights, self.z_RZ, self._sums_TD)
 
     def output(self) -> Tensor:
         """`[T, D]` in the dtype of `x`, once every expert had its turn."""
-        assert self._sums_TD is not None, "begin_forward comes first"
-        out_TD, self._sums_TD = self._sums_TD.to(self.x_TD.dtype), None
-        return out_TD
+        return self._end()
 
     def begin_backward(self, grad_TD: Tensor) -> None:
         """Takes the output's gradient and makes room for those of `x` and the gate weights."""
-        self._grad_out_TD = grad_TD.to(self.x_TD.dtype).contiguous()
-        self._grad_TD = self.x_TD.new_zeros(self.x_TD.shape, dtype=self._precise)
-        self._grad_weights_TK = torch.zeros_like(self.weights_TK)
+        call = self._begin()
+        self._grad_out_TD = grad_TD.to(call.x_TD.dtype).contiguous()
+        self._grad_weights_R = torch.zeros_like(call.weights_R)
 
     def backward(
         self, expert: int, weights: StackedExperts, out: Sequence[Tensor | None] | None
@@ -159,24 +158,36 @@ class RoutedCall:
             out: Receives the gradients of the tensors of `weights`, in their shapes and dtype;
                 None when the expert is frozen.
         """
-        assert self._grad_TD is not None, "begin_backward comes first"
-        assert self._grad_weights_TK is not None, "begin_backward comes first"
+        assert self._call is not None, "begin_backward comes first"
         trains = out is not None
         nothing = self.x_TD.new_empty(0)
         found = [nothing if t is None else t for t in out] if out is not None else [nothing] * 4
         needs = Needs(True, True, *(trains and t is not None for t in weights.tensors()))
-        torch_path.run_group_backward(
-            self._group(expert), self._grad_out_TD, self.x_TD, self.weights_TK, self.z_RZ,
-            self.rows, weights, self._spec, Gradients(self._grad_TD, self._grad_weights_TK, *found),
-            needs=needs, steps=self._steps, is_first=True,
+        gradients = Gradients(self._sums_TD, self._grad_weights_R, *found)
+        self._call.run_backward(
+            self._group(expert), weights, self._grad_out_TD, self.z_RZ, gradients, needs,
+            is_first=True,
         )  # fmt: skip
 
     def input_gradients(self) -> tuple[Tensor, Tensor]:
         """Gradients of `x` and of the gate weights, once every expert had its turn."""
-        assert self._grad_TD is not None, "begin_backward comes first"
-        assert self._grad_weights_TK is not None, "begin_backward comes first"
-        grad_TD, self._grad_TD = self._grad_TD.to(self.x_TD.dtype), None
-        return grad_TD, self._grad_weights_TK
+        grad_weights_TK = torch_path.unsorted(self._grad_weights_R, self.rows, self.weights_TK)
+        self._grad_out_TD = self._grad_weights_R = torch.empty(0)
+        return self._end(), grad_weights_TK
+
+    def _begin(self) -> torch_path.Call:
+        most = max((self.num_rows(expert) for expert in self.experts), default=0)
+        self._call = torch_path.Call(
+            self.x_TD, self.weights_TK, self.rows, most, self._spec, self._steps
+        )
+        self._sums_TD = self._call.new_sums()
+        return self._call
+
+    def _end(self) -> Tensor:
+        """The sums, in the dtype of `x`; lets the memory of the experts go."""
+        sums_TD = self._sums_TD.to(self.x_TD.dtype)
+        self._call, self._sums_TD = None, torch.empty(0)
+        return sums_TD
 
     def _group(self, expert: int) -> Group:
         return Group(0, self._bounds[expert], self._bounds[expert + 1])

@@ -1,7 +1,8 @@
 """One matrix product per expert, in torch operations, on any device; forward and backward.
 
 The backward pass needs the input, the pre-activations and the routing only. It makes no copy of all
-routed rows: rows are gathered, multiplied and summed expert by expert.
+routed rows: rows are gathered, multiplied and summed expert by expert, in memory that one expert
+leaves to the next.
 
 Shape suffixes: T tokens, K top-k, R routed rows = T * K, n rows of one expert, D model, F hidden,
 Z = 2F with a gate and F without.
@@ -9,10 +10,12 @@ Z = 2F with a gate and F without.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.expert_mlp.activation import ActivationSpec, split_preactivations
+from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
 from moe_runtime.kernels.expert_mlp.rows import (
     Gradients,
@@ -22,74 +25,8 @@ from moe_runtime.kernels.expert_mlp.rows import (
     groups,
     sort_rows,
 )
-from moe_runtime.kernels.native.pages import with_huge_pages
-
-
-class TorchSteps:
-    """What happens between the products, for `forward` and `backward`."""
-
-    def product(self, x_nK: Tensor, weight_NK: Tensor, bias: Tensor | None, out_nN: Tensor) -> None:
-        """``x @ weight.T + bias`` into `out`."""
-        if bias is None:
-            torch.mm(x_nK, weight_NK.T, out=out_nN)
-        else:
-            torch.addmm(bias, x_nK, weight_NK.T, out=out_nN)
-
-    def activate(self, z_nZ: Tensor, experts: StackedExperts, activation: ActivationSpec) -> Tensor:
-        """Hidden values ``[n, F]`` of pre-activations, computed in fp32 or better."""
-        gate, up = _halves(z_nZ.to(_precise(z_nZ)), experts)
-        return activation(gate, up).to(z_nZ.dtype)
-
-    def activate_backward(
-        self,
-        z_nZ: Tensor,
-        grad_nF: Tensor,
-        weights_n: Tensor | None,
-        experts: StackedExperts,
-        activation: ActivationSpec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Steps back over the activation, with the gate weight still to be multiplied.
-
-        Args:
-            z_nZ: Pre-activations.
-            grad_nF: Gradient of the hidden values for a gate weight of one.
-            weights_n: Gate weights; None stands for ones.
-            experts: For the layout of `z`.
-            activation: What lies between.
-
-        Returns:
-            The gradient of `z`; the hidden values times gate weight ``[n, F]``; the gradient of the
-            gate weights ``[n]`` in fp32 or better.
-        """
-        precise = _precise(z_nZ)
-        gate, up = _halves(z_nZ.to(precise), experts)
-        grad = grad_nF.to(precise)
-        hidden = activation(gate, up)
-        grad_weights_n = (grad * hidden).sum(1)
-        if weights_n is not None:
-            weights_n1 = weights_n.to(precise)[:, None]
-            grad, hidden = grad * weights_n1, hidden * weights_n1
-        gate_grad, up_grad = activation.backward(gate, up, grad)
-        grad_z = torch.empty_like(z_nZ)
-        out_gate, out_up = _halves(grad_z, experts)
-        out_up.copy_(up_grad)
-        if out_gate is not None and gate_grad is not None:
-            out_gate.copy_(gate_grad)
-        return grad_z, hidden.to(z_nZ.dtype), grad_weights_n
-
-    def add_rows(
-        self, sums_TD: Tensor, tokens_n: Tensor, rows_nD: Tensor, weights_n: Tensor | None
-    ) -> None:
-        """``sums[tokens[i]] += weights[i] * rows[i]``, always in the same order."""
-        rows_nD = rows_nD.to(sums_TD.dtype)
-        if weights_n is not None:
-            rows_nD = rows_nD * weights_n.to(sums_TD.dtype)[:, None]
-        if sums_TD.is_cuda:
-            # index_add_ would sum by atomics, in any order; this one sorts first
-            sums_TD.index_put_((tokens_n,), rows_nD, accumulate=True)
-        else:
-            sums_TD.index_add_(0, tokens_n, rows_nD)
-
+from moe_runtime.kernels.expert_mlp.steps import TorchSteps, precise_dtype
+from moe_runtime.kernels.native.pages import untouched_zeros, with_huge_pages
 
 STEPS = TorchSteps()
 
@@ -125,57 +62,19 @@ def forward(
         experts: The parameters.
         activation: What lies between the products.
         keeps: Whether to return the pre-activations.
-        steps: The operations between the products.
+        steps: The operations of one expert.
 
     Returns:
         Output ``[T, D]`` in the dtype of `x`, and ``[R, Z]`` or an empty tensor.
     """
     num_rows = x_TD.shape[0] if weights_TK is None else weights_TK.numel()
     z_RZ = with_huge_pages(x_TD.new_empty(num_rows if keeps else 0, experts.dim_preactivation))
-    sums_TD = x_TD.new_zeros(x_TD.shape, dtype=x_TD.dtype if weights_TK is None else _precise(x_TD))
-    for group in groups(rows, experts):
-        run_group(group, x_TD, weights_TK, rows, experts, activation, z_RZ, sums_TD, steps=steps)
+    found = list(groups(rows, experts))
+    call = Call(x_TD, weights_TK, rows, largest(found), activation, steps)
+    sums_TD = call.new_sums()
+    for group in found:
+        call.run_forward(group, experts, z_RZ, sums_TD)
     return sums_TD.to(x_TD.dtype), z_RZ
-
-
-def run_group(
-    group: Group,
-    x_TD: Tensor,
-    weights_TK: Tensor | None,
-    rows: SortedRows,
-    experts: StackedExperts,
-    activation: ActivationSpec,
-    z_RZ: Tensor,
-    sums_TD: Tensor,
-    *,
-    steps: TorchSteps,
-) -> None:
-    """One expert's part of `forward`: its rows' outputs, added to `sums` or written there.
-
-    Args:
-        group: The expert and its rows.
-        x_TD: As in `forward`, and so the other arguments.
-        weights_TK: Gate weights or None.
-        rows: Where the rows are.
-        experts: The parameters.
-        activation: What lies between the products.
-        z_RZ: Receives the pre-activations, unless empty.
-        sums_TD: ``[T, D]`` in fp32 or better; rows of the input's dtype without gate weights.
-        steps: The operations between the products.
-    """
-    here = slice(group.first, group.last)
-    tokens_n, weights_n = _routing_of(group, rows, weights_TK)
-    z_nZ = z_RZ[here] if len(z_RZ) else x_TD.new_empty(_count(group), experts.dim_preactivation)
-    _preactivations(x_TD, tokens_n, group, experts, steps, z_nZ)
-    hidden_nF = steps.activate(z_nZ, experts, activation)
-    _, down_DF = experts.matrices(group.slot)
-    _, down_bias = experts.biases(group.slot)
-    if tokens_n is None:
-        steps.product(hidden_nF, down_DF, down_bias, sums_TD[here])
-    else:
-        y_nD = x_TD.new_empty(_count(group), x_TD.shape[1])
-        steps.product(hidden_nF, down_DF, down_bias, y_nD)
-        steps.add_rows(sums_TD, tokens_n, y_nD, weights_n)
 
 
 def backward(
@@ -201,194 +100,198 @@ def backward(
         experts: The parameters.
         activation: What lies between the products.
         needs: Which gradients.
-        steps: The operations between the products.
+        steps: The operations of one expert.
     """
-    gradients = _allocate(x_TD, weights_TK, experts, needs)
-    grad_TD = grad_TD.to(x_TD.dtype)
+    found = list(groups(rows, experts))
+    call = Call(x_TD, weights_TK, rows, largest(found), activation, steps)
+    grad_TD = grad_TD.to(call.x_TD.dtype)
+    sums_TD = call.new_sums() if needs.x else x_TD.new_empty(0)
+    parameters = [
+        untouched_zeros(tensor) if need and tensor is not None else x_TD.new_empty(0)
+        for tensor, need in zip(experts.tensors(), needs[2:], strict=True)
+    ]
+    gradients = Gradients(sums_TD, torch.zeros_like(call.weights_R), *parameters)
     used: set[int] = set()
-    for group in groups(rows, experts):
-        run_group_backward(
-            group, grad_TD, x_TD, weights_TK, z_RZ, rows, experts, activation, gradients,
-            needs=needs, steps=steps, is_first=group.slot not in used,
-        )  # fmt: skip
+    for group in found:
+        is_first = group.slot not in used
+        call.run_backward(group, experts, grad_TD, z_RZ, gradients, needs, is_first=is_first)
         used.add(group.slot)
-    _zero_unused(gradients, used, experts.gate_up.shape[0])
-    return gradients._replace(x=gradients.x.to(x_TD.dtype))
+    weights_grad = x_TD.new_empty(0)
+    if needs.weights and weights_TK is not None:
+        weights_grad = unsorted(gradients.weights, rows, weights_TK)
+    return gradients._replace(x=sums_TD.to(x_TD.dtype), weights=weights_grad)
 
 
-def run_group_backward(
-    group: Group,
-    grad_TD: Tensor,
-    x_TD: Tensor,
-    weights_TK: Tensor | None,
-    z_RZ: Tensor,
-    rows: SortedRows,
-    experts: StackedExperts,
-    activation: ActivationSpec,
-    gradients: Gradients,
-    *,
-    needs: Needs,
-    steps: TorchSteps,
-    is_first: bool,
-) -> None:
-    """One expert's part of `backward`: added to the input's gradient, written to its own.
+def largest(found: Sequence[Group]) -> int:
+    """Rows of the expert that has most."""
+    return max((group.last - group.first for group in found), default=0)
 
-    Args:
-        group: The expert and its rows.
-        grad_TD: Gradient of the output, in the dtype of `x`.
-        x_TD: As in `forward`, and so the other arguments.
-        weights_TK: Gate weights or None.
-        z_RZ: Pre-activations; empty when they are to be computed again.
-        rows: Where the rows are.
-        experts: The parameters.
-        activation: What lies between the products.
-        gradients: Of the whole call: `x` in fp32 or better, and slots as `experts` has them.
-        needs: Which gradients.
-        steps: The operations between the products.
-        is_first: Whether the parameters' gradients are written; otherwise they are added to.
-    """
-    tokens_n, weights_n = _routing_of(group, rows, weights_TK)
-    here = slice(group.first, group.last)
-    out_grad_nD = grad_TD[here] if tokens_n is None else grad_TD.index_select(0, tokens_n)
-    if len(z_RZ):
-        z_nZ = z_RZ[here]
-    else:
-        z_nZ = x_TD.new_empty(_count(group), experts.dim_preactivation)
-        _preactivations(x_TD, tokens_n, group, experts, steps, z_nZ)
-    _, down_DF = experts.matrices(group.slot)
-    hidden_grad_nF = out_grad_nD @ down_DF
-    z_grad_nZ, hidden_nF, weight_grad_n = steps.activate_backward(
-        z_nZ, hidden_grad_nF, weights_n, experts, activation
-    )
-    if needs.weights:
+
+def unsorted(sorted_R: Tensor, rows: SortedRows, like_TK: Tensor) -> Tensor:
+    """One value a sorted row, back where its slot is in ``[T, K]``."""
+    values_TK = torch.empty_like(like_TK, memory_format=torch.contiguous_format)
+    values_TK.view(-1)[rows.order_R] = sorted_R.to(like_TK.dtype)
+    return values_TK
+
+
+class Call:
+    """What the experts of one call share: operands, routing, and memory used by each in turn."""
+
+    def __init__(
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor | None,
+        rows: SortedRows,
+        max_rows: int,
+        activation: ActivationSpec,
+        steps: TorchSteps,
+    ) -> None:
+        """Takes the arguments of `forward`, and how many rows an expert has at most."""
+        self.activation = activation
+        self.steps = steps
+        self.products = steps.products(x_TD.dtype)
+        self.x_TD = x_TD.to(self.products.operand_dtype(x_TD.dtype)).contiguous()
+        self.tokens_R: Tensor | None = None
+        self.weights_R = x_TD.new_empty(0, dtype=precise_dtype(x_TD))
+        if weights_TK is not None:
+            self.tokens_R = rows.order_R // weights_TK.shape[1]
+            self.weights_R = weights_TK.flatten().to(precise_dtype(x_TD))[rows.order_R]
+        self._kept_dtype = x_TD.dtype
+        self._max_rows = max_rows
+        self._buffers: dict[str, Tensor] = {}
+
+    def new_sums(self) -> Tensor:
+        """Zeros to add rows of width D to; rows are sorted already: zeros to write them to."""
+        dtype = self.x_TD.dtype if self.tokens_R is None else precise_dtype(self.x_TD)
+        return self.x_TD.new_zeros(self.x_TD.shape, dtype=dtype)
+
+    def run_forward(
+        self, group: Group, experts: StackedExperts, z_RZ: Tensor, sums_TD: Tensor
+    ) -> None:
+        """One expert's outputs, added to `sums` or written there; its `z` unless that is empty."""
+        z_nZ = self._preactivations(group, experts, z_RZ)
+        if len(z_RZ):
+            _copy(z_nZ, z_RZ[group.first : group.last])
+        hidden_nF = self._buffer("hidden", group, experts.dim_hidden)
+        self.steps.activate(z_nZ, experts, self.activation, hidden_nF)
+        _, down_DF = experts.matrices(group.slot)
         _, down_bias = experts.biases(group.slot)
-        if down_bias is not None:
-            weight_grad_n = weight_grad_n + (out_grad_nD @ down_bias).to(weight_grad_n.dtype)
-        gradients.weights.view(-1)[rows.order_R[here]] = weight_grad_n.to(gradients.weights.dtype)
-    _parameter_gradients(
-        gradients, group, experts, needs, x_TD, tokens_n, weights_n,
-        out_grad_nD, hidden_nF, z_grad_nZ, is_first=is_first,
-    )  # fmt: skip
-    if needs.x:
-        gate_up_ZD, _ = experts.matrices(group.slot)
-        if tokens_n is None:
-            torch.mm(z_grad_nZ, gate_up_ZD, out=gradients.x[here])
-        else:
-            steps.add_rows(gradients.x, tokens_n, z_grad_nZ @ gate_up_ZD, None)
+        y_nD = self._out_rows(group, sums_TD)
+        self.products.forward(hidden_nF, down_DF, down_bias, y_nD)
+        self._add(group, y_nD, sums_TD, weighted=True)
 
+    def run_backward(
+        self,
+        group: Group,
+        experts: StackedExperts,
+        grad_TD: Tensor,
+        z_RZ: Tensor,
+        gradients: Gradients,
+        needs: Needs,
+        *,
+        is_first: bool,
+    ) -> None:
+        """One expert's part of all gradients; its own are added to unless it `is_first`.
 
-def _count(group: Group) -> int:
-    return group.last - group.first
-
-
-def _routing_of(
-    group: Group, rows: SortedRows, weights_TK: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Token and gate weight of each row of a group; None and None when rows are sorted in `x`."""
-    if weights_TK is None:
-        return None, None
-    order_n = rows.order_R[group.first : group.last]
-    return order_n // weights_TK.shape[1], weights_TK.flatten()[order_n]
-
-
-def _preactivations(
-    x_TD: Tensor,
-    tokens_n: Tensor | None,
-    group: Group,
-    experts: StackedExperts,
-    steps: TorchSteps,
-    z_nZ: Tensor,
-) -> None:
-    x_nD = _rows_of(x_TD, tokens_n, group)
-    gate_up_ZD, _ = experts.matrices(group.slot)
-    gate_up_bias, _ = experts.biases(group.slot)
-    steps.product(x_nD, gate_up_ZD, gate_up_bias, z_nZ)
-
-
-def _rows_of(x_TD: Tensor, tokens_n: Tensor | None, group: Group) -> Tensor:
-    return x_TD[group.first : group.last] if tokens_n is None else x_TD.index_select(0, tokens_n)
-
-
-def _parameter_gradients(
-    gradients: Gradients,
-    group: Group,
-    experts: StackedExperts,
-    needs: Needs,
-    x_TD: Tensor,
-    tokens_n: Tensor | None,
-    weights_n: Tensor | None,
-    out_grad_nD: Tensor,
-    hidden_nF: Tensor,
-    z_grad_nZ: Tensor,
-    *,
-    is_first: bool,
-) -> None:
-    """Writes one expert's parameter gradients, or adds to them when its slot was written before."""
-    slot = group.slot
-    if needs.down:
-        left, right = (
-            (hidden_nF, out_grad_nD) if experts.is_transposed else (out_grad_nD, hidden_nF)
+        Args:
+            group: The expert and its rows.
+            experts: The parameters.
+            grad_TD: Gradient of the output, in the dtype of this call's `x`.
+            z_RZ: Kept pre-activations or nothing.
+            gradients: Where to; `weights` has one element a sorted row.
+            needs: Which gradients.
+            is_first: Whether nothing was written to this slot's gradients before.
+        """
+        here = slice(group.first, group.last)
+        gate_up_ZD, down_DF = experts.matrices(group.slot)
+        grad_nD = self._rows(grad_TD, group, "grad")
+        z_nZ, grad_z_nZ = self._kept_preactivations(group, experts, z_RZ)
+        hidden_nF = self._buffer("hidden", group, experts.dim_hidden)
+        self.products.backward(grad_nD, down_DF, hidden_nF)
+        weights_n = None if self.tokens_R is None else self.weights_R[here]
+        weight_grad_n = self.steps.activate_backward(
+            z_nZ, hidden_nF, weights_n, experts, self.activation, grad_z_nZ
         )
-        _outer(left, right, gradients.down[slot], is_first=is_first)
-    if needs.gate_up:
-        x_nD = _rows_of(x_TD, tokens_n, group)
-        left, right = (x_nD, z_grad_nZ) if experts.is_transposed else (z_grad_nZ, x_nD)
-        _outer(left, right, gradients.gate_up[slot], is_first=is_first)
-    if needs.gate_up_bias:
-        _add_sum(z_grad_nZ, None, gradients.gate_up_bias[slot], is_first=is_first)
-    if needs.down_bias:
-        _add_sum(out_grad_nD, weights_n, gradients.down_bias[slot], is_first=is_first)
+        if self.tokens_R is not None:
+            _, down_bias = experts.biases(group.slot)
+            if down_bias is not None:
+                weight_grad_n = weight_grad_n + grad_nD @ down_bias.to(grad_nD.dtype)
+            gradients.weights[here] = weight_grad_n
+        if needs.down:
+            sides = (hidden_nF, grad_nD) if experts.is_transposed else (grad_nD, hidden_nF)
+            self.products.outer(*sides, gradients.down[group.slot], is_first=is_first)
+        if needs.down_bias:
+            _add_sum(grad_nD, weights_n, gradients.down_bias[group.slot], is_first=is_first)
+        if needs.gate_up:
+            x_nD = self._rows(self.x_TD, group, "x")
+            sides = (x_nD, grad_z_nZ) if experts.is_transposed else (grad_z_nZ, x_nD)
+            self.products.outer(*sides, gradients.gate_up[group.slot], is_first=is_first)
+        if needs.gate_up_bias:
+            _add_sum(grad_z_nZ, None, gradients.gate_up_bias[group.slot], is_first=is_first)
+        if needs.x:
+            dx_nD = self._out_rows(group, gradients.x)
+            self.products.backward(grad_z_nZ, gate_up_ZD, dx_nD)
+            self._add(group, dx_nD, gradients.x, weighted=False)
+
+    def _preactivations(self, group: Group, experts: StackedExperts, z_RZ: Tensor) -> Tensor:
+        """Computes them, in place where they are kept as they are, else in the shared memory."""
+        gate_up_ZD, _ = experts.matrices(group.slot)
+        gate_up_bias, _ = experts.biases(group.slot)
+        z_nZ = z_RZ[group.first : group.last]
+        if not len(z_RZ) or z_RZ.dtype != self.x_TD.dtype:
+            z_nZ = self._buffer("z", group, experts.dim_preactivation)
+        self.products.forward(self._rows(self.x_TD, group, "x"), gate_up_ZD, gate_up_bias, z_nZ)
+        return z_nZ
+
+    def _kept_preactivations(
+        self, group: Group, experts: StackedExperts, z_RZ: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Pre-activations with the bits that were or would have been kept; memory like them."""
+        width = experts.dim_preactivation
+        if not len(z_RZ):
+            z_nZ = self._preactivations(group, experts, z_RZ)
+            return _copy(z_nZ.to(self._kept_dtype), z_nZ), z_nZ
+        kept_nZ, z_nZ = z_RZ[group.first : group.last], self._buffer("z", group, width)
+        if kept_nZ.dtype == z_nZ.dtype:
+            return kept_nZ, z_nZ
+        return z_nZ.copy_(kept_nZ), z_nZ
+
+    def _rows(self, source_TD: Tensor, group: Group, name: str) -> Tensor:
+        """One expert's rows of tokens, or of rows that are sorted already."""
+        here = slice(group.first, group.last)
+        if self.tokens_R is None:
+            return source_TD[here]
+        out = self._buffer(name, group, source_TD.shape[1])
+        return torch.index_select(source_TD, 0, self.tokens_R[here], out=out)
+
+    def _out_rows(self, group: Group, sums_TD: Tensor) -> Tensor:
+        if self.tokens_R is None:
+            return sums_TD[group.first : group.last]
+        return self._buffer("y", group, sums_TD.shape[1])
+
+    def _add(self, group: Group, rows_nD: Tensor, sums_TD: Tensor, *, weighted: bool) -> None:
+        """Adds rows to their tokens; sorted rows are where they belong already."""
+        if self.tokens_R is not None:
+            here = slice(group.first, group.last)
+            weights_n = self.weights_R[here] if weighted else None
+            self.steps.add_rows(sums_TD, self.tokens_R[here], rows_nD, weights_n)
+
+    def _buffer(self, name: str, group: Group, width: int) -> Tensor:
+        """Memory that the experts of this call use one after another, ``[n, width]``."""
+        if name not in self._buffers:
+            self._buffers[name] = self.x_TD.new_empty(self._max_rows * width)
+        num_rows = group.last - group.first
+        return self._buffers[name][: num_rows * width].view(num_rows, width)
 
 
-def _outer(left_nA: Tensor, right_nB: Tensor, out_AB: Tensor, *, is_first: bool) -> None:
-    torch.addmm(out_AB, left_nA.T, right_nB, beta=0 if is_first else 1, out=out_AB)
+def _copy(source: Tensor, target: Tensor) -> Tensor:
+    """Copies unless both are the same memory."""
+    return target if source.data_ptr() == target.data_ptr() else target.copy_(source)
 
 
 def _add_sum(rows_nA: Tensor, weights_n: Tensor | None, out_A: Tensor, *, is_first: bool) -> None:
-    rows_nA = rows_nA.to(_precise(rows_nA))
+    rows_nA = rows_nA.to(precise_dtype(rows_nA))
     if weights_n is not None:
-        rows_nA = rows_nA * weights_n.to(rows_nA.dtype)[:, None]
+        rows_nA = rows_nA * weights_n[:, None]
     total = rows_nA.sum(0)
     out_A.copy_(total if is_first else total + out_A)
-
-
-def _allocate(
-    x_TD: Tensor, weights_TK: Tensor | None, experts: StackedExperts, needs: Needs
-) -> Gradients:
-    """Gradients to write into: those that rows add up to are zero, the others not yet anything."""
-    sums = x_TD.new_empty(0)
-    if needs.x:
-        sums = x_TD.new_zeros(
-            x_TD.shape, dtype=x_TD.dtype if weights_TK is None else _precise(x_TD)
-        )
-    return Gradients(
-        sums,
-        torch.zeros_like(weights_TK)
-        if needs.weights and weights_TK is not None
-        else x_TD.new_empty(0),
-        *(
-            with_huge_pages(torch.empty_like(tensor))
-            if need and tensor is not None
-            else x_TD.new_empty(0)
-            for tensor, need in zip(experts.tensors(), needs[2:], strict=True)
-        ),
-    )
-
-
-def _zero_unused(gradients: Gradients, used: set[int], num_slots: int) -> None:
-    """Experts without rows have gradient zero; the others were written in full."""
-    for tensor in gradients[2:]:
-        if tensor.numel():
-            for slot in range(num_slots):
-                if slot not in used:
-                    tensor[slot].zero_()
-
-
-def _halves(z_nZ: Tensor, experts: StackedExperts) -> tuple[Tensor | None, Tensor]:
-    return split_preactivations(
-        z_nZ, has_gate=experts.has_gate, is_concatenated=experts.is_concatenated
-    )
-
-
-def _precise(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

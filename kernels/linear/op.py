@@ -147,31 +147,57 @@ def _linear_native(
 ) -> Tensor:
     dim_out, dim_in = weight.shape
     x_RK = x if x.ndim == 2 else x.reshape(-1, dim_in)
-    x_stride, x_step = x_RK.stride()
-    if x_step != 1 and dim_in > 1:
+    if x_RK.stride(1) != 1 and dim_in > 1:
         x_RK = x_RK.contiguous()
-        x_stride = dim_in
+    out = x.new_empty((*x.shape[:-1], dim_out))
+    _run(library, x_RK, weight, bias, out, dim_out)
+    return out
+
+
+def linear_into(x_RK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_RN: Tensor) -> None:
+    """`linear` by the native kernel, into memory that is there. Nothing is checked.
+
+    Args:
+        x_RK: As in `linear`, with unit stride along K.
+        weight_NK: As in `linear`.
+        bias_N: As in `linear`.
+        out_RN: ``[R, N]`` in the dtype of `x`, with unit stride along N.
+
+    Raises:
+        NativeUnavailableError: The library was not built.
+    """
+    _run(require_native(), x_RK, weight_NK, bias_N, out_RN, out_RN.stride(0))
+
+
+def _run(
+    library: NativeLibrary,
+    x_RK: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    out_stride: int,
+) -> None:
+    """The kernel's calls; rows of `out` lie `out_stride` elements apart."""
+    dim_out, dim_in = weight.shape
     if bias is not None:
         bias = bias.contiguous()
-    out = x.new_empty((*x.shape[:-1], dim_out))
-    size = x.element_size()
+    x_bytes, out_bytes = x_RK.stride(0) * x_RK.element_size(), out_stride * out.element_size()
     for first in range(0, x_RK.shape[0], ROWS_PER_CALL):
         num_rows = min(ROWS_PER_CALL, x_RK.shape[0] - first)
         status = library.linear(
-            x_RK.data_ptr() + first * x_stride * size,
-            x_stride * size,
+            x_RK.data_ptr() + first * x_bytes,
+            x_bytes,
             num_rows,
             weight.data_ptr(),
             weight.stride(0) * weight.element_size(),
             None if bias is None else bias.data_ptr(),
-            out.data_ptr() + first * dim_out * size,
-            dim_out * size,
+            out.data_ptr() + first * out_bytes,
+            out_bytes,
             dim_in,
             dim_out,
-            DTYPE_CODES[x.dtype],
+            DTYPE_CODES[x_RK.dtype],
             DTYPE_CODES[weight.dtype],
             library.shares_threads(),
         )
         if status == STATUS_NO_MEMORY:
             raise MemoryError(f"no memory to pack {num_rows} rows of {dim_in} values")
-    return out

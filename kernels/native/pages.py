@@ -1,4 +1,4 @@
-"""Huge pages for large results: the first touch of fresh memory costs as much as filling it."""
+"""Large results: the first touch of fresh memory costs as much as filling it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import functools
 import mmap
 from collections.abc import Callable
 
+import numpy as np
+import torch
 from torch import Tensor
 
 _HUGE_PAGE = 2 << 20
 # Smaller tensors come from memory that has been used before.
 _WORTH_IT = 32 << 20
+_ALIGNMENT = 64
 
 
 def with_huge_pages(fresh: Tensor) -> Tensor:
@@ -26,6 +29,20 @@ def with_huge_pages(fresh: Tensor) -> Tensor:
     last = (fresh.data_ptr() + fresh.nbytes) // _HUGE_PAGE * _HUGE_PAGE
     advise(first, last - first, mmap.MADV_HUGEPAGE)
     return fresh
+
+
+def untouched_zeros(like: Tensor) -> Tensor:
+    """Zeros in shape, dtype and device of a tensor; large ones take memory when written to.
+
+    Fresh memory comes from the system filled with zeros. What is never written, the gradient of
+    an expert without rows, is then never touched at all.
+    """
+    if not like.is_cpu or like.nbytes < _WORTH_IT:
+        return torch.zeros_like(like, memory_format=torch.contiguous_format)
+    memory = torch.from_numpy(np.zeros(like.nbytes + _ALIGNMENT, dtype=np.uint8))
+    first = -memory.data_ptr() % _ALIGNMENT
+    zeros = memory[first : first + like.nbytes].view(like.dtype).view(like.shape)
+    return with_huge_pages(zeros)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from moe_runtime.kernels.expert_mlp import (
     StackedExperts,
     expert_mlp,
     grouped_expert_mlp,
-    native_path,
+    products,
 )
 from moe_runtime.kernels.native import native_library
 
@@ -127,6 +127,36 @@ def test_sizes_slots_and_recompute(impl: str, num_tokens: int, top_k: int, recom
     assert_all_close(found, expected, FP64 if impl == "torch" else FP32)
 
 
+@needs_native
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 2**-9), (torch.float16, 2**-12)])
+@pytest.mark.parametrize("widens", [True, False])
+def test_half_precision(
+    layout: dict[str, bool],
+    dtype: torch.dtype,
+    unit: float,
+    widens: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Products as they are, and widened a few rows of a matrix at a time."""
+    monkeypatch.setattr(products, "_is_faster_widened", lambda *_: widens)
+    monkeypatch.setattr(products, "_BLOCK_BYTES", 0)
+    monkeypatch.setattr(products, "_MIN_BLOCK_ROWS", 7)
+    experts = make_experts(6, dtype=dtype, **layout)
+    ids, weights = make_routing(60, 2, 6, kind="gaps", dtype=torch.float64)
+    x, weights = torch.randn(60, DIM_MODEL).to(dtype).double(), weights.to(dtype).double()
+    expected = run(experts, x, ids, weights, torch.float64, activation="silu", impl="reference")
+    for limit in (0, 1000):
+        monkeypatch.setattr(products, "native_row_limit", lambda *_, limit=limit: limit)
+        found = run(experts, x, ids, weights, dtype, activation="silu", impl="native")
+        # Rounded once or twice each: the probe, z, hidden, their gradients, rows, the result.
+        assert_all_close(found, expected, 10 * unit)
+        again = run(
+            experts, x, ids, weights, dtype, activation="silu", impl="native", recompute=True
+        )
+        assert all(torch.equal(found[name], again[name]) for name in found)
+
+
 def test_two_experts_in_one_slot() -> None:
     """Replicas: both add to the gradient of the slot they share."""
     experts = make_experts(4, num_slots=3, slot_of_expert=torch.tensor([0, 2, 2, 1]))
@@ -213,7 +243,7 @@ def test_inference_by_the_c_kernels(
     # bf16: a few roundings of 2^-9, of x's products, the hidden values, the rows and their sum.
     tolerance = FP32 if dtype == torch.float32 else 2e-2
     for limit in (0, 5, 1000):
-        monkeypatch.setattr(native_path, "native_row_limit", lambda *_, limit=limit: limit)
+        monkeypatch.setattr(products, "native_row_limit", lambda *_, limit=limit: limit)
         with torch.no_grad():
             out = expert_mlp(x, ids, weights, experts, activation="silu", impl="native")
         assert (out[3] == 0).all()

@@ -1,0 +1,119 @@
+"""The three products of an expert's matrix: rows forward, gradients back, its own gradient.
+
+Letters: n rows of one expert, K summed dimension, N outputs, A and B the sides of an outer product.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.linear.op import linear_into, native_row_limit
+from moe_runtime.kernels.native import NativeLibrary
+
+# Rows from which torch's product takes less time than the C kernel's, measured with two threads on
+# Zen 4 and Cascade Lake: of fp32, of widened operands, and of bf16 by the processor's instruction.
+_FEW_ROWS, _FEW_ROWS_WIDENED, _FEW_ROWS_HALF = 64, 256, 512
+# A widened part of a matrix stays in the cache until the product has read it.
+_BLOCK_BYTES = 8 << 20
+_MIN_BLOCK_ROWS = 64
+
+
+class Products:
+    """torch's own products, of operands as they are."""
+
+    def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What rows are to be given in, for experts of `dtype`; results have it as well."""
+        return dtype
+
+    def forward(self, x_nK: Tensor, weight_NK: Tensor, bias: Tensor | None, out_nN: Tensor) -> None:
+        """``x @ weight.T + bias`` into `out`."""
+        if bias is None:
+            torch.mm(x_nK, weight_NK.T, out=out_nN)
+        else:
+            torch.addmm(bias, x_nK, weight_NK.T, out=out_nN)
+
+    def backward(self, grad_nN: Tensor, weight_NK: Tensor, out_nK: Tensor) -> None:
+        """``grad @ weight`` into `out`."""
+        torch.mm(grad_nN, weight_NK, out=out_nK)
+
+    def outer(self, left_nA: Tensor, right_nB: Tensor, out_AB: Tensor, *, is_first: bool) -> None:
+        """``left.T @ right`` into `out`, or added to it unless it `is_first`."""
+        torch.addmm(out_AB, left_nA.T, right_nB, beta=0 if is_first else 1, out=out_AB)
+
+
+class NativeProducts(Products):
+    """The C kernel for few rows, torch's products for many, in fp32 where that is faster.
+
+    A processor without instructions for half precision multiplies it several times slower than
+    fp32 (oneDNN converts element by element). There a part of the matrix at a time is widened; the
+    result is rounded once, at the end.
+
+    Attributes:
+        row_limit: Rows up to which the C kernel computes `forward`.
+    """
+
+    def __init__(self, library: NativeLibrary, dtype: torch.dtype) -> None:
+        """Products of experts of `dtype`."""
+        self._widens = _is_faster_widened(library, dtype)
+        few = _FEW_ROWS if dtype == torch.float32 else _FEW_ROWS_HALF
+        few = _FEW_ROWS_WIDENED if self._widens else few
+        self.row_limit = min(few, native_row_limit(library, dtype))
+        self._scratch = torch.empty(0)
+
+    def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if self._widens else dtype
+
+    def forward(self, x_nK: Tensor, weight_NK: Tensor, bias: Tensor | None, out_nN: Tensor) -> None:
+        if len(x_nK) <= self.row_limit and weight_NK.stride(1) == 1:
+            linear_into(x_nK, weight_NK, bias, out_nN)
+        elif not self._widens:
+            super().forward(x_nK, weight_NK, bias, out_nN)
+        else:
+            for block in _blocks(weight_NK):
+                wide_bias = None if bias is None else bias[block].float()
+                super().forward(x_nK, self._wide(weight_NK[block]), wide_bias, out_nN[:, block])
+
+    def backward(self, grad_nN: Tensor, weight_NK: Tensor, out_nK: Tensor) -> None:
+        if not self._widens:
+            super().backward(grad_nN, weight_NK, out_nK)
+            return
+        for block in _blocks(weight_NK):
+            wide, beta = self._wide(weight_NK[block]), 0 if block.start == 0 else 1
+            torch.addmm(out_nK, grad_nN[:, block], wide, beta=beta, out=out_nK)
+
+    def outer(self, left_nA: Tensor, right_nB: Tensor, out_AB: Tensor, *, is_first: bool) -> None:
+        if not self._widens:
+            super().outer(left_nA, right_nB, out_AB, is_first=is_first)
+            return
+        for block in _blocks(out_AB):
+            wide = self._part(out_AB[block])
+            if not is_first:
+                wide.copy_(out_AB[block])
+            super().outer(left_nA[:, block], right_nB, wide, is_first=is_first)
+            out_AB[block] = wide
+
+    def _wide(self, narrow: Tensor) -> Tensor:
+        return self._part(narrow).copy_(narrow)
+
+    def _part(self, narrow: Tensor) -> Tensor:
+        """Memory for the fp32 copy of a part of a matrix, in the same order."""
+        if self._scratch.numel() < narrow.numel():
+            self._scratch = torch.empty(narrow.numel())
+        flat = self._scratch[: narrow.numel()]
+        if narrow.stride(1) == 1:
+            return flat.view(narrow.shape)
+        return flat.view(narrow.shape[1], narrow.shape[0]).T
+
+
+def _blocks(matrix: Tensor) -> list[slice]:
+    """Rows of a matrix whose fp32 copy fits into the cache together."""
+    rows = max(_MIN_BLOCK_ROWS, _BLOCK_BYTES // (4 * matrix.shape[1]))
+    return [slice(first, first + rows) for first in range(0, matrix.shape[0], rows)]
+
+
+def _is_faster_widened(library: NativeLibrary, dtype: torch.dtype) -> bool:
+    """Whether torch multiplies fp32 faster than `dtype`, conversions included."""
+    if dtype == torch.float32 or library.cpu_has_amx or library.isa == "portable":
+        return False
+    return dtype == torch.float16 or library.isa != "avx512bf16"
