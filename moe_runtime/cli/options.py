@@ -68,6 +68,11 @@ Trace = Annotated[
     Path | None, typer.Option(help="Record every routing decision into this .npz file.")
 ]
 
+Timeline = Annotated[
+    Path | None,
+    typer.Option(help="Write the times of layers, waits and reads as a Chrome trace (.json)."),
+]
+
 Budget = Annotated[
     str | None,
     typer.Option("--host-memory", help="Also show what this budget buys, such as 7GiB."),

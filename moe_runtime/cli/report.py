@@ -48,11 +48,11 @@ def report(
     output: Output = Path("report.html"),
     png: Png = None,
     policy: Policies = "lfu-aging,reuse",
-    predictor: Predictors = "popularity,previous-token,layer-affinity,combined",
+    predictor: Predictors = "popularity,previous-token,layer-affinity,naive-bayes",
     capacity: Capacity = "25%",
     bandwidth: Annotated[str, typer.Option(help="Bytes per second of the modelled link.")] = "25GB",
     expert_size: Annotated[str, typer.Option(help="Bytes of one modelled expert.")] = "16MiB",
-    max_accesses: MaxAccesses = 100_000,
+    max_accesses: MaxAccesses = 60_000,
     num_experts: Annotated[
         int | None, typer.Option(min=1, help="Experts of a layer, for files that do not say.")
     ] = None,

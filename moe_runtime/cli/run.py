@@ -51,6 +51,7 @@ def run(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     trace: options.Trace = None,
+    timeline: options.Timeline = None,
     as_json: options.Json = False,
     debug: options.Debug = False,
     config: options.Config = None,
@@ -74,7 +75,7 @@ def run(
             # Every process samples, and all must draw the same tokens.
             drawn = from_first(group, "seed", lambda: str(secrets.randbelow(2**63)))
             sampling["seed"] = int(drawn)
-        _check_budgets_and_trace(host_memory, device_memory, trace)
+        _check_budgets_and_files(host_memory, device_memory, trace, timeline)
         with loading_bar() as progress:
             quiet_transformers(session)
             tokenizer = _load_tokenizer(model)
@@ -89,6 +90,7 @@ def run(
                 prefetch=prefetch,
                 predictor=predictor,
                 trace=trace,
+                timeline=timeline,
                 max_tokens=room,
                 progress=progress,
                 **({} if group is None else {"group": group}),
@@ -113,7 +115,9 @@ def _stats_of_all(group: "ProcessGroup", stats: "RuntimeStats") -> "RuntimeStats
     return add_up([RuntimeStats(**json.loads(part)) for part in parts]) if parts else stats
 
 
-def _check_budgets_and_trace(host_memory: str, device_memory: str, trace: Path | None) -> None:
+def _check_budgets_and_files(
+    host_memory: str, device_memory: str, trace: Path | None, timeline: Path | None
+) -> None:
     """Refuses what loading would refuse minutes later."""
     parse_budget(host_memory, name="--host-memory")
     parse_budget(device_memory, name="--device-memory")
@@ -123,6 +127,12 @@ def _check_budgets_and_trace(host_memory: str, device_memory: str, trace: Path |
 
         check_trace_path(trace)
         check_no_journal(trace)
+    if timeline is not None:
+        from moe_runtime.tracing import check_trace_path
+
+        check_trace_path(timeline, what="timeline")
+        if timeline == trace:
+            raise ValueError(f"--trace and --timeline must be different files, got {trace} twice")
 
 
 def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -39,6 +40,7 @@ from moe_runtime.engine.runtime import LoadedFacts, RuntimeHandle
 from moe_runtime.engine.share import ExpertShare
 from moe_runtime.engine.small_batch import use_small_batch_layers
 from moe_runtime.engine.threads import rest_torch_threads
+from moe_runtime.engine.timeline import attach_timeline
 from moe_runtime.engine.tracing import attach_recorder
 from moe_runtime.kernels.expert_ffn import ExpertWeights
 from moe_runtime.parallel.agreement import (
@@ -55,7 +57,9 @@ from moe_runtime.store.prefetch import PrefetchMode, parse_mode
 from moe_runtime.store.slab import Slab
 from moe_runtime.store.source import ExpertSource
 from moe_runtime.store.tiers import TierFetcher
+from moe_runtime.store.timed import TimedStore
 from moe_runtime.tracing.routes import shape_of
+from moe_runtime.tracing.timeline import Timeline
 from moe_runtime.types import ExpertKey, ModelSignature
 
 if TYPE_CHECKING:
@@ -75,6 +79,7 @@ def load(
     prefetch: str = "off",
     predictor: str | Path = "next-gate",
     trace: str | Path | None = None,
+    timeline: str | Path | None = None,
     max_tokens: int = 4096,
     io_threads: int = 4,
     progress: Progress | None = None,
@@ -101,6 +106,7 @@ def load(
             link is idle; ``"auto"`` does so as long as it is faster than not doing it.
         predictor: who guesses: the name of a predictor, or the file of a trained one.
         trace: a file to record the routing in, see ``docs/trace-format.md``.
+        timeline: a file for the times of layers, waits and reads, in the Chrome trace format.
         max_tokens: longest context to set memory aside for.
         io_threads: reads in flight at once.
         progress: called with what is being done, the bytes done and the bytes in all.
@@ -160,7 +166,9 @@ def load(
 
     source = ExpertSource(experts.layouts, io_threads=io_threads)
     setting = Setting(shape=shape_of(signature))
-    store, host_store = _open_stores(source, experts, plans, policy, setting, place)
+    events = None if timeline is None or transport.rank else Timeline(timeline)
+    store, host_store = _open_stores(source, experts, plans, policy, setting, place, events)
+    attach_timeline(model, store, events)
     for module in modules:
         module.store, module.share = store, share
     attach_observer(model, modules, [store] if host_store is None else [store, host_store])
@@ -182,7 +190,12 @@ def load(
         bind_scorer(estimator, model, blocks, place)
         prefetcher = attach_prefetcher(model, modules, store, estimator, mode, share)
     handle = RuntimeHandle(
-        store, facts, host_store=host_store, recorder=recorder, prefetcher=prefetcher
+        store,
+        facts,
+        host_store=host_store,
+        recorder=recorder,
+        prefetcher=prefetcher,
+        timeline=events,
     )
     cast(Any, model).moe = handle
     return model
@@ -316,8 +329,10 @@ def _open_stores(
     policy: str,
     setting: Setting,
     place: torch.device,
+    timeline: Timeline | None,
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[torch.Tensor] | None]:
     """The store that experts are computed from and, for a device, the one below it."""
+    new: Any = ExpertStore if timeline is None else partial(TimedStore, timeline=timeline)
 
     def layer_policy(plan: MemoryPlan) -> LayerShares:
         return make_policy(
@@ -328,14 +343,14 @@ def _open_stores(
     host = plans["host"]
     slab = Slab(host.num_slots, host.slot_bytes)
     if "device" not in plans:
-        store = ExpertStore(source, slab, layer_policy(host), bind, stream_slots=host.stream_slots)
-        return store, None
+        return new(source, slab, layer_policy(host), bind, stream_slots=host.stream_slots), None
     slab.pin()
-    below: ExpertStore[torch.Tensor] = ExpertStore(
+    lower: Any = new if timeline is None else partial(new, tier=1)
+    below: ExpertStore[torch.Tensor] = lower(
         source, slab, layer_policy(host), _raw_slot, stream_slots=host.stream_slots
     )
     device = plans["device"]
-    above = ExpertStore(
+    above = new(
         TierFetcher(below, place),
         Slab(device.num_slots, device.slot_bytes, device=place),
         layer_policy(device),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from moe_runtime.store.prefetch import Prefetcher
     from moe_runtime.tracing import TraceRecorder
+    from moe_runtime.tracing.timeline import Timeline
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +56,7 @@ class RuntimeHandle:
         host_store: ExpertStore[Tensor] | None = None,
         recorder: TraceRecorder | None = None,
         prefetcher: Prefetcher | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         """Takes over the stores, the recorder and the prefetcher.
 
@@ -64,12 +66,14 @@ class RuntimeHandle:
             host_store: the tier below ``store``, for a model on a device.
             recorder: where routing is recorded, if it is.
             prefetcher: what reads experts before they are asked for, if anything does.
+            timeline: where the times of what happens go, if anywhere.
         """
         self.facts = facts
         self.recorder = recorder
         self.prefetcher = prefetcher
         self._store = store
         self._host_store = host_store
+        self._timeline = timeline
         self._closed = False
 
     def stats(self) -> RuntimeStats:
@@ -123,6 +127,8 @@ class RuntimeHandle:
             return
         self._closed = True
         self._store.close()
+        if self._timeline is not None:
+            self._timeline.close()
         if self.recorder is not None:
             self.recorder.close()
 

@@ -239,16 +239,18 @@ class TraceRecorder:
         )
 
 
-def check_trace_path(path: Path) -> None:
-    """Refuses a place where no trace could be written; for callers who load a model first.
+def check_trace_path(path: Path, *, what: str = "trace") -> None:
+    """Refuses a place where no file could be written; for callers who load a model first.
 
     Raises:
         CheckpointError: it is a folder, or its folder is missing or not writable.
     """
     folder = path.parent
     if path.is_dir():
-        raise CheckpointError(f"{path}: is a folder, expected the name of a trace file")
+        raise CheckpointError(f"{path}: is a folder, expected the name of a {what} file")
     if not folder.is_dir():
-        raise CheckpointError(f"{path}: the trace cannot be written: there is no folder {folder}")
+        raise CheckpointError(f"{path}: the {what} cannot be written: there is no folder {folder}")
     if not os.access(folder, os.W_OK):
-        raise CheckpointError(f"{path}: the trace cannot be written: no right to write to {folder}")
+        raise CheckpointError(
+            f"{path}: the {what} cannot be written: no right to write to {folder}"
+        )

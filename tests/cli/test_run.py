@@ -88,11 +88,13 @@ def test_every_option_reaches_the_runtime(checkpoint: Path, fake_load: Any, tmp_
         "--dtype": "float32",
         "--max-tokens": "99",
         "--trace": str(tmp_path / "trace.npz"),
+        "--timeline": str(tmp_path / "t.json"),
     }
     words = [word for pair in options.items() for word in pair]
     assert run(checkpoint, "-n", "1", *words) == 0
     given = {name.removeprefix("--").replace("-", "_"): value for name, value in options.items()}
     given |= {"max_tokens": 99, "trace": tmp_path / "trace.npz", "path": str(checkpoint)}
+    given |= {"timeline": tmp_path / "t.json"}
     assert {name: fake_load.options[name] for name in given} == given
 
 

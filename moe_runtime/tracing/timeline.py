@@ -1,0 +1,138 @@
+"""A timeline of a run in the Chrome trace format, which Perfetto and chrome://tracing show.
+
+The file is the format's JSON array of complete events ("X"), written as the run goes; viewers also
+read one that a crash left without its closing bracket. Times are microseconds since the start.
+"""
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from moe_runtime.errors import CheckpointError
+from moe_runtime.types import ExpertKey
+
+COMPUTE = 1
+"""Track of the thread that computes; the tracks of reads follow."""
+_PROCESS = 1
+_FIRST_READ_TRACK = 100
+_TRACKS_OF_TIER = 1000
+
+
+class Timeline:
+    """Writes events to a file; may be used from several threads.
+
+    Args:
+        path: the file; what was there is replaced.
+
+    Raises:
+        CheckpointError: it cannot be written there.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._origin_s = time.perf_counter()
+        self._lock = threading.Lock()
+        self._events: list[dict[str, Any]] = []
+        self._tracks: set[int] = set()
+        self._separator = "[\n"
+        self._closed = False
+        try:
+            self._file = self._path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise self._failure(error) from error
+        self._describe("process_name", COMPUTE, "moe-runtime")
+        self._describe("thread_name", COMPUTE, "compute")
+
+    def slice(
+        self, name: str, begin_s: float, end_s: float, *, track: int = COMPUTE, **args: Any
+    ) -> None:
+        """Notes something that took time.
+
+        Args:
+            name: what viewers write on it.
+            begin_s: its begin, of ``time.perf_counter``.
+            end_s: its end.
+            track: the row it is shown in; slices of a row lie apart or one within the other.
+            args: what viewers show when it is clicked.
+        """
+        event = {
+            "name": name,
+            "ph": "X",
+            "pid": _PROCESS,
+            "tid": track,
+            "ts": round(1e6 * (begin_s - self._origin_s), 3),
+            "dur": round(1e6 * max(0.0, end_s - begin_s), 3),
+            "args": args,
+        }
+        with self._lock:
+            self._events.append(event)
+
+    def read_track(self, tier: str, number: int, lane: int) -> int:
+        """The row of the reads into one tier that are under way beside ``lane`` others."""
+        track = _FIRST_READ_TRACK + _TRACKS_OF_TIER * number + lane
+        if track not in self._tracks:
+            self._tracks.add(track)
+            self._describe("thread_name", track, f"{tier} {lane}")
+        return track
+
+    def flush(self) -> None:
+        """Hands what was noted to the operating system.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        with self._lock:
+            events, self._events = self._events, []
+            if self._closed or not events:
+                return
+            text = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
+            try:
+                self._file.write(self._separator + text)
+                self._file.flush()
+            except OSError as error:
+                raise self._failure(error) from error
+            self._separator = ",\n"
+
+    def close(self) -> None:
+        """Completes the file. Later calls do nothing.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        if self._closed:
+            return
+        self.flush()
+        self._closed = True
+        try:
+            self._file.write("\n]\n")
+            self._file.close()
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _describe(self, what: str, track: int, name: str) -> None:
+        event = {"name": what, "ph": "M", "pid": _PROCESS, "tid": track, "args": {"name": name}}
+        with self._lock:
+            self._events.append(event)
+
+    def _failure(self, error: OSError) -> CheckpointError:
+        return CheckpointError(f"{self._path}: the timeline cannot be written: {error.strerror}")
+
+
+def expert_name(key: ExpertKey) -> str:
+    """How an expert is called on a timeline."""
+    return f"L{key.layer} E{key.expert}"
