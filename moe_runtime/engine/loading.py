@@ -40,6 +40,7 @@ from moe_runtime.engine.runtime import LoadedFacts, RuntimeHandle
 from moe_runtime.engine.share import ExpertShare
 from moe_runtime.engine.small_batch import use_small_batch_layers
 from moe_runtime.engine.threads import rest_torch_threads
+from moe_runtime.engine.timed_store import TimedStore
 from moe_runtime.engine.timeline import attach_timeline
 from moe_runtime.engine.tracing import attach_recorder
 from moe_runtime.kernels.expert_ffn import ExpertWeights
@@ -57,7 +58,6 @@ from moe_runtime.store.prefetch import PrefetchMode, parse_mode
 from moe_runtime.store.slab import Slab
 from moe_runtime.store.source import ExpertSource
 from moe_runtime.store.tiers import TierFetcher
-from moe_runtime.store.timed import TimedStore
 from moe_runtime.tracing.routes import shape_of
 from moe_runtime.tracing.timeline import Timeline
 from moe_runtime.types import ExpertKey, ModelSignature

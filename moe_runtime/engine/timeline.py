@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from moe_runtime.engine.timed_store import TimedStore
 from moe_runtime.engine.tracing import Step, read_step
 from moe_runtime.store.cache import ExpertStore
-from moe_runtime.store.timed import TimedStore
 from moe_runtime.tracing.timeline import Timeline
 
 

@@ -1,6 +1,6 @@
 """The charts of a trace; each function draws one thing and says nothing about the page."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -164,7 +164,7 @@ def traffic(found: TraceFindings) -> "Figure":
 
 
 def stacked_bars(
-    bars: dict[str, Sequence[float]], kinds: Sequence[str], *, scale: float, unit: str
+    bars: Mapping[str, Sequence[float]], kinds: Sequence[str], *, scale: float, unit: str
 ) -> "Figure":
     """Horizontal bars, each made of the same kinds of things."""
     with drawing() as new_figure:

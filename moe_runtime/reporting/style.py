@@ -27,7 +27,7 @@ def drawing() -> Iterator[Any]:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    settings = {
+    settings: dict[Any, Any] = {
         "font.family": "DejaVu Sans",
         "font.size": 9.5,
         "text.color": INK,

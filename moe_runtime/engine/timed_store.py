@@ -132,7 +132,15 @@ class TimedLease(Lease[W], Generic[W]):
         now_s = time.perf_counter()
         layers = sorted({key.layer for key in self._keys})
         name = f"layer {layers[0]}" if len(layers) == 1 else "layer"
-        self._timed._timeline.slice(name, self._begin_s, now_s, **self._outcome)
+        outcome = self._outcome
+        self._timed._timeline.slice(
+            name,
+            self._begin_s,
+            now_s,
+            hits=outcome["hits"],
+            late=outcome["late"],
+            misses=outcome["misses"],
+        )
         self._timed.begin_dense()
 
     def _next_group(self) -> list[ExpertKey]:
