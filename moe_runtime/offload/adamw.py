@@ -171,7 +171,8 @@ def _take(
         layout.flat(record, section)[part]
         for section in (Sections.PARAMETERS, Sections.MEAN, Sections.VARIANCE)
     )
-    torch._fused_adamw_(
+    # what torch.optim.AdamW(fused=True) itself calls
+    torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
         [parameters],
         [gradient],
         [mean],

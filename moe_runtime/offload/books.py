@@ -15,13 +15,15 @@ class Version:
         slot: where it lies.
         step: optimizer step up to which it goes.
         count: updates that the expert had.
-        digest: checksum of its bytes, once they were written.
+        digest: checksum of its bytes.
+        is_written: whether all of them were given to the disk.
     """
 
     slot: int
     step: int
     count: int
     digest: str = ""
+    is_written: bool = False
 
 
 @dataclass(slots=True)

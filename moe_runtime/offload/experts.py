@@ -122,8 +122,8 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         ctx.call.take_tensors(*ctx.saved_tensors)
-        grad_TD, grad_weights_TK = ctx.module.step_back(ctx.call, grads[0])
+        grad_TD, grad_weights_TK = ctx.module.step_back(ctx.call, grad)
         ctx.call.give_up_tensors()
         return None, grad_TD, grad_weights_TK, None, None

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from moe_runtime.engine.memory import peak_resident_bytes
 from moe_runtime.offload.adamw import AdamW
 from moe_runtime.offload.books import Traffic
+from moe_runtime.offload.checkpoint import ExpertCheckpoints
 from moe_runtime.offload.dense import DenseAdamW, StepOutcome
 from moe_runtime.offload.experts import OffloadedTrainingExperts
 from moe_runtime.offload.memory import TrainingMemory
@@ -25,6 +26,8 @@ from moe_runtime.offload.site import ExpertsSite
 from moe_runtime.offload.states import ExpertStates
 from moe_runtime.offload.window import Window
 from moe_runtime.types import ExpertKey
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +90,7 @@ class OffloadedTraining:
         self._sites = list(sites)
         self._passes = ExpertPasses(sites, self.optimizer)
         self._settings = settings
+        self._checkpoints = ExpertCheckpoints(states, sites)
         self._final_rate: float | None = None
         self._modules: list[OffloadedTrainingExperts] = []
         for layer, site in enumerate(sites):
@@ -222,6 +226,53 @@ class OffloadedTraining:
             peak_rss_bytes=peak_resident_bytes(),
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        """Moments and step counts, and which version of every expert belongs to them.
+
+        Part of a checkpoint that `write` saves; the experts themselves stay in `storage_dir`.
+
+        Raises:
+            CheckpointError: there is no `storage_dir`.
+            MoERuntimeError, OSError: the checkpoint before could not be written.
+        """
+        return {
+            "experts": self._checkpoints.begin(),
+            "steps": self.optimizer.state_dict(),
+            "dense": self.dense.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up what a checkpoint has of `state_dict`, under any budget.
+
+        Raises:
+            CheckpointError: it is of another model, or damaged; says where.
+            ValueError: the state of the dense parameters does not fit.
+        """
+        self._checkpoints.restore(state["experts"])
+        self.optimizer.load_state_dict(state["steps"])
+        self.dense.load_state_dict(state["dense"])
+
+    def write(
+        self, state: S, own: Callable[[S], Mapping[str, Any]], job: Callable[[S], object]
+    ) -> None:
+        """Saves a checkpoint while training goes on.
+
+        Args:
+            state: everything that belongs to it, `state_dict` included; it is copied.
+            own: finds in it what `state_dict` gave.
+            job: writes a state to its place, atomically; called in another thread, once every
+                expert is durable.
+        """
+        self._checkpoints.write(state, lambda found: own(found)["experts"], job)
+
+    def wait(self) -> None:
+        """Returns when the checkpoint under way is durable.
+
+        Raises:
+            MoERuntimeError, OSError: it could not be written; the one before is intact.
+        """
+        self._checkpoints.wait()
+
     def check(self) -> None:
         """Proves that the books balance.
 
@@ -231,8 +282,14 @@ class OffloadedTraining:
         self._states.check()
 
     def close(self) -> None:
-        """Ends the transfers. The model cannot be used afterwards."""
+        """Waits for the checkpoint under way and ends the transfers; the model is of no use then.
+
+        Raises:
+            MoERuntimeError, OSError: the checkpoint could not be written; the one before is intact.
+        """
+        self._checkpoints.close()
         self._states.close()
+        self._checkpoints.wait()
 
     def _part(self, part: Callable[[], Tensor]) -> Tensor:
         loss = part()

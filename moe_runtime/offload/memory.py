@@ -10,7 +10,7 @@ from torch import nn
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError
 from moe_runtime.offload.records import RecordLayout
-from moe_runtime.offload.states import MIN_RING_SLOTS
+from moe_runtime.offload.slots import MIN_RING_SLOTS
 from moe_runtime.types import ExpertKey
 
 RING_BYTES = 256 * 2**20

@@ -38,6 +38,8 @@ def offload_training(
     activation_memory: MemorySize = DEFAULT_ACTIVATION_SHARE,
     io_threads: int = 4,
     direct: bool = True,
+    initial: Callable[[ExpertKey], Sequence[Tensor]] | None = None,
+    resume: Mapping[str, Any] | None = None,
 ) -> OffloadedTraining:
     """Trains a model whose routed experts and their states do not fit where it computes.
 
@@ -57,13 +59,18 @@ def offload_training(
             share of the budget.
         io_threads: reads and writes in flight at once.
         direct: go past the page cache where the file system can.
+        initial: for a model whose expert parameters are on the meta device: gives an expert's
+            tensors, in the order of its module's parameters. Called for one expert after another.
+        resume: what `OffloadedTraining.state_dict` gave for the last checkpoint in `storage_dir`.
+            The dense parameters are the caller's to load.
 
     Returns:
         The optimizer of the whole model; close it at the end.
 
     Raises:
         CapacityError: a budget or the disk is too small; names the smallest budget that works.
-        CheckpointError: `storage_dir` is missing or cannot be written.
+        CheckpointError: `storage_dir` is missing or cannot be written, or the checkpoint is damaged
+            or of another model.
         UnsupportedModelError: the model has no routed experts that can leave it.
         ValueError: a size cannot be read.
     """
@@ -71,7 +78,7 @@ def offload_training(
     _check_device(model, device_memory)
     parameters = [site.module.get_parameter(n) for site in sites for n in site.parameter_names]
     layouts = layouts_of(sites)
-    held = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    held = sum(p.numel() * p.element_size() for p in parameters if not p.is_meta)
     budget = resolve_budget(
         parse_budget(host_memory, name="host_memory"), available_host_bytes() + held, "the host"
     )
@@ -88,11 +95,15 @@ def offload_training(
     states = open_states(
         layouts, memory, None if storage_dir is None else Path(storage_dir), io_threads, direct
     )
-    fill(states, layouts, _stacked_parameters(sites))
+    if resume is None:
+        fill(states, layouts, initial or _stacked_parameters(sites))
+    training = OffloadedTraining(model, sites, states, optimizer or AdamW(), memory)
     for site in sites:
         for name in site.parameter_names:
             del site.module._parameters[name]
-    return OffloadedTraining(model, sites, states, optimizer or AdamW(), memory)
+    if resume is not None:
+        training.load_state_dict(resume)
+    return training
 
 
 def find_sites(model: nn.Module) -> list[ExpertsSite]:

@@ -12,7 +12,8 @@ from torch import Tensor
 from moe_runtime.offload.adamw import AdamW, LossScale, replay, update
 from moe_runtime.offload.dense import clip_scale
 from moe_runtime.offload.records import Sections
-from moe_runtime.offload.states import ExpertStates, Need
+from moe_runtime.offload.slots import Need
+from moe_runtime.offload.states import ExpertStates
 from moe_runtime.types import ExpertKey
 
 REHOME_STEPS = 50

@@ -22,7 +22,7 @@ from moe_runtime.kernels.expert_mlp.one_by_one import RoutedCall
 from moe_runtime.offload.optimizer import ExpertOptimizer
 from moe_runtime.offload.records import Sections
 from moe_runtime.offload.site import ExpertsSite
-from moe_runtime.offload.states import Need
+from moe_runtime.offload.slots import Need
 from moe_runtime.types import ExpertKey
 
 

@@ -50,7 +50,16 @@ class RecordFile(CheckpointFile):
         return slot
 
     def hold(self, slot: int) -> None:
-        """Holds a slot once more, or takes a certain free one."""
+        """Holds a slot once more, or takes a certain free one.
+
+        Raises:
+            CheckpointError: the file has no such slot.
+        """
+        if slot >= self.num_slots:
+            raise CheckpointError(
+                f"{self.path} is too short: it has {self.num_slots} records, the checkpoint names "
+                f"number {slot}"
+            )
         if slot not in self._holds:
             self._free.remove(slot)
         self._holds[slot] += 1

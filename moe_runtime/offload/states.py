@@ -1,131 +1,27 @@
-"""Where the record of each expert lies, and its way to where it is computed with.
+"""What becomes of experts: new versions at home, steps taken back, states saved and restored.
 
-An expert's home is host memory, where its record is worked on in place, or the disk, from which its
-sections come into a few slots of host memory and go back as a new version. What is needed next is
-said beforehand (`expect`), so that it arrives while other experts compute.
+An expert's home is host memory, where its record is worked on in place, or the disk, where every
+update makes a new version in another place; the one before stays until the step is done, and as
+long as a checkpoint names it.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from itertools import islice
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from moe_runtime.errors import MoERuntimeError
-from moe_runtime.offload.books import Entry, ExpertState, Traffic, Version
-from moe_runtime.offload.disk import Disk
-from moe_runtime.offload.records import RecordLayout, Sections
-from moe_runtime.store.slab import Slab
+from moe_runtime.errors import CheckpointError
+from moe_runtime.offload.books import ExpertState, Version
+from moe_runtime.offload.records import Sections, checksum
+from moe_runtime.offload.slots import RecordSlots
 from moe_runtime.store.transfer import Priority, Read
 from moe_runtime.types import ExpertKey
 
-MIN_RING_SLOTS = 3
-"""Fewest slots between disk and computation: one in use, one being filled, one being written."""
 
-Need = tuple[ExpertKey, Sections]
-
-
-class ExpertStates:
-    """Records of all experts, in host memory and on the disk.
-
-    One thread at a time may compute with records; transfers run beside it.
-
-    Args:
-        layouts: of every expert's record.
-        resident: experts whose home is host memory.
-        ring_slots: slots for the others; 0 if there are none.
-        disk: where the others lie; None when all are resident.
-    """
-
-    def __init__(
-        self,
-        layouts: Mapping[ExpertKey, RecordLayout],
-        *,
-        resident: Sequence[ExpertKey],
-        ring_slots: int,
-        disk: Disk | None,
-    ) -> None:
-        if len(resident) < len(layouts) and (disk is None or ring_slots < MIN_RING_SLOTS):
-            raise ValueError(
-                f"experts on the disk need a folder and at least {MIN_RING_SLOTS} slots, "
-                f"got {ring_slots}"
-            )
-        self.disk = disk
-        self.experts = {key: ExpertState(layout) for key, layout in layouts.items()}
-        slot_bytes = max(layout.record_bytes for layout in layouts.values())
-        self._slab = Slab(ring_slots + len(resident), slot_bytes)
-        for slot, key in enumerate(resident, start=ring_slots):
-            self.experts[key].home = slot
-        self._free = list(range(ring_slots))
-        self._entries: OrderedDict[ExpertKey, Entry] = OrderedDict()
-        self._expected: deque[Need] = deque()
-        self._changed = threading.Condition()
-        self._failure: MoERuntimeError | None = None
-        self.traffic = Traffic()
-
-    # What the computing thread asks for.
-
-    def expect(self, needs: Iterable[Need]) -> None:
-        """Says which sections will be acquired next, in order; replaces what was said before."""
-        with self._changed:
-            self._expected = deque(
-                (key, need) for key, need in needs if self.experts[key].home is None
-            )
-            self._read_ahead()
-
-    def acquire(self, key: ExpertKey, need: Sections, *, writes: bool = False) -> Tensor:
-        """The record of an expert with the needed sections filled in; `release` gives it back.
-
-        Args:
-            key: the expert.
-            need: sections to be read; others may hold anything.
-            writes: whether STATE sections will be changed: waits until none is being written.
-
-        Raises:
-            MoERuntimeError: a transfer failed.
-        """
-        expert = self.experts[key]
-        with self._changed:
-            if expert.home is not None:
-                self.traffic.needed_bytes += self._bytes(key, need)
-                self.traffic.resident_bytes += self._bytes(key, need)
-                self._wait_for(lambda: not (writes and expert.captures))
-                return self._slab.slot(expert.home)
-            while self._expected and self._expected[0][0] == key:
-                self._expected.popleft()
-            entry = self._entries.get(key) or self._admit(key)
-            self._entries.move_to_end(key)
-            entry.pins += 1
-            self._start_read(key, entry, need, Priority.DEMAND)
-            self._read_ahead()
-            try:
-                self._wait_for(
-                    lambda: not (entry.arriving & need) and not (writes and entry.transfers)
-                )
-            except MoERuntimeError:
-                entry.pins -= 1
-                raise
-            self.traffic.count_use(entry, need, expert.layout.section_bytes)
-            return self._slab.slot(entry.slot)
-
-    def release(self, key: ExpertKey, *, has: Sections = Sections.NONE) -> None:
-        """Gives a record back.
-
-        Args:
-            key: the expert.
-            has: sections that were filled in by computation and are valid now.
-        """
-        with self._changed:
-            if self.experts[key].home is None:
-                entry = self._entries[key]
-                entry.pins -= 1
-                entry.have |= has
-                self._read_ahead()
+class ExpertStates(RecordSlots):
+    """Records of all experts, and the versions of those that were written."""
 
     def write_state(self, key: ExpertKey) -> None:
         """Sends changed parameters and moments home; the version before stays until `commit`.
@@ -160,20 +56,6 @@ class ExpertStates:
             if (entry := self._entries.get(key)) is not None:
                 entry.have &= ~Sections.GRADIENT
                 entry.fresh &= ~Sections.GRADIENT
-
-    def content_step(self, key: ExpertKey) -> int:
-        """Step up to which the nearest copy of a record goes."""
-        entry = self._entries.get(key)
-        return self.experts[key].step if entry is None else entry.step
-
-    def set_content_step(self, key: ExpertKey, step: int) -> None:
-        """The acquired record was brought to a step; a home in memory keeps it."""
-        with self._changed:
-            if (entry := self._entries.get(key)) is not None:
-                entry.step = step
-            else:
-                self.experts[key].step = step
-                self.experts[key].is_saved = False
 
     def commit(self) -> None:
         """The step is done: versions from before it are let go."""
@@ -216,20 +98,64 @@ class ExpertStates:
                 version = self._new_version(expert, expert.step)
                 self._write(key, expert, version, expert.home, Sections.STATE)
 
-    def wait_for_transfers(self) -> None:
-        """Returns when nothing is being read or written.
+    def hold_versions(self) -> dict[ExpertKey, Version]:
+        """Starts to save every expert as it is now; no version that is returned is overwritten.
+
+        Those that live in memory and changed since they were saved last are written in the
+        background.
+        """
+        with self._changed:
+            self.capture(
+                key for key, e in self.experts.items() if e.home is not None and not e.is_saved
+            )
+            held = {}
+            for key, expert in self.experts.items():
+                assert expert.version is not None, "every expert has a first version"
+                self._on_disk.hold(expert.layout, expert.version.slot)
+                held[key] = expert.version
+            return held
+
+    def drop_versions(self, versions: Mapping[ExpertKey, Version]) -> None:
+        """Lets go of what `hold_versions` held."""
+        with self._changed:
+            for key, version in versions.items():
+                self._on_disk.drop(self.experts[key].layout, version.slot)
+
+    def wait_until_durable(self, versions: Mapping[ExpertKey, Version]) -> None:
+        """Returns when versions lie on the disk, power cut or not; may be called from any thread.
 
         Raises:
             MoERuntimeError: a transfer failed.
         """
         with self._changed:
-            self._expected.clear()
-            self._wait_for(
-                lambda: (
-                    not any(entry.transfers for entry in self._entries.values())
-                    and not any(expert.captures for expert in self.experts.values())
+            while not all(version.is_written for version in versions.values()):
+                if self._failure is not None:
+                    raise self._failure
+                self._changed.wait()
+        self._on_disk.sync()
+
+    def restore(self, versions: Mapping[ExpertKey, Version]) -> None:
+        """Takes up saved versions instead of first ones, and checks each.
+
+        The versions are held once more, as `hold_versions` holds them.
+
+        Raises:
+            CheckpointError: a record is damaged; names it.
+        """
+        for key, version in versions.items():
+            expert = self.experts[key]
+            for _ in range(2):
+                self._on_disk.hold(expert.layout, version.slot)
+            expert.version, expert.step, expert.count = version, version.step, version.count
+            expert.is_saved = version.is_written = True
+            record = self._slab.slot(self._free[-1] if expert.home is None else expert.home)
+            self._fill_now(key, expert, version, record)
+            found = checksum(record[: expert.layout.state_bytes])
+            if found != version.digest:
+                raise CheckpointError(
+                    f"{self._on_disk.folder}: expert {key.expert} of MoE layer {key.layer} is "
+                    f"damaged: its checksum is {found}, the checkpoint says {version.digest}"
                 )
-            )
 
     def rehome(self, arriving: ExpertKey, leaving: ExpertKey) -> None:
         """Exchanges two homes between steps: one expert leaves the memory for another."""
@@ -247,111 +173,22 @@ class ExpertStates:
             entry.pins -= 1
             self._drop(arriving)
 
-    def close(self) -> None:
-        """Ends the transfers."""
-        if self.disk is not None:
-            self.disk.close()
+    def _fill_now(
+        self, key: ExpertKey, expert: ExpertState, version: Version, record: Tensor
+    ) -> None:
+        """Reads a version into a record that nobody uses, and waits for it."""
+        is_done = threading.Event()
 
-    def check(self) -> None:
-        """Proves that every slot of memory and every byte is accounted for.
+        def finish(read: Read) -> None:
+            self._failure = self._failure or read.error
+            is_done.set()
 
-        Raises:
-            AssertionError: the books do not balance.
-        """
-        with self._changed:
-            used = [entry.slot for entry in self._entries.values()]
-            homes = [expert.home for expert in self.experts.values() if expert.home is not None]
-            assert sorted(used + self._free + homes) == list(range(self._slab.num_slots))
-            fresh = sum(self._bytes(key, entry.fresh) for key, entry in self._entries.items())
-            self.traffic.check(fresh)
-            assert all(entry.pins >= 0 for entry in self._entries.values())
-
-    # What follows is called with the lock held.
-
-    @property
-    def _on_disk(self) -> Disk:
-        assert self.disk is not None, "there is no disk"
-        return self.disk
-
-    def _bytes(self, key: ExpertKey, sections: Sections) -> int:
-        return sections.bit_count() * self.experts[key].layout.section_bytes
-
-    def _wait_for(self, is_done: Callable[[], bool]) -> None:
-        started = time.perf_counter()
-        while self._failure is None and not is_done():
-            self._changed.wait()
-        self.traffic.stall_s += time.perf_counter() - started
+        self._on_disk.read(
+            key, expert.layout, version.slot, Sections.STATE, record, Priority.DEMAND, finish
+        )
+        is_done.wait()
         if self._failure is not None:
             raise self._failure
-
-    def _admit(self, key: ExpertKey) -> Entry:
-        """A slot for an expert that is needed now."""
-        self._wait_for(lambda: bool(self._free) or self._make_room(may_drop_expected=True))
-        return self._enter(key)
-
-    def _enter(self, key: ExpertKey) -> Entry:
-        entry = Entry(self._free.pop(), self.experts[key].step)
-        self._entries[key] = entry
-        return entry
-
-    def _make_room(self, *, may_drop_expected: bool) -> bool:
-        """Gives up the slot that was used longest ago, or what is expected last."""
-        expected = [key for key, _ in islice(self._expected, self._slab.num_slots)]
-        idle = [key for key, entry in self._entries.items() if entry.is_idle]
-        victim = next((key for key in idle if key not in expected), None)
-        if victim is None and may_drop_expected and idle:
-            victim = max(idle, key=expected.index)
-        if victim is None:
-            return False
-        self._drop(victim)
-        return True
-
-    def _drop(self, key: ExpertKey) -> None:
-        entry = self._entries.pop(key)
-        self.traffic.wasted_bytes += self._bytes(key, entry.fresh)
-        self._free.append(entry.slot)
-
-    def _read_ahead(self) -> None:
-        """Starts reads of what is expected next, as far as there are slots."""
-        for key, need in self._expected:
-            entry = self._entries.get(key)
-            if entry is None:
-                if not self._free and not self._make_room(may_drop_expected=False):
-                    return
-                entry = self._enter(key)
-            self._start_read(key, entry, need, Priority.READAHEAD)
-
-    def _start_read(self, key: ExpertKey, entry: Entry, need: Sections, priority: Priority) -> None:
-        missing = need & ~entry.have
-        if not missing:
-            return
-        expert = self.experts[key]
-        if entry.have & Sections.STATE and entry.step != expert.step and missing & Sections.STATE:
-            # replayed parameters would not fit the moments on the disk: take all of them anew
-            missing |= Sections.STATE
-            entry.step = expert.step
-        entry.have |= missing
-        entry.arriving |= missing
-        entry.fresh |= missing
-        entry.transfers += 1
-        self.traffic.read_bytes += self._bytes(key, missing)
-        self._on_disk.read(
-            key,
-            expert.layout,
-            None if expert.version is None else expert.version.slot,
-            missing,
-            self._slab.slot(entry.slot),
-            priority,
-            partial(self._arrive, entry, missing),
-        )
-
-    def _arrive(self, entry: Entry, sections: Sections, read: Read) -> None:
-        with self._changed:
-            self._failure = self._failure or read.error
-            entry.arriving &= ~sections
-            entry.transfers -= 1
-            self._read_ahead()
-            self._changed.notify_all()
 
     def _new_version(self, expert: ExpertState, step: int) -> Version:
         """A place for what an expert has become; a version of the step before is kept for it."""
@@ -362,30 +199,3 @@ class ExpertStates:
         elif old is not None:
             self._on_disk.drop(expert.layout, old.slot)
         return expert.version
-
-    def _write(
-        self,
-        key: ExpertKey,
-        expert: ExpertState,
-        version: Version | None,
-        slot: int,
-        sections: Sections,
-    ) -> None:
-        self.traffic.written_bytes += self._bytes(key, sections)
-        entry = None if expert.home is not None else self._entries[key]
-        if entry is not None:
-            entry.transfers += 1
-        self._on_disk.write(
-            key, expert.layout, version, sections, self._slab.slot(slot),
-            partial(self._leave, expert, entry),
-        )  # fmt: skip
-
-    def _leave(self, expert: ExpertState, entry: Entry | None, read: Read) -> None:
-        with self._changed:
-            self._failure = self._failure or read.error
-            if entry is None:
-                expert.captures -= 1
-            else:
-                entry.transfers -= 1
-            self._read_ahead()
-            self._changed.notify_all()

@@ -1,0 +1,223 @@
+"""Checkpoints that cannot be lost: killed, cut off, full, damaged, resumed elsewhere."""
+
+import errno
+import multiprocessing
+import os
+import random
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from offloaded_models import batches, offloaded, rate_of, stack
+
+import moe_runtime
+from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError
+from moe_runtime.offload import OffloadedTraining, disk
+from moe_runtime.offload.record_file import RecordFile
+from moe_runtime.store.files import write_atomically
+
+SETTINGS = moe_runtime.AdamW(weight_decay=0.1)
+STEPS = 8
+
+
+def save(training: OffloadedTraining, file: Path, losses: list[float]) -> None:
+    state = {
+        "model": training.model.state_dict(),
+        "optimizer": training.state_dict(),
+        "losses": list(losses),
+    }
+
+    def job(copied: dict[str, Any]) -> None:
+        with write_atomically(file) as opened:
+            torch.save(copied, opened)
+
+    training.write(state, lambda found: found["optimizer"], job)
+
+
+def begin(folder: Path, share: float) -> tuple[OffloadedTraining, Any, list[float]]:
+    """A run at its last checkpoint, or at its beginning."""
+    model, file = stack(), folder / "checkpoint.pt"
+    if not file.exists():
+        return offloaded(model, SETTINGS, folder, experts_in_memory=share), model, []
+    state = torch.load(file, weights_only=True)
+    training = offloaded(
+        model, SETTINGS, folder, experts_in_memory=share, resume=state["optimizer"]
+    )
+    model.load_state_dict(state["model"])
+    return training, model, state["losses"]
+
+
+def run(folder: Path, share: float, *, until: int = STEPS) -> list[float]:
+    """Trains on to a step with a checkpoint after every one; returns all losses so far."""
+    training, model, losses = begin(folder, share)
+    inputs = batches(STEPS)
+    while len(losses) < until:
+        step = len(losses)
+        (loss,) = training.backward([partial(model.loss, inputs[step])], rate=rate_of(step))
+        training.step(rate_of(step))
+        losses.append(float(loss))
+        save(training, folder / "checkpoint.pt", losses)
+        training.check()
+    training.close()
+    return losses
+
+
+def fresh(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def test_resumes_under_another_budget(tmp_path: Path) -> None:
+    expected = run(fresh(tmp_path / "whole"), 1.0)
+    folder = fresh(tmp_path / "parts")
+    for until, share in ((2, 0.0), (4, 1.0), (6, 0.5), (STEPS, 0.0)):
+        losses = run(folder, share, until=until)
+    assert losses == expected
+
+
+def test_killed_at_any_instant(tmp_path: Path) -> None:
+    expected = run(fresh(tmp_path / "whole"), 0.4)
+    folder = fresh(tmp_path / "killed")
+    fork = multiprocessing.get_context("fork")
+    dice = random.Random(1)
+    for share in (0.4, 0.0, 1.0, 0.4, 0.0, 0.4, 0.7, 0.4):
+        child = fork.Process(target=run, args=(folder, share))
+        child.start()
+        assert child.pid is not None
+        time.sleep(dice.uniform(0.0, 0.4))
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+    assert run(folder, 0.4) == expected
+
+
+class Unsynced(RecordFile):
+    """A disk that loses what was written since the last flush, when the power goes."""
+
+    def write(self, offset: int, content: memoryview) -> int:
+        if not hasattr(self, "before"):
+            self.before: list[tuple[int, bytes]] = []
+        old = bytearray(len(content))
+        os.preadv(self._fd, [old], offset)
+        self.before.append((offset, bytes(old)))
+        return super().write(offset, content)
+
+    def sync(self) -> None:
+        super().sync()
+        self.before = []
+
+    def lose_power(self) -> None:
+        for offset, old in reversed(getattr(self, "before", [])):
+            super().write(offset, memoryview(old))
+
+
+def test_power_cut_loses_nothing_that_a_checkpoint_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run(fresh(tmp_path / "whole"), 0.0)
+    folder, files = fresh(tmp_path / "cut"), []
+
+    def open_file(path: Path, size: int, slots: int) -> Unsynced:
+        files.append(Unsynced(path, size, slots, direct=False))
+        return files[-1]
+
+    monkeypatch.setattr(disk, "RecordFile", lambda *place, direct: open_file(*place))
+    for until in (2, 5):
+        training, model, losses = begin(folder, 0.3)
+        inputs = batches(STEPS)
+        while len(losses) < until:
+            step = len(losses)
+            (loss,) = training.backward([partial(model.loss, inputs[step])], rate=rate_of(step))
+            training.step(rate_of(step))
+            losses.append(float(loss))
+            save(training, folder / "checkpoint.pt", losses)
+        training.wait()
+        # two more steps that no checkpoint sees
+        for step in (until, until + 1):
+            training.backward([partial(model.loss, inputs[step])], rate=rate_of(step))
+            training.step(rate_of(step))
+        training.optimizer.states.wait_for_transfers()
+        for file in files:
+            file.lose_power()
+        files.clear()
+    monkeypatch.undo()
+    assert run(folder, 0.3) == expected
+
+
+def test_damaged_record_is_named(tmp_path: Path) -> None:
+    run(tmp_path, 0.3, until=3)
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    slot = state["optimizer"]["experts"]["experts"]["layers.1.experts.4"][0]
+    (file,) = tmp_path.glob("experts-*.records")
+    size = int(file.stem.split("-")[1])
+    with file.open("r+b") as opened:
+        opened.seek(slot * size + 100)
+        opened.write(b"\x55\xaa")
+    with pytest.raises(CheckpointError, match="expert 4 of MoE layer 1 is damaged"):
+        begin(tmp_path, 0.3)
+    with file.open("r+b") as opened:
+        opened.truncate(size)
+    with pytest.raises(MoERuntimeError):
+        begin(tmp_path, 0.3)
+
+
+def test_checkpoint_of_another_model(tmp_path: Path) -> None:
+    run(tmp_path, 0.3, until=1)
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["optimizer"]
+    with pytest.raises(CheckpointError, match="another model"):
+        offloaded(stack(bias=True), SETTINGS, tmp_path, experts_in_memory=0.3, resume=state)
+    del state["experts"]["experts"]["layers.2.experts.0"]
+    with pytest.raises(CheckpointError, match=r"lacks 1 experts: layers\.2\.experts\.0"):
+        offloaded(stack(), SETTINGS, tmp_path, experts_in_memory=0.3, resume=state)
+
+
+def test_checkpoint_without_folder() -> None:
+    training = offloaded(stack(), SETTINGS, None, experts_in_memory=1)
+    with pytest.raises(CheckpointError, match="storage_dir"):
+        training.state_dict()
+    training.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "message"),
+    [
+        (errno.ENOSPC, CapacityError, "no room on the disk"),
+        (errno.EIO, CheckpointError, "cannot write"),
+    ],
+)
+def test_disk_fails_while_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type, message: str
+) -> None:
+    """The error is one line and names the file; the last checkpoint goes on."""
+    expected = run(fresh(tmp_path / "whole"), 0.3)
+    folder = fresh(tmp_path / "full")
+    run(folder, 0.3, until=3)
+    training, model, losses = begin(folder, 0.3)
+
+    def fails(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "pwritev", fails)
+    parts = [partial(model.loss, batches(1, tokens=100)[0])]
+    with pytest.raises(kind, match=message) as failure:
+        _ = [(training.backward(parts), training.step()) for _ in range(3)]
+    assert "experts-" in str(failure.value)
+    assert "\n" not in str(failure.value)
+    monkeypatch.undo()
+    assert len(losses) == 3
+    assert run(folder, 0.3) == expected
+
+
+def test_short_writes_are_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(fresh(tmp_path / "whole"), 0.3)
+    plain = os.pwritev
+
+    def half(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        size = max(4096, len(buffers[0]) // 2 // 4096 * 4096)
+        return plain(descriptor, [buffers[0][:size]], offset)
+
+    monkeypatch.setattr(os, "pwritev", half)
+    assert run(fresh(tmp_path / "short"), 0.3) == expected
