@@ -104,7 +104,9 @@ class Runner:
         is_half = self._dtype != torch.float32
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=is_half):
             losses = self._model.losses(windows[:, :-1], windows[:, 1:])
-        self._optimizer.backward(losses.cross_entropy + losses.auxiliary)
+        self._optimizer.backward(
+            [lambda loss=losses.cross_entropy + losses.auxiliary: loss], rate=1.0
+        )
         self._optimizer.step(3e-4)
         self._synchronise()
         self.seconds.append(time.perf_counter() - started)

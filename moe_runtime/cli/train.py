@@ -102,6 +102,7 @@ def _train(
         is_complete = trainer.train(should_stop=lambda: stop.is_set, on_record=display.show)
     export = is_complete and _export_family(preparation)[0] is not None
     summary = finish(preparation, trainer, export=export)
+    trainer.close()
     return {"complete": is_complete, **summary}, 0 if is_complete else stop.exit_code
 
 
@@ -185,6 +186,10 @@ def _outcome_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("held out", f"{summary['held_out_mean']:.4f}"))
     if summary["skipped_steps"]:
         rows.append(("skipped", f"{summary['skipped_steps']} steps, gradients not finite"))
+    if summary["offload"]:
+        from moe_runtime.training.offloaded import offload_status
+
+        rows.append(("experts", offload_status(summary["offload"], summary["elapsed_s"])))
     rows.append(("model", summary["model"] or "not exported"))
     if not summary["complete"]:
         rows.append(("go on", "the same command with --resume"))

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from moe_runtime.config import format_bytes
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
@@ -51,6 +53,10 @@ class TrainingLines:
             parts.append(f"load {_mean_of(records, 'max_load'):.2f}")
         if last.dropped_share is not None:
             parts.append(f"dropped {_mean_of(records, 'dropped_share'):.1%}")
+        if last.stall_s is not None:
+            parts.append(f"stall {_mean_of(records, 'stall_s') * len(records) / seconds:.1%}")
+            moved = _mean_of(records, "read_bytes") + _mean_of(records, "written_bytes")
+            parts.append(f"disk {format_bytes(moved)}/step")
         parts.append(f"rate {last.rate:.2e}")
         if skipped := sum(record.is_skipped for record in records):
             parts.append(f"skipped {skipped}")

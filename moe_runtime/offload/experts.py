@@ -92,6 +92,10 @@ class OffloadedTrainingExperts(nn.Module):
             return together([entry])[0]
         return self.window.meet(place, entry, together)
 
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """A copy of a parameter as the module had it, for exporters; no part of the module."""
+        return nn.Parameter(self._passes.stacked(self.layer, target), requires_grad=False)
+
     def extra_repr(self) -> str:
         return f"{self.num_experts} experts of {self._site.name}, not in this module"
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from moe_runtime.engine.memory import peak_resident_bytes
+from moe_runtime.errors import CheckpointError
 from moe_runtime.offload.adamw import AdamW
 from moe_runtime.offload.books import Traffic
 from moe_runtime.offload.checkpoint import ExpertCheckpoints
@@ -197,19 +197,13 @@ class OffloadedTraining:
 
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
         """A copy of one expert's parameters as they are after the steps so far, by name."""
-        record = self.optimizer.fetch(key)
-        layout = self._states.experts[key].layout
-        views = layout.views(record, Sections.PARAMETERS)
-        named = zip(layout.tensors, views, strict=True)
-        copies = {tensor.name: view.clone() for tensor, view in named}
-        self._states.release(key)
-        return copies
+        with self._passes.parameters(key) as named:
+            return {name: tensor.clone() for name, tensor in named.items()}
 
     def stacked(self, layer: int) -> dict[str, Tensor]:
         """Copies of a layer's parameters as its module had them, experts first."""
-        keys = [ExpertKey(layer, expert) for expert in range(self._sites[layer].num_experts)]
-        experts = [self.expert(key) for key in keys]
-        return {name: torch.stack([e[name] for e in experts]) for name in experts[0]}
+        names = self._states.experts[ExpertKey(layer, 0)].layout.tensors
+        return {tensor.name: self._passes.stacked(layer, tensor.name) for tensor in names}
 
     def stats(self) -> OffloadStats:
         """Counters so far."""
@@ -248,6 +242,10 @@ class OffloadedTraining:
             CheckpointError: it is of another model, or damaged; says where.
             ValueError: the state of the dense parameters does not fit.
         """
+        if "experts" not in state:
+            raise CheckpointError(
+                "the checkpoint is of a run whose experts were in memory; go on without a budget"
+            )
         self._checkpoints.restore(state["experts"])
         self.optimizer.load_state_dict(state["steps"])
         self.dense.load_state_dict(state["dense"])
@@ -272,6 +270,15 @@ class OffloadedTraining:
             MoERuntimeError, OSError: it could not be written; the one before is intact.
         """
         self._checkpoints.wait()
+
+    def transfers(self) -> dict[str, float]:
+        """Seconds of waiting and bytes so far, by name."""
+        traffic = self._states.traffic
+        return {
+            "stall_s": traffic.stall_s,
+            "read_bytes": traffic.read_bytes,
+            "written_bytes": traffic.written_bytes,
+        }
 
     def check(self) -> None:
         """Proves that the books balance.

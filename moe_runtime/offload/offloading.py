@@ -39,7 +39,7 @@ def offload_training(
     io_threads: int = 4,
     direct: bool = True,
     initial: Callable[[ExpertKey], Sequence[Tensor]] | None = None,
-    resume: Mapping[str, Any] | None = None,
+    resumes: bool = False,
 ) -> OffloadedTraining:
     """Trains a model whose routed experts and their states do not fit where it computes.
 
@@ -61,8 +61,8 @@ def offload_training(
         direct: go past the page cache where the file system can.
         initial: for a model whose expert parameters are on the meta device: gives an expert's
             tensors, in the order of its module's parameters. Called for one expert after another.
-        resume: what `OffloadedTraining.state_dict` gave for the last checkpoint in `storage_dir`.
-            The dense parameters are the caller's to load.
+        resumes: `storage_dir` holds the experts of a checkpoint, which `load_state_dict` follows
+            with: nothing is written there first.
 
     Returns:
         The optimizer of the whole model; close it at the end.
@@ -95,14 +95,12 @@ def offload_training(
     states = open_states(
         layouts, memory, None if storage_dir is None else Path(storage_dir), io_threads, direct
     )
-    if resume is None:
+    if not resumes:
         fill(states, layouts, initial or _stacked_parameters(sites))
     training = OffloadedTraining(model, sites, states, optimizer or AdamW(), memory)
     for site in sites:
         for name in site.parameter_names:
             del site.module._parameters[name]
-    if resume is not None:
-        training.load_state_dict(resume)
     return training
 
 
@@ -183,8 +181,8 @@ def _stacked_parameters(sites: Sequence[ExpertsSite]) -> Callable[[ExpertKey], l
 
 
 def _check_device(model: nn.Module, device_memory: MemorySize) -> None:
-    is_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    if is_cpu and device_memory != "auto":
+    has_gpu = any(parameter.is_cuda for parameter in model.parameters())
+    if not has_gpu and device_memory != "auto":
         raise ValueError(
             f"device_memory is for models on a GPU; this one is on the CPU, got {device_memory!r}"
         )

@@ -9,6 +9,7 @@ Sources: Li et al., "Harmony" (2022) for the grouping.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -143,6 +144,25 @@ class ExpertPasses:
         for key in keys:
             self._step_back(key, calls, self.visits.rate if is_only_call else None)
         return [call.input_gradients() for call in calls]
+
+    @contextlib.contextmanager
+    def parameters(self, key: ExpertKey) -> Iterator[dict[str, Tensor]]:
+        """An expert's parameters as they are after the steps so far, by name, while in use."""
+        record = self._optimizer.fetch(key)
+        layout = self._states.experts[key].layout
+        views = layout.views(record, Sections.PARAMETERS)
+        try:
+            yield {tensor.name: view for tensor, view in zip(layout.tensors, views, strict=True)}
+        finally:
+            self._states.release(key)
+
+    def stacked(self, layer: int, name: str) -> Tensor:
+        """A copy of one parameter as the layer's module had it, experts first."""
+        parts = []
+        for expert in range(self._sites[layer].num_experts):
+            with self.parameters(ExpertKey(layer, expert)) as named:
+                parts.append(named[name].clone())
+        return torch.stack(parts)
 
     def _step_back(self, key: ExpertKey, calls: Sequence[RoutedCall], rate: float | None) -> None:
         record = self._optimizer.fetch(key, self._backward_sections(key), writes=self._trains)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.kernels.expert_mlp import ActivationSpec, StackedExperts
 from moe_runtime.layer import Experts, MoELayer
 from moe_runtime.offload.dense import decays
@@ -77,7 +78,17 @@ class ExpertsSite:
 
 
 def layer_sites(model: nn.Module) -> list[ExpertsSite]:
-    """The experts of every `MoELayer` in a model, in its order."""
+    """The experts of every `MoELayer` in a model, in its order.
+
+    Raises:
+        UnsupportedModelError: a layer has experts of another kind.
+    """
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, MoELayer)]
+    for name, layer in layers:
+        if not isinstance(layer.experts, Experts):
+            raise UnsupportedModelError(
+                f"{name}: {type(layer.experts).__name__} cannot be trained offloaded, only Experts"
+            )
     return [
         ExpertsSite(
             name=f"{name}.experts" if name else "experts",
@@ -92,6 +103,6 @@ def layer_sites(model: nn.Module) -> list[ExpertsSite]:
             recompute=layer.experts.recompute,
             keeps_dtype=False,
         )
-        for name, layer in model.named_modules()
-        if isinstance(layer, MoELayer) and isinstance(layer.experts, Experts)
+        for name, layer in layers
+        if isinstance(layer.experts, Experts)
     ]

@@ -170,6 +170,10 @@ class RunConfig:
         device: auto, cpu, cuda or cuda:N.
         threads: threads of torch; 0 leaves torch's choice.
         recompute: keep a block's input instead of its activations, and compute it twice.
+        host_memory: budget for experts, their optimizer states and everything else: a size such as
+            4GiB, a share of what is free, or auto. Experts beyond it live in `storage_dir`.
+        device_memory: for a model on a GPU, what it may take there.
+        storage_dir: existing folder on a fast disk for the experts; the run's own when omitted.
         compile: have `torch.compile` fuse the blocks; the first steps of a kind take longer.
         log_every: steps between progress lines.
         evaluate_every: steps between measurements on held-out text; 0 measures at the end only.
@@ -189,6 +193,9 @@ class RunConfig:
     threads: int = 0
     recompute: bool = False
     compile: bool = False
+    host_memory: str | None = None
+    device_memory: str = "auto"
+    storage_dir: Path | None = None
     log_every: int = 10
     evaluate_every: int = 0
     evaluate_tokens: int = 16_384
@@ -204,6 +211,11 @@ class RunConfig:
         for name in ("seed", "threads", "evaluate_every", "checkpoint_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.host_memory is not None and (self.compile or self.start_from is not None):
+            other = "compile" if self.compile else "start_from"
+            raise ValueError(f"host_memory cannot be combined with {other}; leave one of them out")
+        if self.host_memory is None and self.storage_dir is not None:
+            raise ValueError("storage_dir is for runs with a host_memory; give one")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

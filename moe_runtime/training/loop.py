@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.models.lm.model import Losses
+from moe_runtime.offload.handle import OffloadedTraining
 from moe_runtime.training.batches import Batches, DataPosition, shorten
 from moe_runtime.training.checkpoint import (
     TrainingState,
@@ -22,6 +24,7 @@ from moe_runtime.training.checkpoint import (
 )
 from moe_runtime.training.config import TrainConfig
 from moe_runtime.training.metrics import EvaluationRecord, MetricsSink, Record, StepRecord
+from moe_runtime.training.offloaded import offload_report
 from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.schedule import learning_rate
 
@@ -75,7 +78,7 @@ class TrainingRun:
 
     config: TrainConfig
     model: TrainableModel
-    optimizer: Optimizer
+    optimizer: Optimizer | OffloadedTraining
     batches: Batches
     held_out: Mapping[str, npt.NDArray[np.int64]]
     held_out_weights: Mapping[str, float]
@@ -148,7 +151,17 @@ class Trainer:
             if should_stop():
                 break
         self.save()
+        self._run.optimizer.wait()
         return self.step >= run.steps
+
+    def close(self) -> None:
+        """Ends what runs beside the training; the model is of no use then, if it is offloaded."""
+        self._run.optimizer.close()
+
+    def report(self) -> dict[str, Any]:
+        """What offloaded experts did so far; empty where all are in memory."""
+        optimizer = self._run.optimizer
+        return offload_report(optimizer) if isinstance(optimizer, OffloadedTraining) else {}
 
     def save(self) -> None:
         """Writes a checkpoint, unless the last one is of this step."""
@@ -164,15 +177,27 @@ class Trainer:
             random=random_states(),
             settings=dict(self._run.settings),
         )
-        save_checkpoint(self._run.checkpoints, state, keep=self._config.run.keep_checkpoints)
+        keep = self._config.run.keep_checkpoints
+        if isinstance(self._run.optimizer, OffloadedTraining):
+            # the experts' versions are kept for the newest one
+            keep = 1
+        self._run.optimizer.write(
+            state,
+            lambda copied: copied.optimizer,
+            lambda copied: save_checkpoint(self._run.checkpoints, copied, keep=keep),
+        )
         self._saved_step = self.step
 
     def _take_step(self) -> StepRecord:
         started = time.perf_counter()
-        config = self._config
+        config, optimizer = self._config, self._run.optimizer
         rate = learning_rate(config.optimizer, self.step, config.run.steps)
-        losses = [self._backward(inputs) for inputs in self._micro_batches()]
-        outcome = self._run.optimizer.step(rate)
+        losses: list[Losses] = []
+        before = optimizer.transfers()
+        self._run.model.train()
+        parts = [partial(self._part, inputs, losses) for inputs in self._micro_batches()]
+        optimizer.backward(parts, rate=rate)
+        outcome = optimizer.step(rate)
         self._run.model.after_step()
         self._count_skipped(outcome.bad_parameters)
         self.step += 1
@@ -192,6 +217,7 @@ class Trainer:
             max_load=_mean(load) if load else None,
             dropped_share=_mean(dropped) if dropped else None,
             is_skipped=bool(outcome.bad_parameters),
+            **{name: now - before[name] for name, now in optimizer.transfers().items()},
         )
 
     def _micro_batches(self) -> list[Tensor]:
@@ -203,14 +229,12 @@ class Trainer:
             windows = shorten(windows, context)
         return list(torch.from_numpy(windows).chunk(data.micro_batches))
 
-    def _backward(self, windows: Tensor) -> Losses:
-        """Adds the gradients of one part; returns its losses, detached."""
-        self._run.model.train()
+    def _part(self, windows: Tensor, found: list[Losses]) -> Tensor:
+        """One part's share of the loss; its losses go to those that were found."""
         with self._autocast():
             losses = self._losses(windows)
-        total = (losses.cross_entropy + losses.auxiliary) / self._config.data.micro_batches
-        self._run.optimizer.backward(total)
-        return losses.detach()
+        found.append(losses.detach())
+        return (losses.cross_entropy + losses.auxiliary) / self._config.data.micro_batches
 
     def _losses(self, windows: Tensor) -> Losses:
         windows = windows.to(self._run.device)

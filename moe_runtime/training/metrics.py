@@ -26,6 +26,9 @@ class StepRecord:
         max_load: demand of the busiest expert over the mean, averaged over the layers; 1 is even.
         dropped_share: share of the choices that capacity took away.
         is_skipped: the gradients were not finite and nothing was changed.
+        stall_s: seconds that offloaded experts were waited for; None where all are in memory.
+        read_bytes: of offloaded experts, from the disk; None likewise.
+        written_bytes: to the disk.
     """
 
     step: int
@@ -38,6 +41,9 @@ class StepRecord:
     max_load: float | None = None
     dropped_share: float | None = None
     is_skipped: bool = False
+    stall_s: float | None = None
+    read_bytes: int | None = None
+    written_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,12 +1,15 @@
 """AdamW with decay where it belongs, and gradients that are checked before they are used."""
 
 import math
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from moe_runtime.offload.dense import DenseAdamW, StepOutcome, clip_scale
 from moe_runtime.training.config import OptimizerConfig
+
+S = TypeVar("S")
 
 
 class Optimizer:
@@ -36,9 +39,16 @@ class Optimizer:
             weight_decay=config.weight_decay,
         )
 
-    def backward(self, loss: Tensor) -> None:
-        """Adds the loss's gradients to those since the last step."""
-        loss.backward()
+    def backward(self, parts: Sequence[Callable[[], Tensor]], *, rate: float) -> None:
+        """Computes the losses of a step's micro-batches and adds up their gradients.
+
+        Args:
+            parts: each computes the loss of one micro-batch.
+            rate: learning rate of the step that follows.
+        """
+        del rate  # for optimizers that update inside the backward pass
+        for part in parts:
+            part().backward()
 
     def step(self, rate: float) -> StepOutcome:
         """Clips, updates and forgets the gradients.
@@ -65,4 +75,29 @@ class Optimizer:
         Raises:
             ValueError: the state belongs to other parameters.
         """
+        if "experts" in state:
+            raise ValueError("the checkpoint is of a run with a host_memory; give one")
         self._adamw.load_state_dict(state)
+
+    def write(
+        self, state: S, own: Callable[[S], Mapping[str, Any]], job: Callable[[S], object]
+    ) -> None:
+        """Has a job write a state that holds what `state_dict` gave.
+
+        Args:
+            state: everything that belongs to a checkpoint.
+            own: finds in it what `state_dict` gave; for optimizers that complete it first.
+            job: writes it.
+        """
+        del own
+        job(state)
+
+    def transfers(self) -> dict[str, float]:
+        """Seconds of waiting and bytes so far, by name: nothing is moved here."""
+        return {}
+
+    def close(self) -> None:
+        """Ends nothing: there is nothing that runs beside the training."""
+
+    def wait(self) -> None:
+        """Returns when the last checkpoint is written, as it is here."""

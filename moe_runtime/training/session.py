@@ -22,12 +22,15 @@ from moe_runtime.errors import CheckpointError
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.initial import import_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
+from moe_runtime.offload.handle import OffloadedTraining
+from moe_runtime.offload.initial import StreamedInit
 from moe_runtime.store.files import write_atomically
 from moe_runtime.training.batches import Batches, held_out_windows
 from moe_runtime.training.checkpoint import check_settings, checkpoints_in, load_checkpoint
 from moe_runtime.training.config import TrainConfig
 from moe_runtime.training.loop import Trainer, TrainingRun
 from moe_runtime.training.metrics import JsonLines, MetricsSink, TensorBoard, read_records
+from moe_runtime.training.offloaded import build_model, offloaded_optimizer
 from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.text import read_corpus
 from moe_runtime.training.tokens import TokenStreams, encode_corpus, obtain_tokenizer
@@ -41,7 +44,15 @@ SUMMARY_FILE = "summary.json"
 # What may change when a run goes on: it decides where and how fast, not which numbers come out.
 _FREE_NAMES = (
     *("output", "device", "threads", "recompute", "compile", "log_every", "evaluate_every"),
-    *("evaluate_tokens", "checkpoint_every", "keep_checkpoints", "tensorboard", "export_dtype"),
+    *(
+        "host_memory",
+        "device_memory",
+        "evaluate_tokens",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "tensorboard",
+        "export_dtype",
+    ),
 )
 _FREE = frozenset(
     {*(f"run.{name}" for name in _FREE_NAMES), "model.moe.impl", "model.moe.recompute"}
@@ -67,17 +78,24 @@ class Preparation:
         batches: windows of it.
         held_out: held-out windows by source; sources without any are left out.
         model: freshly initialised, on the device.
+        first_experts: where the first weights of offloaded experts come from.
+        storage: folder of offloaded experts.
         device: where the run computes.
+        num_parameters, num_active_parameters: of the model, offloaded experts included.
     """
 
     config: TrainConfig
     output: Path
+    storage: Path
     tokenizer: "PreTrainedTokenizerBase"
     streams: Mapping[str, TokenStreams]
     batches: Batches
     held_out: Mapping[str, npt.NDArray[np.int64]]
     model: LanguageModel
+    first_experts: StreamedInit
     device: torch.device
+    num_parameters: int
+    num_active_parameters: int
 
     @property
     def checkpoints(self) -> Path:
@@ -142,16 +160,23 @@ def prepare(
     }
     on_stage("building the model")
     torch.manual_seed(config.run.seed)
-    model = LanguageModel(config.model, recompute=config.run.recompute).to(device)
+    is_offloaded = config.run.host_memory is not None
+    model, first_experts = build_model(config, is_offloaded=is_offloaded)
+    if not is_offloaded:
+        model = model.to(device)
     preparation = Preparation(
         config=config,
         output=output,
+        storage=folder / (config.run.storage_dir or output / "experts"),
         tokenizer=tokenizer,
         streams=streams,
         batches=batches,
         held_out={name: windows for name, windows in held_out.items() if len(windows)},
         model=model,
+        first_experts=first_experts,
         device=device,
+        num_parameters=model.num_parameters(),
+        num_active_parameters=model.num_active_parameters(),
     )
     if config.run.compile:
         _require_compiler(device)
@@ -203,7 +228,7 @@ def start(preparation: Preparation, *, resume: bool, reschedule: bool = False) -
     run = TrainingRun(
         config=preparation.config,
         model=preparation.model,
-        optimizer=Optimizer(preparation.model, preparation.config.optimizer),
+        optimizer=_optimizer(preparation, resumes=state is not None),
         batches=preparation.batches,
         held_out=preparation.held_out,
         held_out_weights=_mixture(preparation),
@@ -263,8 +288,9 @@ def _summary(preparation: Preparation, trainer: Trainer, folder: Path | None) ->
         "loss": losses[-1] if losses else None,
         "held_out": held_out[-1]["held_out"] if held_out else {},
         "held_out_mean": held_out[-1]["held_out_mean"] if held_out else None,
-        "parameters": preparation.model.num_parameters(),
-        "active_parameters": preparation.model.num_active_parameters(),
+        "parameters": preparation.num_parameters,
+        "active_parameters": preparation.num_active_parameters,
+        "offload": trainer.report(),
         "output": str(preparation.output),
         "model": None if folder is None else str(folder),
         "versions": {
@@ -273,6 +299,18 @@ def _summary(preparation: Preparation, trainer: Trainer, folder: Path | None) ->
             "transformers": transformers.__version__,
         },
     }
+
+
+def _optimizer(preparation: Preparation, *, resumes: bool) -> Optimizer | OffloadedTraining:
+    config = preparation.config
+    if config.run.host_memory is None:
+        return Optimizer(preparation.model, config.optimizer)
+    folder = preparation.storage
+    if config.run.storage_dir is None:
+        folder.mkdir(parents=True, exist_ok=True)
+    return offloaded_optimizer(
+        config, preparation.model, preparation.first_experts, folder, resumes=resumes
+    )
 
 
 def _mixture(preparation: Preparation) -> dict[str, float]:

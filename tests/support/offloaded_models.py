@@ -95,14 +95,19 @@ def offloaded(
     parameters = [site.module.get_parameter(n) for site in sites for n in site.parameter_names]
     slots = max(3, round(experts_in_memory * len(layouts)))
     budget = dense_bytes(model, parameters) + 2**16 + (slots + 1) * record
-    return moe_runtime.offload_training(
+    resume = options.pop("resume", None)
+    training = moe_runtime.offload_training(
         model,
         host_memory=budget,
         activation_memory=2**16,
         storage_dir=folder,
         optimizer=settings,
+        resumes=resume is not None,
         **options,
     )
+    if resume is not None:
+        training.load_state_dict(resume)
+    return training
 
 
 def train_offloaded(

@@ -46,7 +46,7 @@ def test_a_model_learns_with_every_gate(gate: str) -> None:
     values: list[float] = []
     for _ in range(5):
         losses = model.losses(ids[:, :-1], ids[:, 1:])
-        optimizer.backward(losses.cross_entropy + losses.auxiliary)
+        optimizer.backward([lambda loss=losses.cross_entropy + losses.auxiliary: loss], rate=1.0)
         assert not optimizer.step(1e-2).bad_parameters
         model.after_step()
         values.append(losses.cross_entropy.item())

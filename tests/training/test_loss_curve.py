@@ -39,7 +39,7 @@ def our_curve(model: LanguageModel) -> list[float]:
     curve: list[float] = []
     for step, ids in enumerate(batches()):
         losses = model.losses(ids[:, :-1], ids[:, 1:])
-        optimizer.backward(losses.cross_entropy + losses.auxiliary)
+        optimizer.backward([lambda loss=losses.cross_entropy + losses.auxiliary: loss], rate=1.0)
         optimizer.step(learning_rate(OPTIMIZER, step, NUM_STEPS))
         curve.append(losses.cross_entropy.item())
     return curve

@@ -89,8 +89,7 @@ def test_steps_are_adamw_with_clipping_and_decay_of_matrices(clip_norm: float) -
         grads = torch.autograd.grad(loss, [model.get_parameter(name) for name in names])
         gradients.append([grad.clone() for grad in grads])
         # In two parts, as micro-batches come.
-        optimizer.backward(model.loss(x) / 2)
-        optimizer.backward(model.loss(x) / 2)
+        optimizer.backward([lambda x=x: model.loss(x) / 2] * 2, rate=rate)
         outcome = optimizer.step(rate)
         norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads))
         assert outcome.gradient_norm == pytest.approx(norm, rel=1e-5)
@@ -112,13 +111,14 @@ def test_gradients_that_are_not_finite_change_nothing_and_are_named() -> None:
     model = Toy()
     optimizer = Optimizer(model, OptimizerConfig(peak_rate=0.1))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer.backward(model.experts_bias.sum() * math.inf + model.gain.sum())
+    bad = model.experts_bias.sum() * math.inf + model.gain.sum()
+    optimizer.backward([lambda: bad], rate=0.1)
     outcome = optimizer.step(0.1)
     assert outcome.bad_parameters == ("experts_bias",)
     assert not math.isfinite(outcome.gradient_norm)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
-    optimizer.backward(model.gain.sum())
+    optimizer.backward([model.gain.sum], rate=0.1)
     assert optimizer.step(0.1).bad_parameters == ()
     assert not torch.equal(model.gain, before["gain"])
 

@@ -1,0 +1,138 @@
+"""Runs whose experts live in host memory and on the disk: `run.host_memory` and its neighbours."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from moe_runtime.config import format_bytes
+from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.models.lm.config import LanguageModelConfig
+from moe_runtime.models.lm.model import LanguageModel
+from moe_runtime.offload.adamw import AdamW
+from moe_runtime.offload.handle import OffloadedTraining
+from moe_runtime.offload.initial import StreamedInit
+from moe_runtime.offload.offloading import find_sites, offload_training
+from moe_runtime.training.config import TrainConfig
+
+_SPARE_SHARE = 1 / 4
+"""Set aside over the activations that can be counted: buffers of libraries and of the allocator."""
+
+
+def build_model(config: TrainConfig, *, is_offloaded: bool) -> tuple[LanguageModel, StreamedInit]:
+    """The model of a run, with first weights; offloaded experts are left out of memory.
+
+    Returns:
+        The model, and where the left out experts' first weights come from.
+
+    Raises:
+        UnsupportedModelError: it has large parts beside its experts that would be left out too.
+    """
+    streamed = StreamedInit()
+    with streamed if is_offloaded else contextlib.nullcontext():
+        model = LanguageModel(config.model, recompute=config.run.recompute)
+    if is_offloaded:
+        experts = {id(p) for site in find_sites(model) for p in site.module.parameters()}
+        left_out = [n for n, p in model.named_parameters() if p.is_meta and id(p) not in experts]
+        if left_out:
+            raise UnsupportedModelError(
+                f"run.host_memory cannot be used with this gate: {left_out[0]} is no expert"
+            )
+    return model, streamed
+
+
+def offloaded_optimizer(
+    config: TrainConfig, model: LanguageModel, first: StreamedInit, folder: Path, *, resumes: bool
+) -> OffloadedTraining:
+    """Sends the experts to their homes.
+
+    Args:
+        config: of the run.
+        model: as `build_model` gave it.
+        first: likewise.
+        folder: for the experts beyond the budget, and their part of the checkpoints.
+        resumes: a checkpoint follows; nothing is written first.
+
+    Raises:
+        CapacityError: the budget or the disk is too small.
+        CheckpointError: the folder cannot be written.
+    """
+    assert config.run.host_memory is not None, "only runs with a budget are offloaded"
+    sites = find_sites(model)
+    settings = AdamW(
+        lr=config.optimizer.peak_rate,
+        betas=(config.optimizer.betas[0], config.optimizer.betas[1]),
+        eps=config.optimizer.eps,
+        weight_decay=config.optimizer.weight_decay,
+        clip_norm=config.optimizer.clip_norm,
+    )
+    return offload_training(
+        model,
+        host_memory=config.run.host_memory,
+        device_memory=config.run.device_memory,
+        storage_dir=folder,
+        optimizer=settings,
+        activation_memory=activation_bytes(config),
+        initial=partial(first.tensors_of, sites),
+        resumes=resumes,
+    )
+
+
+def activation_bytes(config: TrainConfig) -> int:
+    """What the forward and backward pass of a step takes, counted from the model's shape.
+
+    All micro-batches of a step are in memory at once, because they meet at the experts.
+    """
+    model, data = config.model, config.data
+    assert model.vocab_size is not None, "the tokenizer is known by now"
+    tokens = data.tokens_per_step
+    part = tokens // data.micro_batches
+    layer = _layer_bytes(model) * tokens
+    kept = 4 * model.hidden_size * tokens * model.num_layers
+    blocks = kept + layer if config.run.recompute else layer * model.num_layers
+    # the loss computes logits a chunk at a time; the gradient of the output projection is dense
+    loss = 4 * part * model.hidden_size * 3 + 2 * 32 * 2**20
+    passing = 4 * tokens * model.hidden_size * 6
+    return int((blocks + loss + passing) * (1 + _SPARE_SHARE)) + 2**26
+
+
+def _layer_bytes(model: LanguageModelConfig) -> int:
+    """Bytes of activations of one token in one layer that its backward pass needs."""
+    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    width = 2 * (model.intermediate_size or 0)
+    if model.moe is not None:
+        routed = 2 * model.moe.intermediate_size * (0 if model.moe.recompute else model.moe.top_k)
+        shared = 3 * model.moe.intermediate_size * model.moe.shared_experts
+        width = max(width, routed + shared + 4 * model.moe.num_experts)
+    return 4 * (8 * model.hidden_size + 4 * heads + width)
+
+
+def offload_report(training: OffloadedTraining) -> dict[str, Any]:
+    """What a run says of its tiers: bytes, waiting, memory."""
+    stats = training.stats()
+    traffic = stats.traffic
+    return {
+        "experts": stats.num_experts,
+        "experts_in_memory": stats.resident_experts,
+        "host_budget_bytes": stats.budget_bytes,
+        "disk_bytes": stats.disk_bytes,
+        "read_bytes": traffic.read_bytes,
+        "written_bytes": traffic.written_bytes,
+        "wasted_bytes": traffic.wasted_bytes,
+        "stall_s": round(traffic.stall_s, 3),
+        "peak_rss_bytes": stats.peak_rss_bytes,
+    }
+
+
+def offload_status(report: Mapping[str, Any], elapsed_s: float) -> str:
+    """One line for people."""
+    share = report["stall_s"] / elapsed_s if elapsed_s else 0.0
+    return (
+        f"{report['experts_in_memory']} of {report['experts']} experts in memory, "
+        f"{format_bytes(report['read_bytes'])} read, {format_bytes(report['written_bytes'])} "
+        f"written, {share:.1%} of the time waiting, "
+        f"at most {format_bytes(report['peak_rss_bytes'])} resident"
+    )

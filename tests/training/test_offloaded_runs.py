@@ -1,0 +1,92 @@
+"""`moe-runtime train` with a budget: the same run, with its experts on the disk."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from training_runs import CONFIG, write_run
+
+from moe_runtime.cli.main import main
+
+TIMES = ("step_s", "stall_s", "read_bytes", "written_bytes")
+
+
+def records(folder: Path) -> list[dict[str, object]]:
+    """What was measured, but for the time it took.
+
+    The norm is summed over experts instead of stacks of them: its last bits may differ.
+    """
+    lines = (folder / "out" / "metrics.jsonl").read_text().splitlines()
+    return [
+        {name: value for name, value in json.loads(line).items() if name not in TIMES}
+        | {"gradient_norm": None}
+        for line in lines
+    ]
+
+
+def smallest_budget(config: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The option that a run refused for want of memory names itself."""
+    assert main(["train", str(config), "--set", "run.host_memory=1MiB"]) == 2
+    found = re.search(r"\((\d+) bytes\)", capsys.readouterr().err.replace("\n", " "))
+    assert found is not None
+    return ["--set", f"run.host_memory={found[1]}B"]
+
+
+def test_same_run_as_in_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Losses and exported weights, to the bit, with all experts on the disk."""
+    config = CONFIG.replace("[optimizer]", "[optimizer]\nclip_norm = 0.0")
+    plain = write_run(tmp_path / "plain", config=config)
+    budgeted = write_run(tmp_path / "budgeted", config=config)
+    assert main(["train", str(plain)]) == 0
+    assert main(["train", str(budgeted), *smallest_budget(budgeted, capsys)]) == 0
+    assert records(tmp_path / "plain") == records(tmp_path / "budgeted")
+    wanted, found = (
+        load_file(tmp_path / name / "out" / "model" / "model.safetensors")
+        for name in ("plain", "budgeted")
+    )
+    assert wanted.keys() == found.keys()
+    assert all(bool((wanted[name] == found[name]).all()) for name in wanted)
+    summary = json.loads((tmp_path / "budgeted" / "out" / "summary.json").read_text())
+    assert summary["offload"]["experts_in_memory"] == 0
+    assert summary["offload"]["read_bytes"] > 0
+    plain_summary = json.loads((tmp_path / "plain" / "out" / "summary.json").read_text())
+    assert summary["parameters"] == plain_summary["parameters"]
+
+
+def test_goes_on_under_another_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run of a constant rate that is stopped at step 5, and one that is not."""
+    config = CONFIG.replace("warmup_steps = 2", "final_share = 1.0").replace("short_", "# short_")
+    whole = write_run(tmp_path / "whole", config=config)
+    parts = write_run(tmp_path / "parts", config=config)
+    small = smallest_budget(whole, capsys)
+    assert main(["train", str(whole), *small]) == 0
+    assert main(["train", str(parts), *small, "--set", "run.steps=5"]) == 0
+    again = ["--resume", "--reschedule", "--set", "run.host_memory=1GiB"]
+    assert main(["train", str(parts), *again]) == 0
+    steps = [[r for r in records(tmp_path / n) if "loss" in r] for n in ("whole", "parts")]
+    assert steps[0] == steps[1]
+    assert len(list((tmp_path / "parts" / "out" / "checkpoints").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["run.host_memory=1MiB"], "the smallest that works is"),
+        (["run.host_memory=lots"], "expected a size"),
+        (["run.host_memory=1GiB", "run.storage_dir=absent"], "is not a directory"),
+        (["run.storage_dir=absent"], "host_memory"),
+        (["run.host_memory=1GiB", "run.compile=true"], "cannot be combined"),
+        (["run.host_memory=1GiB", "run.device_memory=1GiB"], "on the CPU"),
+    ],
+)
+def test_bad_input_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: list[str], message: str
+) -> None:
+    config = write_run(tmp_path)
+    options = [option for setting in settings for option in ("--set", setting)]
+    assert main(["train", str(config), *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
