@@ -10,7 +10,7 @@ Z = 2F with a gate and F without.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,13 @@ from torch import Tensor
 from moe_runtime.kernels.expert_mlp.activation import ActivationSpec, PreactivationFunction
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
 from moe_runtime.kernels.expert_mlp.reference import apply_activation
-from moe_runtime.kernels.expert_mlp.rows import SortedRows, already_sorted, sort_rows
+from moe_runtime.kernels.expert_mlp.rows import (
+    Group,
+    SortedRows,
+    already_sorted,
+    groups_between,
+    sort_rows,
+)
 
 RowFunction = Callable[[Tensor], Tensor]
 _FORWARD = "moe_runtime::expert_projection"
@@ -39,9 +45,7 @@ def composed_expert_mlp(
     y_RD = _rows(x_TD, rows.order_R // top_k, rows, experts, activation)
     if post_expert is not None:
         y_RD = post_expert(y_RD)
-    inverse_R = torch.empty_like(rows.order_R).scatter(
-        0, rows.order_R, torch.arange(len(rows.order_R), device=x_TD.device)
-    )
+    inverse_R = torch.argsort(rows.order_R)
     dispatched = (ids_TK >= 0) & (ids_TK < experts.num_experts)
     weights_TK = torch.where(dispatched, weights_TK, 0).to(_precise(x_TD))
     y_TKD = y_RD[inverse_R].view(num_tokens, top_k, -1).to(_precise(x_TD))
@@ -94,23 +98,6 @@ def _project(
     )
 
 
-class _Run(NamedTuple):
-    """The rows of one expert."""
-
-    slot: int
-    rows: slice
-
-
-def _runs(offsets: Tensor, slot_of_expert: Tensor | None) -> list[_Run]:
-    bounds = offsets.tolist()
-    slots = range(len(bounds) - 1) if slot_of_expert is None else slot_of_expert.tolist()
-    return [
-        _Run(slot, slice(first, last))
-        for slot, first, last in zip(slots, bounds[:-1], bounds[1:], strict=True)
-        if first < last
-    ]
-
-
 def _forward(
     x: Tensor,
     tokens: Tensor | None,
@@ -123,13 +110,18 @@ def _forward(
     weight_SMN = weight if is_transposed else weight.mT
     out = x.new_zeros(len(x) if tokens is None else len(tokens), weight_SMN.shape[2])
     with torch.autocast(x.device.type, enabled=False):
-        for slot, rows in _runs(offsets, slot_of_expert):
-            some = x[rows] if tokens is None else x.index_select(0, tokens[rows])
+        for group in groups_between(offsets, slot_of_expert):
+            some, matrix = _some(x, tokens, group), weight_SMN[group.slot]
             if bias is None:
-                torch.mm(some, weight_SMN[slot], out=out[rows])
+                torch.mm(some, matrix, out=out[group.rows])
             else:
-                torch.addmm(bias[slot], some, weight_SMN[slot], out=out[rows])
+                torch.addmm(bias[group.slot], some, matrix, out=out[group.rows])
     return out
+
+
+def _some(x: Tensor, tokens: Tensor | None, group: Group) -> Tensor:
+    """The input rows of one expert."""
+    return x[group.rows] if tokens is None else x.index_select(0, tokens[group.rows])
 
 
 def _backward(
@@ -150,19 +142,19 @@ def _backward(
     grad_bias = weight.new_zeros((len(weight), dim_out) if needs_bias else 0)
     weight_SNM = weight.mT if is_transposed else weight
     with torch.autocast(x.device.type, enabled=False):
-        for slot, rows in _runs(offsets, slot_of_expert):
-            some_grad = grad[rows]
+        for group in groups_between(offsets, slot_of_expert):
+            some_grad = grad[group.rows]
             if needs_x and tokens is None:
-                torch.mm(some_grad, weight_SNM[slot], out=grad_x[rows])
+                torch.mm(some_grad, weight_SNM[group.slot], out=grad_x[group.rows])
             elif needs_x and tokens is not None:
-                addend = (some_grad @ weight_SNM[slot]).to(precise)
-                grad_x.index_put_((tokens[rows],), addend, accumulate=True)
+                addend = (some_grad @ weight_SNM[group.slot]).to(precise)
+                grad_x.index_put_((tokens[group.rows],), addend, accumulate=True)
             if needs_weight:
-                some = x[rows] if tokens is None else x.index_select(0, tokens[rows])
+                some = _some(x, tokens, group)
                 left, right = (some, some_grad) if is_transposed else (some_grad, some)
-                grad_weight[slot].addmm_(left.T, right)
+                grad_weight[group.slot].addmm_(left.T, right)
             if needs_bias:
-                grad_bias[slot] += some_grad.to(_precise(x)).sum(0).to(x.dtype)
+                grad_bias[group.slot] += some_grad.to(_precise(x)).sum(0).to(x.dtype)
     return grad_x.to(x.dtype), grad_weight, grad_bias
 
 

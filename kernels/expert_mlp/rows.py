@@ -6,12 +6,14 @@ Shape suffixes: T tokens, K top-k, R routed rows = T * K, E experts.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
+from moe_runtime.kernels.token_sort import token_sort
 
 
 class SortedRows(NamedTuple):
@@ -56,14 +58,17 @@ class Group(NamedTuple):
     first: int
     last: int
 
+    @property
+    def rows(self) -> slice:
+        return slice(self.first, self.last)
+
 
 def sort_rows(ids_TK: Tensor, num_experts: int) -> SortedRows:
     """Sorts the dispatched slots by expert, stably; the others come last. No host sync."""
-    ids_R = ids_TK.flatten()
-    ids_R = torch.where((ids_R < 0) | (ids_R > num_experts), num_experts, ids_R)
-    sorted_R, order_R = torch.sort(ids_R, stable=True)
-    bounds = torch.arange(num_experts + 1, device=ids_TK.device, dtype=sorted_R.dtype)
-    return SortedRows(order_R, torch.searchsorted(sorted_R, bounds))
+    # A compiler that traces this sees plain torch, which it can fuse.
+    impl = "reference" if torch.compiler.is_compiling() else "auto"
+    order = token_sort(ids_TK, num_experts, impl=impl)
+    return SortedRows(order.order_R, order.offsets_E1)
 
 
 def already_sorted(counts_E: Tensor) -> SortedRows:
@@ -75,7 +80,13 @@ def already_sorted(counts_E: Tensor) -> SortedRows:
 
 def groups(rows: SortedRows, experts: StackedExperts) -> Iterator[Group]:
     """The experts that have rows, in order; copies the offsets to the host."""
-    offsets = rows.offsets_E1.tolist()
-    for expert, slot in enumerate(experts.slots()):
-        if offsets[expert] < offsets[expert + 1]:
-            yield Group(slot, offsets[expert], offsets[expert + 1])
+    return groups_between(rows.offsets_E1, experts.slot_of_expert)
+
+
+def groups_between(offsets_E1: Tensor, slot_of_expert: Tensor | None) -> Iterator[Group]:
+    """As `groups`, for the experts whose rows lie between these offsets."""
+    bounds = offsets_E1.tolist()
+    slots = range(len(bounds) - 1) if slot_of_expert is None else slot_of_expert.tolist()
+    for slot, (first, last) in zip(slots, pairwise(bounds), strict=True):
+        if first < last:
+            yield Group(slot, first, last)

@@ -112,6 +112,7 @@ def test_without_a_gate(name: str) -> None:
     compare(make_experts(3, has_gate=False), 5, torch.float32, activation=formula)
 
 
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(
     ("num_tokens", "top_k", "kind"),
     [(1, 1, "random"), (63, 4, "random"), (70, 1, "one"), (40, 3, "skewed")],
@@ -131,6 +132,57 @@ def test_wide_tiles() -> None:
     compare(
         make_experts(1, dim_model=72, dim_hidden=136), 200, torch.bfloat16, top_k=1, kind="random"
     )
+
+
+def test_inputs_whose_elements_lie_apart() -> None:
+    """Every operand a view with other strides: the bits of contiguous copies."""
+    experts = moved(make_experts(3), torch.float32, DEVICE)
+    ids, weights = (t.to(DEVICE) for t in make_routing(9, 2, 3, dtype=torch.float32))
+    x, grad = (torch.randn(9, experts.dim_model, device=DEVICE) for _ in range(2))
+
+    def run_with(apart: bool) -> list[Tensor]:
+        def laid_out(tensor: Tensor) -> Tensor:
+            tensor = tensor.detach()
+            if apart:
+                tensor = tensor.repeat_interleave(2, dim=-1)[..., ::2]
+            return tensor.requires_grad_(tensor.is_floating_point())
+
+        parameters = [laid_out(t) for t in experts.tensors() if t is not None]
+        inputs = [laid_out(x), laid_out(weights)]
+        layer = replace(experts, **dict(zip(NAMES, parameters, strict=True)))
+        out = expert_mlp(
+            inputs[0], laid_out(ids), inputs[1], layer, activation="silu", impl="triton"
+        )
+        dout = laid_out(grad).detach()
+        return [out, *torch.autograd.grad(out, [*inputs, *parameters], dout)]
+
+    for near, far in zip(run_with(False), run_with(True), strict=True):
+        assert torch.equal(near, far)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_ids_out_of_range_read_nothing(is_training: bool) -> None:
+    """They add nothing, far out of range or near; an error only where they are looked for."""
+    experts = moved(make_experts(3), torch.float32, DEVICE)
+    x, weights = torch.randn(4, experts.dim_model, device=DEVICE), torch.rand(4, 2, device=DEVICE)
+    ids = torch.tensor([[0, 10**9], [-(10**9), 1], [3, -1], [2, 4]], device=DEVICE)
+    kept = torch.where((ids >= 0) & (ids < 3), ids, 3)
+    with torch.set_grad_enabled(is_training):
+        found, expected = (
+            expert_mlp(x, some, weights, experts, activation="silu", impl="triton")
+            for some in (ids, kept)
+        )
+    assert torch.equal(found, expected)
+    with pytest.raises(ValueError, match=r"must be in \[0, 3\), .* got 1000000000 for token 0"):
+        expert_mlp(x, ids, weights, experts, activation="silu", impl="triton", checks_ids=True)
+
+
+def test_the_same_bits_twice() -> None:
+    experts = rounded(make_experts(4), torch.bfloat16)
+    routing = make_routing(20, 3, 4, kind="skewed", dtype=torch.float32)
+    x = torch.randn(20, experts.dim_model).bfloat16()
+    first, second = (run("triton", torch.bfloat16, experts, routing, x) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_inference_equals_training() -> None:

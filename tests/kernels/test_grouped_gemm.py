@@ -104,20 +104,7 @@ CASES = [
 ]
 
 
-@pytest.fixture
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that nobody has written is NaN, so that reading it cannot go unnoticed."""
-    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
-        original = getattr(owner, name)
-
-        def poisoned(*args: object, _original=original, **kwargs: object) -> Tensor:  # type: ignore[no-untyped-def]
-            made = _original(*args, **kwargs)
-            return made.fill_(torch.nan) if made.is_floating_point() else made
-
-        monkeypatch.setattr(owner, name, poisoned)
-
-
-@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: repr(case)[5:70])
 def test_against_fp64(case: Case) -> None:
     case = case.drawn()
@@ -163,28 +150,31 @@ def test_rows_without_an_expert_are_zero(impl: GroupedGemmImpl) -> None:
     assert out[5:].eq(0).all()
 
 
-@pytest.mark.parametrize("axis", ["rows", "slots", "columns"])
+FAR = 2**30 + 64
+# Shape and strides of what lies far apart; the last element lies past 2 ** 31 in each.
+FAR_APART = {
+    "rows": ((3, 16), (FAR, 1)),
+    "slots": ((2, 16, 16), (2 * FAR, 16, 1)),
+    "columns": ((2, 16, 16), (16, FAR // 7, 1)),
+    "summed": ((2, 16, 16), (16, 1, FAR // 7)),
+}
+
+
+@pytest.mark.parametrize("axis", FAR_APART)
 def test_addresses_past_two_to_the_31(axis: str) -> None:
     """Elements far apart in a buffer that only a few pages of are ever touched."""
-    far = 2**31 // 2 + 64
-    x, weight = torch.randn(3, 16), torch.randn(2, 16, 16)
-    storage = torch.empty(2 * far + 4096, dtype=torch.float16)
-    wide = storage.as_strided(
-        {"rows": (3, 16), "slots": (2, 16, 16), "columns": (2, 16, 16)}[axis],
-        {"rows": (far, 1), "slots": (2 * far - 300, 16, 1), "columns": (16, far // 8, 1)}[axis],
-    )
-    if axis == "rows":
-        wide.copy_(x)
-        operands = (wide.to(DEVICE) if DEVICE == "cuda" else wide, weight.half().to(DEVICE))
-    else:
-        wide.copy_(weight)
-        operands = (x.half().to(DEVICE), wide)
+    shape, strides = FAR_APART[axis]
+    last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    assert last > 2**31
+    x, weight = torch.randn(3, 16).half(), torch.randn(2, 16, 16).half()
+    near = x if axis == "rows" else weight
+    wide = torch.empty(last + 1, dtype=torch.float16, device=DEVICE).as_strided(shape, strides)
+    wide.copy_(near)
+    operands = (wide, weight.to(DEVICE)) if axis == "rows" else (x.to(DEVICE), wide)
     offsets = torch.tensor([0, 1, 3], device=DEVICE)
     out = grouped_gemm(*operands, offsets, impl="triton")
-    exact = grouped_gemm(
-        operands[0].double().contiguous(), operands[1].double().contiguous(), offsets, impl="torch"
-    )
-    torch.testing.assert_close(out.double(), exact, rtol=2.0**-10, atol=2.0**-8)
+    exact = grouped_gemm(x.double(), weight.double(), offsets.cpu(), impl="torch")
+    torch.testing.assert_close(out.double().cpu(), exact, rtol=2.0**-10, atol=2.0**-8)
 
 
 def test_gradients_of_the_specification() -> None:

@@ -24,9 +24,12 @@ from moe_runtime.kernels.block_sparse.topology import (
     ExpertColumns,
     expert_topology,
 )
+from moe_runtime.kernels.block_sparse.topology_kernel import lists_from_offsets_triton
+from moe_runtime.kernels.block_sparse.topology_lists import Sizes
 from moe_runtime.kernels.combine.kernel import launch_combine_bwd, launch_combine_fwd
 from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
+from moe_runtime.kernels.grouped_gemm.decode import decode_expert_mlp
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.tiles import (
@@ -41,6 +44,7 @@ from moe_runtime.kernels.token_sort.kernel import token_sort_triton
 # One layer of Qwen3-30B-A3B, whose dimensions every tile divides, and gpt-oss, which has biases,
 # transposed interleaved weights, a bounded gate and a width that no tile divides.
 QWEN3 = {"T": 4096, "K": 8, "E": 128, "D": 2048, "F": 768}
+GPT_OSS_GATE = ActivationSpec("silu", alpha=1.702, limit=7.0, up_offset=1.0)
 GPT_OSS = {"T": 4096, "K": 4, "E": 32, "D": 2880, "F": 2880}
 DEVICES = {
     "sm_80": Device(shared_bytes=163 * 1024, has_wide_accumulators=False),
@@ -64,7 +68,7 @@ def product(kind: ProductKind, tile: Tile, dtype: torch.dtype, *, gpt_oss: bool 
     spec = ActivationSpec("silu")
     up, down = meta(E, 2 * F, D, dtype=dtype), meta(E, D, F, dtype=dtype)
     if gpt_oss:
-        spec = ActivationSpec("silu", alpha=1.702, limit=7.0, up_offset=1.0)
+        spec = GPT_OSS_GATE
         up, down = (meta(E, *w.mT.shape[1:], dtype=dtype).mT for w in (up, down))
     x, pre = meta(T, D, dtype=dtype), meta(rows, 2 * F, dtype=dtype)
     layout: dict[str, Any] = {"has_gate": True, "is_concatenated": not gpt_oss, "tile": tile}
@@ -84,6 +88,28 @@ def product(kind: ProductKind, tile: Tile, dtype: torch.dtype, *, gpt_oss: bool 
         weight_grad(pre, x, groups, out_SNK=up, right_divisor=K, tile=tile)
 
 
+def few_tokens(model: str, dtype: torch.dtype) -> None:
+    """The decoding kernels of eight tokens."""
+    is_gpt_oss = model == "gpt-oss"
+    _, K, E, D, F = (GPT_OSS if is_gpt_oss else QWEN3).values()
+    up, down = meta(E, 2 * F, D, dtype=dtype), meta(E, D, F, dtype=dtype)
+    if is_gpt_oss:
+        up, down = (meta(E, *w.mT.shape[1:], dtype=dtype).mT for w in (up, down))
+    decode_expert_mlp(
+        meta(8, D, dtype=dtype),
+        meta(8, K, dtype=torch.int64),
+        meta(8, K, dtype=torch.float32),
+        up,
+        down,
+        GPT_OSS_GATE if is_gpt_oss else ActivationSpec("silu"),
+        has_gate=True,
+        is_concatenated=not is_gpt_oss,
+        gate_up_bias_SZ=meta(E, 2 * F, dtype=dtype) if is_gpt_oss else None,
+        down_bias_SD=meta(E, D, dtype=dtype) if is_gpt_oss else None,
+        slot_of_expert=meta(E, dtype=torch.int64) if is_gpt_oss else None,
+    )
+
+
 def small_kernels() -> None:
     """What has no tile to choose."""
     ids, order = meta(4096, 8, dtype=torch.int64), meta(4096 * 8, dtype=torch.int64)
@@ -93,6 +119,16 @@ def small_kernels() -> None:
     launch_combine_fwd(y, weights, order, one, 8)
     launch_combine_bwd(
         meta(4096, 2048), y, weights, order, one, 8, needs_dy=True, needs_dweights=True
+    )
+    few_tokens("qwen3", torch.bfloat16)
+    few_tokens("gpt-oss", torch.bfloat16)
+    few_tokens("qwen3", torch.float32)
+    columns = ExpertColumns.of([768] * 128, block_columns=128, device="meta")
+    lists_from_offsets_triton(
+        meta(129, dtype=torch.int64),
+        columns.starts_E1,
+        columns.strips_E,
+        sizes=Sizes(4096 * 8, 385, len(columns.first), 2304, 128, 128),
     )
     groups = Groups(meta(129, dtype=torch.int64), 4096 * 8, None, order, num_choices=8)
     bias_grad(y, groups, out_SN=meta(128, 2048))
