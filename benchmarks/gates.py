@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cosine_topk": {"projection_size": 32},
     "sam": {"num_expert_groups": 4},
 }
-TOP_1 = {"switch", "base", "hash", "dense_to_sparse"}
+TOP_1 = {"switch", "base", "hash", "dense_to_sparse", "rl_r"}
 
 
 def main() -> None:

@@ -23,20 +23,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_VD: Tensor,
         targets_T: Tensor,
         compute_dtype: torch.dtype,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         needs_grad = any(ctx.needs_input_grad)  # type: ignore[attr-defined]
         num_tokens = len(hidden_TD)
         hidden, weight = hidden_TD.to(compute_dtype), weight_VD.to(compute_dtype)
         grad_hidden = torch.empty_like(hidden_TD) if needs_grad else None
         grad_weight = torch.zeros_like(weight_VD) if needs_grad else None
-        total = torch.zeros((), dtype=_wide(compute_dtype), device=hidden.device)
-        chunk = max(1, _CHUNK_BYTES // (total.element_size() * len(weight)))
+        each_T = torch.empty(num_tokens, dtype=_wide(compute_dtype), device=hidden.device)
+        chunk = max(1, _CHUNK_BYTES // (each_T.element_size() * len(weight)))
         for start in range(0, num_tokens, chunk):
             rows = slice(start, start + chunk)
-            logits = (hidden[rows] @ weight.T).to(total.dtype)
+            logits = (hidden[rows] @ weight.T).to(each_T.dtype)
             log_probs = torch.log_softmax(logits, dim=-1)
             targets = targets_T[rows, None]
-            total -= log_probs.gather(1, targets).sum()
+            each_T[rows] = -log_probs.gather(1, targets).squeeze(1)
             if grad_hidden is None or grad_weight is None:
                 continue
             # d loss / d logits = (probabilities - one-hot) / T
@@ -47,18 +47,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_weight += grad_logits.T @ hidden[rows]
         if grad_hidden is not None and grad_weight is not None:
             ctx.save_for_backward(grad_hidden, grad_weight)
-        return total / num_tokens
+        ctx.mark_non_differentiable(each_T)
+        return each_T.sum() / num_tokens, each_T
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: FunctionCtx, grad_loss: Tensor
+        ctx: FunctionCtx, grad_loss: Tensor, _grad_each: Tensor
     ) -> tuple[Tensor, Tensor, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors  # type: ignore[attr-defined]
         return grad_hidden * grad_loss, grad_weight * grad_loss, None, None
 
 
 def linear_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
+    """The first of what `linear_cross_entropies` returns: the mean alone."""
+    return linear_cross_entropies(hidden_TD, weight_VD, targets_T)[0]
+
+
+def linear_cross_entropies(
+    hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor
+) -> tuple[Tensor, Tensor]:
     """Mean cross-entropy of `hidden @ weight.T` against the targets, in nats.
 
     The products run in autocast's dtype where autocast is on; sums are float32 or wider.
@@ -69,7 +77,7 @@ def linear_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor
         targets_T: int64 ids of the following tokens.
 
     Returns:
-        A scalar, float32 or wider.
+        A scalar, float32 or wider; and `[T]`, that of each token, without a gradient.
 
     Raises:
         ValueError: the shapes do not belong together.

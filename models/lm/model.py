@@ -16,8 +16,9 @@ from moe_runtime.layer import LayerAux, MoELayer
 from moe_runtime.models.lm.attention import RotaryTable
 from moe_runtime.models.lm.blocks import Block, ShortcutBlocks, make_blocks
 from moe_runtime.models.lm.config import LanguageModelConfig
-from moe_runtime.models.lm.loss import linear_cross_entropy
+from moe_runtime.models.lm.loss import linear_cross_entropies
 from moe_runtime.models.lm.norm import RMSNorm
+from moe_runtime.routing import Policy, Reinforce
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,15 +127,21 @@ class LanguageModel(nn.Module):
             targets_BC: the token after each.
         """
         hidden = self.hidden_states(ids_BC)
-        cross_entropy = linear_cross_entropy(
+        cross_entropy, of_token_T = linear_cross_entropies(
             hidden.flatten(0, 1), self.output.weight, targets_BC.reshape(-1)
         )
         layers = self.layer_aux()
         if not layers:
             return Losses(cross_entropy, torch.zeros_like(cross_entropy))
+        auxiliary = [aux.loss for aux in layers]
+        auxiliary += [
+            layer.gate.policy_weight * layer.gate.policy_loss(policy, -of_token_T)
+            for layer in self.routed_layers()
+            if isinstance(layer.gate, Reinforce) and (policy := _policy(layer)) is not None
+        ]
         return Losses(
             cross_entropy,
-            torch.stack([aux.loss for aux in layers]).mean(),
+            torch.stack(auxiliary).sum() / len(layers),
             torch.stack([aux.max_load for aux in layers]).mean(),
             torch.stack([aux.dropped_share for aux in layers]).mean(),
         )
@@ -170,3 +177,8 @@ class LanguageModel(nn.Module):
         for block in self.blocks:
             assert isinstance(block, Block | ShortcutBlocks)
             yield block
+
+
+def _policy(layer: MoELayer) -> Policy | None:
+    """How the layer's last choices were sampled, if they were."""
+    return None if layer.aux is None else layer.aux.routing.policy

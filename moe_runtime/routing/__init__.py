@@ -5,8 +5,9 @@ from moe_runtime.routing.capacity import Capacity, DropPolicy, expert_slots
 from moe_runtime.routing.losses import LOSSES, LossInputs
 from moe_runtime.routing.moepp import MoEPlusPlus, ZeroExpertCounts
 from moe_runtime.routing.registry import GATES, gate_options, make_gate
+from moe_runtime.routing.reinforce import Reinforce
 from moe_runtime.routing.topk import GroupLimitedTopK, SigmoidTopK, SoftmaxTopK
-from moe_runtime.routing.value import Routing, ZeroRouting, expert_counts
+from moe_runtime.routing.value import Policy, Routing, ZeroRouting, expert_counts
 
 __all__ = [
     "GATES",
@@ -19,6 +20,8 @@ __all__ = [
     "GroupLimitedTopK",
     "LossInputs",
     "MoEPlusPlus",
+    "Policy",
+    "Reinforce",
     "Routing",
     "RoutingContext",
     "SigmoidTopK",

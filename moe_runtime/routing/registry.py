@@ -16,6 +16,7 @@ from moe_runtime.routing.hashed import Hash
 from moe_runtime.routing.moepp import MoEPlusPlus
 from moe_runtime.routing.noisy_topk import NoisyTopK
 from moe_runtime.routing.prototype import Prototype
+from moe_runtime.routing.reinforce import Reinforce
 from moe_runtime.routing.sam import Sam
 from moe_runtime.routing.switch import Switch
 from moe_runtime.routing.topk import GroupLimitedTopK, RoundRobin, SigmoidTopK, SoftmaxTopK
@@ -38,6 +39,7 @@ GATES: Mapping[str, type[Gate]] = MappingProxyType(
         "sinkhorn": Sinkhorn,
         "base": Base,
         "moepp": MoEPlusPlus,
+        "rl_r": Reinforce,
         "round_robin": RoundRobin,
     }
 )

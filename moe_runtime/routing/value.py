@@ -32,6 +32,19 @@ class ZeroRouting:
 
 
 @dataclass(frozen=True, eq=False)
+class Policy:
+    """What is needed to reward choices that were sampled (RL-R).
+
+    Attributes:
+        log_probs_T: `[T]` logarithm of the probability that the choice had; differentiable.
+        values_T: `[T]` reward that a baseline expects of the token; differentiable.
+    """
+
+    log_probs_T: Tensor
+    values_T: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Routing:
     """What a gate decided for `T` tokens. The order of decisions is always the same: score, bias,
     top-k, normalise, capacity.
@@ -50,6 +63,7 @@ class Routing:
             last, where there are any), which the next layer's gate may read; None for a gate
             without parameters.
         zero: Choices of zero-computation experts; None where there are none.
+        policy: Of choices that were sampled and are to be rewarded; None of others.
     """
 
     ids_TK: Tensor
@@ -60,6 +74,7 @@ class Routing:
     slots_TK: Tensor | None = None
     logits_TE: Tensor | None = None
     zero: ZeroRouting | None = None
+    policy: Policy | None = None
 
     def __post_init__(self) -> None:
         """Checks what can be checked without waiting for a device.

@@ -18,7 +18,7 @@ from moe_runtime.routing import (
 from moe_runtime.routing.assignment import best_assignment, log_transport_plan
 
 D = 16
-RANDOM = {"switch", "gshard", "noisy_topk", "dense_to_sparse"}
+RANDOM = {"switch", "gshard", "noisy_topk", "dense_to_sparse", "rl_r"}
 CASES = {case.label: case for case in FORMULAS}
 
 
@@ -87,6 +87,8 @@ def test_permuted_tokens_and_experts_permute_the_output(label: str) -> None:
 
 def test_gradient_reaches_every_gate_but_hash() -> None:
     for label, case in CASES.items():
+        if case.gate == "rl_r":  # rewards reach it, the output does not: see test_reinforce.py
+            continue
         layer = MoELayer(
             D,
             8,

@@ -307,6 +307,33 @@ def moepp(layer: MoELayer, x: Tensor) -> Tensor:
     return place(rows, num_all, x)
 
 
+def sampled(layer: MoELayer, x: Tensor) -> Tensor:
+    """RL-R: one draw a token against the running sums of the likeliest experts."""
+    draws = torch.rand((len(x), 1), dtype=x.dtype, generator=random_source())
+    rows = []
+    for row, draw in zip(linear_scores(layer, x).detach(), draws, strict=True):
+        probs, kept, held = softmax(row), [], 0.0
+        for expert in best(probs, len(probs)):
+            if held >= layer.gate.top_p:
+                break
+            kept.append(expert)
+            held += float(probs[expert])
+        running = 0.0
+        for expert in sorted(kept):
+            running += float(probs[expert]) / held
+            if running > float(draw):
+                break
+        rows.append({expert: torch.ones((), dtype=x.dtype)})
+    return place(rows, layer.gate.num_experts, x)
+
+
+def most_likely(layer: MoELayer, x: Tensor) -> Tensor:
+    """RL-R in evaluation."""
+    one = torch.ones((), dtype=x.dtype)
+    rows = [{best(row, 1)[0]: one} for row in linear_scores(layer, x)]
+    return place(rows, layer.gate.num_experts, x)
+
+
 GROUPED = {"num_groups": 3, "capacity_factor": 0.8}
 FORMULAS = [
     GateCase("softmax-renormalised", "softmax_topk", softmax_before(True)),
@@ -366,6 +393,8 @@ FORMULAS = [
     GateCase("sinkhorn-eval", "sinkhorn", plain_top_k, training=False),
     GateCase("base", "base", linear_programme, top_k=1),
     GateCase("base-eval", "base", plain_top_k, top_k=1, training=False),
+    GateCase("rl-r", "rl_r", sampled, top_k=1, options={"top_p": 0.8}),
+    GateCase("rl-r-eval", "rl_r", most_likely, top_k=1, training=False),
     GateCase("moepp", "moepp", moepp, top_k=3),
     GateCase(
         "moepp-more-zeros",

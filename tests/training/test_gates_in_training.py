@@ -18,6 +18,7 @@ from moe_runtime.training.optimizer import Optimizer
 SPECIAL: dict[str, dict[str, Any]] = {
     "switch": {"top_k": 1},
     "base": {"top_k": 1},
+    "rl_r": {"top_k": 1},
     "hash": {"gate_options": {"vocab_size": 50}},
     "moepp": {"zero_experts": {"zero": 1, "copy": 1, "constant": 1}},
     "group_limited_topk": {"gate_options": {"num_expert_groups": 2}},

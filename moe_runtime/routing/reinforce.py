@@ -1,0 +1,163 @@
+"""RL-R (Clark et al., "Unified Scaling Laws for Routed Language Models", 2022).
+
+Routing as a policy: the gate samples an expert, and what comes of it later, the loss of the token,
+rewards the choice (REINFORCE, Williams 1992). Shape suffixes: T tokens, D model width, E experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Unpack
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_runtime.routing.base import Choice, Gate, GateOptions, RoutingContext, score_dtype
+from moe_runtime.routing.switch import require_top_k
+from moe_runtime.routing.value import Policy, Routing
+
+
+class Reinforce(Gate):
+    """Samples one expert from `softmax(logits)`, cut to its nucleus; its output is not weighted.
+
+    So the training loss gives the gate no gradient. `policy_loss` does, once the rewards are
+    known; a linear baseline of the token's value lowers its variance. In evaluation the best
+    expert is taken. The losses `load_balance` and `entropy` keep the policy from collapsing.
+
+    Args:
+        top_k: Must be 1.
+        top_p: Experts are sampled from the fewest that hold this share of the probability.
+        policy_weight: Coefficient of `policy_loss` in a model that adds it.
+
+    Attributes:
+        value_weight: `[D]`, of the baseline.
+        value_bias: A scalar.
+
+    Raises:
+        ValueError: `top_k` is not 1, or `top_p` or `policy_weight` is out of range.
+    """
+
+    default_loss_weights: ClassVar = {"load_balance": 0.01, "entropy": 0.001}
+    own_loss_names: ClassVar = ("entropy",)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int = 1,
+        *,
+        top_p: float = 0.95,
+        policy_weight: float = 0.01,
+        **options: Unpack[GateOptions],
+    ) -> None:
+        super().__init__(hidden_size, num_experts, top_k, **options)
+        require_top_k(self, 1)
+        if not 0 < top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
+        if not policy_weight >= 0:
+            raise ValueError(f"policy_weight must be at least 0, got {policy_weight}")
+        self.top_p = top_p
+        self.policy_weight = policy_weight
+        place = {"device": options.get("device"), "dtype": options.get("dtype")}
+        self.value_weight = nn.Parameter(torch.zeros(hidden_size, **place))
+        self.value_bias = nn.Parameter(torch.zeros((), **place))
+
+    def decide(self, x_TD: Tensor, context: RoutingContext) -> Choice:
+        choice = super().decide(x_TD, context)
+        if not isinstance(choice, _SampledChoice):
+            return choice
+        precise = score_dtype(x_TD)
+        # The baseline learns the rewards from the tokens as they are, and does not shape them.
+        values_T = x_TD.detach().to(precise) @ self.value_weight.to(precise)
+        return dataclasses.replace(choice, values_T=values_T + self.value_bias.to(precise))
+
+    def choose(self, logits_TE: Tensor, context: RoutingContext) -> Choice:
+        log_probs_TE = logits_TE.log_softmax(dim=-1)
+        probs_TE = log_probs_TE.exp()
+        losses = {"entropy": lambda: _negative_entropy(probs_TE, log_probs_TE)}
+        if not self.training:
+            ids_T1 = probs_TE.argmax(dim=-1, keepdim=True)
+            return Choice(ids_T1, _ones(ids_T1, probs_TE), logits_TE, probs_TE, losses)
+        policy_TE = nucleus(log_probs_TE, self.top_p)
+        ids_T1 = _sample(policy_TE.detach().exp(), context.generator)
+        return _SampledChoice(
+            ids_T1,
+            _ones(ids_T1, probs_TE),
+            logits_TE,
+            probs_TE,
+            losses,
+            log_probs_T=policy_TE.gather(1, ids_T1).squeeze(1),
+        )
+
+    def finish(self, choice: Choice, context: RoutingContext) -> Routing:
+        routing = super().finish(choice, context)
+        if not isinstance(choice, _SampledChoice):
+            return routing
+        assert choice.log_probs_T is not None, "sampled with it"
+        assert choice.values_T is not None, "added by `decide`"
+        return dataclasses.replace(routing, policy=Policy(choice.log_probs_T, choice.values_T))
+
+    def policy_loss(self, policy: Policy, rewards_T: Tensor) -> Tensor:
+        """What to minimise, with `policy_weight`, so that rewarded choices become likelier.
+
+        `-mean((reward - value) log p) + mean((reward - value)^2) / 2`; the difference in the first
+        term is not differentiated.
+
+        Args:
+            policy: `aux.routing.policy` of the call.
+            rewards_T: `[T]`, the more the better: for a language model minus the token's loss.
+
+        Raises:
+            ValueError: There is not one reward for each token.
+        """
+        if rewards_T.shape != policy.log_probs_T.shape:
+            raise ValueError(
+                f"{self.name}: expected {list(policy.log_probs_T.shape)} rewards, "
+                f"got {list(rewards_T.shape)}"
+            )
+        surprise_T = rewards_T.detach().to(policy.values_T.dtype) - policy.values_T
+        num_tokens = max(1, len(rewards_T))
+        gain = (surprise_T.detach() * policy.log_probs_T).sum() / num_tokens
+        return surprise_T.square().sum() / (2 * num_tokens) - gain
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _SampledChoice(Choice):
+    """A choice with the logarithm of its probability, and the baseline of its reward."""
+
+    log_probs_T: Tensor | None = None
+    values_T: Tensor | None = None
+
+
+def nucleus(log_probs_TE: Tensor, top_p: float) -> Tensor:
+    """`[T, E]`: the fewest experts that hold `top_p` of each row, renormalised; the others -inf.
+
+    Holtzman et al., "The Curious Case of Neural Text Degeneration" (2020).
+    """
+    if top_p == 1:
+        return log_probs_TE
+    sorted_TE, order_TE = log_probs_TE.detach().exp().sort(dim=-1, descending=True, stable=True)
+    is_out_TE = (sorted_TE.cumsum(dim=-1) - sorted_TE) >= top_p
+    is_out_TE = torch.zeros_like(is_out_TE).scatter(1, order_TE, is_out_TE)
+    return F.log_softmax(log_probs_TE.masked_fill(is_out_TE, -torch.inf), dim=-1)
+
+
+def _sample(probs_TE: Tensor, generator: torch.Generator | None) -> Tensor:
+    """`[T, 1]`: one expert of each row, by a draw against the running sums."""
+    sums_TE = probs_TE.cumsum(dim=-1)
+    draws_T1 = torch.rand(
+        (len(probs_TE), 1), dtype=probs_TE.dtype, device=probs_TE.device, generator=generator
+    )
+    # A sum of rounded shares may end below 1, and a last expert may have no probability.
+    passed_TE = sums_TE <= draws_T1 * sums_TE[:, -1:]
+    return passed_TE.sum(dim=-1, keepdim=True).clamp(max=probs_TE.shape[1] - 1)
+
+
+def _negative_entropy(probs_TE: Tensor, log_probs_TE: Tensor) -> Tensor:
+    """Mean of `sum_e p log p` over the tokens: least where the policy is undecided."""
+    return (probs_TE * log_probs_TE).sum() / max(1, len(probs_TE))
+
+
+def _ones(ids_T1: Tensor, like: Tensor) -> Tensor:
+    return torch.ones(ids_T1.shape, dtype=like.dtype, device=like.device)
