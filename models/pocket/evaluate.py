@@ -6,7 +6,9 @@
 Takes the folders of two runs of `moe-runtime train` (train.toml and train-dense.toml), copies the
 checkpoint that the first exported, and measures it: `evaluation.json` has the numbers and
 `README.md`, the model card, shows them. Weights are the exported bfloat16 ones; arithmetic is
-float32.
+float32. With `--continues` the run is one that started from the model in the output folder
+(`run.start_from`): what that had been trained with is added, and without `--dense` the baseline's
+numbers stay, provided that the held-out text is the same.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import logging
 import math
 import platform
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,6 +79,11 @@ def copy_model(run: Path, folder: Path) -> dict[str, float]:
     folder.mkdir(parents=True, exist_ok=True)
     for name in CHECKPOINT_FILES:
         shutil.copyfile(run / "model" / name, folder / name)
+    return spent_by(run)
+
+
+def spent_by(run: Path) -> dict[str, float]:
+    """`steps`, `tokens` and `elapsed_s` of a complete run of `moe-runtime train`."""
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     spent = {name: summary[name] for name in ("steps", "tokens")}
     return spent | {"elapsed_s": round(summary["elapsed_s"])}
@@ -167,13 +175,62 @@ def generate_samples(
     return samples
 
 
-def measure(moe_folder: Path, dense_folder: Path) -> dict[str, Any]:
-    """All numbers of the card that come from the exported checkpoints and the corpus."""
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """The dense model that the mixture is compared with.
+
+    Attributes:
+        spent: what its training took.
+        parameters: how many it has.
+        scores: its loss on a held-out text.
+    """
+
+    spent: dict[str, float]
+    parameters: int
+    scores: Callable[[Kind, HeldOut], dict[str, float]]
+
+
+def measured_baseline(run: Path) -> Baseline:
+    """The model of a complete dense run."""
+    from transformers import AutoModelForCausalLM
+
+    dense: Any = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32).eval()
+    return Baseline(
+        spent=spent_by(run),
+        parameters=dense.num_parameters(),
+        scores=lambda kind, text: text.scores(model_nats(dense, text.ids)),
+    )
+
+
+def kept_baseline(earlier: dict[str, Any]) -> Baseline:
+    """The dense model as an earlier evaluation measured it, for the same text only."""
+
+    def scores(kind: Kind, text: HeldOut) -> dict[str, float]:
+        known = earlier["held_out"][kind]
+        if (known["tokens"], known["bytes"]) != (len(text.ids), text.num_bytes):
+            raise ValueError(
+                f"the held-out text of kind {kind!r} is another than the earlier evaluation's; "
+                "train and give the dense baseline (--dense)"
+            )
+        return known["dense"]
+
+    return Baseline(
+        spent=earlier["training"]["dense"],
+        parameters=earlier["parameters"]["dense"],
+        scores=scores,
+    )
+
+
+def measure(moe_folder: Path, baseline: Baseline) -> dict[str, Any]:
+    """All numbers of the card that come from the exported checkpoint, the baseline and the corpus.
+
+    Raises:
+        ValueError: the baseline's numbers are of another text.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(moe_folder)
     moe: Any = AutoModelForCausalLM.from_pretrained(moe_folder, dtype=torch.float32).eval()
-    dense: Any = AutoModelForCausalLM.from_pretrained(dense_folder, dtype=torch.float32).eval()
     documents = gather()
     training = tokenize([document for document in documents if not document.held_out], tokenizer)
     usage = torch.zeros(moe.config.num_hidden_layers, NUM_EXPERTS, dtype=torch.float64)
@@ -185,14 +242,14 @@ def measure(moe_folder: Path, dense_folder: Path) -> dict[str, Any]:
             "tokens": len(text.ids),
             "bytes": text.num_bytes,
             "unigram": text.scores(unigram),
-            "dense": text.scores(model_nats(dense, text.ids)),
+            "dense": baseline.scores(kind, text),
             "moe": text.scores(model_nats(moe, text.ids, usage=usage)),
         }
     return {
         "parameters": {
             "total": moe.num_parameters(),
             "active": active_parameters(moe),
-            "dense": dense.num_parameters(),
+            "dense": baseline.parameters,
         },
         "training_tokens_available": {kind: len(stream) for kind, stream in training.items()},
         "held_out": held_out,
@@ -200,6 +257,11 @@ def measure(moe_folder: Path, dense_folder: Path) -> dict[str, Any]:
         "expert_usage": summarise_usage(usage),
         "samples": generate_samples(moe, tokenizer),
     }
+
+
+def _together(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """What two runs spent, one after the other."""
+    return {name: first[name] + second[name] for name in second}
 
 
 def _mixture(held_out: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -236,7 +298,10 @@ def main(arguments: list[str] | None = None) -> None:
 
     parser = argparse.ArgumentParser(description="Export and measure the pocket model.")
     parser.add_argument("--moe", type=Path, required=True, help="folder of the training run")
-    parser.add_argument("--dense", type=Path, required=True, help="folder of the dense run")
+    parser.add_argument("--dense", type=Path, help="folder of the dense run")
+    parser.add_argument(
+        "--continues", action="store_true", help="the run started from the model in --output"
+    )
     parser.add_argument("--output", type=Path, required=True, help="folder to export to")
     parser.add_argument("--note", default="", help="a remark on the run for the model card")
     options = parser.parse_args(arguments)
@@ -244,18 +309,23 @@ def main(arguments: list[str] | None = None) -> None:
 
     # A second thread gains little at this size and loses much on a busy machine.
     torch.set_num_threads(1)
-    dense_folder = options.dense / "model"
-    moe_run = copy_model(options.moe, options.output)
-    dense_run = json.loads((options.dense / "summary.json").read_text(encoding="utf-8"))
-    spent = {name: dense_run[name] for name in ("steps", "tokens", "elapsed_s")}
+    if options.dense is None and not options.continues:
+        parser.error("--dense is needed, unless --continues takes the baseline's numbers over")
+    before = {}
+    if options.continues:
+        before = json.loads((options.output / EVALUATION_FILE).read_text(encoding="utf-8"))
+    baseline = measured_baseline(options.dense) if options.dense else kept_baseline(before)
+    spent = copy_model(options.moe, options.output)
+    if options.continues:
+        spent = _together(before["training"]["moe"], spent)
     evaluation = {
-        "training": {"moe": moe_run, "dense": spent, "note": options.note},
+        "training": {"moe": spent, "dense": baseline.spent, "note": options.note},
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        **measure(options.output, dense_folder),
+        **measure(options.output, baseline),
     }
     evaluation = _rounded(evaluation)
     text = json.dumps(evaluation, indent=1, ensure_ascii=False) + "\n"

@@ -5,13 +5,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors import safe_open
 
 from moe_runtime.cli.main import main
 from moe_runtime.models.pocket import pocket_path
+from moe_runtime.models.pocket.card import render_card
 from moe_runtime.models.pocket.corpus import KINDS, Document, gather, without_repeats
-from moe_runtime.models.pocket.evaluate import copy_model
+from moe_runtime.models.pocket.evaluate import HeldOut, copy_model, kept_baseline
 from moe_runtime.models.pocket.model import active_parameters
 from moe_runtime.models.pocket.texts import write_texts
 
@@ -138,3 +140,26 @@ def test_the_dense_baseline_is_as_large_as_the_active_part(tmp_path: Path) -> No
     assert spent["steps"] == 2
     assert spent["tokens"] == 1024
     assert (tmp_path / "copied" / "model.safetensors").is_file()
+
+
+def test_the_baseline_of_an_earlier_evaluation_is_kept_for_the_same_text_only() -> None:
+    evaluation = json.loads((pocket_path() / "evaluation.json").read_text())
+    baseline = kept_baseline(evaluation)
+    known = evaluation["held_out"]["source"]
+    same = HeldOut(ids=np.zeros(known["tokens"], np.uint16), num_bytes=known["bytes"])
+    assert baseline.scores("source", same) == known["dense"]
+    other = HeldOut(ids=same.ids, num_bytes=known["bytes"] + 1)
+    with pytest.raises(ValueError, match="text of kind 'source' is another"):
+        baseline.scores("source", other)
+
+
+def test_the_card_says_when_the_models_saw_different_amounts_of_text() -> None:
+    evaluation = json.loads((pocket_path() / "evaluation.json").read_text())
+    spent = evaluation["training"]
+    spent["moe"]["tokens"] = 3 * spent["dense"]["tokens"]
+    card = render_card(evaluation, checkpoint_bytes=1)
+    assert "has seen 3.00 times as\nmany tokens: this compares no architectures" in card
+    spent["moe"]["tokens"] = spent["dense"]["tokens"]
+    card = render_card(evaluation, checkpoint_bytes=1)
+    assert "on\nthe same number of tokens of the same mixture" in card
+    assert "compares no architectures" not in card
