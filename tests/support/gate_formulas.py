@@ -312,25 +312,18 @@ def sampled(layer: MoELayer, x: Tensor) -> Tensor:
     draws = torch.rand((len(x), 1), dtype=x.dtype, generator=random_source())
     rows = []
     for row, draw in zip(linear_scores(layer, x).detach(), draws, strict=True):
-        probs, kept, held = softmax(row), [], 0.0
-        for expert in best(probs, len(probs)):
-            if held >= layer.gate.top_p:
-                break
-            kept.append(expert)
-            held += float(probs[expert])
-        running = 0.0
-        for expert in sorted(kept):
-            running += float(probs[expert]) / held
-            if running > float(draw):
-                break
-        rows.append({expert: torch.ones((), dtype=x.dtype)})
+        probs = softmax(row)
+        order = best(probs, len(probs))
+        num_kept = sum(float(probs[order[:n]].sum()) < layer.gate.top_p for n in range(len(order)))
+        sums = {e: probs[[f for f in order[:num_kept] if f <= e]].sum() for e in order[:num_kept]}
+        expert = min(e for e in sums if sums[e] > draw * max(sums.values()))
+        rows.append({expert: torch.ones_like(draw[0])})
     return place(rows, layer.gate.num_experts, x)
 
 
 def most_likely(layer: MoELayer, x: Tensor) -> Tensor:
     """RL-R in evaluation."""
-    one = torch.ones((), dtype=x.dtype)
-    rows = [{best(row, 1)[0]: one} for row in linear_scores(layer, x)]
+    rows = [{best(row, 1)[0]: torch.ones_like(row[0])} for row in linear_scores(layer, x)]
     return place(rows, layer.gate.num_experts, x)
 
 
