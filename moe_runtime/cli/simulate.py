@@ -5,16 +5,14 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, print_json, print_table
-from moe_runtime.config import nearest
 
 if TYPE_CHECKING:
-    from moe_runtime.planning.cluster import Cluster
     from moe_runtime.planning.scaling import ScalingPoint
 
 Ranks = Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")]
@@ -38,24 +36,6 @@ Plot = Annotated[
 ]
 
 MOST_RANKS = 1 << 13
-_LINK_KEYS = {"alpha_s", "bytes_per_s", "occupies_compute"}
-_MACHINE_KEYS = {
-    "ranks_per_node",
-    "flops_per_s",
-    "launch_s",
-    "copy_bytes_per_s",
-    "intra",
-    "inter",
-}
-_ASSUMED: dict[str, Any] = {
-    "ranks_per_node": 8,
-    "flops_per_s": 5e14,
-    "launch_s": 1e-5,
-    "copy_bytes_per_s": 3e12,
-    "intra": {"alpha_s": 2e-6, "bytes_per_s": 4e11},
-    "inter": {"alpha_s": 5e-6, "bytes_per_s": 5e10},
-}
-"""Round numbers of eight-GPU machines with one 400 Gb/s card a GPU; assumed, not measured."""
 
 
 def simulate(
@@ -86,13 +66,14 @@ def simulate(
     session.begin(debug=debug, as_json=as_json)
     numbers = _numbers(ranks, "--ranks", MOST_RANKS)
     chunks = _numbers(degrees, "--degrees", 64)
+    from moe_runtime.planning.machine_file import ASSUMED, read_machine
     from moe_runtime.planning.scaling import Imbalance, LayerShape, sweep_scaling
 
     if plot is not None:
         from moe_runtime.tracing import check_trace_path
 
         check_trace_path(plot)
-    cluster = _cluster(_ASSUMED if machine is None else _read_machine(machine), machine)
+    cluster = ASSUMED if machine is None else read_machine(machine)
     shape = LayerShape(
         tokens_per_rank=tokens,
         model_dim=model_dim,
@@ -184,46 +165,6 @@ def _numbers(text: str, name: str, most: int) -> list[int]:
     if not numbers or not all(1 <= number <= most for number in numbers):
         raise ValueError(f"{name} must be numbers from 1 to {most} with commas, got {text!r}")
     return sorted(set(numbers))
-
-
-def _read_machine(path: Path) -> dict[str, Any]:
-    import tomllib
-
-    with path.open("rb") as file:
-        try:
-            return tomllib.load(file)
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}: not a TOML file: {error}") from None
-
-
-def _cluster(value: dict[str, Any], path: Path | None) -> "Cluster":
-    from moe_runtime.planning.cluster import Cluster, Link
-
-    def numbers(table: Any, known: set[str], where: str) -> dict[str, Any]:
-        if not isinstance(table, dict):
-            raise ValueError(f"{path}: [{where}] must be a table")
-        for key, item in table.items():
-            if key not in known:
-                raise ValueError(f"{path}: unknown key {key!r}: {nearest(key, known)}")
-            is_flag = key == "occupies_compute"
-            if key in ("intra", "inter"):
-                continue
-            if isinstance(item, bool) != is_flag or not isinstance(item, int | float):
-                raise ValueError(f"{path}: {key} is {item!r}, expected a number")
-        return table
-
-    known = numbers(value, _MACHINE_KEYS, "machine")
-    missing = {"ranks_per_node", "flops_per_s", "intra", "inter"} - set(known)
-    if missing:
-        raise ValueError(f"{path}: lacks {', '.join(sorted(missing))}")
-    links = {}
-    for name in ("intra", "inter"):
-        link = numbers(known[name], _LINK_KEYS, name)
-        if not {"alpha_s", "bytes_per_s"} <= set(link):
-            raise ValueError(f"{path}: [{name}] needs alpha_s and bytes_per_s")
-        links[name] = Link(**link)
-    rest = {key: item for key, item in known.items() if key not in links}
-    return Cluster(num_ranks=1, **rest, **links)
 
 
 @contextlib.contextmanager

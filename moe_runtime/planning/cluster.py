@@ -49,6 +49,8 @@ class Cluster:
         flops_per_s: floating-point operations of the expert products, as measured.
         launch_s: fixed cost of each call of the expert computation.
         copy_bytes_per_s: bytes read and written a second by sorting and combining rows.
+        processors_per_node: how many ranks of a machine compute at the same time, where they share
+            its processors: ranks on a CPU with fewer cores than ranks. None for all of them.
     """
 
     num_ranks: int
@@ -58,6 +60,7 @@ class Cluster:
     flops_per_s: float
     launch_s: float = 0.0
     copy_bytes_per_s: float = float("inf")
+    processors_per_node: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.ranks_per_node < 1:
@@ -70,6 +73,10 @@ class Cluster:
             )
         if not (self.flops_per_s > 0 and self.copy_bytes_per_s > 0 and self.launch_s >= 0):
             raise ValueError("rates must be positive and launch_s must not be negative")
+        if self.processors_per_node is not None and self.processors_per_node < 1:
+            raise ValueError(
+                f"processors_per_node must be at least 1, got {self.processors_per_node}"
+            )
 
     @property
     def local_ranks(self) -> int:
@@ -80,6 +87,11 @@ class Cluster:
     def num_nodes(self) -> int:
         """Machines."""
         return self.num_ranks // self.local_ranks
+
+    def processor_of(self, rank: int) -> int:
+        """The processor that a rank computes on, by the number of the first rank that does."""
+        node, local = divmod(rank, self.local_ranks)
+        return node * self.local_ranks + local % (self.processors_per_node or self.local_ranks)
 
 
 def fit_link(

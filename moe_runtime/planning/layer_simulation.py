@@ -1,8 +1,8 @@
 """Predicts the time of one expert-parallel layer: all-to-all, experts, all-to-all, in chunks.
 
-Every rank is a processor and two links (within its machine, to others); every chunk of rows is a
-dispatch, an expert computation and a combine, tied together as the runtime does it. A collective
-starts on a rank when all ranks that take part have got there.
+Every rank is a processor (or shares one) and two links (within its machine, to others); every chunk
+of rows is a dispatch, an expert computation and a combine, tied together as the runtime does it. A
+collective starts on a rank when all ranks that take part have got there.
 
 Legend: P ranks, N machines, M ranks of a machine (P = N * M).
 """
@@ -206,9 +206,12 @@ def _layer_graph(
     remote = rows_PP - np.diag(local_rows) if schedule.is_local_first else rows_PP
     part = remote / schedule.degree
 
-    gate = [graph.add(workload.gate_s * slow[rank], resource=rank) for rank in ranks]
+    processors = [cluster.processor_of(rank) for rank in ranks]
+    gate = [graph.add(workload.gate_s * slow[rank], resource=processors[rank]) for rank in ranks]
     sort_s = _copy_s(cluster, workload, rows_PP.sum(axis=1)) * slow
-    sort = [graph.add(sort_s[rank], resource=rank, after=[gate[rank]]) for rank in ranks]
+    sort = [
+        graph.add(sort_s[rank], resource=processors[rank], after=[gate[rank]]) for rank in ranks
+    ]
     # Counts travel first: messages of a few bytes.
     counts = _phases(cluster, np.zeros_like(rows_PP), 0.0, schedule.hierarchical)
     arrived = _exchange(graph, cluster, counts, gate, links)
@@ -216,22 +219,23 @@ def _layer_graph(
 
     done = list(ready)
     if schedule.is_shared_first:
-        done = _compute(graph, workload.shared_s * slow, gate, ready)
+        done = _compute(graph, processors, workload.shared_s * slow, gate, ready)
     if schedule.is_local_first:
-        done = _compute(graph, _expert_s(cluster, workload, local_rows) * slow, ready, done)
+        own_s = _expert_s(cluster, workload, local_rows) * slow
+        done = _compute(graph, processors, own_s, ready, done)
     there = _phases(cluster, part, workload.row_bytes, schedule.hierarchical)
     back = _phases(cluster, part.T, workload.row_bytes, schedule.hierarchical)
     expert_s = _expert_s(cluster, workload, part.sum(axis=0)) * slow
     returned = []
     for _ in range(schedule.degree):
         arrived = _exchange(graph, cluster, there, ready, links)
-        computed = _compute(graph, expert_s, arrived, done)
+        computed = _compute(graph, processors, expert_s, arrived, done)
         returned.append(_exchange(graph, cluster, back, computed, links))
     combine_s = _copy_s(cluster, workload, received) * slow
     shared_s = np.zeros(cluster.num_ranks) if schedule.is_shared_first else workload.shared_s * slow
     for rank in ranks:
         after = [chunk[rank] for chunk in returned] + [done[rank]]
-        graph.add(combine_s[rank] + shared_s[rank], resource=rank, after=after)
+        graph.add(combine_s[rank] + shared_s[rank], resource=processors[rank], after=after)
     return graph, np.array(links, dtype=np.int64)
 
 
@@ -250,13 +254,12 @@ def _exchange(
             for rank, group in enumerate(phase.groups.tolist()):
                 members.setdefault(group, []).append(rank)
             link = cluster.inter if phase.is_inter else cluster.intra
-            offset = cluster.num_ranks * (1 + phase.is_inter) * (not link.occupies_compute)
+            offset = cluster.num_ranks * (1 + phase.is_inter)
             for ranks in members.values():
                 everyone = graph.add(0.0, resource=FREE, after=[ready[rank] for rank in ranks])
                 for rank in ranks:
-                    task = graph.add(
-                        float(phase.seconds_P[rank]), resource=rank + offset, after=[everyone]
-                    )
+                    own = cluster.processor_of(rank) if link.occupies_compute else rank + offset
+                    task = graph.add(float(phase.seconds_P[rank]), resource=own, after=[everyone])
                     links.append(task)
                     ends[rank].append(task)
         ready = [graph.add(0.0, after=[*tasks, ready[rank]]) for rank, tasks in enumerate(ends)]
@@ -264,14 +267,16 @@ def _exchange(
 
 
 def _compute(
-    graph: TaskGraph, seconds_P: np.ndarray, ready: list[int], previous: list[int]
+    graph: TaskGraph,
+    processors: list[int],
+    seconds_P: np.ndarray,
+    ready: list[int],
+    previous: list[int],
 ) -> list[int]:
     """Adds a computation on every rank, after its data and after what was computed before."""
     return [
-        graph.add(float(seconds_P[rank]), resource=rank, after=[ready[rank]])
-        if previous[rank] == ready[rank]
-        else graph.add(float(seconds_P[rank]), resource=rank, after=[ready[rank], previous[rank]])
-        for rank in range(len(ready))
+        graph.add(float(seconds_P[rank]), resource=processor, after={ready[rank], previous[rank]})
+        for rank, processor in enumerate(processors)
     ]
 
 

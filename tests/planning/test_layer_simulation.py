@@ -52,6 +52,22 @@ def test_nothing_overlaps_where_travel_takes_the_processor(degree: int) -> None:
     assert prediction.layer_s == pytest.approx(32)
 
 
+@pytest.mark.parametrize(("processors", "layer_s"), [(None, 1.0), (4, 1.0), (2, 2.0), (1, 4.0)])
+def test_ranks_that_share_processors_take_turns(processors: int | None, layer_s: float) -> None:
+    """Four ranks with a second of work each and nothing to send, and two machines of four."""
+    for num_ranks in (4, 8):
+        cluster = Cluster(
+            num_ranks=num_ranks,
+            ranks_per_node=4,
+            processors_per_node=processors,
+            intra=FAST,
+            inter=FAST,
+            flops_per_s=1.0,
+        )
+        workload = LayerWorkload(rows_PP=np.eye(num_ranks), row_bytes=0.0, flops_per_row=1.0)
+        assert predict_layer(cluster, workload, LayerSchedule()).layer_s == pytest.approx(layer_s)
+
+
 def test_every_message_costs_its_latency() -> None:
     """One for the counts, one each way a chunk."""
     for degree in (1, 4):

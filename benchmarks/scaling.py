@@ -1,0 +1,417 @@
+"""The layer simulator beside measured layers: `python benchmarks/scaling.py --ranks 2 4`.
+
+Starts gloo processes, measures what the simulator is told (links, rate of the experts, copies), and
+times whole expert-parallel layers: balanced and skewed loads, chunks, the
+two-level exchange, replicas, a straggler. Every time is set beside the simulator's, which has seen
+none of them. The last part predicts layers of 8 to 4096 ranks with the machines of
+benchmarks/machines.
+
+Runs under `torchrun` as well, unchanged, with one size of group: that of the launch.
+
+Shape suffixes: T tokens, D model, K choices, E experts, P ranks, R rows, S slots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness.machine import commit, describe_machine, machine_name, versions
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+
+from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
+from moe_runtime.parallel import (
+    ExpertSlots,
+    FlatTransport,
+    HierarchicalTransport,
+    Overlap,
+    Transport,
+    combine,
+    dispatch,
+    expert_parallel,
+)
+from moe_runtime.planning.cluster import Cluster, Link, fit_link
+from moe_runtime.planning.layer_simulation import LayerSchedule, LayerWorkload, predict_layer
+from moe_runtime.planning.machine_file import ASSUMED, read_machine, write_machine
+from moe_runtime.planning.placement import place_experts
+from moe_runtime.planning.scaling import Imbalance, LayerShape, sweep_scaling
+from moe_runtime.policies.placement import Devices, RoutingProfile
+from moe_runtime.routing import Routing
+
+DIM, HIDDEN, NUM_EXPERTS, TOP_K, NUM_TOKENS = 512, 512, 16, 2, 1024
+FLOPS_PER_ROW = 6 * DIM * HIDDEN
+LARGEST_SKEWED = 512
+MACHINES = Path(__file__).parent / "machines"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer that is timed and predicted.
+
+    Attributes:
+        zipf: exponent of the experts' popularity; 0 is equal loads.
+        degree: chunks.
+        is_local_first: rows that stay are computed first.
+        hierarchical: two-level exchange, over machines of two ranks.
+        algorithm: placement of the experts.
+        num_replicas: of EPLB.
+        straggler: how often rank 0 computes what it has to compute.
+    """
+
+    zipf: float = 0.0
+    degree: int = 1
+    is_local_first: bool = False
+    hierarchical: bool = False
+    algorithm: str = "round-robin"
+    num_replicas: int = 0
+    straggler: int = 1
+
+
+CASES = [
+    *(Case(degree=degree, is_local_first=degree > 1) for degree in (1, 2, 4)),
+    *(Case(zipf=1.0, degree=degree, is_local_first=degree > 1) for degree in (1, 4)),
+    Case(zipf=1.0, algorithm="greedy"),
+    Case(zipf=1.0, algorithm="eplb", num_replicas=4),
+    Case(straggler=2),
+    Case(hierarchical=True),
+    Case(hierarchical=True, zipf=1.0, degree=2, is_local_first=True),
+]
+
+
+def make_experts(num_slots: int) -> StackedExperts:
+    random = torch.Generator().manual_seed(0)
+    return StackedExperts(
+        gate_up=torch.randn(num_slots, 2 * HIDDEN, DIM, generator=random) / DIM**0.5,
+        down=torch.randn(num_slots, DIM, HIDDEN, generator=random) / HIDDEN**0.5,
+        has_gate=True,
+    )
+
+
+def time_in_turn(probes: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Median seconds of the slowest rank of each probe; all ranks run it at once.
+
+    All probes take turns in every round: where the machine is slower for a while, it is slower for
+    what the simulator is told and for what it is compared with.
+    """
+    times: dict[str, list[float]] = {name: [] for name in probes}
+    for _ in range(rounds + 1):
+        for name, probe in probes.items():
+            dist.barrier()
+            started = time.perf_counter()
+            probe()
+            seconds = torch.tensor(time.perf_counter() - started)
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            times[name].append(float(seconds))
+    return {name: statistics.median(values[1:]) for name, values in times.items()}
+
+
+EXPERT_ROWS = (16, 128, 512, 2048)
+EXCHANGED_BYTES = (12 << 10, 48 << 10, 768 << 10, 3 << 20)
+STAYING_TOKENS = (16, NUM_TOKENS)
+
+
+def machine_probes(transport: Transport) -> dict[str, Callable[[], Any]]:
+    """What the simulator is told of: experts, exchanges and copies."""
+    here = NUM_EXPERTS // transport.size
+    experts = make_experts(here)
+
+    def compute(num_rows: int) -> None:
+        counts_S = torch.full((here,), num_rows // here)
+        grouped_expert_mlp(torch.ones(num_rows, DIM), counts_S, experts, activation="silu")
+
+    def exchange(num_bytes: int) -> None:
+        counts = torch.full((1, transport.size), num_bytes // (transport.size - 1))
+        counts[0, transport.rank] = 0
+        (route,) = transport.routes(counts, counts)
+        rows = torch.zeros((int(counts.sum()), 1), dtype=torch.uint8)
+        transport.exchange(rows, route).wait()
+
+    return {
+        **{f"experts {n}": partial(compute, n) for n in EXPERT_ROWS},
+        **{f"exchange {n}": partial(exchange, n) for n in EXCHANGED_BYTES},
+        **{f"stay {n}": partial(stay_here, n, transport) for n in STAYING_TOKENS},
+    }
+
+
+def as_machine(seconds: dict[str, float], num_ranks: int) -> tuple[Cluster, float]:
+    """The machine, and the fixed cost of a layer: planning, in Python."""
+    cores = len(os.sched_getaffinity(0))
+    # Ranks that share a core were timed together: alone, each would have taken its share only.
+    share = max(1.0, num_ranks / cores)
+
+    def line(name: str, sizes: Sequence[int], amounts: Sequence[float]) -> Link:
+        return fit_link(amounts, [seconds[f"{name} {n}"] / share for n in sizes])
+
+    # The same line as a link's for all three: a fixed cost of each call, and a rate.
+    experts = line("experts", EXPERT_ROWS, [n * FLOPS_PER_ROW for n in EXPERT_ROWS])
+    exchanges = line("exchange", EXCHANGED_BYTES, EXCHANGED_BYTES)
+    # Rows that stay go through all of dispatch and combine but the exchange: read and written once
+    # before they leave, and once when they have come back.
+    copies = line("stay", STAYING_TOKENS, [4 * n * TOP_K * DIM * 4 for n in STAYING_TOKENS])
+    link = Link(
+        alpha_s=exchanges.alpha_s / (num_ranks - 1),
+        bytes_per_s=exchanges.bytes_per_s,
+        # Gloo copies, and no core is free for it: whoever sends does not compute.
+        occupies_compute=True,
+    )
+    cluster = Cluster(
+        num_ranks=num_ranks,
+        ranks_per_node=num_ranks,
+        processors_per_node=cores,
+        intra=link,
+        inter=link,
+        flops_per_s=experts.bytes_per_s,
+        launch_s=experts.alpha_s,
+        copy_bytes_per_s=copies.bytes_per_s,
+    )
+    # Three exchanges are in it: of counts, and of no rows there and back.
+    return cluster, max(0.0, copies.alpha_s - 3 * exchanges.alpha_s)
+
+
+def stay_here(num_tokens: int, transport: Transport | None) -> None:
+    """Dispatch and combine of tokens whose experts are all on their own rank."""
+    size, rank = (1, 0) if transport is None else (transport.size, transport.rank)
+    here = NUM_EXPERTS // size
+    ids_TK = torch.arange(num_tokens * TOP_K).view(-1, TOP_K) % here + rank * here
+    routing = Routing(ids_TK, torch.ones(num_tokens, TOP_K), NUM_EXPERTS)
+    with torch.no_grad():
+        dispatched = dispatch(torch.ones(num_tokens, DIM), routing, transport)
+        combine(dispatched.rows_RD, dispatched)
+
+
+def _slowest(seconds: float) -> float:
+    slowest = torch.tensor(seconds)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+class Layer:
+    """One case on this rank: a layer to be timed, and what the simulator is told of its rows."""
+
+    def __init__(self, case: Case, transport: Transport, seed: int = 1) -> None:
+        self._case, self._transport = case, transport
+        rank, size = transport.rank, transport.size
+        popularity_E = torch.arange(1, NUM_EXPERTS + 1) ** -case.zipf
+        order = torch.randperm(NUM_EXPERTS, generator=torch.Generator().manual_seed(seed))
+        popularity_E = popularity_E[order]
+        random = torch.Generator().manual_seed(rank)
+        ids_TK = popularity_E.expand(NUM_TOKENS, -1).multinomial(TOP_K, generator=random)
+        placement = place_experts(
+            case.algorithm,
+            RoutingProfile.from_loads(popularity_E.numpy()[None]),
+            Devices(num_nodes=1, gpus_per_node=size),
+            num_replicas=case.num_replicas,
+        )
+        ranks_PS = placement.expert_of_slot[0].reshape(size, -1).tolist()
+        self._slots = ExpertSlots.from_ranks(ranks_PS, NUM_EXPERTS)
+        self._experts = make_experts(self._slots.slots_per_rank)
+        weights_TK = torch.full(ids_TK.shape, 1 / TOP_K)
+        self._routing = Routing(ids_TK, weights_TK, NUM_EXPERTS)
+        self._x_TD = torch.randn(NUM_TOKENS, DIM)
+
+    def run(self) -> None:
+        """The layer."""
+        case = self._case
+        with torch.no_grad():
+            expert_parallel(
+                self._x_TD,
+                self._routing,
+                self._compute,
+                self._transport,
+                slots=self._slots,
+                overlap=Overlap(degree=case.degree, is_local_first=case.is_local_first),
+            )
+
+    def _compute(self, rows_RD: Tensor, counts_S: Tensor) -> Tensor:
+        for _ in range(self._case.straggler - 1 if self._transport.rank == 0 else 0):
+            grouped_expert_mlp(rows_RD, counts_S, self._experts, activation="silu")
+            stay_here(NUM_TOKENS, None)
+        return grouped_expert_mlp(rows_RD, counts_S, self._experts, activation="silu")
+
+    def predict_s(self, cluster: Cluster, fixed_s: float) -> float:
+        """The simulator's seconds; a collective call."""
+        case, rank, size = self._case, self._transport.rank, self._transport.size
+        slots_TK = self._slots.table(rank, torch.device("cpu")).slots_of(self._routing.ids_TK)
+        sent_P = (slots_TK.flatten() // self._slots.slots_per_rank).bincount(minlength=size)
+        rows_PP = [torch.empty_like(sent_P) for _ in range(size)]
+        dist.all_gather(rows_PP, sent_P)
+        if case.hierarchical:
+            # "Machines" of two ranks, each with its share of the cores.
+            shared = max(1, (cluster.processors_per_node or size) // (size // 2))
+            cluster = replace(cluster, ranks_per_node=2, processors_per_node=shared)
+        slowdown_P = torch.ones(size, dtype=torch.float64)
+        slowdown_P[0] = case.straggler
+        workload = LayerWorkload(
+            rows_PP=torch.stack(rows_PP).double().numpy(),
+            row_bytes=4 * DIM,
+            flops_per_row=FLOPS_PER_ROW,
+            gate_s=fixed_s,
+            slowdown_P=slowdown_P.numpy(),
+        )
+        schedule = LayerSchedule(
+            degree=case.degree, hierarchical=case.hierarchical, is_local_first=case.is_local_first
+        )
+        return predict_layer(cluster, workload, schedule).layer_s
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """The machine, and all cases that the default group has ranks for; on every rank."""
+    group, size = dist.group.WORLD, dist.get_world_size()
+    assert group is not None
+    flat: Transport = FlatTransport(group)
+    grid, cases = flat, [case for case in CASES if not case.hierarchical]
+    if size % 2 == 0 and size > 2:
+        pairs = [[first, first + 1] for first in range(0, size, 2)]
+        columns = [list(range(column, size, 2)) for column in (0, 1)]
+        inside, _ = dist.new_subgroups_by_enumeration(pairs)
+        across, _ = dist.new_subgroups_by_enumeration(columns)
+        grid, cases = HierarchicalTransport(inside, across), CASES
+    layers = [Layer(case, grid if case.hierarchical else flat) for case in cases]
+    probes = machine_probes(flat)
+    probes |= {f"layer {index}": layer.run for index, layer in enumerate(layers)}
+    seconds = time_in_turn(probes, rounds)
+    cluster, fixed_s = as_machine(seconds, size)
+    rows = []
+    for index, (case, layer) in enumerate(zip(cases, layers, strict=True)):
+        measured_s, predicted_s = seconds[f"layer {index}"], layer.predict_s(cluster, fixed_s)
+        rows.append(
+            {
+                "ranks": size,
+                **asdict(case),
+                "measured_s": measured_s,
+                "predicted_s": predicted_s,
+                "error": predicted_s / measured_s - 1,
+            }
+        )
+        if dist.get_rank() == 0:
+            _print_row(rows[-1])
+    return {"cluster": asdict(cluster), "fixed_s": fixed_s, "layers": rows}
+
+
+def predict(ranks: list[int], degrees: list[int]) -> list[dict[str, Any]]:
+    """Layers on machines described by files: exchanges, chunks, placements, stragglers."""
+    shape = LayerShape()
+    variants = {
+        "equal loads": Imbalance(),
+        "Zipf(0.5), round-robin": Imbalance(zipf=0.5),
+        "Zipf(0.5), greedy": Imbalance(zipf=0.5, algorithm="greedy"),
+        "Zipf(0.5), eplb, 1 replica a rank": Imbalance(
+            zipf=0.5, algorithm="eplb", replicas_per_rank=1
+        ),
+        "one rank 1.3 x slower": Imbalance(straggler=1.3),
+    }
+    found = []
+    machines = {path.stem: read_machine(path) for path in sorted(MACHINES.glob("*.toml"))}
+    for machine, cluster in {"assumed": ASSUMED, **machines}.items():
+        for name, imbalance in variants.items():
+            # Thousands of ranks take minutes: for them, how equal loads behave.
+            sizes = [size for size in ranks if size <= LARGEST_SKEWED or imbalance == Imbalance()]
+            for point in sweep_scaling(cluster, shape, imbalance, ranks=sizes, degrees=degrees):
+                found.append(
+                    {
+                        "machine": machine,
+                        "loads": name,
+                        "ranks": point.num_ranks,
+                        "hierarchical": point.hierarchical,
+                        "degree": point.degree,
+                        "layer_s": point.prediction.layer_s,
+                        "exposed_s": point.prediction.exposed_s,
+                        "exposed_ratio": point.exposed_ratio,
+                    }
+                )
+    return found
+
+
+def _print_row(row: dict[str, Any]) -> None:
+    exchange = "two levels" if row["hierarchical"] else "flat"
+    print(
+        f"{row['ranks']} ranks, {exchange}, {row['degree']} chunks, zipf {row['zipf']:g}, "
+        f"{row['algorithm']}, straggler {row['straggler']}: measured {1e3 * row['measured_s']:.1f} "
+        f"ms, predicted {1e3 * row['predicted_s']:.1f} ms ({row['error']:+.0%})",
+        flush=True,
+    )
+
+
+def _measure_here(rank: int, size: int, folder: str, rounds: int) -> None:
+    """One of the processes that this script starts by itself."""
+    torch.set_num_threads(1)
+    store = f"file://{Path(folder, f'store-{size}')}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    found = measure(rounds)
+    if rank == 0:
+        Path(folder, f"{size}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="sizes to measure")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--output", type=Path, help="where to write what was measured, as JSON")
+    parser.add_argument("--write-machine", type=Path, help="for `moe-runtime simulate --machine`")
+    parser.add_argument("--predict", type=int, nargs="*", default=[8, 64, 512, 4096])
+    parser.add_argument("--degrees", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--predicted", type=Path, help="where to write what was predicted")
+    options = parser.parse_args()
+    is_writer = True
+    if dist.is_torchelastic_launched():
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        measured = [measure(options.rounds)]
+        is_writer = dist.get_rank() == 0
+        dist.destroy_process_group()
+    else:
+        measured = []
+        with tempfile.TemporaryDirectory() as folder:
+            for size in sorted(options.ranks):
+                spawn(_measure_here, (size, folder, options.rounds), nprocs=size)
+                measured.append(json.loads(Path(folder, f"{size}.json").read_text()))
+    if not is_writer:
+        return
+    errors = [abs(row["error"]) for group in measured for row in group["layers"]]
+    if errors:
+        print(
+            f"error of the prediction: median {statistics.median(errors):.0%}, "
+            f"largest {max(errors):.0%} of {len(errors)} layers"
+        )
+    about = {
+        "machine": describe_machine(),
+        "versions": versions(),
+        "commit": commit(Path(__file__).parent),
+    }
+    folder = Path(__file__).parent / "results"
+    if measured:
+        output = options.output or folder / f"scaling-{machine_name(about['machine'])}.json"
+        _write(output, about | {"measured": measured})
+        if options.write_machine:
+            _write_machine(measured[0]["cluster"], options.write_machine)
+    if options.predict:
+        found = predict(options.predict, options.degrees)
+        _write(options.predicted or folder / "scaling-predicted.json", about | {"predicted": found})
+
+
+def _write_machine(cluster: dict[str, Any], path: Path) -> None:
+    links = {name: Link(**cluster[name]) for name in ("intra", "inter")}
+    write_machine(Cluster(**cluster | links), path, "Measured by benchmarks/scaling.py.")
+    print(f"wrote {path}")
+
+
+def _write(path: Path, report: dict[str, Any]) -> None:
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
