@@ -3,8 +3,7 @@
 Starts gloo processes, measures what the simulator is told (links, rate of the experts, copies), and
 times whole expert-parallel layers: balanced and skewed loads, chunks, the
 two-level exchange, replicas, a straggler. Every time is set beside the simulator's, which has seen
-none of them. The last part predicts layers of 8 to 4096 ranks with the machines of
-benchmarks/machines.
+none of them.
 
 Runs under `torchrun` as well, unchanged, with one size of group: that of the launch.
 
@@ -44,16 +43,13 @@ from moe_runtime.parallel import (
 )
 from moe_runtime.planning.cluster import Cluster, Link, fit_link
 from moe_runtime.planning.layer_simulation import LayerSchedule, LayerWorkload, predict_layer
-from moe_runtime.planning.machine_file import ASSUMED, read_machine, write_machine
+from moe_runtime.planning.machine_file import write_machine
 from moe_runtime.planning.placement import place_experts
-from moe_runtime.planning.scaling import Imbalance, LayerShape, sweep_scaling
 from moe_runtime.policies.placement import Devices, RoutingProfile
 from moe_runtime.routing import Routing
 
 DIM, HIDDEN, NUM_EXPERTS, TOP_K, NUM_TOKENS = 512, 512, 16, 2, 1024
 FLOPS_PER_ROW = 6 * DIM * HIDDEN
-LARGEST_SKEWED = 512
-MACHINES = Path(__file__).parent / "machines"
 
 
 @dataclass(frozen=True)
@@ -300,40 +296,6 @@ def measure(rounds: int) -> dict[str, Any]:
     return {"cluster": asdict(cluster), "fixed_s": fixed_s, "layers": rows}
 
 
-def predict(ranks: list[int], degrees: list[int]) -> list[dict[str, Any]]:
-    """Layers on machines described by files: exchanges, chunks, placements, stragglers."""
-    shape = LayerShape()
-    variants = {
-        "equal loads": Imbalance(),
-        "Zipf(0.5), round-robin": Imbalance(zipf=0.5),
-        "Zipf(0.5), greedy": Imbalance(zipf=0.5, algorithm="greedy"),
-        "Zipf(0.5), eplb, 1 replica a rank": Imbalance(
-            zipf=0.5, algorithm="eplb", replicas_per_rank=1
-        ),
-        "one rank 1.3 x slower": Imbalance(straggler=1.3),
-    }
-    found = []
-    machines = {path.stem: read_machine(path) for path in sorted(MACHINES.glob("*.toml"))}
-    for machine, cluster in {"assumed": ASSUMED, **machines}.items():
-        for name, imbalance in variants.items():
-            # Thousands of ranks take minutes: for them, how equal loads behave.
-            sizes = [size for size in ranks if size <= LARGEST_SKEWED or imbalance == Imbalance()]
-            for point in sweep_scaling(cluster, shape, imbalance, ranks=sizes, degrees=degrees):
-                found.append(
-                    {
-                        "machine": machine,
-                        "loads": name,
-                        "ranks": point.num_ranks,
-                        "hierarchical": point.hierarchical,
-                        "degree": point.degree,
-                        "layer_s": point.prediction.layer_s,
-                        "exposed_s": point.prediction.exposed_s,
-                        "exposed_ratio": point.exposed_ratio,
-                    }
-                )
-    return found
-
-
 def _print_row(row: dict[str, Any]) -> None:
     exchange = "two levels" if row["hierarchical"] else "flat"
     print(
@@ -361,9 +323,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--output", type=Path, help="where to write what was measured, as JSON")
     parser.add_argument("--write-machine", type=Path, help="for `moe-runtime simulate --machine`")
-    parser.add_argument("--predict", type=int, nargs="*", default=[8, 64, 512, 4096])
-    parser.add_argument("--degrees", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--predicted", type=Path, help="where to write what was predicted")
     options = parser.parse_args()
     is_writer = True
     if dist.is_torchelastic_launched():
@@ -386,30 +345,23 @@ def main() -> None:
             f"error of the prediction: median {statistics.median(errors):.0%}, "
             f"largest {max(errors):.0%} of {len(errors)} layers"
         )
-    about = {
+    report = {
         "machine": describe_machine(),
         "versions": versions(),
         "commit": commit(Path(__file__).parent),
+        "measured": measured,
     }
-    folder = Path(__file__).parent / "results"
-    if measured:
-        output = options.output or folder / f"scaling-{machine_name(about['machine'])}.json"
-        _write(output, about | {"measured": measured})
-        if options.write_machine:
-            _write_machine(measured[0]["cluster"], options.write_machine)
-    if options.predict:
-        found = predict(options.predict, options.degrees)
-        _write(options.predicted or folder / "scaling-predicted.json", about | {"predicted": found})
+    name = f"scaling-{machine_name(report['machine'])}.json"
+    output = options.output or Path(__file__).parent / "results" / name
+    output.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"wrote {output}")
+    if options.write_machine:
+        _write_machine(measured[0]["cluster"], options.write_machine)
 
 
 def _write_machine(cluster: dict[str, Any], path: Path) -> None:
     links = {name: Link(**cluster[name]) for name in ("intra", "inter")}
     write_machine(Cluster(**cluster | links), path, "Measured by benchmarks/scaling.py.")
-    print(f"wrote {path}")
-
-
-def _write(path: Path, report: dict[str, Any]) -> None:
-    path.write_text(json.dumps(report, indent=1) + "\n")
     print(f"wrote {path}")
 
 
