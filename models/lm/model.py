@@ -7,6 +7,7 @@ Shapes: B sequences, C tokens of context, T = B * C tokens, D model width, V voc
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from moe_runtime.models.lm.config import LanguageModelConfig
 from moe_runtime.models.lm.loss import linear_cross_entropies
 from moe_runtime.models.lm.norm import RMSNorm
 from moe_runtime.routing import Policy, Reinforce
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +59,9 @@ class LanguageModel(nn.Module):
         config: its shape; `vocab_size` must be known.
         recompute: keep each block's input instead of its activations, and compute it twice.
 
+    Attributes:
+        replicas: processes that train copies of the gates on other tokens; None for this alone.
+
     Raises:
         ValueError: the vocabulary is not known, or a size does not fit.
     """
@@ -65,6 +72,7 @@ class LanguageModel(nn.Module):
             raise ValueError("vocab_size must be known to build the model, got None")
         self.config = config
         self.recompute = recompute
+        self.replicas: ProcessGroup | None = None
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.rotary = RotaryTable(config.head_dim, config.max_positions, config.rope_theta)
         self.blocks = nn.ModuleList(make_blocks(config))
@@ -149,7 +157,7 @@ class LanguageModel(nn.Module):
     def after_step(self) -> None:
         """What gates do between optimizer steps: move a selection bias, anneal a temperature."""
         for layer in self.routed_layers():
-            layer.after_step()
+            layer.after_step(self.replicas)
 
     def routed_layers(self) -> Iterator[MoELayer]:
         """The routed layers from first to last."""

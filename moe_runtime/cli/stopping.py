@@ -24,8 +24,11 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects after this signal: 128 and its number."""
-        return 128 + (self.signal_number or 0)
+        """What a shell expects after this signal: 128 and its number.
+
+        As after Ctrl-C where the signal came to another process that works on the same.
+        """
+        return 128 + (self.signal_number or signal.SIGINT)
 
 
 @contextlib.contextmanager

@@ -7,12 +7,14 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, loading_bar, print_json, print_rows, quiet_transformers
+from moe_runtime.cli.processes import joined_processes
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.cli.train_progress import training_display
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
+    from moe_runtime.training.ranks import OneProcess
     from moe_runtime.training.session import Preparation
 
 ConfigFile = Annotated[
@@ -55,7 +57,8 @@ def train(
     """Train a Mixture-of-Experts language model on text files.
 
     Ctrl-C finishes the step, saves a checkpoint and stops; --resume goes on as if nothing had
-    happened. At the end the run's folder holds a Hugging Face checkpoint in model/.
+    happened. At the end the run's folder holds a Hugging Face checkpoint in model/. Under
+    `torchrun` the processes divide the experts and each step's micro-batches between them.
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
@@ -64,35 +67,40 @@ def train(
     from moe_runtime.training.config import TrainConfig
     from moe_runtime.training.config_tree import read_tree
 
-    config = read_tree(TrainConfig, config_file, settings=tuple(settings or ()))
-    quiet_transformers(session)
-    with loading_bar() as progress:
-        from moe_runtime.training.session import prepare
+    with joined_processes(session) as group:
+        config = read_tree(TrainConfig, config_file, settings=tuple(settings or ()))
+        quiet_transformers(session)
+        with loading_bar() as progress:
+            from moe_runtime.training.ranks import OneProcess, SeveralProcesses
+            from moe_runtime.training.session import prepare
 
-        preparation = prepare(
-            config,
-            config_file.resolve().parent,
-            on_stage=lambda stage: progress(stage, 0, 0),
-        )
-    if dry_run:
-        _show_plan(preparation, as_json=as_json)
-        return
-    summary, exit_code = _train(preparation, resume=resume, reschedule=reschedule)
-    if as_json:
-        print_json(summary)
-    else:
-        print_rows("what was trained", _outcome_rows(summary), to_stderr=True)
+            is_alone = group is None or group.size() == 1
+            ranks = OneProcess() if is_alone else SeveralProcesses(config)
+            with ranks.first_alone():
+                preparation = prepare(
+                    config,
+                    config_file.resolve().parent,
+                    on_stage=lambda stage: progress(stage, 0, 0),
+                )
+        if dry_run:
+            _show_plan(preparation, as_json=as_json)
+            return
+        summary, exit_code = _train(preparation, ranks, resume=resume, reschedule=reschedule)
+        if as_json and summary:
+            print_json(summary)
+        elif summary:
+            print_rows("what was trained", _outcome_rows(summary), to_stderr=True)
     if exit_code:
         raise typer.Exit(exit_code)
 
 
 def _train(
-    preparation: "Preparation", *, resume: bool, reschedule: bool
+    preparation: "Preparation", ranks: "OneProcess", *, resume: bool, reschedule: bool
 ) -> tuple[dict[str, Any], int]:
-    """Trains and exports; returns the summary and the exit code."""
+    """Trains and exports; returns the summary, in the first process, and the exit code."""
     from moe_runtime.training.session import finish, start
 
-    trainer = start(preparation, resume=resume, reschedule=reschedule)
+    trainer = start(preparation, resume=resume, reschedule=reschedule, ranks=ranks)
     run = preparation.config.run
     message = "stopping after this step, with a checkpoint; once more stops at once"
     with (
@@ -100,10 +108,14 @@ def _train(
         training_display(run.steps, run.log_every, trainer.step) as display,
     ):
         is_complete = trainer.train(should_stop=lambda: stop.is_set, on_record=display.show)
+    exit_code = 0 if is_complete else stop.exit_code
+    if ranks.rank > 0:
+        trainer.close()
+        return {}, exit_code
     export = is_complete and _export_family(preparation)[0] is not None
     summary = finish(preparation, trainer, export=export)
     trainer.close()
-    return {"complete": is_complete, **summary}, 0 if is_complete else stop.exit_code
+    return {"complete": is_complete, **summary}, exit_code
 
 
 def _export_family(preparation: "Preparation") -> tuple[str | None, str]:
@@ -127,15 +139,15 @@ def _show_plan(preparation: "Preparation", *, as_json: bool) -> None:
 def _plan(preparation: "Preparation") -> dict[str, Any]:
     from moe_runtime.training.checkpoint import checkpoints_in
 
-    config, model = preparation.config, preparation.model
+    config = preparation.config
     family, reason = _export_family(preparation)
     found = checkpoints_in(preparation.checkpoints)
-    num_parameters = model.num_parameters()
+    num_parameters = preparation.num_parameters
     tokens = config.run.steps * config.data.tokens_per_step
     available = preparation.batches.windows_per_epoch * config.data.context
     return {
         "parameters": num_parameters,
-        "active_parameters": model.num_active_parameters(),
+        "active_parameters": preparation.num_active_parameters,
         "state_bytes": num_parameters * _STATE_BYTES,
         "vocab_size": config.model.vocab_size,
         "steps": config.run.steps,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class DenseAdamW:
         return tuple(
             name
             for name, parameter in self._named.items()
-            if parameter.grad is not None and not bool(parameter.grad.isfinite().all())
+            if parameter.grad is not None and not _is_finite(parameter.grad)
         )
 
     def step(self, rate: float, scale: float = 1.0) -> None:
@@ -84,6 +85,27 @@ class DenseAdamW:
         """Lets the gradients go."""
         for parameter in self._named.values():
             parameter.grad = None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the parameters in the order of `state_dict`, if none is sharded."""
+        decaying = [name for name, p in self._named.items() if decays(name, p)]
+        return decaying + [name for name, p in self._named.items() if not decays(name, p)]
+
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """AdamW's states by parameter, in place: `exp_avg`, `exp_avg_sq` and `step`.
+
+        Zeros where no step was taken yet.
+        """
+        if self._adamw is None:
+            return {}
+        for parameter in self._named.values():
+            state = self._adamw.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+        return {name: dict(self._adamw.state[p]) for name, p in self._named.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Moments and step counts."""
@@ -109,9 +131,19 @@ def decays(name: str, parameter: Tensor) -> bool:
     return parameter.ndim >= 2 and not name.endswith("bias")
 
 
+def _is_finite(gradient: Tensor) -> bool:
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return bool(local.isfinite().all())
+
+
 def _groups(named: Mapping[str, Tensor], weight_decay: float) -> Iterator[dict[str, Any]]:
-    """AdamW's two groups of parameters; either may be empty."""
+    """AdamW's groups of parameters, some of them empty: its fused kernel takes sharded parameters
+    and whole ones in separate calls."""
     decaying = [p for name, p in named.items() if decays(name, p)]
     others = [p for name, p in named.items() if not decays(name, p)]
     for parameters, decay in ((decaying, weight_decay), (others, 0.0)):
-        yield {"params": parameters, "weight_decay": decay}
+        whole = [p for p in parameters if not isinstance(p, DTensor)]
+        sharded = [p for p in parameters if isinstance(p, DTensor)]
+        yield {"params": whole, "weight_decay": decay}
+        if sharded:
+            yield {"params": sharded, "weight_decay": decay}

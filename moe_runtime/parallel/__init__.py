@@ -6,6 +6,7 @@ from moe_runtime.parallel.experts import ParallelExperts
 from moe_runtime.parallel.groups import LayoutGroups
 from moe_runtime.parallel.layout import ParallelLayout, legal_layouts
 from moe_runtime.parallel.measure import time_exchanges
+from moe_runtime.parallel.panels import PanelExperts, StackedPanels
 from moe_runtime.parallel.pipeline import Overlap, expert_parallel
 from moe_runtime.parallel.replicas import ExpertMove, keep_in_place, sum_replica_gradients
 from moe_runtime.parallel.slices import slice_experts
@@ -23,10 +24,12 @@ __all__ = [
     "HierarchicalTransport",
     "LayoutGroups",
     "Overlap",
+    "PanelExperts",
     "ParallelExperts",
     "ParallelLayout",
     "SlotExchange",
     "SparseMaterialisation",
+    "StackedPanels",
     "Transport",
     "cheapest_degree",
     "combine",

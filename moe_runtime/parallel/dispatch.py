@@ -61,6 +61,7 @@ class Dispatch:
         slots: ExpertSlots | None = None,
         num_chunks: int = 1,
         is_local_first: bool = False,
+        num_panels: int = 1,
         wire: WireName = "exact",
     ) -> None:
         """Exchanges counts and gathers the rows; arguments as in `dispatch`, and:
@@ -68,6 +69,7 @@ class Dispatch:
         Args:
             num_chunks: Parts that travel and are computed one after another.
             is_local_first: Whether rows that stay are a stage of their own, which runs first.
+            num_panels: Groups of columns in which results return, one after another.
         """
         self.transport = as_transport(group)
         slots = slots or ExpertSlots.contiguous(routing.num_experts, self.transport.size)
@@ -90,6 +92,7 @@ class Dispatch:
                 ("the placement of the experts (its checksum)", slots.fingerprint),
                 ("the number of chunks", num_chunks),
                 ("whether rows that stay run first", int(is_local_first)),
+                ("the number of panels", num_panels),
                 ("the wire format", ("exact", "bf16", "fp8").index(wire)),
                 (
                     "whether the rows need gradients",
@@ -99,7 +102,7 @@ class Dispatch:
         )
         sent = [stage.sent[1] - stage.sent[0] for stage in self.plan.stages]
         self._rows = Expansion(x_TD, self.plan.source_R, self.plan.place_TK, sent)
-        self._results_RD: Tensor | None = None
+        self._results: dict[int, Tensor] = {}
         self._flights: dict[int, Flight] = {}
         self._empty: dict[int, Tensor] = {}
 
@@ -126,8 +129,8 @@ class Dispatch:
             self._empty[index] = rows_RD
         return rows_RD
 
-    def send_back(self, index: int, y_RD: Tensor) -> Returning:
-        """Sends the results of a stage back to the ranks that its rows came from."""
+    def send_back(self, index: int, y_RD: Tensor, panel: int = 0) -> Returning:
+        """Sends (a panel of) the results of a stage back to the ranks that its rows came from."""
         stage = self.plan.stages[index]
         num_rows = stage.arriving_position.shape[0] + stage.kept_position.shape[0]
         if y_RD.shape[0] != num_rows:
@@ -136,12 +139,13 @@ class Dispatch:
                 f"got {y_RD.shape[0]}"
             )
         if index in self._empty:
-            y_RD = tie_rows(y_RD, self._empty.pop(index))
+            y_RD = tie_rows(y_RD, self._empty[index])
         if stage.route is None and self.transport.size == 1:
             return Returning(None, y_RD)
-        if self._results_RD is None:
-            self._results_RD = y_RD.new_empty((self.plan.source_R.shape[0], y_RD.shape[1]))
-        buffer_RD = self._results_RD
+        if panel not in self._results:
+            shape = (self.plan.source_R.shape[0], y_RD.shape[1])
+            self._results[panel] = y_RD.new_empty(shape)
+        buffer_RD = self._results[panel]
         split = Splitting(y_RD, stage.arriving_position, stage.kept_position)
         flight = None
         if stage.route is not None:
@@ -152,16 +156,16 @@ class Dispatch:
             split.second(buffer_RD[self.plan.num_sent :] if stage.keeps_rows else buffer_RD[:0]),
         )
 
-    def sum_up(self, returning: Sequence[Returning]) -> Tensor:
+    def sum_up(self, returning: Sequence[Returning], panel: int = 0) -> Tensor:
         """Waits for the results of all stages and sums those of each token: `[T, D]`."""
         # Empty parts take part as well: the graph of every rank must hold every exchange, or its
         # backward pass would leave out collectives in which the other ranks wait for it.
         arrived = [part.flight.wait() for part in returning if part.flight is not None]
-        if self._results_RD is None:
+        if panel not in self._results:
             y_RD = returning[0].kept_RD
         else:
             parts = [*arrived, *(part.kept_RD for part in returning)]
-            y_RD = assembled_rows(self._results_RD, parts)
+            y_RD = assembled_rows(self._results[panel], parts)
         return combine_rows(y_RD, self._weights_TK, self.plan.source_R, self.plan.place_TK)
 
     def _flight(self, stage: Stage, *, is_return: bool, out_RD: Tensor | None = None) -> Flight:

@@ -8,8 +8,10 @@ Shape suffixes: T tokens, D model, K choices, F hidden, S slots of this rank, E 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
@@ -17,9 +19,11 @@ from moe_runtime.kernels.expert_mlp.activation import Activation
 from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
 from moe_runtime.parallel.dispatch import Group, as_transport
 from moe_runtime.parallel.groups import LayoutGroups
+from moe_runtime.parallel.logical import as_slices, logical_views
+from moe_runtime.parallel.panels import StackedPanels
 from moe_runtime.parallel.pipeline import Overlap, expert_parallel
 from moe_runtime.parallel.replicas import ExpertMove, sum_replica_gradients
-from moe_runtime.parallel.slices import slice_experts
+from moe_runtime.parallel.slices import one_expert, slice_experts
 from moe_runtime.parallel.slots import ExpertSlots
 from moe_runtime.parallel.wire import WireName
 from moe_runtime.routing import Routing
@@ -41,12 +45,14 @@ class ParallelExperts(nn.Module):
         overlap: How communication is hidden.
         wire: How rows travel: `exact`, or the lossy `bf16` and `fp8`.
         impl: Implementation of the experts.
+        recompute: The backward pass computes the experts' pre-activations again.
         seed: The parameters of an expert depend on this and its number, not on where it lies.
 
     Attributes:
-        gate_up_proj: `[S, 2F / slices, D]` (`[S, F / slices, D]` without a gate).
+        gate_up_proj: `[S, 2F / slices, D]`; `up_proj [S, F / slices, D]` without a gate.
         down_proj: `[S, D, F / slices]`.
-        gate_up_proj_bias, down_proj_bias: `[S, 2F / slices]` and `[S, D]`, or None.
+        gate_up_proj_bias (or up_proj_bias), down_proj_bias: `[S, 2F / slices]` and `[S, D]`; only
+            with biases.
         slots: where the experts lie.
 
     Raises:
@@ -67,6 +73,7 @@ class ParallelExperts(nn.Module):
         overlap: Overlap | None = None,
         wire: WireName = "exact",
         impl: ExpertMlpImpl = "auto",
+        recompute: bool = False,
         seed: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -74,9 +81,11 @@ class ParallelExperts(nn.Module):
         super().__init__()
         num_slices = 1
         group: Group | None
+        self._slice_group: dist.ProcessGroup | None = None
         if isinstance(groups, LayoutGroups):
             num_slices = groups.layout.etp
-            group = groups.experts
+            group = groups.experts_transport
+            self._slice_group = groups.group("expert", "etp")
         else:
             group = groups
         self._transport = as_transport(group)
@@ -90,26 +99,24 @@ class ParallelExperts(nn.Module):
         self.overlap = overlap
         self.wire: WireName = wire
         self.impl: ExpertMlpImpl = impl
+        self.recompute = recompute
         self._slice = self._transport.rank % self.slots.num_slices
         width = (2 if has_gate else 1) * intermediate_size // self.slots.num_slices
+        self.first_name = "gate_up_proj" if has_gate else "up_proj"
         shapes: dict[str, tuple[int, ...]] = {
-            "gate_up_proj": (width, hidden_size),
+            self.first_name: (width, hidden_size),
             "down_proj": (hidden_size, intermediate_size // self.slots.num_slices),
         }
         if bias:
-            shapes |= {"gate_up_proj_bias": (width,), "down_proj_bias": (hidden_size,)}
-        for name in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"):
-            shape = (self.slots.slots_per_rank, *shapes[name]) if name in shapes else None
-            parameter = None
-            if shape is not None:
-                parameter = nn.Parameter(torch.zeros(shape, device=device, dtype=dtype))
-            self.register_parameter(name, parameter)
+            shapes |= {f"{self.first_name}_bias": (width,), "down_proj_bias": (hidden_size,)}
+        for name, shape in shapes.items():
+            zeros = torch.zeros((self.slots.slots_per_rank, *shape), device=device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(zeros))
         self.reset_parameters(seed)
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
         """Normal with standard deviation `1 / sqrt(fan in)`; biases and empty slots zero."""
-        gate_up, down = self.get_parameter("gate_up_proj"), self.get_parameter("down_proj")
         rows = self.intermediate_size * (2 if self.has_gate else 1)
         for slot, expert in enumerate(self.experts_here):
             if expert < 0:
@@ -122,8 +129,24 @@ class ParallelExperts(nn.Module):
                 down=second / math.sqrt(self.intermediate_size),
                 has_gate=self.has_gate,
             )
-            part = slice_experts(whole, self._slice, self.slots.num_slices)
-            gate_up[slot], down[slot] = part.gate_up[0], part.down[0]
+            self._fill(slot, whole)
+
+    @torch.no_grad()
+    def take(self, whole: StackedExperts) -> None:
+        """Copies this rank's share of all experts of a layer, laid out as here.
+
+        Args:
+            whole: `E` experts, not transposed, gate rows before up rows.
+        """
+        for slot, expert in enumerate(self.experts_here):
+            if expert >= 0:
+                self._fill(slot, one_expert(whole, expert))
+
+    def _fill(self, slot: int, whole: StackedExperts) -> None:
+        part = slice_experts(whole, self._slice, self.slots.num_slices)
+        for own, tensor in zip(self.stacked().tensors(), part.tensors(), strict=True):
+            if own is not None and tensor is not None:
+                own[slot] = tensor[0]
 
     @property
     def experts_here(self) -> list[int]:
@@ -135,15 +158,15 @@ class ParallelExperts(nn.Module):
 
         The second bias is a parameter of slice 0 alone; the other slices see zeros.
         """
-        down_bias = self.down_proj_bias
-        if isinstance(down_bias, Tensor) and self._slice > 0:
+        own = dict(self.named_parameters())
+        down_bias = own.get("down_proj_bias")
+        if down_bias is not None and self._slice > 0:
             down_bias = torch.zeros_like(down_bias)
-        gate_up_bias = self.gate_up_proj_bias
         return StackedExperts(
-            gate_up=self.get_parameter("gate_up_proj"),
-            down=self.get_parameter("down_proj"),
-            gate_up_bias=gate_up_bias if isinstance(gate_up_bias, Tensor) else None,
-            down_bias=down_bias if isinstance(down_bias, Tensor) else None,
+            gate_up=own[self.first_name],
+            down=own["down_proj"],
+            gate_up_bias=own.get(f"{self.first_name}_bias"),
+            down_bias=down_bias,
             has_gate=self.has_gate,
         )
 
@@ -156,16 +179,26 @@ class ParallelExperts(nn.Module):
             RankFailureError: A rank died, stalled, or has other settings.
         """
         parameters = self.stacked()
+        device = x_TD.device.type
+        if torch.is_autocast_enabled(device) and x_TD.dtype != torch.float64:
+            # As the experts would, but before the rows travel.
+            x_TD = x_TD.to(torch.get_autocast_dtype(device))
 
-        def experts(rows_RD: Tensor, counts_S: Tensor) -> Tensor:
+        def whole_rows(rows_RD: Tensor, counts_S: Tensor) -> Tensor:
             return grouped_expert_mlp(
-                rows_RD, counts_S, parameters, activation=self.activation, impl=self.impl
+                rows_RD,
+                counts_S,
+                parameters,
+                activation=self.activation,
+                impl=self.impl,
+                recompute=self.recompute,
             )
 
+        has_panels = self.overlap is not None and self.overlap.panels > 1
         return expert_parallel(
             x_TD,
             Routing(ids_TK, weights_TK, self.num_experts),
-            experts,
+            StackedPanels(parameters, self.activation) if has_panels else whole_rows,
             self._transport,
             slots=self.slots,
             overlap=self.overlap,
@@ -225,22 +258,29 @@ class ParallelExperts(nn.Module):
         if old in optimizer.state:
             optimizer.state[new] = optimizer.state.pop(old)
 
-    def logical_state(self) -> dict[str, Tensor]:
-        """This rank's experts by logical number, as views: `experts.{e}.gate_up_proj` and so on.
+    def logical_state(self, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """This rank's experts by logical number, as views: `{e}.gate_proj`, `{e}.up_proj` ...
 
-        Slices add `.slice{j}of{n}`. Copies of an expert have one name, under which
-        `torch.distributed.checkpoint` saves them once; a later run with any other placement finds
-        its own experts in the checkpoint.
+        Copies of an expert have one name and slices are `DTensor`s of the whole, so that
+        `torch.distributed.checkpoint` saves every number once; a later run under any other layout
+        finds its own experts, or slices of them, in the checkpoint.
+
+        Args:
+            tensors: What to name: the parameters by default, or states of an optimizer under the
+                parameters' names and of their shapes.
+
+        Raises:
+            ValueError: The experts are sliced and were not made with a `LayoutGroups`.
         """
-        suffix = (
-            f".slice{self._slice}of{self.slots.num_slices}" if self.slots.num_slices > 1 else ""
+        tensors = (
+            {n: p.detach() for n, p in self.named_parameters()} if tensors is None else tensors
         )
-        return {
-            f"experts.{expert}.{name}{suffix}": parameter.detach()[slot]
-            for slot, expert in enumerate(self.experts_here)
-            if expert >= 0
-            for name, parameter in self.named_parameters()
-        }
+        views = logical_views(tensors, self.experts_here)
+        if self.slots.num_slices == 1:
+            return views
+        if self._slice_group is None:
+            raise ValueError("slices are named with a LayoutGroups only, got a plain group")
+        return as_slices(views, self._slice_group, self._slice)
 
     def extra_repr(self) -> str:
         return (

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from moe_runtime.parallel.layout import DENSE_DIMENSIONS, EXPERT_DIMENSIONS, ParallelLayout, Side
-from moe_runtime.parallel.watch import DEFAULT_TIMEOUT_S
+from moe_runtime.parallel.transport import FlatTransport
+from moe_runtime.parallel.watch import DEFAULT_TIMEOUT_S, GroupWatch
 
 
 class LayoutGroups:
@@ -48,6 +50,7 @@ class LayoutGroups:
         self.rank = dist.get_rank()
         self.timeout_s = timeout_s
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._watches: dict[tuple[int, ...], GroupWatch] = {}
         if reuse is not None:
             self._by_ranks.update(reuse._by_ranks)
         # Groups of one rank need no process group; equal sets of ranks share one. All ranks make
@@ -82,6 +85,12 @@ class LayoutGroups:
         """
         return self.group("expert", "etp", "ep")
 
+    @property
+    def experts_transport(self) -> FlatTransport | None:
+        """How tokens are exchanged between the ranks of `experts`; None where one has them all."""
+        group = self.experts
+        return None if group is None else FlatTransport(group, timeout_s=self.timeout_s)
+
     def mesh(self, side: Side, device_type: str = "cpu") -> DeviceMesh:
         """The ranks of a side as a mesh, slowest dimension first: `(pp, dp, cp, tp)` or
         `(pp, edp, ep, etp)`. A collective call; for libraries that take meshes."""
@@ -111,13 +120,37 @@ class LayoutGroups:
         self._reduce(parameters, self.group("expert", "edp"))
 
     def _reduce(self, parameters: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
+        gradients: dict[torch.dtype, list[Tensor]] = {}
         for parameter in parameters:
+            if isinstance(parameter, DTensor):
+                # FSDP2 has averaged these in the backward pass.
+                continue
             if parameter.grad is None:
                 # A rank without tokens still has to take part.
                 parameter.grad = torch.zeros_like(parameter)
-            if group is not None:
-                dist.all_reduce(parameter.grad, group=group)
             parameter.grad /= self.layout.loss_parts
+            gradients.setdefault(parameter.dtype, []).append(parameter.grad)
+        for alike in gradients.values():
+            # One exchange for all of them: most are small.
+            flat = torch.cat([gradient.reshape(-1) for gradient in alike])
+            self.all_reduce(flat, group, "gradients")
+            for gradient, part in zip(
+                alike, flat.split([gradient.numel() for gradient in alike]), strict=True
+            ):
+                gradient.copy_(part.view_as(gradient))
+
+    def all_reduce(self, values: Tensor, group: dist.ProcessGroup | None, what: str) -> None:
+        """Sums a tensor over one of this rank's groups, in place; nothing where it is alone.
+
+        Raises:
+            RankFailureError: A rank died or stalled.
+        """
+        if group is None:
+            return
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if ranks not in self._watches:
+            self._watches[ranks] = GroupWatch(group, self.timeout_s)
+        self._watches[ranks].all_reduce(group, values, what)
 
     def gradient_norm(self, dense: Iterable[Tensor], experts: Iterable[Tensor]) -> float:
         """The 2-norm of the gradient of the whole model, every parameter counted once.
@@ -128,14 +161,18 @@ class LayoutGroups:
             dense: Parameters that all ranks of a pipeline stage have copies of.
             experts: This rank's expert parameters.
         """
-        square_dense = _square(dense)
+        dense = list(dense)
+        sharded = [parameter for parameter in dense if isinstance(parameter, DTensor)]
+        total = _square(parameter for parameter in dense if not isinstance(parameter, DTensor))
+        if sharded:
+            # FSDP2 leaves every rank its part of each.
+            square_sharded = _square(sharded)
+            self.all_reduce(square_sharded, self.group("dense", "tp", "cp", "dp"), "norms")
+            total += square_sharded
         square_experts = _square(experts)
-        expert_group, stages = self.experts, self.group("dense", "pp")
-        if expert_group is not None:
-            dist.all_reduce(square_experts, group=expert_group)
-        total = square_dense + square_experts
-        if stages is not None:
-            dist.all_reduce(total, group=stages)
+        self.all_reduce(square_experts, self.experts, "norms")
+        total += square_experts
+        self.all_reduce(total, self.group("dense", "pp"), "norms")
         return float(total.sqrt())
 
 
@@ -143,6 +180,7 @@ _GROUPS: tuple[tuple[Side, tuple[str, ...]], ...] = (
     ("dense", ("pp",)),
     ("dense", ("tp", "cp", "dp")),
     ("expert", ("etp", "ep")),
+    ("expert", ("etp",)),
     ("expert", ("edp",)),
 )
 
@@ -151,5 +189,7 @@ def _square(parameters: Iterable[Tensor]) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for parameter in parameters:
         if parameter.grad is not None:
-            total += parameter.grad.detach().to(torch.float64).square().sum().cpu()
+            gradient = parameter.grad.detach()
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            total += local.to(torch.float64).square().sum().cpu()
     return total

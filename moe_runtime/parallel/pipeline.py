@@ -2,21 +2,24 @@
 
 Rows that stay on their rank are computed first, while the others travel (Comet's order); rows for
 other ranks are cut into chunks, so that one chunk is computed while the next one arrives and the
-results of the one before return (Tutel's pipelining, here without padding). Routing is never cut,
-so the degree changes no decision and, beyond the order in which weight gradients are summed, no
-result. Autograd runs the same schedule backwards.
+results of the one before return (Tutel's pipelining, here without padding). Results may return in
+panels of columns, the first while the next is computed (Comet's second product). Routing is never
+cut, so the degree changes no decision and, beyond the order in which weight gradients are summed,
+no result. Autograd runs the same schedule backwards.
 
-Shape suffixes: T tokens, D model, R rows, S slots.
+Shape suffixes: T tokens, D model, R rows, S slots, P columns of a panel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from moe_runtime.parallel.dispatch import Dispatch, Group
+from moe_runtime.parallel.dispatch import Dispatch, Group, Returning
+from moe_runtime.parallel.panels import PanelExperts
 from moe_runtime.parallel.rows import tie_rows
 from moe_runtime.parallel.slots import ExpertSlots
 from moe_runtime.parallel.wire import WireName
@@ -34,20 +37,25 @@ class Overlap:
         degree: chunks into which the rows for other ranks are cut; 1, 2, 4 or 8 are usual.
         is_local_first: computes the rows that stay on their rank while the others travel. Reads
             the weights of an expert once more; worth it unless there are few rows.
+        panels: groups of columns in which results are computed and returned; more than one needs
+            experts that can (`PanelExperts`).
     """
 
     degree: int = 1
     is_local_first: bool = True
+    panels: int = 1
 
     def __post_init__(self) -> None:
         if self.degree < 1:
             raise ValueError(f"degree must be at least 1, got {self.degree}")
+        if self.panels < 1:
+            raise ValueError(f"panels must be at least 1, got {self.panels}")
 
 
 def expert_parallel(
     x_TD: Tensor,
     routing: Routing,
-    experts: ExpertsFn,
+    experts: ExpertsFn | PanelExperts,
     group: Group | None = None,
     *,
     slots: ExpertSlots | None = None,
@@ -88,10 +96,11 @@ def expert_parallel(
         slots=slots,
         num_chunks=overlap.degree,
         is_local_first=overlap.is_local_first,
+        num_panels=overlap.panels,
         wire=wire,
     )
     stages = batch.plan.stages
-    returning = []
+    returning: list[list[Returning]] = [[] for _ in range(overlap.panels)]
     num_started = 0
     shared_TD = None
     for index, stage in enumerate(stages):
@@ -102,9 +111,24 @@ def expert_parallel(
         if index == 0 and shared is not None:
             shared_TD = shared(x_TD)
         rows_RD = batch.arrive(index)
-        y_RD = experts(rows_RD, stage.counts_S)
-        if rows_RD.shape[0] == 0:
-            y_RD = tie_rows(y_RD, *parameters)
-        returning.append(batch.send_back(index, y_RD))
-    y_TD = batch.sum_up(returning)
+        for panel, y_RP in enumerate(_results(experts, rows_RD, stage.counts_S, overlap.panels)):
+            if rows_RD.shape[0] == 0:
+                y_RP = tie_rows(y_RP, *parameters)
+            returning[panel].append(batch.send_back(index, y_RP, panel))
+    panels = [batch.sum_up(parts, panel) for panel, parts in enumerate(returning)]
+    y_TD = panels[0] if len(panels) == 1 else torch.cat(panels, dim=1)
     return y_TD if shared_TD is None else y_TD + shared_TD
+
+
+def _results(
+    experts: ExpertsFn | PanelExperts, rows_RD: Tensor, counts_S: Tensor, num_panels: int
+) -> Iterator[Tensor]:
+    if isinstance(experts, PanelExperts):
+        yield from experts.panels(rows_RD, counts_S, num_panels)
+    elif num_panels == 1:
+        yield experts(rows_RD, counts_S)
+    else:
+        raise ValueError(
+            f"{num_panels} panels need experts that compute columns apart, such as StackedPanels; "
+            "a function gives all at once"
+        )

@@ -22,7 +22,7 @@ from moe_runtime.parallel.transport import Transport
 from moe_runtime.parallel.watch import check_agreement
 
 # Raised whenever ranks of two versions of this code would not understand each other.
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 @dataclass(frozen=True, eq=False, slots=True)

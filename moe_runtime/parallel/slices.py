@@ -45,6 +45,18 @@ def slice_experts(experts: StackedExperts, index: int, num_slices: int) -> Stack
     )
 
 
+def one_expert(experts: StackedExperts, expert: int) -> StackedExperts:
+    """One of the experts, as a stack of one; views."""
+    gate_up, down, gate_up_bias, down_bias = (
+        None if tensor is None else tensor[expert : expert + 1] for tensor in experts.tensors()
+    )
+    assert gate_up is not None
+    assert down is not None
+    return replace(
+        experts, gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias
+    )
+
+
 def hidden_ids(experts: StackedExperts, index: int, num_slices: int) -> Tensor:
     """`[F / num_slices]`: hidden units of a slice."""
     width = experts.dim_hidden // num_slices

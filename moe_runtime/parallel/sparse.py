@@ -10,6 +10,7 @@ Shape suffixes: T tokens, D model, R rows, S owned slots of a rank, X slots with
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from moe_runtime.parallel.pipeline import Overlap, expert_parallel
 from moe_runtime.parallel.rows import tie_rows
 from moe_runtime.parallel.slot_exchange import PendingSlots, SlotExchange
 from moe_runtime.parallel.slots import ExpertSlots
+from moe_runtime.parallel.transport import Transport
 from moe_runtime.routing import Routing
 
 ExpertsWith = Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]
@@ -51,36 +53,69 @@ class SparseMaterialisation:
         Raises:
             ValueError: An expert has several owners, or the plan does not fit the group.
         """
-        transport = self.transport = as_transport(group)
         if owners.num_slices > 1 or any(len(held[0]) > 1 for held in owners.holders):
             raise ValueError("every expert must have exactly one owner")
+        self.transport = as_transport(group)
+        self._owners = owners
+        self._held = [owners.experts_of(rank) for rank in range(owners.num_ranks)]
+        self._waves: list[SlotExchange] = []
+        self._add(copies)
+
+    def _add(self, copies: Sequence[Sequence[int]]) -> None:
+        """Plans one more exchange of copies; what a rank holds already is passed over."""
+        owners = self._owners
         if len(copies) != owners.num_ranks:
             raise ValueError(
                 f"the plan is of {len(copies)} ranks, the experts lie on {owners.num_ranks}"
             )
-        owned = [owners.experts_of(rank) for rank in range(owners.num_ranks)]
         extra = [
-            [expert for expert in dict.fromkeys(wanted) if expert not in owned[rank]]
-            for rank, wanted in enumerate(copies)
+            [expert for expert in dict.fromkeys(wanted) if expert not in held]
+            for wanted, held in zip(copies, self._held, strict=True)
         ]
         unknown = [e for experts in extra for e in experts if not 0 <= e < owners.num_experts]
         if unknown:
             raise ValueError(f"there is no expert {unknown[0]} among {owners.num_experts}")
-        self.slots = ExpertSlots.from_ranks(
-            [own + more for own, more in zip(owned, extra, strict=True)], owners.num_experts
-        )
         width = owners.slots_per_rank
         sources = [divmod(owners.holders[e][0][0], width) for e in range(owners.num_experts)]
-        self._exchange = SlotExchange(
-            [[sources[expert] for expert in experts] for experts in extra], width, transport
+        wave = SlotExchange(
+            [[sources[expert] for expert in experts] for experts in extra], width, self.transport
         )
-        self._num_empty = self.slots.slots_per_rank - width - len(extra[transport.rank])
-        self.sent_experts = len(self._exchange.sent_slots)
+        self._waves.append(wave)
+        self._held = [held + more for held, more in zip(self._held, extra, strict=True)]
+        self.slots = ExpertSlots.from_ranks(self._held, owners.num_experts)
+        self._num_empty = self.slots.slots_per_rank - len(self._held[self.transport.rank])
+        self.sent_experts = sum(len(wave.sent_slots) for wave in self._waves)
 
     def start(self, parameters: Sequence[Tensor]) -> PendingParameters:
         """Starts copying parameters `[S, ...]`; attention can run meanwhile."""
-        pending = [self._exchange.start(parameter) for parameter in parameters]
-        return PendingParameters(parameters, pending, self._num_empty)
+        pending = PendingParameters(parameters)
+        for wave in self._waves:
+            pending.add(wave)
+        pending.num_empty = self._num_empty
+        return pending
+
+    def extend(
+        self, copies: Sequence[Sequence[int]], pending: PendingParameters | None = None
+    ) -> SparseMaterialisation:
+        """The plan with more copies: Hecate's calibration, once the gate has spoken.
+
+        A collective call. This plan stays as it is.
+
+        Args:
+            copies: For each rank, experts to copy to it besides.
+            pending: Copies of this plan that are on their way: only what is new is sent, and they
+                become the copies of the new plan.
+
+        Raises:
+            ValueError: The copies do not fit the group.
+        """
+        longer = copy.copy(self)
+        longer._waves = list(self._waves)
+        longer._add(copies)
+        if pending is not None:
+            pending.add(longer._waves[-1])
+            pending.num_empty = longer._num_empty
+        return longer
 
     def materialise(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """`[X, ...]` for each parameter: owned slots, copies, and slots that stay empty."""
@@ -88,14 +123,21 @@ class SparseMaterialisation:
 
 
 class PendingParameters:
-    """Copies of parameters on their way."""
+    """Copies of parameters on their way.
 
-    def __init__(
-        self, parameters: Sequence[Tensor], pending: Sequence[PendingSlots], num_empty: int
-    ) -> None:
+    Attributes:
+        num_empty: slots behind the copies that stay empty.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
-        self._pending = pending
-        self._num_empty = num_empty
+        self._pending: list[list[PendingSlots]] = [[] for _ in parameters]
+        self.num_empty = 0
+
+    def add(self, wave: SlotExchange) -> None:
+        """Starts one more exchange of copies."""
+        for parameter, pending in zip(self._parameters, self._pending, strict=True):
+            pending.append(wave.start(parameter))
 
     def wait(self) -> list[Tensor]:
         """`[X, ...]` for each parameter.
@@ -105,13 +147,22 @@ class PendingParameters:
         """
         return [
             torch.cat(
-                [parameter, pending.wait(), parameter.new_zeros(self._empty_shape(parameter))]
+                [
+                    parameter,
+                    *(part.wait() for part in pending),
+                    parameter.new_zeros((self.num_empty, *parameter.shape[1:])),
+                ]
             )
             for parameter, pending in zip(self._parameters, self._pending, strict=True)
         ]
 
-    def _empty_shape(self, parameter: Tensor) -> tuple[int, ...]:
-        return (self._num_empty, *parameter.shape[1:])
+
+def loads_of_all(routing: Routing, transport: Transport) -> list[int]:
+    """Tokens that each expert gets from all ranks together, `[E]`; a collective call."""
+    ids = routing.ids_TK.flatten()
+    own_E = torch.bincount(ids[ids < routing.num_experts], minlength=routing.num_experts)
+    own_PE = own_E.expand(transport.size, -1).contiguous()
+    return transport.exchange_numbers(own_PE).sum(dim=0).tolist()
 
 
 def sparse_expert_parallel(

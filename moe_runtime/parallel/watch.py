@@ -77,6 +77,20 @@ class GroupWatch:
         assert work is not None
         return PendingRows(self, work, out, rows, self._step, what)
 
+    def all_reduce(self, group: dist.ProcessGroup, values: Tensor, what: str) -> None:
+        """Sums a tensor over the ranks, in place.
+
+        Raises:
+            RankFailureError: A rank died, stalled or is at another collective.
+        """
+        self._step += 1
+        try:
+            work = dist.all_reduce(values, group=group, async_op=True)
+        except RuntimeError as error:
+            raise self._failure(error, self._step, time.monotonic(), what) from error
+        assert work is not None
+        self.wait(work, self._step, values.device.type == "cpu", what)
+
     def wait(self, work: dist.Work, step: int, on_cpu: bool, what: str) -> None:
         """Waits for a collective.
 
@@ -125,7 +139,7 @@ class GroupWatch:
             missing, dead = self._missing(step, started)
         except RuntimeError:
             return RankFailureError(
-                f"all-to-all {step} ({what}) failed ({_first_line(error)}), and the store of the "
+                f"exchange {step} ({what}) failed ({_first_line(error)}), and the store of the "
                 "process group does not answer: the process that keeps it (rank 0, unless a "
                 "launcher does) has ended"
             )
@@ -135,13 +149,13 @@ class GroupWatch:
             who, did = missing, f"did not arrive within {self.timeout_s:g} s"
         else:
             return RankFailureError(
-                f"all-to-all {step} ({what}) failed although every rank reached it: "
+                f"exchange {step} ({what}) failed although every rank reached it: "
                 f"{_first_line(error)}"
             )
         noun = "rank" if len(who) == 1 else "ranks"
         names = ", ".join(map(str, who))
         return RankFailureError(
-            f"{noun} {names} of {self.size} {did}; rank {self.rank} waited for it in all-to-all "
+            f"{noun} {names} of {self.size} {did}; rank {self.rank} waited for it in exchange "
             f"{step} ({what}): {_first_line(error)}",
             ranks=tuple(who),
         )

@@ -7,6 +7,7 @@ leaves the previous one.
 
 import pickle
 import re
+import shutil
 import zipfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -19,19 +20,19 @@ from moe_runtime.errors import CheckpointError
 from moe_runtime.store.files import write_atomically
 
 FORMAT = 1
-_NAME = re.compile(r"step-(\d{8})\.pt")
+SHARDED_SUFFIX = ".shards"
+"""Of the folders that several processes write together."""
+_NAME = re.compile(rf"step-(\d{{8}})(\.pt|{re.escape(SHARDED_SUFFIX)})")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingState:
-    """Everything that decides how a run goes on.
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run has come, its weights apart.
 
     Attributes:
         step: optimizer steps taken.
         tokens: tokens trained on.
         elapsed_s: seconds that the steps took.
-        model: the model's state dict.
-        optimizer: the optimizer's.
         taken: windows taken from each source.
         random: states of torch's generators, by device.
         settings: what must be the same when the run goes on, by dotted name.
@@ -40,11 +41,22 @@ class TrainingState:
     step: int
     tokens: int
     elapsed_s: float
-    model: Mapping[str, Any]
-    optimizer: Mapping[str, Any]
     taken: tuple[int, ...]
     random: Mapping[str, torch.Tensor]
     settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingState(Progress):
+    """Everything that decides how a run goes on.
+
+    Attributes:
+        model: the model's state dict.
+        optimizer: the optimizer's.
+    """
+
+    model: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
 
 
 def save_checkpoint(folder: Path, state: TrainingState, *, keep: int) -> Path:
@@ -69,9 +81,17 @@ def save_checkpoint(folder: Path, state: TrainingState, *, keep: int) -> Path:
     except RuntimeError as error:
         # torch's writer reports a full disk in its own way.
         raise OSError(f"{path}: the checkpoint cannot be written: {error}") from error
-    for old in checkpoints_in(folder)[:-keep]:
-        old.unlink()
+    remove_oldest(folder, keep)
     return path
+
+
+def remove_oldest(folder: Path, keep: int) -> None:
+    """Removes all checkpoints of a folder but the newest ones."""
+    for old in checkpoints_in(folder)[:-keep]:
+        if old.is_dir():
+            shutil.rmtree(old)
+        else:
+            old.unlink()
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -82,7 +102,17 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def load_checkpoint(path: Path) -> TrainingState:
-    """Reads a checkpoint into host memory.
+    """Reads a checkpoint of one process into host memory.
+
+    Raises:
+        CheckpointError: the file is damaged, or of another format.
+        OSError: it cannot be read.
+    """
+    return TrainingState(**load_content(path, TrainingState))
+
+
+def load_content(path: Path, kind: type[Progress]) -> dict[str, Any]:
+    """Reads the fields of a dataclass, and what else the file holds.
 
     Raises:
         CheckpointError: the file is damaged, or of another format.
@@ -97,10 +127,10 @@ def load_checkpoint(path: Path) -> TrainingState:
         ) from error
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise CheckpointError(f"{path}: not a training checkpoint of format {FORMAT}")
-    missing = TrainingState.__dataclass_fields__.keys() - content.keys()
+    missing = kind.__dataclass_fields__.keys() - content.keys()
     if missing:
         raise CheckpointError(f"{path}: the checkpoint lacks {', '.join(sorted(missing))}")
-    return TrainingState(**content)
+    return content
 
 
 def check_settings(

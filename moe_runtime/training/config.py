@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -219,6 +219,35 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """How the processes that `torchrun` starts divide the model; one process has all of it.
+
+    None of it changes what is trained: a run may go on with another number of processes.
+
+    Attributes:
+        ep: parts into which the experts of a layer are divided; 0 as many as fit. With fewer parts
+            than processes, several processes have a copy of each.
+        etp: slices of every expert, each on a process of its own; divides
+            `model.moe.intermediate_size`.
+        shard_dense: FSDP2 shards everything but the experts over the processes.
+        timeout_s: seconds after which waiting for another process is an error that names it.
+    """
+
+    ep: int = 0
+    etp: int = 1
+    shard_dense: bool = False
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.ep < 0:
+            raise ValueError(f"ep must be at least 0, got {self.ep}")
+        if self.etp < 1:
+            raise ValueError(f"etp must be at least 1, got {self.etp}")
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """A whole training run.
 
@@ -228,6 +257,7 @@ class TrainConfig:
         data: text and batches.
         tokenizer: where it comes from.
         optimizer: AdamW and its schedule.
+        parallel: how several processes divide the model.
     """
 
     run: RunConfig
@@ -235,6 +265,7 @@ class TrainConfig:
     data: DataConfig
     tokenizer: TokenizerConfig
     optimizer: OptimizerConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         if self.data.context > self.model.max_positions:

@@ -17,6 +17,7 @@ from moe_runtime.models.lm.model import Losses
 from moe_runtime.offload.handle import OffloadedTraining
 from moe_runtime.training.batches import Batches, DataPosition, shorten
 from moe_runtime.training.checkpoint import (
+    Progress,
     TrainingState,
     random_states,
     restore_random_states,
@@ -26,7 +27,9 @@ from moe_runtime.training.config import TrainConfig
 from moe_runtime.training.metrics import EvaluationRecord, MetricsSink, Record, StepRecord
 from moe_runtime.training.offloaded import offload_report
 from moe_runtime.training.optimizer import Optimizer
+from moe_runtime.training.ranks import OneProcess
 from moe_runtime.training.schedule import learning_rate
+from moe_runtime.training.sharded import ShardedCheckpoints
 
 _MOST_SKIPPED = 10
 
@@ -74,6 +77,8 @@ class TrainingRun:
         checkpoints: folder for them.
         settings: what a resumed run must agree in.
         sinks: where records go.
+        ranks: the processes that train together.
+        shards: checkpoints that all processes write together; None writes a file.
     """
 
     config: TrainConfig
@@ -86,6 +91,8 @@ class TrainingRun:
     checkpoints: Path
     settings: Mapping[str, Any]
     sinks: Sequence[MetricsSink] = field(default_factory=tuple)
+    ranks: OneProcess = field(default_factory=OneProcess)
+    shards: ShardedCheckpoints | None = None
 
 
 class Trainer:
@@ -116,6 +123,10 @@ class Trainer:
         except RuntimeError as error:
             raise ValueError(f"the checkpoint does not fit the model: {error}") from None
         self._run.optimizer.load_state_dict(dict(state.optimizer))
+        self.go_on(state)
+
+    def go_on(self, state: Progress) -> None:
+        """Takes up where a checkpoint left off, its weights apart."""
         self._run.batches.seek(DataPosition(tuple(state.taken)))
         restore_random_states(state.random)
         self.step, self.tokens, self.elapsed_s = state.step, state.tokens, state.elapsed_s
@@ -148,7 +159,7 @@ class Trainer:
                 self._evaluate(on_record)
             if is_last or _is_due(self.step, run.checkpoint_every):
                 self.save()
-            if should_stop():
+            if self._run.ranks.any(should_stop()):
                 break
         self.save()
         self._run.optimizer.wait()
@@ -167,17 +178,28 @@ class Trainer:
         """Writes a checkpoint, unless the last one is of this step."""
         if self._saved_step == self.step:
             return
+        progress: dict[str, Any] = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "elapsed_s": self.elapsed_s,
+            "taken": self._run.batches.position.taken,
+            "random": random_states(),
+            "settings": dict(self._run.settings),
+        }
+        keep = self._config.run.keep_checkpoints
+        if self._run.shards is not None:
+            self._run.shards.save(self._run.checkpoints, Progress(**progress), keep=keep)
+        else:
+            self._save_file(progress, keep)
+        self._saved_step = self.step
+
+    def _save_file(self, progress: dict[str, Any], keep: int) -> None:
+        """A checkpoint of this process alone."""
         state = TrainingState(
-            step=self.step,
-            tokens=self.tokens,
-            elapsed_s=self.elapsed_s,
+            **progress,
             model=self._run.model.state_dict(),
             optimizer=self._run.optimizer.state_dict(),
-            taken=self._run.batches.position.taken,
-            random=random_states(),
-            settings=dict(self._run.settings),
         )
-        keep = self._config.run.keep_checkpoints
         if isinstance(self._run.optimizer, OffloadedTraining):
             # the experts' versions are kept for the newest one
             keep = 1
@@ -186,7 +208,6 @@ class Trainer:
             lambda copied: copied.optimizer,
             lambda copied: save_checkpoint(self._run.checkpoints, copied, keep=keep),
         )
-        self._saved_step = self.step
 
     def _take_step(self) -> StepRecord:
         started = time.perf_counter()
@@ -204,37 +225,51 @@ class Trainer:
         self.tokens += config.data.tokens_per_step
         step_s = time.perf_counter() - started
         self.elapsed_s += step_s
-        load = [value for value in (part.max_load for part in losses) if value is not None]
-        dropped = [v for v in (part.dropped_share for part in losses) if v is not None]
         return StepRecord(
             step=self.step,
-            loss=_mean([part.cross_entropy for part in losses]),
-            aux_loss=_mean([part.auxiliary for part in losses]),
+            **self._means(losses),
             rate=rate,
             gradient_norm=outcome.gradient_norm if math.isfinite(outcome.gradient_norm) else None,
             tokens=self.tokens,
             step_s=step_s,
-            max_load=_mean(load) if load else None,
-            dropped_share=_mean(dropped) if dropped else None,
             is_skipped=bool(outcome.bad_parameters),
             **{name: now - before[name] for name, now in optimizer.transfers().items()},
         )
 
+    def _means(self, losses: Sequence[Losses]) -> dict[str, float | None]:
+        """What a record says of the step's losses, over the parts of all processes."""
+        named = {
+            "loss": [part.cross_entropy for part in losses],
+            "aux_loss": [part.auxiliary for part in losses],
+            "max_load": [part.max_load for part in losses],
+            "dropped_share": [part.dropped_share for part in losses],
+        }
+        known: dict[str, list[Tensor]] = {}
+        for name, values in named.items():
+            there = [value for value in values if value is not None]
+            if there:
+                known[name] = there
+        means = torch.stack([_mean(values) for values in known.values()])
+        return dict.fromkeys(named) | dict(
+            zip(known, self._run.ranks.mean(means).tolist(), strict=True)
+        )
+
     def _micro_batches(self) -> list[Tensor]:
-        """The step's tokens, in the parts that are computed one after another."""
+        """This process's tokens of the step, in the parts that are computed one after another."""
         data = self._config.data
         windows = self._run.batches.draw(data.sequences_per_step)
         context = data.context_at(self.step, self._config.run.steps)
         if context != data.context:
             windows = shorten(windows, context)
-        return list(torch.from_numpy(windows).chunk(data.micro_batches))
+        return self._run.ranks.part(torch.from_numpy(windows).chunk(data.micro_batches))
 
     def _part(self, windows: Tensor, found: list[Losses]) -> Tensor:
         """One part's share of the loss; its losses go to those that were found."""
         with self._autocast():
             losses = self._losses(windows)
         found.append(losses.detach())
-        return (losses.cross_entropy + losses.auxiliary) / self._config.data.micro_batches
+        num_parts = self._config.data.micro_batches // self._run.ranks.size
+        return (losses.cross_entropy + losses.auxiliary) / num_parts
 
     def _losses(self, windows: Tensor) -> Losses:
         windows = windows.to(self._run.device)
@@ -267,15 +302,23 @@ class Trainer:
         rows = max(1, self._config.data.sequences_per_step // self._config.data.micro_batches)
         for name, windows in self._run.held_out.items():
             with self._autocast():
-                parts = [
-                    float(self._losses(part).cross_entropy) * len(part)
-                    for part in torch.from_numpy(windows).split(rows)
-                ]
-            nats[name] = sum(parts) / len(windows)
+                nats[name] = self._held_out_loss(torch.from_numpy(windows).split(rows))
         weights = {name: self._run.held_out_weights[name] for name in nats}
         mean = sum(weights[name] * nats[name] for name in nats) / sum(weights.values())
         record = EvaluationRecord(step=self.step, held_out=nats, held_out_mean=mean)
         self._emit(record, on_record)
+
+    def _held_out_loss(self, parts: Sequence[Tensor]) -> float:
+        """Mean loss of windows in parts, which the processes compute in turn."""
+        ranks = self._run.ranks
+        total = torch.zeros((), dtype=torch.float64)
+        for first in range(0, len(parts), ranks.size):
+            number = first + ranks.rank
+            # Who has no part left keeps the others company: passes are collective calls.
+            part = parts[min(number, len(parts) - 1)]
+            loss = float(self._losses(part).cross_entropy) * len(part)
+            total += loss if number < len(parts) else 0.0
+        return float(ranks.mean(total)) * ranks.size / sum(map(len, parts))
 
     def _emit(self, record: Record, on_record: Callable[[Record], None]) -> None:
         for sink in self._run.sinks:
@@ -287,5 +330,5 @@ def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _mean(values: Sequence[Tensor]) -> float:
-    return float(torch.stack([value.float() for value in values]).mean())
+def _mean(values: Sequence[Tensor]) -> Tensor:
+    return torch.stack([value.float() for value in values]).mean().cpu()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from moe_runtime.offload.dense import DenseAdamW, StepOutcome, clip_scale
 from moe_runtime.training.config import OptimizerConfig
+from moe_runtime.training.ranks import OneProcess
 
 S = TypeVar("S")
 
@@ -21,18 +22,22 @@ class Optimizer:
     Args:
         model: its trainable parameters are updated.
         config: AdamW's settings and the clipping.
+        ranks: the processes that train together; this one alone by default.
 
     Raises:
         ValueError: the model has no trainable parameter.
     """
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if not named:
+    def __init__(
+        self, model: nn.Module, config: OptimizerConfig, ranks: OneProcess | None = None
+    ) -> None:
+        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not self._named:
             raise ValueError("the model has no trainable parameter")
+        self._ranks = ranks or OneProcess()
         self._clip_norm = config.clip_norm
         self._adamw = DenseAdamW(
-            named,
+            self._named,
             lr=config.peak_rate,
             betas=(config.betas[0], config.betas[1]),
             eps=config.eps,
@@ -58,8 +63,11 @@ class Optimizer:
         Args:
             rate: learning rate.
         """
-        norm = self._adamw.norm()
-        bad = () if math.isfinite(norm) else self._adamw.bad_gradients()
+        self._ranks.reduce_gradients(self._named)
+        norm = self._ranks.gradient_norm(self._named)
+        bad: tuple[str, ...] = ()
+        if not math.isfinite(norm):
+            bad = self._adamw.bad_gradients() or ("the experts of another process",)
         if not bad:
             self._adamw.step(rate, clip_scale(norm, self._clip_norm))
         self._adamw.forget()
@@ -101,3 +109,15 @@ class Optimizer:
 
     def wait(self) -> None:
         """Returns when the last checkpoint is written, as it is here."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the parameters in the order of `state_dict`, in one process."""
+        return self._adamw.names
+
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """AdamW's states by parameter, in place: `exp_avg`, `exp_avg_sq` and `step`.
+
+        Zeros where no step was taken yet.
+        """
+        return self._adamw.moments()

@@ -26,12 +26,25 @@ from moe_runtime.offload.handle import OffloadedTraining
 from moe_runtime.offload.initial import StreamedInit
 from moe_runtime.store.files import write_atomically
 from moe_runtime.training.batches import Batches, held_out_windows
-from moe_runtime.training.checkpoint import check_settings, checkpoints_in, load_checkpoint
-from moe_runtime.training.config import TrainConfig
+from moe_runtime.training.checkpoint import (
+    Progress,
+    TrainingState,
+    check_settings,
+    checkpoints_in,
+    load_checkpoint,
+)
+from moe_runtime.training.config import ParallelConfig, TrainConfig
 from moe_runtime.training.loop import Trainer, TrainingRun
 from moe_runtime.training.metrics import JsonLines, MetricsSink, TensorBoard, read_records
 from moe_runtime.training.offloaded import build_model, offloaded_optimizer
 from moe_runtime.training.optimizer import Optimizer
+from moe_runtime.training.ranks import OneProcess
+from moe_runtime.training.sharded import (
+    ShardedCheckpoints,
+    logical_tensors,
+    read_progress,
+    read_tensors,
+)
 from moe_runtime.training.text import read_corpus
 from moe_runtime.training.tokens import TokenStreams, encode_corpus, obtain_tokenizer
 
@@ -55,7 +68,11 @@ _FREE_NAMES = (
     ),
 )
 _FREE = frozenset(
-    {*(f"run.{name}" for name in _FREE_NAMES), "model.moe.impl", "model.moe.recompute"}
+    {
+        *(f"run.{name}" for name in _FREE_NAMES),
+        *("model.moe.impl", "model.moe.recompute"),
+        *(f"parallel.{field.name}" for field in dataclasses.fields(ParallelConfig)),
+    }
 )
 # What only the steps to come depend on: a resumed run may change it if asked to.
 _SCHEDULE = frozenset(
@@ -188,7 +205,13 @@ def prepare(
     return preparation
 
 
-def start(preparation: Preparation, *, resume: bool, reschedule: bool = False) -> Trainer:
+def start(
+    preparation: Preparation,
+    *,
+    resume: bool,
+    reschedule: bool = False,
+    ranks: OneProcess | None = None,
+) -> Trainer:
     """A trainer at the beginning of the run, or at its last checkpoint.
 
     Args:
@@ -197,6 +220,8 @@ def start(preparation: Preparation, *, resume: bool, reschedule: bool = False) -
         reschedule: the number of steps, the learning rate's course and the short sequences may
             be others than before; the steps to come follow the new ones as if they had held from
             the beginning.
+        ranks: the processes that train together; this one alone by default. The model is spread
+            over them; their number may be another one than before.
 
     Raises:
         CheckpointError: the folder holds checkpoints and `resume` was not asked for, or the newest
@@ -210,8 +235,10 @@ def start(preparation: Preparation, *, resume: bool, reschedule: bool = False) -
             f"{preparation.output}: holds a run already (the last checkpoint is "
             f"{found[-1].name}); --resume goes on with it, another run.output begins anew"
         )
-    state = load_checkpoint(found[-1]) if found else None
-    if state is not None:
+    ranks = ranks or OneProcess()
+    state: Progress | None = None
+    if found:
+        state = read_progress(found[-1]) if found[-1].is_dir() else load_checkpoint(found[-1])
         check_settings(
             found[-1],
             state.settings,
@@ -225,26 +252,44 @@ def start(preparation: Preparation, *, resume: bool, reschedule: bool = False) -
                 f"{preparation.config.run.steps}; set at least {state.step}"
             )
     first_step = 0 if state is None else state.step
+    ranks.spread(preparation.model)
+    optimizer = _optimizer(preparation, ranks, resumes=state is not None)
+    shards = None
+    if isinstance(optimizer, Optimizer):
+        shards = ShardedCheckpoints(preparation.model, optimizer, ranks)
     run = TrainingRun(
         config=preparation.config,
         model=preparation.model,
-        optimizer=_optimizer(preparation, resumes=state is not None),
+        optimizer=optimizer,
         batches=preparation.batches,
         held_out=preparation.held_out,
         held_out_weights=_mixture(preparation),
         device=preparation.device,
         checkpoints=preparation.checkpoints,
         settings=preparation.settings,
-        sinks=_sinks(preparation, first_step),
+        sinks=_sinks(preparation, first_step) if ranks.rank == 0 else (),
+        ranks=ranks,
+        shards=shards if ranks.size > 1 else None,
     )
     trainer = Trainer(run)
-    if state is not None:
+    if isinstance(state, TrainingState) and ranks.size == 1:
         trainer.restore(state)
+    elif state is not None:
+        if shards is None:
+            raise CheckpointError(
+                f"{found[-1]}: several processes wrote it; a run with a host_memory cannot go on "
+                "from it"
+            )
+        if isinstance(state, TrainingState):
+            shards.take(state)
+        else:
+            shards.load(found[-1])
+        trainer.go_on(state)
     return trainer
 
 
 def finish(preparation: Preparation, trainer: Trainer, *, export: bool) -> dict[str, Any]:
-    """Exports the model and writes `summary.json`.
+    """Exports the model and writes `summary.json`; of several processes, the first one does it.
 
     Args:
         preparation: of the run.
@@ -265,12 +310,22 @@ def finish(preparation: Preparation, trainer: Trainer, *, export: bool) -> dict[
             for name in ("bos", "eos", "pad")
         }
         dtype = DTYPES[preparation.config.run.export_dtype]
-        export_hugging_face(preparation.model, folder, dtype=dtype, special_tokens=ids)
+        export_hugging_face(_whole_model(preparation), folder, dtype=dtype, special_tokens=ids)
         tokenizer.save_pretrained(folder)
     summary = _summary(preparation, trainer, folder)
     with write_atomically(preparation.output / SUMMARY_FILE) as file:
         file.write((json.dumps(summary, indent=1) + "\n").encode())
     return summary
+
+
+def _whole_model(preparation: Preparation) -> LanguageModel:
+    """The model; where other processes have parts of it, one made of the last checkpoint."""
+    if preparation.model.replicas is None:
+        return preparation.model
+    last = checkpoints_in(preparation.checkpoints)[-1]
+    whole = LanguageModel(preparation.config.model)
+    read_tensors(last, logical_tensors(whole, {}), alone=True)
+    return whole
 
 
 def _summary(preparation: Preparation, trainer: Trainer, folder: Path | None) -> dict[str, Any]:
@@ -301,10 +356,12 @@ def _summary(preparation: Preparation, trainer: Trainer, folder: Path | None) ->
     }
 
 
-def _optimizer(preparation: Preparation, *, resumes: bool) -> Optimizer | OffloadedTraining:
+def _optimizer(
+    preparation: Preparation, ranks: OneProcess, *, resumes: bool
+) -> Optimizer | OffloadedTraining:
     config = preparation.config
     if config.run.host_memory is None:
-        return Optimizer(preparation.model, config.optimizer)
+        return Optimizer(preparation.model, config.optimizer, ranks)
     folder = preparation.storage
     if config.run.storage_dir is None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,8 @@
 
 `plan_copies` is Hecate's algorithm 1: as many of the hottest experts as can be copied behind the
 computation before the layer, within the memory that each device has for copies. `reshard` is its
-algorithm 2: owners chosen so that what is not copied is balanced.
+algorithm 2: owners chosen so that what is not copied is balanced. `calibrate` adds copies once the
+gate has spoken, where they gain more than they cost.
 
 Rounding of shares is not specified there; here it is by largest remainder, and what an expert
 cannot use goes to the next.
@@ -57,6 +58,86 @@ def plan_copies(
                 break
             copies[device].append(expert)
     return copies
+
+
+def calibrate(
+    loads_E: Sequence[float],
+    owner_E: Sequence[int],
+    copies: Sequence[Sequence[int]],
+    *,
+    devices_per_node: int,
+    slots_per_device: int,
+    token_s: float,
+    expert_s: float,
+) -> list[list[int]]:
+    """More copies for this iteration, now that its loads are known (Hecate's calibration).
+
+    Algorithm 1 again, with the real loads and the memory that is left, for every number of hottest
+    experts; the best of these plans is taken if the computation that the busiest device is relieved
+    of takes longer than sending the copies, which nothing hides any more.
+
+    Args:
+        loads_E: Tokens of each expert.
+        owner_E: The device that owns each expert.
+        copies: What is copied already, for each device.
+        devices_per_node: As in `plan_copies`.
+        slots_per_device: Copies that a device has room for, those in `copies` included.
+        token_s: Seconds to compute one token, in all passes.
+        expert_s: Seconds to copy one expert and to bring its gradient back.
+
+    Returns:
+        For each device, the experts to copy to it besides; empty lists where nothing is gained.
+    """
+    num_devices = len(copies)
+    holders = _holders(owner_E, copies)
+    before = max(_device_loads(loads_E, holders, num_devices))
+    room = slots_per_device - max((len(experts) for experts in copies), default=0)
+    best: list[list[int]] = [[] for _ in range(num_devices)]
+    best_s = 0.0
+    for number in range(1, len(loads_E) + 1 if room > 0 else 0):
+        plan = plan_copies(
+            loads_E,
+            owner_E,
+            num_devices=num_devices,
+            devices_per_node=devices_per_node,
+            max_experts=number,
+            slots_per_device=room,
+        )
+        extra = [
+            [expert for expert in wanted if device not in holders[expert]]
+            for device, wanted in enumerate(plan)
+        ]
+        after = max(_device_loads(loads_E, _holders(owner_E, copies, extra), num_devices))
+        sent = [
+            sum(owner_E[e] == device for some in extra for e in some)
+            for device in range(num_devices)
+        ]
+        cost_s = expert_s * max(*sent, *map(len, extra))
+        gain_s = token_s * (before - after) - cost_s
+        if gain_s > best_s:
+            best, best_s = extra, gain_s
+    return best
+
+
+def _holders(owner_E: Sequence[int], *plans: Sequence[Sequence[int]]) -> list[set[int]]:
+    """Devices that hold each expert: its owner, and those that plans copy it to."""
+    holders = [{owner} for owner in owner_E]
+    for plan in plans:
+        for device, experts in enumerate(plan):
+            for expert in experts:
+                holders[expert].add(device)
+    return holders
+
+
+def _device_loads(
+    loads_E: Sequence[float], holders: Sequence[set[int]], num_devices: int
+) -> list[float]:
+    """Tokens that each device computes when those of an expert are split over its holders."""
+    loads = [0.0] * num_devices
+    for load, devices in zip(loads_E, holders, strict=True):
+        for device in devices:
+            loads[device] += load / len(devices)
+    return loads
 
 
 def reshard(

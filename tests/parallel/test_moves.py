@@ -23,8 +23,15 @@ from parallel_moves import (
 )
 from rank_pool import RankPool
 
-from moe_runtime.parallel import ExpertSlots, Overlap, cheapest_degree, keep_in_place
+from moe_runtime.parallel import (
+    ExpertSlots,
+    Overlap,
+    cheapest_degree,
+    expert_parallel,
+    keep_in_place,
+)
 from moe_runtime.parallel.replicas import ExpertMove
+from moe_runtime.routing import Routing
 
 Ranks = Callable[[int], RankPool]
 
@@ -58,6 +65,25 @@ def test_any_degree_equals_degree_one(skew: str, ranks: Ranks) -> None:
             overlap = Overlap(degree=degree, is_local_first=is_local_first)
             answers = ranks(2).run(overlapped, problem, slots, overlap)
             assert_equal_to_dense(problem, slots, answers)
+
+
+@pytest.mark.parametrize("skew", ["zipf", "one"])
+def test_columns_in_panels_equal_all_at_once(skew: str, ranks: Ranks) -> None:
+    """Six columns in two, four (uneven) and six panels, with and without chunks."""
+    problem = make_problem([11, 0], num_experts=5, num_choices=2, seed=2, skew=skew)
+    slots = ExpertSlots.contiguous(5, 2)
+    for panels, degree, is_local_first in ((2, 1, True), (4, 2, False), (6, 4, True)):
+        overlap = Overlap(degree=degree, is_local_first=is_local_first, panels=panels)
+        answers = ranks(2).run(overlapped, problem, slots, overlap)
+        assert_equal_to_dense(problem, slots, answers)
+
+
+def test_a_function_cannot_make_panels() -> None:
+    routing = Routing(torch.zeros((3, 1), dtype=torch.int64), torch.ones(3, 1), 1)
+    with pytest.raises(ValueError, match="2 panels need experts that compute columns apart"):
+        expert_parallel(
+            torch.ones(3, 4), routing, lambda rows, counts: rows, overlap=Overlap(panels=2)
+        )
 
 
 def test_any_placement_equals_one_process(ranks: Ranks) -> None:
@@ -114,6 +140,20 @@ class TestSparseCopies:
             plan = [experts.tolist() for experts in copies]
             overlap = Overlap(degree=1 + seed % 2, is_local_first=seed > 2)
             answers = ranks(4).run(with_copies, problem, owners, plan, seed % 2 == 0, overlap)
+            assert_equal_to_dense(problem, owners, answers)
+
+    def test_any_calibration_equals_plain_expert_parallelism(self, ranks: Ranks) -> None:
+        owners = ExpertSlots.from_ranks([[0, 3], [1], [2, 4, 5], []], 6)
+        for seed, is_again in ((0, False), (1, True), (2, True)):
+            random = torch.Generator().manual_seed(seed)
+            plans = [
+                [torch.randperm(6, generator=random)[:number].tolist() for number in numbers]
+                for numbers in ((1, 0, 3, 2), (2, 4, 0, 3))
+            ]
+            problem = make_problem([5, 8, 0, 3], num_experts=6, num_choices=3, seed=seed)
+            answers = ranks(4).run(
+                with_copies, problem, owners, plans[0], is_again, Overlap(), plans[1]
+            )
             assert_equal_to_dense(problem, owners, answers)
 
     def test_gather_and_scatter_are_adjoint(self, ranks: Ranks) -> None:

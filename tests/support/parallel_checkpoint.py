@@ -6,24 +6,29 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from moe_runtime.parallel import ExpertSlots, ParallelExperts
+from moe_runtime.parallel import ExpertSlots, LayoutGroups, ParallelExperts, ParallelLayout
 
 
-def make(placement: list[list[int]], seed: int) -> ParallelExperts:
+def make(layout: list[list[int]] | int, seed: int) -> ParallelExperts:
+    """Experts by placement, or in so many slices each."""
+    options = {"bias": True, "seed": seed, "dtype": torch.float64}
+    if isinstance(layout, int):
+        size = dist.get_world_size()
+        groups = LayoutGroups(ParallelLayout(world_size=size, etp=layout, ep=size // layout))
+        return ParallelExperts(4, 6, 8, groups, **options)
     group = dist.group.WORLD
     assert group is not None
-    slots = ExpertSlots.from_ranks(placement, 4)
-    return ParallelExperts(4, 6, 8, group, slots=slots, bias=True, seed=seed, dtype=torch.float64)
+    return ParallelExperts(4, 6, 8, group, slots=ExpertSlots.from_ranks(layout, 4), **options)
 
 
-def save(path: str, placement: list[list[int]], seed: int) -> None:
-    state = make(placement, seed).logical_state()
+def save(path: str, layout: list[list[int]] | int, seed: int) -> None:
+    state = make(layout, seed).logical_state()
     dcp.save(state, checkpoint_id=path)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def load(path: str, placement: list[list[int]], seed: int) -> bool:
+def load(path: str, layout: list[list[int]] | int, seed: int) -> bool:
     """Whether experts read from the checkpoint equal those made with the seed it was made with."""
-    experts, expected = make(placement, seed + 1), make(placement, seed)
+    experts, expected = make(layout, seed + 1), make(layout, seed)
     state = experts.logical_state()
     dcp.load(state, checkpoint_id=path)  # pyright: ignore[reportPrivateImportUsage]
     pairs = zip(experts.parameters(), expected.parameters(), strict=True)

@@ -20,6 +20,7 @@ from moe_runtime.parallel import (
     ParallelExperts,
     SlotExchange,
     SparseMaterialisation,
+    StackedPanels,
     expert_parallel,
     keep_in_place,
     slice_experts,
@@ -27,6 +28,7 @@ from moe_runtime.parallel import (
     sum_replica_gradients,
     time_exchanges,
 )
+from moe_runtime.parallel.sparse import loads_of_all
 from moe_runtime.parallel.wire import WireName
 
 
@@ -47,10 +49,17 @@ def overlapped(
     rank = dist.get_rank()
     x_TD, routing = rank_routing(problem, rank)
     parameters = rank_parameters(problem, slots, rank)
+    gate_up, down, gate_up_bias, down_bias = parameters
+    stacked = StackedExperts(
+        gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias
+    )
+    panels = StackedPanels(stacked, "silu")
     y_TD = expert_parallel(
         x_TD,
         routing,
-        lambda rows_RD, counts_S: run_experts(rows_RD, counts_S, parameters),
+        panels
+        if overlap.panels > 1
+        else lambda rows_RD, counts_S: run_experts(rows_RD, counts_S, parameters),
         make_group(grid),
         slots=slots,
         overlap=overlap,
@@ -83,12 +92,20 @@ def with_copies(
     copies: list[list[int]],
     rematerialise: bool,
     overlap: Overlap,
+    extra: list[list[int]] | None = None,
 ) -> Answer:
-    """One layer of FSSDP: gradients arrive at the owners."""
+    """One layer of FSSDP, with more copies after the gate: gradients arrive at the owners."""
     rank = dist.get_rank()
     x_TD, routing = rank_routing(problem, rank)
     parameters = rank_parameters(problem, owners, rank)
     plan = SparseMaterialisation(owners, copies, world())
+    pending = None
+    if extra is not None:
+        pending = plan.start(parameters)
+        assert loads_of_all(routing, plan.transport) == [
+            int((problem.ids_TK == expert).sum()) for expert in range(problem.num_experts)
+        ]
+        plan = plan.extend(extra, pending)
     copied: list[weakref.ref[torch.Tensor]] = []
 
     def experts(
@@ -98,8 +115,16 @@ def with_copies(
         return run_experts(rows_RD, counts_X, list(read))
 
     y_TD = sparse_expert_parallel(
-        x_TD, routing, experts, parameters, plan, rematerialise=rematerialise, overlap=overlap
+        x_TD,
+        routing,
+        experts,
+        parameters,
+        plan,
+        copies=pending,
+        rematerialise=rematerialise,
+        overlap=overlap,
     )
+    del pending
     if rematerialise:
         # Nothing keeps the copies between the passes.
         assert all(tensor() is None for tensor in copied)

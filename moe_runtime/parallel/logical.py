@@ -1,0 +1,79 @@
+"""Logical names of experts, under which checkpoints keep them whatever the layout was.
+
+Shape suffixes: S slots, F hidden, D model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+_SLICED_DIM = {"gate_proj": 0, "up_proj": 0, "down_proj": 1, "gate_proj_bias": 0, "up_proj_bias": 0}
+
+
+def logical_views(tensors: Mapping[str, Tensor], experts: Sequence[int]) -> dict[str, Tensor]:
+    """Every expert's matrices by name, as views: `{e}.gate_proj`, `{e}.up_proj`, `{e}.down_proj`.
+
+    Args:
+        tensors: Stacked parameters by name, or what is laid out like them: `gate_up_proj` (gate
+            rows first) or `up_proj`, `down_proj`, and their biases; `[S, ...]`.
+        experts: The expert in each slot; -1 for none.
+    """
+    views: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        for slot, expert in enumerate(experts):
+            if expert < 0:
+                continue
+            if name.startswith("gate_up_proj"):
+                suffix = name.removeprefix("gate_up_proj")
+                gate, up = tensor[slot].chunk(2)
+                views |= {f"{expert}.gate_proj{suffix}": gate, f"{expert}.up_proj{suffix}": up}
+            else:
+                views[f"{expert}.{name}"] = tensor[slot]
+    return views
+
+
+def as_slices(
+    views: Mapping[str, Tensor], group: dist.ProcessGroup, index: int
+) -> dict[str, Tensor]:
+    """The same, as slices of whole matrices.
+
+    Args:
+        views: As of `logical_views`, one slice of each expert's hidden dimension.
+        group: The ranks that hold the slices, in their order.
+        index: Which of them this one is. The bias of the second matrix belongs to slice 0.
+    """
+    sliced: dict[str, Tensor] = {}
+    for name, view in views.items():
+        kind = name.partition(".")[2]
+        if kind in _SLICED_DIM:
+            mesh = DeviceMesh.from_group(group, view.device.type)
+            placements = [Shard(_SLICED_DIM[kind])]
+            sliced[name] = DTensor.from_local(view, mesh, placements, run_check=False)
+        elif index == 0:
+            sliced[name] = view
+    return sliced
+
+
+def copy_part(whole: Tensor, part: Tensor) -> None:
+    """Copies a rank's part of a whole tensor.
+
+    Args:
+        whole: All of it.
+        part: A `DTensor`, of which the local part is written, or a tensor of the same shape.
+    """
+    if not isinstance(part, DTensor):
+        part.copy_(whole)
+        return
+    mesh = part.device_mesh
+    for dimension, placement in enumerate(part.placements):
+        if isinstance(placement, Shard):
+            pieces = whole.chunk(mesh.size(dimension), placement.dim)
+            number = mesh.get_local_rank(dimension)
+            empty = whole.narrow(placement.dim, 0, 0)
+            whole = pieces[number] if number < len(pieces) else empty
+    part.to_local().copy_(whole)

@@ -1,0 +1,167 @@
+"""Training by one process or by several: which part is whose, and what has to be added up.
+
+Several processes share a step's micro-batches, each holds its share of the experts, and rows travel
+to them. The same configuration trains the same model whatever the number of processes: the parts
+that are routed on their own are the micro-batches, and there are as many of them.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from moe_runtime.errors import RankFailureError
+from moe_runtime.models.lm.model import LanguageModel
+from moe_runtime.training.config import TrainConfig
+
+T = TypeVar("T")
+_POLL_S = 0.02
+
+
+class OneProcess:
+    """A process that trains by itself.
+
+    Attributes:
+        rank: number of this process.
+        size: number of processes.
+    """
+
+    rank = 0
+    size = 1
+
+    def spread(self, model: LanguageModel) -> None:
+        """Leaves this process its part of a model."""
+
+    def part(self, items: Sequence[T]) -> list[T]:
+        """This process's share of what all processes have; their number divides it."""
+        return list(items)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean over the processes; a collective call, as all that follow."""
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Whether some process says so."""
+        return flag
+
+    def reduce_gradients(self, named: Mapping[str, Tensor]) -> None:
+        """Gives every parameter the gradient of the whole step's loss."""
+
+    def gradient_norm(self, named: Mapping[str, Tensor]) -> float:
+        """The 2-norm over all parameters of the model, whoever holds them."""
+        gradients = [p.grad for p in named.values() if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+
+    @contextlib.contextmanager
+    def first_alone(self) -> Iterator[None]:
+        """The block runs in the first process, and then in the others."""
+        yield
+
+
+class SeveralProcesses(OneProcess):
+    """One of the processes of a `torch.distributed` world that train together.
+
+    Args:
+        config: of the run.
+
+    Raises:
+        ValueError: the layout or the number of parts does not fit the number of processes.
+        RankFailureError: a process has another layout or version.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        import torch.distributed as dist
+
+        from moe_runtime.parallel import FlatTransport, LayoutGroups, ParallelLayout
+        from moe_runtime.parallel.agreement import require_same, software_facts
+        from moe_runtime.parallel.watch import GroupWatch
+
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._config = config.parallel
+        _refuse(config, self.size)
+        etp, ep = config.parallel.etp, config.parallel.ep
+        layout = ParallelLayout(world_size=self.size, etp=etp, ep=ep or max(1, self.size // etp))
+        self.groups = LayoutGroups(layout, timeout_s=self._config.timeout_s)
+        group = self.groups.group("dense", "tp", "cp", "dp")
+        assert group is not None, "several processes are more than one"
+        self._group = group
+        self._watch = GroupWatch(group, self._config.timeout_s)
+        transport = FlatTransport(group, timeout_s=self._config.timeout_s)
+        require_same(transport, {**software_facts(), "the layout": str(layout)})
+
+    def spread(self, model: LanguageModel) -> None:
+        from moe_runtime.models.lm.parallel import shard_dense, spread_experts
+
+        spread_experts(model, self.groups)
+        if self._config.shard_dense:
+            shard_dense(model, self.groups)
+        # Gates that use randomness draw for other tokens than the first process does.
+        torch.manual_seed(torch.initial_seed() + self.rank)
+
+    def part(self, items: Sequence[T]) -> list[T]:
+        return list(items[self.rank :: self.size])
+
+    def mean(self, values: Tensor) -> Tensor:
+        total = values.clone()
+        self.groups.all_reduce(total, self._group, "means")
+        return total / self.size
+
+    def any(self, flag: bool) -> bool:
+        votes = torch.tensor(float(flag))
+        self.groups.all_reduce(votes, self._group, "wishes to stop")
+        return bool(votes > 0)
+
+    def reduce_gradients(self, named: Mapping[str, Tensor]) -> None:
+        dense, experts = _divided(named)
+        self.groups.reduce_dense_gradients(dense)
+        self.groups.reduce_expert_gradients(experts)
+
+    def gradient_norm(self, named: Mapping[str, Tensor]) -> float:
+        return self.groups.gradient_norm(*_divided(named))
+
+    @contextlib.contextmanager
+    def first_alone(self) -> Iterator[None]:
+        store, key = self._group.get_group_store(), "moe/first/done"
+        if self.rank == 0:
+            yield
+            store.set(key, "1")
+            return
+        # However long the first one takes; its end is noticed.
+        while not store.check([key]):
+            if 0 in self._watch.ended_ranks():
+                raise RankFailureError(f"rank 0 of {self.size} has ended", ranks=(0,))
+            time.sleep(_POLL_S)
+        yield
+
+    def barrier(self) -> None:
+        """Returns once all processes have come here."""
+        self.any(False)
+
+
+def _refuse(config: TrainConfig, size: int) -> None:
+    """Says what several processes cannot do.
+
+    Raises:
+        ValueError: the configuration asks for it.
+    """
+    micro_batches = config.data.micro_batches
+    if micro_batches % size:
+        raise ValueError(
+            f"data.micro_batches ({micro_batches}) must be a multiple of the {size} processes, "
+            "which compute them side by side; --set data.micro_batches="
+            f"{-(-micro_batches // size) * size}"
+        )
+    if config.run.compile:
+        raise ValueError("run.compile works in one process only; set run.compile = false")
+    if config.run.host_memory is not None:
+        raise ValueError("run.host_memory works in one process only; leave it out")
+
+
+def _divided(named: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters that all processes have, and those of this one's experts."""
+    dense = [p for name, p in named.items() if ".experts." not in name]
+    experts = [p for name, p in named.items() if ".experts." in name]
+    return dense, experts

@@ -1,0 +1,206 @@
+"""Checkpoints that several processes write together, and any number of processes reads.
+
+A folder in the format of `torch.distributed.checkpoint`: every tensor under the name that it has in
+one process, every expert under a name of its own, wherever it or its slices were. Beside it lies
+`progress.pt`, with what is no tensor of the model or the optimizer. The folder gets its name once
+it is whole.
+"""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_runtime.errors import CheckpointError
+from moe_runtime.layer.experts import Experts
+from moe_runtime.models.lm.model import LanguageModel
+from moe_runtime.parallel import ParallelExperts
+from moe_runtime.parallel.logical import copy_part, logical_views
+from moe_runtime.store.files import sync_folder, write_atomically
+from moe_runtime.training.checkpoint import (
+    FORMAT,
+    SHARDED_SUFFIX,
+    Progress,
+    TrainingState,
+    load_content,
+    remove_oldest,
+)
+from moe_runtime.training.optimizer import Optimizer
+from moe_runtime.training.ranks import OneProcess
+
+_PROGRESS_FILE = "progress.pt"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ShardedCheckpoints:
+    """Saves and finds the parts of a model and its optimizer that this process has.
+
+    Args:
+        model: the model, spread over the processes or whole.
+        optimizer: of its parameters.
+        ranks: the processes.
+    """
+
+    def __init__(self, model: LanguageModel, optimizer: Optimizer, ranks: OneProcess) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._ranks = ranks
+
+    def save(self, folder: Path, progress: Progress, *, keep: int) -> Path:
+        """Writes a checkpoint and removes the oldest beyond `keep`; a collective call.
+
+        Raises:
+            OSError: it cannot be written; earlier checkpoints stay.
+            RankFailureError: another process died or stalled.
+        """
+        import torch.distributed.checkpoint as dcp
+
+        path = folder / f"step-{progress.step:08d}{SHARDED_SUFFIX}"
+        partial = path.with_name(f"{path.name}.partial")
+        is_first = self._ranks.rank == 0
+        if is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        self._ranks.barrier()
+        dcp.save(self.tensors(), checkpoint_id=partial)  # pyright: ignore[reportPrivateImportUsage]
+        if is_first:
+            content = {field.name: getattr(progress, field.name) for field in fields(progress)}
+            steps = [float(state["step"]) for state in self._optimizer.moments().values()]
+            with write_atomically(partial / _PROGRESS_FILE) as file:
+                torch.save({"format": FORMAT, "optimizer_steps": max(steps), **content}, file)
+            shutil.rmtree(path, ignore_errors=True)
+            partial.rename(path)
+            sync_folder(folder)
+            remove_oldest(folder, keep)
+        self._ranks.barrier()
+        return path
+
+    def load(self, path: Path) -> None:
+        """Reads this process's part of a checkpoint that any number of processes wrote.
+
+        A collective call.
+
+        Raises:
+            CheckpointError: the folder is damaged, or does not fit the model.
+        """
+        steps = load_content(path / _PROGRESS_FILE, Progress).get("optimizer_steps", 0.0)
+        read_tensors(path, self.tensors(), alone=self._ranks.size == 1)
+        for state in self._optimizer.moments().values():
+            state["step"].fill_(steps)
+
+    def take(self, state: TrainingState) -> None:
+        """Copies this process's part out of the state of a run in one process.
+
+        Raises:
+            ValueError: it does not fit the model.
+        """
+        saved = state.optimizer["state"]
+        moments = {name: saved[i] for i, name in enumerate(self._optimizer.names) if i in saved}
+        paths = {path: module.num_experts for path, module in _experts_in(self._model).items()}
+        whole: dict[str, Tensor] = {}
+        for kind, named in _by_kind(state.model, moments).items():
+            stacks: dict[str, dict[str, Tensor]] = {path: {} for path in paths}
+            for name, tensor in named.items():
+                path, _, leaf = name.rpartition(".")
+                if path in stacks:
+                    stacks[path][leaf] = tensor
+                else:
+                    whole[f"{kind}.{name}"] = tensor
+            for path, stack in stacks.items():
+                views = logical_views(stack, range(paths[path]))
+                whole |= {f"{kind}.{path}.{name}": view for name, view in views.items()}
+        own = self.tensors()
+        missing = own.keys() - whole.keys()
+        if missing and moments:
+            raise ValueError(f"the checkpoint does not fit the model: it lacks {min(missing)}")
+        with torch.no_grad():
+            for name in own.keys() & whole.keys():
+                copy_part(whole[name], own[name])
+        for name, moment in self._optimizer.moments().items():
+            moment["step"].fill_(moments[name]["step"] if name in moments else 0.0)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that a checkpoint holds of this process, in place, by name."""
+        moments = self._optimizer.moments()
+        return logical_tensors(self._model, moments)
+
+
+def read_progress(path: Path) -> Progress:
+    """How far the run had come that wrote a checkpoint.
+
+    Raises:
+        CheckpointError: the folder is damaged.
+    """
+    content = load_content(path / _PROGRESS_FILE, Progress)
+    return Progress(**{field.name: content[field.name] for field in fields(Progress)})
+
+
+def logical_tensors(
+    model: LanguageModel, moments: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Parameters, buffers and moments by the names that checkpoints have, in place.
+
+    Args:
+        model: spread over processes, or whole.
+        moments: states of AdamW by parameter; may be empty.
+    """
+    tensors: dict[str, Tensor] = {}
+    experts = _experts_in(model)
+    for kind, named in _by_kind(model.state_dict(), moments).items():
+        for path, module in experts.items():
+            stack = {
+                leaf: named.pop(f"{path}.{leaf}")
+                for leaf, _ in module.named_parameters()
+                if f"{path}.{leaf}" in named
+            }
+            if isinstance(module, ParallelExperts):
+                views = module.logical_state(stack)
+            else:
+                views = logical_views(stack, range(module.num_experts))
+            tensors |= {f"{kind}.{path}.{name}": view for name, view in views.items()}
+        tensors |= {f"{kind}.{name}": tensor for name, tensor in named.items()}
+    return tensors
+
+
+def read_tensors(path: Path, tensors: dict[str, Tensor], *, alone: bool = False) -> None:
+    """Reads tensors of a checkpoint in place; a collective call unless `alone`.
+
+    Raises:
+        CheckpointError: the folder is damaged, or does not hold them.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        dcp.load(  # pyright: ignore[reportPrivateImportUsage]
+            tensors, checkpoint_id=path, no_dist=alone
+        )
+    except (CheckpointException, RuntimeError, OSError, ValueError, KeyError, EOFError) as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        reason = lines[-1].strip() if lines else type(error).__name__
+        raise CheckpointError(
+            f"{path}: the checkpoint is damaged or of another model ({reason}); remove it to go on "
+            "from the one before"
+        ) from error
+
+
+def _experts_in(model: LanguageModel) -> dict[str, Experts | ParallelExperts]:
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, Experts | ParallelExperts)
+    }
+
+
+def _by_kind(
+    state: Mapping[str, Any], moments: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, dict[str, Tensor]]:
+    """Tensors by kind and by the parameter's name."""
+    kinds = {"model": dict(state)}
+    for kind in _MOMENTS if moments else ():
+        kinds[kind] = {name: states[kind] for name, states in moments.items()}
+    return kinds
