@@ -21,8 +21,11 @@ from moe_runtime.kernels.token_sort import token_sort
 from moe_runtime.parallel.transport import Transport
 from moe_runtime.parallel.watch import check_agreement
 
-# Raised whenever ranks of two versions of this code would not understand each other.
-PROTOCOL = 2
+
+# The message that carries settings and counts has this length on all ranks, whatever they are: what
+# must agree is compared before messages of another length than expected can arrive, which would end
+# a process of gloo's on the spot. Counts that do not fit follow in a second message.
+_MESSAGE_NUMBERS = 128
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -139,13 +142,21 @@ def _exchange_counts(
     counts_PS: Tensor, transport: Transport, agreement: Sequence[tuple[str, int]]
 ) -> tuple[Tensor, Tensor]:
     """Counts that this rank sends and receives, on the CPU: the one wait for the device."""
-    named = [("the dispatch protocol", PROTOCOL), *agreement]
+    named = [("the number of slots of a rank", counts_PS.shape[1]), *agreement]
+    num_named, num_slots = len(named), counts_PS.shape[1]
     header_N = torch.tensor([value for _, value in named], device=counts_PS.device)
-    header_PN = header_N.expand(transport.size, -1)
-    received_PN = transport.exchange_numbers(torch.cat([header_PN, counts_PS], dim=1))
-    both = torch.stack([torch.cat([header_PN, counts_PS], dim=1), received_PN]).cpu()
-    check_agreement(named, both[1, :, : len(named)], transport.rank)
-    return both[0, :, len(named) :], both[1, :, len(named) :]
+    message_PN = counts_PS.new_zeros((transport.size, _MESSAGE_NUMBERS))
+    message_PN[:, :num_named] = header_N
+    fits = num_named + num_slots <= _MESSAGE_NUMBERS
+    if fits:
+        message_PN[:, num_named : num_named + num_slots] = counts_PS
+    received_PN = transport.exchange_numbers(message_PN)
+    both = torch.stack([message_PN, received_PN]).cpu()
+    check_agreement(named, both[1, :, :num_named], transport.rank)
+    if not fits:
+        return counts_PS.cpu(), transport.exchange_numbers(counts_PS).cpu()
+    counts = both[:, :, num_named : num_named + num_slots]
+    return counts[0], counts[1]
 
 
 def _sort_by_chunk(order_R: Tensor, counts_PS: Tensor, rank: int, num_chunks: int) -> Tensor:

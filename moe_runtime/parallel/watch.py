@@ -20,6 +20,8 @@ from torch import Tensor
 
 from moe_runtime.errors import RankFailureError
 
+# Raised whenever ranks of two versions of this room would not understand each other.
+PROTOCOL = 2
 DEFAULT_TIMEOUT_S = 300.0
 # How long a rank waits in silence before it leaves a note, as a share of the timeout.
 _NOTE_SHARE = 0.2
@@ -53,7 +55,8 @@ class GroupWatch:
         self._note_s = min(_MAX_NOTE_S, timeout_s * _NOTE_SHARE)
         self._store = group.get_group_store()
         self._step = 0
-        self._store.set(f"moe/process/{rank}", f"{socket.gethostname()} {os.getpid()}")
+        self._has_met = False
+        self._store.set(f"moe/process/{rank}", f"{socket.gethostname()} {os.getpid()} {PROTOCOL}")
 
     def all_to_all(
         self,
@@ -65,6 +68,7 @@ class GroupWatch:
         out: Tensor | None = None,
     ) -> PendingRows:
         """Starts a variable all-to-all of the rows (the first dimension) of a contiguous tensor."""
+        self._meet()
         if out is None:
             out = rows.new_empty((sum(receive_splits), *rows.shape[1:]))
         self._step += 1
@@ -83,6 +87,7 @@ class GroupWatch:
         Raises:
             RankFailureError: A rank died, stalled or is at another collective.
         """
+        self._meet()
         self._step += 1
         try:
             work = dist.all_reduce(values, group=group, async_op=True)
@@ -119,6 +124,27 @@ class GroupWatch:
             else:
                 return
 
+    def _meet(self) -> None:
+        """Waits for everybody's address, once: who speaks another protocol is told before messages
+        of other sizes than expected are on their way.
+
+        Raises:
+            RankFailureError: A rank has another protocol, or does not come.
+        """
+        if self._has_met:
+            return
+        deadline = time.monotonic() + self.timeout_s
+        keys = [f"moe/process/{rank}" for rank in range(self.size)]
+        while not self._store.check(keys):
+            if time.monotonic() > deadline:
+                missing = tuple(r for r, key in enumerate(keys) if not self._store.check([key]))
+                raise self._named(missing, f"did not arrive within {self.timeout_s:g} s", "")
+            time.sleep(_POLL_S)
+        protocols = [int(self._note(key).split()[2]) for key in keys]
+        theirs_P1 = torch.tensor(protocols).view(-1, 1)
+        check_agreement([("the dispatch protocol", PROTOCOL)], theirs_P1, self.rank)
+        self._has_met = True
+
     def ended_ranks(self) -> tuple[int, ...]:
         """Ranks whose processes ran on this machine and are gone."""
         try:
@@ -152,13 +178,13 @@ class GroupWatch:
                 f"exchange {step} ({what}) failed although every rank reached it: "
                 f"{_first_line(error)}"
             )
-        noun = "rank" if len(who) == 1 else "ranks"
-        names = ", ".join(map(str, who))
-        return RankFailureError(
-            f"{noun} {names} of {self.size} {did}; rank {self.rank} waited for it in exchange "
-            f"{step} ({what}): {_first_line(error)}",
-            ranks=tuple(who),
-        )
+        where = f"; rank {self.rank} waited for it in exchange {step} ({what}): "
+        return self._named(tuple(who), did, where + _first_line(error))
+
+    def _named(self, ranks: tuple[int, ...], did: str, where: str) -> RankFailureError:
+        noun = "rank" if len(ranks) == 1 else "ranks"
+        names = ", ".join(map(str, ranks))
+        return RankFailureError(f"{noun} {names} of {self.size} {did}{where}", ranks=ranks)
 
     def _missing(self, step: int, started: float) -> tuple[list[int], list[int]]:
         """Ranks that left no note of this step, and those of them whose process is gone."""
@@ -176,7 +202,7 @@ class GroupWatch:
 
     def _has_ended(self, rank: int) -> bool:
         """Whether a process of this machine is gone; False for other machines."""
-        host, _, pid = self._note(f"moe/process/{rank}").partition(" ")
+        host, pid, *_ = (*self._note(f"moe/process/{rank}").split(), "", "")
         return bool(pid) and host == socket.gethostname() and _is_gone(pid)
 
 

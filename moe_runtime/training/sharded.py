@@ -176,6 +176,7 @@ def read_tensors(path: Path, tensors: dict[str, Tensor], *, alone: bool = False)
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
+        alone = alone or not torch.distributed.is_initialized()
         dcp.load(  # pyright: ignore[reportPrivateImportUsage]
             tensors, checkpoint_id=path, no_dist=alone
         )

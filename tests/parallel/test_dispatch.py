@@ -41,6 +41,7 @@ CASES = {
     "one expert": {"tokens": [9, 8], "num_experts": 4, "num_choices": 1, "skew": "one"},
     "all dropped": {"tokens": [9, 8], "num_experts": 4, "num_choices": 2, "dropped": 1.1},
     "fewer experts than ranks": {"tokens": [5, 6], "num_experts": 1, "num_choices": 1},
+    "more slots than a message holds": {"tokens": [5, 6], "num_experts": 500, "num_choices": 2},
     "every expert": {"tokens": [3, 4], "num_experts": 4, "num_choices": 4},
 }
 

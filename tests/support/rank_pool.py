@@ -63,8 +63,16 @@ class RankPool:
 
     def try_run(self, function: Callable[..., Any], *args: Any) -> list[tuple[bool, Any]]:
         """As `run`, but gives `(False, traceback)` for ranks on which the function raised."""
+        self.start(function, *args)
+        return self.collect()
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        """Has all ranks begin with `function(*args)`."""
         for pipe in self._pipes:
             pipe.send((function, args))
+
+    def collect(self) -> list[tuple[bool, Any]]:
+        """Waits for what was started; results as of `try_run`."""
         deadline = time.monotonic() + DEADLINE_S
         return [self._result(rank, deadline) for rank in range(self.size)]
 
@@ -73,7 +81,7 @@ class RankPool:
         try:
             if pipe.poll(max(0.0, deadline - time.monotonic())):
                 return pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return False, f"rank {rank} ended"
         return False, f"rank {rank} gave no answer within {DEADLINE_S} s"
 
