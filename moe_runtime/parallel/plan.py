@@ -21,7 +21,6 @@ from moe_runtime.kernels.token_sort import token_sort
 from moe_runtime.parallel.transport import Transport
 from moe_runtime.parallel.watch import check_agreement
 
-
 # The message that carries settings and counts has this length on all ranks, whatever they are: what
 # must agree is compared before messages of another length than expected can arrive, which would end
 # a process of gloo's on the spot. Counts that do not fit follow in a second message.
