@@ -8,7 +8,6 @@ and `summary.json`.
 import dataclasses
 import json
 import platform
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,16 +34,12 @@ from moe_runtime.training.checkpoint import (
 )
 from moe_runtime.training.config import ParallelConfig, TrainConfig
 from moe_runtime.training.loop import Trainer, TrainingRun
+from moe_runtime.training.machine import require_compiler, resolve_device
 from moe_runtime.training.metrics import JsonLines, MetricsSink, TensorBoard, read_records
 from moe_runtime.training.offloaded import build_model, offloaded_optimizer
 from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.ranks import OneProcess
-from moe_runtime.training.sharded import (
-    ShardedCheckpoints,
-    logical_tensors,
-    read_progress,
-    read_tensors,
-)
+from moe_runtime.training.sharded import ShardedCheckpoints, read_progress, whole_model
 from moe_runtime.training.text import read_corpus
 from moe_runtime.training.tokens import TokenStreams, encode_corpus, obtain_tokenizer
 
@@ -144,7 +139,7 @@ def prepare(
         CheckpointError: the checkpoint to start from does not fit the model.
         OSError: a file cannot be read or written.
     """
-    device = _device(config.run.device)
+    device = resolve_device(config.run.device)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     output = folder / config.run.output.expanduser()
@@ -196,7 +191,7 @@ def prepare(
         num_active_parameters=model.num_active_parameters(),
     )
     if config.run.compile:
-        _require_compiler(device)
+        require_compiler(device)
         model.compile_blocks()
     # A run that goes on has its weights from its own checkpoint.
     if config.run.start_from is not None and not checkpoints_in(preparation.checkpoints):
@@ -310,22 +305,17 @@ def finish(preparation: Preparation, trainer: Trainer, *, export: bool) -> dict[
             for name in ("bos", "eos", "pad")
         }
         dtype = DTYPES[preparation.config.run.export_dtype]
-        export_hugging_face(_whole_model(preparation), folder, dtype=dtype, special_tokens=ids)
+        model = preparation.model
+        if model.replicas is not None:
+            # Other processes have parts of it; the last checkpoint has all of them.
+            last = checkpoints_in(preparation.checkpoints)[-1]
+            model = whole_model(preparation.config.model, last)
+        export_hugging_face(model, folder, dtype=dtype, special_tokens=ids)
         tokenizer.save_pretrained(folder)
     summary = _summary(preparation, trainer, folder)
     with write_atomically(preparation.output / SUMMARY_FILE) as file:
         file.write((json.dumps(summary, indent=1) + "\n").encode())
     return summary
-
-
-def _whole_model(preparation: Preparation) -> LanguageModel:
-    """The model; where other processes have parts of it, one made of the last checkpoint."""
-    if preparation.model.replicas is None:
-        return preparation.model
-    last = checkpoints_in(preparation.checkpoints)[-1]
-    whole = LanguageModel(preparation.config.model)
-    read_tensors(last, logical_tensors(whole, {}), alone=True)
-    return whole
 
 
 def _summary(preparation: Preparation, trainer: Trainer, folder: Path | None) -> dict[str, Any]:
@@ -398,27 +388,6 @@ def _with_vocabulary(config: TrainConfig, tokenizer: "PreTrainedTokenizerBase") 
             )
         return config
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"run.device must be auto, cpu, cuda or cuda:N, got {name!r}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"run.device is {name!r}, but torch sees no CUDA device here")
-    return device
-
-
-def _require_compiler(device: torch.device) -> None:
-    """Refuses early what `torch.compile` would say in the first step, at length."""
-    if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
-        raise ValueError(
-            "run.compile needs a C++ compiler on the CPU (g++ or clang++), and none is on the "
-            "PATH; install one, or set run.compile = false"
-        )
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

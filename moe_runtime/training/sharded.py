@@ -7,6 +7,7 @@ it is whole.
 """
 
 import shutil
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from moe_runtime.errors import CheckpointError
 from moe_runtime.layer.experts import Experts
+from moe_runtime.models.lm.config import LanguageModelConfig
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.parallel import ParallelExperts
 from moe_runtime.parallel.logical import copy_part, logical_views
@@ -176,10 +178,12 @@ def read_tensors(path: Path, tensors: dict[str, Tensor], *, alone: bool = False)
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        alone = alone or not torch.distributed.is_initialized()
-        dcp.load(  # pyright: ignore[reportPrivateImportUsage]
-            tensors, checkpoint_id=path, no_dist=alone
-        )
+        with warnings.catch_warnings():
+            # That one process reads it alone is meant so.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(  # pyright: ignore[reportPrivateImportUsage]
+                tensors, checkpoint_id=path, no_dist=alone
+            )
     except (CheckpointException, RuntimeError, OSError, ValueError, KeyError, EOFError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         reason = lines[-1].strip() if lines else type(error).__name__
@@ -187,6 +191,17 @@ def read_tensors(path: Path, tensors: dict[str, Tensor], *, alone: bool = False)
             f"{path}: the checkpoint is damaged or of another model ({reason}); remove it to go on "
             "from the one before"
         ) from error
+
+
+def whole_model(config: LanguageModelConfig, path: Path) -> LanguageModel:
+    """The model of a checkpoint that several processes wrote, in this process alone.
+
+    Raises:
+        CheckpointError: the folder is damaged.
+    """
+    model = LanguageModel(config)
+    read_tensors(path, logical_tensors(model, {}), alone=True)
+    return model
 
 
 def _experts_in(model: LanguageModel) -> dict[str, Experts | ParallelExperts]:
