@@ -4,7 +4,7 @@ import dataclasses
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -152,3 +152,16 @@ def _convert_scalar(hint: Any, value: Any, name: str) -> Any:
 
 def _dotted(where: str, key: str) -> str:
     return f"{where}.{key}" if where else key
+
+
+def leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Leaves by dotted name; paths and file lists are left out, the text itself counts."""
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{name}.")
+        elif isinstance(value, tuple):
+            if key not in ("files", "held_out_files"):
+                yield name, list(value)
+        elif not isinstance(value, Path):
+            yield name, value

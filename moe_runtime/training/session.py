@@ -8,7 +8,7 @@ and `summary.json`.
 import dataclasses
 import json
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from moe_runtime.training.checkpoint import (
     load_checkpoint,
 )
 from moe_runtime.training.config import ParallelConfig, TrainConfig
+from moe_runtime.training.config_tree import leaves
 from moe_runtime.training.loop import Trainer, TrainingRun
 from moe_runtime.training.machine import require_compiler, resolve_device
 from moe_runtime.training.metrics import JsonLines, MetricsSink, TensorBoard, read_records
@@ -117,7 +118,7 @@ class Preparation:
     @property
     def settings(self) -> dict[str, Any]:
         """What must be the same when the run goes on, by dotted name."""
-        flat = dict(_flatten(dataclasses.asdict(self.config), ""))
+        flat = dict(leaves(dataclasses.asdict(self.config), ""))
         kept = {name: value for name, value in flat.items() if name not in _FREE}
         for name, stream in self.streams.items():
             kept[f"text of source {name!r}"] = stream.fingerprint
@@ -388,16 +389,3 @@ def _with_vocabulary(config: TrainConfig, tokenizer: "PreTrainedTokenizerBase") 
             )
         return config
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Leaves by dotted name; paths and file lists are left out, the text itself counts."""
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{name}.")
-        elif isinstance(value, tuple):
-            if key not in ("files", "held_out_files"):
-                yield name, list(value)
-        elif not isinstance(value, Path):
-            yield name, value
