@@ -1,0 +1,317 @@
+"""Training with experts on the disk beside the same training in memory.
+
+`python benchmarks/offload_training.py` trains a language model of many experts twice in turn, with
+everything in memory and with a budget of a quarter of the experts' weights and fp32 states, and
+compares tokens per second and losses (they must be equal). A second pair of steps has so few tokens
+that the disk is the limit; there the bound is the time that the same bytes take without any
+computation. Memory is measured in a process of its own, by the kernel's counter of the highest
+resident size, from which what was resident before the model was built is taken off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness.machine import commit, describe_machine, machine_name, versions
+from torch import Tensor
+
+from moe_runtime.config import format_bytes
+from moe_runtime.engine.memory import peak_resident_bytes, resident_bytes, settle_libraries
+from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
+from moe_runtime.models.lm.model import LanguageModel
+from moe_runtime.offload import AdamW, OffloadedTraining
+from moe_runtime.offload.initial import StreamedInit
+from moe_runtime.offload.offloading import find_sites, offload_training
+from moe_runtime.training.config import OptimizerConfig
+from moe_runtime.training.optimizer import Optimizer
+
+RESULTS = Path(__file__).parent / "results"
+RATE = 3e-4
+STATE_BYTES = 12
+"""Weight and two moments of a parameter, in fp32."""
+BLOCK_BYTES = 4 * 2**20
+IO_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model and its batches.
+
+    Attributes:
+        hidden, intermediate, num_experts, top_k, num_layers, heads, vocab, context: sizes.
+        sequences: of a step in which every expert gets about 2,000 tokens.
+        few_sequences: of a step that the disk limits.
+        activation_mib: set aside for activations.
+    """
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    num_layers: int
+    heads: int
+    vocab: int
+    context: int
+    sequences: int
+    few_sequences: int
+    activation_mib: int
+
+    @property
+    def expert_bytes(self) -> int:
+        """Weights and states of all experts."""
+        matrices = 3 * self.hidden * self.intermediate
+        return STATE_BYTES * matrices * self.num_experts * self.num_layers
+
+    def model(self) -> LanguageModel:
+        return LanguageModel(
+            LanguageModelConfig(
+                hidden_size=self.hidden,
+                num_layers=self.num_layers,
+                num_heads=self.heads,
+                num_kv_heads=self.heads,
+                head_dim=self.hidden // self.heads,
+                max_positions=self.context,
+                vocab_size=self.vocab,
+                moe=ExpertsConfig(
+                    num_experts=self.num_experts,
+                    top_k=self.top_k,
+                    intermediate_size=self.intermediate,
+                    recompute=True,
+                    loss_weights={"load_balance": 0.01},
+                ),
+            ),
+            recompute=True,
+        )
+
+    def tokens_per_expert(self, sequences: int) -> float:
+        return sequences * self.context * self.top_k / self.num_experts
+
+
+SHAPES = {
+    "wide": Shape(256, 512, 32, 16, 3, 4, 1024, 256, 16, 1, 56),
+    "tiny": Shape(64, 128, 64, 8, 4, 2, 256, 32, 4, 1, 8),
+}
+
+
+def windows(shape: Shape, sequences: int, step: int) -> Tensor:
+    """Random tokens `[B, C + 1]`; the same for every system."""
+    generator = torch.Generator().manual_seed(step)
+    size = (sequences, shape.context + 1)
+    return torch.randint(shape.vocab, size, generator=generator)
+
+
+def loss_of(model: LanguageModel, ids: Tensor) -> Tensor:
+    losses = model.losses(ids[:, :-1], ids[:, 1:])
+    return losses.cross_entropy + losses.auxiliary
+
+
+class Runner:
+    """Takes and times steps of one system."""
+
+    def __init__(self, model: LanguageModel, optimizer: Optimizer | OffloadedTraining) -> None:
+        self.model = model.train()
+        self.optimizer = optimizer
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+
+    def step(self, ids: Tensor) -> None:
+        found: list[Tensor] = []
+
+        def part() -> Tensor:
+            loss = loss_of(self.model, ids)
+            found.append(loss.detach())
+            return loss
+
+        started = time.perf_counter()
+        self.optimizer.backward([part], rate=RATE)
+        self.optimizer.step(RATE)
+        self.seconds.append(time.perf_counter() - started)
+        self.losses.append(float(found[0]))
+
+
+def offloaded(shape: Shape, folder: Path) -> Runner:
+    """The model with a budget of a quarter of its experts' weights and states."""
+    torch.manual_seed(0)
+    first = StreamedInit()
+    with first:
+        model = shape.model()
+    training = offload_training(
+        model,
+        host_memory=shape.expert_bytes // 4,
+        activation_memory=shape.activation_mib * 2**20,
+        storage_dir=folder,
+        optimizer=AdamW(betas=(0.9, 0.95), weight_decay=0.1),
+        initial=partial(first.tensors_of, find_sites(model)),
+        io_threads=IO_THREADS,
+    )
+    return Runner(model, training)
+
+
+def in_memory(shape: Shape) -> Runner:
+    torch.manual_seed(0)
+    model = shape.model()
+    return Runner(model, Optimizer(model, OptimizerConfig(peak_rate=RATE, clip_norm=0.0)))
+
+
+def compare(shape: Shape, sequences: int, steps: int, folder: Path) -> dict[str, Any]:
+    """Steps of both systems in turn, the first of each not counted."""
+    ours, resident = offloaded(shape, folder), in_memory(shape)
+    training = ours.optimizer
+    assert isinstance(training, OffloadedTraining)
+    before = training.stats().traffic
+    for step in range(steps + 1):
+        if step == 1:
+            before = training.stats().traffic
+        ids = windows(shape, sequences, step)
+        for runner in (resident, ours):
+            runner.step(ids)
+    if ours.losses != resident.losses:
+        raise SystemExit(f"the losses differ: {ours.losses} and {resident.losses}")
+    after, stats = training.stats().traffic, training.stats()
+    training.check()
+    training.close()
+    read = (after.read_bytes - before.read_bytes) // steps
+    written = (after.written_bytes - before.written_bytes) // steps
+    bound_s = raw_seconds(next(folder.glob("experts-*")), read, written)
+    seconds = {
+        "offloaded": statistics.median(ours.seconds[1:]),
+        "in_memory": statistics.median(resident.seconds[1:]),
+    }
+    tokens = sequences * shape.context
+    return {
+        "tokens_per_step": tokens,
+        "tokens_per_expert": shape.tokens_per_expert(sequences),
+        "tokens_per_s": {name: tokens / value for name, value in seconds.items()},
+        "share_of_in_memory": seconds["in_memory"] / seconds["offloaded"],
+        "io_bound_s": bound_s,
+        "share_of_io_bound": bound_s / seconds["offloaded"],
+        "read_bytes_per_step": read,
+        "written_bytes_per_step": written,
+        "stall_share": (after.stall_s - before.stall_s) / sum(ours.seconds[1:]),
+        "experts_in_memory": stats.resident_experts,
+        "experts": stats.num_experts,
+        "seconds": {"offloaded": ours.seconds[1:], "in_memory": resident.seconds[1:]},
+    }
+
+
+def raw_seconds(file: Path, read: int, written: int) -> float:
+    """Time that bytes take from and to a file, past the page cache, with nothing else to do."""
+    blocks = file.stat().st_size // BLOCK_BYTES
+    kinds = [True] * (read // BLOCK_BYTES) + [False] * (written // BLOCK_BYTES)
+    random.Random(0).shuffle(kinds)
+    descriptor = os.open(file, os.O_RDWR | os.O_DIRECT)
+    buffers = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(IO_THREADS)]
+
+    def move(thread: int) -> None:
+        for index in range(thread, len(kinds), IO_THREADS):
+            offset = index % blocks * BLOCK_BYTES
+            if kinds[index]:
+                os.preadv(descriptor, [buffers[thread]], offset)
+            else:
+                os.pwritev(descriptor, [buffers[thread]], offset)
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(IO_THREADS) as threads:
+        list(threads.map(move, range(IO_THREADS)))
+    seconds = time.perf_counter() - started
+    os.close(descriptor)
+    return seconds
+
+
+def measure_memory(shape: Shape, folder: Path) -> dict[str, int]:
+    """Two steps in this process, and the memory that they took at most."""
+    settle_libraries(torch.float32)
+    baseline = resident_bytes()
+    runner = offloaded(shape, folder)
+    for step in range(2):
+        runner.step(windows(shape, shape.sequences, step))
+    runner.optimizer.close()
+    return {
+        "budget_bytes": shape.expert_bytes // 4,
+        "peak_bytes": peak_resident_bytes() - baseline,
+        "baseline_bytes": baseline,
+    }
+
+
+def main() -> None:
+    arguments = _arguments()
+    shape = SHAPES[arguments.shape]
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        if arguments.memory_only:
+            print(json.dumps(measure_memory(shape, Path(folder))))
+            return
+        runs = []
+        for name, sequences in (("many", shape.sequences), ("few", shape.few_sequences)):
+            place = Path(folder) / name
+            place.mkdir()
+            runs.append(compare(shape, sequences, arguments.steps, place))
+            print(_line(runs[-1]), flush=True)
+            for file in place.iterdir():
+                file.unlink()
+    command = [sys.executable, *sys.argv, "--memory-only"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    memory = json.loads(done.stdout.splitlines()[-1])
+    print(
+        f"memory: at most {format_bytes(memory['peak_bytes'])} over "
+        f"{format_bytes(memory['baseline_bytes'])} before, budget "
+        f"{format_bytes(memory['budget_bytes'])}; experts and states "
+        f"{format_bytes(shape.expert_bytes)}"
+    )
+    if arguments.save:
+        machine = describe_machine()
+        result = {
+            "machine": machine,
+            "versions": versions(),
+            "commit": commit(Path(__file__).parent),
+            "shape": {"name": arguments.shape, **asdict(shape)},
+            "expert_bytes": shape.expert_bytes,
+            "threads": torch.get_num_threads(),
+            "runs": runs,
+            "memory": memory,
+        }
+        path = RESULTS / f"offload-training-{machine_name(machine)}.json"
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"written: {path.name}")
+
+
+def _line(run: dict[str, Any]) -> str:
+    speed = run["tokens_per_s"]
+    return (
+        f"{run['tokens_per_expert']:,.0f} tokens an expert: {speed['offloaded']:,.0f} tokens/s, "
+        f"in memory {speed['in_memory']:,.0f} ({run['share_of_in_memory']:.2f} of it); "
+        f"{run['share_of_io_bound']:.2f} of the speed of the disk alone; "
+        f"stall {run['stall_share']:.0%}, {format_bytes(run['read_bytes_per_step'])} read and "
+        f"{format_bytes(run['written_bytes_per_step'])} written a step, "
+        f"{run['experts_in_memory']} of {run['experts']} experts in memory"
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="wide")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each system")
+    parser.add_argument("--folder", type=Path, default=None, help="for the experts; a fast disk")
+    parser.add_argument("--save", action="store_true", help="write the results file")
+    parser.add_argument("--memory-only", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
