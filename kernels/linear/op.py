@@ -84,7 +84,7 @@ def linear(
     _validate(x, weight, bias)
     if impl == "native":
         library = require_native()
-        problem = _native_problem(x, weight, bias)
+        problem = native_problem(x, weight, bias)
         if problem:
             raise ValueError(f"impl='native' cannot compute this: {problem}")
         return _linear_native(library, x, weight, bias)
@@ -104,7 +104,7 @@ def _validate(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise ValueError(f"expected bias [{weight.shape[0]}], got {list(bias.shape)}")
 
 
-def _native_problem(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+def native_problem(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     """Why the C kernel cannot take these (valid) arguments, or None."""
     if not (x.is_cpu and weight.is_cpu and (bias is None or bias.is_cpu)):
         return f"it needs CPU tensors, got {x.device} and {weight.device}"
@@ -125,7 +125,7 @@ def _native_problem(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | Non
 
 def _is_worth_it(library: NativeLibrary, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `auto` takes the native kernel; what is invalid is left to torch to report."""
-    if _native_problem(x, weight, bias) or torch.compiler.is_compiling():
+    if native_problem(x, weight, bias) or torch.compiler.is_compiling():
         return False
     x_shape, weight_shape = x.shape, weight.shape
     if len(weight_shape) != 2 or not x_shape or x_shape[-1] != weight_shape[1]:
@@ -199,5 +199,10 @@ def _run(
             DTYPE_CODES[weight.dtype],
             library.shares_threads(),
         )
-        if status == STATUS_NO_MEMORY:
-            raise MemoryError(f"no memory to pack {num_rows} rows of {dim_in} values")
+        check_status(status, num_rows, dim_in)
+
+
+def check_status(status: int, num_rows: int, dim_in: int) -> None:
+    """Raises `MemoryError` if the C kernel could not have the memory that it works in."""
+    if status == STATUS_NO_MEMORY:
+        raise MemoryError(f"no memory to pack {num_rows} rows of {dim_in} values")

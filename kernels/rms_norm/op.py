@@ -49,7 +49,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: Impl = "auto") -> T
         )
     if impl == "native":
         library = require_native()
-        problem = _native_problem(x, weight)
+        problem = native_problem(x, weight)
         if problem:
             raise ValueError(f"impl='native' cannot compute this: {problem}")
         return _run_native(library, x, weight, eps)
@@ -58,7 +58,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: Impl = "auto") -> T
     raise ValueError(f"impl must be one of auto, native, reference, got {impl!r}")
 
 
-def _native_problem(x: Tensor, weight: Tensor) -> str | None:
+def native_problem(x: Tensor, weight: Tensor) -> str | None:
     """Why the C kernel cannot take these (valid) arguments, or None."""
     if not (x.is_cpu and weight.is_cpu):
         return f"it needs CPU tensors, got {x.device} and {weight.device}"
@@ -77,7 +77,7 @@ def _is_worth_it(x: Tensor, weight: Tensor) -> bool:
     return (
         0 < x.numel() <= NATIVE_ROW_LIMIT * dim
         and weight.shape == (dim,)
-        and _native_problem(x, weight) is None
+        and native_problem(x, weight) is None
         and not torch.compiler.is_compiling()
     )
 

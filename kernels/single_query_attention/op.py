@@ -68,9 +68,21 @@ def single_query_attention(
     return _run_native(library, query_BHD, key_BGSD, value_BGSV, mask_BS, scale)
 
 
-def is_native(query_BHD: Tensor, key_BGSD: Tensor, value_BGSV: Tensor) -> bool:
-    """Whether `auto` would take the native kernel."""
-    return native_library() is not None and _native_problem(query_BHD, key_BGSD, value_BGSV) is None
+def native_attention(
+    query_BHD: Tensor, key_BGSD: Tensor, value_BGSV: Tensor, mask_BS: Tensor | None, scale: float
+) -> Tensor | None:
+    """`single_query_attention` by the C kernel, or None where it is not able; checked once.
+
+    Raises:
+        ValueError: Shapes do not fit.
+    """
+    library = native_library()
+    if library is None or _native_problem(query_BHD, key_BGSD, value_BGSV):
+        return None
+    problem = _problem(query_BHD, key_BGSD, value_BGSV, mask_BS)
+    if problem:
+        raise ValueError(problem)
+    return _run_native(library, query_BHD, key_BGSD, value_BGSV, mask_BS, scale)
 
 
 def _problem(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_runtime.kernels.single_query_attention import is_native, single_query_attention
+from moe_runtime.kernels.single_query_attention import native_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 ATTENTION = "moe_runtime"
 """Name under which the attention function is registered with transformers."""
 
-_CHANGING_OPTIONS = ("dropout", "output_attentions", "softcap", "position_bias", "s_aux", "cache")
+_CHANGING_OPTIONS = frozenset(
+    ("dropout", "output_attentions", "softcap", "position_bias", "s_aux", "cache")
+)
 """Options that ask for more than softmax, scale and mask."""
 
 
@@ -63,43 +65,31 @@ def attend(
     Returns:
         ``[B, Q, H, V]`` in the dtype of ``query``, and None.
     """
-    if _is_single_query(query, key, value, attention_mask, options):
-        return _attend_one(query, key, value, attention_mask, options.get("scaling")), None
+    if _is_single_query(query, key, attention_mask, options):
+        scaling = options.get("scaling")
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        added = None if attention_mask is None else _added_mask(attention_mask[:, 0, 0])
+        mixed = native_attention(query.squeeze(2), key, value, added, scale)
+        if mixed is not None:
+            return mixed.unsqueeze(1), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
 
 def _is_single_query(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    options: dict[str, Any],
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]
 ) -> bool:
     return (
         query.shape[2] == 1
         and query.shape[1] % key.shape[1] == 0
         and (mask is None or mask.shape == (len(query), 1, 1, key.shape[2]))
-        and not any(_is_set(options.get(name)) for name in _CHANGING_OPTIONS)
-        and is_native(query.squeeze(2), key, value)
+        and not any(_is_set(options[name]) for name in _CHANGING_OPTIONS & options.keys())
     )
 
 
 def _is_set(option: Any) -> bool:
     return isinstance(option, torch.Tensor) or bool(option)
-
-
-def _attend_one(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-) -> torch.Tensor:
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    added = None if mask is None else _added_mask(mask[:, 0, 0])
-    return single_query_attention(query.squeeze(2), key, value, added, scale).unsqueeze(1)
 
 
 def _added_mask(mask_BS: torch.Tensor) -> torch.Tensor:

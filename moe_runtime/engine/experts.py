@@ -67,7 +67,9 @@ class OffloadedExperts(torch.nn.Module):
         self.watcher: RoutingWatcher | None = None
         self.observer: RoutingWatcher | None = None
         self.late_observer: RoutingWatcher | None = None
+        self._keys = tuple(ExpertKey(layer, expert) for expert in range(self.num_experts))
         self._following = tuple(following)
+        self._norms_outputs = bool(getattr(original, "has_post_expert_norm", False))
         for name in experts.parameters:
             del original._parameters[name]
         for name, parameter in original.named_parameters(recurse=False):
@@ -100,7 +102,7 @@ class OffloadedExperts(torch.nn.Module):
                 self.layer, top_k_index.cpu().numpy(), top_k_weights.float().cpu().numpy()
             )
         out_RD = self.expert_rows(hidden_states, top_k_index, top_k_weights)
-        if getattr(self.replaced, "has_post_expert_norm", False):
+        if self._norms_outputs:
             out_RD = self.get_submodule("post_expert_norm")(out_RD)
         return _combine(out_RD, top_k_weights)
 
@@ -140,7 +142,7 @@ class OffloadedExperts(torch.nn.Module):
     ) -> None:
         assert self.store is not None
         num_tokens, top_k = len(hidden_TD), len(out_RD) // len(hidden_TD)
-        keys = [ExpertKey(self.layer, expert) for expert in rows]
+        keys = [self._keys[expert] for expert in rows]
         streaming = num_tokens > 1 and len(keys) > self.store.share(self.layer)
         if self.observer is not None:
             self.observer(self.layer, hidden_TD, *routing)
@@ -210,11 +212,12 @@ def _has_act_fn(experts: Any) -> bool:
 def _combine(out_RD: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     """Sums the copies of each token by gate weight, in fp32: ``[R, D]`` to ``[T, D]``."""
     num_tokens, top_k = weights_TK.shape
+    if num_tokens > COMBINE_TOKENS:
+        parts = zip(
+            out_RD.split(COMBINE_TOKENS * top_k), weights_TK.split(COMBINE_TOKENS), strict=True
+        )
+        return torch.cat([_combine(some_RD, weights) for some_RD, weights in parts])
     out_T1KD = out_RD.view(num_tokens, 1, top_k, -1)
     weights_T11K = weights_TK.float().view(num_tokens, 1, 1, top_k)
-    summed_TD = out_RD.new_empty(num_tokens, out_RD.shape[-1])
-    for first in range(0, num_tokens, COMBINE_TOKENS):
-        some = slice(first, first + COMBINE_TOKENS)
-        summed = batched_matmul(weights_T11K[some], out_T1KD[some], transpose_w=False)
-        summed_TD[some] = summed.flatten(1)
-    return summed_TD
+    summed_T11D = batched_matmul(weights_T11K, out_T1KD, transpose_w=False)
+    return summed_T11D.flatten(1).to(out_RD.dtype)

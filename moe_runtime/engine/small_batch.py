@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import torch
 
-from moe_runtime.kernels.linear import linear
-from moe_runtime.kernels.rms_norm import rms_norm
+from moe_runtime.kernels.linear import BoundLinear, linear
+from moe_runtime.kernels.rms_norm import BoundRMSNorm, rms_norm
 
 
 def use_small_batch_layers(model: torch.nn.Module) -> None:
@@ -42,10 +42,18 @@ class SmallBatchLinear(torch.nn.Linear):
         super().__init__(replaced.in_features, replaced.out_features, bias=False, device="meta")
         self.weight = replaced.weight
         self.bias = replaced.bias
+        self._bound: BoundLinear | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Applies the layer: ``[..., in_features]`` to ``[..., out_features]``."""
-        return linear(input, self.weight, self.bias)
+        # past the module's own lookup of attributes, which takes longer than all that follows
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        assert weight is not None
+        bound = self._bound
+        if bound is None or not bound.fits(weight):
+            bound = self._bound = BoundLinear(weight, bias)
+        y = bound(input)
+        return linear(input, weight, bias) if y is None else y
 
 
 class SmallBatchRMSNorm(torch.nn.Module):
@@ -58,10 +66,17 @@ class SmallBatchRMSNorm(torch.nn.Module):
         super().__init__()
         self.weight = weight
         self.eps = eps
+        self._bound: BoundRMSNorm | None = None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalises ``[..., D]`` along its last dimension."""
-        return rms_norm(hidden_states, self.weight, self.eps)
+        weight = self._parameters["weight"]
+        assert weight is not None
+        bound = self._bound
+        if bound is None or not bound.fits(weight):
+            bound = self._bound = BoundRMSNorm(weight, self.eps)
+        normed = bound(hidden_states)
+        return rms_norm(hidden_states, weight, self.eps) if normed is None else normed
 
 
 class _SmallBatchWeight(torch.nn.Parameter):
@@ -69,6 +84,8 @@ class _SmallBatchWeight(torch.nn.Parameter):
 
     That is how routers are written: not as a linear layer that could be replaced.
     """
+
+    bound: BoundLinear | None = None
 
     @staticmethod
     def of(weight: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -79,7 +96,13 @@ class _SmallBatchWeight(torch.nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if func is torch.nn.functional.linear and not kwargs:
-                return linear(*args)
+                x, weight, *bias = args
+                if bias or not isinstance(weight, _SmallBatchWeight):
+                    return linear(*args)
+                if weight.bound is None or not weight.bound.fits(weight):
+                    weight.bound = BoundLinear(weight, None)
+                y = weight.bound(x)
+                return linear(x, weight) if y is None else y
             return func(*args, **(kwargs or {}))
 
 

@@ -271,15 +271,19 @@ class Lease(Generic[W]):
     def __enter__(self) -> "Lease[W]":
         with self._store._changed:
             missing = [key for key in self._keys if not self._pin_present(key)]
-            for layer in {key.layer for key in self._keys}:
-                self._store._forget_expected(layer)
-            self._keep = set(self._worth_keeping(missing))
-            self._wanted.extend(missing)
-            self._store._counters.misses += len(missing)
-            self._admit()
+            if self._store._passing:
+                for layer in {key.layer for key in self._keys}:
+                    self._store._forget_expected(layer)
+            if missing:
+                self._keep = set(self._worth_keeping(missing))
+                self._wanted.extend(missing)
+                self._store._counters.misses += len(missing)
+                self._admit()
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not (self._held or self._resident or self._arriving or self._wanted):
+            return
         with self._store._changed:
             self._release([*self._held, *self._resident, *self._arriving])
             self._held, self._arriving = [], []
@@ -350,10 +354,13 @@ class Lease(Generic[W]):
             if entry is None:  # it made room for another one of the list
                 continue
             sound = entry.read is None or entry.read.error is None
-            if self._decides_later and key in store._passing and store._is_idle(key) and sound:
+            if sound and key not in store._passing:
+                continue
+            if self._decides_later and store._is_idle(key) and sound:
                 store._settle(key)
             store._drop_if_done(key)
-        store._changed.notify_all()
+        if keys:
+            store._changed.notify_all()
 
     def _worth_keeping(self, missing: Sequence[ExpertKey]) -> Sequence[ExpertKey]:
         if self._decides_later:

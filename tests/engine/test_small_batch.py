@@ -98,3 +98,60 @@ def test_linear_layers_are_replaced_and_subclasses_are_not():
 
     assert type(replaced(torch.nn.Linear(4, 5))) is SmallBatchLinear
     assert type(replaced(Special(4, 5))) is Special
+
+
+def small_layers(dtype: torch.dtype) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
+    """Replacements beside what they replace, frozen, sharing their weights."""
+    linear_layer = torch.nn.Linear(24, 40, dtype=dtype)
+    norm = LlamaLikeNorm().to(dtype)
+    for module in (linear_layer, norm):
+        module.requires_grad_(False)
+    return [
+        (linear_layer, SmallBatchLinear(linear_layer)),
+        (norm, SmallBatchRMSNorm(norm.weight, norm.variance_epsilon)),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_bound_computes_the_bits_of_what_is_not(dtype: torch.dtype):
+    """Rows beyond the limits, rows apart in memory and gradients take the other way."""
+    for layer, small in small_layers(dtype):
+        for rows in (torch.randn(3, 24), torch.randn(2, 1, 24), torch.randn(700, 24)):
+            rows = rows.to(dtype)
+            with torch.no_grad():
+                bound = small(rows)
+                apart = torch.stack((rows, rows), dim=-1)[..., 0]
+                assert torch.equal(small(apart), bound)
+            with torch.enable_grad():
+                assert torch.equal(small(rows), bound)
+                probe = rows.clone().requires_grad_()
+                (gradient,) = torch.autograd.grad(small(probe).sum(), probe)
+                (expected,) = torch.autograd.grad(layer(probe).sum(), probe)
+                assert torch.equal(gradient, expected)
+            error = (bound.double() - layer(rows).double()).abs().max()
+            # sums of 24 terms and the bias, and one rounding to the type
+            unit = max(torch.finfo(dtype).eps, 25 * torch.finfo(torch.float32).eps)
+            assert error <= unit * bound.double().abs().max()
+        with torch.no_grad():
+            assert small(rows[:0]).shape[0] == 0
+
+
+@torch.no_grad()
+def test_a_weight_that_moved_or_changed_its_type_is_bound_anew():
+    for _, small in small_layers(torch.float32):
+        x = torch.randn(2, 24)
+        small(x)
+        small.weight.data = small.weight.data * 2
+        assert torch.equal(small(x), type(small).forward(fresh(small), x))
+        small.to(torch.bfloat16)
+        assert small(x.bfloat16()).dtype == torch.bfloat16
+        assert torch.equal(small(x.bfloat16()), type(small).forward(fresh(small), x.bfloat16()))
+        assert torch.equal(copy.deepcopy(small)(x.bfloat16()), small(x.bfloat16()))
+
+
+def fresh(small: torch.nn.Module) -> torch.nn.Module:
+    """The same layer, never called."""
+    if isinstance(small, SmallBatchRMSNorm):
+        return SmallBatchRMSNorm(small.weight, small.eps)
+    assert isinstance(small, SmallBatchLinear)
+    return SmallBatchLinear(small)
