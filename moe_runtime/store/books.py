@@ -1,12 +1,12 @@
 """What an expert store works with: where experts come from, its entries and its counters."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from moe_runtime.store.transfer import OnDone, Priority, Read
-from moe_runtime.types import ExpertKey
+from moe_runtime.types import ExpertKey, StoreStats
 
 W = TypeVar("W")
 
@@ -66,3 +66,12 @@ class Counters:
     late_guesses: int = 0
     wasted_guesses: int = 0
     cancelled_guesses: int = 0
+
+    def stats(self, num_slots: int, slot_bytes: int) -> StoreStats:
+        """The counters so far, with the slots of the tier that they are of."""
+        return StoreStats(
+            **asdict(self),
+            bytes_read=self.demand_bytes + self.readahead_bytes,
+            expert_slots=num_slots,
+            slot_bytes=slot_bytes,
+        )

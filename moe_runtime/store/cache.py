@@ -117,24 +117,7 @@ class ExpertStore(Generic[W]):
     def stats(self) -> StoreStats:
         """The counters so far."""
         with self._changed:
-            c = self._counters
-            return StoreStats(
-                hits=c.hits,
-                late_hits=c.late_hits,
-                misses=c.misses,
-                bytes_read=c.demand_bytes + c.readahead_bytes,
-                demand_bytes=c.demand_bytes,
-                readahead_bytes=c.readahead_bytes,
-                evictions=c.evictions,
-                stall_s=c.stall_s,
-                expert_slots=self._slab.num_slots,
-                slot_bytes=self._slab.slot_bytes,
-                guesses=c.guesses,
-                useful_guesses=c.useful_guesses,
-                late_guesses=c.late_guesses,
-                wasted_guesses=c.wasted_guesses,
-                cancelled_guesses=c.cancelled_guesses,
-            )
+            return self._counters.stats(self._slab.num_slots, self._slab.slot_bytes)
 
     def reset_stats(self) -> None:
         """Sets all counters to zero, as after a warm-up."""
