@@ -181,13 +181,14 @@ def products(layer: MoELayer, arguments: argparse.Namespace) -> Callable[[Tensor
     most = max(last - first for first, last in pairwise(bounds))
     rows, wide = torch.randn(most, arguments.hidden), torch.randn(most, 2 * arguments.inter)
     rows, wide, hidden = (t.to(dtype) for t in (rows, wide, wide[:, : arguments.inter]))
-    out_hidden, out_rows = hidden.clone(), rows.clone()
+    out_hidden, out_rows, out_wide = hidden.clone(), rows.clone(), wide.clone()
 
     def call(_: Tensor) -> None:
-        kept_RZ = torch.empty(bounds[-1], 2 * arguments.inter, dtype=dtype)
+        kept_RZ = torch.empty(bounds[-1], 2 * arguments.inter, dtype=down.dtype)
         for e, (start, end) in enumerate(pairwise(bounds)):
             n = slice(end - start)
-            multiply.forward(rows[n], first[e], None, kept_RZ[start:end])
+            kept = kept_RZ[start:end] if dtype == down.dtype else out_wide[n]
+            multiply.forward(rows[n], first[e], None, kept)
             multiply.forward(hidden[n], down[e], None, out_rows[n])
         grad_first, grad_down = torch.empty_like(first), torch.empty_like(down)
         for e, (start, end) in enumerate(pairwise(bounds)):
