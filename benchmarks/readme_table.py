@@ -71,9 +71,14 @@ def _rate(medians: dict[str, float] | None, name: str) -> str:
 
 def with_table(readme: str, results: dict[str, Any]) -> str:
     """The README's text with the table between the two marks replaced."""
-    before, rest = readme.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{table_of(results)}\n{END}{after}"
+    return replaced(readme, BEGIN, END, table_of(results))
+
+
+def replaced(text: str, begin: str, end: str, body: str) -> str:
+    """A text with what is between two marks replaced."""
+    before, rest = text.split(begin)
+    _, after = rest.split(end, maxsplit=1)
+    return f"{before}{begin}\n{body}\n{end}{after}"
 
 
 def main() -> int:

@@ -200,28 +200,34 @@ def main() -> None:
     arguments = _arguments()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    runs = []
     for dtype in arguments.dtypes:
         run = measure(arguments, dtype)
-        runs.append(run)
         for name, speed in run["tokens_per_s"].items():
             ratio = run["ratio"].get(name)
             ours_over = "" if ratio is None else f"  ours is {ratio:.2f} times as fast"
             print(f"{arguments.shape} {dtype} {name:>24} {speed:10,.0f} tokens/s{ours_over}")
-    if arguments.save:
-        machine = describe_machine()
-        result = {
-            "machine": machine,
-            "versions": versions(),
-            "commit": commit(Path(__file__).parent),
-            "shape": {"name": arguments.shape, **asdict(SHAPES[arguments.shape])},
-            "device": arguments.device,
-            "threads": torch.get_num_threads(),
-            "runs": runs,
-        }
-        path = RESULTS / f"train-{arguments.shape}-{machine_name(machine)}.json"
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"written: {path.name}")
+        if arguments.save:
+            save(arguments, run)
+
+
+def save(arguments: argparse.Namespace, run: dict[str, Any]) -> None:
+    """Writes one precision into this machine's results file; other precisions in it stay."""
+    machine = describe_machine()
+    path = RESULTS / f"train-{arguments.shape}-{machine_name(machine)}.json"
+    kept = json.loads(path.read_text())["runs"] if path.exists() else []
+    runs = [other for other in kept if other["dtype"] != run["dtype"]]
+    runs.append(run | {"commit": commit(Path(__file__).parent)})
+    result = {
+        "command": f"python benchmarks/train.py --shape {arguments.shape} --save",
+        "machine": machine,
+        "versions": versions(),
+        "shape": {"name": arguments.shape, **asdict(SHAPES[arguments.shape])},
+        "device": arguments.device,
+        "threads": torch.get_num_threads(),
+        "runs": sorted(runs, key=lambda run: list(DTYPES).index(run["dtype"])),
+    }
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"written: {path.name}")
 
 
 def _arguments() -> argparse.Namespace:

@@ -1,0 +1,118 @@
+"""Writes what was measured on CPUs into kernels/README.md, so that no number is typed by hand.
+
+python benchmarks/kernels_table.py            # rewrite the section
+python benchmarks/kernels_table.py --check    # only say whether it is up to date
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from readme_table import ROOT, replaced
+
+from moe_runtime.config import format_bytes
+
+PAGE = ROOT / "kernels" / "README.md"
+BEGIN, END = "<!-- benchmarks/kernels_table.py: begin -->", "<!-- end -->"
+OURS = "moe_runtime"
+Results = dict[str, Any]
+
+
+def experts_table(results: Results) -> list[str]:
+    """Milliseconds of one layer of experts, and the ratio to the best peer: `experts.py`."""
+    tokens = sorted({row["tokens"] for row in results["rows"]})
+    lines = [
+        "| experts (`benchmarks/experts.py`) | " + " | ".join(f"T = {t}" for t in tokens) + " |",
+        "|---|" + "--:|" * len(tokens),
+    ]
+    cases = dict.fromkeys((row["shape"], row["dtype"], row["pass"]) for row in results["rows"])
+    for shape, dtype, passes in cases:
+        here = {
+            row["tokens"]: f"{row['ms'][OURS]:.3g} ms, **{row['ratio']:.2f}×**"
+            for row in results["rows"]
+            if (row["shape"], row["dtype"], row["pass"]) == (shape, dtype, passes)
+        }
+        cells = " | ".join(here.get(t, "–") for t in tokens)
+        lines.append(f"| {shape}, {dtype}, {passes} | {cells} |")
+    return [*lines, "", _origin(results, "of transformers' `eager` and `grouped_mm`, the faster")]
+
+
+def layer_table(runs: list[Results]) -> list[str]:
+    """Seconds of `MoELayer` and how much longer the others take: `layer.py`."""
+    lines = [
+        "| `MoELayer`, forward and backward (`benchmarks/layer.py`) | ours | transformers | GShard | "
+        "beyond the products |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for run in runs:
+        medians, settings = run["medians"], run["settings"]
+        ours = medians["ours"]
+        peer = min(medians[name] for name in ("grouped_mm", "eager") if name in medians)
+        share = 1 - medians["products"] / ours
+        lines.append(
+            f"| {settings['tokens']} tokens, H={settings['hidden']}, I={settings['inter']}, "
+            f"E={settings['experts']}, K={settings['top_k']}, {settings['dtype']} | {ours:.2f} s | "
+            f"**{peer / ours:.2f}×** | **{medians['gshard'] / ours:.2f}×** | {share:.1%} |"
+        )
+    return [*lines, "", _origin(runs[-1], "of the others' times to ours")]
+
+
+def train_table(results: Results) -> list[str]:
+    """Tokens a second of training: `train.py`."""
+    lines = ["| training (`benchmarks/train.py`) | ours | transformers, `grouped_mm` | |"]
+    lines.append("|---|--:|--:|--:|")
+    for run in results["runs"]:
+        speeds, peer = run["tokens_per_s"], "transformers grouped_mm"
+        lines.append(
+            f"| `{results['shape']['name']}`, {run['dtype']} | {speeds['ours']:,.0f} tokens/s | "
+            f"{speeds[peer]:,.0f} tokens/s | **{run['ratio'][peer]:.2f}×** |"
+        )
+    return [*lines, "", _origin(results, "of our speed to theirs")]
+
+
+def _origin(results: Results, ratio: str) -> str:
+    """Where numbers come from; rows of one file may have commits of their own."""
+    machine = results["machine"]
+    rows = results.get("rows") or results.get("runs") or [results]
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    features = [name for name in machine["cpu_features"] if name.startswith(("avx512", "amx"))]
+    return (
+        f"× is the ratio {ratio}. {machine['cpu']} ({', '.join(features)}), "
+        f"{machine['num_cores']} cores, {format_bytes(machine['memory_bytes'])}; "
+        f"torch {results['versions']['torch']}, transformers "
+        f"{results['versions']['transformers']}; commit {commits}."
+    )
+
+
+def section(folder: Path) -> str:
+    """The whole section, from the results files of a folder."""
+    parts = [experts_table(_read(path)) for path in sorted(folder.glob("experts-*.json"))]
+    layers = [_read(path) for path in sorted(folder.glob("layer-*.json"), reverse=True)]
+    parts += [layer_table(layers)] if layers else []
+    parts += [train_table(_read(path)) for path in sorted(folder.glob("train-*.json"))]
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def _read(path: Path) -> Results:
+    return json.loads(path.read_text())
+
+
+def main() -> int:
+    """Rewrites or checks the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when stale")
+    options = parser.parse_args()
+    page = PAGE.read_text()
+    wanted = replaced(page, BEGIN, END, section(ROOT / "benchmarks/results"))
+    if options.check:
+        return int(wanted != page)
+    PAGE.write_text(wanted)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""The measured section of kernels/README.md is what the results files say."""
+
+import kernels_table
+import pytest
+
+MACHINE = {
+    "cpu": "CPU",
+    "cpu_features": ["avx2", "avx512f"],
+    "num_cores": 2,
+    "memory_bytes": 2**34,
+}
+HEAD = {
+    "machine": MACHINE,
+    "versions": {"torch": "2", "transformers": "5"},
+    "commit": "abc",
+}
+
+
+def test_page_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["kernels_table.py", "--check"])
+    assert kernels_table.main() == 0, "run benchmarks/kernels_table.py"
+
+
+def test_a_case_without_a_measurement_is_left_open() -> None:
+    row = {"shape": "s", "dtype": "bf16", "pass": "forward", "commit": "abc"}
+    rows = [
+        row | {"tokens": 1, "ms": {"moe_runtime": 2.0, "eager": 5.0}, "ratio": 2.5},
+        row | {"tokens": 16, "ms": {"moe_runtime": 4.0, "eager": 6.0}, "ratio": 1.5},
+        row
+        | {
+            "tokens": 16,
+            "pass": "forward+backward",
+            "ms": {"moe_runtime": 9.0, "eager": 9.0},
+            "ratio": 1.0,
+        },
+    ]
+    lines = kernels_table.experts_table({**HEAD, "rows": rows})
+    assert lines[2] == "| s, bf16, forward | 2 ms, **2.50×** | 4 ms, **1.50×** |"
+    assert lines[3] == "| s, bf16, forward+backward | – | 9 ms, **1.00×** |"
+    assert "CPU (avx512f), 2 cores, 16.0 GiB" in lines[-1]
+
+
+def test_the_share_beyond_the_products() -> None:
+    settings = {"tokens": 8, "hidden": 4, "inter": 2, "experts": 3, "top_k": 1, "dtype": "fp32"}
+    medians = {"ours": 2.0, "grouped_mm": 3.0, "gshard": 8.0, "products": 1.9}
+    lines = kernels_table.layer_table([{**HEAD, "settings": settings, "medians": medians}])
+    assert lines[2].endswith("| 2.00 s | **1.50×** | **4.00×** | 5.0% |")
