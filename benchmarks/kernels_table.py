@@ -42,7 +42,7 @@ def experts_table(results: Results) -> list[str]:
 def layer_table(runs: list[Results]) -> list[str]:
     """Seconds of `MoELayer` and how much longer the others take: `layer.py`."""
     lines = [
-        "| `MoELayer`, forward and backward (`benchmarks/layer.py`) | ours | transformers | GShard | "
+        "| `MoELayer`, both passes (`benchmarks/layer.py`) | ours | transformers | GShard | "
         "beyond the products |",
         "|---|--:|--:|--:|--:|",
     ]
