@@ -15,7 +15,8 @@ from torch import Tensor
 from moe_runtime.kernels.block_sparse.topology import BlockTopology
 from moe_runtime.kernels.grouped_gemm.forward import precision_of
 from moe_runtime.kernels.grouped_gemm.kernel import tile_of_program, tile_product
-from moe_runtime.kernels.grouped_gemm.tiles import Device, Tile, describe_device
+from moe_runtime.kernels.grouped_gemm.tile import Device, Tile
+from moe_runtime.kernels.grouped_gemm.tiles import describe_device
 from moe_runtime.kernels.triton_support import launch
 
 _GROUP_M = 8

@@ -16,7 +16,8 @@ from moe_runtime.kernels.grouped_gemm.backward_kernel import (
 from moe_runtime.kernels.grouped_gemm.dact_kernel import grouped_gemm_dact
 from moe_runtime.kernels.grouped_gemm.forward import activation_arguments, precision_of
 from moe_runtime.kernels.grouped_gemm.groups import Groups
-from moe_runtime.kernels.grouped_gemm.tiles import Tile, choose_tile
+from moe_runtime.kernels.grouped_gemm.tile import Tile
+from moe_runtime.kernels.grouped_gemm.tiles import choose_tile
 from moe_runtime.kernels.triton_support import launch
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def activation_backward(
         num_rows=num_rows,
         num_experts=groups.num_experts,
         dim_n=dim_f,
+        dim_k=dim_d,
         dtype=dout_TD.dtype,
         device=dout_TD.device,
     )
@@ -203,6 +205,7 @@ def weight_grad(
         num_rows=groups.num_rows,
         num_experts=groups.num_experts,
         dim_n=dim_k,
+        dim_k=dim_n,
         dtype=left.dtype,
         device=left.device,
     )

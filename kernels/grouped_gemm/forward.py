@@ -13,7 +13,8 @@ from torch import Tensor
 
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.kernel import grouped_gemm_fwd
-from moe_runtime.kernels.grouped_gemm.tiles import ProductKind, Tile, choose_tile
+from moe_runtime.kernels.grouped_gemm.tile import ProductKind, Tile
+from moe_runtime.kernels.grouped_gemm.tiles import choose_tile
 from moe_runtime.kernels.triton_support import is_interpreted, launch
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def plain_product(
         tile: Instead of the rule's.
     """
     dim_n = weight_SNK.shape[1]
-    tile = tile or _tile("plain", x, groups, dim_n)
+    tile = tile or _tile("plain", x, groups, dim_n, weight_SNK.shape[2])
     _run(
         x,
         weight_SNK,
@@ -139,7 +140,8 @@ def activated_product(
         tile: Instead of the rule's.
     """
     dim_z = weight_SZK.shape[1]
-    tile = tile or _tile("gated" if has_gate else "plain", x, groups, dim_z)
+    kind: ProductKind = "gated" if has_gate else "plain"
+    tile = tile or _tile(kind, x, groups, dim_z, weight_SZK.shape[2])
     _run(
         x,
         weight_SZK,
@@ -160,12 +162,13 @@ def activated_product(
     return out
 
 
-def _tile(kind: ProductKind, x: Tensor, groups: Groups, dim_n: int) -> Tile:
+def _tile(kind: ProductKind, x: Tensor, groups: Groups, dim_n: int, dim_k: int) -> Tile:
     return choose_tile(
         kind,
         num_rows=groups.num_rows,
         num_experts=groups.num_experts,
         dim_n=dim_n,
+        dim_k=dim_k,
         dtype=x.dtype,
         device=x.device,
     )

@@ -1,72 +1,18 @@
-"""Which tile each product is computed in: a rule by shape, nothing measured at run time.
+"""Which tile each product is computed in: a measured one where there is a table, else a rule.
 
 The rule is data: for each kind of product the tiles in order of the rows an expert has on average.
 A tile that does not fit in a device's shared memory gives up stages first, then summed depth. Every
-tile listed here is compiled for every architecture in the tests.
+tile listed here is compiled for every architecture in the tests. Nothing is measured at run time.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 import torch
 
-ProductKind = Literal["plain", "gated", "dact", "dw"]
-# A program needs some shared memory for more than its operands.
-_RESERVED_BYTES = 2 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """What a tile must fit in; the defaults are Hopper's.
-
-    Attributes:
-        shared_bytes: Shared memory a program can have.
-        has_wide_accumulators: Whether 128 x 256 sums fit beside the operands: from Hopper on the
-            matrix units read these from shared memory, before it through registers.
-    """
-
-    shared_bytes: int = 227 * 1024
-    has_wide_accumulators: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Shape of one program's work.
-
-    Attributes:
-        block_m: Rows of the tile.
-        block_n: Columns of the tile.
-        block_k: Summed elements loaded at a time.
-        num_warps: Warps of a program.
-        num_stages: Loads in flight, counted in steps of `block_k`.
-        group_m: Row tiles that share a column tile while it is cached.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    group_m: int = 8
-
-    def shared_bytes(self, element_bytes: int) -> int:
-        """Shared memory of the operands in flight."""
-        return (self.block_m + self.block_n) * self.block_k * self.num_stages * element_bytes
-
-    def fitted(self, element_bytes: int, device: Device) -> Tile:
-        """The tile as this device can hold it: narrower, then fewer stages, then less depth."""
-        tile = self
-        if tile.block_m * tile.block_n > 128 * 128 and not device.has_wide_accumulators:
-            tile = replace(tile, block_n=tile.block_n // 2)
-        limit = device.shared_bytes - _RESERVED_BYTES
-        while tile.shared_bytes(element_bytes) > limit and tile.num_stages > 2:
-            tile = replace(tile, num_stages=tile.num_stages - 1)
-        while tile.shared_bytes(element_bytes) > limit and tile.block_k > 16:
-            tile = replace(tile, block_k=tile.block_k // 2)
-        return tile
-
+from moe_runtime.kernels.grouped_gemm.table import measured_tiles, tile_key
+from moe_runtime.kernels.grouped_gemm.tile import Device, ProductKind, Tile
 
 # Rows an expert has on average, up to which a tile is used. With few rows the weights are read once
 # and nothing is reused: narrow tiles keep many loads in flight. From 64 rows on a warp group's
@@ -109,6 +55,7 @@ def choose_tile(
     num_rows: int,
     num_experts: int,
     dim_n: int,
+    dim_k: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tile:
@@ -119,18 +66,34 @@ def choose_tile(
         num_rows: Sorted rows of all experts.
         num_experts: Experts that share them.
         dim_n: Columns of the product, gate and up counted separately.
+        dim_k: The summed dimension; of a weight gradient, its rows.
         dtype: Of the operands.
         device: Where it runs.
     """
+    room = describe_device(device)
+    sizes = {"num_rows": num_rows, "num_experts": num_experts, "dim_n": dim_n}
+    if device.type == "cuda":
+        key = tile_key(kind, **sizes, dim_k=dim_k, dtype=dtype)
+        measured = measured_tiles(torch.cuda.get_device_name(device)).get(key)
+        if measured is not None:
+            return measured.fitted(dtype.itemsize, room)
+    return tile_by_rule(kind, **sizes, dtype=dtype).fitted(dtype.itemsize, room)
+
+
+def tile_by_rule(
+    kind: ProductKind, *, num_rows: int, num_experts: int, dim_n: int, dtype: torch.dtype
+) -> Tile:
+    """The rule's tile, whatever the device can hold; arguments as in `choose_tile`."""
     tables = TILES_32_BIT if dtype == torch.float32 else TILES_16_BIT
     rows_per_expert = num_rows / max(1, num_experts)
     tile = next(tile for limit, tile in tables[kind] if rows_per_expert <= limit)
     while tile.block_n > 64 and tile.block_n >= 2 * dim_n:
         tile = replace(tile, block_n=tile.block_n // 2)
-    return tile.fitted(dtype.itemsize, describe_device(device))
+    return tile
 
 
 def describe_device(device: torch.device) -> Device:
+    """What a tile must fit in; Hopper's limits where there is no GPU."""
     if device.type != "cuda":
         return Device()
     properties = torch.cuda.get_device_properties(device)

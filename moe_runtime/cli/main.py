@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 import moe_runtime
+from moe_runtime.cli.bench import bench_app
 from moe_runtime.cli.console import Session
 from moe_runtime.cli.doctor import doctor
 from moe_runtime.cli.inspect import inspect
@@ -90,6 +91,7 @@ def build_app() -> typer.Typer:
     app.command()(simulate)
     app.command()(train)
     app.add_typer(predictor_app(), name="predictor")
+    app.add_typer(bench_app(), name="bench")
     return app
 
 

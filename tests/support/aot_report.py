@@ -32,13 +32,8 @@ from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_
 from moe_runtime.kernels.grouped_gemm.decode import decode_expert_mlp
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
-from moe_runtime.kernels.grouped_gemm.tiles import (
-    TILES_16_BIT,
-    TILES_32_BIT,
-    Device,
-    ProductKind,
-    Tile,
-)
+from moe_runtime.kernels.grouped_gemm.tile import Device, ProductKind, Tile
+from moe_runtime.kernels.grouped_gemm.tiles import TILES_16_BIT, TILES_32_BIT
 from moe_runtime.kernels.token_sort.kernel import token_sort_triton
 
 # One layer of Qwen3-30B-A3B, whose dimensions every tile divides, and gpt-oss, which has biases,

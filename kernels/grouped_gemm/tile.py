@@ -1,0 +1,61 @@
+"""The shape of one program's work, and what it must fit in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+ProductKind = Literal["plain", "gated", "dact", "dw"]
+# A program needs some shared memory for more than its operands.
+_RESERVED_BYTES = 2 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a tile must fit in; the defaults are Hopper's.
+
+    Attributes:
+        shared_bytes: Shared memory a program can have.
+        has_wide_accumulators: Whether 128 x 256 sums fit beside the operands: from Hopper on the
+            matrix units read these from shared memory, before it through registers.
+    """
+
+    shared_bytes: int = 227 * 1024
+    has_wide_accumulators: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Shape of one program's work.
+
+    Attributes:
+        block_m: Rows of the tile.
+        block_n: Columns of the tile.
+        block_k: Summed elements loaded at a time.
+        num_warps: Warps of a program.
+        num_stages: Loads in flight, counted in steps of `block_k`.
+        group_m: Row tiles that share a column tile while it is cached.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 8
+
+    def shared_bytes(self, element_bytes: int) -> int:
+        """Shared memory of the operands in flight."""
+        return (self.block_m + self.block_n) * self.block_k * self.num_stages * element_bytes
+
+    def fitted(self, element_bytes: int, device: Device) -> Tile:
+        """The tile as this device can hold it: narrower, then fewer stages, then less depth."""
+        tile = self
+        if tile.block_m * tile.block_n > 128 * 128 and not device.has_wide_accumulators:
+            tile = replace(tile, block_n=tile.block_n // 2)
+        limit = device.shared_bytes - _RESERVED_BYTES
+        while tile.shared_bytes(element_bytes) > limit and tile.num_stages > 2:
+            tile = replace(tile, num_stages=tile.num_stages - 1)
+        while tile.shared_bytes(element_bytes) > limit and tile.block_k > 16:
+            tile = replace(tile, block_k=tile.block_k // 2)
+        return tile
