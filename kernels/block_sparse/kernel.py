@@ -199,6 +199,16 @@ def choose_tile(block_m: int, block_n: int, x: Tensor, device: Device | None = N
     return tile.fitted(x.element_size(), device or describe_device(x.device))
 
 
+def choose_dsd_tile(block_m: int, x: Tensor, device: Device | None = None) -> Tile:
+    """The tile of a product with the sparse matrix on the left; arguments as in `choose_tile`.
+
+    Before Hopper operands reach the matrix units through registers, which a transposed block takes
+    more of: half as many columns.
+    """
+    device = device or describe_device(x.device)
+    return choose_tile(block_m, 128 if device.has_wide_accumulators else 64, x, device)
+
+
 def launch_sdd(
     a: Tensor,
     b_KN: Tensor,
@@ -283,7 +293,7 @@ def launch_dsd(
     dim_n = b.shape[1]
     if not out.numel():
         return out
-    tile = tile or choose_tile(block_own, 128, values)
+    tile = tile or choose_dsd_tile(block_own, values)
     stride_own, stride_across = values.stride(1), values.stride(2)
     if is_transposed:
         stride_own, stride_across = stride_across, stride_own

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from moe_runtime.kernels.grouped_gemm.decode_kernel import decode_combine, decode_down, decode_up
 from moe_runtime.kernels.grouped_gemm.forward import activation_arguments, precision_of
+from moe_runtime.kernels.grouped_gemm.tile import Device, Tile
+from moe_runtime.kernels.grouped_gemm.tiles import describe_device
 from moe_runtime.kernels.triton_support import launch
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ def decode_expert_mlp(
     gate_up_bias_SZ: Tensor | None = None,
     down_bias_SD: Tensor | None = None,
     slot_of_expert: Tensor | None = None,
+    device: Device | None = None,
 ) -> Tensor:
     """The whole routed feed-forward of at most `MAX_TOKENS` tokens, without a backward pass.
 
@@ -56,6 +59,7 @@ def decode_expert_mlp(
         gate_up_bias_SZ: `[S, Z]` or None.
         down_bias_SD: `[S, D]` or None.
         slot_of_expert: `[E]` or None.
+        device: What the kernels must fit in, instead of the one that `x` lies on.
 
     Returns:
         `[T, D]` in the dtype of `x`.
@@ -82,6 +86,7 @@ def decode_expert_mlp(
         "BLOCK_T": MAX_TOKENS,
         "BLOCK_N": _BLOCK_N,
         "num_warps": 4,
+        "num_stages": _num_stages(x_TD, device or describe_device(x_TD.device)),
     }
     hidden = torch.empty(num_slots, dim_f, dtype=x_TD.dtype, device=x_TD.device)
     step, to_up = (2, 1) if has_gate and not is_concatenated else (1, dim_f)
@@ -108,7 +113,6 @@ def decode_expert_mlp(
         IS_GATED=has_gate,
         HAS_BIAS=gate_up_bias_SZ is not None,
         BLOCK_K=_block_k(x_TD, has_gate=has_gate),
-        num_stages=4,
         **activation_arguments(spec),
         **common,
         **products,
@@ -137,7 +141,6 @@ def decode_expert_mlp(
         stride_pr=partial.stride(1),
         HAS_BIAS=down_bias_SD is not None,
         BLOCK_K=block_k,
-        num_stages=4,
         **common,
         **products,
     )
@@ -164,6 +167,12 @@ def decode_expert_mlp(
 def _block_k(x: Tensor, *, has_gate: bool) -> int:
     """Summed elements a step: 512 bytes of a weight row, half of it where two rows are read."""
     return (512 if not has_gate else 256) // x.element_size()
+
+
+def _num_stages(x: Tensor, device: Device) -> int:
+    """Loads in flight: as many as the shared memory holds, at most four."""
+    tile = Tile(MAX_TOKENS, _BLOCK_N, _block_k(x, has_gate=False), 4, 4)
+    return tile.fitted(x.element_size(), device).num_stages
 
 
 def _parts(

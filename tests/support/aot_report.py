@@ -17,7 +17,12 @@ import torch
 from aot_compile import compile_launches
 from torch import Tensor
 
-from moe_runtime.kernels.block_sparse.kernel import choose_tile, launch_dsd, launch_sdd
+from moe_runtime.kernels.block_sparse.kernel import (
+    choose_dsd_tile,
+    choose_tile,
+    launch_dsd,
+    launch_sdd,
+)
 from moe_runtime.kernels.block_sparse.topology import (
     BLOCK_SIZES,
     BlockTopology,
@@ -83,7 +88,7 @@ def product(kind: ProductKind, tile: Tile, dtype: torch.dtype, *, gpt_oss: bool 
         weight_grad(pre, x, groups, out_SNK=up, right_divisor=K, tile=tile)
 
 
-def few_tokens(model: str, dtype: torch.dtype) -> None:
+def few_tokens(model: str, dtype: torch.dtype, device: Device) -> None:
     """The decoding kernels of eight tokens."""
     is_gpt_oss = model == "gpt-oss"
     _, K, E, D, F = (GPT_OSS if is_gpt_oss else QWEN3).values()
@@ -102,10 +107,11 @@ def few_tokens(model: str, dtype: torch.dtype) -> None:
         gate_up_bias_SZ=meta(E, 2 * F, dtype=dtype) if is_gpt_oss else None,
         down_bias_SD=meta(E, D, dtype=dtype) if is_gpt_oss else None,
         slot_of_expert=meta(E, dtype=torch.int64) if is_gpt_oss else None,
+        device=device,
     )
 
 
-def small_kernels() -> None:
+def small_kernels(device: Device) -> None:
     """What has no tile to choose."""
     ids, order = meta(4096, 8, dtype=torch.int64), meta(4096 * 8, dtype=torch.int64)
     token_sort_triton(ids, 128)
@@ -115,9 +121,9 @@ def small_kernels() -> None:
     launch_combine_bwd(
         meta(4096, 2048), y, weights, order, one, 8, needs_dy=True, needs_dweights=True
     )
-    few_tokens("qwen3", torch.bfloat16)
-    few_tokens("gpt-oss", torch.bfloat16)
-    few_tokens("qwen3", torch.float32)
+    few_tokens("qwen3", torch.bfloat16, device)
+    few_tokens("gpt-oss", torch.bfloat16, device)
+    few_tokens("qwen3", torch.float32, device)
     columns = ExpertColumns.of([768] * 128, block_columns=128, device="meta")
     lists_from_offsets_triton(
         meta(129, dtype=torch.int64),
@@ -142,10 +148,10 @@ def block_sparse(block_rows: int, dtype: torch.dtype, device: Device, *, is_even
     tile = choose_tile(block_rows, block_columns, x, device)
     values = launch_sdd(x, weight.T, topology, tile=tile, **gather)
     launch_sdd(meta(T * K, D, dtype=dtype), weight.T, topology, tile=tile)
-    tile = choose_tile(block_rows, 128, x, device)
+    tile = choose_dsd_tile(block_rows, x, device)
     out = meta(T * K, D, dtype=dtype)
     launch_dsd(values, weight, topology, out=out, is_transposed=False, tile=tile)
-    tile = choose_tile(block_columns, 128, x, device)
+    tile = choose_dsd_tile(block_columns, x, device)
     launch_dsd(values, x, topology, out=weight, is_transposed=True, tile=tile, **gather)
     launch_dsd(values, out, topology, out=weight, is_transposed=True, tile=tile)
 
@@ -157,7 +163,7 @@ def meta_topology(columns: ExpertColumns, num_rows: int, block_rows: int) -> Blo
 
 def calls(target: str, *, every_tile: bool) -> Iterator[tuple[str, Callable[[], None]]]:
     """Everything to compile, with a description."""
-    yield "small kernels", small_kernels
+    yield "small kernels", partial(small_kernels, DEVICES[target])
     for dtype in (torch.bfloat16, torch.float32):
         for rows in BLOCK_SIZES if every_tile else BLOCK_SIZES[-1:]:
             for is_even in (True, False):
