@@ -9,6 +9,7 @@ layers is what `benchmarks/scaling.py` says.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,13 @@ def predict(ranks: list[int], degrees: list[int]) -> list[dict[str, Any]]:
     }
     for machine, cluster in {"assumed": ASSUMED, **machines}.items():
         for name, imbalance in variants.items():
-            # Thousands of ranks take minutes: for them, how equal loads behave.
-            sizes = [size for size in ranks if size <= LARGEST_SKEWED or imbalance == Imbalance()]
-            for point in sweep_scaling(cluster, shape, imbalance, ranks=sizes, degrees=degrees):
+            few = [size for size in ranks if size <= LARGEST_SKEWED]
+            # Thousands of ranks take minutes: for them, equal loads in few chunks.
+            many = [] if imbalance != Imbalance() else [s for s in ranks if s > LARGEST_SKEWED]
+            for point in itertools.chain(
+                sweep_scaling(cluster, shape, imbalance, ranks=few, degrees=degrees),
+                sweep_scaling(cluster, shape, imbalance, ranks=many, degrees=degrees[:2]),
+            ):
                 found.append(
                     {
                         "machine": machine,
