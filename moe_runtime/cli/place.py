@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,6 +90,7 @@ def place(
     from moe_runtime.parallel.placement_map import PlacementMap, load_placement_map
     from moe_runtime.planning.placement import (
         PlacementOptions,
+        check_algorithm,
         place_experts,
         random_score,
         split_window,
@@ -100,30 +101,36 @@ def place(
 
     if output is not None:
         check_trace_path(output)
-    recorded = read_trace(trace)
-    signature = recorded.signature
-    current = None if from_map is None else load_placement_map(from_map)
-    if current is not None:
-        current.require(signature)
-    devices = Devices(num_nodes=nodes, gpus_per_node=gpus // nodes)
-    past, future = split_window(recorded.expert_ids, fit)
-    profile = RoutingProfile.from_ids(past, signature.num_experts)
     told = PlacementOptions(
         num_groups=groups, time_limit_s=time_limit, load_slack=load_slack, aligned=align
     )
-    with _working(f"placing by {algorithm}"):
+    check_algorithm(algorithm)
+    devices = Devices(num_nodes=nodes, gpus_per_node=gpus // nodes)
+    with _working() as say:
+        say(f"reading {trace.name}")
+        recorded = read_trace(trace)
+        signature = recorded.signature
+        current = None if from_map is None else load_placement_map(from_map)
+        if current is not None:
+            current.require(signature)
+        past, future = split_window(recorded.expert_ids, fit)
+        say(f"counting the routing of {len(past)} tokens")
+        profile = RoutingProfile.from_ids(past, signature.num_experts)
+        say(f"placing by {algorithm}")
         placement = place_experts(algorithm, profile, devices, num_replicas=replicas, options=told)
-    new = PlacementMap(
-        signature=signature, devices=devices, placement=placement, algorithm=algorithm
-    )
-    update = None if current is None else current.update(new)
-    if update is not None:
-        new = update.target
-    scores = {algorithm: score_placement(new.placement, future, devices)}
-    if signature.num_experts % gpus == 0 and algorithm != "round-robin":
-        plain = RoundRobin()(profile, devices, num_replicas=0)
-        scores["round-robin"] = score_placement(plain, future, devices)
-    scores["random"] = random_score(future, signature.num_experts, devices)
+        new = PlacementMap(
+            signature=signature, devices=devices, placement=placement, algorithm=algorithm
+        )
+        update = None if current is None else current.update(new)
+        if update is not None:
+            new = update.target
+        say(f"scoring on {len(future)} tokens")
+        scores = {algorithm: score_placement(new.placement, future, devices)}
+        if signature.num_experts % gpus == 0 and algorithm != "round-robin":
+            plain = RoundRobin()(profile, devices, num_replicas=0)
+            scores["round-robin"] = score_placement(plain, future, devices)
+        say(f"scoring random placements on {len(future)} tokens")
+        scores["random"] = random_score(future, signature.num_experts, devices)
     if output is not None:
         new.save(output)
     if as_json:
@@ -133,15 +140,15 @@ def place(
 
 
 @contextlib.contextmanager
-def _working(what: str) -> Iterator[None]:
-    """Says on a terminal what takes a while."""
+def _working() -> Iterator[Callable[[str], None]]:
+    """Says on a terminal what is being done; each step of a long trace takes a while."""
     if not sys.stderr.isatty():
-        yield
+        yield lambda what: None
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(what):
-        yield
+    with Console(stderr=True).status("") as status:
+        yield status.update
 
 
 def _as_json(

@@ -9,6 +9,8 @@ import numpy as np
 
 from moe_runtime.policies.placement.base import Devices, Placement
 
+_TOKENS_AT_ONCE = 1 << 15
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementScore:
@@ -71,18 +73,16 @@ def score_placement(
     )
     balance = _ratio(loads.mean(axis=1), loads.max(axis=1))
     peaks = _ratio(windows.max(axis=2), windows.mean(axis=2))
-    here, there = gpus[:, :-1, :, None], gpus[:, 1:, None, :]
-    both = (here >= 0) & (there >= 0)
+    hops, primary_hops, node_hops = _hop_shares(gpus, devices)
     return PlacementScore(
         balancedness=float(balance.mean()),
         worst_balancedness=float(balance.min()),
         max_load=float(peaks.max()),
         mean_max_load=float(peaks.mean()),
-        hops=_share(here != there, both),
-        primary_hops=_share((here != there)[..., 0, 0], both[..., 0, 0]),
-        node_hops=_share(devices.node_of(here) != devices.node_of(there), both),
-        devices_per_token=_distinct(gpus, placement.num_gpus)
-        / max(1, int(is_real.any(axis=2).sum())),
+        hops=hops,
+        primary_hops=primary_hops,
+        node_hops=node_hops,
+        devices_per_token=_distinct(gpus) / max(1, int(is_real.any(axis=2).sum())),
     )
 
 
@@ -108,11 +108,23 @@ def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
     return np.divide(part, whole, out=np.ones(np.shape(part)), where=whole > 0)
 
 
-def _share(hits: np.ndarray, among: np.ndarray) -> float:
-    return float((hits & among).sum() / max(1, among.sum()))
+def _hop_shares(gpus_TLK: np.ndarray, devices: Devices) -> tuple[float, float, float]:
+    """Shares of ways to another device: all ways, those of first choices, and to another node."""
+    hits, ways = np.zeros(3), np.zeros(3)
+    # Every token has K * K ways from layer to layer: in parts, so that a long trace fits in memory.
+    for part in np.array_split(gpus_TLK, -(-len(gpus_TLK) // _TOKENS_AT_ONCE)):
+        here, there = part[:, :-1, :, None], part[:, 1:, None, :]
+        both = (here >= 0) & (there >= 0)
+        leaves = (here != there) & both
+        crosses = (devices.node_of(here) != devices.node_of(there)) & both
+        hits += (leaves.sum(), leaves[..., 0, 0].sum(), crosses.sum())
+        ways += (both.sum(), both[..., 0, 0].sum(), both.sum())
+    hops, primary_hops, node_hops = (hits / np.maximum(ways, 1)).tolist()
+    return hops, primary_hops, node_hops
 
 
-def _distinct(gpus_TLK: np.ndarray, num_gpus: int) -> int:
+def _distinct(gpus_TLK: np.ndarray) -> int:
     """Pairs of a token's layer and a device that holds one of its experts there."""
-    rows = np.arange(gpus_TLK.shape[0] * gpus_TLK.shape[1]).reshape(*gpus_TLK.shape[:2], 1)
-    return len(np.unique((rows * num_gpus + gpus_TLK)[gpus_TLK >= 0]))
+    ordered = np.sort(gpus_TLK, axis=2)
+    repeats = (ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] >= 0)
+    return int((ordered >= 0).sum() - repeats.sum())

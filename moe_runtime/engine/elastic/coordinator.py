@@ -36,7 +36,8 @@ class ChangeReport:
         num_transfers: experts that travelled between ranks.
         num_moved_requests: running requests that went on on another rank.
         prepare_s: seconds from the order to all ranks being ready; the service went on meanwhile.
-        turn_s: seconds that the service stood still.
+        turn_s: seconds from the last orders in the old epoch to the first ones in the new, the step
+            between them included.
     """
 
     num_ranks: int
