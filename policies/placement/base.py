@@ -172,11 +172,17 @@ def slots_needed(num_experts: int, num_replicas: int, num_gpus: int) -> int:
     """Slots of each device for these experts and replicas.
 
     Raises:
-        ValueError: a negative number of replicas, or slots that do not divide; the message names
-            the next number of replicas that does.
+        ValueError: a negative number of replicas, more than one copy of every expert on every
+            device, or slots that do not divide; the message names the next number that does.
     """
     if num_replicas < 0:
         raise ValueError(f"num_replicas must not be negative, got {num_replicas}")
+    most = num_experts * (num_gpus - 1)
+    if num_replicas > most:
+        raise ValueError(
+            f"{num_replicas} replicas are more than {num_gpus} devices have a use for: with "
+            f"{most}, every device holds each of the {num_experts} experts"
+        )
     each, rest = divmod(num_experts + num_replicas, num_gpus)
     if rest:
         raise ValueError(

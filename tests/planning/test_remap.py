@@ -13,7 +13,7 @@ from moe_runtime.policies.placement import EPLB, Devices, Placement, RoutingProf
 
 def eplb(seed: int, devices: Devices, *, experts: int = 12, layers: int = 3) -> Placement:
     loads = np.random.default_rng(seed).zipf(1.5, (layers, experts)).clip(max=100)
-    replicas = -experts % devices.num_gpus + devices.num_gpus
+    replicas = (-experts % devices.num_gpus + devices.num_gpus) * (devices.num_gpus > 1)
     return EPLB(num_groups=devices.num_nodes)(
         RoutingProfile.from_loads(loads), devices, num_replicas=replicas
     )

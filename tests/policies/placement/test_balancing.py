@@ -234,6 +234,9 @@ class TestBadInput:
             rebalance(np.ones((1, 8)), devices, num_slots=6)
         with pytest.raises(ValueError, match="must not be negative"):
             EPLB()(profile, devices, num_replicas=-1)
+        assert (EPLB()(profile, devices, num_replicas=16).copies == 3).all()
+        with pytest.raises(ValueError, match="with 16, every device holds each of the 8 experts"):
+            EPLB()(profile, devices, num_replicas=19)
         with pytest.raises(ValueError, match="num_nodes must be at least 1"):
             Devices(num_nodes=0, gpus_per_node=1)
 
