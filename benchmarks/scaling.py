@@ -1,9 +1,8 @@
 """The layer simulator beside measured layers: `python benchmarks/scaling.py --ranks 2 4`.
 
 Starts gloo processes, measures what the simulator is told (links, rate of the experts, copies), and
-times whole expert-parallel layers: balanced and skewed loads, chunks, the
-two-level exchange, replicas, a straggler. Every time is set beside the simulator's, which has seen
-none of them.
+times whole expert-parallel layers: balanced and skewed loads, chunks, the two-level exchange,
+replicas, a straggler. Every time is set beside the simulator's, which has seen none of them.
 
 Runs under `torchrun` as well, unchanged, with one size of group: that of the launch.
 
