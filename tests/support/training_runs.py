@@ -4,6 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+from moe_runtime.cli.main import main
+from moe_runtime.training.checkpoint import load_checkpoint
+
 _SENTENCE = "the store reads an expert from disk when a token asks for it and the router sends"
 
 CONFIG = """\
@@ -76,3 +82,24 @@ def training_records(output: Path) -> list[dict[str, Any]]:
     for record in records:
         record.pop("step_s", None)
     return records
+
+
+def train(path: Path, *words: str) -> int:
+    return main(["train", str(path), *words])
+
+
+def error_of(capsys: pytest.CaptureFixture[str], path: Path, *words: str) -> str:
+    assert train(path, *words) == 2
+    shown = capsys.readouterr().err
+    assert "Traceback" not in shown
+    (line,) = [line for line in shown.splitlines() if "error:" in line]
+    return line
+
+
+def states_equal(one: Path, other: Path) -> bool:
+    mine, theirs = load_checkpoint(one), load_checkpoint(other)
+    same = all(torch.equal(mine.model[name], theirs.model[name]) for name in mine.model)
+    moments = mine.optimizer["state"], theirs.optimizer["state"]
+    for index, state in moments[0].items():
+        same &= all(torch.equal(state[name], moments[1][index][name]) for name in state)
+    return same and torch.equal(mine.random["cpu"], theirs.random["cpu"])

@@ -1,0 +1,133 @@
+"""Runs that stop and go on: killed, interrupted, extended."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from training_runs import CONFIG, error_of, states_equal, train, training_records, write_run
+
+# Gates that use randomness and state between steps, so that a resumed run must restore both.
+NOISY = CONFIG.replace(
+    "loss_weights = { load_balance = 0.01, z = 1e-3 }",
+    'gate = "noisy_topk"\ncapacity_factor = 1.0',
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def start_process(path: Path, *words: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-P", "-m", "moe_runtime.cli.main", "train", str(path), *words]
+    return subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE)
+
+
+def wait_for_step(output: Path, step: int, process: subprocess.Popen[str]) -> None:
+    """Waits until the process has recorded a step."""
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[1]
+        records = training_records(output) if (output / "metrics.jsonl").is_file() else []
+        if records and records[-1]["step"] >= step:
+            return
+        time.sleep(0.02)
+    raise AssertionError("the run does not come forward")
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """Killed between checkpoints: the steps after the last one are taken again, the same."""
+    whole = write_run(tmp_path / "whole", config=NOISY)
+    # Long enough that the kill comes before the end; only the first 12 steps are compared.
+    steps = ("--set", "run.steps=60", "--set", "run.checkpoint_every=5")
+    assert train(whole, *steps) == 0
+    killed = write_run(tmp_path / "killed", config=NOISY)
+    process = start_process(killed, *steps)
+    wait_for_step(tmp_path / "killed" / "out", 7, process)
+    process.kill()
+    process.communicate()
+    before = training_records(tmp_path / "killed" / "out")
+    assert before[-1]["step"] < 60, "the run was over before it was killed"
+    assert train(killed, *steps, "--resume") == 0
+    assert training_records(tmp_path / "killed" / "out") == training_records(
+        tmp_path / "whole" / "out"
+    )
+    last = Path("out") / "checkpoints" / "step-00000060.pt"
+    assert states_equal(tmp_path / "whole" / last, tmp_path / "killed" / last)
+    dropped = [record.get("dropped_share", 0) for record in before]
+    assert max(dropped) > 0  # the capacity of this run does drop tokens
+
+
+def test_an_interrupt_finishes_the_step_and_saves(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    process = start_process(path, "--set", "run.steps=100000", "--set", "run.checkpoint_every=0")
+    wait_for_step(tmp_path / "out", 2, process)
+    process.send_signal(signal.SIGINT)
+    _, shown = process.communicate(timeout=100)
+    assert process.returncode == 130, shown
+    assert "stopping after this step" in shown
+    assert "--resume" in shown
+    last = training_records(tmp_path / "out")[-1]["step"]
+    assert [file.name for file in (tmp_path / "out" / "checkpoints").iterdir()] == [
+        f"step-{last:08}.pt"
+    ]
+    assert not (tmp_path / "out" / "model").exists()
+
+
+# One rate and one length throughout, so that a longer run begins as a shorter one.
+STEADY = CONFIG.replace("warmup_steps = 2", "final_share = 1.0").replace(
+    "short_share = 0.5", "short_share = 0.0"
+)
+
+
+def test_a_run_that_is_extended_is_the_longer_run(tmp_path: Path) -> None:
+    whole = write_run(tmp_path / "whole", config=STEADY)
+    assert train(whole) == 0
+    parts = write_run(tmp_path / "parts", config=STEADY)
+    assert train(parts, "--set", "run.steps=5") == 0
+    assert train(parts, "--resume", "--reschedule") == 0
+    one, other = (
+        [record for record in training_records(path.parent / "out") if "loss" in record]
+        for path in (whole, parts)
+    )
+    assert one == other
+    last = Path("out") / "checkpoints" / "step-00000008.pt"
+    assert states_equal(tmp_path / "whole" / last, tmp_path / "parts" / last)
+
+
+def test_a_new_schedule_holds_for_the_steps_to_come(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path)
+    assert train(path, "--set", "run.steps=3") == 0
+    before = training_records(tmp_path / "out")
+    steps = ("--set", "run.steps=6", "--set", "optimizer.peak_rate=5e-3")
+    line = error_of(capsys, path, "--resume", *steps)
+    assert "optimizer.peak_rate = 0.01, the configuration now says 0.005" in line
+    assert "add --reschedule" in line
+    line = error_of(capsys, path, "--resume", "--reschedule", "--set", "run.steps=2")
+    assert "has taken 3 steps already, run.steps asks for 2" in line
+    line = error_of(capsys, path, "--resume", "--reschedule", "--set", "run.seed=1")
+    assert "run.seed = 0" in line
+    assert "--reschedule" not in line
+    assert "give --resume too" in error_of(capsys, path, "--reschedule")
+    assert training_records(tmp_path / "out") == before
+    assert train(path, "--resume", "--reschedule", *steps) == 0
+    taken = [record for record in training_records(tmp_path / "out") if "loss" in record]
+    assert [record["step"] for record in taken] == [1, 2, 3, 4, 5, 6]
+    # Half a cosine over the three steps after the warm-up, the last at a tenth of the peak.
+    cosine = [0.5 * (1 + math.cos(math.pi * part / 3)) for part in (1, 2, 3)]
+    expected = [5e-3 * (0.1 + 0.9 * share) for share in cosine]
+    assert [record["rate"] for record in taken[3:]] == pytest.approx(expected)
+    # Once changed, the new settings are the run's.
+    assert train(path, "--resume", *steps) == 0
