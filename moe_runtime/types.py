@@ -112,6 +112,9 @@ class RuntimeStats:
         wasted_guesses: prefetched experts that gave up their slot without having been asked for.
         prefetch: whether experts are prefetched now, and why.
         predict_s: seconds spent on guessing.
+        policy: the eviction policy.
+        shares: how the slots are divided over the layers: even or adaptive.
+        policy_reason: why this policy, where it was not named; empty where it was.
     """
 
     hits: int
@@ -134,3 +137,6 @@ class RuntimeStats:
     wasted_guesses: int = 0
     prefetch: str = "off"
     predict_s: float = 0.0
+    policy: str = "lru"
+    shares: str = "even"
+    policy_reason: str = ""

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import signal
+import tempfile
 
 import pytest
 
@@ -14,6 +15,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # times more where two test processes share two cores. Read when torch is first imported; tests
 # about threads set the number themselves.
 os.environ["OMP_NUM_THREADS"] = "1"
+# What `run` keeps of a model's routing must not end up in the cache of who runs the suite.
+_CACHE = tempfile.TemporaryDirectory(prefix="moe-runtime-tests-")
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
 # Set by CI for the tools it calls; the scripts in benchmarks/, which some tests start, import their
 # neighbours.
 os.environ.pop("PYTHONSAFEPATH", None)

@@ -11,6 +11,7 @@ from moe_runtime.config import format_bytes, parse_budget
 
 if TYPE_CHECKING:
     from moe_runtime.engine.inspection import CheckpointSummary
+    from moe_runtime.tracing.choice import Choice
 
 _SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
 """Shares of the experts whose budgets the table shows."""
@@ -37,11 +38,25 @@ def inspect(
     summary = inspect_checkpoint(model, dtype=dtype, max_tokens=max_tokens)
     asked_bytes = budget.num_bytes if budget is not None else None
     purchases = [_buy(summary, size) for size in _budgets(summary, asked_bytes)]
+    asked = next((p for p in purchases if p.budget_bytes == asked_bytes), purchases[0])
+    choice = summary.choice_for(asked.expert_slots) if asked.expert_slots else None
     if as_json:
-        print_json(_as_json(summary, purchases))
+        print_json({**_as_json(summary, purchases), "auto": choice and _choice(asked, choice)})
         return
     print_rows(f"{summary.path}", _as_rows(summary), to_stderr=False)
     _print_purchases(purchases)
+    if choice is not None:
+        rows = [(name, str(value)) for name, value in _choice(asked, choice).items()]
+        print_rows("what --policy auto takes", rows, to_stderr=False)
+
+
+def _choice(purchase: "Purchase", choice: "Choice") -> dict[str, str]:
+    return {
+        "budget": format_bytes(purchase.budget_bytes),
+        "policy": choice.policy,
+        "shares": "adaptive" if choice.adaptive else "even",
+        "reason": choice.reason,
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -48,7 +48,17 @@ MaxTokens = Annotated[
     int | None,
     typer.Option(min=1, help="Room for prompt and new tokens; just enough when omitted."),
 ]
-Policy = Annotated[str, typer.Option(help="Which expert leaves memory first.")]
+Policy = Annotated[
+    str,
+    typer.Option(
+        help="Which expert leaves memory first: a policy's name, or auto, which replays what this "
+        "model did lately and takes the policy that misses least."
+    ),
+]
+Shares = Annotated[
+    str,
+    typer.Option(help="Memory of each layer: even, adaptive (to where misses cost most), auto."),
+]
 Prefetch = Annotated[
     str,
     typer.Option(
@@ -58,7 +68,9 @@ Prefetch = Annotated[
 ]
 Predictor = Annotated[
     str,
-    typer.Option(help="Who guesses them: a predictor's name, or the .npz file of a trained one."),
+    typer.Option(
+        help="Who guesses them: a predictor's name, the .npz file of a trained one, or auto."
+    ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[

@@ -45,9 +45,10 @@ def run(
     host_memory: options.HostMemory = "auto",
     device_memory: options.DeviceMemory = "auto",
     max_tokens: options.MaxTokens = None,
-    policy: options.Policy = "lru",
-    prefetch: options.Prefetch = "off",
-    predictor: options.Predictor = "next-gate",
+    policy: options.Policy = "auto",
+    shares: options.Shares = "auto",
+    prefetch: options.Prefetch = "auto",
+    predictor: options.Predictor = "auto",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     trace: options.Trace = None,
@@ -101,7 +102,7 @@ def run(
         is_interrupted = result.finish_reason == "interrupted"
         if group is not None and not is_interrupted:
             stats = _stats_of_all(group, stats)
-        _show_outcome(model, policy, result, stats, as_json=as_json)
+        _show_outcome(model, result, stats, as_json=as_json)
     if is_interrupted:
         raise typer.Exit(130)
 
@@ -239,20 +240,17 @@ class _Stdout:
 
 
 def _show_outcome(
-    model: str, policy: str, result: "GenerationResult", stats: "RuntimeStats", *, as_json: bool
+    model: str, result: "GenerationResult", stats: "RuntimeStats", *, as_json: bool
 ) -> None:
     if as_json:
-        print_json(_as_json(model, policy, result, stats))
+        print_json(_as_json(model, result, stats))
     else:
         print_rows("what the runtime did", _as_rows(result, stats), to_stderr=True)
 
 
-def _as_json(
-    model: str, policy: str, result: "GenerationResult", stats: "RuntimeStats"
-) -> dict[str, Any]:
+def _as_json(model: str, result: "GenerationResult", stats: "RuntimeStats") -> dict[str, Any]:
     return {
         "model": model,
-        "policy": policy,
         "text": result.text,
         "finish_reason": result.finish_reason,
         "prompt_tokens": result.prompt_tokens,
@@ -288,8 +286,15 @@ def _as_rows(result: "GenerationResult", stats: "RuntimeStats") -> list[tuple[st
             f"{asked}: {hit_share} in memory, {stats.late_hits} on their way, {stats.misses} read",
         ),
         ("read from disk", f"{format_bytes(stats.bytes_read)}, waited {stats.stall_s:.2f} s"),
+        *_policy_rows(stats),
         *_prefetch_rows(stats),
     ]
+
+
+def _policy_rows(stats: "RuntimeStats") -> list[tuple[str, str]]:
+    if not stats.policy_reason:
+        return []
+    return [("policy", f"{stats.policy}, {stats.shares} shares: {stats.policy_reason}")]
 
 
 def _prefetch_rows(stats: "RuntimeStats") -> list[tuple[str, str]]:

@@ -16,6 +16,7 @@ from moe_runtime.types import ExpertKey
 if TYPE_CHECKING:
     from moe_runtime.engine.share import ExpertShare
     from moe_runtime.tracing import TraceRecorder
+    from moe_runtime.tracing.recent import RecentRouting
 
 # T tokens, D model, F hidden, E experts, K top-k, R routed rows = T * K
 
@@ -63,7 +64,7 @@ class OffloadedExperts(torch.nn.Module):
         self.layer = layer
         self.store: ExpertStore[ExpertWeights] | None = None
         self.share: ExpertShare | None = None
-        self.recorder: TraceRecorder | None = None
+        self.recorder: TraceRecorder | RecentRouting | None = None
         self.watcher: RoutingWatcher | None = None
         self.observer: RoutingWatcher | None = None
         self.late_observer: RoutingWatcher | None = None

@@ -8,13 +8,17 @@ from pathlib import Path
 import torch
 
 from moe_runtime.engine.checkpoint import build_on_meta, open_checkpoint
+from moe_runtime.engine.choosing import AUTO, settle_policy
 from moe_runtime.engine.expert_map import ExpertMap, map_experts
+from moe_runtime.engine.loading import signature_of
 from moe_runtime.engine.memory import (
     experts_per_token,
     plan_memory,
     reserve_for,
     smallest_budget,
 )
+from moe_runtime.tracing.choice import Choice
+from moe_runtime.types import ModelSignature
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +40,7 @@ class CheckpointSummary:
         slot_bytes: a slot that holds any expert, alignment included.
         reserve_bytes: KV cache and activations of ``max_tokens`` tokens.
         max_tokens: context that the reserve is for.
+        signature: what traces and predictors of this model agree on.
     """
 
     path: Path
@@ -52,11 +57,16 @@ class CheckpointSummary:
     slot_bytes: int
     reserve_bytes: int
     max_tokens: int
+    signature: ModelSignature
 
     @property
     def smallest_budget_bytes(self) -> int:
         """The smallest host budget with which the model runs on a CPU."""
         return smallest_budget(self.dense_bytes, self.reserve_bytes, self.slot_bytes)
+
+    def choice_for(self, num_slots: int) -> Choice:
+        """The eviction policy that ``policy="auto"`` takes where so many experts fit, and why."""
+        return settle_policy(AUTO, AUTO, self.signature, num_slots)
 
     def slots_for(self, budget_bytes: int) -> int:
         """Experts that a host budget keeps resident at once.
@@ -111,6 +121,7 @@ def inspect_checkpoint(
             checkpoint.config, checkpoint.dtype, max_tokens=max_tokens, dense_bytes=dense_bytes
         ),
         max_tokens=max_tokens,
+        signature=signature_of(checkpoint, experts),
     )
 
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from moe_runtime.config import Budget, MemorySize, nearest, parse_budget
+from moe_runtime.config import Budget, MemorySize, parse_budget
 from moe_runtime.engine.attention import use_single_query_attention
 from moe_runtime.engine.checkpoint import Checkpoint, build_on_meta, open_checkpoint
+from moe_runtime.engine.choosing import AUTO, check_names, settle_policy, settle_predictor
 from moe_runtime.engine.dense import Progress, load_dense
 from moe_runtime.engine.expert_map import ExpertMap, ExpertsModule, map_experts
 from moe_runtime.engine.experts import OffloadedExperts, bind_weights
@@ -32,7 +33,6 @@ from moe_runtime.engine.observing import attach_observer
 from moe_runtime.engine.prefetching import (
     attach_prefetcher,
     bind_scorer,
-    check_predictor,
     learned_bytes,
     make_live_estimator,
 )
@@ -42,7 +42,7 @@ from moe_runtime.engine.small_batch import use_small_batch_layers
 from moe_runtime.engine.threads import rest_torch_threads
 from moe_runtime.engine.timed_store import TimedStore
 from moe_runtime.engine.timeline import attach_timeline
-from moe_runtime.engine.tracing import attach_recorder
+from moe_runtime.engine.tracing import open_recorder
 from moe_runtime.kernels.expert_ffn import ExpertWeights
 from moe_runtime.parallel.agreement import (
     arithmetic_facts,
@@ -52,12 +52,13 @@ from moe_runtime.parallel.agreement import (
 )
 from moe_runtime.parallel.dispatch import Group, as_transport
 from moe_runtime.parallel.transport import Transport
-from moe_runtime.policies.eviction import LIVE_POLICIES, LayerShares, Setting, make_policy
+from moe_runtime.policies.eviction import LayerShares, Setting, make_policy
 from moe_runtime.store.cache import ExpertStore
 from moe_runtime.store.prefetch import PrefetchMode, parse_mode
 from moe_runtime.store.slab import Slab
 from moe_runtime.store.source import ExpertSource
 from moe_runtime.store.tiers import TierFetcher
+from moe_runtime.tracing.choice import Choice
 from moe_runtime.tracing.routes import shape_of
 from moe_runtime.tracing.timeline import Timeline
 from moe_runtime.types import ExpertKey, ModelSignature
@@ -78,6 +79,7 @@ def load(
     policy: str = "lru",
     prefetch: str = "off",
     predictor: str | Path = "next-gate",
+    shares: str = "auto",
     trace: str | Path | None = None,
     timeline: str | Path | None = None,
     max_tokens: int = 4096,
@@ -100,11 +102,16 @@ def load(
             and activations included: bytes, ``"7GiB"``, a share such as ``0.25``, or ``"auto"`` for
             most of what the machine or the process's control group has free.
         device_memory: the same for the memory of a GPU; unused on a CPU.
-        policy: the eviction policy, by name.
+        policy: the eviction policy, by name; ``"auto"`` replays what was kept of the model's latest
+            routing, if anything was, takes the policy that misses least, and keeps the routing of
+            this run for the next one (unless a ``trace`` is recorded).
         prefetch: whether experts are read before they are asked for: ``"off"``; ``"observe"``
             guesses and counts, but reads nothing; ``"enforce"`` reads what is likely, as far as the
             link is idle; ``"auto"`` does so as long as it is faster than not doing it.
-        predictor: who guesses: the name of a predictor, or the file of a trained one.
+        predictor: who guesses: the name of a predictor, the file of a trained one, or ``"auto"``
+            for the model's own gates where they are found.
+        shares: how a tier's slots are divided over the layers: ``"even"``, ``"adaptive"`` (they
+            move to where misses cost most), or ``"auto"``: even, or what ``policy="auto"`` found.
         trace: a file to record the routing in, see ``docs/trace-format.md``.
         timeline: a file for the times of layers, waits and reads, in the Chrome trace format.
         max_tokens: longest context to set memory aside for.
@@ -130,9 +137,9 @@ def load(
         "host": parse_budget(host_memory, name="host_memory"),
         "device": parse_budget(device_memory, name="device_memory"),
     }
-    _check_options(policy, max_tokens, io_threads)
+    check_names(policy, shares, predictor)
+    _check_options(max_tokens, io_threads)
     mode = parse_mode(prefetch)
-    check_predictor(predictor)
     place = _resolve_device(device)
     transport = as_transport(group)
     checkpoint = open_checkpoint(path_or_id, dtype)
@@ -155,8 +162,12 @@ def load(
         ),
     )
     dense_bytes = experts.dense_bytes(checkpoint.dtype)
-    estimator = None if mode is PrefetchMode.OFF else make_live_estimator(predictor, signature)
-    tables = 0 if estimator is None else learned_bytes(predictor, estimator)
+    blocks = [module.name.rpartition(".")[0] for module in experts.modules]
+    estimator, tables = None, 0
+    if mode is not PrefetchMode.OFF:
+        predictor = settle_predictor(predictor, model, blocks, signature)
+        estimator = make_live_estimator(predictor, signature)
+        tables = learned_bytes(predictor, estimator)
     free = _free_bytes(place, processes_here(transport))
     plans = _plan(checkpoint, experts, budgets, free, dense_bytes, max_tokens, tables)
     # Everybody has looked how much memory is free before anybody takes some.
@@ -166,8 +177,10 @@ def load(
 
     source = ExpertSource(experts.layouts, io_threads=io_threads)
     setting = Setting(shape=shape_of(signature))
+    fastest = plans.get("device", plans["host"])
+    choice = settle_policy(policy, shares, signature, fastest.num_slots)
     events = None if timeline is None or transport.rank else Timeline(timeline)
-    store, host_store = _open_stores(source, experts, plans, policy, setting, place, events)
+    store, host_store = _open_stores(source, experts, plans, choice, setting, place, events)
     attach_timeline(model, store, events)
     for module in modules:
         module.store, module.share = store, share
@@ -180,13 +193,13 @@ def load(
         expert_bytes=expert_bytes,
         baseline_rss_bytes=baseline,
         load_s=time.perf_counter() - start,
+        choice=choice,
     )
     recorder = None
-    if trace is not None and transport.rank == 0:
-        recorder = attach_recorder(model, modules, Path(trace), signature)
+    if transport.rank == 0:
+        recorder = open_recorder(model, modules, signature, trace, keeps_recent=policy == AUTO)
     prefetcher = None
     if estimator is not None:
-        blocks = [module.name.rpartition(".")[0] for module in experts.modules]
         bind_scorer(estimator, model, blocks, place)
         prefetcher = attach_prefetcher(model, modules, store, estimator, mode, share)
     handle = RuntimeHandle(
@@ -201,9 +214,7 @@ def load(
     return model
 
 
-def _check_options(policy: str, max_tokens: int, io_threads: int) -> None:
-    if policy not in LIVE_POLICIES:
-        raise ValueError(f"unknown policy {policy!r}: {nearest(policy, LIVE_POLICIES)}")
+def _check_options(max_tokens: int, io_threads: int) -> None:
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
     if io_threads < 1:
@@ -326,7 +337,7 @@ def _open_stores(
     source: ExpertSource,
     experts: ExpertMap,
     plans: dict[str, MemoryPlan],
-    policy: str,
+    choice: Choice,
     setting: Setting,
     place: torch.device,
     timeline: Timeline | None,
@@ -336,7 +347,11 @@ def _open_stores(
 
     def layer_policy(plan: MemoryPlan) -> LayerShares:
         return make_policy(
-            policy, num_slots=plan.num_slots, setting=setting, reserve=plan.stream_slots
+            choice.policy,
+            num_slots=plan.num_slots,
+            setting=setting,
+            adaptive=choice.adaptive,
+            reserve=plan.stream_slots,
         )
 
     bind = bind_weights(experts)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from moe_runtime.engine.memory import MemoryPlan, peak_resident_bytes
 from moe_runtime.kernels.expert_ffn import ExpertWeights
 from moe_runtime.store.cache import ExpertStore
+from moe_runtime.tracing.choice import Choice
 from moe_runtime.types import ModelSignature, RuntimeStats, StoreStats
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from moe_runtime.store.prefetch import Prefetcher
     from moe_runtime.tracing import TraceRecorder
+    from moe_runtime.tracing.recent import RecentRouting
     from moe_runtime.tracing.timeline import Timeline
 
 
@@ -31,6 +33,7 @@ class LoadedFacts:
         expert_bytes: bytes of all routed experts.
         baseline_rss_bytes: resident memory of the process after its imports, before loading.
         load_s: seconds that loading took.
+        choice: the eviction policy, and why it was taken where it was not named.
     """
 
     signature: ModelSignature
@@ -40,6 +43,7 @@ class LoadedFacts:
     expert_bytes: int
     baseline_rss_bytes: int
     load_s: float
+    choice: Choice
 
 
 class RuntimeHandle:
@@ -54,7 +58,7 @@ class RuntimeHandle:
         facts: LoadedFacts,
         *,
         host_store: ExpertStore[Tensor] | None = None,
-        recorder: TraceRecorder | None = None,
+        recorder: TraceRecorder | RecentRouting | None = None,
         prefetcher: Prefetcher | None = None,
         timeline: Timeline | None = None,
     ) -> None:
@@ -95,6 +99,9 @@ class RuntimeHandle:
             baseline_rss_bytes=facts.baseline_rss_bytes,
             peak_rss_bytes=peak_resident_bytes(),
             load_s=facts.load_s,
+            policy=facts.choice.policy,
+            shares="adaptive" if facts.choice.adaptive else "even",
+            policy_reason=facts.choice.reason,
             guesses=fastest.guesses,
             useful_guesses=fastest.useful_guesses,
             late_guesses=fastest.late_guesses,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,24 +11,46 @@ import numpy as np
 import torch
 
 from moe_runtime.engine.experts import OffloadedExperts
+from moe_runtime.tracing.recent import RecentRouting
 from moe_runtime.tracing.recorder import TraceRecorder
 from moe_runtime.types import ModelSignature
 
+Recorder = TraceRecorder | RecentRouting
 
-def attach_recorder(
+
+def open_recorder(
     model: torch.nn.Module,
-    modules: Iterable[OffloadedExperts],
-    path: Path,
+    modules: Sequence[OffloadedExperts],
     signature: ModelSignature,
-) -> TraceRecorder:
-    """Records every forward pass of a model from now on.
+    trace: str | Path | None,
+    *,
+    keeps_recent: bool,
+) -> Recorder | None:
+    """Records a model's forward passes from now on, into a trace or for the choices of later runs.
+
+    Args:
+        model: the model.
+        modules: its experts.
+        signature: what it is.
+        trace: the file of a trace, if one is wanted.
+        keeps_recent: whether, without a trace, the first decode steps are kept in the user's cache.
 
     Raises:
-        CheckpointError: the file cannot be written there.
+        CheckpointError: the trace cannot be written there.
     """
-    recorder = TraceRecorder(path, signature)
+    recorder: Recorder
+    if trace is not None:
+        recorder = TraceRecorder(Path(trace), signature)
+    elif keeps_recent:
+        recorder = RecentRouting(signature)
+    else:
+        return None
 
     def begin_step(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if recorder.is_done:
+            for module in modules:
+                module.recorder = None
+            return
         step = read_step(args, kwargs)
         if step.is_new:
             recorder.begin_request(num_sequences=step.num_sequences)

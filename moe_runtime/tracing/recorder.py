@@ -96,6 +96,11 @@ class TraceRecorder:
         self.close()
 
     @property
+    def is_done(self) -> bool:
+        """Never: everything is recorded."""
+        return False
+
+    @property
     def num_steps(self) -> int:
         """Number of steps recorded so far."""
         return len(self._phases)

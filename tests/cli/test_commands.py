@@ -14,6 +14,7 @@ from moe_runtime.cli.disk import measure_disk
 from moe_runtime.cli.main import build_app, describe, main
 from moe_runtime.engine.inspection import CheckpointSummary
 from moe_runtime.errors import CheckpointError
+from moe_runtime.types import ModelSignature
 
 COMMANDS = ("run", "inspect", "doctor", "replay", "train")
 
@@ -129,6 +130,9 @@ def summary_of(path: str, **_: object) -> CheckpointSummary:
         slot_bytes=100,
         reserve_bytes=500,
         max_tokens=4096,
+        signature=ModelSignature(
+            model_type="olmoe", num_layers=4, num_experts=8, top_k=2, vocab_size=100
+        ),
     )
 
 
@@ -149,6 +153,9 @@ def test_inspect_says_what_a_budget_buys(capsys: pytest.CaptureFixture[str]) -> 
     shares = {row["budget_bytes"]: row["resident_share"] for row in summary["budgets"]}
     assert shares[4700] == 1.0
     assert shares[3100] == 0.5
+    assert summary["auto"]["budget"] == "2.441 KiB"
+    assert summary["auto"]["policy"] == "lru"
+    assert "0 steps of this model were seen" in summary["auto"]["reason"]
 
 
 @pytest.mark.usefixtures("fake_summary")
@@ -159,6 +166,7 @@ def test_inspect_shows_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1.66 KiB" in out
     assert "too small" in out
     assert "100%" in out
+    assert "what --policy auto takes" not in out  # nothing can be chosen for what is too small
 
 
 def test_doctor_reports_every_area(
