@@ -1,6 +1,7 @@
 """`policy="auto"`: another run chooses from what this one did, and no bit of the output changes."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,14 +11,15 @@ from moe_runtime.engine.inspection import inspect_checkpoint
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.tracing.choice import LEAST_STEPS
 from moe_runtime.tracing.recent import read_recent
+from moe_runtime.types import RuntimeStats
 
 SLOTS = 30
 
 
-def generate(**settings: str) -> tuple[torch.Tensor, moe_runtime.types.RuntimeStats]:
+def generate(**settings: str) -> tuple[torch.Tensor, RuntimeStats]:
     summary = inspect_checkpoint(pocket_path(), max_tokens=128)
     budget = summary.smallest_budget_bytes + (SLOTS - 2) * summary.slot_bytes
-    model = moe_runtime.load(
+    model: Any = moe_runtime.load(
         pocket_path(), device="cpu", host_memory=budget, max_tokens=128, **settings
     )
     torch.manual_seed(0)

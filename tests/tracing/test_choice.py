@@ -85,8 +85,12 @@ def test_a_damaged_or_unwritable_cache_fails_nothing(cache: Path) -> None:
 
 def hot_and_cold(num_tokens: int = 210) -> Routes:
     """Every third token visits experts 0 and 1, the others take turns: LRU lets the two go."""
+    turns = [2 * (t // 3) + t % 3 - 1 for t in range(num_tokens)]
     ids = np.array(
-        [[0, 1] if t % 3 == 0 else [2 + 2 * t % 6, 3 + 2 * t % 6] for t in range(num_tokens)]
+        [
+            [0, 1] if t % 3 == 0 else [2 + 2 * (turn % 3), 3 + 2 * (turn % 3)]
+            for t, turn in enumerate(turns)
+        ]
     )
     ids = np.repeat(ids[:, None], 3, axis=1)
     return Routes(
