@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from moe_runtime.engine.attention import attend
@@ -60,8 +61,13 @@ def test_everything_else_is_transformers_own(change):
     assert torch.equal(found, expected)
 
 
-def test_options_that_ask_for_more_are_passed_on():
-    layer = Layer(3)
+def test_options_that_ask_for_more_are_passed_on(monkeypatch: pytest.MonkeyPatch):
+    passed: list[dict[str, object]] = []
+    monkeypatch.setattr(
+        sdpa_attention, "sdpa_attention_forward", lambda *_, **options: passed.append(options)
+    )
     query, key, value = inputs(torch.float32)
-    with pytest.raises(ValueError, match="softcap"), torch.inference_mode():
-        attend(layer, query, key, value, None, scaling=0.3, softcap=20.0)
+    with torch.inference_mode():
+        attend(Layer(3), query, key, value, None, scaling=0.3, softcap=20.0)
+        attend(Layer(3), query, key, value, None, scaling=0.3, softcap=None)
+    assert passed == [{"scaling": 0.3, "softcap": 20.0}]

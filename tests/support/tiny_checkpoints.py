@@ -90,9 +90,7 @@ def save(model: PreTrainedModel, folder: Path, *, sharded: bool, own_names: bool
 def experts_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """By name, the modules that `transformers` made with its experts interface."""
     return {
-        name: module
-        for name, module in model.named_modules()
-        if hasattr(module, "has_post_expert_norm")
+        name: module for name, module in model.named_modules() if hasattr(module, "is_concatenated")
     }
 
 
