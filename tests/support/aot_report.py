@@ -164,12 +164,11 @@ def meta_topology(columns: ExpertColumns, num_rows: int, block_rows: int) -> Blo
 def calls(target: str, *, every_tile: bool) -> Iterator[tuple[str, Callable[[], None]]]:
     """Everything to compile, with a description."""
     yield "small kernels", partial(small_kernels, DEVICES[target])
-    for dtype in (torch.bfloat16, torch.float32):
-        for rows in BLOCK_SIZES if every_tile else BLOCK_SIZES[-1:]:
-            for is_even in (True, False):
-                name = f"block-sparse {dtype} {rows} rows, {is_even=}"
-                one = partial(block_sparse, rows, dtype, DEVICES[target], is_even=is_even)
-                yield name, one
+    blocks = [(torch.bfloat16, rows, False) for rows in BLOCK_SIZES]
+    blocks = blocks if every_tile else blocks[-1:]
+    for dtype, rows, is_even in [*blocks, (torch.bfloat16, 128, True), (torch.float32, 128, False)]:
+        name = f"block-sparse {dtype} {rows} rows, {is_even=}"
+        yield name, partial(block_sparse, rows, dtype, DEVICES[target], is_even=is_even)
     for dtype, tables in ((torch.bfloat16, TILES_16_BIT), (torch.float32, TILES_32_BIT)):
         for kind, table in tables.items():
             for _, tile in table if every_tile else table[-1:]:
