@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from parallel_checks import dispatch_and_combine, gradients
+from parallel_checks import bytes_on_the_wire, dispatch_and_combine, gradients
 from parallel_layer import (
     Answer,
     Problem,
@@ -87,6 +87,29 @@ def test_hierarchical_equals_flat(grid: tuple[int, int], ranks: Callable[[int], 
             strict=True,
         ):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("wire", "there", "back"),
+    [("exact", 8 * 6, 8 * 6), ("bf16", 2 * 6, 2 * 6), ("fp8", 6 + 4, 2 * 6)],
+)
+def test_bytes_on_the_wire_are_those_of_the_closed_form(
+    wire: str, there: int, back: int, ranks: Callable[[int], RankPool]
+) -> None:
+    """Own rows for other ranks there and other ranks' rows back, and gradients the other way.
+
+    Six columns of fp64; e4m3 adds a scale of four bytes, and gradients travel as bf16 with it.
+    """
+    problem = make_problem([9, 0, 5, 14], num_experts=6, num_choices=3, seed=6, skew="zipf")
+    slots = ExpertSlots.contiguous(6, 4)
+    owner_of = torch.tensor([0, 0, 1, 1, 2, 2, -1])
+    owners = [owner_of[problem.of_rank(problem.ids_TK, rank)] for rank in range(4)]
+    for rank, found in enumerate(ranks(4).run(bytes_on_the_wire, problem, slots, wire)):
+        sent = int(((owners[rank] != rank) & (owners[rank] >= 0)).sum())
+        received = sum(int((owners[p] == rank).sum()) for p in range(4) if p != rank)
+        forward = sent * there + received * back
+        # Gradients of results travel there, gradients of rows back, both as results do.
+        assert found == [forward, forward + (sent + received) * back]
 
 
 def test_bits_do_not_depend_on_the_placement(ranks: Callable[[int], RankPool]) -> None:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from parallel_layer import Answer, Problem, rank_parameters, rank_routing, run_experts
 
-from moe_runtime.parallel import ExpertSlots, HierarchicalTransport, combine, dispatch
+from moe_runtime.parallel import (
+    ExpertSlots,
+    FlatTransport,
+    HierarchicalTransport,
+    combine,
+    dispatch,
+)
 from moe_runtime.parallel.dispatch import Group
+from moe_runtime.parallel.transport import Pending
+from moe_runtime.parallel.wire import WireName
 
 
 def make_group(grid: tuple[int, int] | None) -> Group:
@@ -52,3 +62,32 @@ def gradients(
     # Experts that saw no row at all may be outside the graph.
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     return Answer(y_TD.detach(), x_TD.grad, weights_TK.grad, grads)
+
+
+class CountingTransport:
+    """A flat transport that counts the bytes of rows that leave this rank."""
+
+    def __init__(self, inner: FlatTransport) -> None:
+        self._inner = inner
+        self.rank, self.size = inner.rank, inner.size
+        self.exchange_numbers, self.routes = inner.exchange_numbers, inner.routes
+        self.row_bytes = 0
+
+    def exchange(self, rows_RD: torch.Tensor, route: object, **options: Any) -> Pending:
+        self.row_bytes += rows_RD.numel() * rows_RD.element_size()
+        return self._inner.exchange(rows_RD, route, **options)
+
+
+def bytes_on_the_wire(problem: Problem, slots: ExpertSlots, wire: WireName) -> list[int]:
+    """Bytes that this rank sends in the forward pass, and in both passes."""
+    rank = dist.get_rank()
+    group = dist.group.WORLD
+    assert group is not None
+    transport = CountingTransport(FlatTransport(group))
+    x_TD, routing = rank_routing(problem, rank)
+    parameters = rank_parameters(problem, slots, rank)
+    dispatched = dispatch(x_TD, routing, transport, slots=slots, wire=wire)
+    y_TD = combine(run_experts(dispatched.rows_RD, dispatched.counts_S, parameters), dispatched)
+    forward = transport.row_bytes
+    y_TD.backward(problem.of_rank(problem.grad_TD, rank))
+    return [forward, transport.row_bytes]

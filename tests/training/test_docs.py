@@ -17,11 +17,12 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_configuration_is_one(tmp_path: Path) -> None:
-    (text,) = blocks("toml")
+    text, parallel = blocks("toml")
     path = tmp_path / "train.toml"
-    path.write_text(text)
+    path.write_text(text + parallel)
     config = read_tree(TrainConfig, path)
     assert config.data.sequences_per_step == 32
+    assert (config.parallel.ep, config.parallel.etp) == (2, 2)
     assert config.data.context_at(1499, config.run.steps) == 256
     assert config.data.context_at(1500, config.run.steps) == 512
 
