@@ -5,6 +5,7 @@ Results go to stdout, everything else to stderr.
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -46,9 +47,18 @@ class Session:
         if self.speaker is not None:
             self.speaker.say(error, message)
             return
+        if launched_rank():
+            # All processes were given the same words; the first one says what is wrong with them.
+            return
         print(f"moe-runtime: error: {message}", file=sys.stderr)
         if self.as_json:
             print_json({"error": message})
+
+
+def launched_rank() -> int | None:
+    """Number of this process among those that `torchrun` started; None where it did not."""
+    rank = os.environ.get("RANK")
+    return int(rank) if rank and "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def print_json(value: dict[str, Any]) -> None:

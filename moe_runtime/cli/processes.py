@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import typer
 
-from moe_runtime.cli.console import Session
+from moe_runtime.cli.console import Session, launched_rank
 from moe_runtime.errors import RankFailureError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ _ERRORS = "moe/errors"
 _BACKEND_LIMIT = timedelta(hours=6)
 _FIRST_SPEAKS = timedelta(seconds=1)
 _POLL_S = 0.01
+_SEEN_S = 0.5
 
 
 @contextlib.contextmanager
@@ -43,7 +44,7 @@ def joined_processes(session: Session) -> Iterator["ProcessGroup | None"]:
     Raises:
         RankFailureError: a process of the group ended, so that `torchrun` ended this one.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ or "RANK" not in os.environ:
+    if launched_rank() is None:
         yield None
         return
     import torch
@@ -122,7 +123,7 @@ class _Terminated(BaseException):
 
 @contextlib.contextmanager
 def _named_end(watch: "GroupWatch") -> Iterator[None]:
-    """Turns a SIGTERM into an error that names the process whose end is behind it."""
+    """Turns a SIGTERM, or an error of torch's, into one that names the process that has ended."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise _Terminated
@@ -135,6 +136,16 @@ def _named_end(watch: "GroupWatch") -> Iterator[None]:
         if not ended:
             raise typer.Exit(128 + signal.SIGTERM) from None
         raise ended_error(ended, watch.size) from None
+    except typer.Exit:
+        raise
+    except (RuntimeError, OSError) as error:
+        # Exchanges of torch's own (FSDP2, checkpoints, loads of gates) do not say who is missing.
+        deadline = time.monotonic() + _SEEN_S
+        while not (ended := watch.ended_ranks()):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_POLL_S)
+        raise ended_error(ended, watch.size) from error
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -129,6 +129,7 @@ class Trainer:
         """Takes up where a checkpoint left off, its weights apart."""
         self._run.batches.seek(DataPosition(tuple(state.taken)))
         restore_random_states(state.random)
+        self._run.ranks.draw_apart(state.step)
         self.step, self.tokens, self.elapsed_s = state.step, state.tokens, state.elapsed_s
         self._saved_step = state.step
 

@@ -35,6 +35,10 @@ class OneProcess:
     def spread(self, model: LanguageModel) -> None:
         """Leaves this process its part of a model."""
 
+    def draw_apart(self, step: int) -> None:
+        """Has gates that use randomness draw other numbers than in the first process, from a step
+        on: they draw for other tokens."""
+
     def part(self, items: Sequence[T]) -> list[T]:
         """This process's share of what all processes have; their number divides it."""
         return list(items)
@@ -98,8 +102,11 @@ class SeveralProcesses(OneProcess):
         spread_experts(model, self.groups)
         if self._config.shard_dense:
             shard_dense(model, self.groups)
-        # Gates that use randomness draw for other tokens than the first process does.
-        torch.manual_seed(torch.initial_seed() + self.rank)
+        self.draw_apart(0)
+
+    def draw_apart(self, step: int) -> None:
+        if self.rank > 0:
+            torch.manual_seed(torch.initial_seed() + 1_000_003 * step + self.rank)
 
     def part(self, items: Sequence[T]) -> list[T]:
         return list(items[self.rank :: self.size])

@@ -60,6 +60,7 @@ class ShardedCheckpoints:
             RankFailureError: another process died or stalled.
         """
         import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.api import CheckpointException
 
         path = folder / f"step-{progress.step:08d}{SHARDED_SUFFIX}"
         partial = path.with_name(f"{path.name}.partial")
@@ -68,7 +69,12 @@ class ShardedCheckpoints:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         self._ranks.barrier()
-        dcp.save(self.tensors(), checkpoint_id=partial)  # pyright: ignore[reportPrivateImportUsage]
+        try:
+            dcp.save(  # pyright: ignore[reportPrivateImportUsage]
+                self.tensors(), checkpoint_id=partial
+            )
+        except CheckpointException as error:
+            raise OSError(f"{path}: the checkpoint cannot be written: {_reason(error)}") from error
         if is_first:
             content = {field.name: getattr(progress, field.name) for field in fields(progress)}
             steps = [float(state["step"]) for state in self._optimizer.moments().values()]
@@ -185,12 +191,15 @@ def read_tensors(path: Path, tensors: dict[str, Tensor], *, alone: bool = False)
                 tensors, checkpoint_id=path, no_dist=alone
             )
     except (CheckpointException, RuntimeError, OSError, ValueError, KeyError, EOFError) as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        reason = lines[-1].strip() if lines else type(error).__name__
         raise CheckpointError(
-            f"{path}: the checkpoint is damaged or of another model ({reason}); remove it to go on "
-            "from the one before"
+            f"{path}: the checkpoint is damaged or of another model ({_reason(error)}); remove it "
+            "to go on from the one before"
         ) from error
+
+
+def _reason(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__
 
 
 def whole_model(config: LanguageModelConfig, path: Path) -> LanguageModel:
