@@ -75,7 +75,7 @@ class Fp8Wire:
         # A group of zeros keeps its zeros whatever its scale.
         scale_RG1 = torch.where(scale_RG1 > 0, scale_RG1, 1.0)
         quantised = (padded / scale_RG1).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
-        values = quantised.view(num_rows, -1)[:, :width].contiguous().view(torch.uint8)
+        values = quantised.flatten(1)[:, :width].contiguous().view(torch.uint8)
         scales = scale_RG1.reshape(num_rows, num_groups).contiguous().view(torch.uint8)
         return torch.cat([values, scales.view(num_rows, 4 * num_groups)], dim=1)
 
