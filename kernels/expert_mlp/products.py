@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.linear.op import linear_into, native_row_limit
+from moe_runtime.kernels.linear.op import is_faster_widened, linear_into, native_row_limit
 from moe_runtime.kernels.native import NativeLibrary
 
 # Rows from which torch's product takes less time than the C kernel's, measured with two threads on
@@ -55,7 +55,7 @@ class NativeProducts(Products):
 
     def __init__(self, library: NativeLibrary, dtype: torch.dtype) -> None:
         """Products of experts of `dtype`."""
-        self._widens = _is_faster_widened(library, dtype)
+        self._widens = is_faster_widened(library, dtype)
         few = _FEW_ROWS if dtype == torch.float32 else _FEW_ROWS_HALF
         few = _FEW_ROWS_WIDENED if self._widens else few
         self.row_limit = min(few, native_row_limit(library, dtype))
@@ -110,10 +110,3 @@ def _blocks(matrix: Tensor) -> list[slice]:
     """Rows of a matrix whose fp32 copy fits into the cache together."""
     rows = max(_MIN_BLOCK_ROWS, _BLOCK_BYTES // (4 * matrix.shape[1]))
     return [slice(first, first + rows) for first in range(0, matrix.shape[0], rows)]
-
-
-def _is_faster_widened(library: NativeLibrary, dtype: torch.dtype) -> bool:
-    """Whether torch multiplies fp32 faster than `dtype`, conversions included."""
-    if dtype == torch.float32 or library.cpu_has_amx or library.isa == "portable":
-        return False
-    return dtype == torch.float16 or library.isa != "avx512bf16"

@@ -1,6 +1,19 @@
 """`linear`: a matrix product with row-major weights, at the speed of memory for few rows."""
 
 from moe_runtime.kernels.linear.bound import BoundLinear
-from moe_runtime.kernels.linear.op import ROWS_PER_CALL, UNLIMITED, linear, native_row_limit
+from moe_runtime.kernels.linear.op import (
+    ROWS_PER_CALL,
+    UNLIMITED,
+    is_faster_widened,
+    linear,
+    native_row_limit,
+)
 
-__all__ = ["ROWS_PER_CALL", "UNLIMITED", "BoundLinear", "linear", "native_row_limit"]
+__all__ = [
+    "ROWS_PER_CALL",
+    "UNLIMITED",
+    "BoundLinear",
+    "is_faster_widened",
+    "linear",
+    "native_row_limit",
+]

@@ -54,6 +54,22 @@ def native_row_limit(library: NativeLibrary, dtype: torch.dtype) -> int:
     return limit
 
 
+def is_faster_widened(library: NativeLibrary, dtype: torch.dtype) -> bool:
+    """Whether torch multiplies many rows of fp32 faster than of `dtype`, conversions included.
+
+    So it is for half precision on a processor without instructions for it.
+
+    Args:
+        library: The loaded library.
+        dtype: Of the operands.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if library.cpu_has_amx or library.isa == "portable":
+        return False
+    return dtype == torch.float16 or library.isa != "avx512bf16"
+
+
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, impl: LinearImpl = "auto"
 ) -> Tensor:

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from moe_runtime.kernels.linear import is_faster_widened
+from moe_runtime.kernels.native import native_library
+
 _CHUNK_BYTES = 32 << 20
 
 
@@ -69,7 +72,8 @@ def linear_cross_entropies(
 ) -> tuple[Tensor, Tensor]:
     """Mean cross-entropy of `hidden @ weight.T` against the targets, in nats.
 
-    The products run in autocast's dtype where autocast is on; sums are float32 or wider.
+    The products run in autocast's dtype where autocast is on, in float32 on a processor that
+    multiplies that faster; sums are float32 or wider.
 
     Args:
         hidden_TD: last hidden states `[T, D]`.
@@ -93,6 +97,9 @@ def linear_cross_entropies(
     dtype = hidden_TD.dtype
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
+        library = native_library() if device_type == "cpu" else None
+        if library is not None and is_faster_widened(library, dtype):
+            dtype = torch.float32
     with torch.autocast(device_type, enabled=False):
         return _LinearCrossEntropy.apply(hidden_TD, weight_VD, targets_T, dtype)
 

@@ -139,7 +139,7 @@ def test_half_precision(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Products as they are, and widened a few rows of a matrix at a time."""
-    monkeypatch.setattr(products, "_is_faster_widened", lambda *_: widens)
+    monkeypatch.setattr(products, "is_faster_widened", lambda *_: widens)
     monkeypatch.setattr(products, "_BLOCK_BYTES", 0)
     monkeypatch.setattr(products, "_MIN_BLOCK_ROWS", 7)
     experts = make_experts(6, dtype=dtype, **layout)
