@@ -159,9 +159,18 @@ def _plan(preparation: "Preparation") -> dict[str, Any]:
         "device": str(preparation.device),
         "output": str(preparation.output),
         "last_checkpoint": found[-1].name if found else None,
+        "offload": _offload_plan(preparation),
         "export": family,
         "export_obstacle": reason or None,
     }
+
+
+def _offload_plan(preparation: "Preparation") -> dict[str, Any]:
+    if preparation.config.run.host_memory is None:
+        return {}
+    from moe_runtime.training.offloaded import offload_plan
+
+    return offload_plan(preparation.config, preparation.model)
 
 
 def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
@@ -169,7 +178,7 @@ def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
         f"{name} {count:,} + {plan['held_out_tokens'][name]:,} held out"
         for name, count in plan["training_tokens"].items()
     )
-    return [
+    rows = [
         (
             "model",
             f"{plan['parameters']:,} parameters, {plan['active_parameters']:,} active a token",
@@ -185,6 +194,18 @@ def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
         ("last checkpoint", plan["last_checkpoint"] or "none"),
         ("leaves as", plan["export"] or f"no Hugging Face checkpoint: {plan['export_obstacle']}"),
     ]
+    if plan["offload"]:
+        found = plan["offload"]
+        rows.append(
+            (
+                "experts",
+                f"{found['experts_in_memory']} of {found['experts']} in memory; a step reads at "
+                f"most {format_bytes(found['read_bytes_per_step'])} and writes "
+                f"{format_bytes(found['written_bytes_per_step'])}; "
+                f"{format_bytes(found['disk_bytes'])} of disk, and twice that with checkpoints",
+            )
+        )
+    return rows
 
 
 def _outcome_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:

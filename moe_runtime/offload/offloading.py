@@ -76,21 +76,9 @@ def offload_training(
     """
     sites = find_sites(model)
     _check_device(model, device_memory)
-    parameters = [site.module.get_parameter(n) for site in sites for n in site.parameter_names]
     layouts = layouts_of(sites)
-    held = sum(p.numel() * p.element_size() for p in parameters if not p.is_meta)
-    budget = resolve_budget(
-        parse_budget(host_memory, name="host_memory"), available_host_bytes() + held, "the host"
-    )
-    activations = parse_budget(activation_memory, name="activation_memory").resolve(
-        budget, auto_share=DEFAULT_ACTIVATION_SHARE
-    )
-    memory = divide(
-        budget,
-        layouts,
-        dense=dense_bytes(model, parameters),
-        activations=activations,
-        has_disk=storage_dir is not None,
+    memory = plan_memory(
+        model, sites, host_memory, activation_memory, has_disk=storage_dir is not None
     )
     states = open_states(
         layouts, memory, None if storage_dir is None else Path(storage_dir), io_threads, direct
@@ -102,6 +90,37 @@ def offload_training(
         for name in site.parameter_names:
             del site.module._parameters[name]
     return training
+
+
+def plan_memory(
+    model: nn.Module,
+    sites: Sequence[ExpertsSite],
+    host_memory: MemorySize,
+    activation_memory: MemorySize,
+    *,
+    has_disk: bool,
+) -> TrainingMemory:
+    """How `offload_training` would divide a budget; allocates nothing.
+
+    Raises:
+        CapacityError: the budget is too small; names the smallest that works.
+        ValueError: a size cannot be read.
+    """
+    parameters = [site.module.get_parameter(n) for site in sites for n in site.parameter_names]
+    held = sum(p.numel() * p.element_size() for p in parameters if not p.is_meta)
+    budget = resolve_budget(
+        parse_budget(host_memory, name="host_memory"), available_host_bytes() + held, "the host"
+    )
+    activations = parse_budget(activation_memory, name="activation_memory").resolve(
+        budget, auto_share=DEFAULT_ACTIVATION_SHARE
+    )
+    return divide(
+        budget,
+        layouts_of(sites),
+        dense=dense_bytes(model, parameters),
+        activations=activations,
+        has_disk=has_disk,
+    )
 
 
 def find_sites(model: nn.Module) -> list[ExpertsSite]:

@@ -109,7 +109,7 @@ class ExpertPasses:
             self.visits.layers.append((layer, keys))
             self.visits.calls[layer] += 1
             self._last_visited[layer] = keys
-        width = self._dim_preactivation(site)
+        width = self._dim_preactivation(layer)
         for call in calls:
             call.begin_forward(width, keeps=keeps and not site.recompute)
         for key in keys:
@@ -244,13 +244,11 @@ class ExpertPasses:
             }
         return self._scratch[place]
 
-    def _dim_preactivation(self, site: ExpertsSite) -> int:
-        layer = self._sites.index(site)
-        shapes = {
-            tensor.name: tensor.shape
-            for tensor in self._states.experts[ExpertKey(layer, 0)].layout.tensors
-        }
-        return shapes[site.first][1 if site.is_transposed else 0]
+    def _dim_preactivation(self, layer: int) -> int:
+        site = self._sites[layer]
+        tensors = self._states.experts[ExpertKey(layer, 0)].layout.tensors
+        shape = next(tensor.shape for tensor in tensors if tensor.name == site.first)
+        return shape[1 if site.is_transposed else 0]
 
 
 def _keys(layer: int, calls: Sequence[RoutedCall]) -> list[ExpertKey]:

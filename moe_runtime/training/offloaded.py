@@ -15,7 +15,12 @@ from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.offload.adamw import AdamW
 from moe_runtime.offload.handle import OffloadedTraining
 from moe_runtime.offload.initial import StreamedInit
-from moe_runtime.offload.offloading import find_sites, offload_training
+from moe_runtime.offload.offloading import (
+    find_sites,
+    layouts_of,
+    offload_training,
+    plan_memory,
+)
 from moe_runtime.training.config import TrainConfig
 
 _SPARE_SHARE = 1 / 4
@@ -79,6 +84,34 @@ def offloaded_optimizer(
         initial=partial(first.tensors_of, sites),
         resumes=resumes,
     )
+
+
+def offload_plan(config: TrainConfig, model: LanguageModel) -> dict[str, Any]:
+    """Where experts would live, and the bytes of a step in which every expert gets tokens.
+
+    Raises:
+        CapacityError: the budget is too small; names the smallest that works.
+    """
+    assert config.run.host_memory is not None, "only runs with a budget are offloaded"
+    sites = find_sites(model)
+    memory = plan_memory(
+        model, sites, config.run.host_memory, activation_bytes(config), has_disk=True
+    )
+    sections = {key: layout.section_bytes for key, layout in layouts_of(sites).items()}
+    away = sum(size for key, size in sections.items() if key not in set(memory.resident))
+    # forward: weights; backward: weights and moments, or weights, the gradient out, then all of it
+    read, written = (6, 4) if config.optimizer.clip_norm else (4, 3)
+    return {
+        "experts": memory.num_experts,
+        "experts_in_memory": len(memory.resident),
+        "host_budget_bytes": memory.budget_bytes,
+        "dense_bytes": memory.dense_bytes,
+        "activation_bytes": memory.activation_bytes,
+        "slot_bytes": memory.slot_bytes,
+        "disk_bytes": 3 * sum(sections.values()),
+        "read_bytes_per_step": read * away,
+        "written_bytes_per_step": written * away,
+    }
 
 
 def activation_bytes(config: TrainConfig) -> int:

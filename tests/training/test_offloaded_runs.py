@@ -70,6 +70,22 @@ def test_goes_on_under_another_budget(tmp_path: Path, capsys: pytest.CaptureFixt
     assert len(list((tmp_path / "parts" / "out" / "checkpoints").iterdir())) == 1
 
 
+def test_a_dry_run_says_what_will_move(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan's bytes are an upper bound that a step with tokens for all experts comes near."""
+    config = write_run(tmp_path)
+    small = smallest_budget(config, capsys)
+    assert main(["train", str(config), *small, "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)["offload"]
+    assert plan["experts"] == 8
+    assert plan["experts_in_memory"] == 0
+    assert not list((tmp_path / "out" / "experts").glob("*"))
+    assert main(["train", str(config), *small, "--json"]) == 0
+    moved = json.loads(capsys.readouterr().out)["offload"]
+    # the first versions, and evaluation, move something too
+    assert moved["written_bytes"] <= 8 * plan["written_bytes_per_step"] + plan["disk_bytes"]
+    assert moved["written_bytes"] >= 7 * plan["written_bytes_per_step"]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
