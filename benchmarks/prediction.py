@@ -98,7 +98,8 @@ def record_pocket(path: Path, num_documents: int) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(pocket_path())
     model = moe_runtime.load(pocket_path(), device="cpu", trace=path, max_tokens=DOCUMENT_TOKENS)
-    with model.moe, torch.inference_mode():
+    moe: Any = model.moe
+    with moe, torch.inference_mode():
         read = 0
         for document in gather():
             if read == num_documents or not document.held_out:

@@ -272,6 +272,8 @@ def measure(rounds: int) -> dict[str, Any]:
         columns = [list(range(column, size, 2)) for column in (0, 1)]
         inside, _ = dist.new_subgroups_by_enumeration(pairs)
         across, _ = dist.new_subgroups_by_enumeration(columns)
+        assert isinstance(inside, dist.ProcessGroup)
+        assert isinstance(across, dist.ProcessGroup)
         grid, cases = HierarchicalTransport(inside, across), CASES
     layers = [Layer(case, grid if case.hierarchical else flat) for case in cases]
     probes = machine_probes(flat)
@@ -359,8 +361,8 @@ def main() -> None:
 
 
 def _write_machine(cluster: dict[str, Any], path: Path) -> None:
-    links = {name: Link(**cluster[name]) for name in ("intra", "inter")}
-    write_machine(Cluster(**cluster | links), path, "Measured by benchmarks/scaling.py.")
+    fields = {**cluster, **{name: Link(**cluster[name]) for name in ("intra", "inter")}}
+    write_machine(Cluster(**fields), path, "Measured by benchmarks/scaling.py.")
     print(f"wrote {path}")
 
 

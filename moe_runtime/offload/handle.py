@@ -271,7 +271,7 @@ class OffloadedTraining:
         """
         self._checkpoints.wait()
 
-    def transfers(self) -> dict[str, float]:
+    def transfers(self) -> dict[str, Any]:
         """Seconds of waiting and bytes so far, by name."""
         traffic = self._states.traffic
         return {

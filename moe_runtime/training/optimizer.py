@@ -100,7 +100,7 @@ class Optimizer:
         del own
         job(state)
 
-    def transfers(self) -> dict[str, float]:
+    def transfers(self) -> dict[str, Any]:
         """Seconds of waiting and bytes so far, by name: nothing is moved here."""
         return {}
 

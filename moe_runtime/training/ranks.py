@@ -64,6 +64,10 @@ class OneProcess:
         """The block runs in the first process, and then in the others."""
         yield
 
+    def barrier(self) -> None:
+        """Returns once all processes have come here."""
+        self.any(False)
+
 
 class SeveralProcesses(OneProcess):
     """One of the processes of a `torch.distributed` world that train together.
@@ -142,10 +146,6 @@ class SeveralProcesses(OneProcess):
                 raise RankFailureError(f"rank 0 of {self.size} has ended", ranks=(0,))
             time.sleep(_POLL_S)
         yield
-
-    def barrier(self) -> None:
-        """Returns once all processes have come here."""
-        self.any(False)
 
 
 def _refuse(config: TrainConfig, size: int) -> None:
