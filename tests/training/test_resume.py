@@ -68,6 +68,89 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None
     assert max(dropped) > 0  # the capacity of this run does drop tokens
 
 
+# Runs the training command once in a child for each moment, which kills itself there: a child is
+# cheaper than an interpreter, and nothing of torch's threads has begun when it is made.
+KILLED = """
+import os, signal, sys
+import torch
+from moe_runtime.cli.main import main
+from moe_runtime.training.metrics import JsonLines
+from moe_runtime.training.optimizer import Optimizer
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def first_step():
+    Optimizer.step = die
+
+def half_a_checkpoint():
+    save = torch.save
+    def partly(content, file):
+        if content["step"] < 6:
+            return save(content, file)
+        file.write(b"half of it")
+        file.flush()
+        die()
+    torch.save = partly
+
+def before_the_name():
+    sync = os.fsync
+    seen = []
+    def late(descriptor):
+        sync(descriptor)
+        seen.append("step-00000006" in os.readlink(f"/proc/self/fd/{descriptor}"))
+        if seen[-1]:
+            die()
+    os.fsync = late
+
+def half_a_record():
+    write = JsonLines.write
+    def partly(self, record):
+        if record.step < 5:
+            return write(self, record)
+        self._file.write('{"step": 5, "lo')
+        self._file.flush()
+        die()
+    JsonLines.write = partly
+
+moment, words = sys.argv[1], sys.argv[2:]
+for name in moment.split(","):
+    child = os.fork()
+    if not child:
+        globals()[name]()
+        main([word.replace("MOMENT", name) for word in words])
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), name
+"""
+MOMENTS = ("first_step", "half_a_checkpoint", "before_the_name", "half_a_record")
+
+
+def test_a_kill_at_any_moment_loses_no_step_and_repeats_none(tmp_path: Path) -> None:
+    whole = write_run(tmp_path / "whole", config=NOISY)
+    assert train(whole) == 0
+    expected = training_records(whole.parent / "out")
+    for moment in MOMENTS:
+        write_run(tmp_path / moment, config=NOISY)
+    words = ["train", str(tmp_path / "MOMENT" / "train.toml")]
+    killed = subprocess.run(
+        [sys.executable, "-P", "-c", KILLED, ",".join(MOMENTS), *words],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert killed.returncode == 0, killed.stderr
+    for moment, last in zip(MOMENTS, (0, 3, 3, 3), strict=True):
+        out = tmp_path / moment / "out"
+        left = [path.name for path in (out / "checkpoints").glob("*.pt")]
+        assert left == ([f"step-{last:08}.pt"] if last else []), moment
+        assert train(tmp_path / moment / "train.toml", "--resume") == 0
+        assert training_records(out) == expected, moment
+        final = Path("checkpoints") / "step-00000008.pt"
+        assert states_equal(out / final, whole.parent / "out" / final), moment
+
+
 def test_an_interrupt_finishes_the_step_and_saves(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     process = start_process(path, "--set", "run.steps=100000", "--set", "run.checkpoint_every=0")

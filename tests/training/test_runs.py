@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from training_runs import CONFIG, error_of, train, training_records, write_run
 
 from moe_runtime.cli.main import main
@@ -213,6 +214,40 @@ def test_bad_input_is_one_line(
     assert "Traceback" not in shown
     (line,) = [line for line in shown.splitlines() if "error:" in line]
     assert message in line
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b" \n\n", "no usable text"),
+        (b"\xff\xfe\x00x", "odd.txt: not UTF-8 text"),
+        (b"short", "source 'odd'"),
+    ],
+    ids=["blank", "not UTF-8", "short"],
+)
+def test_text_that_cannot_be_trained_on_is_named(
+    content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path)
+    (tmp_path / "texts" / "odd.txt").write_bytes(content)
+    files = "data.sources={ odd = { files = ['texts/odd.txt'] } }"
+    assert message in error_of(capsys, path, "--set", files)
+
+
+def test_scores_that_are_not_numbers_end_the_run_and_name_the_layer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path)
+    assert train(path, "--set", "run.steps=1") == 0
+    file = tmp_path / "out" / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.gate.weight"][2, 3] = torch.nan
+    save_file(tensors, file, {"format": "pt"})
+    words = ("--set", "run.start_from=out/model", "--set", "run.output=again")
+    line = error_of(capsys, path, *words)
+    assert "the gate of layer 1" in line
+    assert "not finite" in line
+    assert not (tmp_path / "again" / "model").exists()
 
 
 def test_a_run_that_diverges_ends_with_a_reason(
