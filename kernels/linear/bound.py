@@ -56,7 +56,7 @@ class BoundLinear:
             None for what has to go through `linear`: many rows, another type, gradients enabled.
         """
         shape = x.shape
-        num_rows = x.numel() // self._dim_in if shape and shape[-1] == self._dim_in else 0
+        num_rows = x.numel() // max(self._dim_in, 1) if shape and shape[-1] == self._dim_in else 0
         if (
             not 0 < num_rows <= self._row_limit
             or x.dtype is not self._dtype

@@ -81,7 +81,8 @@ class Fp8Wire:
 
     def decode(self, sent: Tensor, dtype: torch.dtype, width: int) -> Tensor:
         values = sent[:, :width].contiguous().view(torch.float8_e4m3fn).to(torch.float32)
-        scales = sent[:, width:].contiguous().view(torch.float32)
+        # a copy even where the columns are contiguous, as one row's are: they may begin at any byte
+        scales = sent[:, width:].clone(memory_format=torch.contiguous_format).view(torch.float32)
         return (values * scales.repeat_interleave(GROUP_COLUMNS, dim=1)[:, :width]).to(dtype)
 
     def bytes_per_row(self, dtype: torch.dtype, width: int) -> int:

@@ -156,3 +156,9 @@ def fresh(small: torch.nn.Module) -> torch.nn.Module:
         return SmallBatchRMSNorm(small.weight, small.eps)
     assert isinstance(small, SmallBatchLinear)
     return SmallBatchLinear(small)
+
+
+@torch.no_grad()
+def test_a_layer_without_inputs_gives_its_bias():
+    layer = torch.nn.Linear(0, 5)
+    assert torch.equal(SmallBatchLinear(layer)(torch.empty(2, 0)), layer(torch.empty(2, 0)))
