@@ -171,19 +171,42 @@ def _run_native(
     out_RO: Tensor,
     activation: str,
 ) -> None:
+    shape = experts[0].shape
+    size = x_TD.element_size()
     first = 0
     for some, some_counts in _portions(experts, counts):
         last = first + sum(some_counts)
-        _call_native(
-            library,
-            x_TD,
-            some,
-            some_counts,
-            token_ids_R[first:last],
-            destinations_R[first:last],
-            out_RO,
-            activation,
+        token_ids, destinations = (
+            _int64(token_ids_R[first:last]),
+            _int64(destinations_R[first:last]),
         )
+        status = library.expert_ffn(
+            b"".join([weights.record for weights in some]),  # type: ignore[misc]
+            len(some),
+            array("q", some_counts).tobytes(),
+            x_TD.data_ptr(),
+            x_TD.stride(0) * size,
+            x_TD.shape[0],
+            token_ids if isinstance(token_ids, bytes) else token_ids.data_ptr(),
+            destinations if isinstance(destinations, bytes) else destinations.data_ptr(),
+            out_RO.data_ptr(),
+            out_RO.stride(0) * size,
+            out_RO.shape[0],
+            shape.dim_in,
+            shape.dim_hidden,
+            shape.dim_out,
+            DTYPE_CODES[x_TD.dtype],
+            DTYPE_CODES[shape.dtype],
+            ACTIVATION_CODES[activation],
+            library.shares_threads(),
+        )
+        if status == STATUS_BAD_ROW:
+            raise ValueError(
+                f"token_ids must be in [0, {x_TD.shape[0]}) and destinations in "
+                f"[0, {out_RO.shape[0]})"
+            )
+        if status == STATUS_NO_MEMORY:
+            raise MemoryError(f"no memory to pack {last - first} routed rows")
         first = last
 
 
@@ -208,47 +231,6 @@ def _portions(
                 some, some_counts, room = [], [], ROWS_PER_CALL
     if some:
         yield some, some_counts
-
-
-def _call_native(
-    library: NativeLibrary,
-    x_TD: Tensor,
-    experts: Sequence[ExpertWeights],
-    counts: Sequence[int],
-    token_ids_R: RowIds,
-    destinations_R: RowIds,
-    out_RO: Tensor,
-    activation: str,
-) -> None:
-    shape = experts[0].shape
-    size = x_TD.element_size()
-    token_ids, destinations = _int64(token_ids_R), _int64(destinations_R)
-    status = library.expert_ffn(
-        b"".join([weights.record for weights in experts]),  # type: ignore[misc]
-        len(experts),
-        array("q", counts).tobytes(),
-        x_TD.data_ptr(),
-        x_TD.stride(0) * size,
-        x_TD.shape[0],
-        token_ids if isinstance(token_ids, bytes) else token_ids.data_ptr(),
-        destinations if isinstance(destinations, bytes) else destinations.data_ptr(),
-        out_RO.data_ptr(),
-        out_RO.stride(0) * size,
-        out_RO.shape[0],
-        shape.dim_in,
-        shape.dim_hidden,
-        shape.dim_out,
-        DTYPE_CODES[x_TD.dtype],
-        DTYPE_CODES[shape.dtype],
-        ACTIVATION_CODES[activation],
-        library.shares_threads(),
-    )
-    if status == STATUS_BAD_ROW:
-        raise ValueError(
-            f"token_ids must be in [0, {x_TD.shape[0]}) and destinations in [0, {out_RO.shape[0]})"
-        )
-    if status == STATUS_NO_MEMORY:
-        raise MemoryError(f"no memory to pack {sum(counts)} routed rows")
 
 
 def _int64(rows: RowIds) -> Tensor | bytes:

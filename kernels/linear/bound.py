@@ -1,7 +1,7 @@
 """A weight bound for products with few rows: what `linear` does, checked once instead of always.
 
-In a decode step of a model that fits in memory, a tenth of the time can go into asking questions
-whose answers never change.
+A decode step calls it for every weight of a model; what it asks about a weight has the same
+answer every time.
 """
 
 from __future__ import annotations

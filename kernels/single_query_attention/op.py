@@ -57,15 +57,16 @@ def single_query_attention(
     problem = _problem(query_BHD, key_BGSD, value_BGSV, mask_BS)
     if problem:
         raise ValueError(problem)
-    if impl not in ("auto", "native", "reference"):
+    if impl == "native":
+        require_native()
+        unable = _native_problem(query_BHD, key_BGSD, value_BGSV)
+        if unable:
+            raise ValueError(f"impl='native' cannot compute this: {unable}")
+    elif impl not in ("auto", "reference"):
         raise ValueError(f"impl must be one of auto, native, reference, got {impl!r}")
-    library = require_native() if impl == "native" else native_library()
-    unable = None if impl == "reference" else _native_problem(query_BHD, key_BGSD, value_BGSV)
-    if impl == "native" and unable:
-        raise ValueError(f"impl='native' cannot compute this: {unable}")
-    if impl == "reference" or unable or library is None:
-        return single_query_attention_reference(query_BHD, key_BGSD, value_BGSV, mask_BS, scale)
-    return _run_native(library, query_BHD, key_BGSD, value_BGSV, mask_BS, scale)
+    arguments = (query_BHD, key_BGSD, value_BGSV, mask_BS, scale)
+    mixed = None if impl == "reference" else native_attention(*arguments)
+    return single_query_attention_reference(*arguments) if mixed is None else mixed
 
 
 def native_attention(

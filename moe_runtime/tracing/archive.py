@@ -25,13 +25,15 @@ _DAMAGE = (
     zlib.error,
     struct.error,
     EOFError,
-    NotImplementedError,
     OverflowError,
     RuntimeError,
     SyntaxError,
     ValueError,
 )
-"""What zipfile, zlib and numpy raise for bytes that are not what they claim to be."""
+"""What zipfile, zlib and numpy raise for bytes that are not what they claim to be.
+
+RuntimeError stands for members that are encrypted or packed in a way that zipfile does not know.
+"""
 
 
 class Archive:
