@@ -74,7 +74,7 @@ def expert_mlp(
     dtype = x_TD.dtype
     x_TD, experts = _autocast(x_TD, experts)
     _validate_rows("x", x_TD, experts)
-    _validate_routing(x_TD, ids_TK, weights_TK)
+    validate_routing(x_TD, ids_TK, weights_TK)
     if checks_ids:
         _check_ids(ids_TK, experts.num_experts)
     if impl == "reference":
@@ -187,7 +187,12 @@ def _validate_rows(name: str, x: Tensor, experts: StackedExperts) -> None:
         )
 
 
-def _validate_routing(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
+def validate_routing(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
+    """Checks that ids and gate weights belong to the tokens.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
     if ids_TK.ndim != 2 or ids_TK.shape[0] != x_TD.shape[0]:
         raise ValueError(f"ids must be [{x_TD.shape[0]}, K], got {list(ids_TK.shape)}")
     if ids_TK.dtype not in (torch.int32, torch.int64):

@@ -14,6 +14,7 @@ from moe_runtime.kernels.block_sparse import dsd, expert_topology, sdd
 from moe_runtime.kernels.block_sparse.topology import BLOCK_SIZES
 from moe_runtime.kernels.combine import combine
 from moe_runtime.kernels.expert_mlp import ActivationSpec
+from moe_runtime.kernels.expert_mlp.op import validate_routing
 from moe_runtime.kernels.heterogeneous_mlp.experts import PackedExperts
 from moe_runtime.kernels.heterogeneous_mlp.reference import heterogeneous_mlp_reference
 from moe_runtime.kernels.token_sort import token_sort
@@ -109,15 +110,6 @@ def _validate(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: PackedE
             f"x must be {experts.dtype} on {experts.up.device} like the experts, got {x_TD.dtype} "
             f"on {x_TD.device}"
         )
-    if ids_TK.ndim != 2 or len(ids_TK) != len(x_TD) or not ids_TK.shape[1]:
+    validate_routing(x_TD, ids_TK, weights_TK)
+    if not ids_TK.shape[1]:
         raise ValueError(f"ids must be [{len(x_TD)}, K], got {list(ids_TK.shape)}")
-    if weights_TK.shape != ids_TK.shape or not weights_TK.dtype.is_floating_point:
-        raise ValueError(
-            f"weights must be {list(ids_TK.shape)} of a floating dtype like ids, got "
-            f"{list(weights_TK.shape)} of {weights_TK.dtype}"
-        )
-    if ids_TK.device != x_TD.device or weights_TK.device != x_TD.device:
-        raise ValueError(
-            f"ids and weights must be on {x_TD.device} like x, got {ids_TK.device} and "
-            f"{weights_TK.device}"
-        )
