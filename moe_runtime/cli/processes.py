@@ -64,7 +64,7 @@ def joined_processes(session: Session) -> Iterator["ProcessGroup | None"]:
             nowhere = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(contextlib.redirect_stdout(nowhere))
             stack.enter_context(contextlib.redirect_stderr(nowhere))
-        stack.enter_context(_named_end(GroupWatch(group)))
+        stack.enter_context(named_end(GroupWatch(group)))
         yield group
     # Not after an error: the other processes may be gone.
     dist.destroy_process_group()
@@ -122,7 +122,7 @@ class _Terminated(BaseException):
 
 
 @contextlib.contextmanager
-def _named_end(watch: "GroupWatch") -> Iterator[None]:
+def named_end(watch: "GroupWatch") -> Iterator[None]:
     """Turns a SIGTERM, or an error of torch's, into one that names the process that has ended."""
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -130,12 +130,23 @@ def _named_end(watch: "GroupWatch") -> Iterator[None]:
 
     before = signal.signal(signal.SIGTERM, end)
     try:
-        yield
+        yield from _watched(watch)
     except _Terminated:
+        _hear_no_more()
         ended = watch.ended_ranks()
         if not ended:
             raise typer.Exit(128 + signal.SIGTERM) from None
         raise ended_error(ended, watch.size) from None
+    except BaseException:
+        _hear_no_more()
+        raise
+    signal.signal(signal.SIGTERM, before)
+
+
+def _watched(watch: "GroupWatch") -> Iterator[None]:
+    """Turns an error of torch's into one that names the process that has ended, if one has."""
+    try:
+        yield
     except typer.Exit:
         raise
     except (RuntimeError, OSError) as error:
@@ -146,8 +157,11 @@ def _named_end(watch: "GroupWatch") -> Iterator[None]:
                 raise
             time.sleep(_POLL_S)
         raise ended_error(ended, watch.size) from error
-    finally:
-        signal.signal(signal.SIGTERM, before)
+
+
+def _hear_no_more() -> None:
+    """This process is ending by itself, and its last line shall not be cut off by `torchrun`."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def ended_error(ranks: tuple[int, ...], size: int) -> RankFailureError:

@@ -99,15 +99,19 @@ class GroupWatch:
     def wait(self, work: dist.Work, step: int, on_cpu: bool, what: str) -> None:
         """Waits for a collective.
 
+        The death of a process is looked for, too: what is missing here may be kept back by a rank
+        that lives and waits for the dead one. It is not an error at once, as a process may also
+        have ended in good order, with its part of this collective done.
+
         Raises:
-            RankFailureError: It failed, or took longer than `timeout_s`.
+            RankFailureError: It failed, took longer than `timeout_s`, or a process has ended and
+                what is missing does not come soon.
         """
         if not on_cpu:
             # Puts a dependency on the stream; the backend has a watchdog of its own.
             work.wait()
             return
         started = time.monotonic()
-        has_note = False
         # The last part of the time is for reading the others' notes.
         deadline = started + self.timeout_s - self._note_s
         while True:
@@ -118,9 +122,12 @@ class GroupWatch:
             except RuntimeError as error:
                 if work.is_completed() or left <= 0:
                     raise self._failure(error, step, started, what) from error
-                if not has_note:
+                try:
                     self._leave_note(step)
-                    has_note = True
+                except RuntimeError:
+                    raise self._failure(error, step, started, what) from error
+                if self.ended_ranks():
+                    deadline = min(deadline, time.monotonic() + self._note_s)
             else:
                 return
 
@@ -187,13 +194,15 @@ class GroupWatch:
         return RankFailureError(f"{noun} {names} of {self.size} {did}{where}", ranks=ranks)
 
     def _missing(self, step: int, started: float) -> tuple[list[int], list[int]]:
-        """Ranks that left no note of this step, and those of them whose process is gone."""
-        deadline = max(started + self.timeout_s, time.monotonic() + self._note_s)
+        """Ranks that left no note of this step, and ranks whose processes are gone."""
+        called = time.monotonic()
+        deadline = max(started + self.timeout_s, called + self._note_s)
         others = [rank for rank in range(self.size) if rank != self.rank]
         while True:
             missing = [rank for rank in others if self._note(f"moe/waiting/{rank}") != str(step)]
-            dead = [rank for rank in missing if self._has_ended(rank)]
-            if dead or not missing or time.monotonic() > deadline:
+            dead = [rank for rank in others if self._has_ended(rank)]
+            # A connection closes a little before its process is seen to be gone.
+            if dead or time.monotonic() > (deadline if missing else called + self._note_s):
                 return missing, dead
             time.sleep(_POLL_S)
 

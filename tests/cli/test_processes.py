@@ -4,10 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from moe_runtime.cli.processes import named_end
+from moe_runtime.errors import RankFailureError
 
 PROMPT = "The store reads"
 # Each process writes its number into a folder, and takes its time.
@@ -57,3 +62,45 @@ def test_one_text_and_one_line_that_names_the_dead(checkpoint: Path, tmp_path: P
     shared = min(len(text.strip()), 40)
     assert shared >= 10
     assert text[:shared] == expected_text[:shared]
+
+
+class OneDead:
+    """Stands for a `GroupWatch` of two ranks of which the second is gone."""
+
+    size = 2
+
+    def ended_ranks(self) -> tuple[int, ...]:
+        return (1,)
+
+
+@pytest.fixture
+def term_as_before() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("term_as_before")
+def test_a_termination_does_not_cut_off_the_line_about_the_dead() -> None:
+    """A launcher may send it just after an exchange has failed, before the line is printed."""
+    watch: Any = OneDead()
+    with pytest.raises(RankFailureError, match="rank 1 of 2 has ended"), named_end(watch):
+        raise RuntimeError("connection closed by peer")
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.usefixtures("term_as_before")
+def test_a_termination_names_the_dead() -> None:
+    watch: Any = OneDead()
+    with pytest.raises(RankFailureError, match="rank 1 of 2 has ended"), named_end(watch):
+        os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.usefixtures("term_as_before")
+def test_a_block_that_ends_well_leaves_terminations_as_they_were() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    watch: Any = OneDead()
+    with named_end(watch):
+        pass
+    assert signal.getsignal(signal.SIGTERM) == before

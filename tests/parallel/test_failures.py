@@ -5,7 +5,13 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from parallel_failures import TIMEOUT_S, dispatch_with, train_until_failure
+from parallel_failures import (
+    PATIENCE_S,
+    TIMEOUT_S,
+    dispatch_with,
+    train_until_failure,
+    wait_beside_the_dead,
+)
 from rank_pool import RankPool
 
 
@@ -20,11 +26,10 @@ def test_a_rank_that_dies_is_named_at_once(pool: RankPool) -> None:
     results = pool.try_run(dispatch_with, "die", 1)
     assert results[1] == (False, "rank 1 ended")
     for rank in (0, 2):
-        is_ok, (message, ranks, seconds) = results[rank]
+        is_ok, (message, ranks, _) = results[rank]
         assert is_ok
         assert ranks == (1,)
         assert message.startswith("rank 1 of 3 has ended")
-        assert seconds < TIMEOUT_S
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -45,19 +50,26 @@ def test_a_rank_killed_at_any_moment_is_named(seed: int, pool: RankPool) -> None
         message, ranks, seconds = outcome
         assert ranks == (victim,), message
         assert message.startswith(f"rank {victim} of 3 has ended")
-        # Long before the limit of 20 s: a death is seen, not waited for.
-        assert seconds < 10
+        # A death is seen, not waited for.
+        assert seconds < PATIENCE_S / 2
+
+
+def test_a_death_is_seen_behind_a_rank_that_waits_for_it(pool: RankPool) -> None:
+    results = pool.try_run(wait_beside_the_dead, 2, PATIENCE_S)
+    for is_ok, (message, ranks, seconds) in results[:2]:
+        assert is_ok
+        assert ranks == (2,)
+        assert message.startswith("rank 2 of 3 has ended")
+        assert seconds < PATIENCE_S / 2
 
 
 def test_a_rank_that_stalls_is_named_in_time(pool: RankPool) -> None:
-    results = pool.try_run(dispatch_with, "stall", 2, TIMEOUT_S + 0.5)
+    results = pool.try_run(dispatch_with, "stall", 2)
     for rank in (0, 1):
-        is_ok, (message, ranks, seconds) = results[rank]
+        is_ok, (message, ranks, _) = results[rank]
         assert is_ok
         assert ranks == (2,)
-        assert "rank 2 of 3 did not arrive within 1.5 s" in message
-        # The rest of a second is for a machine that is busy with other things.
-        assert seconds < TIMEOUT_S + 1
+        assert f"rank 2 of 3 did not arrive within {TIMEOUT_S} s" in message
 
 
 DIFFERENCES = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -23,10 +24,12 @@ from moe_runtime.parallel import (
 from moe_runtime.routing import Routing
 
 TIMEOUT_S = 1.5
+# Of tests in which nobody is to wait that long.
+PATIENCE_S = 60.0
 Failure = tuple[str, tuple[int, ...], float]
 
 
-def dispatch_with(what: str, culprit: int, seconds: float = 0.0) -> Failure:
+def dispatch_with(what: str, culprit: int) -> Failure:
     """One dispatch in which a rank misbehaves; the error of this rank, its ranks, and seconds."""
     rank = dist.get_rank()
     group = dist.group.WORLD
@@ -45,20 +48,52 @@ def dispatch_with(what: str, culprit: int, seconds: float = 0.0) -> Failure:
         if what == "die":
             os._exit(1)
         if what == "stall":
-            time.sleep(seconds)
+            # Until all others have given up, however long that takes them here.
+            others = set(range(dist.get_world_size())) - {rank}
+            group.get_group_store().wait([f"gave up/{other}" for other in others])
+            return "", (), 0.0
     routing = Routing(torch.arange(4).view(4, 1), torch.ones(4, 1), 4)
     started = time.monotonic()
     try:
         dispatch(torch.ones(4, width), routing, transport, slots=slots)
     except RankFailureError as error:
+        group.get_group_store().set(f"gave up/{rank}", "")
         return str(error), error.ranks, time.monotonic() - started
     return "", (), time.monotonic() - started
+
+
+class NeverDone(dist.Work):
+    """A collective that neither ends nor fails, as one whose rows another waiting rank keeps."""
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        time.sleep(timeout.total_seconds())
+        raise RuntimeError("timed out")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def wait_beside_the_dead(culprit: int, timeout_s: float) -> Failure:
+    """Waits for a collective that does not fail although a rank is gone."""
+    group = dist.group.WORLD
+    assert group is not None
+    waiting = watch.GroupWatch(group, timeout_s)
+    dist.barrier()
+    if dist.get_rank() == culprit:
+        os._exit(1)
+    started = time.monotonic()
+    try:
+        waiting.wait(NeverDone(), 1, True, "rows")
+    except RankFailureError as error:
+        return str(error), error.ranks, time.monotonic() - started
+    raise AssertionError("the collective never ends")
 
 
 def train_until_failure(degree: int, panels: int) -> Failure:
     """Steps of a layer until another rank is gone: its error, and seconds since the last step."""
     groups = LayoutGroups(
-        ParallelLayout(world_size=dist.get_world_size(), ep=dist.get_world_size()), timeout_s=20
+        ParallelLayout(world_size=dist.get_world_size(), ep=dist.get_world_size()),
+        timeout_s=PATIENCE_S,
     )
     overlap = Overlap(degree=degree, panels=panels)
     experts = ParallelExperts(6, 8, 16, groups, overlap=overlap)
