@@ -7,7 +7,9 @@ runtime computes with torch alone.
 
 from __future__ import annotations
 
+import os
 import platform
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -47,7 +49,7 @@ SOURCES_OF_ALL_VARIANTS = (
 
 
 class BuildNativeLibrary(build_ext):
-    """Compiles the C sources one by one, leaving out variants the compiler does not know."""
+    """Compiles the C sources side by side, leaving out variants the compiler does not know."""
 
     def get_ext_filename(self, fullname: str) -> str:
         """A name without the interpreter's version: the library does not depend on it."""
@@ -69,15 +71,22 @@ class BuildNativeLibrary(build_ext):
         is_x86 = platform.machine().lower() in ("x86_64", "amd64")
         objects: list[str] = []
         macros: list[tuple[str, str]] = []
-        for variant, flags in X86_VARIANTS.items() if is_x86 else ():
-            try:
-                objects += self._compile(f"isa_{variant}.c", flags, [])
-            except CompileError:
-                self.warn(f"this compiler cannot build the {variant} kernels; leaving them out")
-                continue
-            macros.append((f"MOE_HAVE_{variant.upper()}", "1"))
-        for source in SOURCES_OF_ALL_VARIANTS:
-            objects += self._compile(source, [], macros)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            variants = {
+                variant: pool.submit(self._compile, f"isa_{variant}.c", flags, [])
+                for variant, flags in (X86_VARIANTS.items() if is_x86 else ())
+            }
+            for variant, compiled in variants.items():
+                try:
+                    objects += compiled.result()
+                except CompileError:
+                    self.warn(f"this compiler cannot build the {variant} kernels; leaving them out")
+                    continue
+                macros.append((f"MOE_HAVE_{variant.upper()}", "1"))
+            # These know which variants there are.
+            common = [pool.submit(self._compile, s, [], macros) for s in SOURCES_OF_ALL_VARIANTS]
+            for compiled in common:
+                objects += compiled.result()
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         self.compiler.link_shared_object(

@@ -4,6 +4,7 @@ The first tests guard the arrangement of folders: three packages whose code lies
 `moe_runtime/`. They run in a checkout; a source archive has no links.
 """
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -82,12 +83,13 @@ def test_public_names_resolve() -> None:
 
 
 @pytest.mark.slow
-def test_wheel_holds_everything(tmp_path: Path) -> None:
+def test_wheel_holds_everything_and_needs_no_compiler(tmp_path: Path) -> None:
     """A wheel built from this tree has every module and data file, and imports on its own."""
     # A copy, so that the build leaves nothing in the checkout.
     source = tmp_path / "source"
     copy_tracked_tree(source)
-    wheel = build_wheel(source, tmp_path)
+    wheel, said = build_wheel(source, tmp_path, compiler=tmp_path / "no-such-compiler")
+    assert "Install a C compiler" in said
     unpacked = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(unpacked)
@@ -96,6 +98,7 @@ def test_wheel_holds_everything(tmp_path: Path) -> None:
         inside = path if path.parts[0] == "moe_runtime" else Path("moe_runtime") / path
         assert (unpacked / inside).is_file(), f"the wheel lacks {path}: see package-data"
         assert (unpacked / inside).read_bytes() == (source / path).read_bytes()
+    assert not list(unpacked.rglob("*.so"))
     # Nothing under the bare names, which belong to other distributions.
     assert not any((unpacked / name).exists() for name in MAPPED)
 
@@ -109,12 +112,20 @@ def test_wheel_holds_everything(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-P", "-c", code], check=True, cwd=empty)
 
 
-def build_wheel(source: Path, target: Path) -> Path:
-    """Build in the environment that the tests run in: needs no network."""
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps"]
-    subprocess.run([*command, "--wheel-dir", str(target), str(source)], check=True, cwd=target)
+def build_wheel(source: Path, target: Path, compiler: Path) -> tuple[Path, str]:
+    """Build in the environment that the tests run in: needs no network. Gives what was said too."""
+    command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps"]
+    done = subprocess.run(
+        [*command, "--wheel-dir", str(target), str(source)],
+        check=True,
+        cwd=target,
+        env={**os.environ, "CC": str(compiler)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     (wheel,) = target.glob("moe_runtime-*.whl")
-    return wheel
+    return wheel, done.stdout
 
 
 def copy_tracked_tree(target: Path) -> None:

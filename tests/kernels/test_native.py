@@ -200,20 +200,3 @@ def test_a_file_that_is_no_library(tmp_path: Path) -> None:
 def test_bandwidth_probe_reads_everything(isa: str, library: NativeLibrary) -> None:
     assert library.read(torch.ones(3 << 18)) > 0
     assert library.read(torch.zeros(3 << 18)) == 0
-
-
-def test_installing_without_a_compiler_warns_and_succeeds(tmp_path: Path) -> None:
-    command = [sys.executable, "setup.py", "build_ext"]
-    command += ["--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "CC": str(tmp_path / "no-such-compiler")},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Install a C compiler" in done.stdout + done.stderr
-    assert not list((tmp_path / "lib").rglob("*.so"))
