@@ -1,31 +1,17 @@
-"""AdamW on one expert's record, and the steps that it missed.
-
-An expert without tokens has the gradient zero, and ordinary AdamW still moves it: moments decay,
-the weights follow the first moment and decay. Those steps depend on nothing but the record and the
-learning rates, so they can be made up for when the expert is next needed (`dense_exact`), in the
-same arithmetic and hence to the same bits.
-
-Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019); the arithmetic is
-that of `torch.optim.AdamW(fused=True)`.
-"""
+"""Settings of the optimizer of offloaded training, and the scale of its losses."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-import torch
-from torch import Tensor
-
-from moe_runtime.offload.records import RecordLayout, Sections
+from moe_runtime.config import nearest
+from moe_runtime.offload.moments import MomentStorage
+from moe_runtime.offload.records import RecordLayout, Sections, StateFormat
 
 Untouched = Literal["dense_exact", "sparse_skip"]
 Clip = Literal["two_phase", "delayed"]
-
-REPLAY_ELEMENTS = 2**18
-"""Elements that several missed steps are taken on before the next ones: they stay in the cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +33,12 @@ class AdamW:
         loss_scale: what losses are multiplied by before, and gradients divided by after the
             backward pass; `"dynamic"` halves it after every skipped step and doubles it after
             2,000 good ones, beginning with 65,536.
+        moments: how experts' moments are stored: `full` in the parameters' dtype; `bf16` rounded
+            without bias; `fp8` with COAT's dynamic range expansion, 1 1/16 bytes
+            an element. Only `full` gives the bits of AdamW in memory.
+        galore_rank: experts' matrices have moments in a subspace of this rank (GaLore); 0 for none.
+        galore_scale: factor of the steps that come out of a subspace.
+        galore_refresh: an expert's updates after which its subspaces are chosen anew.
     """
 
     lr: float = 1e-3
@@ -57,6 +49,10 @@ class AdamW:
     clip: Clip = "two_phase"
     untouched: Untouched = "dense_exact"
     loss_scale: float | Literal["dynamic"] = 1.0
+    moments: MomentStorage = "full"
+    galore_rank: int = 0
+    galore_scale: float = 0.25
+    galore_refresh: int = 200
 
     def __post_init__(self) -> None:
         if not (self.lr >= 0 and math.isfinite(self.lr)):
@@ -66,12 +62,16 @@ class AdamW:
         for name in ("weight_decay", "clip_norm", "eps"):
             if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        if self.clip not in ("two_phase", "delayed"):
-            raise ValueError(f"clip must be 'two_phase' or 'delayed', got {self.clip!r}")
-        if self.untouched not in ("dense_exact", "sparse_skip"):
-            raise ValueError(
-                f"untouched must be 'dense_exact' or 'sparse_skip', got {self.untouched!r}"
-            )
+        known = {"clip": Clip, "untouched": Untouched, "moments": MomentStorage}
+        for name, choices in known.items():
+            if (value := getattr(self, name)) not in get_args(choices):
+                raise ValueError(f"{name} is {value!r}; {nearest(str(value), get_args(choices))}")
+        if self.galore_rank < 0:
+            raise ValueError(f"galore_rank must be at least 0, got {self.galore_rank}")
+        if self.galore_refresh < 1:
+            raise ValueError(f"galore_refresh must be at least 1, got {self.galore_refresh}")
+        if not (self.galore_scale > 0 and math.isfinite(self.galore_scale)):
+            raise ValueError(f"galore_scale must be positive, got {self.galore_scale}")
         if self.loss_scale != "dynamic" and not (
             isinstance(self.loss_scale, int | float) and 0 < self.loss_scale < math.inf
         ):
@@ -83,6 +83,25 @@ class AdamW:
     def waits_for_norm(self) -> bool:
         """Whether no expert may be updated before all gradients are known."""
         return self.clip_norm > 0 and self.clip == "two_phase"
+
+    @property
+    def state_format(self) -> StateFormat:
+        """What an expert's record holds under these settings."""
+        return StateFormat(moments=self.moments, rank=self.galore_rank)
+
+
+def bytes_of_step(layout: RecordLayout, settings: AdamW) -> tuple[int, int]:
+    """What an expert on the disk that got tokens has read and written in a step, at most.
+
+    Forward, its parameters are read. When its update is part of the backward pass, its state is
+    read and written there; when the norm of all gradients comes first, the backward pass reads the
+    parameters and writes the gradient, and the update reads everything and writes the state.
+    """
+    parameters, state = layout.bytes_of(Sections.PARAMETERS), layout.state_bytes
+    if settings.waits_for_norm:
+        gradient = layout.bytes_of(Sections.GRADIENT)
+        return 2 * parameters + state + gradient, gradient + state
+    return parameters + state, state
 
 
 class LossScale:
@@ -108,82 +127,3 @@ class LossScale:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.value, self._good_steps = float(state["value"]), int(state["good_steps"])
-
-
-def update(
-    layout: RecordLayout, record: Tensor, settings: AdamW, *, step: int, rate: float, scale: float
-) -> None:
-    """Takes one step with the record's own gradient, which is scaled in place first.
-
-    Args:
-        layout: of the record.
-        record: all four sections.
-        settings: of AdamW.
-        step: number of the step for the bias correction, the first is 1.
-        rate: learning rate.
-        scale: factor of the gradient, from clipping; 1 leaves it alone.
-    """
-    gradient = layout.flat(record, Sections.GRADIENT)
-    if scale != 1:
-        gradient.mul_(scale)
-    for part, decay in _parts(layout, settings):
-        _take(part, layout, record, gradient[part], settings, decay, step, rate)
-
-
-def replay(
-    layout: RecordLayout, record: Tensor, settings: AdamW, *, steps: Sequence[tuple[int, float]]
-) -> None:
-    """Takes the steps that an expert without tokens missed, in one pass over its record.
-
-    Args:
-        layout: of the record.
-        record: at least parameters and moments.
-        settings: of AdamW.
-        steps: number and learning rate of each missed step, in order.
-    """
-    zeros = torch.zeros(min(layout.used, REPLAY_ELEMENTS), dtype=layout.dtype)
-    for part, decay in _parts(layout, settings):
-        for start in range(part.start, part.stop, REPLAY_ELEMENTS):
-            some = slice(start, min(part.stop, start + REPLAY_ELEMENTS))
-            gradient = zeros[: some.stop - some.start]
-            for step, rate in steps:
-                _take(some, layout, record, gradient, settings, decay, step, rate)
-
-
-def _parts(layout: RecordLayout, settings: AdamW) -> Iterator[tuple[slice, float]]:
-    if layout.decaying:
-        yield slice(0, layout.decaying), settings.weight_decay
-    if layout.decaying < layout.used:
-        yield slice(layout.decaying, layout.used), 0.0
-
-
-def _take(
-    part: slice,
-    layout: RecordLayout,
-    record: Tensor,
-    gradient: Tensor,
-    settings: AdamW,
-    decay: float,
-    step: int,
-    rate: float,
-) -> None:
-    parameters, mean, variance = (
-        layout.flat(record, section)[part]
-        for section in (Sections.PARAMETERS, Sections.MEAN, Sections.VARIANCE)
-    )
-    # what torch.optim.AdamW(fused=True) itself calls
-    torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
-        [parameters],
-        [gradient],
-        [mean],
-        [variance],
-        [],
-        [torch.tensor(float(step))],
-        lr=rate,
-        beta1=settings.betas[0],
-        beta2=settings.betas[1],
-        weight_decay=decay,
-        eps=settings.eps,
-        amsgrad=False,
-        maximize=False,
-    )

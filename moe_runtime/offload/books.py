@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moe_runtime.offload.records import ORDER, RecordLayout, Sections
+from moe_runtime.offload.records import RecordLayout, Sections
 
 
 @dataclass(slots=True)
@@ -105,16 +105,11 @@ class Traffic:
     written_bytes: int = 0
     stall_s: float = field(default=0.0)
 
-    def count_use(self, entry: Entry, need: Sections, section_bytes: int) -> None:
+    def count_use(self, entry: Entry, need: Sections, layout: RecordLayout) -> None:
         """Counts sections that are asked for now."""
-        for section in ORDER:
-            if section not in need:
-                continue
-            self.needed_bytes += section_bytes
-            if section in entry.fresh:
-                self.useful_bytes += section_bytes
-            else:
-                self.reused_bytes += section_bytes
+        self.needed_bytes += layout.bytes_of(need)
+        self.useful_bytes += layout.bytes_of(need & entry.fresh)
+        self.reused_bytes += layout.bytes_of(need & ~entry.fresh)
         entry.fresh &= ~need
 
     def check(self, fresh_bytes: int) -> None:

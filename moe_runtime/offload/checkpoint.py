@@ -58,7 +58,12 @@ class ExpertCheckpoints:
         if self._begun:
             self._states.drop_versions(self._begun)
         self._begun = self._states.hold_versions()
-        return {"format": FORMAT, "sites": self._shapes(), "experts": {}}
+        return {
+            "format": FORMAT,
+            "sites": self._shapes(),
+            "state": self._state_format(),
+            "experts": {},
+        }
 
     def write(
         self, state: S, experts_of: Callable[[S], dict[str, Any]], job: Callable[[S], object]
@@ -98,6 +103,11 @@ class ExpertCheckpoints:
                 f"the checkpoint is of another model: it has experts {saved['sites']}, "
                 f"this one {shapes}"
             )
+        if saved["state"] != self._state_format():
+            raise CheckpointError(
+                f"the checkpoint's experts have {saved['state']}, this run's "
+                f"{self._state_format()}; go on with the optimizer's options of the checkpoint"
+            )
         rows = saved["experts"]
         missing = [self._name(key) for key in self._states.experts if self._name(key) not in rows]
         if missing:
@@ -124,6 +134,9 @@ class ExpertCheckpoints:
 
     def _name(self, key: ExpertKey) -> str:
         return f"{self._sites[key.layer].name}.{key.expert}"
+
+    def _state_format(self) -> str:
+        return str(next(iter(self._states.experts.values())).layout.state)
 
     def _shapes(self) -> dict[str, list[Any]]:
         """Number of experts, dtype and shapes of each module."""

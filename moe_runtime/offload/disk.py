@@ -136,17 +136,19 @@ class Disk:
         record: Tensor,
     ) -> Iterator[tuple[RecordFile, int, memoryview]]:
         """File, offset and memory of each run of neighbouring sections."""
-        view, size = host_view(record), layout.section_bytes
+        view = host_view(record)
         if Sections.GRADIENT in sections:
+            first, last = layout.place_of(Sections.GRADIENT)
             file, place = self._parking_place(key, layout)
-            yield file, place * size, view[3 * size : 4 * size]
+            yield file, place * file.slot_bytes, view[first:last]
         wanted = [index for index, section in enumerate(ORDER[:3]) if section in sections]
         if wanted:
             assert slot is not None
             file = self._files[layout.state_bytes]
-            for first, last in _runs(wanted):
-                start = slot * file.slot_bytes + first * size
-                yield file, start, view[first * size : last * size]
+            for begin, end in _runs(wanted):
+                first, _ = layout.place_of(ORDER[begin])
+                _, last = layout.place_of(ORDER[end - 1])
+                yield file, slot * file.slot_bytes + first, view[first:last]
 
     def _parking_place(self, key: ExpertKey, layout: RecordLayout) -> tuple[RecordFile, int]:
         size = layout.section_bytes

@@ -22,7 +22,7 @@ from moe_runtime.offload.memory import (
     dense_bytes,
     divide,
 )
-from moe_runtime.offload.records import RecordLayout
+from moe_runtime.offload.records import RecordLayout, StateFormat
 from moe_runtime.offload.site import ExpertsSite, layer_sites
 from moe_runtime.offload.states import ExpertStates
 from moe_runtime.types import ExpertKey
@@ -74,18 +74,20 @@ def offload_training(
         UnsupportedModelError: the model has no routed experts that can leave it.
         ValueError: a size cannot be read.
     """
+    settings = optimizer or AdamW()
     sites = find_sites(model)
     _check_device(model, device_memory)
-    layouts = layouts_of(sites)
+    layouts = layouts_of(sites, settings.state_format)
     memory = plan_memory(
-        model, sites, host_memory, activation_memory, has_disk=storage_dir is not None
-    )
+        model, sites, host_memory, activation_memory,
+        has_disk=storage_dir is not None, state=settings.state_format,
+    )  # fmt: skip
     states = open_states(
         layouts, memory, None if storage_dir is None else Path(storage_dir), io_threads, direct
     )
     if not resumes:
         fill(states, layouts, initial or _stacked_parameters(sites))
-    training = OffloadedTraining(model, sites, states, optimizer or AdamW(), memory)
+    training = OffloadedTraining(model, sites, states, settings, memory)
     for site in sites:
         for name in site.parameter_names:
             del site.module._parameters[name]
@@ -99,6 +101,7 @@ def plan_memory(
     activation_memory: MemorySize,
     *,
     has_disk: bool,
+    state: StateFormat | None = None,
 ) -> TrainingMemory:
     """How `offload_training` would divide a budget; allocates nothing.
 
@@ -116,7 +119,7 @@ def plan_memory(
     )
     return divide(
         budget,
-        layouts_of(sites),
+        layouts_of(sites, state),
         dense=dense_bytes(model, parameters),
         activations=activations,
         has_disk=has_disk,
@@ -140,9 +143,11 @@ def find_sites(model: nn.Module) -> list[ExpertsSite]:
     return sites
 
 
-def layouts_of(sites: Sequence[ExpertsSite]) -> dict[ExpertKey, RecordLayout]:
-    """The record of every expert, in order."""
-    layouts = [site.layout() for site in sites]
+def layouts_of(
+    sites: Sequence[ExpertsSite], state: StateFormat | None = None
+) -> dict[ExpertKey, RecordLayout]:
+    """The record of every expert, in order; with full moments when no state is named."""
+    layouts = [site.layout(state) for site in sites]
     return {
         ExpertKey(layer, expert): layouts[layer]
         for layer, site in enumerate(sites)

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_runtime.offload.adamw import AdamW, LossScale, replay, update
+from moe_runtime.offload.adamw import AdamW, LossScale
 from moe_runtime.offload.dense import clip_scale
 from moe_runtime.offload.records import Sections
 from moe_runtime.offload.slots import Need
 from moe_runtime.offload.states import ExpertStates
+from moe_runtime.offload.updates import Step, take_steps
 from moe_runtime.types import ExpertKey
 
 REHOME_STEPS = 50
@@ -79,8 +80,8 @@ class ExpertOptimizer:
         record = self.states.acquire(key, self.need(key) | more, writes=writes or is_behind)
         behind = self.states.content_step(key)
         if is_behind and behind < self.step:
-            missed = [(number + 1, self._rates[number]) for number in range(behind, self.step)]
-            replay(self.states.experts[key].layout, record, self.settings, steps=missed)
+            missed = [Step(number + 1, self._rates[number]) for number in range(behind, self.step)]
+            take_steps(self.states.experts[key].layout, record, self.settings, missed)
             self.states.set_content_step(key, self.step)
         return record
 
@@ -191,7 +192,13 @@ class ExpertOptimizer:
         expert = self.states.experts[key]
         is_exact = self.settings.untouched == "dense_exact"
         number = self.step + 1 if is_exact else expert.count + 1
-        update(expert.layout, record, self.settings, step=number, rate=rate, scale=scale)
+        gradient = expert.layout.flat(record, Sections.GRADIENT)
+        if scale != 1:
+            gradient.mul_(scale)
+        take_steps(
+            expert.layout, record, self.settings, [Step(number, rate)], gradient,
+            refreshes=expert.count % self.settings.galore_refresh == 0,
+        )  # fmt: skip
         expert.count += 1
         self.states.set_content_step(key, self.step + 1)
         self.states.write_state(key)

@@ -12,7 +12,7 @@ from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.kernels.expert_mlp import ActivationSpec, StackedExperts
 from moe_runtime.layer import Experts, MoELayer
 from moe_runtime.offload.dense import decays
-from moe_runtime.offload.records import ExpertTensor, RecordLayout
+from moe_runtime.offload.records import ExpertTensor, RecordLayout, StateFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,12 @@ class ExpertsSite:
         present = {name for name, _ in self.module.named_parameters(recurse=False)}
         return tuple(name for name in names if name in present)
 
-    def layout(self) -> RecordLayout:
-        """Of the record of one of its experts: fp32, or fp64 for experts in fp64."""
+    def layout(self, state: StateFormat | None = None) -> RecordLayout:
+        """Of the record of one of its experts: fp32, or fp64 for experts in fp64.
+
+        Args:
+            state: what it holds beside parameters; full moments when omitted.
+        """
         parameters = {name: self.module.get_parameter(name) for name in self.parameter_names}
         dtypes = {parameter.dtype for parameter in parameters.values()}
         dtype = torch.float64 if dtypes == {torch.float64} else torch.float32
@@ -61,6 +65,7 @@ class ExpertsSite:
                 for name, parameter in parameters.items()
             ],
             dtype,
+            state,
         )
 
     def stacked(self, names: Sequence[str], tensors: Sequence[Tensor]) -> StackedExperts:

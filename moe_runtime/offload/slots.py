@@ -106,7 +106,7 @@ class RecordSlots:
             except MoERuntimeError:
                 entry.pins -= 1
                 raise
-            self.traffic.count_use(entry, need, expert.layout.section_bytes)
+            self.traffic.count_use(entry, need, expert.layout)
             return self._slab.slot(entry.slot)
 
     def release(self, key: ExpertKey, *, has: Sections = Sections.NONE) -> None:
@@ -179,7 +179,7 @@ class RecordSlots:
         return self.disk
 
     def _bytes(self, key: ExpertKey, sections: Sections) -> int:
-        return sections.bit_count() * self.experts[key].layout.section_bytes
+        return self.experts[key].layout.bytes_of(sections)
 
     def _wait_for(self, is_done: Callable[[], bool]) -> None:
         started = time.perf_counter()

@@ -1,5 +1,6 @@
 """What a training run is made of: a frozen tree, read from one TOML file."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,6 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from moe_runtime.models.lm.config import LanguageModelConfig
+from moe_runtime.offload.adamw import AdamW, Untouched
+from moe_runtime.offload.moments import MomentStorage
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -157,6 +160,30 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadConfig:
+    """How experts beyond the memory are trained; each of these changes numbers, and says so.
+
+    Attributes:
+        moments: how experts' moments are stored: full, bf16 or fp8 (COAT).
+        galore_rank: experts' matrices have moments in a subspace of this rank; 0 for none.
+        galore_scale: factor of the steps that come out of a subspace.
+        galore_refresh: an expert's updates after which its subspaces are chosen anew.
+        untouched: experts without tokens: dense_exact moves them as AdamW does, sparse_skip leaves
+            them alone.
+    """
+
+    moments: MomentStorage = "full"
+    galore_rank: int = 0
+    galore_scale: float = 0.25
+    galore_refresh: int = 200
+    untouched: Untouched = "dense_exact"
+
+    def __post_init__(self) -> None:
+        # the optimizer knows what its settings may be
+        AdamW(**dataclasses.asdict(self))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """The run itself: how long, where to, how.
 
@@ -174,6 +201,7 @@ class RunConfig:
             4GiB, a share of what is free, or auto. Experts beyond it live in `storage_dir`.
         device_memory: for a model on a GPU, what it may take there.
         storage_dir: existing folder on a fast disk for the experts; the run's own when omitted.
+        offload: how those experts are trained; only with a `host_memory`.
         compile: have `torch.compile` fuse the blocks; the first steps of a kind take longer.
         log_every: steps between progress lines.
         evaluate_every: steps between measurements on held-out text; 0 measures at the end only.
@@ -196,6 +224,7 @@ class RunConfig:
     host_memory: str | None = None
     device_memory: str = "auto"
     storage_dir: Path | None = None
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     log_every: int = 10
     evaluate_every: int = 0
     evaluate_tokens: int = 16_384
@@ -216,6 +245,8 @@ class RunConfig:
             raise ValueError(f"host_memory cannot be combined with {other}; leave one of them out")
         if self.host_memory is None and self.storage_dir is not None:
             raise ValueError("storage_dir is for runs with a host_memory; give one")
+        if self.host_memory is None and self.offload != OffloadConfig():
+            raise ValueError("offload is for runs with a host_memory; give one")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from moe_runtime.config import format_bytes
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.models.lm.config import LanguageModelConfig
 from moe_runtime.models.lm.model import LanguageModel
-from moe_runtime.offload.adamw import AdamW
+from moe_runtime.offload.adamw import AdamW, bytes_of_step
 from moe_runtime.offload.handle import OffloadedTraining
 from moe_runtime.offload.initial import StreamedInit
 from moe_runtime.offload.offloading import (
@@ -67,22 +68,32 @@ def offloaded_optimizer(
     """
     assert config.run.host_memory is not None, "only runs with a budget are offloaded"
     sites = find_sites(model)
-    settings = AdamW(
-        lr=config.optimizer.peak_rate,
-        betas=(config.optimizer.betas[0], config.optimizer.betas[1]),
-        eps=config.optimizer.eps,
-        weight_decay=config.optimizer.weight_decay,
-        clip_norm=config.optimizer.clip_norm,
-    )
     return offload_training(
         model,
         host_memory=config.run.host_memory,
         device_memory=config.run.device_memory,
         storage_dir=folder,
-        optimizer=settings,
+        optimizer=optimizer_settings(config),
         activation_memory=activation_bytes(config),
         initial=partial(first.tensors_of, sites),
         resumes=resumes,
+    )
+
+
+def optimizer_settings(config: TrainConfig) -> AdamW:
+    """The run's optimizer, as offloaded training takes it.
+
+    Raises:
+        ValueError: the settings contradict each other.
+    """
+    options, offload = config.optimizer, config.run.offload
+    return AdamW(
+        lr=options.peak_rate,
+        betas=(options.betas[0], options.betas[1]),
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        clip_norm=options.clip_norm,
+        **dataclasses.asdict(offload),
     )
 
 
@@ -93,14 +104,17 @@ def offload_plan(config: TrainConfig, model: LanguageModel) -> dict[str, Any]:
         CapacityError: the budget is too small; names the smallest that works.
     """
     assert config.run.host_memory is not None, "only runs with a budget are offloaded"
-    sites = find_sites(model)
+    sites, settings = find_sites(model), optimizer_settings(config)
     memory = plan_memory(
-        model, sites, config.run.host_memory, activation_bytes(config), has_disk=True
-    )
-    sections = {key: layout.section_bytes for key, layout in layouts_of(sites).items()}
-    away = sum(size for key, size in sections.items() if key not in set(memory.resident))
-    # forward: weights; backward: weights and moments, or weights, the gradient out, then all of it
-    read, written = (6, 4) if config.optimizer.clip_norm else (4, 3)
+        model, sites, config.run.host_memory, activation_bytes(config),
+        has_disk=True, state=settings.state_format,
+    )  # fmt: skip
+    layouts = layouts_of(sites, settings.state_format)
+    away = [
+        bytes_of_step(layout, settings)
+        for key, layout in layouts.items()
+        if key not in set(memory.resident)
+    ]
     return {
         "experts": memory.num_experts,
         "experts_in_memory": len(memory.resident),
@@ -108,9 +122,9 @@ def offload_plan(config: TrainConfig, model: LanguageModel) -> dict[str, Any]:
         "dense_bytes": memory.dense_bytes,
         "activation_bytes": memory.activation_bytes,
         "slot_bytes": memory.slot_bytes,
-        "disk_bytes": 3 * sum(sections.values()),
-        "read_bytes_per_step": read * away,
-        "written_bytes_per_step": written * away,
+        "disk_bytes": sum(layout.state_bytes for layout in layouts.values()),
+        "read_bytes_per_step": sum(read for read, _ in away),
+        "written_bytes_per_step": sum(written for _, written in away),
     }
 
 

@@ -106,3 +106,20 @@ def test_bad_input_is_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+def test_compressed_states_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan has fewer bytes, the run says so and trains; an unknown format names the nearest."""
+    config = write_run(tmp_path)
+    small = [*smallest_budget(config, capsys), "--json"]
+    plans = []
+    for moments in ("full", "fp8"):
+        chosen = ["--set", f"run.offload.moments={moments}"]
+        assert main(["train", str(config), *small, *chosen, "--dry-run"]) == 0
+        plans.append(json.loads(capsys.readouterr().out)["offload"])
+    # of twelve blocks in two-phase clipping, each moment is one block less where it is read
+    assert plans[1]["read_bytes_per_step"] == plans[0]["read_bytes_per_step"] * 10 // 12
+    assert main(["train", str(config), *small, "--set", "run.offload.moments=fp8"]) == 0
+    assert json.loads(capsys.readouterr().out)["offload"]["written_bytes"] > 0
+    assert main(["train", str(config), "--set", "run.offload.moments=fp16"]) == 2
+    assert "did you mean" in capsys.readouterr().err
