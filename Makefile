@@ -31,11 +31,12 @@ INSTALLED := $(VENV)/.installed
 NATIVE_SOURCES := $(wildcard setup.py kernels/*/*.c kernels/*/*.cpp kernels/*/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check bench format clean
+.PHONY: help install demo test test-long check bench format clean
 
 help:
 	@echo "make demo    install, then generate text with two thirds of the experts left on disk"
 	@echo "make test    install, then run every test"
+	@echo "make test-long  install, then run the tests that take minutes: every layout of 8 processes"
 	@echo "make check   install, then ruff and pyright"
 	@echo "make bench   install, then time generation on a tiny checkpoint; BENCH_ARGS= for everything"
 	@echo "make format  rewrite the sources the way make check wants them"
@@ -63,6 +64,9 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+test-long: $(INSTALLED)
+	$(BIN)/pytest -m long
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -9,59 +9,59 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launched import Launch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_runtime.cli.processes import named_end
 from moe_runtime.errors import RankFailureError
 
 PROMPT = "The store reads"
-# Each process writes its number into a folder, and takes its time.
-PROGRAM = """
-import os, sys, time, moe_runtime
-from pathlib import Path
-from moe_runtime.cli.main import main
-load = moe_runtime.load
-def load_slow(*args, **options):
-    model = load(*args, **options)
-    model.register_forward_hook(lambda *_: time.sleep(0.05))
-    return model
-moe_runtime.load = load_slow
-folder, sys.argv = Path(sys.argv[1]), ["moe-runtime", *sys.argv[2:]]
-Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
-sys.exit(main())
-"""
 
 
-def test_one_text_and_one_line_that_names_the_dead(checkpoint: Path, tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    num_tokens = 240
-    torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    words = ["run", str(checkpoint), "-p", PROMPT, "-n", str(num_tokens)]
-    with subprocess.Popen(
-        [*torchrun, str(program), str(tmp_path), *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        begin = process.stdout.read(20)
-        os.kill(int((tmp_path / "1").read_text()), signal.SIGKILL)
-        text = (begin + process.stdout.read()).decode(errors="replace").rstrip("\n")
-        errors = process.stderr.read().decode()
-    assert process.returncode != 0
-    lines = [line for line in errors.splitlines() if line.startswith("moe-runtime: error:")]
-    assert len(lines) == 1, errors
-    assert "rank 1 of 2 has ended" in lines[0]
+def text_of_transformers(checkpoint: Path, num_tokens: int) -> str:
     tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
     ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint)
-    expected = model.generate(ids, max_new_tokens=60, do_sample=False)[0, ids.shape[1] :]
-    expected_text = tokenizer.decode(expected, skip_special_tokens=True)
-    shared = min(len(text.strip()), 40)
-    assert shared >= 10
-    assert text[:shared] == expected_text[:shared]
+    tokens = model.generate(ids, max_new_tokens=num_tokens, do_sample=False)[0, ids.shape[1] :]
+    return tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def test_one_text_and_one_line_that_names_the_dead(checkpoint: Path, tmp_path: Path) -> None:
+    launch = Launch(["run", str(checkpoint), "-p", PROMPT, "-n", "240"], 2, tmp_path)
+    try:
+        launch.wait_for_text(20)
+        launch.processes[1].kill()
+        launch.processes[1].join()
+        # As `torchrun` does once it has seen the death.
+        launch.processes[0].terminate()
+        launch.processes[0].join()
+        assert launch.processes[0].exitcode not in (0, -signal.SIGTERM)
+        assert len(launch.errors()) == 1
+        assert "rank 1 of 2 has ended" in launch.errors()[0]
+        assert launch.stdout(1) == ""
+        # The last characters may belong to a token that was cut off.
+        text = launch.stdout().strip()[:40]
+        assert len(text) >= 10
+        assert text_of_transformers(checkpoint, 60).startswith(text)
+    finally:
+        launch.close()
+
+
+@pytest.mark.long
+def test_torchrun_itself(checkpoint: Path) -> None:
+    torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--no-python"]
+    program = str(Path(sys.executable).with_name("moe-runtime"))
+    done = subprocess.run(
+        [
+            *(*torchrun, "--nproc-per-node", "2"),
+            *(program, "run", str(checkpoint), "-p", PROMPT, "-n", "20"),
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=True,
+    )
+    assert done.stdout.strip() == text_of_transformers(checkpoint, 20).strip()
 
 
 class OneDead:

@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from parallel_failures import (
@@ -33,14 +34,15 @@ def test_a_rank_that_dies_is_named_at_once(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_rank_killed_at_any_moment_is_named(seed: int, pool: RankPool) -> None:
+def test_a_rank_killed_at_any_moment_is_named(seed: int, pool: RankPool, tmp_path: Path) -> None:
     """In forward passes, backward passes and sums of gradients, with chunks and panels."""
     draw = random.Random(seed)
     victim = draw.randrange(3)
-    # All have come together once: a group that is still being made is torch's affair.
-    assert pool.run(dispatch_with, "nothing", 0)[0][0] == ""
-    pool.start(train_until_failure, draw.choice([1, 2, 4]), draw.choice([1, 2]))
-    time.sleep(draw.uniform(0.05, 0.5))
+    pool.start(train_until_failure, draw.choice([1, 2, 4]), draw.choice([1, 2]), str(tmp_path))
+    # A group that is still being made is torch's affair.
+    while len(list(tmp_path.iterdir())) < pool.size:
+        time.sleep(0.01)
+    time.sleep(draw.uniform(0.0, 0.3))
     pool.processes[victim].kill()
     results = pool.collect()
     assert results[victim] == (False, f"rank {victim} ended")

@@ -117,3 +117,12 @@ def test_every_layout_of_eight_ranks(ranks: Callable[[int], RankPool]) -> None:
         ParallelLayout(world_size=8, cp=2, pp=2, etp=2, ep=2),
     ]
     ranks(8).run(train_layouts, folded, 10, Overlap(is_local_first=False))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(5))
+def test_ten_steps_under_every_layout_of_eight_ranks(
+    part: int, ranks: Callable[[int], RankPool]
+) -> None:
+    layouts = one_of_each_programme(legal_layouts(8))[part::5]
+    assert ranks(8).run(train_layouts, layouts, 10, Overlap()) == [len(layouts)] * 8

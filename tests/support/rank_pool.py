@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,17 @@ PRELOAD = [
     *("torch", "torch.distributed", "torch.distributed.checkpoint", "torch.distributed.tensor"),
     *("moe_runtime.parallel", "moe_runtime.kernels.expert_mlp", "moe_runtime.engine.loading"),
     *("transformers.generation.utils", "transformers.models.olmoe.modeling_olmoe"),
+    *("moe_runtime.engine.elastic.worker", "moe_runtime.cli.run", "moe_runtime.training.session"),
 ]
 DEADLINE_S = 100.0
+
+
+def start_server() -> multiprocessing.context.ForkServerContext:
+    """The clean process that others are forked from; whoever asks first has the imports done."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    forkserver.ensure_running()
+    return context
 
 
 class RankFailed(AssertionError):
@@ -36,8 +46,7 @@ class RankPool:
         self.size = size
         self._timeout_s = timeout_s
         self._folder = tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = start_server()
         self._pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):

@@ -1,0 +1,92 @@
+"""Processes as `torchrun` starts them, without paying for its imports and theirs every time."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from rank_pool import start_server
+
+# What a token takes at least, so that the test has time to do something to a process.
+_TOKEN_S = 0.02
+
+
+class Launch:
+    """The command line `moe-runtime` in several processes of one group.
+
+    Their stdout and stderr go to the files `out-RANK` and `err-RANK` of the folder.
+
+    Args:
+        words: of the command line.
+        size: number of processes.
+        folder: for what they print.
+    """
+
+    def __init__(self, words: list[str], size: int, folder: Path) -> None:
+        self.folder = folder
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        context = start_server()
+        self.processes: list[BaseProcess] = []
+        for rank in range(size):
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "MASTER_ADDR": "localhost",
+                "MASTER_PORT": str(port),
+                "TORCHELASTIC_RUN_ID": "none",
+            }
+            process = context.Process(
+                target=_run, args=(words, environment, folder, rank), daemon=True
+            )
+            process.start()
+            self.processes.append(process)
+
+    def stdout(self, rank: int = 0) -> str:
+        """What a process has printed so far."""
+        path = self.folder / f"out-{rank}"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def errors(self) -> list[str]:
+        """The error lines of all processes."""
+        texts = [(self.folder / f"err-{r}").read_text() for r in range(len(self.processes))]
+        lines = "\n".join(texts).splitlines()
+        return [line for line in lines if line.startswith("moe-runtime: error:")]
+
+    def wait_for_text(self, num_characters: int) -> None:
+        """Returns once the first process has printed so much, or has ended."""
+        while len(self.stdout()) < num_characters and self.processes[0].is_alive():
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _run(words: list[str], environment: dict[str, str], folder: Path, rank: int) -> None:
+    for number, name in ((1, "out"), (2, "err")):
+        with open(folder / f"{name}-{rank}", "w") as file:
+            os.dup2(file.fileno(), number)
+    os.environ |= environment
+    import torch
+
+    import moe_runtime
+    from moe_runtime.cli.main import main
+
+    torch.set_num_threads(1)
+    load = moe_runtime.load
+
+    def load_slow(*args, **options):
+        model = load(*args, **options)
+        model.register_forward_hook(lambda *_: time.sleep(_TOKEN_S))
+        return model
+
+    moe_runtime.load = load_slow
+    sys.exit(main(words))
