@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from harness.interruption import stop_on_termination
+from harness.kept import check_circumstances
 from harness.machine import commit, describe_machine, machine_name, num_usable_cores, versions
 from harness.memory_cap import CapUnavailableError, why_unavailable
 from harness.plan import Settings, cap_label
@@ -37,6 +38,8 @@ EXAMPLES = """examples:
       the full comparison: 28 GB of disk for the files, about an hour, root for the caps
   python benchmarks/generate.py --systems ours,llama.cpp --caps 7GiB --repeats 1
       one cap, two systems, once
+  python benchmarks/generate.py --systems ours,accelerate,llama.cpp --caps 7GiB --keep
+      one cap more, beside the others that the results file has of this commit and machine
   python benchmarks/generate.py --only prepare
       make the files now, measure later
 
@@ -126,6 +129,14 @@ def run(settings: Settings, options: argparse.Namespace, console: Console) -> in
     }
     say(f"machine: {machine}")
     say(f"commit {facts['commit']}, {facts['versions']}")
+    prompt = _prompt(settings)
+    facts["prompt"] = prompt.source
+    results = options.results or HERE / "results" / f"generate-{machine_name(machine)}.json"
+    if options.quick and options.results is None:
+        results = settings.data / "generate-quick.json"
+    if options.keep:
+        plan = {"shape": settings.shape.describe(), "settings": settings.describe()}
+        check_circumstances({**facts, **plan}, results)
     prepare_files(settings, say)
     if options.only == "prepare":
         return 0
@@ -133,19 +144,14 @@ def run(settings: Settings, options: argparse.Namespace, console: Console) -> in
     measure_disk(settings, findings, say)
     if options.only == "disk":
         return 0
-    prompt = _prompt(settings)
-    facts["prompt"] = prompt.source
     caps = _usable_caps(settings, findings)
     try:
         run_all(settings, caps, prompt, findings, say)
         if settings.trace and "ours" in settings.systems:
-            trace_routes(settings, caps[0], prompt, findings, say)
+            trace_routes(settings, caps[0], prompt, findings, say, keeps=options.keep)
     finally:
         print_report(console, settings, caps, findings)
-        results = options.results or HERE / "results" / f"generate-{machine_name(machine)}.json"
-        if options.quick and options.results is None:
-            results = settings.data / "generate-quick.json"
-        write_results(results, settings, caps, findings, facts)
+        write_results(results, settings, caps, findings, facts, keeps=options.keep)
         say(f"results: {results}")
     failures = [record for record in findings.records if not record.outcome.succeeded]
     for record in failures:
@@ -215,6 +221,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="seed of the weights")
     add("--data", type=Path, default=HERE / "data", help="folder for checkpoints")
     add("--results", type=Path, help="results file (default: results/generate-<machine>.json)")
+    add(
+        "--keep",
+        action="store_true",
+        help="keep what the results file has of other caps, from the same commit and machine",
+    )
     return parser
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from harness.shapes import Shape
 
@@ -41,6 +43,11 @@ class Settings:
     cold: bool
     data: Path
 
+    def describe(self) -> dict[str, Any]:
+        """What a results file says of them."""
+        plain = {name: getattr(self, name) for name in self.__slots__ if name != "shape"}
+        return json.loads(json.dumps({**plain, "data": self.data.name}))
+
     @property
     def checkpoint(self) -> Path:
         return self.data / self.shape.name
@@ -48,6 +55,10 @@ class Settings:
     @property
     def gguf(self) -> Path:
         return self.data / f"{self.shape.name}.gguf"
+
+    @property
+    def trace_file(self) -> Path:
+        return self.data / f"{self.shape.name}-trace.npz"
 
     @property
     def offload_folder(self) -> Path:

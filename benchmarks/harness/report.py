@@ -13,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from harness.kept import with_kept
 from harness.plan import Settings, cannot_work, cap_label
 from harness.replay import misses_per_token
 from harness.session import Findings, RunRecord
@@ -106,14 +107,27 @@ def write_results(
     caps: Iterable[int | None],
     findings: Findings,
     facts: dict[str, Any],
+    *,
+    keeps: bool = False,
 ) -> None:
-    """Writes everything found as JSON; `facts` says where, when and how it was measured."""
+    """Writes everything found as JSON.
+
+    Args:
+        path: the file.
+        settings: what was asked for.
+        caps: what was measured.
+        findings: what was found.
+        facts: where, when and how it was measured.
+        keeps: whether results of other caps that the file has stay in it.
+
+    Raises:
+        ValueError: as `with_kept`.
+    """
     rows = summarize(settings, caps, findings)
-    plain = {name: getattr(settings, name) for name in settings.__slots__ if name != "shape"}
-    content = {
+    content: dict[str, Any] = {
         **facts,
         "shape": settings.shape.describe(),
-        "settings": {**plain, "data": settings.data.name},
+        "settings": {**settings.describe(), "caps": list(caps)},
         "notes": findings.notes,
         "summary": [asdict(row) for row in rows],
         "ratios_ours_over_peer": ratios(rows),
@@ -130,6 +144,8 @@ def write_results(
             for record in findings.records
         ],
     }
+    if keeps:
+        content = with_kept(content, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
 

@@ -55,7 +55,8 @@ def prepare_files(settings: Settings, say: Say) -> None:
     if not is_complete(shape, settings.checkpoint, seed=settings.seed):
         _require_room(settings.data, shape.total_bytes)
         say(f"writing checkpoint {settings.checkpoint} ({shape.total_bytes / 1e9:.1f} GB)")
-        settings.gguf.unlink(missing_ok=True)
+        for derived in (settings.gguf, settings.trace_file):
+            derived.unlink(missing_ok=True)
         write_checkpoint(
             shape, settings.checkpoint, seed=settings.seed, progress=_progress(say, "checkpoint")
         )
@@ -96,10 +97,25 @@ def run_all(
 
 
 def trace_routes(
-    settings: Settings, cap: int | None, prompt: Prompt, findings: Findings, say: Say
+    settings: Settings,
+    cap: int | None,
+    prompt: Prompt,
+    findings: Findings,
+    say: Say,
+    *,
+    keeps: bool = False,
 ) -> None:
-    """Records ours' routing in a run that is not timed; it is the same at every budget."""
-    trace_file = settings.data / f"{settings.shape.name}-trace.npz"
+    """Records ours' routing in a run that is not timed; it is the same at every budget.
+
+    With `keeps`, the recording of a session before is used if it is of a run of the same length.
+    """
+    trace_file = settings.trace_file
+    if keeps and trace_file.is_file():
+        routes = read_routes(trace_file, settings.new_tokens)
+        expected = settings.prompt_tokens + settings.warmup_tokens, settings.new_tokens
+        if (len(routes.prompt[0]), len(routes.decode[0])) == expected:
+            findings.routes = routes
+            return
     trace_file.unlink(missing_ok=True)
     outcome = _execute(settings, prompt, PlannedRun("ours", cap, 0), trace_file)
     if not outcome.succeeded:

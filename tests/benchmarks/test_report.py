@@ -1,6 +1,8 @@
+import json
 from pathlib import Path
 
 import pytest
+from harness.kept import CIRCUMSTANCES, with_kept
 from harness.plan import PlannedRun, Settings, cannot_work, cap_label, planned_runs
 from harness.processes import Outcome
 from harness.replay import Routes
@@ -119,3 +121,45 @@ def test_details_put_replay_beside_measurement() -> None:
 
 def test_cap_labels() -> None:
     assert [cap_label(cap) for cap in (None, 7 * GIB, 3 * GIB // 2)] == ["none", "7 GiB", "1.5 GiB"]
+
+
+def content(caps: list[int | None], **changes: object) -> dict[str, object]:
+    """A results file of some caps; the speed of ours is in its rows."""
+    speeds = {None: 3.0, 7 * GIB: 2.0, 5 * GIB: 1.0}
+    rows = [{"cap_bytes": cap, "system": "ours", "speed": speeds[cap]} for cap in caps]
+    facts = {name: name for name in CIRCUMSTANCES}
+    return {
+        **facts,
+        "command": f"measure {caps}",
+        "settings": {"systems": ["ours"], "caps": caps, "trace": True, "repeats": 3},
+        "notes": ["slow disk"],
+        "disk": [{"bytes_per_s": 1.0}],
+        **dict.fromkeys(("summary", "ratios_ours_over_peer", "ours", "runs"), rows),
+        **changes,
+    }
+
+
+def test_results_of_other_caps_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    first = content([None, 5 * GIB])
+    assert with_kept(first, path) == first
+    stale = {"cap_bytes": 5 * GIB, "system": "ours", "speed": -1.0}
+    kept = {"cap_bytes": None, "system": "ours", "speed": 3.0}
+    path.write_text(json.dumps(content([None, 5 * GIB], runs=[stale, kept])))
+    merged = with_kept(content([7 * GIB, 5 * GIB]), path)
+    for section in ("summary", "runs"):
+        found = [(row["cap_bytes"], row["speed"]) for row in merged[section]]
+        assert found == [(None, 3.0), (7 * GIB, 2.0), (5 * GIB, 1.0)]
+    assert merged["settings"]["caps"] == [None, 7 * GIB, 5 * GIB]
+    assert merged["notes"] == ["slow disk"]
+    assert merged["command"] == f"{first['command']} && measure {[7 * GIB, 5 * GIB]}"
+
+
+@pytest.mark.parametrize("changes", [{"commit": "b"}, {"settings": {"repeats": 1}}], ids=str)
+def test_results_of_other_circumstances_are_not_kept(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(content([None], **changes)))
+    with pytest.raises(ValueError, match=r"cannot be kept: they have another (commit|repeats);"):
+        with_kept(content([7 * GIB]), path)
