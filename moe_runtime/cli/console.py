@@ -9,10 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from moe_runtime.cli.processes import Speaker
+from typing import Any
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage's name, the bytes done and the bytes in total."""
@@ -25,12 +22,12 @@ class Session:
     Attributes:
         debug: errors show a traceback.
         as_json: stdout carries exactly one JSON object.
-        speaker: says what went wrong where several processes run the command.
+        say: says what went wrong, with its line, where several processes run the command.
     """
 
     debug: bool = False
     as_json: bool = False
-    speaker: "Speaker | None" = None
+    say: Callable[[Exception, str], None] | None = None
 
     def begin(self, *, debug: bool, as_json: bool) -> None:
         """Notes the options of the command and silences the libraries below it."""
@@ -44,8 +41,8 @@ class Session:
     def fail(self, error: Exception, message: str) -> None:
         """Shows the one line that an error gets."""
         sys.stdout.flush()
-        if self.speaker is not None:
-            self.speaker.say(error, message)
+        if self.say is not None:
+            self.say(error, message)
             return
         if launched_rank():
             # All processes were given the same words; the first one says what is wrong with them.

@@ -58,7 +58,7 @@ def joined_processes(session: Session) -> Iterator["ProcessGroup | None"]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if has_devices else "gloo", timeout=_BACKEND_LIMIT)
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
-    session.speaker = Speaker(group.get_group_store(), dist.get_rank(), sys.stderr)
+    session.say = Speaker(group.get_group_store(), dist.get_rank(), sys.stderr).say
     with contextlib.ExitStack() as stack:
         if dist.get_rank() > 0:
             nowhere = stack.enter_context(open(os.devnull, "w"))
