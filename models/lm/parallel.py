@@ -42,6 +42,8 @@ def spread_experts(
         share.take(whole)
         layer.experts = share
     model.replicas = groups.group("dense", "tp", "cp", "dp")
+    for layer in model.routed_layers():
+        layer.gate.batch_group = model.replicas
 
 
 def shard_dense(model: LanguageModel, groups: LayoutGroups) -> None:

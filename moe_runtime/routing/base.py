@@ -88,6 +88,10 @@ class Gate(nn.Module, ABC):
 
     Attributes:
         weight: `[E, D]`, or None for a gate without a linear map.
+        batch_group: Processes that route other tokens of the same batch at the same time, for the
+            loss `global_balance`; None means that this one routes all of them.
+        step_counts_E: `[E]` int64: choices since the last `after_step`, for that loss; None without
+            it.
 
     Raises:
         ValueError: Sizes that cannot work, or an unknown loss.
@@ -123,11 +127,18 @@ class Gate(nn.Module, ABC):
             self.default_loss_weights if loss_weights is None else loss_weights
         )
         check_loss_names(self.loss_weights, {**LOSSES, **dict.fromkeys(self.own_loss_names)})
+        num_scores = num_scores or num_experts
         self.weight: nn.Parameter | None = None
         if self.is_linear:
             self.weight = nn.Parameter(
-                torch.empty(num_scores or num_experts, hidden_size, device=device, dtype=dtype)
+                torch.empty(num_scores, hidden_size, device=device, dtype=dtype)
             )
+        self.batch_group: ProcessGroup | None = None
+        self.step_counts_E: Tensor | None
+        counts_E = None
+        if self.loss_weights.get("global_balance"):
+            counts_E = torch.zeros(num_scores, dtype=torch.int64, device=device)
+        self.register_buffer("step_counts_E", counts_E, persistent=False)
         Gate.reset_parameters(self)
 
     def reset_parameters(self) -> None:
@@ -160,11 +171,13 @@ class Gate(nn.Module, ABC):
         return F.linear(x_TD.to(precise), self.weight.to(precise))
 
     def after_step(self, group: ProcessGroup | None = None) -> None:
-        """What a gate does between optimizer steps: call it after each, nothing by default.
+        """What a gate does between optimizer steps: call it after each.
 
         Args:
             group: Processes that train copies of this gate.
         """
+        if self.step_counts_E is not None:
+            self.step_counts_E.zero_()
 
     @abstractmethod
     def choose(self, logits_TE: Tensor, context: RoutingContext) -> Choice:
@@ -198,6 +211,7 @@ class Gate(nn.Module, ABC):
             choice.weights_TK,
             self.num_groups,
             context.num_sequences,
+            self._batch_counts(choice),
         )
         own = choice.own_losses or {}
         return {
@@ -205,6 +219,21 @@ class Gate(nn.Module, ABC):
             for name, weight in self.loss_weights.items()
             if weight
         }
+
+    def _batch_counts(self, choice: Choice) -> Tensor | None:
+        """`[E]` int64: choices in the batch, of other processes and of the step's calls so far.
+
+        None where `global_balance` is not asked for, or nothing is trained. A call that activation
+        checkpointing makes again counts twice, and so do all before it: their shares, and the
+        gradient, are the same.
+        """
+        if self.step_counts_E is None or not (self.training and torch.is_grad_enabled()):
+            return None
+        counts_E = expert_counts(choice.ids_TK, len(self.step_counts_E))
+        if self.batch_group is not None:
+            torch.distributed.all_reduce(counts_E, group=self.batch_group)
+        self.step_counts_E += counts_E
+        return self.step_counts_E.clone()
 
     def places(self, choice: Choice, num_experts: int) -> tuple[Tensor, Tensor]:
         """Place of each choice among those of its expert, and whether it is kept."""

@@ -27,6 +27,8 @@ class LossInputs:
         weights_TK: Combine weights before capacity, differentiable.
         num_groups: Groups that are routed on their own (GShard), consecutive tokens each.
         num_sequences: Sequences, consecutive tokens each.
+        batch_counts_E: Choices of each expert in the batch that these tokens are a part of; None
+            means that they are all of it.
     """
 
     logits_TE: Tensor
@@ -35,6 +37,7 @@ class LossInputs:
     weights_TK: Tensor
     num_groups: int = 1
     num_sequences: int = 1
+    batch_counts_E: Tensor | None = None
 
     @property
     def num_experts(self) -> int:
@@ -54,6 +57,21 @@ def load_balance_loss(inputs: LossInputs) -> Tensor:
 def sequence_balance_loss(inputs: LossInputs) -> Tensor:
     """`load_balance_loss` of each sequence, then the mean (DeepSeek-V2 and V3)."""
     return _balance(inputs.probs_TE, inputs.ids_TK, inputs.num_sequences)
+
+
+def global_balance_loss(inputs: LossInputs) -> Tensor:
+    """`load_balance_loss` with f over the whole batch, P over these tokens (Megatron-Core).
+
+    The mean over the parts of a batch is what one process would compute of all of it, and a part
+    that is of one kind (a file of code, say) may use its experts unevenly as long as the batch does
+    not: Qiu et al. 2025, "Demons in the Detail".
+    """
+    counts_E = inputs.batch_counts_E
+    if counts_E is None:
+        return _balance(inputs.probs_TE, inputs.ids_TK, 1)
+    shares_E = counts_E.to(inputs.probs_TE.dtype) / counts_E.sum().clamp(min=1)
+    means_E = inputs.probs_TE.sum(dim=0) / max(1, len(inputs.probs_TE))
+    return inputs.num_experts * (shares_E * means_E).sum()
 
 
 def first_choice_balance_loss(inputs: LossInputs) -> Tensor:
@@ -88,6 +106,7 @@ LOSSES: Mapping[str, Callable[[LossInputs], Tensor]] = {
     "load_balance": load_balance_loss,
     "first_choice_balance": first_choice_balance_loss,
     "sequence_balance": sequence_balance_loss,
+    "global_balance": global_balance_loss,
     "importance": importance_loss,
     "z": z_loss,
 }

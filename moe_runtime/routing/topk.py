@@ -123,6 +123,7 @@ class SoftmaxTopK(Gate):
         Args:
             group: Processes that share this gate; their loads are added up.
         """
+        super().after_step(group)
         if self.expert_bias is None or self.load_E is None:
             return
         if group is not None:

@@ -7,13 +7,16 @@ C tokens that an expert takes.
 
 from __future__ import annotations
 
-from typing import ClassVar, Unpack
+from typing import TYPE_CHECKING, ClassVar, Unpack
 
 import torch
 from torch import Tensor
 
 from moe_runtime.routing.base import Choice, Gate, GateOptions, RoutingContext
 from moe_runtime.routing.capacity import Capacity
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class ExpertChoice(Gate):
@@ -119,8 +122,9 @@ class DenseToSparse(Gate):
         return self.tau_start + (self.tau_end - self.tau_start) * progress
 
     @torch.no_grad()
-    def after_step(self, group: object = None) -> None:
+    def after_step(self, group: ProcessGroup | None = None) -> None:
         """Counts a training step."""
+        super().after_step(group)
         self.num_steps += 1
 
     def choose(self, logits_TE: Tensor, context: RoutingContext) -> Choice:

@@ -114,6 +114,35 @@ def _autocast(loss: object, x: torch.Tensor) -> torch.Tensor:
         return loss(x)  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("lift", [0.0, 100.0])
+def test_experts_without_weights_are_never_asked_for(tmp_path: Path, lift: float) -> None:
+    """MoE++: the tiers see one access for each expert with weights that a pass visits, no other."""
+    inputs = windows(4, 1)
+    expected, model = stack(gate="moepp"), stack(gate="moepp")
+    with torch.no_grad():
+        for layer in (*expected.layers, *model.layers):
+            layer.gate.weight[EXPERTS:] += lift
+        for first in (expected.first, model.first):
+            first.bias.fill_(3.0)  # sums of tokens are positive, so that the lift decides
+    training = offloaded(model, DECAYING, tmp_path, experts_in_memory=0)
+    accesses = []
+    with torch.no_grad():
+        x = model.first(inputs[0][0])
+        for layer in model.layers:
+            before = training.stats().traffic.needed_bytes
+            x = x + layer(x)
+            moved = training.stats().traffic.needed_bytes - before
+            accesses.append((moved, int((layer.aux.counts_E > 0).sum())))
+    record = max(moved for moved, _ in accesses) // max(1, max(n for _, n in accesses))
+    assert all(moved == visited * record for moved, visited in accesses)
+    assert (record == 0) == bool(lift)
+    losses = train_in_memory(expected, inputs, DECAYING)
+    assert train_offloaded(training, model.loss, inputs) == losses
+    assert (training.stats().traffic.needed_bytes == 0) == bool(lift)
+    assert_same_parameters(training, expected)
+    training.close()
+
+
 def test_evaluation_sees_missed_steps(tmp_path: Path) -> None:
     inputs = windows(6, 1)
     expected, model = stack(), stack()

@@ -4,7 +4,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from parallel_checks import bytes_on_the_wire, dispatch_and_combine, gradients
+from parallel_checks import (
+    bytes_on_the_wire,
+    dispatch_and_combine,
+    gradients,
+    moepp_layer,
+    moepp_layer_bytes,
+)
 from parallel_layer import (
     Answer,
     Problem,
@@ -110,6 +116,28 @@ def test_bytes_on_the_wire_are_those_of_the_closed_form(
         forward = sent * there + received * back
         # Gradients of results travel there, gradients of rows back, both as results do.
         assert found == [forward, forward + (sent + received) * back]
+
+
+@pytest.mark.parametrize("lift", [0.0, 50.0])
+def test_experts_without_weights_send_nothing(
+    lift: float, ranks: Callable[[int], RankPool]
+) -> None:
+    """MoE++: a choice of a zero-computation expert stays on its rank; with `lift` all are such."""
+    torch.manual_seed(2)
+    weight, parts = torch.randn(8, 6).double(), torch.randn(2, 9, 6).double().abs()
+    weight[4:] += lift
+    expected = moepp_layer(weight)(parts.flatten(0, 1))
+    found = ranks(2).run(moepp_layer_bytes, weight, parts)
+    torch.testing.assert_close(torch.cat([out for *_, out in found]), expected.detach())
+    row = 6 * 8
+    ids = [of_rank for _, _, of_rank, _ in found]
+    sent = [int(((i < 4) & (i // 2 != rank)).sum()) for rank, i in enumerate(ids)]
+    assert (sum(sent) == 0) == bool(lift)
+    assert sum(sent) < 2 * 9 * 2
+    for rank, (forward, both, _, _) in enumerate(found):
+        # own rows there, the other rank's results back; gradients the other way
+        assert forward == (sent[rank] + sent[1 - rank]) * row
+        assert both == 2 * forward
 
 
 def test_bits_do_not_depend_on_the_placement(ranks: Callable[[int], RankPool]) -> None:

@@ -54,6 +54,60 @@ def test_balance_losses_by_hand() -> None:
         assert LOSSES[name](case).item() == pytest.approx(value, rel=1e-12), name
 
 
+def test_global_balance_takes_the_load_of_the_batch_and_the_scores_of_its_part() -> None:
+    """The mean over parts of a batch, values and gradients, is `load_balance` of all of it."""
+    logits = inputs().logits_TE.clone().requires_grad_()
+    ids = logits.topk(K).indices
+    counts = ids.flatten().bincount(minlength=E)
+    parts = [
+        LossInputs(part, part.softmax(-1), of_part, part.softmax(-1), batch_counts_E=counts)
+        for part, of_part in zip(logits.chunk(3), ids.chunk(3), strict=True)
+    ]
+    mean = sum(LOSSES["global_balance"](part) for part in parts) / 3
+    whole = LOSSES["load_balance"](LossInputs(logits, logits.softmax(-1), ids, logits))
+    torch.testing.assert_close(mean, whole)
+    for one, other in zip(
+        torch.autograd.grad(mean, logits), torch.autograd.grad(whole, logits), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("gate", ["softmax_topk", "sigmoid_topk", "moepp", "dense_to_sparse"])
+def test_global_balance_counts_the_micro_batches_of_a_step(gate: str) -> None:
+    torch.manual_seed(0)
+    options = {"bias_update_rate": 1e-3} if gate == "sigmoid_topk" else {}
+    layer = make_gate(
+        gate, 8, E, K, loss_weights={"global_balance": 1.0, "load_balance": 1.0}, **options
+    )
+    assert not layer.state_dict().keys() & {"step_counts_E"}
+    parts = torch.randn(3, 10, 8)
+    for _ in range(2):  # a step starts from nothing
+        first, *_, last = (layer(part) for part in parts)
+        own = first.losses["load_balance"]
+        torch.testing.assert_close(first.losses["global_balance"], own)
+        assert not torch.allclose(last.losses["global_balance"], last.losses["load_balance"])
+        layer.after_step()
+    before = layer.step_counts_E.clone()
+    for quiet in (layer.eval(), layer.train().requires_grad_(False)):
+        with torch.set_grad_enabled(not quiet.training):
+            quiet(parts[0])
+    assert torch.equal(layer.step_counts_E, before), "only training counts"
+
+
+def test_global_balance_with_recomputed_activations_has_the_same_gradient() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        gate = make_gate("softmax_topk", 8, E, K, loss_weights={"global_balance": 1.0})
+        for part in torch.randn(3, 10, 8):
+            routing = checkpoint(gate, part, use_reentrant=False) if recompute else gate(part)
+            routing.losses["global_balance"].backward()
+        gradients.append(gate.weight.grad)
+    assert torch.equal(*gradients)
+
+
 def test_importance_and_z_by_hand() -> None:
     case = inputs()
     sums = [

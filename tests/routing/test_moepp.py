@@ -53,7 +53,7 @@ def test_heterogeneous_capacity_and_loss() -> None:
         (1.0 if e < 3 else 0.5) * float((ids == e).sum()) / 30 * float(probs[:, e].mean())
         for e in range(7)
     )
-    assert float(routing.losses["heterogeneous_balance"]) == pytest.approx(expected, rel=1e-5)
+    assert routing.losses["heterogeneous_balance"].item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_gating_residual_chain_differentiates() -> None:
@@ -68,7 +68,7 @@ def test_gating_residual_chain_differentiates() -> None:
             previous = layer.aux.routing.logits_TE
         return x
 
-    x = rows(3).double().requires_grad_()
+    x = rows(1).double().requires_grad_()  # tokens do not meet here
     assert torch.autograd.gradcheck(chain, x)
     chain(x).sum().backward()
     assert layers[1].gate.residual.grad.any()

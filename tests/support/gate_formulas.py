@@ -327,6 +327,24 @@ def most_likely(layer: MoELayer, x: Tensor) -> Tensor:
     return place(rows, layer.gate.num_experts, x)
 
 
+def in_turn(renormalize: bool) -> Formula:
+    """Experts 0, 1, 2, ... to the choices as they come, with the softmax of their scores."""
+
+    def formula(layer: MoELayer, x: Tensor) -> Tensor:
+        gate, expert = layer.gate, 0
+        rows = []
+        for row in linear_scores(layer, x):
+            probs, chosen = softmax(row), []
+            for _ in range(gate.top_k):
+                chosen.append(expert)
+                expert = (expert + 1) % gate.num_experts
+            total = sum(probs[e] for e in chosen) if renormalize else 1.0
+            rows.append({e: probs[e] / total for e in chosen})
+        return place(rows, gate.num_experts, x)
+
+    return formula
+
+
 GROUPED = {"num_groups": 3, "capacity_factor": 0.8}
 FORMULAS = [
     GateCase("softmax-renormalised", "softmax_topk", softmax_before(True)),
@@ -388,6 +406,14 @@ FORMULAS = [
     GateCase("base-eval", "base", plain_top_k, top_k=1, training=False),
     GateCase("rl-r", "rl_r", sampled, top_k=1, options={"top_p": 0.8}),
     GateCase("rl-r-eval", "rl_r", most_likely, top_k=1, training=False),
+    GateCase("round-robin", "round_robin", in_turn(True), num_experts=5),
+    GateCase(
+        "round-robin-raw",
+        "round_robin",
+        in_turn(False),
+        top_k=3,
+        options={"renormalize": False},
+    ),
     GateCase("moepp", "moepp", moepp, top_k=3),
     GateCase(
         "moepp-more-zeros",

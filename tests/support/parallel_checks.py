@@ -8,16 +8,19 @@ import torch
 import torch.distributed as dist
 from parallel_layer import Answer, Problem, rank_parameters, rank_routing, run_experts
 
+from moe_runtime.layer import MoELayer
 from moe_runtime.parallel import (
     ExpertSlots,
     FlatTransport,
     HierarchicalTransport,
+    ParallelExperts,
     combine,
     dispatch,
 )
 from moe_runtime.parallel.dispatch import Group
 from moe_runtime.parallel.transport import Pending
 from moe_runtime.parallel.wire import WireName
+from moe_runtime.routing import make_gate
 
 
 def make_group(grid: tuple[int, int] | None) -> Group:
@@ -91,3 +94,56 @@ def bytes_on_the_wire(problem: Problem, slots: ExpertSlots, wire: WireName) -> l
     forward = transport.row_bytes
     y_TD.backward(problem.of_rank(problem.grad_TD, rank))
     return [forward, transport.row_bytes]
+
+
+def moepp_layer_bytes(
+    weight: torch.Tensor, parts: torch.Tensor
+) -> tuple[int, int, torch.Tensor, torch.Tensor]:
+    """A MoE++ layer over all ranks: bytes that leave this rank in the forward pass and in both.
+
+    Also the choices of experts with weights `[T, K]`, and the output `[T, D]`.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    transport = CountingTransport(FlatTransport(group))
+    layer = moepp_layer(weight)
+    share = ParallelExperts(
+        layer.gate.num_experts, layer.hidden_size, 8, transport, dtype=weight.dtype
+    )
+    share.take(layer.get_submodule("experts").stacked())
+    layer.experts = share
+    out_TD = layer(parts[dist.get_rank()].requires_grad_())
+    forward = transport.row_bytes
+    out_TD.sum().backward()
+    assert layer.aux is not None
+    return forward, transport.row_bytes, layer.aux.routing.ids_TK, out_TD.detach()
+
+
+def moepp_layer(weight: torch.Tensor) -> MoELayer:
+    """4 experts and the default zero-computation ones, with the same weights on every rank."""
+    torch.manual_seed(0)
+    layer = MoELayer(weight.shape[1], 8, 4, 2, gate="moepp", dtype=weight.dtype)
+    with torch.no_grad():
+        layer.gate.get_parameter("weight").copy_(weight)
+    return layer
+
+
+def global_balance_gradients(
+    weight: torch.Tensor, parts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of this rank's part of a batch, and its gradient of the gate's weight."""
+    gate = make_gate(
+        "softmax_topk",
+        weight.shape[1],
+        len(weight),
+        2,
+        loss_weights={"global_balance": 1.0},
+        dtype=weight.dtype,
+    )
+    gate.load_state_dict({"weight": weight})
+    gate.batch_group = dist.group.WORLD
+    loss = gate(parts[dist.get_rank()]).losses["global_balance"]
+    loss.backward()
+    assert gate.weight is not None
+    assert gate.weight.grad is not None
+    return loss.detach(), gate.weight.grad
