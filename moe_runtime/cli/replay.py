@@ -57,6 +57,14 @@ ExpertSize = Annotated[str, typer.Option(help="Bytes of one expert.")]
 LayerTime = Annotated[
     float, typer.Option(min=0.0, help="Seconds a layer computes without experts.")
 ]
+KnownAhead = Annotated[
+    float,
+    typer.Option(
+        min=0.0,
+        help="Of --layer-time, seconds after the experts are chosen that need none of them, as "
+        "with ScMoE's shortcut.",
+    ),
+]
 ExpertTime = Annotated[float, typer.Option(min=0.0, help="Seconds that one expert computes.")]
 
 
@@ -75,6 +83,7 @@ def replay(
     latency: Latency = 1e-4,
     expert_size: ExpertSize = "16MiB",
     layer_time: LayerTime = 5e-4,
+    known_ahead: KnownAhead = 0.0,
     expert_time: ExpertTime = 1e-4,
     as_json: options.Json = False,
     debug: options.Debug = False,
@@ -98,7 +107,7 @@ def replay(
         raise ValueError(f"--shares must be even or adaptive, got {shares!r}")
     if bandwidth is None:
         _refuse_times(ctx)
-    machine = _machine(bandwidth, latency, expert_size, layer_time, expert_time)
+    machine = _machine(bandwidth, latency, expert_size, layer_time, known_ahead, expert_time)
     all_names = [name for name in POLICIES if name != "predicted" or predictor is not None]
     names = all_names if policy == "all" else [name.strip() for name in policy.split(",")]
     with loading_bar() as progress:
@@ -163,7 +172,7 @@ def _refuse_times(ctx: typer.Context) -> None:
     Raises:
         ValueError: one of them was given.
     """
-    for name in ("latency", "expert_size", "layer_time", "expert_time"):
+    for name in ("latency", "expert_size", "layer_time", "known_ahead", "expert_time"):
         source = ctx.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             raise ValueError(
@@ -172,7 +181,12 @@ def _refuse_times(ctx: typer.Context) -> None:
 
 
 def _machine(
-    bandwidth: str | None, latency: float, expert_size: str, layer_time: float, expert_time: float
+    bandwidth: str | None,
+    latency: float,
+    expert_size: str,
+    layer_time: float,
+    known_ahead: float,
+    expert_time: float,
 ) -> "Machine | None":
     if bandwidth is None:
         return None
@@ -183,6 +197,7 @@ def _machine(
         latency_s=latency,
         expert_bytes=parse_bytes(expert_size),
         layer_s=layer_time,
+        known_ahead_s=known_ahead,
         expert_s=expert_time,
     )
 

@@ -14,6 +14,7 @@ from moe_runtime.cli.console import Session, print_json, print_table
 
 if TYPE_CHECKING:
     from moe_runtime.planning.scaling import ScalingPoint
+    from moe_runtime.planning.shortcut import ShortcutSchedule
 
 Ranks = Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")]
 Degrees = Annotated[str, typer.Option(help="Numbers of chunks that rows are cut into.")]
@@ -31,6 +32,13 @@ Zipf = Annotated[float, typer.Option(min=0.0, help="Skew of the experts' loads; 
 Algorithm = Annotated[str, typer.Option(help="Placement, as in `moe-runtime place`.")]
 Replicas = Annotated[int, typer.Option(min=0, help="Slots of each rank for second copies.")]
 Straggler = Annotated[float, typer.Option(min=1.0, help="How much slower rank 0 computes.")]
+Shortcut = Annotated[
+    str | None,
+    typer.Option(
+        help="Seconds of what ScMoE's shortcut lets compute beside the exchange, in order: "
+        "feed-forward, attention and shared expert, such as 3e-4,1e-3,2e-4."
+    ),
+]
 Plot = Annotated[
     Path | None, typer.Option(help="Draw layer time and exposed communication (.png, .svg, .pdf).")
 ]
@@ -53,6 +61,7 @@ def simulate(
     algorithm: Algorithm = "round-robin",
     replicas_per_rank: Replicas = 0,
     straggler: Straggler = 1.0,
+    shortcut: Shortcut = None,
     plot: Plot = None,
     as_json: options.Json = False,
     debug: options.Debug = False,
@@ -66,6 +75,9 @@ def simulate(
     session.begin(debug=debug, as_json=as_json)
     numbers = _numbers(ranks, "--ranks", MOST_RANKS)
     chunks = _numbers(degrees, "--degrees", 64)
+    backbone_s = None if shortcut is None else _seconds(shortcut, "--shortcut")
+    if backbone_s is not None and 1 not in chunks:
+        raise ValueError("--shortcut hides the exchange in one piece: --degrees must have 1")
     from moe_runtime.planning.machine_file import ASSUMED, read_machine
     from moe_runtime.planning.scaling import Imbalance, LayerShape, sweep_scaling
 
@@ -93,6 +105,7 @@ def simulate(
         )
     if plot is not None:
         draw(points, plot)
+    schedules = {} if backbone_s is None else _shortcut_schedules(points, backbone_s)
     if as_json:
         print_json(
             {
@@ -101,10 +114,16 @@ def simulate(
                 "shape": dataclasses.asdict(shape),
                 "imbalance": dataclasses.asdict(imbalance),
                 "points": [dataclasses.asdict(point) for point in points],
+                "shortcut": [
+                    {"num_ranks": num_ranks, **dataclasses.asdict(schedule)}
+                    for num_ranks, schedule in schedules.items()
+                ],
             }
         )
     else:
         _print(points, assumed=machine is None, plot=plot)
+        if schedules:
+            _print_shortcuts(schedules)
 
 
 def draw(points: "list[ScalingPoint]", path: Path) -> None:
@@ -165,6 +184,59 @@ def _numbers(text: str, name: str, most: int) -> list[int]:
     if not numbers or not all(1 <= number <= most for number in numbers):
         raise ValueError(f"{name} must be numbers from 1 to {most} with commas, got {text!r}")
     return sorted(set(numbers))
+
+
+def _seconds(text: str, name: str) -> tuple[float, ...]:
+    try:
+        seconds = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        seconds = (-1.0,)
+    if not all(0 <= value < float("inf") for value in seconds):
+        raise ValueError(f"{name} must be seconds with commas, such as 3e-4,1e-3, got {text!r}")
+    return seconds
+
+
+def _shortcut_schedules(
+    points: "list[ScalingPoint]", backbone_s: tuple[float, ...]
+) -> "dict[int, ShortcutSchedule]":
+    """The best place of the experts for each number of ranks, by the faster exchange of one piece.
+
+    The exchange takes as long on its way back as there, and the rest of the layer computes.
+    """
+    from moe_runtime.planning.shortcut import ShortcutCosts, best_shortcut_schedule
+
+    found = {}
+    for num_ranks in sorted({point.num_ranks for point in points}):
+        layer = min(
+            (p.prediction for p in points if p.num_ranks == num_ranks and p.degree == 1),
+            key=lambda prediction: prediction.layer_s,
+        )
+        travel_s = (layer.layer_s - layer.compute_s) / 2
+        found[num_ranks] = best_shortcut_schedule(
+            ShortcutCosts(
+                backbone_s=backbone_s,
+                there_s=travel_s,
+                experts_s=layer.compute_s,
+                back_s=travel_s,
+            )
+        )
+    return found
+
+
+def _print_shortcuts(schedules: "dict[int, ShortcutSchedule]") -> None:
+    columns = [
+        (name, "right") for name in ("ranks", "experts after operation", "block ms", "exposed ms")
+    ]
+    rows = [
+        (
+            str(num_ranks),
+            str(schedule.position),
+            f"{1e3 * schedule.block_s:.3f}",
+            f"{1e3 * schedule.exposed_s:.3f}",
+        )
+        for num_ranks, schedule in schedules.items()
+    ]
+    print_table("with a shortcut", columns, rows)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,8 @@ class Machine:
         expert_bytes: bytes of one expert.
         layer_s: seconds that a layer computes beside its experts.
         expert_s: seconds that one expert computes.
+        known_ahead_s: of `layer_s`, seconds that follow the choice of the experts and need none of
+            them: shared experts, and with ScMoE's shortcut the attention and more.
     """
 
     bytes_per_s: float
@@ -22,6 +24,7 @@ class Machine:
     expert_bytes: int
     layer_s: float
     expert_s: float
+    known_ahead_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.bytes_per_s <= 0 or self.expert_bytes <= 0:
@@ -31,6 +34,10 @@ class Machine:
             )
         if min(self.latency_s, self.layer_s, self.expert_s) < 0:
             raise ValueError("latency and compute times must not be negative")
+        if not 0 <= self.known_ahead_s <= self.layer_s:
+            raise ValueError(
+                f"known_ahead_s must be a part of layer_s={self.layer_s}, got {self.known_ahead_s}"
+            )
 
     @property
     def transfer_s(self) -> float:

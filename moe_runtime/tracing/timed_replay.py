@@ -180,7 +180,8 @@ class _Replayer:
         counts.all_resident += not late and not missing
         done_s = self._link.demand(late + missing, self._now_s)
         resident_s = (len(keys) - len(late) - len(missing)) * self._machine.expert_s
-        stalled_s = max(0.0, done_s - self._now_s - resident_s)
+        hidden_s = self._machine.known_ahead_s + resident_s
+        stalled_s = max(0.0, done_s - self._now_s - hidden_s)
         counts.stall_s += stalled_s
         self._keep(keys)
         for key in self._guesses:

@@ -43,6 +43,40 @@ def test_machine_file_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "two levels" in out
 
 
+def test_a_shortcut_hides_what_the_backbone_has_time_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["simulate", "--ranks", "16", "--degrees", "1", "--json", "--shortcut"]
+    blocks = []
+    for backbone in ("0", "1,1,1", "0.0,2e-3,1e-3"):
+        assert main([*words, backbone]) == 0
+        report = json.loads(capsys.readouterr().out)
+        (found,) = report["shortcut"]
+        blocks.append(found["block_s"] - sum(map(float, backbone.split(","))))
+        layers = [point["prediction"] for point in report["points"]]
+    fastest = min(layers, key=lambda layer: layer["layer_s"])
+    assert blocks[0] == pytest.approx(fastest["layer_s"])
+    assert blocks[1] == pytest.approx(fastest["compute_s"])
+    assert blocks[1] <= blocks[2] <= blocks[0]
+    assert main(["simulate", "--ranks", "4", "--degrees", "1,2", "--shortcut", "1e-3"]) == 0
+    assert "with a shortcut" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--shortcut", "fast"], "must be seconds with commas"),
+        (["--shortcut", "1,-1"], "must be seconds with commas"),
+        (["--shortcut", "1", "--degrees", "2"], "--degrees must have 1"),
+    ],
+)
+def test_wrong_shortcuts(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *words]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize(
     ("machine", "message"),
     [

@@ -70,6 +70,24 @@ def test_stalls_by_hand():
     assert replay.stalls == [(0, 0, 0.0, 8.0), (1, 0, 17.0, 19.0)]
 
 
+def test_a_shortcut_hides_the_fetches_that_fit_beside_what_it_skips():
+    """ScMoE: the same fetches, bandwidth; each wait is shorter by what is known ahead."""
+    workload = workload_of(
+        trace_of(make_routes(Shape(num_layers=2, num_experts=8, top_k=2), seed=3))
+    )
+    plain = replay_timed(workload, LRU(), 6, MACHINE)
+    for ahead in (0.0, 1.5, MACHINE.layer_s):
+        early = replay_timed(workload, LRU(), 6, replace(MACHINE, known_ahead_s=ahead))
+        waits = [end - begin for _, _, begin, end in plain.stalls]
+        assert early.total.stall_s == pytest.approx(sum(max(0.0, wait - ahead) for wait in waits))
+        assert early.total.misses == plain.total.misses
+        saved = plain.total.stall_s - early.total.stall_s
+        assert early.seconds == pytest.approx(plain.seconds - saved)
+    assert saved > 0.2 * plain.total.stall_s
+    with pytest.raises(ValueError, match="must be a part of layer_s"):
+        replace(MACHINE, known_ahead_s=6.0)
+
+
 def test_demand_interrupts_a_prefetch_which_goes_on_later():
     link = LinkModel(MACHINE)
     guess, other = ExpertKey(0, 1), ExpertKey(0, 2)

@@ -55,6 +55,25 @@ def test_same_run_as_in_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert summary["parameters"] == plain_summary["parameters"]
 
 
+def test_shortcut_pairs_with_their_experts_on_the_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ScMoE: routed early, computed late, and the same losses and weights as in memory."""
+    config = CONFIG.replace("[optimizer]", "[optimizer]\nclip_norm = 0.0")
+    config = config.replace("steps = 8", "steps = 4").replace(
+        "num_layers", "intermediate_size = 24\nnum_layers"
+    )
+    config = config.replace("top_k = 2", 'top_k = 2\nshared_experts = 1\nshortcut = "middle"')
+    plain = write_run(tmp_path / "plain", config=config)
+    budgeted = write_run(tmp_path / "budgeted", config=config)
+    assert main(["train", str(plain)]) == 0
+    assert main(["train", str(budgeted), *smallest_budget(budgeted, capsys)]) == 0
+    assert records(tmp_path / "plain") == records(tmp_path / "budgeted")
+    summary = json.loads((tmp_path / "budgeted" / "out" / "summary.json").read_text())
+    assert summary["offload"]["experts_in_memory"] == 0
+    assert summary["offload"]["read_bytes"] > 0
+
+
 def test_goes_on_under_another_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run of a constant rate that is stopped at step 5, and one that is not."""
     config = CONFIG.replace("warmup_steps = 2", "final_share = 1.0").replace("short_", "# short_")
