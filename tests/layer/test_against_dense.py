@@ -3,7 +3,8 @@
 import pytest
 import torch
 from dense_moe import dense_layer
-from gate_formulas import FORMULAS, GateCase, previous_scores, random_source, token_numbers
+from gate_cases import FORMULAS, GateCase
+from gate_formulas import previous_scores, random_source, token_numbers
 
 from moe_runtime.layer import MoELayer
 from moe_runtime.routing import GATES

@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from gate_formulas import FORMULAS, VOCAB
+from gate_cases import FORMULAS
+from gate_formulas import VOCAB
 from torch import Tensor
 
 from moe_runtime.layer import MoELayer
