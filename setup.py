@@ -1,8 +1,9 @@
-"""Builds the native CPU kernels, an optional part of installing; the rest is in pyproject.toml.
+"""Builds two C libraries, optional parts of installing; the rest is in pyproject.toml.
 
-The result is a plain C library that `moe_runtime.kernels.native.library` loads with ctypes. It uses
-nothing of Python's headers. Without a working C compiler the installation succeeds, and the
-runtime computes with torch alone.
+The CPU kernels (`moe_runtime.kernels.native.library` loads them) and the replay of simple eviction
+policies (`moe_runtime.policies.eviction.compiled`). Both are plain C behind ctypes and use nothing
+of Python's headers. Without a working C compiler the installation succeeds: the runtime computes
+with torch alone, and replays take longer.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CCompilerError, CompileError, ExecError, PlatformError
 
 SOURCES = Path("kernels/native")
+KERNELS = "moe_runtime.kernels.native.moe_kernels"
+REPLAY = "moe_runtime.policies.eviction.replay_loop"
+REPLAY_SOURCE = Path("policies/eviction/replay_loop.c")
 COMMON_FLAGS = [
     "-std=gnu11",
     "-O3",
@@ -60,20 +64,23 @@ class BuildNativeLibrary(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         try:
-            self._build(ext)
+            self._build_kernels(ext) if ext.name == KERNELS else self._build_replay(ext)
         except (CCompilerError, ExecError, PlatformError, OSError) as error:
             self.warn(
-                f"the native CPU kernels were not built ({error}); moe_runtime will compute with "
-                "torch alone. Install a C compiler (gcc or clang) and install again to have them."
+                f"{ext.name} was not built ({error}); moe_runtime will compute with torch alone, "
+                "and replays take longer. Install a C compiler (gcc or clang) and install again."
             )
 
-    def _build(self, ext: Extension) -> None:
+    def _build_replay(self, ext: Extension) -> None:
+        self._link(ext, self._compile(REPLAY_SOURCE, [], []))
+
+    def _build_kernels(self, ext: Extension) -> None:
         is_x86 = platform.machine().lower() in ("x86_64", "amd64")
         objects: list[str] = []
         macros: list[tuple[str, str]] = []
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             variants = {
-                variant: pool.submit(self._compile, f"isa_{variant}.c", flags, [])
+                variant: pool.submit(self._compile, SOURCES / f"isa_{variant}.c", flags, [])
                 for variant, flags in (X86_VARIANTS.items() if is_x86 else ())
             }
             for variant, compiled in variants.items():
@@ -84,18 +91,24 @@ class BuildNativeLibrary(build_ext):
                     continue
                 macros.append((f"MOE_HAVE_{variant.upper()}", "1"))
             # These know which variants there are.
-            common = [pool.submit(self._compile, s, [], macros) for s in SOURCES_OF_ALL_VARIANTS]
+            common = [
+                pool.submit(self._compile, SOURCES / source, [], macros)
+                for source in SOURCES_OF_ALL_VARIANTS
+            ]
             for compiled in common:
                 objects += compiled.result()
+        self._link(ext, objects)
+
+    def _link(self, ext: Extension, objects: list[str]) -> None:
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         self.compiler.link_shared_object(
             objects, str(target), libraries=["m"], extra_postargs=["-pthread"]
         )
 
-    def _compile(self, source: str, flags: list[str], macros: list[tuple[str, str]]) -> list[str]:
+    def _compile(self, source: Path, flags: list[str], macros: list[tuple[str, str]]) -> list[str]:
         return self.compiler.compile(
-            [str(SOURCES / source)],
+            [str(source)],
             output_dir=self.build_temp,
             macros=macros,
             extra_postargs=[*COMMON_FLAGS, *flags],
@@ -105,11 +118,12 @@ class BuildNativeLibrary(build_ext):
 setup(
     ext_modules=[
         Extension(
-            "moe_runtime.kernels.native.moe_kernels",
+            KERNELS,
             sources=sorted(str(path) for path in SOURCES.glob("*.c")),
             depends=sorted(str(path) for path in SOURCES.glob("*.h")),
             optional=True,
-        )
+        ),
+        Extension(REPLAY, sources=[str(REPLAY_SOURCE)], optional=True),
     ],
     cmdclass={"build_ext": BuildNativeLibrary},
 )

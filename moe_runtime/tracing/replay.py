@@ -1,12 +1,13 @@
 """Replays a workload through an eviction policy: the object that runs live, and no torch."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from moe_runtime.policies.eviction import EvictionPolicy
+from moe_runtime.policies.eviction.compiled import count_hits
 from moe_runtime.policies.eviction.registry import Events
 from moe_runtime.tracing.workload import Workload
 from moe_runtime.types import ExpertKey
@@ -69,7 +70,8 @@ def replay_demand(
 ) -> DemandReplay:
     """Replays without prefetching: every miss is loaded when it is asked for.
 
-    All experts of an event are looked up before any is inserted.
+    All experts of an event are looked up before any is inserted. Where a rule says all that the
+    policy does, a compiled loop follows the rule; others are asked themselves.
 
     Args:
         workload: the events.
@@ -78,6 +80,16 @@ def replay_demand(
         reset_per_sequence: empty cache and a new policy whenever another request begins.
     """
     bounds = [*(workload.sequence_starts if reset_per_sequence else [0]), workload.num_events]
+    counted = _follow_rule(workload, make_policy(workload.keys), num_slots, bounds)
+    if counted is not None:
+        return DemandReplay(workload, counted)
+    return ask_policy(workload, make_policy, num_slots, bounds)
+
+
+def ask_policy(
+    workload: Workload, make_policy: MakePolicy, num_slots: int, bounds: Sequence[int]
+) -> DemandReplay:
+    """Serves all events with policy objects, a new one from each of the bounds to the next."""
     hits: list[int] = []
     for start, stop in itertools.pairwise(bounds):
         events = workload.keys[start:stop]
@@ -92,6 +104,28 @@ def replay_demand(
             watcher.observe(routed)
             hits.append(access(keys, num_slots))
     return DemandReplay(workload, np.array(hits, dtype=np.int64))
+
+
+def _follow_rule(
+    workload: Workload, policy: EvictionPolicy[ExpertKey], num_slots: int, bounds: Sequence[int]
+) -> np.ndarray | None:
+    signature, rule = workload.trace.signature, policy.rule
+    if rule is None or not workload.num_events:
+        return None
+    weights = None
+    if rule.weights is not None:
+        places = itertools.product(range(signature.num_layers), range(signature.num_experts))
+        weights = np.array([rule.weights.get(ExpertKey(*place), 0) for place in places])
+    is_pool = policy.slots_by_layer is None
+    return count_hits(
+        rule,
+        workload.key_numbers,
+        workload.starts,
+        bounds,
+        num_slots=policy.slots_by_layer or [num_slots],
+        num_keys=signature.num_experts * (signature.num_layers if is_pool else 1),
+        weights=weights,
+    )
 
 
 def _ratio(part: int, whole: int) -> float:

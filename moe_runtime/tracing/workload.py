@@ -3,6 +3,7 @@
 Legend: T tokens, L layers, K experts a token visits, N events, E experts of a layer.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,12 +25,16 @@ class Workload:
             order; a step of several lists experts ascending, as the store is asked for them.
         step: ``[N]`` int64, the step of each event.
         layer: ``[N]`` int64, the layer of each event.
+        key_numbers: ``[U]`` int32, all keys one after another: layer times E plus expert.
+        starts: ``[N + 1]`` int64, where each event's keys begin there.
     """
 
     trace: Trace
     keys: list[list[ExpertKey]]
     step: np.ndarray
     layer: np.ndarray
+    key_numbers: np.ndarray
+    starts: np.ndarray
 
     @property
     def num_events(self) -> int:
@@ -39,7 +44,7 @@ class Workload:
     @cached_property
     def num_keys(self) -> np.ndarray:
         """Experts of every event: ``[N]`` int64."""
-        return np.fromiter(map(len, self.keys), dtype=np.int64, count=len(self.keys))
+        return np.diff(self.starts)
 
     @cached_property
     def sequence_starts(self) -> list[int]:
@@ -82,33 +87,36 @@ class Workload:
 
 def workload_of(trace: Trace) -> Workload:
     """Lists the events of a trace."""
-    signature = trace.signature
-    table = [
-        [ExpertKey(layer, expert) for expert in range(signature.num_experts)]
-        for layer in range(signature.num_layers)
-    ]
+    num_experts = trace.signature.num_experts
     if np.all(np.diff(trace.step_start) == 1) and not np.any(trace.expert_ids == trace.absent):
-        return _of_single_tokens(trace, table)
-    keys: list[list[ExpertKey]] = []
-    places: list[tuple[int, int]] = []
-    for step, layer, experts in trace.accesses():
-        rows = trace.tokens_of(step)
-        if rows.stop - rows.start == 1:
-            experts = trace.expert_ids[rows.start, layer]
-            experts = experts[experts != trace.absent]
-        keys.append([table[layer][expert] for expert in experts.tolist()])
-        places.append((step, layer))
-    steps, layers = np.array(places, dtype=np.int64).reshape(-1, 2).T
-    return Workload(trace, keys, steps, layers)
+        num_tokens, num_layers, top_k = trace.expert_ids.shape
+        first_of_layer = num_experts * np.arange(num_layers, dtype=np.int32)
+        numbers = (trace.expert_ids + first_of_layer[:, None]).ravel()
+        starts = top_k * np.arange(num_tokens * num_layers + 1)
+        steps, layers = np.divmod(np.arange(num_tokens * num_layers), num_layers)
+    else:
+        parts = [np.zeros(0, np.int32)]
+        places: list[tuple[int, int]] = []
+        for step, layer, experts in trace.accesses():
+            rows = trace.tokens_of(step)
+            if rows.stop - rows.start == 1:
+                experts = trace.expert_ids[rows.start, layer]
+                experts = experts[experts != trace.absent]
+            parts.append(experts + np.int32(num_experts * layer))
+            places.append((step, layer))
+        numbers = np.concatenate(parts)
+        starts = np.cumsum([len(part) for part in parts])
+        steps, layers = np.array(places, dtype=np.int64).reshape(-1, 2).T
+    keys = _keys(trace, numbers.tolist(), starts.tolist())
+    return Workload(trace, keys, steps, layers, numbers, starts)
 
 
-def _of_single_tokens(trace: Trace, table: list[list[ExpertKey]]) -> Workload:
-    num_tokens, num_layers, _ = trace.expert_ids.shape
-    flat = [key for keys in table for key in keys]
-    numbers = trace.expert_ids + trace.signature.num_experts * np.arange(num_layers)[:, None]
-    keys = [
-        [flat[number] for number in row]
-        for row in numbers.reshape(num_tokens * num_layers, -1).tolist()
+def _keys(trace: Trace, numbers: list[int], starts: list[int]) -> list[list[ExpertKey]]:
+    signature = trace.signature
+    named = [
+        ExpertKey(layer, expert)
+        for layer in range(signature.num_layers)
+        for expert in range(signature.num_experts)
     ]
-    places = np.divmod(np.arange(num_tokens * num_layers), num_layers)
-    return Workload(trace, keys, *places)
+    flat = list(map(named.__getitem__, numbers))
+    return [flat[start:stop] for start, stop in itertools.pairwise(starts)]

@@ -35,15 +35,11 @@ class AdaptiveShares(LayerShares):
         smallest: int,
     ) -> None:
         super().__init__(make_policy, shares)
+        self.rule = None  # no rule tells when slots move
         self._smallest = smallest
         self._ghosts: list[OrderedDict[ExpertKey, None]] = [OrderedDict() for _ in shares]
         self._saved = [0.0] * len(self._shares)
         self._num_uses = 0
-
-    @property
-    def shares(self) -> list[int]:
-        """The present shares."""
-        return list(self._shares)
 
     def touch(self, key: ExpertKey) -> None:
         """Notes a use of a held key."""

@@ -1,8 +1,9 @@
 """The contract of an eviction policy: it orders keys; who calls it moves the bytes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 from moe_runtime.policies.prediction.base import Event
 
@@ -10,6 +11,21 @@ K = TypeVar("K", bound=Hashable)
 
 Evictable = Callable[[Hashable], bool]
 """Says whether a key may be chosen: leased and arriving experts may not."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRule:
+    """What a policy that starts empty does, for a replay that need not ask the object itself.
+
+    Attributes:
+        name: one of the rules of ``compiled``.
+        protected_share: largest share of the held keys that SLRU protects.
+        weights: what static pinning orders keys by; a key that is absent has 0.
+    """
+
+    name: str
+    protected_share: float = 0.0
+    weights: Mapping[Any, float] | None = None
 
 
 class Watcher(Protocol):
@@ -36,11 +52,18 @@ class EvictionPolicy(ABC, Generic[K]):
         watcher: what must be told of every routing event, if the policy needs more than uses.
         foresees: ``access_all`` learns all it needs from the events, so nobody need tell the
             watcher.
+        rule: says all that the policy does, where a replay has a quicker way to the same hits.
     """
 
     may_decline: bool = False
     watcher: Watcher | None = None
     foresees: bool = False
+    rule: ReplayRule | None = None
+
+    @property
+    def slots_by_layer(self) -> Sequence[int] | None:
+        """Slots of each layer, where the policy divides them."""
+        return None
 
     @abstractmethod
     def touch(self, key: K) -> None:

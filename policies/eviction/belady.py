@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from functools import cached_property
 
-from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K
+from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K, ReplayRule
 from moe_runtime.policies.eviction.ranking import Ranking
 from moe_runtime.policies.prediction.base import Event, LayerRouted
 
@@ -25,12 +25,12 @@ class Future:
         self._now = -1
 
     @cached_property
-    def _uses(self) -> dict[Hashable, list[int]]:
+    def _uses(self) -> dict[Hashable, list[float]]:
         """The events to come of every key, the next one last."""
-        uses: defaultdict[Hashable, list[int]] = defaultdict(list)
+        uses: defaultdict[Hashable, list[float]] = defaultdict(list)
         for number, keys in enumerate(self._events):
-            for key in keys:
-                uses[key].append(number)
+            for place, key in enumerate(keys):
+                uses[key].append(number + place / len(keys))
         return {key: numbers[::-1] for key, numbers in uses.items()}
 
     def observe(self, event: Event) -> None:
@@ -41,22 +41,25 @@ class Future:
         """Nothing ends here: the events say it all."""
 
     def next_use(self, key: Hashable) -> float:
-        """The number of the next event that uses the key; infinite where there is none."""
+        """The number of the next event that uses the key, and as a fraction its place there.
+
+        Infinite where there is none.
+        """
         uses = self._uses.get(key, [])
-        while uses and uses[-1] <= self._now:
+        while uses and uses[-1] < self._now + 1:
             uses.pop()
         return uses[-1] if uses else math.inf
 
 
 def _ranks_by_next_use(events: Sequence[Sequence[Hashable]]) -> list[list[float]]:
-    """For every key of every event minus the number of the next event that uses it."""
+    """For every key of every event minus its next use, as ``Future.next_use`` tells it."""
     ranks: list[list[float]] = []
     next_rank: dict[Hashable, float] = {}
     for number in range(len(events) - 1, -1, -1):
         keys = events[number]
         ranks.append([next_rank.get(key, -math.inf) for key in keys])
-        for key in keys:
-            next_rank[key] = -number
+        for place, key in enumerate(keys):
+            next_rank[key] = -(number + place / len(keys))
     return ranks[::-1]
 
 
@@ -69,6 +72,7 @@ class Belady(EvictionPolicy[K]):
     """
 
     foresees: bool = True
+    rule = ReplayRule("belady")
 
     def __init__(self, future: Future) -> None:
         self.watcher = self._future = future
@@ -142,6 +146,7 @@ class BeladyBypass(Belady[K]):
     """The fewest misses that any cache can have: what is needed last is used once and not kept."""
 
     may_decline: bool = True
+    rule = ReplayRule("belady-bypass")
 
     def declines(self, incoming: K, victim: K) -> bool:
         """Whether the newcomer is used after all that is held."""

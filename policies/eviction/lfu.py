@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K
+from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K, ReplayRule
 from moe_runtime.policies.eviction.ranking import Ranking
 
 _ONE_USE = 1 << 48
@@ -11,6 +11,8 @@ _ONE_USE = 1 << 48
 
 class LFU(EvictionPolicy[K]):
     """Orders keys by all their uses so far, also those before they were evicted."""
+
+    rule = ReplayRule("lfu")
 
     def __init__(self) -> None:
         self._ranking: Ranking[K] = Ranking()

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K
+from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K, ReplayRule
 
 
 class LRU(EvictionPolicy[K]):
@@ -12,6 +12,8 @@ class LRU(EvictionPolicy[K]):
     ``touch``, ``insert`` and ``remove`` take constant time; ``victim`` takes one step for every key
     at the old end that is not evictable.
     """
+
+    rule = ReplayRule("lru")
 
     def __init__(self) -> None:
         self._order: OrderedDict[K, None] = OrderedDict()

@@ -46,6 +46,8 @@ class LayerShares(EvictionPolicy[ExpertKey]):
         self.watcher = _Watchers([one for one in watchers.values() if one is not None])
         self.may_decline = any(policy.may_decline for policy in self._layers)
         self.foresees = all(policy.foresees for policy in self._layers)
+        rules = [policy.rule for policy in self._layers]
+        self.rule = rules[0] if all(rule == rules[0] for rule in rules) else None
 
     def access(self, keys: Sequence[ExpertKey], num_slots: int) -> int:
         """Serves one event of one layer from that layer's share; ``num_slots`` is not asked."""
@@ -64,6 +66,11 @@ class LayerShares(EvictionPolicy[ExpertKey]):
             of_layer = [events[place] for place in mine]
             hits[mine] = self._layers[layer].access_all(of_layer, self._shares[layer])
         return hits.tolist()
+
+    @property
+    def slots_by_layer(self) -> list[int]:
+        """How many experts each layer may hold."""
+        return list(self._shares)
 
     def share(self, layer: int) -> int:
         """How many experts the layer may hold."""

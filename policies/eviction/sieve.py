@@ -6,7 +6,7 @@ NSDI 2024.
 
 from collections.abc import Callable, Sequence
 
-from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K
+from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K, ReplayRule
 
 
 class SIEVE(EvictionPolicy[K]):
@@ -15,6 +15,8 @@ class SIEVE(EvictionPolicy[K]):
     ``victim`` moves the hand, so that asking again gives the same key until it is removed.
     ``remove`` closes a gap in the queue, which takes a time proportional to its length.
     """
+
+    rule = ReplayRule("sieve")
 
     def __init__(self) -> None:
         self._queue: list[K] = []  # the oldest first

@@ -6,7 +6,7 @@ Karedla, Love and Wherry, "Caching Strategies to Improve Disk System Performance
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K
+from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K, ReplayRule
 
 
 class SLRU(EvictionPolicy[K]):
@@ -17,6 +17,7 @@ class SLRU(EvictionPolicy[K]):
     """
 
     def __init__(self, protected_share: float = 0.8) -> None:
+        self.rule = ReplayRule("slru", protected_share=protected_share)
         self._protected_share = protected_share
         self._probation: OrderedDict[K, None] = OrderedDict()
         self._protected: OrderedDict[K, None] = OrderedDict()

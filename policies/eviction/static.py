@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K
+from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K, ReplayRule
 from moe_runtime.policies.eviction.ranking import Ranking
 from moe_runtime.policies.prediction.base import Routes
 from moe_runtime.types import ExpertKey
@@ -39,6 +39,7 @@ class StaticPopularity(EvictionPolicy[K]):
     may_decline: bool = True
 
     def __init__(self, weights: Mapping[K, float]) -> None:
+        self.rule = ReplayRule("static", weights=weights)
         self._weights = weights
         self._ranking: Ranking[K] = Ranking()
         self._free_slots: list[int] = []

@@ -266,7 +266,7 @@ def test_shares_move_to_the_layer_where_slots_save_misses():
             hits[layer, turn >= 4000] += policy.access([ExpertKey(layer, expert)], 12)
         policy.check()
         assert len(policy) <= 12
-    assert sum(policy.shares) == 12
-    assert policy.shares[1] >= 10
+    assert sum(policy.slots_by_layer) == 12
+    assert policy.slots_by_layer[1] >= 10
     assert hits[1, True] > 0.95 * 2000
     assert hits[1, False] < 0.95 * 4000

@@ -2,19 +2,21 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from literal_replay import literal_replay
 from synthetic_routes import make_routes
 from traces import trace_of
 
 from moe_runtime.policies.eviction import POLICIES, Setting, make_global_policy, make_policy
+from moe_runtime.policies.eviction.compiled import RULES, is_available
 from moe_runtime.policies.prediction import (
     Shape,
     TrackedPredictor,
     make_estimator,
 )
-from moe_runtime.tracing import Trace
-from moe_runtime.tracing.replay import DemandReplay, replay_demand
+from moe_runtime.tracing import Trace, replay
+from moe_runtime.tracing.replay import DemandReplay, ask_policy, replay_demand
 from moe_runtime.tracing.workload import workload_of
 from moe_runtime.types import ExpertKey
 
@@ -45,7 +47,7 @@ def replayed(
 )
 @pytest.mark.parametrize("policy", ["lru", "lfu", "static", "belady", "belady-bypass"])
 def test_hits_are_those_of_a_literal_cache(policy, shared_pool, capacity, reset):
-    replay = replayed(trace_of(ROUTES), policy, capacity, shared_pool=shared_pool, reset=reset)
+    found = replayed(trace_of(ROUTES), policy, capacity, shared_pool=shared_pool, reset=reset)
     hits, full = literal_replay(
         ROUTES.expert_ids,
         ROUTES.offsets[:-1].tolist(),
@@ -55,12 +57,12 @@ def test_hits_are_those_of_a_literal_cache(policy, shared_pool, capacity, reset)
         shared_pool=shared_pool,
         reset=reset,
     )
-    assert replay.num_accesses == ROUTES.expert_ids.size
-    assert replay.num_hits == hits
-    assert round(replay.all_resident_rate * replay.workload.num_events) == full
-    layers = replay.hit_rate_by_layer()
-    assert layers.mean() == pytest.approx(replay.hit_rate)
-    assert replay.loads_per_event == pytest.approx(2 * (1 - replay.hit_rate))
+    assert found.num_accesses == ROUTES.expert_ids.size
+    assert found.num_hits == hits
+    assert round(found.all_resident_rate * found.workload.num_events) == full
+    layers = found.hit_rate_by_layer()
+    assert layers.mean() == pytest.approx(found.hit_rate)
+    assert found.loads_per_event == pytest.approx(2 * (1 - found.hit_rate))
 
 
 @pytest.mark.parametrize("shared_pool", [False, True])
@@ -104,3 +106,37 @@ def test_layers_that_recorded_nothing_are_left_out():
     events = list(workload.routing(9, 14))
     assert [begins is not None for begins, _ in events] == [True, False, True, False, False]
     assert events[-1][1].expert_ids.tolist() == [[int(ids[4, 2, 0]), SHAPE.num_experts]]
+
+
+@pytest.mark.skipif(not is_available(), reason="the compiled replay needs a C compiler")
+@pytest.mark.parametrize("policy", sorted(RULES))
+@pytest.mark.parametrize("reset", [False, True])
+def test_the_compiled_replay_counts_what_the_policies_themselves_count(policy, reset):
+    """Single tokens and prompts that overflow a cache, in shares and in one pool, tied weights."""
+    shape = Shape(num_layers=3, num_experts=9, top_k=3)
+    routes = make_routes(shape, num_sequences=5, length=90, seed=11)
+    tied = replace(routes, expert_ids=routes.expert_ids[:4], offsets=np.array([0, 4]))
+    steps = [7, 1, 1, 30, *[1] * 51]
+    for trace in (trace_of(routes), trace_of(routes, steps * 5)):
+        workload = workload_of(trace)
+        bounds = [*(workload.sequence_starts if reset else [0]), workload.num_events]
+        for num_slots, shared_pool in ((3, False), (5, False), (9, False), (1, True), (14, True)):
+
+            def make(events, slots=num_slots, shared_pool=shared_pool):
+                setting = Setting(shape=shape, training=tied, future=events)
+                if shared_pool:
+                    return make_global_policy(policy, setting=setting)
+                return make_policy(policy, num_slots=3 * slots, setting=setting)
+
+            compiled = replay_demand(workload, make, num_slots, reset_per_sequence=reset)
+            asked = ask_policy(workload, make, num_slots, bounds)
+            assert compiled.hits.tolist() == asked.hits.tolist()
+            assert 0 < compiled.num_hits < compiled.num_accesses
+
+
+def test_without_the_compiled_replay_the_policies_are_asked(monkeypatch):
+    expected = replayed(trace_of(ROUTES), "sieve", 5, shared_pool=True).hits
+    monkeypatch.setattr(replay, "count_hits", lambda *_, **__: None)
+    assert replayed(trace_of(ROUTES), "sieve", 5, shared_pool=True).hits.tolist() == (
+        expected.tolist()
+    )

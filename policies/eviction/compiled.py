@@ -1,0 +1,95 @@
+"""The compiled replay of policies that a rule describes: the hits of their objects, much sooner.
+
+``replay_loop.c`` beside this file is built as an optional part of installing. Without it everything
+works, and a replay asks the policies' objects. The two are held against each other by tests.
+"""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from moe_runtime.policies.eviction.base import ReplayRule
+
+LIBRARY_PATH = Path(__file__).with_name("replay_loop.so")
+RULES = {
+    name: code
+    for code, name in enumerate(
+        ("lru", "lfu", "slru", "sieve", "static", "belady", "belady-bypass")
+    )
+}
+"""The codes of ``replay_loop.c``."""
+_POINTER = ctypes.c_void_p
+
+
+def is_available() -> bool:
+    """Whether the compiled loop was built and can be loaded."""
+    return _library() is not None
+
+
+def count_hits(
+    rule: ReplayRule,
+    keys: np.ndarray,
+    starts: np.ndarray,
+    runs: Sequence[int],
+    *,
+    num_slots: Sequence[int],
+    num_keys: int,
+    weights: np.ndarray | None = None,
+) -> np.ndarray | None:
+    """Replays runs of events, each from caches that are empty.
+
+    Args:
+        rule: what every cache does.
+        keys: ``[U]`` int32 numbers of the keys used, distinct within an event; cache ``g`` holds
+            the keys from ``g * num_keys`` on, and all keys of an event are of one cache.
+        starts: ``[N + 1]`` int64, where each event begins in ``keys``.
+        runs: the events at which runs begin, and the number of events as the last.
+        num_slots: slots of each cache.
+        num_keys: keys that each cache may be asked for.
+        weights: ``[caches * num_keys]``, the rule's weights by key number, if it has any.
+
+    Returns:
+        ``[N]`` int64, keys of each event that were held; None where the rule has no compiled form
+        or there is no compiled loop.
+
+    Raises:
+        MemoryError: the loop's tables do not fit in memory.
+    """
+    library = _library()
+    if library is None or rule.name not in RULES:
+        return None
+    hits = np.zeros(len(starts) - 1, np.int64)
+    weights = np.zeros(1) if weights is None else weights
+    arrays = [
+        np.unique(weights, return_inverse=True)[1].astype(np.int64),
+        np.ascontiguousarray(keys, np.int32),
+        np.ascontiguousarray(starts, np.int64),
+        np.asarray(runs, np.int64),
+        np.asarray(num_slots, np.int32),
+    ]
+    order_at, keys_at, starts_at, runs_at, slots_at = (array.ctypes.data for array in arrays)
+    failed = library.moe_replay_events(
+        *(RULES[rule.name], rule.protected_share, order_at, keys_at, starts_at, runs_at),
+        *(len(runs) - 1, len(num_slots), num_keys, slots_at, hits.ctypes.data),
+    )
+    if failed:
+        raise MemoryError(f"no memory for a replay of {len(num_slots)} x {num_keys} keys")
+    return hits
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL(str(LIBRARY_PATH))
+        function = library.moe_replay_events
+    except (OSError, AttributeError):
+        return None
+    function.restype = ctypes.c_int
+    function.argtypes = [
+        *(ctypes.c_int, ctypes.c_double, _POINTER, _POINTER, _POINTER, _POINTER),
+        *(ctypes.c_int64, ctypes.c_int32, ctypes.c_int32, _POINTER, _POINTER),
+    ]
+    return library
