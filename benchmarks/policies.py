@@ -69,7 +69,7 @@ def check_golden(workload: Workload, path: Path) -> list[dict[str, Any]]:
     for number, row in enumerate(golden):
         slots = row["capacity"] * (signature.num_layers if row["scope"] == "per_layer" else 1)
         experiment = Experiment(
-            policies=[GOLDEN_NAMES.get(row["policy"], row["policy"])],
+            policies=[GOLDEN_NAMES.get(str(row["policy"]), str(row["policy"]))],
             capacities=[slots / (signature.num_layers * signature.num_experts)],
             scope=row["scope"].replace("_", "-"),
             reset_per_sequence=bool(row["reset_per_sequence"]),

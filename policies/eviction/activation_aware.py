@@ -44,13 +44,16 @@ class ActivationMatrices:
         self._running: dict[int, np.ndarray] = {}
         self._sequences = np.zeros(0, np.int64)
         self._predicted = np.zeros((layers, experts))
+        self._scores: dict[int, list[float]] = {}
 
     def observe(self, event: Event) -> None:
         """Counts a layer's tokens for their requests; matches at the beginning of a step."""
         if isinstance(event, LayerRouted):
             for sequence, experts in zip(self._sequences, event.expert_ids, strict=True):
                 np.add.at(self._running[int(sequence)][event.layer], experts, 1)
+            self._scores.pop(event.layer, None)
             return
+        self._scores.clear()
         self._end_requests_not_in(event)
         self._sequences = event.sequences
         shape = (self._stored.shape[1], self._stored.shape[2] + 1)
@@ -62,6 +65,7 @@ class ActivationMatrices:
     def finish(self, sequence: int) -> None:
         """Stores the matrix of a request that ended."""
         matrix = self._running.pop(sequence, None)
+        self._scores.clear()
         if matrix is None or not matrix[:, :-1].any():
             return
         place = self._num_stored
@@ -73,6 +77,11 @@ class ActivationMatrices:
 
     def scores(self, layer: int) -> list[float]:
         """``[E]`` probability of activation, with the layer's decay."""
+        if layer not in self._scores:
+            self._scores[layer] = self._mix(layer)
+        return self._scores[layer]
+
+    def _mix(self, layer: int) -> list[float]:
         own = sum(
             (_by_layer(matrix[layer : layer + 1, :-1])[0] for matrix in self._running.values()),
             np.zeros(self._stored.shape[2]),

@@ -1,5 +1,6 @@
 """Evicts the expert of lowest score; the scores come from what watched the routing."""
 
+import heapq
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -56,12 +57,7 @@ class Scored(EvictionPolicy[ExpertKey]):
 
     def victim(self, evictable: Evictable, incoming: ExpertKey) -> ExpertKey | None:
         """The evictable key of lowest score."""
-        candidates = [key for key in self._last_use if evictable(key)]
-        if not candidates:
-            return None
-        scores = {layer: self._scorer.scores(layer) for layer in {key.layer for key in candidates}}
-        worth = {key: (scores[key.layer][key.expert], self._last_use[key]) for key in candidates}
-        return min(candidates, key=worth.__getitem__)
+        return next(iter(self._lowest(1, evictable)), None)
 
     def declines(self, incoming: ExpertKey, victim: ExpertKey) -> bool:
         """Whether the newcomer's score is lower."""
@@ -77,6 +73,27 @@ class Scored(EvictionPolicy[ExpertKey]):
 
     def __contains__(self, key: object) -> bool:
         return key in self._last_use
+
+    def _make_room(
+        self, keys: Sequence[ExpertKey], missing: Sequence[ExpertKey], num_slots: int
+    ) -> None:
+        """Ranks what is held once for all that must go: the scores do not change in between."""
+        excess = len(self) + len(missing) - num_slots
+        if excess > 0:
+            in_use = frozenset(keys)
+            for key in self._lowest(excess, lambda held: held not in in_use):
+                self.remove(key)
+
+    def _lowest(self, number: int, evictable: Evictable) -> list[ExpertKey]:
+        scores: dict[int, Sequence[float]] = {}
+        ranked = []
+        for key, last_use in self._last_use.items():
+            if evictable(key):
+                layer, expert = key
+                if layer not in scores:
+                    scores[layer] = self._scorer.scores(layer)
+                ranked.append((scores[layer][expert], last_use, key))
+        return [key for _, _, key in heapq.nsmallest(number, ranked)]
 
     def _stamp(self, key: ExpertKey) -> None:
         self._clock += 1

@@ -224,10 +224,10 @@ def fewest_misses(uses: list[int], num_slots: int) -> int:
 
 
 def hit_rates(policies: list[str], **family: float) -> dict[str, float]:
-    """One pool of 10 % of the experts; the first 20 requests warm it up."""
-    routes = make_family(num_requests=30, **family)  # type: ignore[arg-type]
+    """One pool of 10 % of the experts; the first 12 requests warm it up."""
+    routes = make_family(num_requests=20, length=24, **family)  # type: ignore[arg-type]
     workload = workload_of(trace_of(routes))
-    warm = 20 * 40 * SHAPE.num_layers
+    warm = 12 * 24 * SHAPE.num_layers
     rates = {}
     for name in policies:
         setting = Setting(shape=SHAPE)
