@@ -33,6 +33,11 @@ class AdamW:
         loss_scale: what losses are multiplied by before, and gradients divided by after the
             backward pass; `"dynamic"` halves it after every skipped step and doubles it after
             2,000 good ones, beginning with 65,536.
+        delayed_update_after: steps after which experts' updates come one step late (ZeRO-Offload):
+            from then on a step updates experts with the gradients of the step before, inside the
+            backward pass also where a norm has to be known first. Parameters that stay with the
+            model are updated at once, and the last gradients of a run are not used. None never
+            delays; the paper waits for 40 steps.
         moments: how experts' moments are stored: `full` in the parameters' dtype; `bf16` rounded
             without bias; `fp8` with COAT's dynamic range expansion, 1 1/16 bytes
             an element. Only `full` gives the bits of AdamW in memory.
@@ -49,6 +54,7 @@ class AdamW:
     clip: Clip = "two_phase"
     untouched: Untouched = "dense_exact"
     loss_scale: float | Literal["dynamic"] = 1.0
+    delayed_update_after: int | None = None
     moments: MomentStorage = "full"
     galore_rank: int = 0
     galore_scale: float = 0.25
@@ -66,6 +72,10 @@ class AdamW:
         for name, choices in known.items():
             if (value := getattr(self, name)) not in get_args(choices):
                 raise ValueError(f"{name} is {value!r}; {nearest(str(value), get_args(choices))}")
+        if self.delayed_update_after is not None and self.delayed_update_after < 0:
+            raise ValueError(
+                f"delayed_update_after must be at least 0, got {self.delayed_update_after}"
+            )
         if self.galore_rank < 0:
             raise ValueError(f"galore_rank must be at least 0, got {self.galore_rank}")
         if self.galore_refresh < 1:
@@ -87,7 +97,21 @@ class AdamW:
     @property
     def state_format(self) -> StateFormat:
         """What an expert's record holds under these settings."""
-        return StateFormat(moments=self.moments, rank=self.galore_rank)
+        return StateFormat(
+            moments=self.moments,
+            rank=self.galore_rank,
+            keeps_gradient=self.delayed_update_after is not None,
+        )
+
+    def is_delayed(self, step: int) -> bool:
+        """Whether a step (the first is 0) keeps its gradients for the step after."""
+        return self.delayed_update_after is not None and step >= self.delayed_update_after
+
+    def update_number(self, step: int) -> int | None:
+        """Which update of AdamW a step takes, counted from 1; None for the one that has none."""
+        if not self.is_delayed(step):
+            return step + 1
+        return None if step == self.delayed_update_after else step
 
 
 def bytes_of_step(layout: RecordLayout, settings: AdamW) -> tuple[int, int]:
@@ -95,10 +119,11 @@ def bytes_of_step(layout: RecordLayout, settings: AdamW) -> tuple[int, int]:
 
     Forward, its parameters are read. When its update is part of the backward pass, its state is
     read and written there; when the norm of all gradients comes first, the backward pass reads the
-    parameters and writes the gradient, and the update reads everything and writes the state.
+    parameters and writes the gradient, and the update reads everything and writes the state. With
+    delayed updates, once they have begun, the gradient is part of the state and nothing waits.
     """
     parameters, state = layout.bytes_of(Sections.PARAMETERS), layout.state_bytes
-    if settings.waits_for_norm:
+    if settings.waits_for_norm and settings.delayed_update_after is None:
         gradient = layout.bytes_of(Sections.GRADIENT)
         return 2 * parameters + state + gradient, gradient + state
     return parameters + state, state

@@ -16,13 +16,15 @@ class Version:
         step: optimizer step up to which it goes.
         count: updates that the expert had.
         digest: checksum of its bytes.
-        is_written: whether all of them were given to the disk.
+        pending: step whose gradient is kept in it for the step after; None if there is none.
+        is_written: whether all of its bytes were given to the disk.
     """
 
     slot: int
     step: int
     count: int
     digest: str = ""
+    pending: int | None = None
     is_written: bool = False
 
 
@@ -36,6 +38,7 @@ class ExpertState:
         previous: the one before the step under way, where that wrote a new one.
         step: step up to which its home goes.
         count: updates that it had.
+        pending: step whose gradient its home keeps for the step after.
         home: its slot in memory; None when its home is the disk.
         is_saved: for a home in memory: whether `version` has the same content.
         has_gradient: whether a gradient waits at its home.
@@ -47,10 +50,15 @@ class ExpertState:
     previous: Version | None = None
     step: int = 0
     count: int = 0
+    pending: int | None = None
     home: int | None = None
     is_saved: bool = False
     has_gradient: bool = False
     captures: int = 0
+
+    def take_over(self, version: Version) -> None:
+        """Its home has become what a version is."""
+        self.step, self.count, self.pending = version.step, version.count, version.pending
 
 
 @dataclass(slots=True)

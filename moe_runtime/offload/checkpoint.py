@@ -81,7 +81,8 @@ class ExpertCheckpoints:
         def save() -> None:
             self._states.wait_until_durable(versions)
             experts_of(snapshot)["experts"] = {
-                self._name(key): [v.slot, v.step, v.count, v.digest] for key, v in versions.items()
+                self._name(key): [v.slot, v.step, v.count, v.digest, v.pending]
+                for key, v in versions.items()
             }
             job(snapshot)
             self._states.drop_versions(self._kept)
@@ -112,10 +113,7 @@ class ExpertCheckpoints:
         missing = [self._name(key) for key in self._states.experts if self._name(key) not in rows]
         if missing:
             raise CheckpointError(f"the checkpoint lacks {len(missing)} experts: {missing[0]}, ...")
-        self._kept = {
-            key: Version(*rows[self._name(key)][:3], digest=rows[self._name(key)][3])
-            for key in self._states.experts
-        }
+        self._kept = {key: Version(*rows[self._name(key)]) for key in self._states.experts}
         self._states.restore(self._kept)
 
     def wait(self) -> None:

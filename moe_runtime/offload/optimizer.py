@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ class ExpertOptimizer:
         self.step = 0
         self.loss_scale = LossScale(settings.loss_scale)
         self._rates: list[float] = []
+        self._scales: list[float] = []
         self._norms: dict[ExpertKey, float] = {}
         self._bad: list[ExpertKey] = []
         self._last_norm: float | None = None
@@ -78,17 +79,16 @@ class ExpertOptimizer:
         """
         is_behind = self._is_behind(key)
         record = self.states.acquire(key, self.need(key) | more, writes=writes or is_behind)
-        behind = self.states.content_step(key)
-        if is_behind and behind < self.step:
-            missed = [Step(number + 1, self._rates[number]) for number in range(behind, self.step)]
-            take_steps(self.states.experts[key].layout, record, self.settings, missed)
+        if is_behind and self._is_behind(key):
+            self._catch_up(key, record, self._rates)
             self.states.set_content_step(key, self.step)
         return record
 
     def updates_in_backward(self, key: ExpertKey) -> bool:
         """Whether an expert is updated as soon as its gradient is final."""
         at_home = self.states.experts[key].home is not None
-        return not (at_home or self.settings.waits_for_norm or self._bad)
+        waits = self.settings.waits_for_norm and not self.settings.is_delayed(self.step)
+        return not (at_home or waits or self._bad)
 
     def accept(self, key: ExpertKey, record: Tensor, rate: float | None) -> None:
         """Takes an acquired record with its gradient, and gives the record back.
@@ -134,6 +134,7 @@ class ExpertOptimizer:
             self._update_waiting(waiting, rate, scale)
             self.states.commit()
             self._rates.append(rate)
+            self._scales.append(scale)
             self.step += 1
             self._last_norm = norm
             self._count_use()
@@ -162,6 +163,7 @@ class ExpertOptimizer:
         return {
             "step": self.step,
             "rates": list(self._rates),
+            "scales": list(self._scales),
             "last_norm": self._last_norm,
             "loss_scale": self.loss_scale.state_dict(),
         }
@@ -169,12 +171,43 @@ class ExpertOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up what `state_dict` gave."""
         self.step, self._rates = int(state["step"]), [float(rate) for rate in state["rates"]]
+        self._scales = [float(scale) for scale in state["scales"]]
         self._last_norm = state["last_norm"]
         self.loss_scale.load_state_dict(state["loss_scale"])
 
     def _is_behind(self, key: ExpertKey) -> bool:
         is_exact = self.settings.untouched == "dense_exact"
-        return is_exact and self.states.content_step(key) < self.step
+        is_old = self.states.content_step(key) < self.step
+        return is_old and (is_exact or self._pending(key) is not None)
+
+    def _pending(self, key: ExpertKey) -> int | None:
+        """The step whose gradient the nearest copy of a record keeps, and has not used yet."""
+        step = self.states.experts[key].pending
+        return step if step is not None and step + 1 == self.states.content_step(key) else None
+
+    def _catch_up(self, key: ExpertKey, record: Tensor, rates: Sequence[float]) -> None:
+        """Takes the steps that a record missed, the first with the gradient that it may keep.
+
+        Args:
+            key: the expert.
+            record: with its state.
+            rates: learning rates of all steps so far.
+        """
+        layout, count = self.states.experts[key].layout, self.states.experts[key].count
+        pending, behind = self._pending(key), self.states.content_step(key)
+        steps = [
+            Step(number, rates[step])
+            for step in range(behind, len(rates))
+            if (number := self.settings.update_number(step)) is not None
+        ]
+        if self.settings.untouched == "sparse_skip":
+            steps = [] if pending is None else [Step(count + 1, rates[pending + 1])]
+        gradient = None
+        if pending is not None:
+            gradient = layout.kept_gradient(record).mul_(self._scales[pending])
+        if steps:
+            refreshes = count % self.settings.galore_refresh == 0
+            take_steps(layout, record, self.settings, steps, gradient, refreshes=refreshes)
 
     def _scale(self, norm: float | None) -> float:
         """Factor of gradients as they come out of the backward pass."""
@@ -189,6 +222,28 @@ class ExpertOptimizer:
             self.states.forget_gradient(key)
 
     def _update(self, key: ExpertKey, record: Tensor, rate: float, scale: float) -> None:
+        """Takes the step of an acquired record with its gradient, and gives the record back."""
+        if self.settings.is_delayed(self.step):
+            self._keep_gradient(key, record, rate)
+        else:
+            self._use_gradient(key, record, rate, scale)
+        self.states.set_content_step(key, self.step + 1)
+        self.states.write_state(key)
+        self.states.release(key)
+
+    def _keep_gradient(self, key: ExpertKey, record: Tensor, rate: float) -> None:
+        """Takes the step with the gradient of the step before, and keeps this one's.
+
+        Source: Ren et al., "ZeRO-Offload" (2021), one-step delayed parameter update.
+        """
+        expert = self.states.experts[key]
+        self._catch_up(key, record, [*self._rates, rate])
+        expert.count += expert.pending is not None
+        gradient = expert.layout.flat(record, Sections.GRADIENT)
+        expert.layout.kept_gradient(record).copy_(gradient)
+        expert.pending = self.step
+
+    def _use_gradient(self, key: ExpertKey, record: Tensor, rate: float, scale: float) -> None:
         expert = self.states.experts[key]
         is_exact = self.settings.untouched == "dense_exact"
         number = self.step + 1 if is_exact else expert.count + 1
@@ -200,9 +255,6 @@ class ExpertOptimizer:
             refreshes=expert.count % self.settings.galore_refresh == 0,
         )  # fmt: skip
         expert.count += 1
-        self.states.set_content_step(key, self.step + 1)
-        self.states.write_state(key)
-        self.states.release(key)
 
     def _count_use(self) -> None:
         """Counts who was used, and exchanges homes when enough steps have been seen."""

@@ -74,7 +74,7 @@ class ExpertStates(RecordSlots):
                     continue
                 self._on_disk.drop(expert.layout, expert.version.slot)
                 expert.version, expert.previous = expert.previous, None
-                expert.step, expert.count = expert.version.step, expert.version.count
+                expert.take_over(expert.version)
                 if key in self._entries:
                     self._drop(key)
 
@@ -146,7 +146,8 @@ class ExpertStates(RecordSlots):
             expert = self.experts[key]
             for _ in range(2):
                 self._on_disk.hold(expert.layout, version.slot)
-            expert.version, expert.step, expert.count = version, version.step, version.count
+            expert.version = version
+            expert.take_over(version)
             expert.is_saved = version.is_written = True
             record = self._slab.slot(self._free[-1] if expert.home is None else expert.home)
             self._fill_now(key, expert, version, record)
@@ -193,7 +194,8 @@ class ExpertStates(RecordSlots):
     def _new_version(self, expert: ExpertState, step: int) -> Version:
         """A place for what an expert has become; a version of the step before is kept for it."""
         slot = self._on_disk.take(expert.layout)
-        old, expert.version = expert.version, Version(slot, step, expert.count)
+        old = expert.version
+        expert.version = Version(slot, step, expert.count, pending=expert.pending)
         if old is not None and expert.home is None and expert.previous is None:
             expert.previous = old
         elif old is not None:

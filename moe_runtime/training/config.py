@@ -168,6 +168,7 @@ class OffloadConfig:
         galore_rank: experts' matrices have moments in a subspace of this rank; 0 for none.
         galore_scale: factor of the steps that come out of a subspace.
         galore_refresh: an expert's updates after which its subspaces are chosen anew.
+        delayed_update_after: steps after which experts' updates are one step late; omitted, never.
         untouched: experts without tokens: dense_exact moves them as AdamW does, sparse_skip leaves
             them alone.
     """
@@ -176,6 +177,7 @@ class OffloadConfig:
     galore_rank: int = 0
     galore_scale: float = 0.25
     galore_refresh: int = 200
+    delayed_update_after: int | None = None
     untouched: Untouched = "dense_exact"
 
     def __post_init__(self) -> None:

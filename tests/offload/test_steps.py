@@ -36,6 +36,8 @@ def every_expert(num: int) -> list[list[torch.Tensor]]:
         (moe_runtime.AdamW(), 1 + 3, 3),
         # with the norm first: weights twice, the gradient out; then everything in, the state out
         (moe_runtime.AdamW(clip_norm=1.0), 1 + 1 + 4, 1 + 3),
+        # a step late, nothing waits for the norm: a gradient is part of the state, in and out
+        (moe_runtime.AdamW(clip_norm=1.0, delayed_update_after=0), 1 + 4, 4),
     ],
 )
 def test_bytes_of_a_step(

@@ -90,7 +90,7 @@ def offloaded(
     from moe_runtime.offload.offloading import find_sites, layouts_of
 
     sites = find_sites(model)
-    layouts = layouts_of(sites)
+    layouts = layouts_of(sites, settings.state_format)
     record = max(layout.record_bytes for layout in layouts.values())
     parameters = [site.module.get_parameter(n) for site in sites for n in site.parameter_names]
     slots = max(3, round(experts_in_memory * len(layouts)))
