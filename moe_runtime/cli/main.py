@@ -16,6 +16,7 @@ import moe_runtime
 from moe_runtime.cli.bench import bench_app
 from moe_runtime.cli.console import Session
 from moe_runtime.cli.doctor import doctor
+from moe_runtime.cli.finetune import finetune
 from moe_runtime.cli.inspect import inspect
 from moe_runtime.cli.place import place
 from moe_runtime.cli.predictor import predictor_app
@@ -35,6 +36,7 @@ moe-runtime runs Mixture-of-Experts models whose experts do not fit in memory.
   moe-runtime replay TRACE                hits and time of a recorded trace with other policies
   moe-runtime report TRACE                the same and more as a page to look at
   moe-runtime train CONFIG.toml           train a model with experts on text files
+  moe-runtime finetune MODEL DATA         train a checkpoint further, its experts off memory
 
 MODEL is a folder with a safetensors checkpoint, or a model's name on the Hugging Face hub.
 For example, with at most 7 GiB of memory:
@@ -90,6 +92,7 @@ def build_app() -> typer.Typer:
     app.command()(place)
     app.command()(simulate)
     app.command()(train)
+    app.command()(finetune)
     app.add_typer(predictor_app(), name="predictor")
     app.add_typer(bench_app(), name="bench")
     return app

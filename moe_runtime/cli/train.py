@@ -14,6 +14,8 @@ from moe_runtime.config import format_bytes
 from moe_runtime.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
+    from moe_runtime.training.config import RunConfig
+    from moe_runtime.training.loop import Trainer
     from moe_runtime.training.ranks import OneProcess
     from moe_runtime.training.session import Preparation
 
@@ -89,7 +91,7 @@ def train(
         if as_json and summary:
             print_json(summary)
         elif summary:
-            print_rows("what was trained", _outcome_rows(summary), to_stderr=True)
+            print_rows("what was trained", outcome_rows(summary), to_stderr=True)
     if exit_code:
         raise typer.Exit(exit_code)
 
@@ -101,14 +103,8 @@ def _train(
     from moe_runtime.training.session import finish, start
 
     trainer = start(preparation, resume=resume, reschedule=reschedule, ranks=ranks)
-    run = preparation.config.run
-    message = "stopping after this step, with a checkpoint; once more stops at once"
-    with (
-        stop_on_signals(message) as stop,
-        training_display(run.steps, run.log_every, trainer.step) as display,
-    ):
-        is_complete = trainer.train(should_stop=lambda: stop.is_set, on_record=display.show)
-    exit_code = 0 if is_complete else stop.exit_code
+    exit_code = take_steps(trainer, preparation.config.run)
+    is_complete = exit_code == 0
     if ranks.rank > 0:
         trainer.close()
         return {}, exit_code
@@ -116,6 +112,17 @@ def _train(
     summary = finish(preparation, trainer, export=export)
     trainer.close()
     return {"complete": is_complete, **summary}, exit_code
+
+
+def take_steps(trainer: "Trainer", run: "RunConfig") -> int:
+    """Trains until the run is complete or a signal comes; returns the exit code."""
+    message = "stopping after this step, with a checkpoint; once more stops at once"
+    with (
+        stop_on_signals(message) as stop,
+        training_display(run.steps, run.log_every, trainer.step) as display,
+    ):
+        is_complete = trainer.train(should_stop=lambda: stop.is_set, on_record=display.show)
+    return 0 if is_complete else stop.exit_code
 
 
 def _export_family(preparation: "Preparation") -> tuple[str | None, str]:
@@ -195,20 +202,22 @@ def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
         ("leaves as", plan["export"] or f"no Hugging Face checkpoint: {plan['export_obstacle']}"),
     ]
     if plan["offload"]:
-        found = plan["offload"]
-        rows.append(
-            (
-                "experts",
-                f"{found['experts_in_memory']} of {found['experts']} in memory; a step reads at "
-                f"most {format_bytes(found['read_bytes_per_step'])} and writes "
-                f"{format_bytes(found['written_bytes_per_step'])}; "
-                f"{format_bytes(found['disk_bytes'])} of disk, and twice that with checkpoints",
-            )
-        )
+        rows.append(("experts", offload_row(plan["offload"])))
     return rows
 
 
-def _outcome_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+def offload_row(found: dict[str, Any]) -> str:
+    """Where experts would live and what a step would move, for people."""
+    return (
+        f"{found['experts_in_memory']} of {found['experts']} in memory; a step reads at "
+        f"most {format_bytes(found['read_bytes_per_step'])} and writes "
+        f"{format_bytes(found['written_bytes_per_step'])}; "
+        f"{format_bytes(found['disk_bytes'])} of disk, and twice that with checkpoints"
+    )
+
+
+def outcome_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a run came to, for people."""
     rows = [
         ("steps", f"{summary['steps']:,}{'' if summary['complete'] else ', stopped early'}"),
         ("tokens", f"{summary['tokens']:,} in {summary['elapsed_s']:,.0f} s"),

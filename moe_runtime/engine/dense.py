@@ -140,6 +140,27 @@ def load_dense(
         )
 
 
+def load_around_experts(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    experts: ExpertMap,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> None:
+    """As `load_dense`, for a model whose experts modules stay, on the meta device.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: as `load_dense`.
+    """
+    for module in experts.modules:
+        model.set_submodule(module.name, torch.nn.Identity())
+    try:
+        load_dense(model, checkpoint, experts, device, progress)
+    finally:
+        for module in experts.modules:
+            model.set_submodule(module.name, module.module)
+
+
 def _forget_expert_parameters(model: PreTrainedModel, experts: ExpertMap) -> None:
     """Keeps transformers from initialising or tying expert parameters, which the model has not."""
     for module in experts.modules:

@@ -102,7 +102,7 @@ def map_experts(model: PreTrainedModel, checkpoint: Checkpoint) -> ExpertMap:
                     f"{name}: expected {tuple(expected)}, the checkpoint gives {tuple(found)}"
                 )
             slices[parameter] = converted[name]
-        rows = dict(_expert_rows(module.module, slices))
+        rows = dict(expert_rows(module.module, slices))
         experts.matrices.append(tuple(name for name in MATRICES if name in rows))
         ranges = {
             name: _ranges(name, view, slices, provenance, entries) for name, view in rows.items()
@@ -218,7 +218,7 @@ def _float_dtype(entry: TensorEntry) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class MatrixRows:
     """A matrix of every expert as rows of a parameter: ``start``, ``start + step`` and so on."""
 
     parameter: str
@@ -228,9 +228,9 @@ class _Rows:
     out_dim: int
 
 
-def _expert_rows(
+def expert_rows(
     module: torch.nn.Module, parameters: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, _Rows]]:
+) -> Iterator[tuple[str, MatrixRows]]:
     """Says which rows of which parameter are an expert's gate, up and down, from the flags."""
     for parameter, tensor in parameters.items():
         is_bias = parameter.endswith("_bias")
@@ -239,18 +239,18 @@ def _expert_rows(
         count = tensor.shape[out_dim]
         if not parameter.startswith("gate_up"):
             matrix = "up" if parameter.startswith("up") else "down"
-            yield matrix + suffix, _Rows(parameter, 0, 1, count, out_dim)
+            yield matrix + suffix, MatrixRows(parameter, 0, 1, count, out_dim)
         elif module.is_concatenated:
-            yield "gate" + suffix, _Rows(parameter, 0, 1, count // 2, out_dim)
-            yield "up" + suffix, _Rows(parameter, count // 2, 1, count // 2, out_dim)
+            yield "gate" + suffix, MatrixRows(parameter, 0, 1, count // 2, out_dim)
+            yield "up" + suffix, MatrixRows(parameter, count // 2, 1, count // 2, out_dim)
         else:
-            yield "gate" + suffix, _Rows(parameter, 0, 2, count // 2, out_dim)
-            yield "up" + suffix, _Rows(parameter, 1, 2, count // 2, out_dim)
+            yield "gate" + suffix, MatrixRows(parameter, 0, 2, count // 2, out_dim)
+            yield "up" + suffix, MatrixRows(parameter, 1, 2, count // 2, out_dim)
 
 
 def _ranges(
     name: str,
-    rows: _Rows,
+    rows: MatrixRows,
     parameters: Mapping[str, torch.Tensor],
     provenance: Provenance,
     entries: list[TensorEntry],

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,23 @@ from torch.autograd.function import once_differentiable
 
 from moe_runtime.kernels.expert_mlp.one_by_one import RoutedCall
 from moe_runtime.layer.experts import compute_dtype
-from moe_runtime.offload.passes import ExpertPasses, LayerInput
+from moe_runtime.offload.passes import LayerInput
 from moe_runtime.offload.site import ExpertsSite
 from moe_runtime.offload.window import Window
+
+
+class LayerPasses(Protocol):
+    """Computes layers whose experts are elsewhere; `ExpertPasses` says more."""
+
+    def forward(
+        self, layer: int, inputs: Sequence[LayerInput], /, *, keeps: bool, is_visit: bool
+    ) -> tuple[list[RoutedCall], list[Tensor]]: ...
+
+    def backward(
+        self, layer: int, calls: Sequence[RoutedCall], grads_TD: Sequence[Tensor], /
+    ) -> list[tuple[Tensor, Tensor]]: ...
+
+    def stacked(self, layer: int, name: str, /) -> Tensor: ...
 
 
 class OffloadedTrainingExperts(nn.Module):
@@ -26,7 +40,7 @@ class OffloadedTrainingExperts(nn.Module):
         passes: computes it.
     """
 
-    def __init__(self, site: ExpertsSite, layer: int, passes: ExpertPasses) -> None:
+    def __init__(self, site: ExpertsSite, layer: int, passes: LayerPasses) -> None:
         super().__init__()
         self.num_experts = site.num_experts
         self.layer = layer

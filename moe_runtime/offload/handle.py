@@ -24,7 +24,7 @@ from moe_runtime.offload.passes import ExpertPasses
 from moe_runtime.offload.records import RecordLayout, Sections
 from moe_runtime.offload.site import ExpertsSite
 from moe_runtime.offload.states import ExpertStates
-from moe_runtime.offload.window import Window
+from moe_runtime.offload.window import Window, run_window
 from moe_runtime.types import ExpertKey
 
 S = TypeVar("S")
@@ -138,14 +138,8 @@ class OffloadedTraining:
         work = [partial(self._part, part) for part in parts]
         losses: list[Tensor] = []
         try:
-            if len(work) == 1:
-                losses = [work[0]()]
-            else:
-                window = Window(self.model, work)
-                self._set_window(window)
-                losses = window.run()
+            losses = run_window(self.model, work, self._set_window)
         finally:
-            self._set_window(None)
             if not losses:
                 self.discard()
         return losses

@@ -110,7 +110,7 @@ def plan_memory(
         ValueError: a size cannot be read.
     """
     parameters = [site.module.get_parameter(n) for site in sites for n in site.parameter_names]
-    held = sum(p.numel() * p.element_size() for p in parameters if not p.is_meta)
+    held = sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
     budget = resolve_budget(
         parse_budget(host_memory, name="host_memory"), available_host_bytes() + held, "the host"
     )

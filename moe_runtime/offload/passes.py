@@ -102,7 +102,7 @@ class ExpertPasses:
             RoutedCall(x, ids, weights, site.num_experts, site.activation, site.impl)
             for x, ids, weights in inputs
         ]
-        keys = _keys(layer, calls)
+        keys = visited(layer, calls)
         turns_back = keeps and (not is_visit or layer + 1 == len(self._sites))
         self._states.expect(self._ahead_of_forward(layer, keys, turns_back=turns_back))
         if is_visit:
@@ -134,7 +134,7 @@ class ExpertPasses:
         Returns:
             Gradients of `x_TD` and `weights_TK` of each micro-batch.
         """
-        keys = _keys(layer, calls)
+        keys = visited(layer, calls)
         is_only_call = self.visits.calls[layer] == 1
         while self.visits.layers and self.visits.layers[-1][0] >= layer:
             self.visits.layers.pop()
@@ -251,6 +251,6 @@ class ExpertPasses:
         return shape[1 if site.is_transposed else 0]
 
 
-def _keys(layer: int, calls: Sequence[RoutedCall]) -> list[ExpertKey]:
+def visited(layer: int, calls: Sequence[RoutedCall]) -> list[ExpertKey]:
     """Experts that any micro-batch visits, in ascending order."""
     return [ExpertKey(layer, e) for e in sorted({e for call in calls for e in call.experts})]

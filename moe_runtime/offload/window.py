@@ -141,3 +141,25 @@ class Window(Generic[T]):
         answers = together([part.entry for part in self._parts])
         for part, answer in zip(self._parts, answers, strict=True):
             part.entry, part.answer = None, answer
+
+
+def run_window(
+    model: nn.Module,
+    work: Sequence[Callable[[], T]],
+    set_window: Callable[[Window[T] | None], None],
+) -> list[T]:
+    """Runs micro-batches: one alone as it is, several in a window that their experts know of.
+
+    Args:
+        model: the model.
+        work: the forward and backward pass of each.
+        set_window: tells the model's experts where micro-batches meet, and at the end nowhere.
+    """
+    try:
+        if len(work) == 1:
+            return [work[0]()]
+        window = Window(model, work)
+        set_window(window)
+        return window.run()
+    finally:
+        set_window(None)

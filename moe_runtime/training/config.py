@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from moe_runtime.models.lm.config import LanguageModelConfig
 from moe_runtime.offload.adamw import AdamW, Untouched
@@ -249,6 +249,19 @@ class RunConfig:
             raise ValueError("storage_dir is for runs with a host_memory; give one")
         if self.host_memory is None and self.offload != OffloadConfig():
             raise ValueError("offload is for runs with a host_memory; give one")
+
+
+class LoopConfig(Protocol):
+    """What the training loop asks of a configuration; `TrainConfig` is one."""
+
+    @property
+    def run(self) -> RunConfig: ...
+
+    @property
+    def data(self) -> DataConfig: ...
+
+    @property
+    def optimizer(self) -> OptimizerConfig: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

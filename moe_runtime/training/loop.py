@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.models.lm.model import Losses
+from moe_runtime.offload.adapters import AdapterTraining
 from moe_runtime.offload.handle import OffloadedTraining
 from moe_runtime.training.batches import Batches, DataPosition, shorten
 from moe_runtime.training.checkpoint import (
@@ -23,7 +24,7 @@ from moe_runtime.training.checkpoint import (
     restore_random_states,
     save_checkpoint,
 )
-from moe_runtime.training.config import TrainConfig
+from moe_runtime.training.config import LoopConfig
 from moe_runtime.training.metrics import EvaluationRecord, MetricsSink, Record, StepRecord
 from moe_runtime.training.offloaded import offload_report
 from moe_runtime.training.optimizer import Optimizer
@@ -81,9 +82,9 @@ class TrainingRun:
         shards: checkpoints that all processes write together; None writes a file.
     """
 
-    config: TrainConfig
+    config: LoopConfig
     model: TrainableModel
-    optimizer: Optimizer | OffloadedTraining
+    optimizer: Optimizer | OffloadedTraining | AdapterTraining
     batches: Batches
     held_out: Mapping[str, npt.NDArray[np.int64]]
     held_out_weights: Mapping[str, float]
@@ -111,6 +112,11 @@ class Trainer:
         self.num_skipped = 0
         self._skipped_in_a_row = 0
         self._saved_step = -1
+
+    @property
+    def optimizer(self) -> Optimizer | OffloadedTraining | AdapterTraining:
+        """Of the run."""
+        return self._run.optimizer
 
     def restore(self, state: TrainingState) -> None:
         """Goes on from a checkpoint.
@@ -173,7 +179,7 @@ class Trainer:
     def report(self) -> dict[str, Any]:
         """What offloaded experts did so far; empty where all are in memory."""
         optimizer = self._run.optimizer
-        return offload_report(optimizer) if isinstance(optimizer, OffloadedTraining) else {}
+        return {} if isinstance(optimizer, Optimizer) else offload_report(optimizer)
 
     def save(self) -> None:
         """Writes a checkpoint, unless the last one is of this step."""

@@ -14,15 +14,19 @@ from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.models.lm.config import LanguageModelConfig
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.offload.adamw import AdamW, bytes_of_step
+from moe_runtime.offload.adapters import AdapterTraining
 from moe_runtime.offload.handle import OffloadedTraining
 from moe_runtime.offload.initial import StreamedInit
+from moe_runtime.offload.memory import TrainingMemory
 from moe_runtime.offload.offloading import (
     find_sites,
     layouts_of,
     offload_training,
     plan_memory,
 )
-from moe_runtime.training.config import TrainConfig
+from moe_runtime.offload.records import RecordLayout
+from moe_runtime.training.config import LoopConfig, TrainConfig
+from moe_runtime.types import ExpertKey
 
 _SPARE_SHARE = 1 / 4
 """Set aside over the activations that can be counted: buffers of libraries and of the allocator."""
@@ -80,7 +84,7 @@ def offloaded_optimizer(
     )
 
 
-def optimizer_settings(config: TrainConfig) -> AdamW:
+def optimizer_settings(config: LoopConfig) -> AdamW:
     """The run's optimizer, as offloaded training takes it.
 
     Raises:
@@ -109,11 +113,16 @@ def offload_plan(config: TrainConfig, model: LanguageModel) -> dict[str, Any]:
         model, sites, config.run.host_memory, activation_bytes(config),
         has_disk=True, state=settings.state_format,
     )  # fmt: skip
-    layouts = layouts_of(sites, settings.state_format)
+    return plan_of(memory, layouts_of(sites, settings.state_format), settings)
+
+
+def plan_of(
+    memory: TrainingMemory, layouts: Mapping[ExpertKey, RecordLayout], settings: AdamW
+) -> dict[str, Any]:
+    """What a division of memory means for a step in which every expert gets tokens."""
+    resident = set(memory.resident)
     away = [
-        bytes_of_step(layout, settings)
-        for key, layout in layouts.items()
-        if key not in set(memory.resident)
+        bytes_of_step(layout, settings) for key, layout in layouts.items() if key not in resident
     ]
     return {
         "experts": memory.num_experts,
@@ -157,7 +166,7 @@ def _layer_bytes(model: LanguageModelConfig) -> int:
     return 4 * (8 * model.hidden_size + 4 * heads + width)
 
 
-def offload_report(training: OffloadedTraining) -> dict[str, Any]:
+def offload_report(training: OffloadedTraining | AdapterTraining) -> dict[str, Any]:
     """What a run says of its tiers: bytes, waiting, memory."""
     stats = training.stats()
     traffic = stats.traffic

@@ -6,8 +6,6 @@ and `summary.json`.
 """
 
 import dataclasses
-import json
-import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,24 +21,25 @@ from moe_runtime.models.lm.initial import import_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.offload.handle import OffloadedTraining
 from moe_runtime.offload.initial import StreamedInit
-from moe_runtime.store.files import write_atomically
 from moe_runtime.training.batches import Batches, held_out_windows
 from moe_runtime.training.checkpoint import (
-    Progress,
     TrainingState,
-    check_settings,
     checkpoints_in,
-    load_checkpoint,
 )
-from moe_runtime.training.config import ParallelConfig, TrainConfig
-from moe_runtime.training.config_tree import leaves
+from moe_runtime.training.config import TrainConfig
 from moe_runtime.training.loop import Trainer, TrainingRun
 from moe_runtime.training.machine import require_compiler, resolve_device
-from moe_runtime.training.metrics import JsonLines, MetricsSink, TensorBoard, read_records
 from moe_runtime.training.offloaded import build_model, offloaded_optimizer
 from moe_runtime.training.optimizer import Optimizer
+from moe_runtime.training.prepared import (
+    find_state,
+    mixture,
+    open_sinks,
+    settings_of,
+    write_summary,
+)
 from moe_runtime.training.ranks import OneProcess
-from moe_runtime.training.sharded import ShardedCheckpoints, read_progress, whole_model
+from moe_runtime.training.sharded import ShardedCheckpoints, whole_model
 from moe_runtime.training.text import read_corpus
 from moe_runtime.training.tokens import TokenStreams, encode_corpus, obtain_tokenizer
 
@@ -48,35 +47,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SUMMARY_FILE = "summary.json"
-
-# What may change when a run goes on: it decides where and how fast, not which numbers come out.
-_FREE_NAMES = (
-    *("output", "device", "threads", "recompute", "compile", "log_every", "evaluate_every"),
-    *(
-        "host_memory",
-        "device_memory",
-        "evaluate_tokens",
-        "checkpoint_every",
-        "keep_checkpoints",
-        "tensorboard",
-        "export_dtype",
-    ),
-)
-_FREE = frozenset(
-    {
-        *(f"run.{name}" for name in _FREE_NAMES),
-        *("model.moe.impl", "model.moe.recompute"),
-        *(f"parallel.{field.name}" for field in dataclasses.fields(ParallelConfig)),
-    }
-)
-# What only the steps to come depend on: a resumed run may change it if asked to.
-_SCHEDULE = frozenset(
-    {
-        *("run.steps", "data.short_context", "data.short_share"),
-        *(f"optimizer.{name}" for name in ("peak_rate", "warmup_steps", "final_share")),
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,11 +88,7 @@ class Preparation:
     @property
     def settings(self) -> dict[str, Any]:
         """What must be the same when the run goes on, by dotted name."""
-        flat = dict(leaves(dataclasses.asdict(self.config), ""))
-        kept = {name: value for name, value in flat.items() if name not in _FREE}
-        for name, stream in self.streams.items():
-            kept[f"text of source {name!r}"] = stream.fingerprint
-        return kept
+        return settings_of(self.config, self.streams)
 
 
 def prepare(
@@ -225,28 +191,8 @@ def start(
         ValueError: a package for the logs is missing.
         OSError: the folder cannot be written.
     """
-    found = checkpoints_in(preparation.checkpoints)
-    if found and not resume:
-        raise CheckpointError(
-            f"{preparation.output}: holds a run already (the last checkpoint is "
-            f"{found[-1].name}); --resume goes on with it, another run.output begins anew"
-        )
     ranks = ranks or OneProcess()
-    state: Progress | None = None
-    if found:
-        state = read_progress(found[-1]) if found[-1].is_dir() else load_checkpoint(found[-1])
-        check_settings(
-            found[-1],
-            state.settings,
-            preparation.settings,
-            schedule=_SCHEDULE,
-            reschedule=reschedule,
-        )
-        if state.step > preparation.config.run.steps:
-            raise CheckpointError(
-                f"{found[-1]}: has taken {state.step} steps already, run.steps asks for "
-                f"{preparation.config.run.steps}; set at least {state.step}"
-            )
+    last, state = find_state(preparation, resume=resume, reschedule=reschedule)
     first_step = 0 if state is None else state.step
     ranks.spread(preparation.model)
     optimizer = _optimizer(preparation, ranks, resumes=state is not None)
@@ -259,11 +205,11 @@ def start(
         optimizer=optimizer,
         batches=preparation.batches,
         held_out=preparation.held_out,
-        held_out_weights=_mixture(preparation),
+        held_out_weights=mixture(preparation),
         device=preparation.device,
         checkpoints=preparation.checkpoints,
         settings=preparation.settings,
-        sinks=_sinks(preparation, first_step) if ranks.rank == 0 else (),
+        sinks=open_sinks(preparation, first_step) if ranks.rank == 0 else (),
         ranks=ranks,
         shards=shards if ranks.size > 1 else None,
     )
@@ -273,13 +219,13 @@ def start(
     elif state is not None:
         if shards is None:
             raise CheckpointError(
-                f"{found[-1]}: several processes wrote it; a run with a host_memory cannot go on "
-                "from it"
+                f"{last}: several processes wrote it; a run with a host_memory cannot go on from it"
             )
         if isinstance(state, TrainingState):
             shards.take(state)
         else:
-            shards.load(found[-1])
+            assert last is not None, "a state has a place"
+            shards.load(last)
         trainer.go_on(state)
     return trainer
 
@@ -313,38 +259,7 @@ def finish(preparation: Preparation, trainer: Trainer, *, export: bool) -> dict[
             model = whole_model(preparation.config.model, last)
         export_hugging_face(model, folder, dtype=dtype, special_tokens=ids)
         tokenizer.save_pretrained(folder)
-    summary = _summary(preparation, trainer, folder)
-    with write_atomically(preparation.output / SUMMARY_FILE) as file:
-        file.write((json.dumps(summary, indent=1) + "\n").encode())
-    return summary
-
-
-def _summary(preparation: Preparation, trainer: Trainer, folder: Path | None) -> dict[str, Any]:
-    import transformers
-
-    records = read_records(preparation.output)
-    losses = [record["loss"] for record in records if "loss" in record]
-    held_out = [record for record in records if "held_out" in record]
-    return {
-        "steps": trainer.step,
-        "tokens": trainer.tokens,
-        "elapsed_s": round(trainer.elapsed_s, 3),
-        "tokens_per_s": round(trainer.tokens / trainer.elapsed_s, 1) if trainer.elapsed_s else None,
-        "skipped_steps": trainer.num_skipped,
-        "loss": losses[-1] if losses else None,
-        "held_out": held_out[-1]["held_out"] if held_out else {},
-        "held_out_mean": held_out[-1]["held_out_mean"] if held_out else None,
-        "parameters": preparation.num_parameters,
-        "active_parameters": preparation.num_active_parameters,
-        "offload": trainer.report(),
-        "output": str(preparation.output),
-        "model": None if folder is None else str(folder),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-    }
+    return write_summary(preparation, trainer, folder)
 
 
 def _optimizer(
@@ -359,23 +274,6 @@ def _optimizer(
     return offloaded_optimizer(
         config, preparation.model, preparation.first_experts, folder, resumes=resumes
     )
-
-
-def _mixture(preparation: Preparation) -> dict[str, float]:
-    """Share of each source, as the batches have it: by weight, else by size."""
-    sources = preparation.config.data.sources
-    return {
-        name: sources[name].weight or float(len(stream.training))
-        for name, stream in preparation.streams.items()
-    }
-
-
-def _sinks(preparation: Preparation, first_step: int) -> list[MetricsSink]:
-    sinks: list[MetricsSink] = []
-    if preparation.config.run.tensorboard:
-        sinks.append(TensorBoard(preparation.output / "tensorboard", first_step=first_step))
-    sinks.append(JsonLines(preparation.output, first_step=first_step))
-    return sinks
 
 
 def _with_vocabulary(config: TrainConfig, tokenizer: "PreTrainedTokenizerBase") -> TrainConfig:

@@ -1,0 +1,185 @@
+"""A checkpoint of transformers as a model that the training loop can train."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from moe_runtime.engine.memory import experts_per_token
+from moe_runtime.models.lm.model import Losses
+from moe_runtime.training.finetune_config import LoraConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+SPARE_BYTES = 64 * 2**20
+"""Set aside for what libraries and the allocator keep beyond the tensors."""
+
+
+class CheckpointModel(nn.Module):
+    """A causal language model of transformers, as the loop wants it.
+
+    Its state is what is trained; the rest is in the checkpoint that it was loaded from.
+
+    Args:
+        model: in training mode, its experts elsewhere.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        config = model.config.get_text_config()
+        self._with_router = bool(getattr(config, "output_router_logits", False))
+        self._router_scale = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
+
+    def losses(self, ids_BC: Tensor, targets_BC: Tensor) -> Losses:
+        """Mean cross-entropy of the tokens, and the gates' loss where the model has one."""
+        out: Any = self.model(input_ids=ids_BC, use_cache=False)
+        logits = out.logits.float().flatten(0, 1)
+        loss = cross_entropy(logits, targets_BC.flatten())
+        auxiliary = loss.new_zeros(())
+        if self._with_router and getattr(out, "aux_loss", None) is not None:
+            auxiliary = self._router_scale * out.aux_loss
+        return Losses(loss, auxiliary)
+
+    def after_step(self) -> None:
+        """Nothing changes but by gradients."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The trained parameters that are in memory."""
+        named = self.model.named_parameters()
+        return {name: p.detach() for name, p in named if p.requires_grad}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """Takes up what `state_dict` gave.
+
+        Raises:
+            RuntimeError: it is of other parameters.
+        """
+        own = self.state_dict()
+        if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in state_dict.items()}:
+            raise RuntimeError("it holds other parameters than are trained now")
+        for name, tensor in own.items():
+            tensor.copy_(state_dict[name])
+
+
+def add_attention_adapters(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
+    """Puts PEFT's adapters on the linear layers of attention.
+
+    Returns:
+        Their names.
+
+    Raises:
+        ValueError: PEFT is not installed, or no linear layer belongs to attention.
+    """
+    try:
+        from peft import LoraConfig as PeftConfig
+        from peft import inject_adapter_in_model
+    except ImportError:
+        raise ValueError(
+            "adapters on attention need the package peft: pip install 'moe-runtime[finetune]', "
+            "or give adapters to the experts alone"
+        ) from None
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and re.search(r"att(n|ention)", name)
+    ]
+    if not names:
+        raise ValueError(
+            f"{model.config.model_type} has no linear layers in its attention; give adapters to "
+            "the experts alone"
+        )
+    alpha: Any = lora.scale * lora.rank
+    settings = PeftConfig(r=lora.rank, lora_alpha=alpha, target_modules=names)
+    inject_adapter_in_model(settings, model)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            # beside a base in half precision, adapters are trained in full
+            parameter.data = parameter.data.float()
+    return names
+
+
+class MergedAdapters:
+    """A `with` block in which attention's adapters are parts of the weights beside them."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._layers = [m for m in model.modules() if hasattr(m, "get_base_layer")]
+        self._before: list[Tensor] = []
+
+    def __enter__(self) -> dict[str, Tensor]:
+        """Merges; returns the model's state under the names without adapters."""
+        for layer in self._layers:
+            base: Any = layer.get_base_layer()  # type: ignore[operator]
+            self._before.append(base.weight.detach().clone())
+            layer.merge()  # type: ignore[operator]
+        state = self._model.state_dict()
+        return {
+            name.replace(".base_layer.", "."): tensor
+            for name, tensor in state.items()
+            if ".lora_" not in name and ".adapters." not in name
+        }
+
+    def __exit__(self, *_: object) -> None:
+        for layer, before in zip(self._layers, self._before, strict=True):
+            layer.unmerge()  # type: ignore[operator]
+            # taking the product away again would leave rounding behind
+            layer.get_base_layer().weight.data.copy_(before)  # type: ignore[operator]
+        self._before.clear()
+
+
+def activation_bytes(
+    config: PreTrainedConfig, tokens: int, num_parts: int, *, recompute: bool
+) -> int:
+    """What the forward and backward pass of a step takes, counted from the model's shape.
+
+    All micro-batches of a step are in memory at once, because they meet at the experts; only one
+    of them has logits at a time.
+
+    Args:
+        config: of the model.
+        tokens: of a step.
+        num_parts: its micro-batches.
+        recompute: a block keeps its input alone.
+    """
+    text = config.get_text_config()
+    hidden, layers = text.hidden_size, text.num_hidden_layers
+    heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or hidden // heads
+    widths = [getattr(text, n, None) for n in ("moe_intermediate_size", "intermediate_size")]
+    width = next((int(w) for w in widths if isinstance(w, int)), 4 * hidden)
+    routed = 2 * width * experts_per_token(config)
+    # a norm keeps three copies in fp32, projections one, rotation and attention four of the heads
+    layer = 4 * (12 * hidden + 8 * heads * head_dim + routed + 2 * width)
+    kept = layers * (4 * hidden if recompute else layer) + (layer if recompute else 0)
+    # logits, their copy in fp32 and the gradients of both
+    logits = 4 * 4 * text.vocab_size * -(-tokens // num_parts)
+    passing = 4 * 6 * hidden
+    return int(1.25 * (tokens * (kept + passing) + logits)) + SPARE_BYTES
+
+
+def trained_bytes(parameters: Sequence[nn.Parameter]) -> int:
+    """Weights, gradients and moments of parameters in fp32."""
+    return 16 * sum(parameter.numel() for parameter in parameters)
+
+
+def require_positions(config: PreTrainedConfig, context: int) -> None:
+    """Refuses sequences that are longer than the model's positions go.
+
+    Raises:
+        ValueError: they are.
+    """
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(most, int) and context > most:
+        raise ValueError(f"context must be at most {most}, the model's positions, got {context}")
+
+
+def float_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters that can have gradients."""
+    return [p for p in model.parameters() if torch.is_floating_point(p)]

@@ -1,0 +1,355 @@
+"""Fine-tuning of a transformers checkpoint whose experts do not fit.
+
+With all parameters trained, the experts are read from the checkpoint once and live with their
+optimizer states where `offload_training` puts them. With adapters (LoRA), the experts are read from
+the checkpoint whenever they are needed, and never written. At the end a checkpoint like the first
+one is written, expert by expert.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moe_runtime.engine.checkpoint import Checkpoint, build_on_meta, open_checkpoint
+from moe_runtime.engine.dense import Progress, load_around_experts
+from moe_runtime.engine.expert_map import ExpertMap, map_experts
+from moe_runtime.engine.expert_tensors import CheckpointExperts
+from moe_runtime.engine.exporting import LikeCheckpoint
+from moe_runtime.engine.loading import signature_of
+from moe_runtime.engine.memory import MemoryPlan
+from moe_runtime.offload.adapters import AdapterTraining
+from moe_runtime.offload.frozen import ExpertAdapters, FrozenPasses, adapters_for
+from moe_runtime.offload.handle import OffloadedTraining
+from moe_runtime.offload.memory import TrainingMemory
+from moe_runtime.offload.offloading import find_sites, layouts_of, offload_training
+from moe_runtime.offload.site import ExpertsSite
+from moe_runtime.policies.eviction import Setting, make_policy
+from moe_runtime.store.cache import ExpertStore
+from moe_runtime.store.slab import Slab
+from moe_runtime.store.source import ExpertSource
+from moe_runtime.tracing.routes import shape_of
+from moe_runtime.training.batches import Batches, held_out_windows
+from moe_runtime.training.checkpoint import TrainingState
+from moe_runtime.training.checkpoint_model import (
+    CheckpointModel,
+    MergedAdapters,
+    add_attention_adapters,
+    float_parameters,
+    require_positions,
+)
+from moe_runtime.training.finetune_config import FinetuneConfig
+from moe_runtime.training.finetune_memory import divide_budget, slots_plan
+from moe_runtime.training.loop import Trainer, TrainingRun
+from moe_runtime.training.offloaded import optimizer_settings, plan_of
+from moe_runtime.training.prepared import (
+    find_state,
+    mixture,
+    open_sinks,
+    settings_of,
+    write_summary,
+)
+from moe_runtime.training.text import read_corpus
+from moe_runtime.training.tokens import TokenStreams, encode_corpus, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetunePreparation:
+    """Everything that a run needs before weights are read.
+
+    Attributes:
+        config: with the number of steps.
+        output: the run's folder.
+        storage: folder of the experts' states.
+        streams: encoded text by source.
+        batches: windows of it.
+        held_out: held-out windows by source.
+        checkpoint: the one that is fine-tuned.
+        model: on the meta device.
+        experts: where its experts lie.
+        exporter: writes checkpoints like it.
+        sites: the experts, as training sees them.
+        memory: how the budget is divided.
+        num_parameters, num_active_parameters: of the model.
+    """
+
+    config: FinetuneConfig
+    output: Path
+    storage: Path
+    streams: Mapping[str, TokenStreams]
+    batches: Batches
+    held_out: Mapping[str, npt.NDArray[np.int64]]
+    checkpoint: Checkpoint
+    model: PreTrainedModel
+    experts: ExpertMap
+    exporter: LikeCheckpoint
+    sites: list[ExpertsSite]
+    memory: TrainingMemory | MemoryPlan
+    num_parameters: int
+    num_active_parameters: int
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the run's checkpoints."""
+        return self.output / "checkpoints"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What must be the same when the run goes on, by dotted name."""
+        return settings_of(self.config, self.streams)
+
+
+def prepare(
+    config: FinetuneConfig,
+    *,
+    epochs: float | None = None,
+    on_stage: Callable[[str], None] = lambda stage: None,
+) -> FinetunePreparation:
+    """Reads headers and text, and divides the budget; reads no weights yet.
+
+    Args:
+        config: of the run.
+        epochs: how often all text is trained on; replaces `config.run.steps`.
+        on_stage: called with a word on what is being done.
+
+    Raises:
+        CapacityError: the budget is too small; names the smallest that works.
+        CheckpointError: the checkpoint cannot be read.
+        UnsupportedModelError: it is no Mixture-of-Experts model that can be trained so.
+        ValueError: the text or an option cannot be as given.
+        OSError: a file cannot be read or written.
+    """
+    on_stage("reading the checkpoint's headers")
+    torch.manual_seed(config.run.seed)
+    dtype = torch.float32 if config.lora is None else DTYPES[config.run.precision]
+    checkpoint = open_checkpoint(config.model, dtype)
+    require_positions(checkpoint.config, config.data.context)
+    on_stage("reading the text")
+    corpora = {
+        name: read_corpus(name, source, config.data, Path())
+        for name, source in config.data.sources.items()
+    }
+    tokenizer = load_tokenizer(checkpoint.folder)
+    model = build_on_meta(checkpoint)
+    experts = map_experts(model, checkpoint)
+    on_stage("encoding the text")
+    output = config.run.output.expanduser()
+    streams = {
+        name: encode_corpus(corpus, tokenizer, cache=output / "data", name=name)
+        for name, corpus in corpora.items()
+    }
+    _check_vocabulary(checkpoint, streams)
+    batches = Batches(
+        {name: stream.training for name, stream in streams.items()},
+        {name: source.weight for name, source in config.data.sources.items()},
+        context=config.data.context,
+        seed=config.run.seed,
+    )
+    if epochs is not None:
+        windows = epochs * batches.windows_per_epoch
+        steps = max(1, round(windows / config.data.sequences_per_step))
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, steps=steps))
+    held_out = {
+        name: held_out_windows(
+            stream.held_out, context=config.data.context, most_tokens=config.run.evaluate_tokens
+        )
+        for name, stream in streams.items()
+    }
+    sites = find_sites(model)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    signature = signature_of(checkpoint, experts)
+    in_experts = sum(p.numel() for m in experts.modules for p in _parameters(m))
+    idle = 1 - signature.top_k / signature.num_experts
+    return FinetunePreparation(
+        config=config,
+        output=output,
+        storage=config.run.storage_dir or output / "experts",
+        streams=streams,
+        batches=batches,
+        held_out={name: windows for name, windows in held_out.items() if len(windows)},
+        checkpoint=checkpoint,
+        model=model,
+        experts=experts,
+        exporter=LikeCheckpoint(model, checkpoint, experts),
+        sites=sites,
+        memory=divide_budget(config, checkpoint, model, experts, sites),
+        num_parameters=total,
+        num_active_parameters=total - round(in_experts * idle),
+    )
+
+
+def start(
+    preparation: FinetunePreparation,
+    *,
+    resume: bool,
+    reschedule: bool = False,
+    progress: Progress | None = None,
+) -> Trainer:
+    """Reads the weights; a trainer at the beginning of the run, or at its last checkpoint.
+
+    Args:
+        preparation: as `prepare` gave it.
+        resume: go on from the newest checkpoint; without one, begin.
+        reschedule: the number of steps and the rate's course may be others than before.
+        progress: called with what is being done, the bytes done and the bytes in all.
+
+    Raises:
+        CheckpointError: the folder holds checkpoints and `resume` was not asked for, or the newest
+            is damaged or was made with other settings; or the model's checkpoint is damaged.
+        CapacityError: the disk is too small for the experts' states.
+        ValueError: a package is missing, or nothing can have adapters.
+    """
+    config, model = preparation.config, preparation.model
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    _, state = find_state(preparation, resume=resume, reschedule=reschedule)
+    place = torch.device("cpu")
+    load_around_experts(model, preparation.checkpoint, preparation.experts, place, progress)
+    model.train()
+    if config.run.recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.manual_seed(config.run.seed)
+    make = _offloaded if config.lora is None else _frozen
+    optimizer = make(preparation, resumes=state is not None)
+    trainer = Trainer(
+        TrainingRun(
+            config=config,
+            model=CheckpointModel(model),
+            optimizer=optimizer,
+            batches=preparation.batches,
+            held_out=preparation.held_out,
+            held_out_weights=mixture(preparation),
+            device=place,
+            checkpoints=preparation.checkpoints,
+            settings=preparation.settings,
+            sinks=open_sinks(preparation, 0 if state is None else state.step),
+        )
+    )
+    if isinstance(state, TrainingState):
+        trainer.restore(state)
+    return trainer
+
+
+def finish(preparation: FinetunePreparation, trainer: Trainer, *, export: bool) -> dict[str, Any]:
+    """Writes the fine-tuned checkpoint into `model/` and `summary.json`; returns the summary.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    folder = preparation.output / "model" if export else None
+    if folder is not None:
+        wanted = preparation.config.export_dtype
+        optimizer = trainer.optimizer
+        assert isinstance(optimizer, OffloadedTraining | AdapterTraining)
+        with MergedAdapters(preparation.model) as state:
+            preparation.exporter.write(
+                folder,
+                state,
+                optimizer.expert,
+                dtype=None if wanted == "auto" else DTYPES[wanted],
+            )
+    return write_summary(preparation, trainer, folder)
+
+
+def plan(preparation: FinetunePreparation) -> dict[str, Any]:
+    """Where experts would live, and the bytes of a step in which every expert gets tokens."""
+    memory = preparation.memory
+    if isinstance(memory, MemoryPlan):
+        return slots_plan(memory, len(preparation.experts.layouts))
+    settings = optimizer_settings(preparation.config)
+    return plan_of(memory, layouts_of(preparation.sites, settings.state_format), settings)
+
+
+def _offloaded(preparation: FinetunePreparation, *, resumes: bool) -> OffloadedTraining:
+    """All parameters are trained; experts begin with what the checkpoint has."""
+    config, memory = preparation.config, preparation.memory
+    assert isinstance(memory, TrainingMemory)
+    for parameter in float_parameters(preparation.model):
+        parameter.requires_grad_()
+    if config.run.storage_dir is None:
+        preparation.storage.mkdir(parents=True, exist_ok=True)
+    with _reading(preparation) as source:
+        return offload_training(
+            preparation.model,
+            host_memory=memory.budget_bytes,
+            storage_dir=preparation.storage,
+            optimizer=optimizer_settings(config),
+            activation_memory=memory.activation_bytes,
+            initial=source.tensors_of,
+            resumes=resumes,
+        )
+
+
+@contextmanager
+def _reading(preparation: FinetunePreparation) -> Iterator[CheckpointExperts]:
+    names = [site.parameter_names for site in preparation.sites]
+    source = CheckpointExperts(preparation.experts, names, torch.float32)
+    try:
+        yield source
+    finally:
+        source.close()
+
+
+def _frozen(preparation: FinetunePreparation, *, resumes: bool) -> AdapterTraining:
+    """Adapters are trained; experts stay in the checkpoint."""
+    del resumes  # nothing but adapters is restored
+    config, memory, model = preparation.config, preparation.memory, preparation.model
+    assert config.lora is not None
+    assert isinstance(memory, MemoryPlan)
+    for parameter in float_parameters(model):
+        parameter.requires_grad_(False)
+    if "attention" in config.lora.places:
+        add_attention_adapters(model, config.lora)
+    adapters: list[ExpertAdapters] = []
+    if "experts" in config.lora.places:
+        adapters = adapters_for(preparation.sites, config.lora.rank, config.lora.scale)
+    store = _open_store(preparation, memory)
+    passes = FrozenPasses(preparation.sites, preparation.experts, store, adapters)
+    return AdapterTraining(
+        model, preparation.sites, passes, adapters, store, optimizer_settings(config), memory
+    )
+
+
+def _open_store(preparation: FinetunePreparation, memory: MemoryPlan) -> ExpertStore[torch.Tensor]:
+    """The store that serves inference, with what it reads as it is."""
+    signature = signature_of(preparation.checkpoint, preparation.experts)
+    policy = make_policy(
+        "lru",
+        num_slots=memory.num_slots,
+        setting=Setting(shape=shape_of(signature)),
+        adaptive=False,
+        reserve=memory.stream_slots,
+    )
+    return ExpertStore(
+        ExpertSource(preparation.experts.layouts),
+        Slab(memory.num_slots, memory.slot_bytes),
+        policy,
+        lambda key, slot: slot,
+        stream_slots=memory.stream_slots,
+    )
+
+
+def _parameters(module: Any) -> list[torch.nn.Parameter]:
+    return [module.module.get_parameter(name) for name in module.parameters]
+
+
+def _check_vocabulary(checkpoint: Checkpoint, streams: Mapping[str, TokenStreams]) -> None:
+    size = checkpoint.config.get_text_config().vocab_size
+    largest = max((int(s.training.max()) for s in streams.values() if len(s.training)), default=0)
+    if largest >= size:
+        raise ValueError(
+            f"{checkpoint.folder}: its tokenizer gives id {largest}, the model has {size} tokens"
+        )

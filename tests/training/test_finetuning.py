@@ -1,0 +1,298 @@
+"""`moe-runtime finetune` against the same training with everything in memory."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from moe_families import Family
+from text_checkpoint import tiny_tokenizer
+from tiny_checkpoints import save, tiny_model
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parametrize
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import moe_runtime
+from moe_runtime.cli.main import main
+from moe_runtime.errors import CapacityError
+from moe_runtime.offload.dense import DenseAdamW
+from moe_runtime.training.config_tree import build_tree
+from moe_runtime.training.finetune_config import FinetuneConfig
+from moe_runtime.training.finetuning import FinetunePreparation, finish, prepare, start
+from moe_runtime.training.loop import Trainer
+from moe_runtime.training.schedule import learning_rate
+
+STEPS, CONTEXT, SEQUENCES, PARTS = 3, 16, 4, 2
+SIZES = {"vocab_size": 400, "num_hidden_layers": 2}
+MIXTRAL = Family("mixtral", "MixtralForCausalLM", config=SIZES)
+# stacked, transposed, gate and up alternate, biases
+GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", config=SIZES)
+
+
+def checkpoint_of(family: Family, folder: Path, *, sharded: bool = False) -> Path:
+    save(tiny_model(family), folder, sharded=sharded)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_text(folder: Path) -> Path:
+    words = ["the store", "reads", "an expert", "from disk", "when", "a token", "asks for it"]
+    text = " ".join(words[(place * place + place // 7) % len(words)] for place in range(600))
+    path = folder / "text.txt"
+    path.write_text(text)
+    return path
+
+
+def config_of(model: Path, folder: Path, **changes: Any) -> FinetuneConfig:
+    """A run whose numbers can be compared to the bit: nothing is clipped."""
+    run = {"output": str(folder / "run"), "steps": STEPS, "host_memory": "1GiB", "threads": 1}
+    tree = {
+        "model": str(model),
+        "run": run | changes.pop("run", {}),
+        "data": {
+            "sources": {"text": {"files": [str(write_text(folder))]}},
+            "context": CONTEXT,
+            "tokens_per_step": CONTEXT * SEQUENCES,
+            "micro_batches": PARTS,
+        },
+        "optimizer": {"peak_rate": 1e-2, "warmup_steps": 1, "clip_norm": 0.0},
+    }
+    return build_tree(FinetuneConfig, tree | changes)
+
+
+def smallest(config: FinetuneConfig) -> FinetuneConfig:
+    """The same run with the smallest budget, which a refused one names."""
+    with pytest.raises(CapacityError, match="smallest that works") as refusal:
+        prepare(with_run(config, host_memory="1MiB"))
+    return with_run(config, host_memory=str(refusal.value.smallest_bytes))
+
+
+def with_run(config: FinetuneConfig, **changes: Any) -> FinetuneConfig:
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, **changes))
+
+
+def train(trainer: Trainer, *, stop_after: int = STEPS) -> list[float]:
+    losses: list[float] = []
+
+    def watch(record: Any) -> None:
+        if hasattr(record, "loss"):
+            losses.append(record.loss)
+
+    trainer.train(should_stop=lambda: trainer.step >= stop_after, on_record=watch)
+    return losses
+
+
+def finetuned(config: FinetuneConfig) -> tuple[list[float], dict[str, Any]]:
+    preparation = prepare(config)
+    trainer = start(preparation, resume=False)
+    losses = train(trainer)
+    trainer.optimizer.check()  # type: ignore[union-attr]
+    summary = finish(preparation, trainer, export=True)
+    trainer.close()
+    return losses, summary
+
+
+def in_memory(
+    preparation: FinetunePreparation, model: PreTrainedModel, named: dict[str, nn.Parameter]
+) -> list[float]:
+    """Plain steps of AdamW on a resident model, its micro-batches one after another."""
+    config = preparation.config
+    adamw = DenseAdamW(named, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    losses = []
+    for step in range(STEPS):
+        windows = torch.from_numpy(preparation.batches.draw(SEQUENCES)).chunk(PARTS)
+        found = []
+        for ids in windows:
+            logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+            loss = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+            (loss / PARTS).backward()
+            found.append(loss.detach())
+        adamw.step(learning_rate(config.optimizer, step, STEPS))
+        adamw.forget()
+        losses.append(float(torch.stack(found).mean()))
+    return losses
+
+
+def resident(folder: Path) -> PreTrainedModel:
+    moe_runtime.register_with_transformers()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.set_experts_implementation("moe_runtime")
+    return model.train()
+
+
+@pytest.mark.parametrize(
+    ("family", "sharded"), [(MIXTRAL, True), (GPT_OSS, False)], ids=["mixtral", "gpt_oss"]
+)
+def test_every_parameter_as_in_memory(tmp_path: Path, family: Family, sharded: bool) -> None:
+    """Losses, and the exported weights under their first names, with all experts on the disk."""
+    folder = checkpoint_of(family, tmp_path / "first", sharded=sharded)
+    config = smallest(config_of(folder, tmp_path))
+    losses, summary = finetuned(config)
+    assert summary["offload"]["experts_in_memory"] == 0
+    assert summary["offload"]["read_bytes"] > 0
+
+    model = resident(folder)
+    assert losses == in_memory(prepare(config), model, dict(model.named_parameters()))
+    exported = AutoModelForCausalLM.from_pretrained(summary["model"], dtype=torch.float32)
+    wanted = model.state_dict()
+    for name, tensor in exported.state_dict().items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=1e-6, atol=1e-7)
+    first, last = (sorted(p.name for p in Path(f).iterdir()) for f in (folder, summary["model"]))
+    assert first == last
+
+    ours = moe_runtime.load(summary["model"], device="cpu")
+    ids = torch.tensor([[5, 7, 11, 13]])
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids).logits, exported(ids).logits, rtol=1e-5, atol=1e-5)
+    ours.moe.close()  # type: ignore[union-attr]
+
+
+def test_goes_on_under_another_budget(tmp_path: Path) -> None:
+    folder = checkpoint_of(MIXTRAL, tmp_path / "first")
+    whole, _ = finetuned(config_of(folder, tmp_path, run={"output": str(tmp_path / "whole")}))
+    config = config_of(folder, tmp_path)
+    trainer = start(prepare(smallest(config)), resume=False)
+    losses = train(trainer, stop_after=2)
+    trainer.close()
+    assert len(losses) == 2
+    trainer = start(prepare(config), resume=True)
+    losses += train(trainer)
+    trainer.close()
+    assert losses == whole
+
+
+class _Delta(nn.Module):
+    """`W + scale * B @ A` for every expert, as a parametrization of the stack."""
+
+    def __init__(self, first: Tensor, second: Tensor, scale: float, *, transposed: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(first.clone()), nn.Parameter(second.clone())
+        self._scale, self._transposed = scale, transposed
+
+    def forward(self, stack: Tensor) -> Tensor:
+        delta = self._scale * self.second @ self.first
+        return stack + (delta.transpose(1, 2) if self._transposed else delta)
+
+
+@pytest.mark.parametrize("family", [MIXTRAL, GPT_OSS], ids=str)
+def test_adapters_as_in_memory(tmp_path: Path, family: Family) -> None:
+    """PEFT's adapters on attention and ours on experts, against autograd over whole stacks."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    folder = checkpoint_of(family, tmp_path / "first")
+    lora = {"rank": 3, "scale": 1.5}
+    config = config_of(folder, tmp_path, lora=lora)
+    preparation = prepare(smallest(config))
+    trainer = start(preparation, resume=False)
+    first = {name: p.clone() for name, p in preparation.model.named_parameters()}
+    losses = train(trainer)
+    summary = finish(preparation, trainer, export=True)
+    trainer.close()
+    assert not (tmp_path / "run" / "experts").exists()
+
+    model = resident(folder).requires_grad_(False)
+    linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and "attn" in n]
+    inject_adapter_in_model(LoraConfig(r=3, lora_alpha=4.5, target_modules=linear), model)  # type: ignore[arg-type]
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data.copy_(first[name])
+    for site in preparation.sites:
+        module = model.get_submodule(site.name)
+        for stack in ("gate_up_proj", "down_proj"):
+            down, up = (first[f"{site.name}.adapters.{stack}_{part}"] for part in "AB")
+            delta = _Delta(down, up, 1.5, transposed=site.is_transposed)
+            parametrize.register_parametrization(module, stack, delta)
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    wanted = in_memory(prepare(config), model, named)
+    # products with W + B A in one order of sums and in another
+    np.testing.assert_allclose(losses, wanted, rtol=2e-5)
+    exported = AutoModelForCausalLM.from_pretrained(summary["model"], dtype=torch.float32)
+    state, before = exported.state_dict(), resident(folder).state_dict()
+    for site in preparation.sites:
+        module = model.get_submodule(site.name)
+        found = state[f"{site.name}.down_proj"]
+        torch.testing.assert_close(found, module.down_proj, rtol=1e-3, atol=1e-4)
+        assert not torch.equal(found, before[f"{site.name}.down_proj"])
+
+
+def test_adapters_do_not_depend_on_the_budget(tmp_path: Path) -> None:
+    """The smallest budget, everything resident, and a run that was stopped in between."""
+    folder = checkpoint_of(MIXTRAL, tmp_path / "first")
+    results = []
+    for name, change in (("small", smallest), ("large", lambda config: config)):
+        lora = {"rank": 2}
+        config = config_of(folder, tmp_path, lora=lora, run={"output": str(tmp_path / name)})
+        results.append(finetuned(change(config)))
+    config = config_of(folder, tmp_path, lora={"rank": 2})
+    trainer = start(prepare(config), resume=False)
+    losses = train(trainer, stop_after=2)
+    trainer.close()
+    trainer = start(prepare(config), resume=True)
+    losses += train(trainer)
+    trainer.close()
+    assert results[0][0] == results[1][0] == losses
+    weights = [(Path(s["model"]) / "model.safetensors").read_bytes() for _, s in results]
+    assert weights[0] == weights[1]
+    reads = [summary["offload"]["read_bytes"] for _, summary in results]
+    assert reads[0] > reads[1]
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = checkpoint_of(MIXTRAL, tmp_path / "first")
+    words = ["finetune", str(folder), str(write_text(tmp_path)), "-o", str(tmp_path / "out")]
+    words += ["--context", "16", "--sequences", "2", "--steps", "2", "--host-memory", "1GiB"]
+    assert main([*words, "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["steps"] == 2
+    assert plan["offload"]["experts"] == 12
+    assert main([*words, "--export-dtype", "bfloat16", "--json"]) == 0
+    shown = capsys.readouterr()
+    summary = json.loads(shown.out)
+    assert summary["complete"]
+    assert math.isfinite(summary["loss"])
+    assert "stall" in shown.err
+    exported = AutoModelForCausalLM.from_pretrained(summary["model"], dtype="auto")
+    assert exported.dtype == torch.bfloat16
+    assert main(words) == 2
+    assert "--resume goes on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"data": "blank"}, "no usable text"),
+        ({"data": "none"}, "no file matches"),
+        ({"model": "dense"}, "has no routed experts"),
+        ({"model": "missing"}, "is not a directory"),
+        ({"words": ["--host-memory", "1MiB"]}, "the smallest that works is"),
+        ({"words": ["--lora", "2", "--host-memory", "1MiB"]}, "the smallest that works is"),
+        ({"words": ["--lora", "2", "--lora-on", "gates"]}, "adapters are for attention and"),
+        ({"words": ["--context", "1000"]}, "context must be at most 128"),
+        ({"words": ["--storage-dir", "nowhere"]}, "make it first"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_input_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], expected: str
+) -> None:
+    family = MIXTRAL
+    if change.get("model") == "dense":
+        family = Family("qwen3", "Qwen3ForCausalLM", config=SIZES)
+    folder = checkpoint_of(family, tmp_path / "first")
+    text = write_text(tmp_path)
+    if change.get("data") == "blank":
+        text.write_text(" \n")
+    words = [str(folder), "--context", "16", "--sequences", "2", "-o", str(tmp_path / "out")]
+    if change.get("model") == "missing":
+        words[0] = str(tmp_path / "other")
+    data = str(tmp_path / "other.txt") if change.get("data") == "none" else str(text)
+    assert main(["finetune", words[0], data, *words[1:], *change.get("words", [])]) == 2
+    shown = capsys.readouterr().err
+    assert "Traceback" not in shown
+    (line,) = [line for line in shown.splitlines() if "error:" in line]
+    assert expected in line
