@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from moe_runtime.errors import UnsupportedModelError as UnsupportedModelError
     from moe_runtime.layer import MoELayer as MoELayer
     from moe_runtime.offload.adamw import AdamW as AdamW
+    from moe_runtime.offload.directions import ZerothOrder as ZerothOrder
     from moe_runtime.offload.offloading import offload_training as offload_training
+    from moe_runtime.offload.zeroth_order import offload_zeroth_order as offload_zeroth_order
 
 __version__ = "0.1.0"
 
@@ -33,9 +35,11 @@ _HOMES = {
     "MoELayer": "moe_runtime.layer",
     "MoERuntimeError": "moe_runtime.errors",
     "UnsupportedModelError": "moe_runtime.errors",
+    "ZerothOrder": "moe_runtime.offload.directions",
     "register_with_transformers": "moe_runtime.engine.backend",
     "load": "moe_runtime.engine.loading",
     "offload_training": "moe_runtime.offload.offloading",
+    "offload_zeroth_order": "moe_runtime.offload.zeroth_order",
 }
 
 __all__ = [
@@ -45,8 +49,10 @@ __all__ = [
     "MoELayer",
     "MoERuntimeError",
     "UnsupportedModelError",
+    "ZerothOrder",
     "load",
     "offload_training",
+    "offload_zeroth_order",
     "register_with_transformers",
 ]
 

@@ -86,7 +86,7 @@ def offload_training(
         layouts, memory, None if storage_dir is None else Path(storage_dir), io_threads, direct
     )
     if not resumes:
-        fill(states, layouts, initial or _stacked_parameters(sites))
+        fill(states, layouts, initial or stacked_parameters(sites))
     training = OffloadedTraining(model, sites, states, settings, memory)
     for site in sites:
         for name in site.parameter_names:
@@ -196,7 +196,9 @@ def _transformers_sites(model: Any) -> list[ExpertsSite]:
     return sites
 
 
-def _stacked_parameters(sites: Sequence[ExpertsSite]) -> Callable[[ExpertKey], list[Tensor]]:
+def stacked_parameters(sites: Sequence[ExpertsSite]) -> Callable[[ExpertKey], list[Tensor]]:
+    """What gives an expert's tensors as its module still has them."""
+
     def tensors_of(key: ExpertKey) -> list[Tensor]:
         site = sites[key.layer]
         return [site.module.get_parameter(n).detach()[key.expert] for n in site.parameter_names]

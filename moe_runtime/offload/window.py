@@ -52,11 +52,19 @@ class Window(Generic[T]):
     Args:
         model: the `aux` of its `MoELayer`s belongs to whoever runs.
         parts: one function for each micro-batch: its forward and backward pass.
+        on_turn: called with a part's number whenever it goes on.
     """
 
-    def __init__(self, model: nn.Module, parts: Sequence[Callable[[], T]]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Sequence[Callable[[], T]],
+        *,
+        on_turn: Callable[[int], None] | None = None,
+    ) -> None:
         self._layers = [layer for layer in model.modules() if isinstance(layer, MoELayer)]
         self._parts = [_Part(work) for work in parts]
+        self._on_turn = on_turn
         self._running = self._parts[0]
         self._back = threading.Semaphore(0)
         self._is_aborted = False
@@ -115,6 +123,8 @@ class Window(Generic[T]):
         if part.is_done:
             return
         self._running = part
+        if self._on_turn is not None:
+            self._on_turn(self._parts.index(part))
         if part.aux:
             for layer, aux in zip(self._layers, part.aux, strict=True):
                 layer.aux = aux

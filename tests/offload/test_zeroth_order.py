@@ -1,0 +1,188 @@
+"""ZO2: the bits of MeZO in memory, every expert moved once in each direction."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from offloaded_models import EXPERTS, LAYERS, Stack, batches, rate_of, stack
+
+from moe_runtime.errors import CheckpointError
+from moe_runtime.offload.directions import ZerothOrder, direction
+from moe_runtime.offload.zeroth_order import ZerothOrderTraining, offload_zeroth_order
+
+SETTINGS = ZerothOrder(eps=1e-2, weight_decay=0.1, seed=11)
+
+
+def slices(model: Stack) -> dict[str, torch.Tensor]:
+    """Every tensor that has a direction of its own, by the name that it is drawn by."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if ".experts." not in name:
+            found[name] = parameter.data
+            continue
+        found |= {f"{name}.{e}": parameter.data[e] for e in range(EXPERTS)}
+    return found
+
+
+def mezo(
+    model: Stack, windows: list[list[torch.Tensor]], settings: ZerothOrder
+) -> tuple[list[float], int]:
+    """MeZO as its authors write it: all parameters to one side, to the other, back, and down.
+
+    Returns:
+        Losses, and how many experts were not routed to in a step, over all steps.
+    """
+    losses, unrouted = [], 0
+    for step, window in enumerate(windows):
+        tensors = slices(model)
+        before = {name: tensor.clone() for name, tensor in tensors.items()}
+        along = {n: direction(t, seed=settings.seed, step=step, name=n) for n, t in tensors.items()}
+        sums, routed = [], set()
+        for scale in (1, -2):
+            for name, tensor in tensors.items():
+                tensor.copy_(tensor + scale * along[name] * settings.eps)
+            total = 0.0
+            for x in window:
+                total += float(model.loss(x).detach() / len(window))
+                for number, layer in enumerate(model.layers):
+                    counts = layer.aux.routing.counts_E
+                    routed |= {f"layers.{number}.experts.{e}" for e in range(EXPERTS) if counts[e]}
+            sums.append(total)
+        slope = (sums[0] - sums[1]) / (2 * settings.eps)
+        for name, tensor in tensors.items():
+            tensor.copy_(tensor + along[name] * settings.eps)
+            decay = settings.weight_decay if tensor.ndim >= 2 else 0.0
+            move = slope * along[name] + (decay * tensor if decay else 0)
+            tensor.copy_(tensor - rate_of(step) * move)
+            path, _, expert = name.rpartition(".")
+            is_away = ".experts." in name and f"{path.rpartition('.')[0]}.{expert}" not in routed
+            unrouted += is_away
+            if is_away and settings.untouched == "sparse_skip":
+                tensor.copy_(before[name])
+        losses.append(sum(sums) / 2)
+    return losses, unrouted
+
+
+def offloaded(
+    model: Stack, folder: Path | None, share: float, settings: ZerothOrder, **options: bool
+) -> ZerothOrderTraining:
+    """With a budget that holds a share of the experts."""
+    record = 4096 * 2
+    slots = max(3, round(share * LAYERS * EXPERTS))
+    dense = 4 * 4 * sum(p.numel() for n, p in model.named_parameters() if ".experts." not in n)
+    return offload_zeroth_order(
+        model,
+        host_memory=dense + 2**16 + (slots + 1) * record,
+        activation_memory=2**16,
+        storage_dir=folder,
+        optimizer=settings,
+        **options,
+    )
+
+
+def take(training: ZerothOrderTraining, window: list[torch.Tensor], step: int) -> float:
+    parts = [partial(_part, training.model, x, len(window)) for x in window]
+    measured = training.step(parts, rate=rate_of(step))
+    training.check()
+    return measured.loss
+
+
+def _part(model: Stack, x: torch.Tensor, parts: int) -> torch.Tensor:
+    return model.loss(x) / parts
+
+
+def assert_same(training: ZerothOrderTraining, expected: Stack) -> None:
+    named = dict(expected.named_parameters())
+    for name, parameter in training.model.named_parameters():
+        assert torch.equal(parameter, named[name]), name
+    for layer in range(LAYERS):
+        for name, stacked in training.stacked(layer).items():
+            assert torch.equal(stacked, named[f"layers.{layer}.experts.{name}"]), (layer, name)
+
+
+def windows(num: int, micro_batches: int) -> list[list[torch.Tensor]]:
+    inputs = batches(num * micro_batches, tokens=3)
+    return [inputs[i * micro_batches : (i + 1) * micro_batches] for i in range(num)]
+
+
+@pytest.mark.parametrize(
+    ("share", "micro_batches", "untouched", "steps"),
+    [
+        (0.0, 1, "dense_exact", 20),
+        (0.5, 2, "dense_exact", 5),
+        (1.0, 1, "dense_exact", 5),
+        (0.3, 1, "sparse_skip", 8),
+    ],
+)
+def test_same_bits_as_mezo_in_memory(
+    tmp_path: Path, share: float, micro_batches: int, untouched: str, steps: int
+) -> None:
+    settings = ZerothOrder(eps=1e-2, weight_decay=0.1, seed=11, untouched=untouched)  # type: ignore[arg-type]
+    inputs = windows(steps, micro_batches)
+    expected, model = stack(bias=True), stack(bias=True)
+    losses, unrouted = mezo(expected, inputs, settings)
+    assert unrouted > 0
+    training = offloaded(model, tmp_path, share, settings)
+    assert [take(training, window, step) for step, window in enumerate(inputs)] == losses
+    assert_same(training, expected)
+    training.close()
+
+
+def test_each_expert_moves_once_in_each_direction(tmp_path: Path) -> None:
+    """However many micro-batches, and both forward passes; no moments, no gradients."""
+    training = offloaded(stack(), tmp_path, 0.0, SETTINGS)
+    inputs = [batches(2, tokens=400) for _ in range(3)]
+    take(training, inputs[0], 0)
+    before = training.states.traffic
+    needed, written = before.needed_bytes, before.written_bytes
+    for step, window in enumerate(inputs[1:], start=1):
+        take(training, window, step)
+    layout = training.states.experts[0, 0].layout  # type: ignore[index]
+    assert layout.record_bytes == layout.section_bytes
+    once = 2 * LAYERS * EXPERTS * layout.section_bytes
+    assert training.states.traffic.needed_bytes - needed == once
+    assert training.states.traffic.written_bytes - written == once
+    training.close()
+
+
+def test_losses_that_are_not_finite_move_nothing(tmp_path: Path) -> None:
+    inputs = windows(3, 1)
+    training = offloaded(model := stack(), tmp_path, 0.3, SETTINGS)
+    take(training, inputs[0], 0)
+    measured = training.step([lambda: model.loss(inputs[1][0]) * torch.inf])
+    assert measured.is_skipped
+    assert training.skipped_steps == 1
+    take(training, inputs[2], 2)
+    assert all(t.isfinite().all() for t in training.stacked(0).values())
+    training.close()
+
+
+def test_resumes_under_another_budget(tmp_path: Path) -> None:
+    inputs = windows(6, 1)
+    expected = stack()
+    losses, _ = mezo(expected, inputs, SETTINGS)
+    training = offloaded(model := stack(), tmp_path, 0.3, SETTINGS)
+    found = [take(training, window, step) for step, window in enumerate(inputs[:3])]
+    state = {"own": training.state_dict(), "model": model.state_dict()}
+    saved: dict[str, dict] = {}
+    training.write(state, lambda copied: copied["own"], saved.update)
+    training.close()
+    with pytest.raises(CheckpointError, match="seed"):
+        offloaded(stack(), tmp_path, 0.3, ZerothOrder(), resumes=True).load_state_dict(saved["own"])
+    training = offloaded(model := stack(), tmp_path, 0.7, SETTINGS, resumes=True)
+    training.load_state_dict(saved["own"])
+    model.load_state_dict(saved["model"])
+    found += [take(training, window, step) for step, window in enumerate(inputs[3:], start=3)]
+    assert found == losses
+    assert_same(training, expected)
+    training.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"eps": 0.0}, "eps"), ({"lr": -1.0}, "lr"), ({"untouched": "sparse"}, "did you mean")],
+)
+def test_unusable_options(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ZerothOrder(**options)  # type: ignore[arg-type]
