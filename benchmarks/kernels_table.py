@@ -47,20 +47,23 @@ def layer_table(runs: list[Results]) -> list[str]:
     """Seconds of `MoELayer` and how much longer the others take: `layer.py`."""
     lines = [
         "| `MoELayer`, both passes (`benchmarks/layer.py`) | ours | transformers | GShard | "
-        "beyond the products |",
-        "|---|--:|--:|--:|--:|",
+        "products | activation | routing, dispatch, all else |",
+        "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for run in runs:
         medians, settings = run["medians"], run["settings"]
         ours = medians["ours"]
         peer = min(medians[name] for name in ("grouped_mm", "eager") if name in medians)
-        share = 1 - medians["products"] / ours
+        cells = ["–"] * 3
+        if "shares_of_ours" in run:
+            shares = list(run["shares_of_ours"].values())
+            cells = [f"{share:.1%}" for share in [*shares, 1 - sum(shares)]]
         lines.append(
             f"| {settings['tokens']} tokens, H={settings['hidden']}, I={settings['inter']}, "
             f"E={settings['experts']}, K={settings['top_k']}, {settings['dtype']} | {ours:.2f} s | "
-            f"**{peer / ours:.2f}×** | **{medians['gshard'] / ours:.2f}×** | {share:.1%} |"
+            f"**{peer / ours:.2f}×** | **{medians['gshard'] / ours:.2f}×** | {' | '.join(cells)} |"
         )
-    return [*lines, "", _origin(runs[-1], "of the others' times to ours")]
+    return [*lines, "", _origin(runs[-1], "of the others' times to ours; – was not measured")]
 
 
 def train_table(results: Results) -> list[str]:

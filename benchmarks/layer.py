@@ -1,12 +1,12 @@
 """`MoELayer` beside transformers' block and GShard's einsums: `python benchmarks/layer.py`.
 
 Forward and backward of one layer, routing included, on the same weights and tokens; the systems
-take turns and the median of each counts. `products` is the floor: the matrix products as our layer
-computes them, on rows that are already gathered and sorted, without routing, activation or
-dispatch; what a layer keeps (pre-activations, gradients of the parameters) goes into fresh memory
-there too. GShard's formulation pads to a capacity factor of 1 in groups of 1024 tokens, which is to
-its advantage: at real loads it drops tokens that the others compute. transformers' `eager` has to
-be asked for (`--systems`): its backward pass fills a gradient of all experts for each of them.
+take turns and the median of each counts. Of our own calls it is also measured how long the matrix
+products and the activations between them take; what is left is routing, dispatch and combination,
+conversions and Python. GShard's formulation pads to a capacity factor of 1 in groups of 1024
+tokens, which is to its advantage: at real loads it drops tokens that the others compute.
+transformers' `eager` has to be asked for (`--systems`): its backward pass fills a gradient of all
+experts for each of them.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from harness.machine import commit, describe_machine, machine_name, versions
 from torch import Tensor, nn
 
-from moe_runtime.kernels.expert_mlp import native_path
-from moe_runtime.kernels.native import require_native
+from moe_runtime.kernels.expert_mlp.native_path import NativeSteps
+from moe_runtime.kernels.expert_mlp.products import NativeProducts
 from moe_runtime.layer import MoELayer
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SYSTEMS = ("ours", "grouped_mm", "eager", "gshard", "products")
-DEFAULT_SYSTEMS = ("ours", "grouped_mm", "gshard", "products")
+SYSTEMS = ("ours", "grouped_mm", "eager", "gshard")
+DEFAULT_SYSTEMS = ("ours", "grouped_mm", "gshard")
 GROUP = 1024
 # A call as long as this needs no other to warm up before it.
 LONG_S = 4.0
@@ -42,11 +42,14 @@ LONG_S = 4.0
 
 def main() -> None:
     arguments = _arguments()
+    if "ours" not in arguments.systems:
+        raise SystemExit("--systems must have ours, which the others are compared to")
     torch.set_num_threads(arguments.threads)
     dtype = DTYPES[arguments.dtype]
     calls = {name: make_call(name, arguments, dtype) for name in arguments.systems}
     x = torch.randn(1, arguments.tokens, arguments.hidden, generator=seeded()).to(dtype)
     times: dict[str, list[float]] = {name: [] for name in calls}
+    shares: list[dict[str, float]] = []
     for turn in range(arguments.repeats + 1):  # the first turn warms up
         for name, call in calls.items():
             if len(times[name]) == arguments.repeats:
@@ -54,12 +57,18 @@ def main() -> None:
             leaf = x.clone().requires_grad_()
             gc.collect()
             start = time.perf_counter()
-            call(leaf)
+            with PartTimes() if name == "ours" else nullcontext() as parts:
+                call(leaf)
             seconds = time.perf_counter() - start
+            if parts is not None:
+                shares.append({part: s / seconds for part, s in parts.seconds.items()})
             if len(times[name]) < arguments.repeats and (turn or seconds > LONG_S):
                 times[name].append(seconds)
     medians = {name: statistics.median(values) for name, values in times.items()}
-    report(medians, arguments)
+    # the first call also touches new memory and compiles
+    warm = shares[1:] or shares
+    share = {part: statistics.median(one[part] for one in warm) for part in PartTimes.METHODS}
+    report(medians, share, arguments)
     if arguments.no_results:
         return
     machine = describe_machine()
@@ -75,21 +84,24 @@ def main() -> None:
         "settings": {k: v for k, v in vars(arguments).items() if k not in ("output", "no_results")},
         "seconds": times,
         "medians": medians,
+        "shares_of_ours": share,
     }
     output.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def report(medians: dict[str, float], arguments: argparse.Namespace) -> None:
-    """Times, and ours against each."""
+def report(
+    medians: dict[str, float], share: dict[str, float], arguments: argparse.Namespace
+) -> None:
+    """Times, ours against each, and what ours is made of."""
     operations = 18 * arguments.tokens * arguments.top_k * arguments.hidden * arguments.inter
     for name, seconds in medians.items():
-        ratio = seconds / medians["ours"] if "ours" in medians else float("nan")
+        ratio = seconds / medians["ours"]
         print(
             f"{name:12} {seconds:7.3f} s  {operations / seconds / 1e9:7.1f} GFLOP/s  {ratio:5.2f}x"
         )
-    if {"ours", "products"} <= medians.keys():
-        share = 1 - medians["products"] / medians["ours"]
-        print(f"beyond the products: {100 * share:.1f} % of the layer's time")
+    rest = 1 - sum(share.values())
+    parts = ", ".join(f"{part} {value:.1%}" for part, value in share.items())
+    print(f"of ours: {parts}, routing, dispatch and all else {rest:.1%}")
 
 
 def seeded() -> torch.Generator:
@@ -105,8 +117,6 @@ def make_call(
         arguments.hidden, arguments.inter, arguments.experts, arguments.top_k, dtype=dtype
     )
     module: nn.Module = layer
-    if name == "products":
-        return products(layer, arguments)
     if name == "gshard":
         module = GShardEinsum(layer, arguments.top_k)
     elif name != "ours":
@@ -169,36 +179,44 @@ class GShardEinsum(nn.Module):
         return torch.einsum("gsec,egcd->gsd", combine, out).view_as(x)
 
 
-def products(layer: MoELayer, arguments: argparse.Namespace) -> Callable[[Tensor], None]:
-    """The layer's matrix products alone: six for each expert, on the rows that it really gets."""
-    first, down = (layer.experts.get_parameter(name) for name in ("gate_up_proj", "down_proj"))
-    first, down = first.detach(), down.detach()
-    with torch.no_grad():
-        x = torch.randn(1, arguments.tokens, arguments.hidden, generator=seeded())
-        bounds = [0, *layer.route(x.to(down.dtype)).counts_E.cumsum(0).tolist()]
-    multiply = native_path.NativeSteps(require_native()).products(down.dtype)
-    dtype = multiply.operand_dtype(down.dtype)
-    most = max(last - first for first, last in pairwise(bounds))
-    rows, wide = torch.randn(most, arguments.hidden), torch.randn(most, 2 * arguments.inter)
-    rows, wide, hidden = (t.to(dtype) for t in (rows, wide, wide[:, : arguments.inter]))
-    out_hidden, out_rows, out_wide = hidden.clone(), rows.clone(), wide.clone()
+class PartTimes:
+    """Seconds that the products and the activations of our layer take, on the CPU.
 
-    def call(_: Tensor) -> None:
-        kept_RZ = torch.empty(bounds[-1], 2 * arguments.inter, dtype=down.dtype)
-        for e, (start, end) in enumerate(pairwise(bounds)):
-            n = slice(end - start)
-            kept = kept_RZ[start:end] if dtype == down.dtype else out_wide[n]
-            multiply.forward(rows[n], first[e], None, kept)
-            multiply.forward(hidden[n], down[e], None, out_rows[n])
-        grad_first, grad_down = torch.empty_like(first), torch.empty_like(down)
-        for e, (start, end) in enumerate(pairwise(bounds)):
-            n = slice(end - start)
-            multiply.backward(rows[n], down[e], out_hidden[n])
-            multiply.outer(rows[n], hidden[n], grad_down[e], is_first=True)
-            multiply.backward(wide[n], first[e], out_rows[n])
-            multiply.outer(wide[n], rows[n], grad_first[e], is_first=True)
+    While it is entered, the methods that compute them are timed; both passes run them on the thread
+    of the caller or of autograd, one at a time.
+    """
 
-    return call
+    METHODS: ClassVar[dict[str, list[tuple[type, str]]]] = {
+        "products": [(NativeProducts, name) for name in ("forward", "backward", "outer")],
+        "activation": [(NativeSteps, name) for name in ("activate", "activate_backward")],
+    }
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(self.METHODS, 0.0)
+
+    def __enter__(self) -> PartTimes:
+        self._originals = [
+            (kind, name, kind.__dict__[name])
+            for methods in self.METHODS.values()
+            for kind, name in methods
+        ]
+        for part, methods in self.METHODS.items():
+            for kind, name in methods:
+                setattr(kind, name, self._timed(part, kind.__dict__[name]))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for kind, name, original in self._originals:
+            setattr(kind, name, original)
+
+    def _timed(self, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            result = method(*arguments, **options)
+            self.seconds[part] += time.perf_counter() - start
+            return result
+
+        return call
 
 
 def _arguments() -> argparse.Namespace:

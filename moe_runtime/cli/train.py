@@ -155,6 +155,7 @@ def _plan(preparation: "Preparation") -> dict[str, Any]:
     return {
         "parameters": num_parameters,
         "active_parameters": preparation.num_active_parameters,
+        "dense_equivalent": _dense_equivalent(preparation),
         "state_bytes": num_parameters * _STATE_BYTES,
         "vocab_size": config.model.vocab_size,
         "steps": config.run.steps,
@@ -170,6 +171,19 @@ def _plan(preparation: "Preparation") -> dict[str, Any]:
         "export": family,
         "export_obstacle": reason or None,
     }
+
+
+def _dense_equivalent(preparation: "Preparation") -> dict[str, Any] | None:
+    """The dense model that a scaling law expects to be as good; None of a dense model."""
+    from moe_runtime.planning.laws import ROUTED_LAWS, routed_law_of
+
+    moe = preparation.config.model.moe
+    if moe is None:
+        return None
+    law = routed_law_of(moe.gate)
+    active = preparation.num_active_parameters
+    parameters = ROUTED_LAWS[law].dense_equivalent(active, moe.num_experts)
+    return {"law": law, "parameters": round(parameters)}
 
 
 def _offload_plan(preparation: "Preparation") -> dict[str, Any]:
@@ -190,6 +204,7 @@ def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
             "model",
             f"{plan['parameters']:,} parameters, {plan['active_parameters']:,} active a token",
         ),
+        *_worth_rows(plan["dense_equivalent"]),
         ("memory", f"{format_bytes(plan['state_bytes'])} for weights, gradients and AdamW"),
         ("text", f"{text} tokens, vocabulary {plan['vocab_size']:,}"),
         (
@@ -214,6 +229,14 @@ def offload_row(found: dict[str, Any]) -> str:
         f"{format_bytes(found['written_bytes_per_step'])}; "
         f"{format_bytes(found['disk_bytes'])} of disk, and twice that with checkpoints"
     )
+
+
+def _worth_rows(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if found is None:
+        return []
+    millions = f"{found['parameters'] / 1e6:.3g} million"
+    text = f"a dense model of about {millions} parameters, by the scaling law of {found['law']}"
+    return [("worth", text)]
 
 
 def outcome_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:

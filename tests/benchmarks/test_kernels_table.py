@@ -40,8 +40,11 @@ def test_a_case_without_a_measurement_is_left_open() -> None:
     assert "CPU (avx512f), 2 cores, 16 GiB" in lines[-1]
 
 
-def test_the_share_beyond_the_products() -> None:
+def test_what_the_layer_spends_its_time_on() -> None:
     settings = {"tokens": 8, "hidden": 4, "inter": 2, "experts": 3, "top_k": 1, "dtype": "fp32"}
-    medians = {"ours": 2.0, "grouped_mm": 3.0, "gshard": 8.0, "products": 1.9}
-    lines = kernels_table.layer_table([{**HEAD, "settings": settings, "medians": medians}])
-    assert lines[2].endswith("| 2.00 s | **1.50×** | **4.00×** | 5.0% |")
+    medians = {"ours": 2.0, "grouped_mm": 3.0, "gshard": 8.0}
+    run = {**HEAD, "settings": settings, "medians": medians}
+    shares = {"products": 0.85, "activation": 0.06}
+    lines = kernels_table.layer_table([run | {"shares_of_ours": shares}, run])
+    assert lines[2].endswith("| 2.00 s | **1.50×** | **4.00×** | 85.0% | 6.0% | 9.0% |")
+    assert lines[3].endswith("| 2.00 s | **1.50×** | **4.00×** | – | – | – |")
