@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from moe_runtime.models.lm.config import LanguageModelConfig
 from moe_runtime.models.lm.norm import rms_norm
+from moe_runtime.models.lm.sequence import SequencePart, causal_mask
 
 
 class RotaryTable(nn.Module):
@@ -37,10 +38,15 @@ class RotaryTable(nn.Module):
         self.register_buffer("cos", angles.cos()[:, None, :], persistent=False)
         self.register_buffer("sin", angles.sin()[:, None, :], persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Rotates `[B, C, heads, W]`; the first half of W pairs with the second."""
-        num_positions = x.shape[1]
-        return _Rotate.apply(x, self.cos[:num_positions], self.sin[:num_positions])
+    def forward(self, x: Tensor, first: int = 0) -> Tensor:
+        """Rotates `[B, C, heads, W]`; the first half of W pairs with the second.
+
+        Args:
+            x: queries or keys.
+            first: position of the first token.
+        """
+        here = slice(first, first + x.shape[1])
+        return _Rotate.apply(x, self.cos[here], self.sin[here])
 
 
 class _Rotate(torch.autograd.Function):
@@ -79,12 +85,17 @@ class Attention(nn.Module):
 
     Queries, keys and values come from one product; norms and rotation run over query and key heads
     together.
+
+    Attributes:
+        num_heads, num_kv_heads: heads of this process.
+        part: which part of each sequence this process attends for; None for all of it.
     """
 
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim, self.eps = config.head_dim, config.norm_eps
+        self.part: SequencePart | None = None
         width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv_proj = nn.Linear(config.hidden_size, width, bias=False)
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
@@ -104,13 +115,21 @@ class Attention(nn.Module):
                 self.k_norm.expand(self.num_kv_heads, -1),
             ]
         )
-        queries_keys = rotary(rms_norm(queries_keys, gains, self.eps).to(values.dtype))
+        first = 0 if self.part is None else self.part.index * context
+        queries_keys = rotary(rms_norm(queries_keys, gains, self.eps).to(values.dtype), first)
         queries, keys = queries_keys.split([self.num_heads, self.num_kv_heads], dim=2)
+        mask: Tensor | None = None
+        if self.part is not None:
+            # One exchange for both; what comes after the own tokens is of no use to them.
+            both = self.part.gather(torch.stack([keys, values], dim=-1))[:, : first + context]
+            keys, values = both.unbind(dim=-1)
+            mask = causal_mask(context, first, x.device)
         attended = F.scaled_dot_product_attention(
             queries.transpose(1, 2),
             keys.transpose(1, 2),
             values.transpose(1, 2),
-            is_causal=True,
+            attn_mask=mask,
+            is_causal=mask is None,
             enable_gqa=self.num_kv_heads != self.num_heads,
         )
         return self.o_proj(attended.transpose(1, 2).reshape(batch, context, -1))

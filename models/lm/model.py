@@ -19,6 +19,7 @@ from moe_runtime.models.lm.blocks import Block, ShortcutBlocks, make_blocks
 from moe_runtime.models.lm.config import LanguageModelConfig
 from moe_runtime.models.lm.loss import linear_cross_entropies
 from moe_runtime.models.lm.norm import RMSNorm
+from moe_runtime.models.lm.sequence import SequencePart
 from moe_runtime.routing import Policy, Reinforce
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ class LanguageModel(nn.Module):
 
     Attributes:
         replicas: processes that train copies of the gates on other tokens; None for this alone.
+        part: which part of each sequence this process has; None for all of it.
+        is_whole: False where other processes have parts of the parameters.
 
     Raises:
         ValueError: the vocabulary is not known, or a size does not fit.
@@ -73,6 +76,8 @@ class LanguageModel(nn.Module):
         self.config = config
         self.recompute = recompute
         self.replicas: ProcessGroup | None = None
+        self.part: SequencePart | None = None
+        self.is_whole = True
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.rotary = RotaryTable(config.head_dim, config.max_positions, config.rope_theta)
         self.blocks = nn.ModuleList(make_blocks(config))
@@ -101,7 +106,8 @@ class LanguageModel(nn.Module):
             block.compile(backend=backend)
 
     def hidden_states(self, ids_BC: Tensor) -> Tensor:
-        """Last hidden states `[B, C, D]` of token ids `[B, C]`, normed.
+        """Last hidden states `[B, C, D]` of token ids `[B, C]`, normed; those of this process's
+        part where sequences are divided.
 
         Raises:
             ValueError: the sequences are longer than the positions.
@@ -111,7 +117,7 @@ class LanguageModel(nn.Module):
                 f"expected at most {self.config.max_positions} tokens a sequence, "
                 f"got {ids_BC.shape[1]}"
             )
-        x = self.embedding(ids_BC)
+        x = self.embedding(ids_BC if self.part is None else self.part.own(ids_BC))
         previous_logits: Tensor | None = None
         for block in self._blocks():
             if self.recompute and torch.is_grad_enabled():
@@ -130,17 +136,24 @@ class LanguageModel(nn.Module):
     def losses(self, ids_BC: Tensor, targets_BC: Tensor) -> Losses:
         """Cross-entropy of the targets, and the gates' losses.
 
+        Where sequences are divided, the cross-entropy is the mean over this process's part, and the
+        gates' losses are of all tokens.
+
         Args:
             ids_BC: token ids `[B, C]`.
             targets_BC: the token after each.
         """
         hidden = self.hidden_states(ids_BC)
+        if self.part is not None:
+            targets_BC = self.part.own(targets_BC)
         cross_entropy, of_token_T = linear_cross_entropies(
             hidden.flatten(0, 1), self.output.weight, targets_BC.reshape(-1)
         )
         layers = self.layer_aux()
         if not layers:
             return Losses(cross_entropy, torch.zeros_like(cross_entropy))
+        if self.part is not None:
+            of_token_T = self.part.gather(of_token_T.view(targets_BC.shape)).flatten()
         auxiliary = [aux.loss for aux in layers]
         auxiliary += [
             layer.gate.policy_weight * layer.gate.policy_loss(policy, -of_token_T)

@@ -1,8 +1,34 @@
-"""The language model over several processes: its experts under a layout, its dense part sharded."""
+"""The language model over several processes: its experts under a layout, its dense part divided.
+
+Attention and dense feed-forward networks are divided by torch's own libraries: tensor parallelism
+(`parallelize_module`) and FSDP2 (`fully_shard`).
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from moe_runtime.layer.experts import Experts
+from moe_runtime.models.lm.attention import Attention
+from moe_runtime.models.lm.blocks import DenseFeedForward
+from moe_runtime.models.lm.config import LanguageModelConfig
 from moe_runtime.models.lm.model import LanguageModel
+from moe_runtime.models.lm.sequence import SequencePart
 from moe_runtime.parallel import LayoutGroups, Overlap, ParallelExperts
+from moe_runtime.parallel.groups import FSDP
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def spread_experts(
@@ -41,28 +67,198 @@ def spread_experts(
         )
         share.take(whole)
         layer.experts = share
-    model.replicas = groups.group("dense", "tp", "cp", "dp")
+    model.replicas = groups.make("dense", "dp")
+    model.is_whole = False
     for layer in model.routed_layers():
         layer.gate.batch_group = model.replicas
+
+
+def check_layout(config: LanguageModelConfig, *, tp: int, parts: int, contexts: set[int]) -> None:
+    """Refuses a division of the dense part that cannot be.
+
+    Args:
+        config: of the model.
+        tp: processes that divide the heads.
+        parts: processes that divide a sequence.
+        contexts: lengths of the sequences that are trained on.
+
+    Raises:
+        ValueError: something does not divide; says what.
+    """
+    if config.num_kv_heads % tp:
+        raise ValueError(
+            f"parallel.tp ({tp}) must divide model.num_kv_heads ({config.num_kv_heads})"
+        )
+    width = config.intermediate_size
+    if width is not None and width % tp:
+        raise ValueError(f"parallel.tp ({tp}) must divide model.intermediate_size ({width})")
+    for context in sorted(contexts):
+        if context % parts:
+            raise ValueError(
+                f"parallel.tp * parallel.cp ({parts}) must divide the sequences of {context} tokens"
+            )
+
+
+def divide_sequences(model: LanguageModel, groups: LayoutGroups) -> None:
+    """Leaves this rank its heads of every attention and its part of every sequence.
+
+    Of dense feed-forward networks it leaves a slice of the hidden dimension. Gates see all tokens
+    of a sequence, so that every gate, capacity and loss is that of one process. Nothing is done
+    where the layout has neither tensor nor context parallelism. To be called after
+    `spread_experts`, by all ranks.
+
+    Args:
+        model: The model, with equal dense parameters on all ranks.
+        groups: The layout's groups.
+    """
+    device = next(model.parameters()).device.type
+    both = groups.make("dense", "tp", "cp")
+    if both is None:
+        return
+    model.part = SequencePart(DeviceMesh.from_group(both, device))
+    for layer in model.routed_layers():
+        layer.parts = model.part
+    of_context = groups.make("dense", "cp")
+    if of_context is not None:
+        part = SequencePart(DeviceMesh.from_group(of_context, device))
+        for attention in _modules(model, Attention):
+            attention.part = part
+    groups.make("dense", "cp", "dp")
+    if groups.make("dense", "tp") is not None:
+        mesh = _dense_mesh(groups, device)
+        split_fused(model)
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], _plan(block))
+        for attention in _modules(model, Attention):
+            attention.num_heads //= groups.layout.tp
+            attention.num_kv_heads //= groups.layout.tp
 
 
 def shard_dense(model: LanguageModel, groups: LayoutGroups) -> None:
     """Shards everything but the experts over the ranks with FSDP2, one unit a block.
 
-    To be called after `spread_experts`. Gradients of what is sharded are averaged by FSDP2 in the
-    backward pass.
+    To be called after the others, by all ranks. Gradients of what is sharded are averaged by FSDP2
+    in the backward pass.
     """
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-    group = groups.group("dense", "tp", "cp", "dp")
-    if group is None:
+    if groups.make("dense", "cp", "dp") is None:
         return
     experts = {
         parameter for layer in model.routed_layers() for parameter in layer.experts.parameters()
     }
-    mesh = DeviceMesh.from_group(group, next(model.parameters()).device.type)
+    mesh = _dense_mesh(groups, next(model.parameters()).device.type)[FSDP]
+    if groups.layout.tp == 1:
+        split_fused(model)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, ignored_params=experts)
     fully_shard(model, mesh=mesh, ignored_params=experts)
     register_fsdp_forward_method(model, "losses")
+
+
+class LinearParts(nn.Module):
+    """A linear map whose output columns are those of several, side by side.
+
+    Args:
+        weights: `[columns, D]` of each, by name.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        for name, weight_FD in weights.items():
+            part = nn.Linear(*reversed(weight_FD.shape), bias=False, device="meta")
+            part.weight = nn.Parameter(weight_FD.detach().clone())
+            self.add_module(name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., D]` to the parts' columns, in their order."""
+        return torch.cat([part(x) for part in self.children()], dim=-1)
+
+
+def split_fused(module: nn.Module) -> None:
+    """Gives parts of fused products weights of their own, so that each can be divided."""
+    for path, shares in list(_fused(module).items()):
+        whole = module.get_submodule(path)
+        assert isinstance(whole, nn.Linear), "it was split before"
+        parent, _, name = path.rpartition(".")
+        parts = LinearParts(_split(whole.weight, shares))
+        setattr(module.get_submodule(parent), name, parts)
+
+
+def by_parts(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by the names that they have where fused products are split, as views.
+
+    Args:
+        model: split or not.
+        named: parameters, or what is laid out like them, of a model that is split or not.
+    """
+    fused = {f"{path}.weight": shares for path, shares in _fused(model).items()}
+    views: dict[str, Tensor] = {}
+    for name, tensor in named.items():
+        path = name.removesuffix(".weight")
+        parts = _split(tensor, fused[name]) if name in fused else None
+        views |= {f"{path}.{n}.weight": t for n, t in parts.items()} if parts else {name: tensor}
+    return views
+
+
+def _fused(module: nn.Module) -> dict[str, dict[str, int]]:
+    """How the rows of fused products are shared between their parts, by the products' paths."""
+    found: dict[str, dict[str, int]] = {}
+    for path, child in module.named_modules():
+        start = f"{path}." if path else ""
+        if isinstance(child, Attention):
+            found[f"{start}qkv_proj"] = {
+                "q": child.num_heads,
+                "k": child.num_kv_heads,
+                "v": child.num_kv_heads,
+            }
+        elif isinstance(child, DenseFeedForward):
+            found[f"{start}gate_up_proj"] = {"gate": 1, "up": 1}
+    return found
+
+
+def _split(weight_FD: Tensor, shares: Mapping[str, int]) -> dict[str, Tensor]:
+    unit = weight_FD.shape[0] // sum(shares.values())
+    rows = weight_FD.split([share * unit for share in shares.values()])
+    return dict(zip(shares, rows, strict=True))
+
+
+def _plan(block: nn.Module) -> dict[str, ParallelStyle]:
+    """Columns of what reads the tokens, rows of what writes them; between, all tokens are there."""
+    plan: dict[str, ParallelStyle] = {}
+    for path, module in block.named_modules():
+        if isinstance(module, Attention):
+            first, last = "qkv_proj", "o_proj"
+            # The second argument is the table of positions.
+            layouts, wanted = (Shard(1), None), (Replicate(), None)
+        elif isinstance(module, DenseFeedForward):
+            first, last = "gate_up_proj", "down_proj"
+            layouts, wanted = (Shard(1),), (Replicate(),)
+        else:
+            continue
+        plan[path] = PrepareModuleInput(
+            input_layouts=layouts,  # pyright: ignore[reportArgumentType]
+            desired_input_layouts=wanted,  # pyright: ignore[reportArgumentType]
+        )
+        plan[f"{path}.{first}.*"] = ColwiseParallel()
+        plan[f"{path}.{last}"] = RowwiseParallel(output_layouts=Shard(1))
+    return plan
+
+
+def _dense_mesh(groups: LayoutGroups, device_type: str) -> DeviceMesh:
+    """The ranks of a stage by the rest of the layout and `tp`; what is 1 is left out."""
+    tensor, rest = groups.group("dense", "tp"), groups.group("dense", "cp", "dp")
+    if tensor is None or rest is None:
+        group, name = (rest, FSDP) if tensor is None else (tensor, "tp")
+        assert group is not None, "a mesh is of several ranks"
+        return DeviceMesh.from_group(group, device_type, mesh_dim_names=(name,))
+    ranks = torch.tensor(groups.ranks("dense", "tp", "cp", "dp")).view(-1, groups.layout.tp)
+    return DeviceMesh.from_group(
+        [rest, tensor], device_type, mesh=ranks, mesh_dim_names=(FSDP, "tp")
+    )
+
+
+def _modules(model: nn.Module, kind: type[M]) -> Iterator[M]:
+    for module in model.modules():
+        if isinstance(module, kind):
+            yield module

@@ -48,6 +48,13 @@ MaxTokens = Annotated[
     int | None,
     typer.Option(min=1, help="Room for prompt and new tokens; just enough when omitted."),
 ]
+PlacementFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--placement",
+        help="Map made by `moe-runtime place`: which process has which experts, under torchrun.",
+    ),
+]
 Policy = Annotated[
     str,
     typer.Option(

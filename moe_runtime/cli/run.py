@@ -49,6 +49,7 @@ def run(
     shares: options.Shares = "auto",
     prefetch: options.Prefetch = "auto",
     predictor: options.Predictor = "auto",
+    placement: options.PlacementFile = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     trace: options.Trace = None,
@@ -94,6 +95,7 @@ def run(
                 timeline=timeline,
                 max_tokens=room,
                 progress=progress,
+                **({} if placement is None else {"placement": placement}),
                 **({} if group is None else {"group": group}),
             )
         with contextlib.closing(loaded.moe):

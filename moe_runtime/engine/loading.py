@@ -37,7 +37,7 @@ from moe_runtime.engine.prefetching import (
     make_live_estimator,
 )
 from moe_runtime.engine.runtime import LoadedFacts, RuntimeHandle
-from moe_runtime.engine.share import ExpertShare
+from moe_runtime.engine.share import ExpertShare, divide_experts
 from moe_runtime.engine.small_batch import use_small_batch_layers
 from moe_runtime.engine.threads import rest_torch_threads
 from moe_runtime.engine.timed_store import TimedStore
@@ -51,7 +51,6 @@ from moe_runtime.parallel.agreement import (
     software_facts,
 )
 from moe_runtime.parallel.dispatch import Group, as_transport
-from moe_runtime.parallel.transport import Transport
 from moe_runtime.policies.eviction import LayerShares, Setting, make_policy
 from moe_runtime.store.cache import ExpertStore
 from moe_runtime.store.prefetch import PrefetchMode, parse_mode
@@ -86,6 +85,7 @@ def load(
     io_threads: int = 4,
     progress: Progress | None = None,
     group: Group | None = None,
+    placement: str | Path | None = None,
 ) -> PreTrainedModel:
     """Loads a Mixture-of-Experts checkpoint and leaves its routed experts on disk.
 
@@ -121,6 +121,8 @@ def load(
             load the same model with the same options and then make the same calls; the output has
             the bits of a single process. Shares of memory and ``"auto"`` are of what is free when
             the processes of one machine have divided it equally.
+        placement: a placement map, the file that says which of the processes have which experts;
+            equal runs of experts by default.
 
     Returns:
         The model, in evaluation mode and frozen, with a ``RuntimeHandle`` as its ``moe``.
@@ -150,10 +152,7 @@ def load(
     experts = map_experts(model, checkpoint)
     expert_bytes = sum(layout.tensor_bytes for layout in experts.layouts.values())
     signature = signature_of(checkpoint, experts)
-    share: ExpertShare | None = None
-    if transport.size > 1:
-        share = ExpertShare(transport, [module.num_experts for module in experts.modules])
-        experts.layouts = {k: lay for k, lay in experts.layouts.items() if share.owns(k)}
+    share = divide_experts(transport, experts, signature, placement)
     modules = replace_experts(
         model,
         experts,
@@ -171,7 +170,7 @@ def load(
     free = _free_bytes(place, processes_here(transport))
     plans = _plan(checkpoint, experts, budgets, free, dense_bytes, max_tokens, tables)
     # Everybody has looked how much memory is free before anybody takes some.
-    _require_same_model(transport, checkpoint, experts, place)
+    _require_same_model(share, checkpoint, experts, place)
 
     finish_dense(model, checkpoint, experts, place, progress)
 
@@ -307,19 +306,20 @@ def _plan(
 
 
 def _require_same_model(
-    transport: Transport, checkpoint: Checkpoint, experts: ExpertMap, place: torch.device
+    share: ExpertShare | None, checkpoint: Checkpoint, experts: ExpertMap, place: torch.device
 ) -> None:
     """Makes sure that all processes of a group compute the same model in the same way."""
-    if transport.size == 1:
+    if share is None:
         return
     import transformers
 
     config = checkpoint.config.to_dict()
     require_same(
-        transport,
+        share.transport,
         {
             **software_facts(),
             **arithmetic_facts(),
+            **share.facts,
             "the version of transformers": transformers.__version__,
             "the kind of device": place.type,
             "the dtype": str(checkpoint.dtype),

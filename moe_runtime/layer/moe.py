@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,18 @@ from moe_runtime.routing import (
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+class TokenParts(Protocol):
+    """Processes that have parts of the same sequences."""
+
+    def gather(self, part: Tensor, /) -> Tensor:
+        """`[B, S, ...]`, all tokens of the sequences, of every process's part of them."""
+        ...
+
+    def own_choices(self, routing: Routing, num_sequences: int, /) -> Routing:
+        """The choices of this process's tokens, of those of all tokens."""
+        ...
 
 
 class MoELayer(nn.Module):
@@ -68,6 +80,9 @@ class MoELayer(nn.Module):
 
     Attributes:
         aux: `LayerAux` of the last call; None before the first.
+        parts: Who has the other tokens of the sequences. The gate then sees all of them, since
+            capacity and losses depend on all, and the experts this process's; `token_ids` and
+            `aux` are of all tokens. None where they are here.
         loss_scale: Factor of attached losses: the scale of a gradient scaler, or 1 over the
             number of micro-batches.
 
@@ -110,6 +125,7 @@ class MoELayer(nn.Module):
         self.hidden_size = hidden_size
         self.attach_losses = attach_losses
         self.loss_scale = 1.0
+        self.parts: TokenParts | None = None
         self.aux: LayerAux | None = None
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         kind: dict[str, Any] = {"activation": activation, "bias": bias, **place}
@@ -195,6 +211,8 @@ class MoELayer(nn.Module):
             raise ValueError(
                 f"{self.name}: expected [..., {self.hidden_size}], got {list(x.shape)}"
             )
+        if self.parts is not None:
+            x = self.parts.gather(x)
         context = RoutingContext(
             token_ids_T=None if token_ids is None else token_ids.reshape(-1),
             previous_logits_TE=previous_logits,
@@ -206,9 +224,10 @@ class MoELayer(nn.Module):
     def compute(self, x: Tensor, routing: Routing) -> Tensor:
         """The second half of `forward`: the chosen experts, the shared ones, and `aux`."""
         x_TD = x.reshape(-1, self.hidden_size)
-        out_TD = self.experts(x_TD, routing.ids_TK, routing.weights_TK)
-        if self.zero is not None and routing.zero is not None:
-            out_TD = out_TD + self.zero(x_TD, routing.zero)
+        own = routing if self.parts is None else self.parts.own_choices(routing, len(x))
+        out_TD = self.experts(x_TD, own.ids_TK, own.weights_TK)
+        if self.zero is not None and own.zero is not None:
+            out_TD = out_TD + self.zero(x_TD, own.zero)
         if self.shared is not None:
             out_TD = out_TD + self.shared(x_TD)
         loss = weighted_loss(routing.losses, self.gate.loss_weights, routing.weights_TK)

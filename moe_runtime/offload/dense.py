@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
@@ -137,13 +138,14 @@ def _is_finite(gradient: Tensor) -> bool:
 
 
 def _groups(named: Mapping[str, Tensor], weight_decay: float) -> Iterator[dict[str, Any]]:
-    """AdamW's groups of parameters, some of them empty: its fused kernel takes sharded parameters
-    and whole ones in separate calls."""
+    """AdamW's groups of parameters, some of them empty: its fused kernel takes whole parameters and
+    those of every mesh in separate calls."""
     decaying = [p for name, p in named.items() if decays(name, p)]
     others = [p for name, p in named.items() if not decays(name, p)]
     for parameters, decay in ((decaying, weight_decay), (others, 0.0)):
-        whole = [p for p in parameters if not isinstance(p, DTensor)]
-        sharded = [p for p in parameters if isinstance(p, DTensor)]
-        yield {"params": whole, "weight_decay": decay}
-        if sharded:
-            yield {"params": sharded, "weight_decay": decay}
+        by_mesh: dict[DeviceMesh | None, list[Tensor]] = {None: []}
+        for parameter in parameters:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            by_mesh.setdefault(mesh, []).append(parameter)
+        for alike in by_mesh.values():
+            yield {"params": alike, "weight_decay": decay}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from moe_runtime.parallel.layout import DENSE_DIMENSIONS, EXPERT_DIMENSIONS, ParallelLayout, Side
 from moe_runtime.parallel.transport import FlatTransport
-from moe_runtime.parallel.watch import DEFAULT_TIMEOUT_S, GroupWatch
+from moe_runtime.parallel.watch import DEFAULT_TIMEOUT_S, GroupWatch, backend_limit
+
+# Name of the dimension of a mesh that FSDP2 shards over.
+FSDP = "fsdp"
 
 
 class LayoutGroups:
@@ -56,13 +58,21 @@ class LayoutGroups:
         # Groups of one rank need no process group; equal sets of ranks share one. All ranks make
         # all groups in the same order, as torch demands.
         for side, dimensions in _GROUPS:
-            for ranks in layout.groups(side, *dimensions):
-                self._make(tuple(ranks))
+            self.make(side, *dimensions)
+
+    def make(self, side: Side, *dimensions: str) -> dist.ProcessGroup | None:
+        """Makes the groups along some dimensions, unless they are there; a collective call.
+
+        Those of experts, of all ranks of a stage and of the stages are made at the beginning.
+        """
+        for ranks in self.layout.groups(side, *dimensions):
+            self._make(tuple(ranks))
+        return self.group(side, *dimensions)
 
     def _make(self, ranks: tuple[int, ...]) -> None:
         if ranks in self._by_ranks or len(ranks) == 1:
             return
-        group = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout_s))
+        group = dist.new_group(list(ranks), timeout=backend_limit(self.timeout_s))
         # Noted also where this rank is not a member: all ranks must know the same groups.
         self._by_ranks[ranks] = None
         if self.rank in ranks:
@@ -75,7 +85,8 @@ class LayoutGroups:
 
     def group(self, side: Side, *dimensions: str) -> dist.ProcessGroup | None:
         """This rank's process group along some dimensions; None where it is alone."""
-        return self._by_ranks.get(tuple(self.ranks(side, *dimensions)))
+        ranks = tuple(self.ranks(side, *dimensions))
+        return None if len(ranks) == 1 else self._by_ranks[ranks]
 
     @property
     def experts(self) -> dist.ProcessGroup | None:
@@ -106,9 +117,26 @@ class LayoutGroups:
         """Sums over tensor, context and data parallelism, and averages over the loss's parts.
 
         For parameters that every rank of a pipeline stage has a copy of, each used by the rank's
-        own share of the tokens.
+        own share of the tokens. Of parameters that tensor parallelism divides (`DTensor`s of a mesh
+        with a dimension `tp`), every rank has its own part, which saw the tokens of all `tp` ranks.
+        What FSDP2 shards (a mesh with a dimension of another name), it has averaged.
         """
-        self._reduce(parameters, self.group("dense", "tp", "cp", "dp"))
+        whole, divided, sharded = [], [], []
+        for parameter in parameters:
+            names = _mesh_names(parameter)
+            if not names:
+                whole.append(parameter)
+            elif names == {"tp"}:
+                divided.append(parameter)
+            elif "tp" not in names:
+                sharded.append(parameter)
+        for alike, dimensions, num_parts in (
+            (whole, ("tp", "cp", "dp"), self.layout.loss_parts),
+            (divided, ("cp", "dp"), self.layout.loss_parts),
+            (sharded, ("tp",), 1),
+        ):
+            if alike:
+                self._reduce(alike, self.group("dense", *dimensions), num_parts)
 
     def reduce_expert_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Sums over the copies of an expert, and averages over the loss's parts.
@@ -117,19 +145,19 @@ class LayoutGroups:
         `edp` copies only; the mean is still over `dp * cp`, the parts of the loss. Dividing by
         `edp` instead is the classic mistake of expert parallelism.
         """
-        self._reduce(parameters, self.group("expert", "edp"))
+        self._reduce(parameters, self.group("expert", "edp"), self.layout.loss_parts)
 
-    def _reduce(self, parameters: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
+    def _reduce(
+        self, parameters: Iterable[Tensor], group: dist.ProcessGroup | None, num_parts: int
+    ) -> None:
         gradients: dict[torch.dtype, list[Tensor]] = {}
         for parameter in parameters:
-            if isinstance(parameter, DTensor):
-                # FSDP2 has averaged these in the backward pass.
-                continue
             if parameter.grad is None:
                 # A rank without tokens still has to take part.
                 parameter.grad = torch.zeros_like(parameter)
-            parameter.grad /= self.layout.loss_parts
-            gradients.setdefault(parameter.dtype, []).append(parameter.grad)
+            gradient = _local(parameter.grad)
+            gradient /= num_parts
+            gradients.setdefault(parameter.dtype, []).append(gradient)
         for alike in gradients.values():
             # One exchange for all of them: most are small.
             flat = torch.cat([gradient.reshape(-1) for gradient in alike])
@@ -162,13 +190,14 @@ class LayoutGroups:
             experts: This rank's expert parameters.
         """
         dense = list(dense)
-        sharded = [parameter for parameter in dense if isinstance(parameter, DTensor)]
         total = _square(parameter for parameter in dense if not isinstance(parameter, DTensor))
-        if sharded:
-            # FSDP2 leaves every rank its part of each.
-            square_sharded = _square(sharded)
-            self.all_reduce(square_sharded, self.group("dense", "tp", "cp", "dp"), "norms")
-            total += square_sharded
+        for names, dimensions in _SHARDED:
+            alike = [parameter for parameter in dense if _mesh_names(parameter) == names]
+            if alike:
+                # Every rank has its part of each.
+                square = _square(alike)
+                self.all_reduce(square, self.group("dense", *dimensions), "norms")
+                total += square
         square_experts = _square(experts)
         self.all_reduce(square_experts, self.experts, "norms")
         total += square_experts
@@ -185,11 +214,29 @@ _GROUPS: tuple[tuple[Side, tuple[str, ...]], ...] = (
 )
 
 
+# The ranks that have the parts of parameters, by the dimensions of the parameters' meshes.
+_SHARDED: tuple[tuple[set[str], tuple[str, ...]], ...] = (
+    ({"tp"}, ("tp",)),
+    ({FSDP}, ("cp", "dp")),
+    ({FSDP, "tp"}, ("tp", "cp", "dp")),
+)
+
+
+def _mesh_names(parameter: Tensor) -> set[str]:
+    """Dimensions of the mesh that a parameter is divided over; none for a whole one."""
+    if not isinstance(parameter, DTensor):
+        return set()
+    return set(parameter.device_mesh.mesh_dim_names or (FSDP,))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _square(parameters: Iterable[Tensor]) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for parameter in parameters:
         if parameter.grad is not None:
-            gradient = parameter.grad.detach()
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local = _local(parameter.grad.detach())
             total += local.to(torch.float64).square().sum().cpu()
     return total

@@ -7,10 +7,11 @@ note in the group's key-value store; when the wait ends badly, whoever left no n
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -27,6 +28,11 @@ DEFAULT_TIMEOUT_S = 300.0
 _NOTE_SHARE = 0.2
 _MAX_NOTE_S = 2.0
 _POLL_S = 0.02
+
+
+def backend_limit(timeout_s: float) -> timedelta:
+    """How long a group's own collectives may wait, if who is missing is to be known in time."""
+    return timedelta(seconds=timeout_s - min(_MAX_NOTE_S, timeout_s * _NOTE_SHARE))
 
 
 class GroupWatch:
@@ -95,6 +101,28 @@ class GroupWatch:
             raise self._failure(error, self._step, time.monotonic(), what) from error
         assert work is not None
         self.wait(work, self._step, values.device.type == "cpu", what)
+
+    @contextlib.contextmanager
+    def over_torch(self, what: str) -> Iterator[None]:
+        """Names who is missing when a collective of torch's own fails within the block.
+
+        FSDP2, `DTensor`s and checkpoints wait as long as the backend lets them, which
+        `backend_limit` makes shorter than `timeout_s`. All ranks enter the block.
+
+        Args:
+            what: What is done in the block.
+
+        Raises:
+            RankFailureError: A rank died or stalled.
+        """
+        self._step += 1
+        started = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            if not _is_of_an_exchange(error):
+                raise
+            raise self._failure(error, self._step, started, what) from error
 
     def wait(self, work: dist.Work, step: int, on_cpu: bool, what: str) -> None:
         """Waits for a collective.
@@ -273,6 +301,11 @@ def _is_gone(pid: str) -> bool:
         return Path("/proc").is_dir()
     # The state follows the command's closing bracket; Z is a process nobody has collected yet.
     return stat.rpartition(")")[2].split()[0] in "ZX"
+
+
+def _is_of_an_exchange(error: RuntimeError) -> bool:
+    """Whether a collective failed; gloo says so in its text alone."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def _first_line(error: RuntimeError) -> str:

@@ -275,20 +275,27 @@ class ParallelConfig:
             than processes, several processes have a copy of each.
         etp: slices of every expert, each on a process of its own; divides
             `model.moe.intermediate_size`.
-        shard_dense: FSDP2 shards everything but the experts over the processes.
+        tp: processes that divide the heads of attention and the width of dense feed-forward
+            networks; divides `model.num_kv_heads`. They share micro-batches.
+        cp: processes that divide each sequence; they share micro-batches as well.
+        shard_dense: FSDP2 shards everything but the experts over the processes, those that `tp`
+            divides it over apart.
         timeout_s: seconds after which waiting for another process is an error that names it.
     """
 
     ep: int = 0
     etp: int = 1
+    tp: int = 1
+    cp: int = 1
     shard_dense: bool = False
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         if self.ep < 0:
             raise ValueError(f"ep must be at least 0, got {self.ep}")
-        if self.etp < 1:
-            raise ValueError(f"etp must be at least 1, got {self.etp}")
+        for name in ("etp", "tp", "cp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
 

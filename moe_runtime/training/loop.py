@@ -224,8 +224,9 @@ class Trainer:
         before = optimizer.transfers()
         self._run.model.train()
         parts = [partial(self._part, inputs, losses) for inputs in self._micro_batches()]
-        optimizer.backward(parts, rate=rate)
-        outcome = optimizer.step(rate)
+        with self._run.ranks.watched(f"step {self.step + 1}"):
+            optimizer.backward(parts, rate=rate)
+            outcome = optimizer.step(rate)
         self._run.model.after_step()
         self._count_skipped(outcome.bad_parameters)
         self.step += 1
@@ -275,8 +276,8 @@ class Trainer:
         with self._autocast():
             losses = self._losses(windows)
         found.append(losses.detach())
-        num_parts = self._config.data.micro_batches // self._run.ranks.size
-        return (losses.cross_entropy + losses.auxiliary) / num_parts
+        num_parts = self._config.data.micro_batches // self._run.ranks.num_lanes
+        return (losses.cross_entropy + losses.auxiliary) * self._run.ranks.loss_share / num_parts
 
     def _losses(self, windows: Tensor) -> Losses:
         windows = windows.to(self._run.device)
@@ -308,7 +309,7 @@ class Trainer:
         nats: dict[str, float] = {}
         rows = max(1, self._config.data.sequences_per_step // self._config.data.micro_batches)
         for name, windows in self._run.held_out.items():
-            with self._autocast():
+            with self._autocast(), self._run.ranks.watched(f"held-out text {name!r}"):
                 nats[name] = self._held_out_loss(torch.from_numpy(windows).split(rows))
         weights = {name: self._run.held_out_weights[name] for name in nats}
         mean = sum(weights[name] * nats[name] for name in nats) / sum(weights.values())
@@ -316,16 +317,16 @@ class Trainer:
         self._emit(record, on_record)
 
     def _held_out_loss(self, parts: Sequence[Tensor]) -> float:
-        """Mean loss of windows in parts, which the processes compute in turn."""
+        """Mean loss of windows in parts, which the lanes compute in turn."""
         ranks = self._run.ranks
         total = torch.zeros((), dtype=torch.float64)
-        for first in range(0, len(parts), ranks.size):
-            number = first + ranks.rank
+        for first in range(0, len(parts), ranks.num_lanes):
+            number = first + ranks.lane
             # Who has no part left keeps the others company: passes are collective calls.
             part = parts[min(number, len(parts) - 1)]
             loss = float(self._losses(part).cross_entropy) * len(part)
             total += loss if number < len(parts) else 0.0
-        return float(ranks.mean(total)) * ranks.size / sum(map(len, parts))
+        return float(ranks.mean(total)) * ranks.num_lanes / sum(map(len, parts))
 
     def _emit(self, record: Record, on_record: Callable[[Record], None]) -> None:
         for sink in self._run.sinks:

@@ -1,14 +1,15 @@
 """Training by one process or by several: which part is whose, and what has to be added up.
 
 Several processes share a step's micro-batches, each holds its share of the experts, and rows travel
-to them. The same configuration trains the same model whatever the number of processes: the parts
+to them. With tensor or context parallelism some of them, a lane, compute one micro-batch together.
+The same configuration trains the same model whatever the number of processes: the parts
 that are routed on their own are the micro-batches, and there are as many of them.
 """
 
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from torch import Tensor
 from moe_runtime.errors import RankFailureError
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 _POLL_S = 0.02
@@ -27,20 +31,27 @@ class OneProcess:
     Attributes:
         rank: number of this process.
         size: number of processes.
+        lane: which of the micro-batches that are computed side by side is this process's.
+        num_lanes: how many are.
+        loss_share: what this process adds to its micro-batch's part of the loss, which other
+            processes of the same lane add to as well.
     """
 
     rank = 0
     size = 1
+    lane = 0
+    num_lanes = 1
+    loss_share = 1.0
 
     def spread(self, model: LanguageModel) -> None:
         """Leaves this process its part of a model."""
 
     def draw_apart(self, step: int) -> None:
-        """Has gates that use randomness draw other numbers than in the first process, from a step
-        on: they draw for other tokens."""
+        """Has gates that use randomness draw other numbers than in the first lane, from a step on:
+        they draw for other tokens."""
 
     def part(self, items: Sequence[T]) -> list[T]:
-        """This process's share of what all processes have; their number divides it."""
+        """This lane's share of what all have; the number of lanes divides it."""
         return list(items)
 
     def mean(self, values: Tensor) -> Tensor:
@@ -63,6 +74,20 @@ class OneProcess:
     def first_alone(self) -> Iterator[None]:
         """The block runs in the first process, and then in the others."""
         yield
+
+    @property
+    def group(self) -> "ProcessGroup | None":
+        """The processes; None for one alone."""
+        return None
+
+    def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """A block in which torch exchanges something: who is missing there is named.
+
+        Args:
+            what: what is done in the block.
+        """
+        del what
+        return contextlib.nullcontext()
 
     def barrier(self) -> None:
         """Returns once all processes have come here."""
@@ -88,10 +113,18 @@ class SeveralProcesses(OneProcess):
         from moe_runtime.parallel.watch import GroupWatch
 
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._config = config.parallel
-        _refuse(config, self.size)
-        etp, ep = config.parallel.etp, config.parallel.ep
-        layout = ParallelLayout(world_size=self.size, etp=etp, ep=ep or max(1, self.size // etp))
+        own = self._config = config.parallel
+        layout = ParallelLayout(
+            world_size=self.size,
+            tp=own.tp,
+            cp=own.cp,
+            etp=own.etp,
+            ep=own.ep or max(1, self.size // own.etp),
+        )
+        _refuse(config, layout.dp)
+        self.lane, self.num_lanes = layout.coordinates(self.rank, "dense")["dp"], layout.dp
+        # The sum over a lane is divided by the parts of each sequence only.
+        self.loss_share = 1 / layout.tp
         self.groups = LayoutGroups(layout, timeout_s=self._config.timeout_s)
         group = self.groups.group("dense", "tp", "cp", "dp")
         assert group is not None, "several processes are more than one"
@@ -101,19 +134,20 @@ class SeveralProcesses(OneProcess):
         require_same(transport, {**software_facts(), "the layout": str(layout)})
 
     def spread(self, model: LanguageModel) -> None:
-        from moe_runtime.models.lm.parallel import shard_dense, spread_experts
+        from moe_runtime.models.lm.parallel import divide_sequences, shard_dense, spread_experts
 
         spread_experts(model, self.groups)
+        divide_sequences(model, self.groups)
         if self._config.shard_dense:
             shard_dense(model, self.groups)
         self.draw_apart(0)
 
     def draw_apart(self, step: int) -> None:
-        if self.rank > 0:
-            torch.manual_seed(torch.initial_seed() + 1_000_003 * step + self.rank)
+        if self.lane > 0:
+            torch.manual_seed(torch.initial_seed() + 1_000_003 * step + self.lane)
 
     def part(self, items: Sequence[T]) -> list[T]:
-        return list(items[self.rank :: self.size])
+        return list(items[self.lane :: self.num_lanes])
 
     def mean(self, values: Tensor) -> Tensor:
         total = values.clone()
@@ -129,6 +163,13 @@ class SeveralProcesses(OneProcess):
         dense, experts = _divided(named)
         self.groups.reduce_dense_gradients(dense)
         self.groups.reduce_expert_gradients(experts)
+
+    @property
+    def group(self) -> "ProcessGroup":
+        return self._group
+
+    def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return self._watch.over_torch(what)
 
     def gradient_norm(self, named: Mapping[str, Tensor]) -> float:
         return self.groups.gradient_norm(*_divided(named))
@@ -148,19 +189,23 @@ class SeveralProcesses(OneProcess):
         yield
 
 
-def _refuse(config: TrainConfig, size: int) -> None:
+def _refuse(config: TrainConfig, num_lanes: int) -> None:
     """Says what several processes cannot do.
 
     Raises:
         ValueError: the configuration asks for it.
     """
-    micro_batches = config.data.micro_batches
-    if micro_batches % size:
+    from moe_runtime.models.lm.parallel import check_layout
+
+    data, own = config.data, config.parallel
+    if data.micro_batches % num_lanes:
         raise ValueError(
-            f"data.micro_batches ({micro_batches}) must be a multiple of the {size} processes, "
-            "which compute them side by side; --set data.micro_batches="
-            f"{-(-micro_batches // size) * size}"
+            f"data.micro_batches ({data.micro_batches}) must be a multiple of the {num_lanes} "
+            "processes that compute them side by side; --set data.micro_batches="
+            f"{-(-data.micro_batches // num_lanes) * num_lanes}"
         )
+    contexts = {data.context, data.short_context or data.context}
+    check_layout(config.model, tp=own.tp, parts=own.tp * own.cp, contexts=contexts)
     if config.run.compile:
         raise ValueError("run.compile works in one process only; set run.compile = false")
     if config.run.host_memory is not None:

@@ -253,7 +253,7 @@ def finish(preparation: Preparation, trainer: Trainer, *, export: bool) -> dict[
         }
         dtype = DTYPES[preparation.config.run.export_dtype]
         model = preparation.model
-        if model.replicas is not None:
+        if not model.is_whole:
             # Other processes have parts of it; the last checkpoint has all of them.
             last = checkpoints_in(preparation.checkpoints)[-1]
             model = whole_model(preparation.config.model, last)

@@ -1,7 +1,8 @@
 """Checkpoints that several processes write together, and any number of processes reads.
 
 A folder in the format of `torch.distributed.checkpoint`: every tensor under the name that it has in
-one process, every expert under a name of its own, wherever it or its slices were. Beside it lies
+one process, parts of fused products and experts under names of their own, wherever they or their
+slices were. Beside it lies
 `progress.pt`, with what is no tensor of the model or the optimizer. The folder gets its name once
 it is whole.
 """
@@ -20,6 +21,7 @@ from moe_runtime.errors import CheckpointError
 from moe_runtime.layer.experts import Experts
 from moe_runtime.models.lm.config import LanguageModelConfig
 from moe_runtime.models.lm.model import LanguageModel
+from moe_runtime.models.lm.parallel import by_parts
 from moe_runtime.parallel import ParallelExperts
 from moe_runtime.parallel.logical import copy_part, logical_views
 from moe_runtime.store.files import sync_folder, write_atomically
@@ -70,9 +72,10 @@ class ShardedCheckpoints:
             partial.mkdir(parents=True)
         self._ranks.barrier()
         try:
-            dcp.save(  # pyright: ignore[reportPrivateImportUsage]
-                self.tensors(), checkpoint_id=partial
-            )
+            with self._ranks.watched(f"writing {path.name}"):
+                dcp.save(  # pyright: ignore[reportPrivateImportUsage]
+                    self.tensors(), checkpoint_id=partial, process_group=self._ranks.group
+                )
         except CheckpointException as error:
             raise OSError(f"{path}: the checkpoint cannot be written: {_reason(error)}") from error
         if is_first:
@@ -96,7 +99,7 @@ class ShardedCheckpoints:
             CheckpointError: the folder is damaged, or does not fit the model.
         """
         steps = load_content(path / _PROGRESS_FILE, Progress).get("optimizer_steps", 0.0)
-        read_tensors(path, self.tensors(), alone=self._ranks.size == 1)
+        read_tensors(path, self.tensors(), self._ranks)
         for state in self._optimizer.moments().values():
             state["step"].fill_(steps)
 
@@ -112,12 +115,15 @@ class ShardedCheckpoints:
         whole: dict[str, Tensor] = {}
         for kind, named in _by_kind(state.model, moments).items():
             stacks: dict[str, dict[str, Tensor]] = {path: {} for path in paths}
+            dense: dict[str, Tensor] = {}
             for name, tensor in named.items():
                 path, _, leaf = name.rpartition(".")
                 if path in stacks:
                     stacks[path][leaf] = tensor
                 else:
-                    whole[f"{kind}.{name}"] = tensor
+                    dense[name] = tensor
+            parts = by_parts(self._model, dense)
+            whole |= {f"{kind}.{name}": tensor for name, tensor in parts.items()}
             for path, stack in stacks.items():
                 views = logical_views(stack, range(paths[path]))
                 whole |= {f"{kind}.{path}.{name}": view for name, view in views.items()}
@@ -170,25 +176,30 @@ def logical_tensors(
             else:
                 views = logical_views(stack, range(module.num_experts))
             tensors |= {f"{kind}.{path}.{name}": view for name, view in views.items()}
-        tensors |= {f"{kind}.{name}": tensor for name, tensor in named.items()}
+        dense = by_parts(model, named)
+        tensors |= {f"{kind}.{name}": tensor for name, tensor in dense.items()}
     return tensors
 
 
-def read_tensors(path: Path, tensors: dict[str, Tensor], *, alone: bool = False) -> None:
-    """Reads tensors of a checkpoint in place; a collective call unless `alone`.
+def read_tensors(path: Path, tensors: dict[str, Tensor], ranks: OneProcess) -> None:
+    """Reads tensors of a checkpoint in place; a collective call.
 
     Raises:
         CheckpointError: the folder is damaged, or does not hold them.
+        RankFailureError: another process died or stalled.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), ranks.watched(f"reading {path.name}"):
             # That one process reads it alone is meant so.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(  # pyright: ignore[reportPrivateImportUsage]
-                tensors, checkpoint_id=path, no_dist=alone
+                tensors,
+                checkpoint_id=path,
+                process_group=ranks.group,
+                no_dist=ranks.size == 1,
             )
     except (CheckpointException, RuntimeError, OSError, ValueError, KeyError, EOFError) as error:
         raise CheckpointError(
@@ -209,7 +220,7 @@ def whole_model(config: LanguageModelConfig, path: Path) -> LanguageModel:
         CheckpointError: the folder is damaged.
     """
     model = LanguageModel(config)
-    read_tensors(path, logical_tensors(model, {}), alone=True)
+    read_tensors(path, logical_tensors(model, {}), OneProcess())
     return model
 
 

@@ -5,16 +5,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from parallel_load import outputs, refusal, too_many
 from rank_pool import RankPool
-from text_checkpoint import tiny_text_model
+from text_checkpoint import NUM_EXPERTS, NUM_LAYERS, TOP_K, tiny_text_model
 
 from moe_runtime.engine.inspection import inspect_checkpoint
 from moe_runtime.engine.share import ExpertShare, add_up
+from moe_runtime.errors import CheckpointError
+from moe_runtime.parallel.placement_map import PlacementMap
 from moe_runtime.parallel.transport import LocalTransport
-from moe_runtime.types import ExpertKey
+from moe_runtime.policies.placement import Devices, Placement
+from moe_runtime.types import ExpertKey, ModelSignature
 
 Ranks = Callable[[int], RankPool]
 
@@ -41,6 +45,64 @@ def test_processes_give_the_bits_of_one(size: int, checkpoint: Path, ranks: Rank
     parts = [theirs["stats"] for theirs in together]
     assert sum(map(visits, parts)) == visits(alone["stats"])
     assert all(0 < part.bytes_read < alone["stats"].bytes_read for part in parts)
+
+
+def test_a_placement_map_changes_no_bit(checkpoint: Path, tmp_path: Path, ranks: Ranks) -> None:
+    """Experts anywhere, some of them twice, a layer all on one process."""
+    slots = np.array(
+        [
+            [7, 1, 5, 0, 2, -1, 6, 3, 4, 5, 1, 2],
+            [0, 1, 2, 3, 4, 5, 6, 7, -1, -1, -1, -1],
+            [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3],
+        ]
+    )
+    path = tmp_path / "map.json"
+    placed(slots, 2).save(path)
+    alone = outputs(str(checkpoint), {})
+    for theirs in ranks(2).run(outputs, str(checkpoint), {"placement": str(path)}):
+        assert torch.equal(theirs["logits"], alone["logits"])
+        assert torch.equal(theirs["tokens"], alone["tokens"])
+    with pytest.raises(CheckpointError, match="the placement map is for 2 ranks, there are 1"):
+        outputs(str(checkpoint), {"placement": str(path)})
+
+
+def placed(slots: np.ndarray, num_ranks: int) -> PlacementMap:
+    """A map of the tiny model."""
+    signature = ModelSignature(
+        model_type="olmoe",
+        num_layers=NUM_LAYERS,
+        num_experts=NUM_EXPERTS,
+        top_k=TOP_K,
+        vocab_size=300,
+    )
+    return PlacementMap(
+        signature=signature,
+        devices=Devices(num_nodes=1, gpus_per_node=num_ranks),
+        placement=Placement(
+            expert_of_slot=slots, num_experts=signature.num_experts, num_gpus=num_ranks
+        ),
+        algorithm="by hand",
+    )
+
+
+def test_an_expert_with_copies_goes_where_the_fewest_rows_are() -> None:
+    transport = LocalTransport()
+    transport.size = 2
+    slots = np.array([[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]] * 3)
+    share = ExpertShare(transport, [8] * 3, placed(slots, 2))
+    # Five rows are rank 1's alone; of the copies the largest go to rank 0 until it has as many.
+    rows = {0: [0, 1], 1: [2, 3, 4], 2: [5], 6: [6, 7, 8, 9, 10], 3: [11]}
+    assert share.own_rows(0, rows) == {0: rows[0], 1: rows[1], 2: rows[2]}
+    transport.rank = 1
+    assert share.own_rows(0, rows) == {6: rows[6], 3: rows[3]}
+
+
+def test_a_map_that_leaves_a_process_idle() -> None:
+    transport = LocalTransport()
+    transport.size = 2
+    slots = np.array([[*range(8), *[-1] * 8]] * 3)
+    with pytest.raises(ValueError, match="leaves process 1 of 2 without experts"):
+        ExpertShare(transport, [8] * 3, placed(slots, 2))
 
 
 def visits(stats: Any) -> int:

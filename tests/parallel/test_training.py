@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_runs import refused, train
+from parallel_runs import refused, stalled, train
 from rank_pool import RankPool
 from training_runs import CONFIG, training_records, write_run
 
@@ -17,10 +17,20 @@ ROUTED = CONFIG.replace("micro_batches = 2", "micro_batches = 4").replace(
     'gate = "sigmoid_topk"\ngate_options = { bias_update_rate = 1e-2 }\nshared_experts = 1\n'
     "bias = true\nloss_weights = { load_balance = 0.01 }",
 )
+ROUTED = ROUTED.replace(
+    "num_layers = 2", "num_layers = 3\ndense_layers = [1]\nintermediate_size = 24"
+)
 SPLIT = {
-    "experts": ("parallel.ep=2",),
-    "slices": ("parallel.etp=2",),
-    "copies and a sharded dense part": ("parallel.ep=1", "parallel.shard_dense=true"),
+    "experts": (2, ("parallel.ep=2",)),
+    "slices": (2, ("parallel.etp=2",)),
+    "copies and a sharded dense part": (2, ("parallel.ep=1", "parallel.shard_dense=true")),
+    "heads": (2, ("parallel.tp=2", "parallel.etp=2")),
+    "sequences and a sharded dense part": (2, ("parallel.cp=2", "parallel.shard_dense=true")),
+    "heads and sequences": (4, ("parallel.tp=2", "parallel.cp=2", "parallel.etp=2")),
+    "heads, and the rest sharded": (
+        4,
+        ("parallel.tp=2", "parallel.shard_dense=true", "parallel.ep=2"),
+    ),
 }
 
 
@@ -41,25 +51,29 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path.parent / "out"
 
 
-@pytest.mark.parametrize("split", SPLIT.values(), ids=SPLIT.keys())
-def test_two_processes_train_what_one_does(
-    split: tuple[str, ...], alone: Path, tmp_path: Path, ranks: Ranks
+@pytest.mark.parametrize(("size", "split"), SPLIT.values(), ids=SPLIT.keys())
+def test_several_processes_train_what_one_does(
+    size: int, split: tuple[str, ...], alone: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
     path = write_run(tmp_path, config=ROUTED)
-    shares = ranks(2).run(train, str(path), split, 4)
-    is_sharded = "parallel.shard_dense=true" in split
-    assert all(share < 0.7 if is_sharded else share == 1.0 for share in shares)
+    shares = ranks(size).run(train, str(path), split, 4)
+    if "parallel.shard_dense=true" in split:
+        assert all(share < 0.7 for share in shares)
+    else:
+        assert all((share < 1) == ("parallel.tp=2" in split) for share in shares)
     expected = [record for record in training_records(alone) if record["step"] <= 4]
     assert_same_records(training_records(tmp_path / "out"), expected)
 
 
 def test_any_number_of_processes_goes_on(alone: Path, tmp_path: Path, ranks: Ranks) -> None:
-    """One process, two with sliced experts, four with copies and FSDP2, and one again."""
+    """One process, two with sliced experts, four with copies and FSDP2, four with divided heads,
+    and one again."""
     path = str(write_run(tmp_path, config=ROUTED))
     train(path, (), 2)
     ranks(2).run(train, path, ("parallel.etp=2",), 4, True)
     four = ("parallel.ep=2", "parallel.shard_dense=true")
-    ranks(4).run(train, path, four, 6, True)
+    ranks(4).run(train, path, four, 5, True)
+    ranks(4).run(train, path, ("parallel.tp=2", "parallel.shard_dense=true"), 6, True)
     train(path, (), 7, True)
     ranks(2).run(train, path, (), 8, True)
     names = [found.name for found in sorted((tmp_path / "out" / "checkpoints").iterdir())]
@@ -92,5 +106,45 @@ def test_what_cannot_work_is_refused_before_anything(tmp_path: Path, ranks: Rank
     assert "--set data.micro_batches=2" in message
     (message, _) = ranks(2).run(refused, path, "parallel.ep=3")
     assert message == "etp * ep * pp = 1 * 3 * 1 = 3 does not divide the 2 ranks"
-    (message, _) = ranks(2).run(refused, path, "run.compile=true")
-    assert message == "run.compile works in one process only; set run.compile = false"
+    (message, _) = ranks(2).run(refused, path, "parallel.tp=2", "model.num_kv_heads=1")
+    assert message == "parallel.tp (2) must divide model.num_kv_heads (1)"
+    (message, _) = ranks(2).run(refused, path, "parallel.cp=2", "data.short_context=1")
+    assert message == "parallel.tp * parallel.cp (2) must divide the sequences of 1 tokens"
+
+
+# Gates that look at more than one token's scores: capacity, sequences, the gate before, samples.
+GATES = {
+    "capacity and zero experts": "zero_experts = { zero = 1, copy = 1, constant = 2 }\n"
+    "capacity_factor = 1.25",
+    "sequence loss": "loss_weights = { sequence_balance = 0.01, load_balance = 0.01 }",
+    "hash": 'gate = "hash"\ngate_options = { vocab_size = 300 }',
+    "sampled": 'gate = "rl_r"\ntop_k = 1',
+}
+
+
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES.keys())
+def test_gates_see_all_tokens_of_divided_sequences(gate: str, tmp_path: Path, ranks: Ranks) -> None:
+    config = CONFIG.replace("loss_weights = { load_balance = 0.01, z = 1e-3 }", gate)
+    if "top_k = 1" in gate:
+        config = config.replace("top_k = 2\n", "", 1)
+    records = []
+    for folder in ("one", "two"):
+        path = str(write_run(tmp_path / folder, config=config))
+        if folder == "one":
+            train(path, (), 2)
+        else:
+            ranks(2).run(train, path, ("parallel.tp=2",), 2)
+        records.append(training_records(tmp_path / folder / "out"))
+    assert_same_records(records[1], records[0])
+
+
+@pytest.mark.parametrize("where", ["step", "checkpoint"])
+def test_who_stalls_in_an_exchange_of_torch_is_named(
+    where: str, tmp_path: Path, ranks: Ranks
+) -> None:
+    """FSDP2's sharded weights and `torch.distributed.checkpoint`; no exchange of rows."""
+    path = str(write_run(tmp_path, config=ROUTED))
+    settings = ("parallel.ep=1", "parallel.shard_dense=true", "parallel.timeout_s=4", "run.steps=1")
+    message, _ = ranks(2).run(stalled, path, settings, where, 1)
+    assert message.startswith("rank 1 of 2 did not arrive within 4 s"), message
+    assert ("(step 1)" if where == "step" else "(writing step-00000001.shards)") in message

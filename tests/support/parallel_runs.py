@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from moe_runtime.errors import RankFailureError
 from moe_runtime.training.config import TrainConfig
 from moe_runtime.training.config_tree import read_tree
 from moe_runtime.training.ranks import OneProcess, SeveralProcesses
@@ -41,6 +42,44 @@ def train(
         return sum(here for _, here in own) / sum(everywhere for everywhere, _ in own)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def stalled(path: str, settings: tuple[str, ...], where: str, culprit: int) -> str:
+    """The error of a run in which a rank stalls until all others have given up.
+
+    Args:
+        path: of the configuration.
+        settings: of the run.
+        where: `step`, between two blocks of a forward pass, or `checkpoint`.
+        culprit: the rank.
+    """
+    config = read_tree(TrainConfig, Path(path), settings=settings)
+    group = dist.group.WORLD
+    assert group is not None
+    store, rank = group.get_group_store(), dist.get_rank()
+
+    def stall(*_: object) -> None:
+        others = set(range(dist.get_world_size())) - {rank}
+        store.wait([f"gave up/{path}/{other}" for other in others])
+        raise InterruptedError
+
+    ranks = SeveralProcesses(config)
+    with ranks.first_alone():
+        preparation = prepare(config, Path(path).parent)
+    trainer = start(preparation, resume=False, ranks=ranks)
+    if rank == culprit and where == "step":
+        preparation.model.blocks[1].register_forward_pre_hook(stall)
+    if rank == culprit and where == "checkpoint":
+        assert trainer._run.shards is not None
+        trainer._run.shards.tensors = stall
+    try:
+        trainer.train(should_stop=lambda: False, on_record=lambda record: None)
+    except RankFailureError as error:
+        store.set(f"gave up/{path}/{rank}", "")
+        return str(error)
+    except InterruptedError:
+        return ""
+    raise AssertionError("a run with a rank that stalls does not end well")
 
 
 def refused(path: str, *settings: str) -> str:

@@ -26,8 +26,12 @@ from moe_runtime.parallel import (
 from moe_runtime.routing import Routing
 
 DIM, HIDDEN, NUM_EXPERTS, TOP_K = 4, 8, 5, 2
-# Small enough that four stages do not diverge, which would let rounding grow.
-LEARNING_RATE, MOMENTUM, PART_TOKENS = 0.005, 0.9, 6.0
+MOMENTUM, PART_TOKENS = 0.9, 6.0
+
+
+def learning_rate(num_layers: int) -> float:
+    """Small enough that no number of stages diverges, which would let rounding grow."""
+    return 0.005 if num_layers <= 4 else 1e-6
 
 
 @dataclass
@@ -100,7 +104,7 @@ def train_reference(
     inputs, targets = make_tokens(num_shares)
     x_TD, target_TD = torch.cat(inputs), torch.cat(targets)
     parameters = [tensor.requires_grad_() for layer in layers for tensor in layer.parameters]
-    optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
+    optimizer = torch.optim.SGD(parameters, lr=learning_rate(num_layers), momentum=MOMENTUM)
     norms = []
     for _ in range(num_steps):
         optimizer.zero_grad()
@@ -193,7 +197,8 @@ def train_layouts(layouts: list[ParallelLayout], num_steps: int, overlap: Overla
         model = RankModel(groups, overlap)
         num_shares = layout.world_size // layout.pp
         inputs, targets = make_tokens(num_shares)
-        optimizer = torch.optim.SGD(model.layer.parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
+        rate = learning_rate(layout.pp)
+        optimizer = torch.optim.SGD(model.layer.parameters, lr=rate, momentum=MOMENTUM)
         norms = [
             model.step(optimizer, inputs[model.share], targets[model.share])
             for _ in range(num_steps)

@@ -23,6 +23,7 @@ PRELOAD = [
     *("moe_runtime.parallel", "moe_runtime.kernels.expert_mlp", "moe_runtime.engine.loading"),
     *("transformers.generation.utils", "transformers.models.olmoe.modeling_olmoe"),
     *("moe_runtime.engine.elastic.worker", "moe_runtime.cli.run", "moe_runtime.training.session"),
+    *("moe_runtime.models.lm.parallel", "torch.distributed.fsdp"),
 ]
 DEADLINE_S = 100.0
 
