@@ -18,6 +18,7 @@ from moe_runtime.policies.prediction.expert_map import ExpertMap
 from moe_runtime.policies.prediction.hidden_lookahead import HiddenLookahead
 from moe_runtime.policies.prediction.lookahead import LookaheadPredictor
 from moe_runtime.policies.prediction.next_gate import NextGate
+from moe_runtime.policies.prediction.path_network import PathNetwork
 from moe_runtime.policies.prediction.popularity import Popularity
 from moe_runtime.policies.prediction.previous_token import PreviousToken
 from moe_runtime.policies.prediction.running_counts import RunningCounts
@@ -62,6 +63,7 @@ PREDICTORS: dict[str, type[Estimator]] = {
         EamCollection,
         ExpertMap,
         Combination,
+        PathNetwork,
         NextGate,
         HiddenLookahead,
     )
