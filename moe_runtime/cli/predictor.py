@@ -10,12 +10,21 @@ from moe_runtime.cli.console import Session, print_json, print_rows, print_table
 from moe_runtime.config import nearest
 
 if TYPE_CHECKING:
+    from moe_runtime.cli.hidden_routing import ReadText
     from moe_runtime.policies.prediction import Estimator, Routes
     from moe_runtime.tracing.evaluation import Evaluation
     from moe_runtime.types import ModelSignature
 
 Traces = Annotated[
-    list[Path], typer.Argument(metavar="TRACE...", help="Recorded traces of one model (.npz).")
+    list[Path] | None,
+    typer.Argument(metavar="[TRACE...]", help="Recorded traces of one model (.npz)."),
+]
+ModelName = Annotated[
+    str | None,
+    typer.Option("--model", help="Instead of traces: a checkpoint, which reads --text."),
+]
+Text = Annotated[
+    Path | None, typer.Option(help="Text that the model reads, for what hidden states tell.")
 ]
 Name = Annotated[
     str, typer.Option("--predictor", help="Which predictor; `predictor list` shows them.")
@@ -60,19 +69,30 @@ def show(ctx: typer.Context, as_json: options.Json = False, debug: options.Debug
 
 def fit(
     ctx: typer.Context,
-    traces: Traces,
     output: Output,
+    traces: Traces = None,
     predictor: Name = "combined",
+    model: ModelName = None,
+    text: Text = None,
+    host_memory: options.HostMemory = "auto",
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Train a predictor on all sequences of traces, for `run --predictor FILE`."""
+    """Train a predictor on all sequences of traces, for `run --predictor FILE`.
+
+    With --model and --text instead of traces the model reads the text, and hidden-lookahead, which
+    learns from hidden states, can be trained too.
+    """
     _begin(ctx, debug, as_json)
     from moe_runtime.tracing.predictor_file import write_predictor
 
-    estimator_name = check_trainable(predictor)
-    routes, signature = _read(traces)
-    estimator = _make(estimator_name, routes)
+    read = _read_text(ctx, traces, model, text, host_memory, [predictor])
+    if read is None:
+        routes, signature = _read(traces or [])
+        estimator = _make(predictor, routes)
+    else:
+        routes, signature = read.routes, read.signature
+        estimator = read.trained(predictor, list(range(routes.num_sequences)))
     write_predictor(output, estimator, signature)
     facts = {
         "predictor": predictor,
@@ -89,8 +109,11 @@ def fit(
 
 def evaluate(
     ctx: typer.Context,
-    traces: Traces,
+    traces: Traces = None,
     predictor: Names = None,
+    model: ModelName = None,
+    text: Text = None,
+    host_memory: options.HostMemory = "auto",
     test_share: TestShare = 0.5,
     seed: Seed = 0,
     distances: Distances = "1,2,4",
@@ -101,22 +124,34 @@ def evaluate(
     """Measure predictors on sequences held out from their training, without repeated prompts.
 
     recall@K and @2K say which share of the visited experts was among the K or 2K likeliest. The
-    control knows the answer: a measurement in which it does not read 100 % is wrong.
+    control knows the answer: a measurement in which it does not read 100 % is wrong. With --model
+    and --text instead of traces the predictors that look at hidden states are measured too.
     """
     _begin(ctx, debug, as_json)
     from moe_runtime.policies.prediction import PREDICTORS
     from moe_runtime.tracing.evaluation import evaluate as measure
-    from moe_runtime.tracing.routes import split_sequences, without_repeats
+    from moe_runtime.tracing.routes import split_numbers, unrepeated
 
-    names = [check_trainable(name) for name in predictor or []] or [
-        name for name, kind in PREDICTORS.items() if not kind.needs_hidden
+    names = predictor or [
+        name for name, kind in PREDICTORS.items() if model is not None or not kind.needs_hidden
     ]
     ahead = _parse_distances(distances)
-    routes, _ = _read(traces)
-    unique = without_repeats(routes)
-    train, test = split_sequences(unique, test_share=test_share, seed=seed)
-    estimators = [_make(name, train) for name in names]
-    results = measure(estimators, test, distances=ahead, max_tokens=max_tokens, seed=seed)
+    read = _read_text(ctx, traces, model, text, host_memory, names)
+    routes = _read(traces or [])[0] if read is None else read.routes
+    kept = unrepeated(routes)
+    unique = routes.select(kept)
+    chosen = split_numbers(len(kept), test_share=test_share, seed=seed)
+    train, test = (routes.select([kept[number] for number in part]) for part in chosen)
+    hidden = None
+    if read is None:
+        estimators = [_make(name, train) for name in names]
+    else:
+        windows, held_out = ([kept[number] for number in part] for part in chosen)
+        estimators = [read.trained(name, windows) for name in names]
+        hidden = read.part(held_out)[1]
+    results = measure(
+        estimators, test, distances=ahead, max_tokens=max_tokens, seed=seed, hidden_TLD=hidden
+    )
     facts = {
         "sequences": routes.num_sequences,
         "repeated_sequences": routes.num_sequences - unique.num_sequences,
@@ -139,8 +174,34 @@ def _begin(ctx: typer.Context, debug: bool, as_json: bool) -> None:
     session.begin(debug=debug, as_json=as_json)
 
 
-def check_trainable(name: str) -> str:
-    """Returns the name of a predictor that traces suffice to train.
+def _read_text(
+    ctx: typer.Context,
+    traces: list[Path] | None,
+    model: str | None,
+    text: Path | None,
+    host_memory: str,
+    names: list[str],
+) -> "ReadText | None":
+    """Has a model read the text, if there is one; None where traces are to be read.
+
+    Raises:
+        ValueError: neither or both are given, or traces do not suffice for a predictor.
+    """
+    if (model is None) != (text is None):
+        raise ValueError("--model and --text belong together: the model reads the text")
+    if bool(traces) == (model is not None):
+        raise ValueError("give either traces, or --model MODEL with --text FILE")
+    for name in names:
+        check_trainable(name, from_text=model is not None)
+    if model is None or text is None:
+        return None
+    from moe_runtime.cli.hidden_routing import read_text
+
+    return read_text(ctx.obj, model, text, host_memory)
+
+
+def check_trainable(name: str, *, from_text: bool = False) -> str:
+    """Returns the name of a predictor that traces, or a model and a text, suffice to train.
 
     Raises:
         ValueError: there is none of this name, or it needs hidden states.
@@ -149,10 +210,10 @@ def check_trainable(name: str) -> str:
 
     if name not in PREDICTORS:
         raise ValueError(f"--predictor: unknown predictor {name!r}: {nearest(name, PREDICTORS)}")
-    if PREDICTORS[name].needs_hidden:
+    if PREDICTORS[name].needs_hidden and not from_text:
         raise ValueError(
-            f"--predictor {name} looks at hidden states, which traces do not hold; see "
-            "docs/prediction.md"
+            f"--predictor {name} looks at hidden states, which traces do not hold; give --model "
+            "and --text instead"
         )
     return name
 

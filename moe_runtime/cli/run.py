@@ -72,7 +72,7 @@ def run(
         "seed": seed,
     }
     with joined_processes(session) as group:
-        text = from_first(group, "prompt", lambda: _read_prompt(prompt, prompt_file))
+        text = from_first(group, "prompt", lambda: read_prompt(prompt, prompt_file))
         if group is not None and temperature > 0 and seed is None:
             # Every process samples, and all must draw the same tokens.
             drawn = from_first(group, "seed", lambda: str(secrets.randbelow(2**63)))
@@ -80,7 +80,7 @@ def run(
         _check_budgets_and_files(host_memory, device_memory, trace, timeline)
         with loading_bar() as progress:
             quiet_transformers(session)
-            tokenizer = _load_tokenizer(model)
+            tokenizer = load_tokenizer(model)
             room = _room_for(tokenizer, text, sampling, max_tokens, chat=chat)
             loaded = _load_model(
                 model,
@@ -138,7 +138,12 @@ def _check_budgets_and_files(
             raise ValueError(f"--trace and --timeline must be different files, got {trace} twice")
 
 
-def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """The text of one of the two; ``-`` as a file is standard input.
+
+    Raises:
+        ValueError: neither or both are given, or the file is not UTF-8.
+    """
     if (prompt is None) == (prompt_file is None):
         raise ValueError("give either --prompt TEXT or --prompt-file FILE")
     if prompt is not None:
@@ -152,8 +157,12 @@ def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         raise ValueError(f"{prompt_file}: the prompt is not UTF-8 text: {error}") from None
 
 
-def _load_tokenizer(model: str) -> Any:
-    """Loads the tokenizer first: it is quick, and tells how much room the prompt needs."""
+def load_tokenizer(model: str) -> Any:
+    """Loads the tokenizer first: it is quick, and tells how much room the prompt needs.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be loaded.
+    """
     folder = Path(model).expanduser()
     if not folder.exists() and (folder.is_absolute() or model.startswith((".", "~"))):
         raise CheckpointError(f"{model}: no such folder")

@@ -11,7 +11,7 @@ import torch
 
 from moe_runtime.engine.experts import OffloadedExperts
 from moe_runtime.engine.prefetching import find_gates
-from moe_runtime.policies.prediction import HiddenLookahead, Routes
+from moe_runtime.policies.prediction import HiddenLookahead, NextGate, Routes, Shape
 from moe_runtime.tracing.routes import shape_of
 
 if TYPE_CHECKING:
@@ -68,9 +68,24 @@ def fit_lookahead(
         UnsupportedModelError: the model's gates are not where gates are.
     """
     estimator = HiddenLookahead(routes.shape)
-    blocks = [name.rpartition(".")[0] for name, _ in _expert_modules(model)]
-    estimator.fit_hidden(routes, hidden_TLD, *find_gates(model, blocks, routes.shape))
+    estimator.fit_hidden(routes, hidden_TLD, *_gates_of(model, routes.shape))
     return estimator
+
+
+def next_gate(model: PreTrainedModel, shape: Shape) -> NextGate:
+    """The look-ahead that needs no training, with copies of a model's gates.
+
+    Raises:
+        UnsupportedModelError: the model's gates are not where gates are.
+    """
+    estimator = NextGate(shape)
+    estimator.set_gates(*_gates_of(model, shape))
+    return estimator
+
+
+def _gates_of(model: PreTrainedModel, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
+    blocks = [name.rpartition(".")[0] for name, _ in _expert_modules(model)]
+    return find_gates(model, blocks, shape)
 
 
 def _expert_modules(model: torch.nn.Module) -> list[tuple[str, OffloadedExperts]]:

@@ -53,7 +53,12 @@ def routes_of(trace: Trace) -> Routes:
 
 
 def without_repeats(routes: Routes) -> Routes:
-    """Leaves out sequences that mostly repeat an earlier one.
+    """Leaves out sequences that mostly repeat an earlier one."""
+    return routes.select(unrepeated(routes))
+
+
+def unrepeated(routes: Routes) -> list[int]:
+    """The numbers of the sequences that do not mostly repeat an earlier one.
 
     Half of a sequence's runs of eight tokens in one other sequence make it a repetition: a prompt
     asked twice would otherwise be trained on and tested on. Sequences without token ids are
@@ -69,7 +74,7 @@ def without_repeats(routes: Routes) -> Routes:
         kept.append(sequence)
         for gram in grams:
             seen.setdefault(gram, set()).add(sequence)
-    return routes.select(kept)
+    return kept
 
 
 def split_sequences(routes: Routes, *, test_share: float, seed: int = 0) -> tuple[Routes, Routes]:
@@ -78,15 +83,26 @@ def split_sequences(routes: Routes, *, test_share: float, seed: int = 0) -> tupl
     Raises:
         ValueError: either part would be empty.
     """
-    order = np.random.default_rng(seed).permutation(routes.num_sequences)
-    num_test = round(test_share * routes.num_sequences)
-    if not 0 < num_test < routes.num_sequences:
-        raise ValueError(
-            f"a test share of {test_share} of {routes.num_sequences} sequences leaves nothing to "
-            "train or to test on; record more requests, or choose another share"
-        )
-    test, train = sorted(order[:num_test].tolist()), sorted(order[num_test:].tolist())
+    train, test = split_numbers(routes.num_sequences, test_share=test_share, seed=seed)
     return routes.select(train), routes.select(test)
+
+
+def split_numbers(
+    num_sequences: int, *, test_share: float, seed: int = 0
+) -> tuple[list[int], list[int]]:
+    """The numbers of the sequences to train on, and of those to test on.
+
+    Raises:
+        ValueError: either part would be empty.
+    """
+    order = np.random.default_rng(seed).permutation(num_sequences)
+    num_test = round(test_share * num_sequences)
+    if not 0 < num_test < num_sequences:
+        raise ValueError(
+            f"a test share of {test_share} of {num_sequences} sequences leaves nothing to train or "
+            "to test on; record more requests, or choose another share"
+        )
+    return sorted(order[num_test:].tolist()), sorted(order[:num_test].tolist())
 
 
 def join_routes(parts: Sequence[Routes]) -> Routes:

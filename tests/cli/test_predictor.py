@@ -1,5 +1,6 @@
 """The commands that train and measure predictors, and what they refuse."""
 
+import argparse
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from synthetic_routes import make_routes
 
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError
+from moe_runtime.models.pocket import pocket_path
 from moe_runtime.policies.prediction import PREDICTORS, Shape, make_estimator
 from moe_runtime.tracing import Trace, write_trace
 from moe_runtime.tracing.predictor_file import read_predictor, write_predictor
@@ -117,3 +119,33 @@ def test_damaged_predictor_files_are_refused(tmp_path: Path) -> None:
             continue
         for name, array in estimator.state().items():
             np.testing.assert_array_equal(again.state()[name], array)
+
+
+def test_the_look_ahead_is_trained_and_measured_from_a_model_and_a_text(tmp_path, capsys) -> None:
+    text, target = tmp_path / "text.txt", tmp_path / "p.npz"
+    text.write_text(Path(argparse.__file__).read_text(encoding="utf-8")[:2600], encoding="utf-8")
+    source = ["--model", str(pocket_path()), "--text", str(text)]
+    look = ["--predictor", "hidden-lookahead"]
+    assert main(["predictor", "fit", *source, *look, "-o", str(target), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["tokens"] == 128 * facts["sequences"]
+    assert read_predictor(target).name == "hidden-lookahead"
+
+    command = ["predictor", "evaluate", *source, *look, "--predictor", "next-gate", "--json"]
+    assert main([*command, "--distances", "1"]) == 0
+    control, *others = json.loads(capsys.readouterr().out)["results"]
+    assert control["recalls"][0]["mean_at_k"] == 1.0
+    assert [result["predictor"] for result in others] == ["hidden-lookahead", "next-gate"]
+    assert all(result["recalls"][0]["mean_at_2k"] > 0.4 for result in others)
+
+
+def test_traces_and_a_model_are_not_mixed(trace: Path, tmp_path: Path, capsys) -> None:
+    output = ["-o", str(tmp_path / "p.npz")]
+    for words, complaint in (
+        ([str(trace), "--model", "m", "--text", "t"], "either traces, or --model"),
+        ([], "either traces, or --model"),
+        (["--model", "m"], "belong together"),
+        (["--model", str(pocket_path()), "--text", str(tmp_path / "no.txt")], "no.txt"),
+    ):
+        assert main(["predictor", "fit", *words, *output]) == 2
+        assert complaint in capsys.readouterr().err
