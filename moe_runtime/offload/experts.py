@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_runtime.kernels.expert_mlp.one_by_one import RoutedCall
 from moe_runtime.layer.experts import compute_dtype
+from moe_runtime.offload.activations import ActivationPolicy
 from moe_runtime.offload.passes import LayerInput
 from moe_runtime.offload.site import ExpertsSite
 from moe_runtime.offload.window import Window
@@ -38,10 +40,18 @@ class OffloadedTrainingExperts(nn.Module):
         site: the module whose place it takes.
         layer: its number among the layers with experts.
         passes: computes it.
+        activations: what autograd's saved tensors become; kept when omitted.
     """
 
-    def __init__(self, site: ExpertsSite, layer: int, passes: LayerPasses) -> None:
+    def __init__(
+        self,
+        site: ExpertsSite,
+        layer: int,
+        passes: LayerPasses,
+        activations: ActivationPolicy | None = None,
+    ) -> None:
         super().__init__()
+        self._activations = activations
         self.num_experts = site.num_experts
         self.layer = layer
         self.window: Window | None = None
@@ -68,7 +78,10 @@ class OffloadedTrainingExperts(nn.Module):
         dtype = compute_dtype(hidden_states)
         x_TD = hidden_states.to(dtype)
         if torch.is_grad_enabled():
-            out_TD = cast(Tensor, _Call.apply(self._anchor, x_TD, top_k_weights, top_k_index, self))
+            with self._saving():
+                out_TD = cast(
+                    Tensor, _Call.apply(self._anchor, x_TD, top_k_weights, top_k_index, self)
+                )
         else:
             entry = LayerInput(x_TD, top_k_index, top_k_weights)
             with _plainly(x_TD):
@@ -100,6 +113,11 @@ class OffloadedTrainingExperts(nn.Module):
                 return self._passes.backward(self.layer, calls, grads)
 
         return self._meet(("backward", self.layer), (call, grad_TD), together)
+
+    def _saving(self) -> AbstractContextManager[object]:
+        if self._activations is None:
+            return contextlib.nullcontext()
+        return self._activations.saving(self.layer)
 
     def _meet(self, place: tuple[str, int], entry: Any, together: Any) -> Any:
         if self.window is None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from moe_runtime.engine.memory import peak_resident_bytes
 from moe_runtime.errors import CheckpointError
+from moe_runtime.offload.activations import ActivationPolicy
 from moe_runtime.offload.adamw import AdamW
 from moe_runtime.offload.books import Traffic
 from moe_runtime.offload.checkpoint import ExpertCheckpoints
@@ -70,6 +71,7 @@ class OffloadedTraining:
         model: without its experts' parameters.
         memory: how the budget was divided.
         optimizer: of the experts.
+        activations: what becomes of them between forward and backward pass.
         dense: of everything else.
         skipped_steps: steps left out because gradients were not finite.
     """
@@ -81,6 +83,7 @@ class OffloadedTraining:
         states: ExpertStates,
         settings: AdamW,
         memory: TrainingMemory,
+        activations: ActivationPolicy | None = None,
     ) -> None:
         self.model = model
         self.memory = memory
@@ -88,13 +91,14 @@ class OffloadedTraining:
         self.optimizer = ExpertOptimizer(states, settings)
         self._states = states
         self._sites = list(sites)
-        self._passes = ExpertPasses(sites, self.optimizer)
+        self._passes = ExpertPasses(sites, self.optimizer, activations=activations)
+        self.activations = self._passes.activations
         self._settings = settings
         self._checkpoints = ExpertCheckpoints(states, sites)
         self._final_rate: float | None = None
         self._modules: list[OffloadedTrainingExperts] = []
         for layer, site in enumerate(sites):
-            module = OffloadedTrainingExperts(site, layer, self._passes)
+            module = OffloadedTrainingExperts(site, layer, self._passes, self.activations)
             module.train(site.module.training)
             model.set_submodule(site.name, module)
             self._modules.append(module)
@@ -173,6 +177,7 @@ class OffloadedTraining:
         else:
             self.dense.step(rate, scale)
         self.dense.forget()
+        self.activations.finish_step()
         self._final_rate = None
         self._passes.begin()
         self._passes.expect_first_layer()
@@ -290,6 +295,7 @@ class OffloadedTraining:
         """
         self._checkpoints.close()
         self._states.close()
+        self.activations.close()
         self._checkpoints.wait()
 
     def _part(self, part: Callable[[], Tensor]) -> Tensor:

@@ -13,6 +13,8 @@ from moe_runtime.engine.backend import recognise_activation
 from moe_runtime.engine.expert_map import find_experts
 from moe_runtime.engine.memory import available_host_bytes, resolve_budget
 from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.offload.activation_swap import SLOT_BYTES, ActivationSwap
+from moe_runtime.offload.activations import ActivationPolicy, Activations
 from moe_runtime.offload.adamw import AdamW
 from moe_runtime.offload.disk import Disk
 from moe_runtime.offload.handle import OffloadedTraining, fill
@@ -36,6 +38,7 @@ def offload_training(
     storage_dir: str | Path | None = None,
     optimizer: AdamW | None = None,
     activation_memory: MemorySize = DEFAULT_ACTIVATION_SHARE,
+    activations: Activations = "model",
     io_threads: int = 4,
     direct: bool = True,
     initial: Callable[[ExpertKey], Sequence[Tensor]] | None = None,
@@ -57,6 +60,10 @@ def offload_training(
         optimizer: settings of AdamW.
         activation_memory: the part of the budget set aside for activations: bytes, a size, or a
             share of the budget.
+        activations: what becomes of the experts' activations between forward and backward pass:
+            `keep`, `recompute` or `swap` to `storage_dir` in all layers, `model` as each layer
+            says, or `auto`: the fastest by what the first step took, with half of
+            `activation_memory` for what is kept. Not for blocks that are computed again as a whole.
         io_threads: reads and writes in flight at once.
         direct: go past the page cache where the file system can.
         initial: for a model whose expert parameters are on the meta device: gives an expert's
@@ -87,7 +94,8 @@ def offload_training(
     )
     if not resumes:
         fill(states, layouts, initial or stacked_parameters(sites))
-    training = OffloadedTraining(model, sites, states, settings, memory)
+    policy = _activation_policy(activations, sites, memory, storage_dir, direct)
+    training = OffloadedTraining(model, sites, states, settings, memory, policy)
     for site in sites:
         for name in site.parameter_names:
             del site.module._parameters[name]
@@ -204,6 +212,22 @@ def stacked_parameters(sites: Sequence[ExpertsSite]) -> Callable[[ExpertKey], li
         return [site.module.get_parameter(n).detach()[key.expert] for n in site.parameter_names]
 
     return tensors_of
+
+
+def _activation_policy(
+    kind: Activations,
+    sites: Sequence[ExpertsSite],
+    memory: TrainingMemory,
+    storage_dir: str | Path | None,
+    direct: bool,
+) -> ActivationPolicy:
+    swap = None
+    if kind in ("swap", "auto") and storage_dir is not None:
+        # in both directions, and what a layer computes with comes on top
+        buffers = max(4 * SLOT_BYTES, memory.activation_bytes // 16)
+        swap = ActivationSwap(Path(storage_dir), direct=direct, buffer_bytes=buffers)
+    own = [site.recompute for site in sites]
+    return ActivationPolicy(kind, own, swap, memory.activation_bytes // 2)
 
 
 def _check_device(model: nn.Module, device_memory: MemorySize) -> None:

@@ -10,16 +10,19 @@ Sources: Li et al., "Harmony" (2022) for the grouping.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.kernels.expert_mlp.one_by_one import RoutedCall
+from moe_runtime.offload.activations import ActivationPolicy, Pass
 from moe_runtime.offload.optimizer import ExpertOptimizer
 from moe_runtime.offload.records import Sections
 from moe_runtime.offload.site import ExpertsSite
@@ -57,11 +60,22 @@ class ExpertPasses:
         sites: the layers' experts; the position is the layer of an `ExpertKey`.
         optimizer: fetches records and takes gradients.
         trains: whether experts have gradients; frozen ones are only passed through.
+        activations: what is kept of them; as each layer says when omitted.
+
+    Attributes:
+        activations: likewise.
     """
 
     def __init__(
-        self, sites: Sequence[ExpertsSite], optimizer: ExpertOptimizer, *, trains: bool = True
+        self,
+        sites: Sequence[ExpertsSite],
+        optimizer: ExpertOptimizer,
+        *,
+        trains: bool = True,
+        activations: ActivationPolicy | None = None,
     ) -> None:
+        own = [site.recompute for site in sites]
+        self.activations = activations or ActivationPolicy("model", own)
         self._sites = list(sites)
         self._optimizer = optimizer
         self._states = optimizer.states
@@ -111,14 +125,15 @@ class ExpertPasses:
             self._last_visited[layer] = keys
         width = self._dim_preactivation(layer)
         for call in calls:
-            call.begin_forward(width, keeps=keeps and not site.recompute)
-        for key in keys:
-            record = self._optimizer.fetch(key)
-            here = [call for call in calls if call.num_rows(key.expert)]
-            weights = self._weights(key, record, here[0].x_TD)
-            for call in here:
-                call.forward(key.expert, weights)
-            self._states.release(key)
+            call.begin_forward(width, keeps=keeps and not self.activations.recomputes(layer))
+        with self._observed("forward" if is_visit else None, layer, inputs):
+            for key in keys:
+                record = self._optimizer.fetch(key)
+                here = [call for call in calls if call.num_rows(key.expert)]
+                weights = self._weights(key, record, here[0].x_TD)
+                for call in here:
+                    call.forward(key.expert, weights)
+                self._states.release(key)
         return calls, [call.output() for call in calls]
 
     def backward(
@@ -141,8 +156,9 @@ class ExpertPasses:
         self._states.expect(self._ahead_of_backward(keys))
         for call, grad_TD in zip(calls, grads_TD, strict=True):
             call.begin_backward(grad_TD)
-        for key in keys:
-            self._step_back(key, calls, self.visits.rate if is_only_call else None)
+        with self._observed("backward", layer, ()):
+            for key in keys:
+                self._step_back(key, calls, self.visits.rate if is_only_call else None)
         return [call.input_gradients() for call in calls]
 
     @contextlib.contextmanager
@@ -189,6 +205,30 @@ class ExpertPasses:
                     total.add_(part) if has_gradient else total.copy_(part)
             has_gradient = True
         self._optimizer.accept(key, record, rate)
+
+    @contextlib.contextmanager
+    def _observed(
+        self, direction: Literal["forward", "backward"] | None, layer: int,
+        inputs: Sequence[LayerInput],
+    ) -> Iterator[None]:  # fmt: skip
+        """Tells what passes take to who plans activations."""
+        before, started = dataclasses.replace(self._states.traffic), time.perf_counter()
+        yield
+        if direction is None:
+            return
+        after, width = self._states.traffic, self._dim_preactivation(layer)
+        hidden = width // (2 if self._sites[layer].has_gate else 1)
+        self.activations.observe(
+            direction,
+            layer,
+            Pass(
+                seconds=time.perf_counter() - started - (after.stall_s - before.stall_s),
+                saved_bytes=sum(x.ids_TK.numel() * width * x.x_TD.element_size() for x in inputs),
+                recompute_share=width / (width + hidden),
+                read_bytes=after.read_bytes - before.read_bytes,
+                written_bytes=after.written_bytes - before.written_bytes,
+            ),
+        )
 
     def _backward_sections(self, key: ExpertKey) -> Sections:
         if not self._trains:

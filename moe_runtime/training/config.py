@@ -5,9 +5,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from moe_runtime.models.lm.config import LanguageModelConfig
+from moe_runtime.offload.activations import Activations
 from moe_runtime.offload.adamw import AdamW, Untouched
 from moe_runtime.offload.moments import MomentStorage
 
@@ -169,6 +170,9 @@ class OffloadConfig:
         galore_scale: factor of the steps that come out of a subspace.
         galore_refresh: an expert's updates after which its subspaces are chosen anew.
         delayed_update_after: steps after which experts' updates are one step late; omitted, never.
+        activations: what becomes of the experts' activations between forward and backward pass:
+            keep, recompute or swap; model does as `model.moe.recompute` says, auto what is fastest
+            by the first step's measure. The same numbers in any case; not with `run.recompute`.
         untouched: experts without tokens: dense_exact moves them as AdamW does, sparse_skip leaves
             them alone.
     """
@@ -178,11 +182,18 @@ class OffloadConfig:
     galore_scale: float = 0.25
     galore_refresh: int = 200
     delayed_update_after: int | None = None
+    activations: Activations = "model"
     untouched: Untouched = "dense_exact"
 
     def __post_init__(self) -> None:
         # the optimizer knows what its settings may be
-        AdamW(**dataclasses.asdict(self))
+        AdamW(**self.optimizer_options())
+
+    def optimizer_options(self) -> dict[str, Any]:
+        """Those of them that are options of the optimizer."""
+        options = dataclasses.asdict(self)
+        del options["activations"]
+        return options
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,6 +260,11 @@ class RunConfig:
             raise ValueError("storage_dir is for runs with a host_memory; give one")
         if self.host_memory is None and self.offload != OffloadConfig():
             raise ValueError("offload is for runs with a host_memory; give one")
+        if self.recompute and self.offload.activations != "model":
+            raise ValueError(
+                "recompute computes whole blocks again, experts included; leave it out, or "
+                "offload.activations"
+            )
 
 
 class LoopConfig(Protocol):

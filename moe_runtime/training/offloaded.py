@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -79,6 +78,7 @@ def offloaded_optimizer(
         storage_dir=folder,
         optimizer=optimizer_settings(config),
         activation_memory=activation_bytes(config),
+        activations=config.run.offload.activations,
         initial=partial(first.tensors_of, sites),
         resumes=resumes,
     )
@@ -97,7 +97,7 @@ def optimizer_settings(config: LoopConfig) -> AdamW:
         eps=options.eps,
         weight_decay=options.weight_decay,
         clip_norm=options.clip_norm,
-        **dataclasses.asdict(offload),
+        **offload.optimizer_options(),
     )
 
 
@@ -146,21 +146,31 @@ def activation_bytes(config: TrainConfig) -> int:
     assert model.vocab_size is not None, "the tokenizer is known by now"
     tokens = data.tokens_per_step
     part = tokens // data.micro_batches
-    layer = _layer_bytes(model) * tokens
+    choice = config.run.offload.activations
+    recomputes = model.moe is not None and model.moe.recompute
+    keeps = choice == "keep" or (choice == "model" and not recomputes)
+    layer = _layer_bytes(model, keeps=keeps) * tokens
     kept = 4 * model.hidden_size * tokens * model.num_layers
     blocks = kept + layer if config.run.recompute else layer * model.num_layers
     # the loss computes logits a chunk at a time; the gradient of the output projection is dense
     loss = 4 * part * model.hidden_size * 3 + 2 * 32 * 2**20
     passing = 4 * tokens * model.hidden_size * 6
-    return int((blocks + loss + passing) * (1 + _SPARE_SHARE)) + 2**26
+    # where the plan is made later, half of it is for what experts may keep
+    times = 2 if choice == "auto" else 1
+    return times * int((blocks + loss + passing) * (1 + _SPARE_SHARE)) + 2**26
 
 
-def _layer_bytes(model: LanguageModelConfig) -> int:
-    """Bytes of activations of one token in one layer that its backward pass needs."""
+def _layer_bytes(model: LanguageModelConfig, *, keeps: bool) -> int:
+    """Bytes of activations of one token in one layer that its backward pass needs.
+
+    Args:
+        model: its shape.
+        keeps: whether experts keep what they could compute again.
+    """
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     width = 2 * (model.intermediate_size or 0)
     if model.moe is not None:
-        routed = 2 * model.moe.intermediate_size * (0 if model.moe.recompute else model.moe.top_k)
+        routed = 2 * model.moe.intermediate_size * (model.moe.top_k if keeps else 0)
         shared = 3 * model.moe.intermediate_size * model.moe.shared_experts
         width = max(width, routed + shared + 4 * model.moe.num_experts)
     return 4 * (8 * model.hidden_size + 4 * heads + width)

@@ -142,3 +142,17 @@ def test_compressed_states_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert json.loads(capsys.readouterr().out)["offload"]["written_bytes"] > 0
     assert main(["train", str(config), "--set", "run.offload.moments=fp16"]) == 2
     assert "did you mean" in capsys.readouterr().err
+
+
+def test_activations_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan needs less memory where experts keep nothing; whole blocks cannot be both."""
+    config = write_run(tmp_path)
+    sizes = {}
+    for kind in ("keep", "recompute"):
+        chosen = ["--set", f"run.offload.activations={kind}", "--set", "run.host_memory=1GiB"]
+        assert main(["train", str(config), *chosen, "--dry-run", "--json"]) == 0
+        sizes[kind] = json.loads(capsys.readouterr().out)["offload"]["activation_bytes"]
+    assert sizes["recompute"] < sizes["keep"]
+    both = ["--set", "run.recompute=true", "--set", "run.offload.activations=swap"]
+    assert main(["train", str(config), "--set", "run.host_memory=1GiB", *both]) == 2
+    assert "whole blocks" in capsys.readouterr().err
