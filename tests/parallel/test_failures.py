@@ -71,7 +71,7 @@ def test_a_rank_that_stalls_is_named_in_time(pool: RankPool) -> None:
         is_ok, (message, ranks, _) = results[rank]
         assert is_ok
         assert ranks == (2,)
-        assert f"rank 2 of 3 did not arrive within {TIMEOUT_S} s" in message
+        assert f"rank 2 of 3 did not arrive within {TIMEOUT_S:g} s" in message
 
 
 DIFFERENCES = {
