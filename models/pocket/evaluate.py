@@ -259,6 +259,19 @@ def measure(moe_folder: Path, baseline: Baseline) -> dict[str, Any]:
     }
 
 
+def at_equal_tokens(earlier: dict[str, Any]) -> dict[str, Any] | None:
+    """Scores on the mixture from when both models had seen as many tokens, if that was measured.
+
+    Args:
+        earlier: the content of the `evaluation.json` that a longer run replaces.
+    """
+    spent = earlier["training"]
+    if spent["moe"]["tokens"] != spent["dense"]["tokens"]:
+        return earlier.get("at_equal_tokens")
+    scores = {model: earlier["held_out_mixture"][model] for model in ("dense", "moe")}
+    return {"tokens": spent["moe"]["tokens"], **scores}
+
+
 def _together(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """What two runs spent, one after the other."""
     return {name: first[name] + second[name] for name in second}
@@ -327,6 +340,8 @@ def main(arguments: list[str] | None = None) -> None:
         },
         **measure(options.output, baseline),
     }
+    if options.continues and not options.dense:
+        evaluation["at_equal_tokens"] = at_equal_tokens(before)
     evaluation = _rounded(evaluation)
     text = json.dumps(evaluation, indent=1, ensure_ascii=False) + "\n"
     (options.output / EVALUATION_FILE).write_text(text, encoding="utf-8")

@@ -13,7 +13,12 @@ from moe_runtime.cli.main import main
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.models.pocket.card import render_card
 from moe_runtime.models.pocket.corpus import KINDS, Document, gather, without_repeats
-from moe_runtime.models.pocket.evaluate import HeldOut, copy_model, kept_baseline
+from moe_runtime.models.pocket.evaluate import (
+    HeldOut,
+    at_equal_tokens,
+    copy_model,
+    kept_baseline,
+)
 from moe_runtime.models.pocket.model import active_parameters
 from moe_runtime.models.pocket.texts import write_texts
 
@@ -158,8 +163,22 @@ def test_the_card_says_when_the_models_saw_different_amounts_of_text() -> None:
     spent = evaluation["training"]
     spent["moe"]["tokens"] = 3 * spent["dense"]["tokens"]
     card = render_card(evaluation, checkpoint_bytes=1)
-    assert "has seen 3.00 times as\nmany tokens: this compares no architectures" in card
+    words = " ".join(card.split())
+    assert "has seen 3.00 times as many tokens: this compares no architectures" in words
+    equal = evaluation["at_equal_tokens"]
+    assert f"pocket model at {equal['moe']['nats_per_token']:.3f}. This model is for" in words
     spent["moe"]["tokens"] = spent["dense"]["tokens"]
     card = render_card(evaluation, checkpoint_bytes=1)
     assert "on\nthe same number of tokens of the same mixture" in card
     assert "compares no architectures" not in card
+
+
+def test_scores_at_equal_tokens_outlive_longer_training() -> None:
+    evaluation = json.loads((pocket_path() / "evaluation.json").read_text())
+    kept = evaluation["at_equal_tokens"]
+    assert at_equal_tokens(evaluation) == kept, "a run that goes on hands them on"
+    spent = evaluation["training"]
+    assert kept["tokens"] == spent["dense"]["tokens"] < spent["moe"]["tokens"]
+    spent["moe"]["tokens"] = spent["dense"]["tokens"] = 17
+    now = at_equal_tokens(evaluation)
+    assert now == {"tokens": 17} | {m: evaluation["held_out_mixture"][m] for m in ("dense", "moe")}

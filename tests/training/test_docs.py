@@ -1,7 +1,9 @@
 """The examples of docs/training.md are configurations and code that work."""
 
+import json
 import re
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from training_runs import write_run
@@ -36,3 +38,12 @@ def test_the_code_trains(
     exec(compile(text, str(PAGE), "exec"), {})
     assert "step=8" in capsys.readouterr().out
     assert (tmp_path / "out" / "model" / "config.json").is_file()
+
+
+def test_the_table_of_shortcuts_is_that_of_its_results_file() -> None:
+    (path,) = (PAGE.parents[1] / "benchmarks" / "results").glob("shortcut-*.json")
+    losses = json.loads(path.read_text())["losses"]
+    text = PAGE.read_text()
+    for name, of_seeds in losses.items():
+        spread = max(of_seeds) - min(of_seeds)
+        assert f"| {name} | {fmean(of_seeds):.3f} | {spread:.3f} |" in text
