@@ -1,0 +1,255 @@
+"""Kills and power cuts of offloaded training at random instants, and what was lost: nothing.
+
+`python benchmarks/crashes.py --kills 50 --seed 0 --save` trains a small model with experts on the
+disk and a checkpoint after every step, in a process that is killed at a random instant, again and
+again; each time the next process goes on, under another budget. Every other kill is a power cut as
+well: of the blocks that were written and not flushed, a random half gets its old content back, so
+writes are torn, dropped and out of order. When a run reaches its end, its losses must be those of
+one that nobody disturbed. Each process compares the checksums of all experts when it begins.
+
+With `--save` the counts are added to the results of other seeds on this machine and this commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import signal
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness.machine import commit, describe_machine, machine_name, versions
+from torch import Tensor, nn
+
+from moe_runtime import AdamW, MoELayer, offload_training
+from moe_runtime.offload import disk
+from moe_runtime.offload.record_file import RecordFile
+from moe_runtime.store.files import write_atomically
+
+RESULTS = Path(__file__).parent / "results"
+STEPS = 12
+WIDTH, HIDDEN, EXPERTS, LAYERS = 64, 128, 8, 3
+RECORD_BYTES = 16 * 3 * WIDTH * HIDDEN
+SHARES = (0.0, 0.3, 0.6, 1.0)
+LONGEST_S = 0.8
+BLOCK = 4096
+HEADER = struct.Struct("<qq")
+
+
+class Model(nn.Module):
+    """Residual layers of experts; the same weights on every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            MoELayer(WIDTH, HIDDEN, EXPERTS, top_k=2) for _ in range(LAYERS)
+        )
+
+    def loss(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+class Journaled(RecordFile):
+    """A file that remembers, beside itself, what unflushed writes replaced."""
+
+    def __init__(self, path: Path, *place: int, direct: bool = True) -> None:
+        super().__init__(path, *place, direct=direct)
+        self._lock = threading.Lock()
+        self._journal = os.open(_journal(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def write(self, offset: int, content: memoryview) -> int:
+        with self._lock:
+            with self.path.open("rb") as plain:
+                plain.seek(offset)
+                before = plain.read(len(content))
+            os.write(self._journal, HEADER.pack(offset, len(before)) + before)
+            return super().write(offset, content)
+
+    def sync(self) -> None:
+        with self._lock:
+            super().sync()
+            os.truncate(_journal(self.path), 0)
+
+
+def _journal(path: Path) -> Path:
+    return path.with_suffix(".undo")
+
+
+def cut_power(folder: Path, dice: random.Random) -> int:
+    """Gives a random half of the unflushed blocks their old content back, the newest first.
+
+    Returns:
+        How many.
+    """
+    lost = 0
+    for journal in folder.glob("*.undo"):
+        with journal.with_suffix(".records").open("r+b") as file:
+            for offset, before in reversed(list(_entries(journal.read_bytes()))):
+                for start in range(0, len(before), BLOCK):
+                    if dice.random() < 0.5:
+                        file.seek(offset + start)
+                        file.write(before[start : start + BLOCK])
+                        lost += 1
+        os.truncate(journal, 0)
+    return lost
+
+
+def _entries(content: bytes) -> Iterator[tuple[int, bytes]]:
+    """Whole entries; a kill while the last one was written leaves a part of it, and no write."""
+    place = 0
+    while place + HEADER.size <= len(content):
+        offset, size = HEADER.unpack_from(content, place)
+        place += HEADER.size
+        if place + size > len(content):
+            return
+        yield offset, content[place : place + size]
+        place += size
+
+
+def train(folder: Path, share: float) -> None:
+    """Goes on from the last checkpoint to the end, with a checkpoint after every step."""
+    disk.RecordFile = Journaled  # type: ignore[misc]
+    torch.set_num_threads(1)
+    file = folder / "checkpoint.pt"
+    state = torch.load(file, weights_only=True) if file.exists() else None
+    model = Model()
+    slots = max(3, round(share * EXPERTS * LAYERS))
+    dense = 16 * sum(p.numel() for n, p in model.named_parameters() if ".experts." not in n)
+    training = offload_training(
+        model,
+        host_memory=dense + 2**20 + (slots + 1) * RECORD_BYTES,
+        activation_memory=2**20,
+        storage_dir=folder,
+        optimizer=AdamW(weight_decay=0.1),
+        resumes=state is not None,
+    )
+    losses: list[float] = []
+    if state is not None:
+        training.load_state_dict(state["optimizer"])
+        model.load_state_dict(state["model"])
+        losses = state["losses"]
+    while len(losses) < STEPS:
+        generator = torch.Generator().manual_seed(len(losses))
+        x = torch.randn(24, WIDTH, generator=generator)
+        (loss,) = training.backward([partial(model.loss, x)], rate=0.01)
+        training.step(0.01)
+        losses.append(float(loss))
+        saved = {
+            "model": model.state_dict(),
+            "optimizer": training.state_dict(),
+            "losses": list(losses),
+        }
+        training.write(saved, lambda found: found["optimizer"], partial(_save, file))
+    training.close()
+    (folder / "losses.json").write_text(json.dumps(losses))
+
+
+def _save(file: Path, state: dict[str, Any]) -> None:
+    with write_atomically(file) as opened:
+        torch.save(state, opened)
+
+
+def begin(folder: Path, share: float) -> ForkProcess:
+    process = multiprocessing.get_context("fork").Process(target=train, args=(folder, share))
+    process.start()
+    return process
+
+
+def undisturbed(place: Path) -> list[float]:
+    place.mkdir()
+    begin(place, 0.3).join()
+    return json.loads((place / "losses.json").read_text())
+
+
+def disturb(kills: int, seed: int, place: Path) -> dict[str, int]:
+    """Kills so many processes.
+
+    Raises:
+        SystemExit: a process could not go on, or the losses of a run are others.
+    """
+    expected, dice = undisturbed(place / "whole"), random.Random(seed)
+    counts = {"kills": 0, "power_cuts": 0, "blocks_lost": 0, "runs": 0, "beginnings": 0}
+    folder = place / "run-0"
+    folder.mkdir()
+    while counts["kills"] < kills:
+        process = begin(folder, dice.choice(SHARES))
+        process.join(dice.uniform(0, LONGEST_S))
+        if process.is_alive():
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        if process.exitcode == -signal.SIGKILL:
+            counts["kills"] += 1
+            counts["beginnings"] += not (folder / "checkpoint.pt").exists()
+            if counts["kills"] % 2:
+                counts["power_cuts"] += 1
+                counts["blocks_lost"] += cut_power(folder, dice)
+            continue
+        if process.exitcode:
+            raise SystemExit(f"seed {seed}, kill {counts['kills']}: a process could not go on")
+        _check(folder, expected, seed)
+        counts["runs"] += 1
+        folder = place / f"run-{counts['runs']}"
+        folder.mkdir()
+    begin(folder, 0.3).join()
+    _check(folder, expected, seed)
+    counts["runs"] += 1
+    return counts
+
+
+def _check(folder: Path, expected: list[float], seed: int) -> None:
+    found = json.loads((folder / "losses.json").read_text())
+    if found != expected:
+        raise SystemExit(f"seed {seed}: losses {found}, undisturbed {expected}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=None, help="on the disk to be tried")
+    parser.add_argument("--save", action="store_true", help="add to the results file")
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        counts = disturb(arguments.kills, arguments.seed, Path(folder))
+    print(
+        f"{counts['kills']} kills, {counts['power_cuts']} of them power cuts that took "
+        f"{counts['blocks_lost']} blocks back; {counts['beginnings']} before the first checkpoint; "
+        f"{counts['runs']} runs reached their end with the losses of an undisturbed one; "
+        f"{time.perf_counter() - started:.0f} s"
+    )
+    if arguments.save:
+        save(arguments.seed, counts)
+
+
+def save(seed: int, counts: dict[str, int]) -> None:
+    machine, here = describe_machine(), commit(Path(__file__).parent)
+    path = RESULTS / f"crashes-{machine_name(machine)}.json"
+    result = json.loads(path.read_text()) if path.exists() else {}
+    if result.get("commit") != here:
+        result = {"machine": machine, "versions": versions(), "commit": here, "seeds": {}}
+    result["seeds"][str(seed)] = counts
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    total = sum(found["kills"] for found in result["seeds"].values())
+    print(f"{path.name}: {total} kills so far")
+
+
+if __name__ == "__main__":
+    main()
