@@ -5,7 +5,8 @@ busiest one needs, so that nothing is dropped), the slots travel in equal parts,
 gets its places from the same sort, so the difference is what travels and how often it is copied.
 Both sides take turns in one run, after a barrier; the slowest rank's time counts, and the median of
 all rounds is reported. Bytes on the wire are counted where rows enter the process group, and
-compared with the closed form.
+compared with the closed form. The results file is written after every measurement, so that a run
+that is cut short leaves what it has.
 
 Starts its processes by itself, or runs under `torchrun`, on one machine or several.
 
@@ -35,6 +36,7 @@ from moe_runtime.parallel.transport import Pending
 from moe_runtime.routing import Routing
 
 LOADS = ("balanced", "uniform", "zipf")
+_FEWEST_ROUNDS = 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -53,6 +55,22 @@ class Shape:
     top_k: int
     load: str
     dtype: str
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure.
+
+    Attributes:
+        rounds: of each side and shape, the first of which does not count.
+        time_limit_s: of all rounds together, each shape having an equal share.
+        output: where results go.
+    """
+
+    shapes: list[Shape]
+    rounds: int
+    time_limit_s: float
+    output: Path | None
 
 
 class CountingTransport:
@@ -136,25 +154,21 @@ def closed_form_bytes(ids_TK: Tensor, num_experts: int, rank: int, size: int, ro
     return (there + int(back.sum())) * row
 
 
-def measure_here(
-    rank: int, size: int, store: str, shapes: list[Shape], rounds: int, out: str
-) -> None:
+def measure_here(rank: int, size: int, store: str, options: Options) -> None:
     """One of the processes that this script starts by itself."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    results = measure(shapes, rounds)
-    if rank == 0:
-        Path(out).write_text(json.dumps(results))
+    measure(options)
     dist.destroy_process_group()
 
 
-def measure(shapes: list[Shape], rounds: int) -> list[dict]:
+def measure(options: Options) -> None:
     """All measurements, on every rank of the default group."""
     group = dist.group.WORLD
     assert group is not None
     rank, size = dist.get_rank(), dist.get_world_size()
     results = []
-    for shape in shapes:
+    for shape in options.shapes:
         ids_TK = make_ids(shape, rank)
         row = shape.dim * DTYPES[shape.dtype].itemsize
         x_TD = torch.randn(shape.num_tokens, shape.dim).to(DTYPES[shape.dtype])
@@ -172,14 +186,20 @@ def measure(shapes: list[Shape], rounds: int) -> list[dict]:
             "padded": lambda x=x_TD, r=routing: padded_round(x, r),
         }
         times = {name: [] for name in sides}
+        # The times are the same on all ranks, so all stop after the same round.
+        left_s = options.time_limit_s / len(options.shapes)
         with torch.no_grad():
-            for _ in range(rounds):
+            for number in range(options.rounds):
+                if number >= _FEWEST_ROUNDS and left_s < 0:
+                    break
                 for name, side in sides.items():
                     times[name].append(_slowest(side))
+                    left_s -= times[name][-1]
         medians = {name: statistics.median(values[1:]) for name, values in times.items()}
         results.append(
             {
                 **vars(shape),
+                "rounds": len(times["ours"]) - 1,
                 "seconds": medians,
                 "ratio": medians["ours"] / medians["padded"],
                 "bytes_on_the_wire_rank_0": expected,
@@ -187,7 +207,21 @@ def measure(shapes: list[Shape], rounds: int) -> list[dict]:
         )
         if rank == 0:
             _print_row(shape, results[-1])
-    return results
+            _write(options.output, size, results)
+
+
+def _write(path: Path | None, num_ranks: int, results: list[dict]) -> None:
+    if path is None:
+        return
+    report = {
+        "machine": describe_machine(),
+        "versions": versions(),
+        "commit": commit(Path(__file__).parent),
+        "ranks": num_ranks,
+        "backend": "gloo",
+        "results": results,
+    }
+    path.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def _slowest(side: Callable[[], Tensor]) -> float:
@@ -209,50 +243,39 @@ def _print_row(shape: Shape, result: dict) -> None:
     )
 
 
-def _measure_in_processes(shapes: list[Shape], options: argparse.Namespace) -> list[dict]:
-    with tempfile.TemporaryDirectory() as folder:
-        out = str(Path(folder, "results.json"))
-        arguments = (options.ranks, str(Path(folder, "store")), shapes, options.rounds, out)
-        spawn(measure_here, arguments, nprocs=options.ranks)
-        return json.loads(Path(out).read_text())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=8, help="the first one does not count")
+    parser.add_argument("--rounds", type=int, default=12, help="the first one does not count")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=60.0,
+        help="seconds of rounds in all; fewer of them where they take longer",
+    )
     parser.add_argument("--tokens", type=int, default=2048, help="of each rank")
     parser.add_argument("--dim", type=int, default=1024)
     parser.add_argument("--experts", type=int, default=32)
-    parser.add_argument("--top-k", type=int, nargs="+", default=[2, 8])
+    parser.add_argument("--top-k", type=int, nargs="+", default=[2])
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=list(DTYPES))
     parser.add_argument("--output", type=Path, help="where to write the results as JSON")
-    options = parser.parse_args()
+    told = parser.parse_args()
     shapes = [
-        Shape(options.tokens, options.dim, options.experts, top_k, load, dtype)
-        for top_k in options.top_k
-        for dtype in options.dtypes
-        for load in LOADS
+        Shape(told.tokens, told.dim, told.experts, top_k, load, dtype)
+        for top_k in told.top_k
+        for dtype in told.dtypes
+        for load in told.loads
     ]
+    options = Options(shapes, told.rounds, told.time_limit, told.output)
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
-        options.ranks = dist.get_world_size()
-        results = measure(shapes, options.rounds)
-        is_writer = dist.get_rank() == 0
+        measure(options)
         dist.destroy_process_group()
-    else:
-        results = _measure_in_processes(shapes, options)
-        is_writer = True
-    if options.output and is_writer:
-        report = {
-            "machine": describe_machine(),
-            "versions": versions(),
-            "commit": commit(Path(__file__).parent),
-            "ranks": options.ranks,
-            "backend": "gloo",
-            "results": results,
-        }
-        options.output.write_text(json.dumps(report, indent=2) + "\n")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder, "store"))
+        spawn(measure_here, (told.ranks, store, options), nprocs=told.ranks)
 
 
 if __name__ == "__main__":

@@ -156,6 +156,18 @@ def shard_dense(model: LanguageModel, groups: LayoutGroups) -> None:
     register_fsdp_forward_method(model, "losses")
 
 
+def leave_exchanges(model: LanguageModel) -> None:
+    """Has `torch.compile` fuse what stands between exchanges of rows, and leave those alone.
+
+    To be called after the others, where blocks are compiled.
+    """
+    for layer in model.routed_layers():
+        layer.experts.forward = torch.compiler.disable(layer.experts.forward)
+    attentions = (attention.part for attention in _modules(model, Attention))
+    for part in {part for part in (model.part, *attentions) if part is not None}:
+        part.gather = torch.compiler.disable(part.gather)
+
+
 class LinearParts(nn.Module):
     """A linear map whose output columns are those of several, side by side.
 

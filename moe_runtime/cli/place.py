@@ -46,7 +46,13 @@ Slack = Annotated[
     float,
     typer.Option(min=0.0, help="Load beyond the best balance that may buy fewer hops (moetuner)."),
 ]
-TimeLimit = Annotated[float, typer.Option(min=0.1, help="Seconds for the solver (moetuner).")]
+TimeLimit = Annotated[
+    float,
+    typer.Option(
+        min=0.1,
+        help="Seconds for the search (exflow, moetuner); the best placement found by then counts.",
+    ),
+]
 Align = Annotated[
     bool, typer.Option(help="Rename devices layer by layer to save hops; balance stays as it is.")
 ]
@@ -89,6 +95,7 @@ def place(
         raise ValueError(f"--gpus {gpus} is not a multiple of --nodes {nodes}")
     from moe_runtime.parallel.placement_map import PlacementMap, load_placement_map
     from moe_runtime.planning.placement import (
+        SEARCHING,
         PlacementOptions,
         check_algorithm,
         place_experts,
@@ -116,7 +123,8 @@ def place(
         past, future = split_window(recorded.expert_ids, fit)
         say(f"counting the routing of {len(past)} tokens")
         profile = RoutingProfile.from_ids(past, signature.num_experts)
-        say(f"placing by {algorithm}")
+        limit = f", {time_limit:g} s at most" if algorithm in SEARCHING else ""
+        say(f"placing by {algorithm}{limit}")
         placement = place_experts(algorithm, profile, devices, num_replicas=replicas, options=told)
         new = PlacementMap(
             signature=signature, devices=devices, placement=placement, algorithm=algorithm
@@ -129,8 +137,14 @@ def place(
         if signature.num_experts % gpus == 0 and algorithm != "round-robin":
             plain = RoundRobin()(profile, devices, num_replicas=0)
             scores["round-robin"] = score_placement(plain, future, devices)
-        say(f"scoring random placements on {len(future)} tokens")
-        scores["random"] = random_score(future, signature.num_experts, devices)
+        scores["random"] = random_score(
+            future,
+            signature.num_experts,
+            devices,
+            on_draw=lambda number: say(
+                f"scoring random placement {number} on {len(future)} tokens"
+            ),
+        )
     if output is not None:
         new.save(output)
     if as_json:
@@ -141,14 +155,18 @@ def place(
 
 @contextlib.contextmanager
 def _working() -> Iterator[Callable[[str], None]]:
-    """Says on a terminal what is being done; each step of a long trace takes a while."""
+    """Says on a terminal what is being done and how long; each step of a long trace takes a
+    while."""
     if not sys.stderr.isatty():
         yield lambda what: None
         return
     from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    with Console(stderr=True).status("") as status:
-        yield status.update
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task("")
+        yield lambda what: shown.update(task, description=what)
 
 
 def _as_json(

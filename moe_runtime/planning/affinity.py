@@ -9,8 +9,11 @@ go on until no layer gains; several starts, the best one wins.
 Legend: L layers, E experts, G devices, M = E / G experts of a device.
 """
 
+import math
+
 import numpy as np
 
+from moe_runtime.planning.deadline import Deadline
 from moe_runtime.policies.placement import Devices, Placement, RoutingProfile
 from moe_runtime.policies.placement.base import slots_needed
 
@@ -25,11 +28,26 @@ class Affinity:
         num_starts: random starts; more of them find better placements, each costs the same time.
         seed: of the starts; equal seeds give equal placements.
         node_hop: cost of a hop to another node, in hops between devices of one node.
+        time_limit_s: seconds after which the best placement so far counts; then it depends on the
+            machine's speed.
+
+    Raises:
+        ValueError: a number is not positive.
     """
 
-    def __init__(self, *, num_starts: int = 8, seed: int = 0, node_hop: float = 2.0) -> None:
+    def __init__(
+        self,
+        *,
+        num_starts: int = 8,
+        seed: int = 0,
+        node_hop: float = 2.0,
+        time_limit_s: float = math.inf,
+    ) -> None:
         if num_starts < 1:
             raise ValueError(f"num_starts must be at least 1, got {num_starts}")
+        if not time_limit_s > 0:
+            raise ValueError(f"time_limit_s must be positive, got {time_limit_s}")
+        self._time_limit_s = time_limit_s
         self._num_starts = num_starts
         self._seed = seed
         self._node_hop = node_hop
@@ -44,9 +62,12 @@ class Affinity:
         costs = hop_costs(devices, node_hop=self._node_hop)
         random = np.random.default_rng(self._seed)
         best, best_cost = None, np.inf
+        deadline = Deadline(self._time_limit_s)
         for _ in range(self._num_starts):
-            start = _start(profile, devices, random)
-            gpus = sweep(start, profile.transitions_LEE, costs)
+            if best is not None and deadline.has_passed:
+                break
+            start = _start(profile, devices, random, deadline)
+            gpus = sweep(start, profile.transitions_LEE, costs, deadline)
             cost = total_cost(gpus, profile.transitions_LEE, costs)
             if best is None or cost < best_cost:
                 best, best_cost = gpus, cost
@@ -63,13 +84,19 @@ def hop_costs(devices: Devices, *, node_hop: float = 2.0) -> np.ndarray:
     return costs
 
 
-def sweep(gpus_LE: np.ndarray, transitions_LEE: np.ndarray, costs_GG: np.ndarray) -> np.ndarray:
+def sweep(
+    gpus_LE: np.ndarray,
+    transitions_LEE: np.ndarray,
+    costs_GG: np.ndarray,
+    deadline: Deadline | None = None,
+) -> np.ndarray:
     """Improves layer after layer, each to its optimum given its neighbours, until none gains.
 
     Args:
         gpus_LE: ``[L, E]`` device of each expert, as many on each device.
         transitions_LEE: ``[L - 1, E, E]`` tokens between experts of neighbouring layers.
         costs_GG: ``[G, G]`` cost of a token's way between devices.
+        deadline: after which no further layer is improved.
 
     Returns:
         ``[L, E]`` devices, with a total cost that is at most that of the start.
@@ -86,6 +113,8 @@ def sweep(gpus_LE: np.ndarray, transitions_LEE: np.ndarray, costs_GG: np.ndarray
     while improved:
         improved = False
         for layer in order:
+            if deadline is not None and deadline.has_passed:
+                return gpus
             cost_EG = layer_costs(gpus, layer, transitions_LEE, costs_GG)
             before = cost_EG[experts, gpus[layer]].sum()
             _, slots = linear_sum_assignment(np.repeat(cost_EG, room, axis=1))
@@ -176,14 +205,16 @@ def _matching(flow_GG: np.ndarray, devices: Devices) -> np.ndarray:
     return order
 
 
-def _start(profile: RoutingProfile, devices: Devices, random: np.random.Generator) -> np.ndarray:
+def _start(
+    profile: RoutingProfile, devices: Devices, random: np.random.Generator, deadline: Deadline
+) -> np.ndarray:
     """Random devices; with several nodes, nodes that were swept first and devices within them."""
     num_layers, num_experts = profile.num_layers, profile.num_experts
     shuffled = np.stack([random.permutation(num_experts) for _ in range(num_layers)])
     if devices.num_nodes == 1:
         return shuffled % devices.num_gpus
     between = hop_costs(Devices(num_nodes=1, gpus_per_node=devices.num_nodes))
-    nodes = sweep(shuffled % devices.num_nodes, profile.transitions_LEE, between)
+    nodes = sweep(shuffled % devices.num_nodes, profile.transitions_LEE, between, deadline)
     order = np.argsort(nodes, axis=1, kind="stable")
     gpus = np.empty_like(order)
     each = num_experts // devices.num_gpus

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moe_runtime.planning.deadline import Deadline
 from moe_runtime.planning.programme import Programme, Term
 
 MAX_PRODUCTS = 12_000
@@ -35,16 +36,17 @@ def map_clusters(traffic_LQQ: np.ndarray, costs_GG: np.ndarray, *, time_limit_s:
     Args:
         traffic_LQQ: ``[L - 1, Q, Q]`` tokens between clusters of neighbouring layers.
         costs_GG: ``[G, G]`` cost of a token's way between two devices.
-        time_limit_s: for the solver, where the programme is small enough for it.
+        time_limit_s: for the search, and for the solver where the programme is small enough for it.
 
     Returns:
         The best mapping found; never worse than every cluster on the device of its number.
     """
     num_layers, num_gpus = len(traffic_LQQ) + 1, len(costs_GG)
+    deadline = Deadline(time_limit_s)
     start = np.tile(np.arange(num_gpus), (num_layers, 1))
     best = min(
         (
-            _local_search(gpus, traffic_LQQ, costs_GG)
+            _local_search(gpus, traffic_LQQ, costs_GG, deadline)
             for gpus in (start, _chain(traffic_LQQ, costs_GG))
         ),
         key=lambda gpus: peak_traffic(gpus, traffic_LQQ, costs_GG),
@@ -86,8 +88,10 @@ def _chain(traffic_LQQ: np.ndarray, costs_GG: np.ndarray) -> np.ndarray:
     return np.stack(gpus)
 
 
-def _local_search(gpus_LQ: np.ndarray, traffic_LQQ: np.ndarray, costs_GG: np.ndarray) -> np.ndarray:
-    """Swaps two clusters of a layer while the sum of peaks falls."""
+def _local_search(
+    gpus_LQ: np.ndarray, traffic_LQQ: np.ndarray, costs_GG: np.ndarray, deadline: Deadline
+) -> np.ndarray:
+    """Swaps two clusters of a layer while the sum of peaks falls, until the deadline."""
     gpus = gpus_LQ.copy()
     num_layers, num_clusters = gpus.shape
 
@@ -99,6 +103,8 @@ def _local_search(gpus_LQ: np.ndarray, traffic_LQQ: np.ndarray, costs_GG: np.nda
     while improved:
         improved = False
         for layer in range(num_layers):
+            if deadline.has_passed:
+                return gpus
             before = around(layer)
             for one in range(num_clusters):
                 for other in range(one + 1, num_clusters):

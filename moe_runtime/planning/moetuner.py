@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_runtime.planning.affinity import Affinity, hop_costs, placement_of
+from moe_runtime.planning.deadline import Deadline
 from moe_runtime.planning.mapping import map_clusters
 from moe_runtime.planning.programme import Programme
 from moe_runtime.policies.placement import Devices, Placement, RoutingProfile
@@ -31,7 +32,8 @@ class TwoStage:
     Attributes:
         load_slack: how far the largest load of a cluster may exceed the least possible, as a share
             of it; more slack leaves more room for affinity.
-        time_limit_s: seconds that all solver calls together may take; each call gets an equal part.
+        time_limit_s: seconds that searches and solver calls together may take; each solver call
+            gets an equal part.
         node_hop: cost of a hop to another node, in hops between devices of one node.
     """
 
@@ -80,8 +82,9 @@ def cluster_layers(
         profile: loads and transitions.
         num_clusters: Q, a divisor of E.
         load_slack: see ``TwoStage``.
-        time_limit_s: for all solver calls together.
+        time_limit_s: for searches and solver calls together.
     """
+    deadline = Deadline(time_limit_s)
     limit_s = time_limit_s / (3 * profile.num_layers)
     balanced = np.stack(
         [balance_clusters(loads, num_clusters, time_limit_s=limit_s) for loads in profile.loads_LE]
@@ -90,15 +93,18 @@ def cluster_layers(
         (1 + load_slack) * np.bincount(row, weights=loads, minlength=num_clusters).max()
         for row, loads in zip(balanced, profile.loads_LE, strict=True)
     ]
-    starts = (balanced, _within_bounds(profile, balanced, limits, num_clusters))
-    swept = [_sweep(profile, start, limits, num_clusters, limit_s=0.0) for start in starts]
+    related = _within_bounds(profile, balanced, limits, num_clusters, deadline.part(0.3))
+    swept = [
+        _sweep(profile, start, limits, num_clusters, deadline.part(0.3), limit_s=0.0)
+        for start in (balanced, related)
+    ]
     best = max(
         swept,
         key=lambda clusters: np.trace(
             cluster_traffic(clusters, profile.transitions_LEE, num_clusters), axis1=1, axis2=2
         ).sum(),
     )
-    return _sweep(profile, best, limits, num_clusters, limit_s=limit_s)
+    return _sweep(profile, best, limits, num_clusters, deadline, limit_s=limit_s)
 
 
 def _sweep(
@@ -106,12 +112,15 @@ def _sweep(
     clusters_LE: np.ndarray,
     limits: list[float],
     num_clusters: int,
+    deadline: Deadline,
     *,
     limit_s: float,
 ) -> np.ndarray:
-    """Improves the layers one by one, forwards, then backwards."""
+    """Improves the layers one by one, forwards, then backwards, until the deadline."""
     clusters = clusters_LE.copy()
     for layer in [*range(profile.num_layers), *range(profile.num_layers - 2, -1, -1)]:
+        if deadline.has_passed:
+            break
         clusters[layer] = attract(
             _gains(clusters, layer, profile.transitions_LEE, num_clusters),
             profile.loads_LE[layer],
@@ -123,15 +132,22 @@ def _sweep(
 
 
 def _within_bounds(
-    profile: RoutingProfile, balanced_LE: np.ndarray, limits: list[float], num_clusters: int
+    profile: RoutingProfile,
+    balanced_LE: np.ndarray,
+    limits: list[float],
+    num_clusters: int,
+    deadline: Deadline,
 ) -> np.ndarray:
     """ExFlow's clusters, as much of them (by load) as the bounds on the loads allow."""
     devices = Devices(num_nodes=1, gpus_per_node=num_clusters)
-    placed = Affinity()(profile, devices, num_replicas=0)
+    search = Affinity(time_limit_s=max(1e-3, 0.5 * deadline.left_s))
+    placed = search(profile, devices, num_replicas=0)
     wanted = placed.slots_of_expert[:, :, 0] // placed.slots_per_gpu
     return np.stack(
         [
-            attract(
+            balanced_LE[layer]
+            if deadline.has_passed
+            else attract(
                 np.eye(num_clusters)[wanted[layer]] * loads[:, None],
                 loads,
                 start=balanced_LE[layer],

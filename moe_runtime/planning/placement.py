@@ -27,7 +27,8 @@ class PlacementOptions:
 
     Attributes:
         num_groups: groups of experts that stay on one node (EPLB).
-        time_limit_s: seconds for solvers (MoETuner).
+        time_limit_s: seconds for searches and solvers (ExFlow, MoETuner); the best placement found
+            by then counts.
         load_slack: how far loads may exceed the best balance for fewer hops (MoETuner).
         aligned: rename devices of each layer to save hops, where a policy looks at loads only.
     """
@@ -43,11 +44,13 @@ ALGORITHMS: dict[str, Callable[[PlacementOptions], PlacementPolicy]] = {
     "greedy": lambda options: Greedy(),
     "anti-correlation": lambda options: AntiCorrelation(),
     "eplb": lambda options: EPLB(num_groups=options.num_groups),
-    "exflow": lambda options: Affinity(),
+    "exflow": lambda options: Affinity(time_limit_s=options.time_limit_s),
     "moetuner": lambda options: TwoStage(
         load_slack=options.load_slack, time_limit_s=options.time_limit_s
     ),
 }
+SEARCHING = frozenset({"exflow", "moetuner"})
+"""The algorithms that search until their time is over, if they do not end before."""
 _LOADS_ONLY = frozenset({"greedy", "anti-correlation", "eplb"})
 
 
@@ -106,17 +109,32 @@ def split_window(ids_TLK: np.ndarray, fit_share: float) -> tuple[np.ndarray, np.
 
 
 def random_score(
-    ids_TLK: np.ndarray, num_experts: int, devices: Devices, *, num_draws: int = 5, seed: int = 0
+    ids_TLK: np.ndarray,
+    num_experts: int,
+    devices: Devices,
+    *,
+    num_draws: int = 5,
+    seed: int = 0,
+    on_draw: Callable[[int], None] = lambda number: None,
 ) -> PlacementScore:
     """Mean scores of random placements without replicas: what any placement should beat.
 
     Where the experts do not divide among the devices, the last slots stay empty.
+
+    Args:
+        ids_TLK: the routing that is scored.
+        num_experts: of a layer.
+        devices: where the experts lie.
+        num_draws: placements that the mean is over.
+        seed: of the placements.
+        on_draw: called with the number of each placement, from 1, before it is scored.
     """
     random = np.random.default_rng(seed)
     num_layers = ids_TLK.shape[1]
     width = -(-num_experts // devices.num_gpus) * devices.num_gpus
     scores = []
-    for _ in range(num_draws):
+    for number in range(num_draws):
+        on_draw(number + 1)
         slots = np.stack([random.permutation(width) for _ in range(num_layers)])
         placement = Placement(
             expert_of_slot=np.where(slots < num_experts, slots, -1),

@@ -114,6 +114,7 @@ class SeveralProcesses(OneProcess):
 
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         own = self._config = config.parallel
+        self._is_compiled = config.run.compile
         layout = ParallelLayout(
             world_size=self.size,
             tp=own.tp,
@@ -134,12 +135,19 @@ class SeveralProcesses(OneProcess):
         require_same(transport, {**software_facts(), "the layout": str(layout)})
 
     def spread(self, model: LanguageModel) -> None:
-        from moe_runtime.models.lm.parallel import divide_sequences, shard_dense, spread_experts
+        from moe_runtime.models.lm.parallel import (
+            divide_sequences,
+            leave_exchanges,
+            shard_dense,
+            spread_experts,
+        )
 
         spread_experts(model, self.groups)
         divide_sequences(model, self.groups)
         if self._config.shard_dense:
             shard_dense(model, self.groups)
+        if self._is_compiled:
+            leave_exchanges(model)
         self.draw_apart(0)
 
     def draw_apart(self, step: int) -> None:
@@ -206,8 +214,6 @@ def _refuse(config: TrainConfig, num_lanes: int) -> None:
         )
     contexts = {data.context, data.short_context or data.context}
     check_layout(config.model, tp=own.tp, parts=own.tp * own.cp, contexts=contexts)
-    if config.run.compile:
-        raise ValueError("run.compile works in one process only; set run.compile = false")
     if config.run.host_memory is not None:
         raise ValueError("run.host_memory works in one process only; leave it out")
 

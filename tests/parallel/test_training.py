@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_runs import refused, stalled, train
+from parallel_runs import refused, stalled, train, train_compiled
 from rank_pool import RankPool
 from training_runs import CONFIG, training_records, write_run
 
@@ -24,7 +24,6 @@ SPLIT = {
     "experts": (2, ("parallel.ep=2",)),
     "slices": (2, ("parallel.etp=2",)),
     "copies and a sharded dense part": (2, ("parallel.ep=1", "parallel.shard_dense=true")),
-    "heads": (2, ("parallel.tp=2", "parallel.etp=2")),
     "sequences and a sharded dense part": (2, ("parallel.cp=2", "parallel.shard_dense=true")),
     "heads and sequences": (4, ("parallel.tp=2", "parallel.cp=2", "parallel.etp=2")),
     "heads, and the rest sharded": (
@@ -110,6 +109,17 @@ def test_what_cannot_work_is_refused_before_anything(tmp_path: Path, ranks: Rank
     assert message == "parallel.tp (2) must divide model.num_kv_heads (1)"
     (message, _) = ranks(2).run(refused, path, "parallel.cp=2", "data.short_context=1")
     assert message == "parallel.tp * parallel.cp (2) must divide the sequences of 1 tokens"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("split", ["parallel.ep=2", "parallel.tp=2", "parallel.cp=2"])
+def test_compiled_blocks_train_the_same(
+    split: str, alone: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    path = write_run(tmp_path, config=ROUTED)
+    assert min(ranks(2).run(train_compiled, str(path), (split,), 2)) > 0
+    expected = [record for record in training_records(alone) if record["step"] <= 2]
+    assert_same_records(training_records(tmp_path / "out"), expected)
 
 
 # Gates that look at more than one token's scores: capacity, sequences, the gate before, samples.

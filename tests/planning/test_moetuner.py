@@ -153,3 +153,13 @@ def test_bad_input() -> None:
         TwoStage()(random_profile(0), devices, num_replicas=4)
     with pytest.raises(ValueError, match="load_slack"):
         TwoStage(load_slack=-1.0)
+
+
+def test_without_time_there_still_is_a_placement() -> None:
+    random = np.random.default_rng(0)
+    loads = random.integers(1, 60, (1, 3, 8)).astype(float)
+    transitions = random.integers(0, 50, (2, 8, 8)).astype(float)
+    profile = RoutingProfile(loads_BLE=loads, transitions_LEE=transitions)
+    devices = Devices(num_nodes=1, gpus_per_node=4)
+    placement = TwoStage(time_limit_s=1e-9)(profile, devices, num_replicas=0)
+    assert (placement.copies == 1).all()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from moe_runtime.errors import RankFailureError
+from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.training.config import TrainConfig
 from moe_runtime.training.config_tree import read_tree
 from moe_runtime.training.ranks import OneProcess, SeveralProcesses
@@ -42,6 +45,16 @@ def train(
         return sum(here for _, here in own) / sum(everywhere for everywhere, _ in own)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def train_compiled(path: str, settings: tuple[str, ...], until: int) -> int:
+    """As `train`, with `run.compile`, but without a compiler; how many graphs were captured."""
+    from torch._dynamo.utils import counters
+
+    compiled = partialmethod(LanguageModel.compile_blocks, backend="aot_eager")
+    with mock.patch.object(LanguageModel, "compile_blocks", compiled):
+        train(path, (*settings, "run.compile=true"), until)
+    return counters["stats"]["unique_graphs"]
 
 
 def stalled(path: str, settings: tuple[str, ...], where: str, culprit: int) -> str:
