@@ -1,7 +1,7 @@
-/* Many small products with the matrices where they lie: a few rows of x times each of a batch of matrices.
+/* Many small products with the matrices where they lie: a few rows times each of a batch of matrices.
  *
  * Attention of one query over cached keys and values is two such batches with a softmax between them: one matrix of
- * keys and one of values for each head, each read once.
+ * keys and one of values for each head, each read once. The weighted sum of a token's expert outputs is another.
  * One thread computes a whole batch element, so neither the number of threads nor the other elements change a bit.
  */
 #include <stdatomic.h>
@@ -11,16 +11,13 @@
 #include "pool.h"
 
 typedef struct {
-    const float *x; /* [outer, inner, num_rows, x_cols] */
-    const char *w;  /* [outer, inner, w_rows, w_cols] by strides in bytes, unit stride along w_cols */
-    float *out;     /* [outer, inner, num_rows, out_cols] */
+    const char *w; /* [outer, inner, w_rows, w_cols] by strides in bytes, unit stride along w_cols */
     int64_t outer, inner, num_rows, w_rows, w_cols;
     int64_t outer_stride, inner_stride, row_stride;
-    int dtype, transposed;
-    atomic_llong next;
+    int dtype;
 } Batch;
 
-/* out[m] = sum over n of x[m, n] * w[n]: a loop over columns that every compiler vectorises. */
+/* out = sum over n of x[n] * w[n]: a loop over columns that every compiler vectorises. */
 #define DEFINE_MIX(NAME, LOAD, BYTES)                                                                                   \
     MOE_CLONES static void mix_##NAME(const Batch *batch, const float *x, const char *w, float *restrict out) {         \
         const int64_t rows = batch->w_rows, cols = batch->w_cols, stride = batch->row_stride;                           \
@@ -76,33 +73,46 @@ static void multiply_transposed(const Batch *batch, const float *x, const char *
     }
 }
 
-static void multiply_elements(void *context) {
-    Batch *batch = context;
-    const int64_t x_cols = batch->transposed ? batch->w_cols : batch->w_rows;
-    const int64_t out_cols = batch->transposed ? batch->w_rows : batch->w_cols;
+/* out[t] = sum over k of weights[t, k] * rows[t * choices + k], summed in the order of k. */
+typedef struct {
+    Batch rows; /* of one token after another: `outer` tokens of `w_rows` choices */
+    const char *weights;
+    char *out;
+    int weights_dtype;
+    float *sums; /* [threads, w_cols] */
+    atomic_int next_thread;
+    atomic_llong next;
+} Combination;
+
+static void combine_tokens(void *context) {
+    Combination *call = context;
+    const Batch *rows = &call->rows;
+    const int64_t choices = rows->w_rows, dim = rows->w_cols, width = widths[rows->dtype];
+    float *sums = call->sums + atomic_fetch_add(&call->next_thread, 1) * dim, weights[choices];
     for (;;) {
-        const int64_t element = atomic_fetch_add(&batch->next, 1);
-        if (element >= batch->outer * batch->inner) return;
-        const char *w = batch->w + element / batch->inner * batch->outer_stride + element % batch->inner * batch->inner_stride;
-        const float *x = batch->x + element * batch->num_rows * x_cols;
-        float *out = batch->out + element * batch->num_rows * out_cols;
-        if (batch->transposed)
-            multiply_transposed(batch, x, w, out);
-        else
-            for (int64_t m = 0; m < batch->num_rows; m++) mixes[batch->dtype](batch, x + m * x_cols, w, out + m * out_cols);
+        const int64_t token = atomic_fetch_add(&call->next, 1);
+        if (token >= rows->outer) return;
+        const char *source = call->weights + token * choices * widths[call->weights_dtype];
+        for (int64_t k = 0; k < choices; k++) weights[k] = loads[call->weights_dtype](source + k * widths[call->weights_dtype]);
+        mixes[rows->dtype](rows, weights, rows->w + token * choices * dim * width, sums);
+        current_isa()->store(call->out + token * dim * width, rows->dtype, sums, dim);
     }
 }
 
-/* out = x @ w^T where `transposed`, else x @ w, for each of outer * inner matrices. */
-MOE_EXPORT void moe_batched_matmul(const float *x, const char *w, float *out, int64_t outer, int64_t inner, int64_t num_rows,
-                                   int64_t w_rows, int64_t w_cols, int64_t outer_stride, int64_t inner_stride,
-                                   int64_t row_stride, int dtype, int transposed, int share_threads) {
-    Batch batch = {.x = x, .w = w, .out = out, .outer = outer, .inner = inner, .num_rows = num_rows, .w_rows = w_rows,
-                   .w_cols = w_cols, .outer_stride = outer_stride, .inner_stride = inner_stride,
-                   .row_stride = row_stride, .dtype = dtype, .transposed = transposed != 0};
+/* Rows, weights and out lie without gaps; a single token is summed by the calling thread. */
+MOE_EXPORT int moe_combine_slots(const char *rows, const char *weights, char *out, int64_t num_tokens, int64_t choices,
+                                 int64_t dim, int dtype, int weights_dtype, int share_threads) {
+    Combination call = {.weights = weights, .out = out, .weights_dtype = weights_dtype};
+    call.rows = (Batch){.w = rows, .outer = num_tokens, .w_rows = choices, .w_cols = dim,
+                        .row_stride = dim * widths[dtype], .dtype = dtype};
     pool_begin();
-    pool_run(multiply_elements, &batch, share_threads);
+    call.sums = pool_scratch(pool_threads() * dim * (int64_t)sizeof(float));
+    if (call.sums && num_tokens == 1)
+        combine_tokens(&call);
+    else if (call.sums)
+        pool_run(combine_tokens, &call, share_threads);
     pool_end();
+    return call.sums ? STATUS_OK : STATUS_NO_MEMORY;
 }
 
 /* Attention of one query in each head; `rows` query heads share a key head. */

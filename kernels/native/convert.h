@@ -63,6 +63,14 @@ static inline uint16_t f32_to_f16(float value) {
 static inline float load_bf16(const char *src) { return bf16_to_f32(load_u16(src)); }
 static inline float load_f16(const char *src) { return f16_to_f32(load_u16(src)); }
 
+static inline void store_f32(char *dst, float value) { memcpy(dst, &value, 4); }
+static inline void store_bf16(char *dst, float value) { store_u16(dst, f32_to_bf16(value)); }
+static inline void store_f16(char *dst, float value) { store_u16(dst, f32_to_f16(value)); }
+
+static inline float round_f32(float value) { return value; }
+static inline float round_bf16(float value) { return bf16_to_f32(f32_to_bf16(value)); }
+static inline float round_f16(float value) { return f16_to_f32(f32_to_f16(value)); }
+
 /* exp(x) to about 2 units in the last place: x = n ln 2 + r, polynomial in r, scaled by 2^n (the scheme of Cephes' expf).
  * Beyond the range of normal fp32 numbers the result saturates. */
 static inline float exp_f32(float x) {

@@ -16,7 +16,7 @@ import torch
 from moe_runtime.errors import MoERuntimeError
 
 LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
-ABI_VERSION = 5
+ABI_VERSION = 6
 # Long enough to bridge the small operations between two products of a model's layer.
 SPIN_S = 300e-6
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -46,15 +46,21 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
             *(_INT, _INT, _INT),
         ],
     ),
-    # x, w, out, outer, inner, num_rows, w_rows, w_cols, outer_stride, inner_stride, row_stride,
-    # dtype, transposed, share_threads
-    "moe_batched_matmul": (
-        None,
+    # rows, weights, out, num_tokens, choices, dim, dtype, weights_dtype, share_threads
+    "moe_combine_slots": (
+        _INT,
+        [_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64, _INT, _INT, _INT],
+    ),
+    # layer, x, batch, cos, sin, angle_stride, angle_dim, key, key_outer, key_inner, key_row, value,
+    # value_outer, value_inner, value_row, length, mask, scratch, out, share_threads
+    "moe_attention_step": (
+        _INT,
         [
-            *(_POINTER, _POINTER, _POINTER),
-            *(_INT64, _INT64, _INT64, _INT64, _INT64),
-            *(_INT64, _INT64, _INT64),
-            *(_INT, _INT, _INT),
+            *(_POINTER, _POINTER, _INT64),
+            *(_POINTER, _POINTER, _INT64, _INT64),
+            *(_POINTER, _INT64, _INT64, _INT64),
+            *(_POINTER, _INT64, _INT64, _INT64),
+            *(_INT64, _POINTER, _POINTER, _POINTER, _INT),
         ],
     ),
     # query, query_stride, key, key_outer, key_inner, key_row, value, value_outer, value_inner,
@@ -139,7 +145,8 @@ class NativeLibrary:
         path: The loaded file.
         linear: `moe_linear` of driver.c.
         expert_ffn: `moe_expert_ffn` of driver.c.
-        batched_matmul: `moe_batched_matmul` of batched.c.
+        attention_step: `moe_attention_step` of attention.c.
+        combine_slots: `moe_combine_slots` of batched.c.
         single_query_attention: `moe_single_query_attention` of batched.c.
         rms_norm: `moe_rms_norm` of norm.c.
         gate: `moe_gate` of gate.c.
@@ -169,7 +176,8 @@ class NativeLibrary:
             )
         self.linear = library.moe_linear
         self.expert_ffn = library.moe_expert_ffn
-        self.batched_matmul = library.moe_batched_matmul
+        self.attention_step = library.moe_attention_step
+        self.combine_slots = library.moe_combine_slots
         self.single_query_attention = library.moe_single_query_attention
         self.rms_norm = library.moe_rms_norm
         self.gate = library.moe_gate

@@ -27,13 +27,6 @@ enum { PARTIAL_SUMS = 64 };
             STORE(out + k * BYTES, LOAD(weight + k * BYTES) * ROUND(LOAD(x + k * BYTES) * scale));               \
     }
 
-static inline void store_f32(char *dst, float value) { memcpy(dst, &value, 4); }
-static inline void store_bf16(char *dst, float value) { store_u16(dst, f32_to_bf16(value)); }
-static inline void store_f16(char *dst, float value) { store_u16(dst, f32_to_f16(value)); }
-static inline float round_f32(float value) { return value; }
-static inline float round_bf16(float value) { return bf16_to_f32(f32_to_bf16(value)); }
-static inline float round_f16(float value) { return f16_to_f32(f32_to_f16(value)); }
-
 DEFINE_NORM(f32, load_f32, store_f32, round_f32, 4)
 DEFINE_NORM(bf16, load_bf16, store_bf16, round_bf16, 2)
 DEFINE_NORM(f16, load_f16, store_f16, round_f16, 2)

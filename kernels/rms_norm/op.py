@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_runtime.kernels.native import DTYPE_CODES, NativeLibrary, native_library, require_native
 from moe_runtime.kernels.rms_norm.reference import rms_norm_reference
 
-NATIVE_ROW_LIMIT = 16
+NATIVE_ROW_LIMIT = 64
 """Rows up to which `auto` takes the native kernel, which works on one thread."""
 
 Impl = Literal["auto", "native", "reference"]

@@ -68,7 +68,7 @@ def attend(
     if _is_single_query(query, key, attention_mask, options):
         scaling = options.get("scaling")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        added = None if attention_mask is None else _added_mask(attention_mask[:, 0, 0])
+        added = None if attention_mask is None else added_mask(attention_mask[:, 0, 0])
         mixed = native_attention(query.squeeze(2), key, value, added, scale)
         if mixed is not None:
             return mixed.unsqueeze(1), None
@@ -84,15 +84,20 @@ def _is_single_query(
         query.shape[2] == 1
         and query.shape[1] % key.shape[1] == 0
         and (mask is None or mask.shape == (len(query), 1, 1, key.shape[2]))
-        and not any(_is_set(options[name]) for name in _CHANGING_OPTIONS & options.keys())
+        and not changes_attention(options)
     )
+
+
+def changes_attention(options: dict[str, Any]) -> bool:
+    """Whether options that are passed to attention ask for more than softmax, scale and mask."""
+    return any(_is_set(options[name]) for name in _CHANGING_OPTIONS & options.keys())
 
 
 def _is_set(option: Any) -> bool:
     return isinstance(option, torch.Tensor) or bool(option)
 
 
-def _added_mask(mask_BS: torch.Tensor) -> torch.Tensor:
+def added_mask(mask_BS: torch.Tensor) -> torch.Tensor:
     """What is added to the scores for a mask that allows (bool) or adds."""
     if mask_BS.dtype != torch.bool:
         return mask_BS.float()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_runtime.engine.expert_map import ExpertMap, ExpertsModule
-from moe_runtime.kernels.batched_matmul import batched_matmul
+from moe_runtime.kernels.combine import combine_slots
 from moe_runtime.kernels.expert_ffn import Activation, ExpertWeights, expert_ffn
 from moe_runtime.store.cache import ExpertStore
 from moe_runtime.types import ExpertKey
@@ -29,9 +29,6 @@ _FUSED_ACTIVATIONS: dict[str, Activation] = {
     "ReLUSquaredActivation": "relu2",
 }
 """Classes of activation modules that the kernels compute themselves, by their name there."""
-
-COMBINE_TOKENS = 256
-"""Tokens combined at once. Without the native kernels that copies their routed rows in fp32."""
 
 RoutingWatcher = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Told of a layer's routing once its demands are queued: layer, hidden, ids, gate weights."""
@@ -105,7 +102,7 @@ class OffloadedExperts(torch.nn.Module):
         out_RD = self.expert_rows(hidden_states, top_k_index, top_k_weights)
         if self._norms_outputs:
             out_RD = self.get_submodule("post_expert_norm")(out_RD)
-        return _combine(out_RD, top_k_weights)
+        return combine_slots(out_RD, top_k_weights)
 
     def expert_rows(
         self, hidden_TD: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -208,17 +205,3 @@ def _activation(experts: Any) -> Activation | GateFunction:
 
 def _has_act_fn(experts: Any) -> bool:
     return isinstance(getattr(experts, "act_fn", None), torch.nn.Module)
-
-
-def _combine(out_RD: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-    """Sums the copies of each token by gate weight, in fp32: ``[R, D]`` to ``[T, D]``."""
-    num_tokens, top_k = weights_TK.shape
-    if num_tokens > COMBINE_TOKENS:
-        parts = zip(
-            out_RD.split(COMBINE_TOKENS * top_k), weights_TK.split(COMBINE_TOKENS), strict=True
-        )
-        return torch.cat([_combine(some_RD, weights) for some_RD, weights in parts])
-    out_T1KD = out_RD.view(num_tokens, 1, top_k, -1)
-    weights_T11K = weights_TK.float().view(num_tokens, 1, 1, top_k)
-    summed_T11D = batched_matmul(weights_T11K, out_T1KD, transpose_w=False)
-    return summed_T11D.flatten(1).to(out_RD.dtype)

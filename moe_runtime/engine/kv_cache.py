@@ -29,6 +29,33 @@ def grow_cache_in_place(model: PreTrainedModel) -> None:
     model.register_forward_pre_hook(_give_room, with_kwargs=True)
 
 
+def growing_cache() -> Any:
+    """An empty dynamic cache that grows in place."""
+    from transformers.cache_utils import DynamicCache
+
+    cache = DynamicCache()
+    cache.layer_class_to_replicate = _growing_layer()
+    return cache
+
+
+def take_place(
+    cache: Any, layer_index: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Makes a layer's keys and values one token longer, without writing the token.
+
+    Returns:
+        Keys ``[B, G, S, D]`` and values ``[B, G, S, V]`` whose last token the caller writes, or
+        None where the cache is of another kind or dtype, or has no room.
+    """
+    layers = getattr(cache, "layers", ())
+    if not layer_index < len(layers) or getattr(cache, "offloading", False):
+        return None
+    layer = layers[layer_index]
+    if type(layer) is not _growing_layer() or not layer.is_initialized or layer.dtype != dtype:
+        return None
+    return layer.take_place()
+
+
 def _give_room(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -78,6 +105,15 @@ def _growing_layer() -> type:
             self.keys, self.values = keys, values
             return keys, values
 
+        def take_place(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+            """Appends a token that nobody has written yet, if there is room for it."""
+            keys = self.growing_keys.take_place(self.keys)
+            values = None if keys is None else self.growing_values.take_place(self.values)
+            if keys is None or values is None:
+                return None
+            self.keys, self.values = keys, values
+            return keys, values
+
     return GrowingLayer
 
 
@@ -103,6 +139,17 @@ class _Growing:
             if num_cached:
                 room.narrow(-2, 0, num_cached).copy_(cached)
         room.narrow(-2, num_cached, new.shape[-2]).copy_(new)
+        self._view = room.narrow(-2, 0, num_tokens)
+        return self._view
+
+    def take_place(self, cached: torch.Tensor | None) -> torch.Tensor | None:
+        """``cached`` with one more token of any content, or None where it cannot grow in place."""
+        room = self._room
+        if room is None or cached is None or cached is not self._view:
+            return None
+        num_tokens = cached.shape[-2] + 1
+        if not _has_place(room, num_tokens):
+            return None
         self._view = room.narrow(-2, 0, num_tokens)
         return self._view
 

@@ -17,6 +17,7 @@ from moe_runtime.engine.choosing import AUTO, check_names, settle_policy, settle
 from moe_runtime.engine.dense import Progress, load_dense
 from moe_runtime.engine.expert_map import ExpertMap, ExpertsModule, map_experts
 from moe_runtime.engine.experts import OffloadedExperts, bind_weights
+from moe_runtime.engine.fused_attention import fuse_attention_layers
 from moe_runtime.engine.kv_cache import grow_cache_in_place
 from moe_runtime.engine.memory import (
     MemoryPlan,
@@ -272,6 +273,7 @@ def finish_dense(
     if place.type == "cpu":
         use_small_batch_layers(model)
         use_single_query_attention(model)
+        fuse_attention_layers(model)
         rest_torch_threads(model)
         grow_cache_in_place(model)
     _load_generation_config(model, checkpoint.folder)

@@ -1,0 +1,56 @@
+"""The specification of `attention_step`: plain torch, one operation after another.
+
+Shape suffixes: B sequences, D model, R turned values of a head, H query heads, G key heads, S
+tokens, V value width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.attention_step.weights import AttentionWeights, HeadNorm
+from moe_runtime.kernels.linear.reference import linear_reference
+from moe_runtime.kernels.rms_norm import rms_norm_reference
+from moe_runtime.kernels.single_query_attention import single_query_attention_reference
+
+
+def attention_step_reference(
+    x_BD: Tensor,
+    weights: AttentionWeights,
+    cos_BR: Tensor,
+    sin_BR: Tensor,
+    key_BGSD: Tensor,
+    value_BGSV: Tensor,
+    mask_BS: Tensor | None = None,
+) -> Tensor:
+    """Computes as `attention_step` says; every operation rounds to the dtype of `x`."""
+    qkv_BN = linear_reference(x_BD, weights.qkv, weights.qkv_bias)
+    num_values = weights.num_key_heads * weights.value_dim
+    query, key, value = qkv_BN.split([weights.num_queries, weights.num_keys, num_values], dim=1)
+    query_BHD = _heads(_normed(query, weights.q_norm), weights.key_dim)
+    key_BGD = _heads(_normed(key, weights.k_norm), weights.key_dim)
+    key_BGSD[:, :, -1] = _turned(key_BGD, cos_BR, sin_BR)
+    value_BGSV[:, :, -1] = _heads(value, weights.value_dim)
+    mixed_BHV = single_query_attention_reference(
+        _turned(query_BHD, cos_BR, sin_BR), key_BGSD, value_BGSV, mask_BS, weights.scale
+    )
+    return linear_reference(mixed_BHV.flatten(1), weights.output, weights.output_bias)
+
+
+def _heads(values: Tensor, dim: int) -> Tensor:
+    return values.unflatten(1, (-1, dim))
+
+
+def _normed(values: Tensor, norm: HeadNorm | None) -> Tensor:
+    if norm is None:
+        return values
+    groups = values.unflatten(1, (-1, len(norm.weight)))
+    return rms_norm_reference(groups, norm.weight, norm.eps).flatten(1)
+
+
+def _turned(heads: Tensor, cos_BR: Tensor, sin_BR: Tensor) -> Tensor:
+    turned, rest = heads.split([cos_BR.shape[-1], heads.shape[-1] - cos_BR.shape[-1]], dim=-1)
+    first, second = turned.chunk(2, dim=-1)
+    crossed = torch.cat((-second, first), dim=-1)
+    return torch.cat((turned * cos_BR[:, None] + crossed * sin_BR[:, None], rest), dim=-1)

@@ -1,0 +1,112 @@
+/* The attention layer of one token a sequence, from hidden values to hidden values, in one call.
+ *
+ * Between the products lie a few thousand operations on values that just were in the cache; as operations of their own,
+ * each with its own call, they take longer than the products of a small model. Their arithmetic is that of separate
+ * operations, each rounded to the data type: setup.py compiles this file without fused multiply-add.
+ */
+#include <string.h>
+
+#include "convert.h"
+#include "kernels.h"
+
+/* Turns the pairs (x[i], x[i + half]) by the angles of a position: x * cos + (-x[half:], x[:half]) * sin. */
+#define DEFINE_ROTATE(NAME, BYTES)                                                                              \
+    MOE_CLONES static void rotate_##NAME(const char *restrict x, const char *restrict cos, const char *restrict sin, \
+                                         char *restrict out, int64_t half) {                                    \
+        const int64_t other = half * BYTES;                                                                     \
+        for (int64_t i = 0; i < half * BYTES; i += BYTES) {                                                     \
+            const float first = load_##NAME(x + i), second = load_##NAME(x + other + i);                        \
+            store_##NAME(out + i, round_##NAME(first * load_##NAME(cos + i)) +                                    \
+                                    round_##NAME(-second * load_##NAME(sin + i)));                              \
+            store_##NAME(out + other + i, round_##NAME(second * load_##NAME(cos + other + i)) +                   \
+                                            round_##NAME(first * load_##NAME(sin + other + i)));                \
+        }                                                                                                       \
+    }
+
+DEFINE_ROTATE(f32, 4)
+DEFINE_ROTATE(bf16, 2)
+DEFINE_ROTATE(f16, 2)
+
+typedef void (*Rotate)(const char *restrict, const char *restrict, const char *restrict, char *restrict, int64_t);
+static const Rotate rotations[] = {rotate_f32, rotate_bf16, rotate_f16};
+
+/* The layer's weights and sizes as weights.py writes them; norms and biases may be NULL. */
+typedef struct {
+    Matrix qkv, output;
+    const char *qkv_bias, *output_bias;
+    const char *q_norm, *k_norm;
+    int64_t q_norm_dim, k_norm_dim; /* values that are normalised together: of a head, or of all heads */
+    int64_t dim_in, dim_out, heads, key_heads, key_dim, value_dim, dtype;
+    double q_eps, k_eps, scale;
+} AttentionLayer;
+
+/* Keys or values of all sequences and heads; the token is written to the last of `length` rows. */
+typedef struct {
+    char *data;
+    int64_t outer, inner, row; /* bytes between sequences, heads, tokens */
+} Cached;
+
+/* The cosines and sines of each sequence's position; the first `dim` values of a head are turned. */
+typedef struct {
+    const char *cos, *sin;
+    int64_t stride, dim;
+} Angles;
+
+/* Normalises the heads of one row, where the layer does so, into `normed`. */
+static const char *normalise(const AttentionLayer *layer, const char *row, const char *weight, int64_t dim, double eps,
+                             int64_t count, char *normed) {
+    if (!weight) return row;
+    moe_rms_norm(row, dim * dtype_bytes((int)layer->dtype), count / dim, weight, normed, dim, (float)eps, (int)layer->dtype);
+    return normed;
+}
+
+static void rotate_heads(const AttentionLayer *layer, const Angles *angles, int64_t sequence, const char *x, int64_t heads,
+                         char *out, int64_t out_stride) {
+    const int64_t size = dtype_bytes((int)layer->dtype), bytes = layer->key_dim * size, turned = angles->dim * size;
+    const int64_t at = sequence * angles->stride;
+    for (int64_t h = 0; h < heads; h++, x += bytes, out += out_stride) {
+        rotations[layer->dtype](x, angles->cos + at, angles->sin + at, out, angles->dim / 2);
+        memcpy(out + turned, x + turned, (size_t)(bytes - turned));
+    }
+}
+
+/* Makes the queries of one sequence, and writes its key and its value into their places. */
+static void place_heads(const AttentionLayer *layer, const Angles *angles, int64_t sequence, const char *row, char *normed,
+                        char *queries, const Cached *keys, const Cached *values, int64_t length) {
+    const int64_t size = dtype_bytes((int)layer->dtype), last = length - 1;
+    const int64_t q_count = layer->heads * layer->key_dim, k_count = layer->key_heads * layer->key_dim;
+    const char *key = row + q_count * size, *value = key + k_count * size;
+    const char *q = normalise(layer, row, layer->q_norm, layer->q_norm_dim, layer->q_eps, q_count, normed);
+    rotate_heads(layer, angles, sequence, q, layer->heads, queries, layer->key_dim * size);
+    const char *k = normalise(layer, key, layer->k_norm, layer->k_norm_dim, layer->k_eps, k_count, normed);
+    rotate_heads(layer, angles, sequence, k, layer->key_heads, keys->data + sequence * keys->outer + last * keys->row, keys->inner);
+    for (int64_t h = 0; h < layer->key_heads; h++)
+        memcpy(values->data + sequence * values->outer + h * values->inner + last * values->row,
+               value + h * layer->value_dim * size, (size_t)(layer->value_dim * size));
+}
+
+/* x and out are [batch, dim] without gaps. `scratch` holds, for every sequence, a row of the first product, two rows of
+ * queries and one of mixed values. */
+MOE_EXPORT int moe_attention_step(const AttentionLayer *layer, const char *x, int64_t batch, const char *cos, const char *sin,
+                                  int64_t angle_stride, int64_t angle_dim, char *key, int64_t key_outer, int64_t key_inner,
+                                  int64_t key_row, char *value, int64_t value_outer, int64_t value_inner, int64_t value_row,
+                                  int64_t length, const float *mask, char *scratch, char *out, int share_threads) {
+    const int dtype = (int)layer->dtype;
+    const int64_t size = dtype_bytes(dtype), q_bytes = layer->heads * layer->key_dim * size;
+    const int64_t mixed_bytes = layer->heads * layer->value_dim * size;
+    const int64_t qkv_count = (layer->heads + layer->key_heads) * layer->key_dim + layer->key_heads * layer->value_dim;
+    char *queries = scratch + batch * qkv_count * size, *normed = queries + batch * q_bytes, *mixed = normed + batch * q_bytes;
+    const Angles angles = {cos, sin, angle_stride, angle_dim};
+    const Cached keys = {key, key_outer, key_inner, key_row}, values = {value, value_outer, value_inner, value_row};
+    int status = moe_linear(x, layer->dim_in * size, batch, layer->qkv.data, layer->qkv.stride, layer->qkv_bias, scratch,
+                            qkv_count * size, layer->dim_in, qkv_count, dtype, dtype, share_threads);
+    if (status != STATUS_OK) return status;
+    for (int64_t b = 0; b < batch; b++)
+        place_heads(layer, &angles, b, scratch + b * qkv_count * size, normed, queries + b * q_bytes, &keys, &values, length);
+    status = moe_single_query_attention(queries, q_bytes, key, key_outer, key_inner, key_row, value, value_outer, value_inner,
+                                        value_row, mask, mixed, batch, layer->key_heads, layer->heads / layer->key_heads,
+                                        length, layer->key_dim, layer->value_dim, (float)layer->scale, dtype, share_threads);
+    if (status != STATUS_OK) return status;
+    return moe_linear(mixed, mixed_bytes, batch, layer->output.data, layer->output.stride, layer->output_bias, out,
+                      layer->dim_out * size, layer->heads * layer->value_dim, layer->dim_out, dtype, dtype, share_threads);
+}

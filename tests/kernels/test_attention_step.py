@@ -1,0 +1,248 @@
+"""`attention_step` against fp64, and against its parts one by one."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_runtime.kernels.attention_step import (
+    AttentionWeights,
+    HeadNorm,
+    attention_step,
+    attention_step_reference,
+)
+from moe_runtime.kernels.linear import linear
+from moe_runtime.kernels.native import native_library
+from moe_runtime.kernels.rms_norm import rms_norm
+from moe_runtime.kernels.single_query_attention import single_query_attention
+
+needs_native = pytest.mark.skipif(
+    native_library() is None, reason="the native CPU library was not built (needs gcc)"
+)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped": {"key_heads": 2, "value_dim": 5},
+    "biased": {"bias": True, "turned": 10},
+    "norm of a head": {"norm": "head", "key_heads": 1},
+    "norm of all heads": {"norm": "row"},
+}
+
+
+def make_layer(
+    dtype: torch.dtype,
+    *,
+    heads: int = 4,
+    key_heads: int = 4,
+    key_dim: int = 14,
+    value_dim: int = 14,
+    dim: int = 33,
+    bias: bool = False,
+    norm: str | None = None,
+) -> AttentionWeights:
+    generator = torch.Generator().manual_seed(heads + key_heads)
+
+    def random(*shape: int) -> torch.Tensor:
+        scale = shape[1] ** -0.5 if len(shape) > 1 else 1.0
+        return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+    rows = (heads + key_heads) * key_dim + key_heads * value_dim
+    norms: dict[str, Any] = {}
+    if norm is not None:
+        q_size, k_size = (heads * key_dim, key_heads * key_dim) if norm == "row" else [key_dim] * 2
+        norms = {
+            "q_norm": HeadNorm(random(q_size), 1e-5),
+            "k_norm": HeadNorm(random(k_size), 1e-6),
+        }
+    return AttentionWeights(
+        qkv=random(rows, dim),
+        output=random(dim, heads * value_dim),
+        qkv_bias=random(rows) if bias else None,
+        output_bias=random(dim) if bias else None,
+        **norms,
+        num_heads=heads,
+        num_key_heads=key_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        scale=0.3,
+    )
+
+
+def make_inputs(
+    layer: AttentionWeights, *, batch: int = 3, length: int = 9, turned: int = 14
+) -> Any:
+    """Arguments after the weights, with caches that are parts of larger ones."""
+    generator = torch.Generator().manual_seed(length)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(layer.dtype)
+
+    caches = []
+    for dim in (layer.key_dim, layer.value_dim):
+        room = torch.full((batch, layer.num_key_heads, length + 4, dim), torch.nan)
+        room = room.to(layer.dtype)
+        room[:, :, : length - 1] = random(batch, layer.num_key_heads, length - 1, dim)
+        caches.append(room[:, :, :length])
+    mask = torch.randn(batch, length, generator=generator)
+    mask[:, 1:2] = torch.finfo(torch.float32).min
+    angles = random(batch, turned), random(batch, turned)
+    return random(batch, layer.qkv.shape[1]), *angles, *caches, mask
+
+
+def call(layer: AttentionWeights, inputs: Any, impl: Any, **changes: Any) -> Any:
+    x, *rest = inputs
+    rest: Any = [None if part is None else part.clone() for part in rest]
+    return attention_step(x, layer, *rest, impl=impl, **changes), rest[2], rest[3]
+
+
+def one_by_one(layer: AttentionWeights, inputs: Any) -> Any:
+    """The step as a model writes it, by the native kernels where there are any."""
+    x, cos, sin, keys, values, mask = (part.clone() for part in inputs)
+    batch, turned = len(x), cos.shape[1]
+    qkv = linear(x, layer.qkv, layer.qkv_bias, impl="native")
+    sizes = [layer.num_queries, layer.num_keys, layer.num_key_heads * layer.value_dim]
+    query, key, value = qkv.split(sizes, dim=1)
+
+    def heads(part, norm, dim):
+        part = part.contiguous()
+        if norm is not None:
+            rows = part.view(batch, -1, len(norm.weight))
+            part = rms_norm(rows, norm.weight, norm.eps, impl="native")
+        return part.reshape(batch, -1, dim)
+
+    def turn(part):
+        some, rest = part[..., :turned], part[..., turned:]
+        half = turned // 2
+        crossed = torch.cat((-some[..., half:], some[..., :half]), dim=-1)
+        return torch.cat((some * cos[:, None] + crossed * sin[:, None], rest), dim=-1)
+
+    keys[:, :, -1] = turn(heads(key, layer.k_norm, layer.key_dim))
+    values[:, :, -1] = heads(value, None, layer.value_dim)
+    query = turn(heads(query, layer.q_norm, layer.key_dim))
+    mixed = single_query_attention(query, keys, values, mask, layer.scale, impl="native")
+    out = linear(mixed.flatten(1), layer.output, layer.output_bias, impl="native")
+    return out, keys, values
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_the_bits_are_those_of_the_parts(kind, dtype):
+    options = dict(LAYERS[kind])
+    turned = options.pop("turned", 14)
+    layer = make_layer(dtype, **options)
+    inputs = make_inputs(layer, turned=turned)
+    for got, expected in zip(call(layer, inputs, "native"), one_by_one(layer, inputs), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("impl", [pytest.param("native", marks=needs_native), "reference"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_fp32_against_fp64(kind, impl):
+    options = dict(LAYERS[kind])
+    turned = options.pop("turned", 14)
+    layer, exact = (make_layer(dtype, **options) for dtype in (torch.float32, torch.float64))
+    inputs = make_inputs(layer, turned=turned)
+    wide = [part.double() for part in inputs]
+    expected = attention_step_reference(wide[0], exact, *wide[1:5], inputs[5]), wide[3], wide[4]
+    for got, wanted in zip(call(layer, inputs, impl), expected, strict=True):
+        # sums of up to 56 products of order one, four stages one after another
+        bound = 4 * 56 * torch.finfo(torch.float32).eps * wanted.abs().max()
+        assert (got.double() - wanted).abs().max() <= bound
+
+
+@needs_native
+def test_a_sequence_does_not_depend_on_the_others_or_on_threads():
+    layer = make_layer(torch.bfloat16, key_heads=2, norm="head")
+    inputs = make_inputs(layer)
+    together = call(layer, inputs, "native")
+    library = native_library()
+    assert library is not None
+    before = library.num_threads
+    try:
+        library.set_num_threads(1)
+        for b in range(3):
+            alone = call(layer, [part[b : b + 1] for part in inputs], "native")
+            for one, all_ in zip(alone, together, strict=True):
+                assert torch.equal(one[0], all_[b])
+    finally:
+        library.set_num_threads(before)
+
+
+@needs_native
+def test_angles_of_one_position_serve_all_sequences_and_a_mask_may_be_missing():
+    layer = make_layer(torch.float32)
+    x, cos, sin, keys, values, _ = make_inputs(layer, length=1)
+    shared = call(layer, (x, cos[:1], sin[:1], keys, values, None), "native")
+    repeated = (cos[:1].repeat(3, 1), sin[:1].repeat(3, 1))
+    for one, other in zip(
+        shared, call(layer, (x, *repeated, keys, values, None), "native"), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def test_what_native_cannot_take_is_refused_by_name_and_computed_by_auto():
+    layer = make_layer(torch.float64)
+    inputs = make_inputs(layer)
+    assert torch.equal(call(layer, inputs, "auto")[0], call(layer, inputs, "reference")[0])
+    if native_library() is not None:
+        with pytest.raises(ValueError, match="cannot compute this"):
+            call(layer, inputs, "native")
+        few = make_layer(torch.float32)
+        with pytest.raises(ValueError, match="1 to 512 sequences"):
+            call(few, [part[:0] for part in make_inputs(few)], "native")
+
+
+def test_a_gradient_goes_through_torch():
+    layer = make_layer(torch.float32)
+    x, *rest = make_inputs(layer)
+    x.requires_grad_()
+    attention_step(x, layer, *rest).sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("number", "wrong", "message"),
+    [
+        (0, torch.zeros(3, 4), r"x must be \[B, 33\]"),
+        (1, torch.zeros(3, 13), "R even"),
+        (1, torch.zeros(3, 16), "cos and sin must be"),
+        (3, torch.zeros(3, 4, 0, 14), "place for the new token"),
+        (3, torch.zeros(2, 4, 9, 14), r"key and value must be \[3, 4, S, 14\]"),
+        (4, torch.zeros(3, 3, 9, 14), "key and value must be"),
+        (5, torch.zeros(3, 8), r"mask must be fp32 \[3, 9\]"),
+    ],
+)
+def test_what_does_not_fit(number, wrong, message):
+    layer = make_layer(torch.float32)
+    inputs = list(make_inputs(layer))
+    inputs[number] = wrong
+    with pytest.raises(ValueError, match=message):
+        call(layer, inputs, "auto")
+
+
+def test_angles_of_another_number_of_sequences_and_an_unknown_impl():
+    layer = make_layer(torch.float32)
+    x, cos, sin, *rest = make_inputs(layer)
+    with pytest.raises(ValueError, match="of 1 or 3 sequences"):
+        call(layer, (x, cos[:2], sin[:2], *rest), "auto")
+    with pytest.raises(ValueError, match="impl must be"):
+        call(layer, (x, cos, sin, *rest), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"qkv": torch.zeros(5, 33)}, "qkv must be"),
+        ({"output": torch.zeros(33, 5)}, "output must be"),
+        ({"qkv_bias": torch.zeros(5)}, "qkv_bias must be"),
+        ({"q_norm": HeadNorm(torch.zeros(5), 1e-5)}, "the weight of q_norm must be"),
+        ({"num_key_heads": 3}, "key heads that divide them"),
+        ({"output": torch.zeros(33, 56, dtype=torch.float64)}, "one dtype"),
+    ],
+)
+def test_weights_that_do_not_belong_together(change, message):
+    layer = make_layer(torch.float32)
+    names = ("qkv", "output", "num_heads", "num_key_heads", "key_dim", "value_dim", "scale")
+    with pytest.raises(ValueError, match=message):
+        AttentionWeights(**{name: getattr(layer, name) for name in names} | change)
