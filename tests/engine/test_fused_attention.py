@@ -2,11 +2,13 @@
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
 from transformers import OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
-from transformers.models.olmoe.modeling_olmoe import ALL_ATTENTION_FUNCTIONS, OlmoeAttention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as REGISTERED
+from transformers.models.olmoe.modeling_olmoe import OlmoeAttention
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeAttention
 from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeAttention,
@@ -19,11 +21,12 @@ from moe_runtime.engine.kv_cache import growing_cache
 from moe_runtime.engine.small_batch import use_small_batch_layers
 from moe_runtime.kernels.native import native_library
 
+ALL_ATTENTION_FUNCTIONS: Any = REGISTERED
 pytestmark = pytest.mark.skipif(
     native_library() is None, reason="the native CPU library was not built (needs gcc)"
 )
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 48,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -103,7 +106,7 @@ class AsksForPositions(Turned):
         )
 
 
-LAYERS = {
+LAYERS: dict[str, Any] = {
     "olmoe": (OlmoeAttention, OlmoeConfig),
     "qwen2": (Qwen2MoeAttention, Qwen2MoeConfig),
     "qwen3": (Qwen3MoeAttention, Qwen3MoeConfig),
@@ -128,7 +131,7 @@ class Model(torch.nn.Module):
             sizes["clip_qkv"] = 5.0
         self.config = config(**sizes)
         self.config._attn_implementation = "sdpa"
-        self.layer = layer(self.config, layer_idx=0)
+        self.layer: Any = layer(self.config, layer_idx=0)
 
     def set_attn_implementation(self, name: str) -> None:
         self.config._attn_implementation = name

@@ -143,8 +143,9 @@ def test_fp32_against_fp64(kind, impl):
     turned = options.pop("turned", 14)
     layer, exact = (make_layer(dtype, **options) for dtype in (torch.float32, torch.float64))
     inputs = make_inputs(layer, turned=turned)
-    wide = [part.double() for part in inputs]
-    expected = attention_step_reference(wide[0], exact, *wide[1:5], inputs[5]), wide[3], wide[4]
+    x, cos, sin, keys, values, mask = (part.double() for part in inputs)
+    out = attention_step_reference(x, exact, cos, sin, keys, values, mask.float())
+    expected = out, keys, values
     for got, wanted in zip(call(layer, inputs, impl), expected, strict=True):
         # sums of up to 56 products of order one, four stages one after another
         bound = 4 * 56 * torch.finfo(torch.float32).eps * wanted.abs().max()

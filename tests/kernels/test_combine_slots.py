@@ -1,7 +1,5 @@
 """`combine_slots` against fp64."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,10 +10,11 @@ needs_native = pytest.mark.skipif(
     native_library() is None, reason="the native CPU library was not built (needs gcc)"
 )
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SIZES: list[Any] = [(1, 8, 2048), (1, 1, 1), (3, 2, 63), (300, 3, 65), (0, 2, 8)]
+SIZES = [(1, 8, 2048), (1, 1, 1), (3, 2, 63), (300, 3, 65), (0, 2, 8)]
 
 
-def operands(tokens: int, choices: int, dim: int, dtype: torch.dtype, weights_dtype: torch.dtype):
+def operands(sizes: tuple[int, int, int], dtype: torch.dtype, weights_dtype: torch.dtype):
+    tokens, choices, dim = sizes
     generator = torch.Generator().manual_seed(tokens * 100 + choices)
     y = torch.randn(tokens * choices, dim, generator=generator).to(dtype)
     return y, torch.rand(tokens, choices, generator=generator).to(weights_dtype)
@@ -30,8 +29,8 @@ def exact(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_against_fp64(sizes: Any, dtype, weights_dtype, impl):
-    y, weights = operands(*sizes, dtype, weights_dtype)
+def test_against_fp64(sizes, dtype, weights_dtype, impl):
+    y, weights = operands(sizes, dtype, weights_dtype)
     found = combine_slots(y, weights, impl=impl)
     wanted = exact(y, weights)
     assert found.dtype == dtype
@@ -46,7 +45,7 @@ def test_against_fp64(sizes: Any, dtype, weights_dtype, impl):
 def test_threads_and_other_tokens_change_no_bit():
     library = native_library()
     assert library is not None
-    y, weights = operands(9, 4, 100, torch.bfloat16, torch.float32)
+    y, weights = operands((9, 4, 100), torch.bfloat16, torch.float32)
     alone = torch.cat([combine_slots(y[4 * t : 4 * t + 4], weights[t : t + 1]) for t in range(9)])
     before = library.num_threads
     try:
@@ -59,7 +58,7 @@ def test_threads_and_other_tokens_change_no_bit():
 
 @needs_native
 def test_rows_apart_in_memory_are_summed_alike():
-    y, weights = operands(3, 2, 40, torch.float32, torch.float32)
+    y, weights = operands((3, 2, 40), torch.float32, torch.float32)
     apart = torch.stack((y, y), dim=-1)[..., 0]
     assert torch.equal(
         combine_slots(apart, weights.t().contiguous().t()), combine_slots(y, weights)
@@ -67,7 +66,7 @@ def test_rows_apart_in_memory_are_summed_alike():
 
 
 def test_a_gradient_goes_through_torch():
-    y, weights = operands(3, 2, 8, torch.float32, torch.float32)
+    y, weights = operands((3, 2, 8), torch.float32, torch.float32)
     y.requires_grad_()
     combine_slots(y, weights).sum().backward()
     assert y.grad is not None
@@ -78,7 +77,7 @@ def test_a_gradient_goes_through_torch():
 
 
 def test_fp64_stays_fp64():
-    y, weights = operands(3, 2, 8, torch.float64, torch.float32)
+    y, weights = operands((3, 2, 8), torch.float64, torch.float32)
     assert torch.allclose(combine_slots(y, weights), exact(y, weights), rtol=1e-14)
     assert torch.equal(combine_slots(y, weights), combine_slots_reference(y, weights))
 
