@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from moe_runtime.config import nearest
 from moe_runtime.layer import MoELayer, ScMoEBlock, ScMoEParts, SharedExperts
+from moe_runtime.layer.activations import activation_named
 from moe_runtime.models.lm.attention import Attention, RotaryTable
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.norm import RMSNorm
@@ -109,6 +110,22 @@ class ShortcutBlocks(nn.Module):
     def routed(self) -> MoELayer:
         """The routed experts of the second block."""
         return self.pair.routed
+
+
+def check_experts(config: LanguageModelConfig) -> None:
+    """Refuses settings of the routed layers before anything large is made.
+
+    Raises:
+        ValueError: a size or a name does not fit.
+    """
+    if config.moe is None:
+        return
+    try:
+        settings = _layer_settings(config.moe) | {"shared_experts": 0, "experts": nn.Identity()}
+        activation_named(config.moe.activation)
+        MoELayer(config.hidden_size, name="model.moe", **settings)
+    except ValueError as error:
+        raise ValueError(f"model.moe: {error}") from None
 
 
 def make_blocks(config: LanguageModelConfig) -> Iterator[Block | ShortcutBlocks]:

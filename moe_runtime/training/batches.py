@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from moe_runtime.training.config import DataConfig
 from moe_runtime.training.tokens import Ids
 
 
@@ -170,3 +171,29 @@ def held_out_windows(ids: Ids, *, context: int, most_tokens: int) -> npt.NDArray
     starts = np.arange(num_windows) * context
     columns = starts[:, None] + np.arange(context + 1)
     return ids[columns.reshape(-1)].astype(np.int64).reshape(num_windows, context + 1)
+
+
+def check_groups(
+    num_groups: int, data: DataConfig, held_out: Mapping[str, npt.NDArray[np.int64]]
+) -> None:
+    """Refuses groups of tokens (GShard) that would not divide some batch of the run.
+
+    Args:
+        num_groups: into which a batch is divided.
+        data: how batches are made.
+        held_out: windows by source, which are measured in batches as large and a smaller last one.
+
+    Raises:
+        ValueError: the number does not divide the tokens of a batch, which is named.
+    """
+    rows = data.windows_per_micro_batch
+    batches = {"a micro-batch": rows}
+    for name, windows in held_out.items():
+        batches[f"the last part of the held-out text of {name!r}"] = len(windows) % rows
+    for what, num_windows in batches.items():
+        num_tokens = num_windows * data.context
+        if num_tokens % num_groups:
+            raise ValueError(
+                f"num_groups ({num_groups}) must divide the {num_tokens} tokens of {what}; "
+                f"a divisor of data.context ({data.context}) always does"
+            )

@@ -116,6 +116,11 @@ class DataConfig:
         """Sequences of full length in one optimizer step."""
         return self.tokens_per_step // self.context
 
+    @property
+    def windows_per_micro_batch(self) -> int:
+        """Sequences of full length that are computed at once."""
+        return self.sequences_per_step // self.micro_batches
+
     def context_at(self, step: int, num_steps: int) -> int:
         """Tokens a sequence has at a step: the short context first, then the full one."""
         is_short = self.short_context and step < self.short_share * num_steps

@@ -307,7 +307,7 @@ class Trainer:
             return
         self._run.model.eval()
         nats: dict[str, float] = {}
-        rows = max(1, self._config.data.sequences_per_step // self._config.data.micro_batches)
+        rows = self._config.data.windows_per_micro_batch
         for name, windows in self._run.held_out.items():
             with self._autocast(), self._run.ranks.watched(f"held-out text {name!r}"):
                 nats[name] = self._held_out_loss(torch.from_numpy(windows).split(rows))

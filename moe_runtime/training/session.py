@@ -16,12 +16,13 @@ import numpy.typing as npt
 import torch
 
 from moe_runtime.errors import CheckpointError
+from moe_runtime.models.lm.blocks import check_experts
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.initial import import_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.offload.handle import OffloadedTraining
 from moe_runtime.offload.initial import StreamedInit
-from moe_runtime.training.batches import Batches, held_out_windows
+from moe_runtime.training.batches import Batches, check_groups, held_out_windows
 from moe_runtime.training.checkpoint import (
     TrainingState,
     checkpoints_in,
@@ -107,6 +108,7 @@ def prepare(
         OSError: a file cannot be read or written.
     """
     device = resolve_device(config.run.device)
+    check_experts(config.model)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     output = folder / config.run.output.expanduser()
@@ -143,6 +145,8 @@ def prepare(
     model, first_experts = build_model(config, is_offloaded=is_offloaded)
     if not is_offloaded:
         model = model.to(device)
+    for layer in model.routed_layers():
+        check_groups(layer.gate.num_groups, config.data, held_out)
     preparation = Preparation(
         config=config,
         output=output,

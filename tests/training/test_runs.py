@@ -191,9 +191,14 @@ def test_a_damaged_checkpoint_is_named(finished: Path, capsys: pytest.CaptureFix
             "no file matches 'nothing-*'",
         ),
         (["CONFIG", "--set", "model.moe.gate=softmaxtopk"], "did you mean 'softmax_topk'"),
-        (["CONFIG", "--set", "model.moe.top_k=5"], "top_k must be at most num_experts=4, got 5"),
+        (["CONFIG", "--set", "model.moe.top_k=5"], "model.moe: top_k must be at most num_exp"),
         (["CONFIG", "--set", "model.moe.capacity_factor=0"], "capacity_factor must be positive"),
-        (["CONFIG", "--set", "model.moe.num_groups=7"], "do not divide into num_groups=7"),
+        (["CONFIG", "--set", "model.moe.num_groups=7"], "must divide the 128 tokens of a micro"),
+        (
+            ["CONFIG", "--set", "model.moe.num_groups=128"],
+            "tokens of the last part of the held-out text of",
+        ),
+        (["CONFIG", "--set", "model.moe.activation=swigul"], "model.moe: unknown activation"),
         (["CONFIG", "--set", "model.moe.loss_weights={ balance = 1 }"], "unknown loss 'balance'"),
         (["CONFIG", "--set", "run.device=gpu"], "run.device must be auto, cpu, cuda"),
         (
