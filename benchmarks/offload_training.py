@@ -56,7 +56,7 @@ class Shape:
         hidden, intermediate, num_experts, top_k, num_layers, heads, vocab, context: sizes.
         sequences: of a step in which every expert gets about 2,000 tokens.
         few_sequences: of a step that the disk limits.
-        activation_mib: set aside for activations.
+        activation_mib: set aside for activations; the peak shows whether it is enough.
     """
 
     hidden: int
@@ -77,34 +77,35 @@ class Shape:
         matrices = 3 * self.hidden * self.intermediate
         return STATE_BYTES * matrices * self.num_experts * self.num_layers
 
-    def model(self) -> LanguageModel:
-        return LanguageModel(
-            LanguageModelConfig(
-                hidden_size=self.hidden,
-                num_layers=self.num_layers,
-                num_heads=self.heads,
-                num_kv_heads=self.heads,
-                head_dim=self.hidden // self.heads,
-                max_positions=self.context,
-                vocab_size=self.vocab,
-                moe=ExpertsConfig(
-                    num_experts=self.num_experts,
-                    top_k=self.top_k,
-                    intermediate_size=self.intermediate,
-                    recompute=True,
-                    loss_weights={"load_balance": 0.01},
-                ),
+    @property
+    def config(self) -> LanguageModelConfig:
+        return LanguageModelConfig(
+            hidden_size=self.hidden,
+            num_layers=self.num_layers,
+            num_heads=self.heads,
+            num_kv_heads=self.heads,
+            head_dim=self.hidden // self.heads,
+            max_positions=self.context,
+            vocab_size=self.vocab,
+            moe=ExpertsConfig(
+                num_experts=self.num_experts,
+                top_k=self.top_k,
+                intermediate_size=self.intermediate,
+                recompute=True,
+                loss_weights={"load_balance": 0.01},
             ),
-            recompute=True,
         )
+
+    def model(self) -> LanguageModel:
+        return LanguageModel(self.config, recompute=True)
 
     def tokens_per_expert(self, sequences: int) -> float:
         return sequences * self.context * self.top_k / self.num_experts
 
 
 SHAPES = {
-    "wide": Shape(256, 512, 32, 16, 3, 4, 1024, 256, 16, 1, 56),
-    "tiny": Shape(64, 128, 64, 8, 4, 2, 256, 32, 4, 1, 8),
+    "wide": Shape(128, 384, 32, 28, 7, 2, 256, 256, 9, 1, 70),
+    "tiny": Shape(64, 128, 32, 16, 8, 2, 256, 32, 4, 1, 24),
 }
 
 

@@ -15,7 +15,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from moe_runtime.kernels.linear import is_faster_widened
 from moe_runtime.kernels.native import native_library
 
-_CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = 32 << 20
+"""Bytes of the logits that there are at a time."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -33,7 +34,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_TD) if needs_grad else None
         grad_weight = torch.zeros_like(weight_VD) if needs_grad else None
         each_T = torch.empty(num_tokens, dtype=_wide(compute_dtype), device=hidden.device)
-        chunk = max(1, _CHUNK_BYTES // (each_T.element_size() * len(weight)))
+        chunk = max(1, CHUNK_BYTES // (each_T.element_size() * len(weight)))
         for start in range(0, num_tokens, chunk):
             rows = slice(start, start + chunk)
             logits = (hidden[rows] @ weight.T).to(each_T.dtype)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from moe_runtime.engine.memory import MemoryPlan, peak_resident_bytes
+from moe_runtime.engine.memory import MemoryPlan, peak_resident_bytes, return_freed_blocks
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.offload.adamw import AdamW
 from moe_runtime.offload.books import Traffic
@@ -60,6 +60,7 @@ class AdapterTraining:
         settings: AdamW,
         memory: MemoryPlan,
     ) -> None:
+        return_freed_blocks()
         self.model = model
         self.store = store
         self.memory = memory

@@ -20,6 +20,10 @@ DEFAULT_ACTIVATION_SHARE = 0.25
 """Share of a budget set aside for activations when nobody says how much they take."""
 
 
+SPARE_BYTES = 32 * 2**20
+"""Set aside beside counted activations for what libraries and the allocator keep."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingMemory:
     """A division of host memory.
@@ -57,6 +61,14 @@ def dense_bytes(model: nn.Module, expert_parameters: Iterable[nn.Parameter]) -> 
             copies = 4 if parameter.requires_grad else 1
             total += copies * parameter.numel() * parameter.element_size()
     return total
+
+
+def expert_buffer_bytes(tokens: int, hidden: int, intermediate: int) -> int:
+    """What the expert in use takes beside its record, at most: when all tokens are routed to it.
+
+    Its rows, their gradients and outputs; pre-activations, hidden activations and their gradients.
+    """
+    return 4 * tokens * (3 * hidden + 6 * intermediate)
 
 
 def divide(

@@ -11,7 +11,11 @@ from torch import Tensor, nn
 from moe_runtime.config import MemorySize, parse_budget
 from moe_runtime.engine.backend import recognise_activation
 from moe_runtime.engine.expert_map import find_experts
-from moe_runtime.engine.memory import available_host_bytes, resolve_budget
+from moe_runtime.engine.memory import (
+    available_host_bytes,
+    resolve_budget,
+    return_freed_blocks,
+)
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.offload.activation_swap import SLOT_BYTES, ActivationSwap
 from moe_runtime.offload.activations import ActivationPolicy, Activations
@@ -82,6 +86,7 @@ def offload_training(
         ValueError: a size cannot be read.
     """
     settings = optimizer or AdamW()
+    return_freed_blocks()
     sites = find_sites(model)
     _check_device(model, device_memory)
     layouts = layouts_of(sites, settings.state_format)

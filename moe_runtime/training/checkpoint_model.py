@@ -12,13 +12,11 @@ from torch.nn.functional import cross_entropy
 
 from moe_runtime.engine.memory import experts_per_token
 from moe_runtime.models.lm.model import Losses
+from moe_runtime.offload.memory import SPARE_BYTES, expert_buffer_bytes
 from moe_runtime.training.finetune_config import LoraConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-
-SPARE_BYTES = 64 * 2**20
-"""Set aside for what libraries and the allocator keep beyond the tensors."""
 
 
 class CheckpointModel(nn.Module):
@@ -157,11 +155,12 @@ def activation_bytes(
     routed = 2 * width * experts_per_token(config)
     # a norm keeps three copies in fp32, projections one, rotation and attention four of the heads
     layer = 4 * (12 * hidden + 8 * heads * head_dim + routed + 2 * width)
-    kept = layers * (4 * hidden if recompute else layer) + (layer if recompute else 0)
+    kept = layers * (4 * hidden if recompute else layer)
+    experts = expert_buffer_bytes(tokens, hidden, width) + (layer * tokens if recompute else 0)
     # logits, their copy in fp32 and the gradients of both
     logits = 4 * 4 * text.vocab_size * -(-tokens // num_parts)
     passing = 4 * 6 * hidden
-    return int(1.25 * (tokens * (kept + passing) + logits)) + SPARE_BYTES
+    return int(1.25 * (tokens * (kept + passing) + max(experts, logits))) + SPARE_BYTES
 
 
 def trained_bytes(parameters: Sequence[nn.Parameter]) -> int:

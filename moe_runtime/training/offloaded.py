@@ -11,12 +11,13 @@ from typing import Any
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.models.lm.config import LanguageModelConfig
+from moe_runtime.models.lm.loss import CHUNK_BYTES
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.offload.adamw import AdamW, bytes_of_step
 from moe_runtime.offload.adapters import AdapterTraining
 from moe_runtime.offload.handle import OffloadedTraining
 from moe_runtime.offload.initial import StreamedInit
-from moe_runtime.offload.memory import TrainingMemory
+from moe_runtime.offload.memory import SPARE_BYTES, TrainingMemory, expert_buffer_bytes
 from moe_runtime.offload.offloading import (
     find_sites,
     layouts_of,
@@ -27,7 +28,7 @@ from moe_runtime.offload.records import RecordLayout
 from moe_runtime.training.config import LoopConfig, TrainConfig
 from moe_runtime.types import ExpertKey
 
-_SPARE_SHARE = 1 / 4
+_SPARE_SHARE = 1 / 8
 """Set aside over the activations that can be counted: buffers of libraries and of the allocator."""
 
 
@@ -150,14 +151,19 @@ def activation_bytes(config: TrainConfig) -> int:
     recomputes = model.moe is not None and model.moe.recompute
     keeps = choice == "keep" or (choice == "model" and not recomputes)
     layer = _layer_bytes(model, keeps=keeps) * tokens
-    kept = 4 * model.hidden_size * tokens * model.num_layers
-    blocks = kept + layer if config.run.recompute else layer * model.num_layers
-    # the loss computes logits a chunk at a time; the gradient of the output projection is dense
-    loss = 4 * part * model.hidden_size * 3 + 2 * 32 * 2**20
+    kept = (4 * model.hidden_size + _routing_bytes(model)) * tokens
+    blocks = model.num_layers * (kept if config.run.recompute else layer)
+    experts = layer if config.run.recompute else 0
+    if model.moe is not None:
+        experts += expert_buffer_bytes(tokens, model.hidden_size, model.moe.intermediate_size)
+    # logits are computed a chunk at a time, with their gradients
+    chunk = min(CHUNK_BYTES, 4 * part * model.vocab_size)
+    loss = 4 * part * model.hidden_size * 3 + 3 * chunk
     passing = 4 * tokens * model.hidden_size * 6
     # where the plan is made later, half of it is for what experts may keep
     times = 2 if choice == "auto" else 1
-    return times * int((blocks + loss + passing) * (1 + _SPARE_SHARE)) + 2**26
+    most = (blocks + max(loss, experts) + passing) * (1 + _SPARE_SHARE)
+    return times * int(most) + SPARE_BYTES
 
 
 def _layer_bytes(model: LanguageModelConfig, *, keeps: bool) -> int:
@@ -172,8 +178,16 @@ def _layer_bytes(model: LanguageModelConfig, *, keeps: bool) -> int:
     if model.moe is not None:
         routed = 2 * model.moe.intermediate_size * (model.moe.top_k if keeps else 0)
         shared = 3 * model.moe.intermediate_size * model.moe.shared_experts
-        width = max(width, routed + shared + 4 * model.moe.num_experts)
-    return 4 * (8 * model.hidden_size + 4 * heads + width)
+        width = max(width, routed + shared)
+    return 4 * (8 * model.hidden_size + 4 * heads + width) + 3 * _routing_bytes(model)
+
+
+def _routing_bytes(model: LanguageModelConfig) -> int:
+    """Of one token in one layer: ids and weights of its choices, its scores and their shares.
+
+    They stay until the step is over, for the gates' losses.
+    """
+    return 0 if model.moe is None else 12 * model.moe.top_k + 8 * model.moe.num_experts
 
 
 def offload_report(training: OffloadedTraining | AdapterTraining) -> dict[str, Any]:

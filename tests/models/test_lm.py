@@ -73,7 +73,7 @@ def test_cross_entropy_and_its_gradients(chunk_bytes: int, monkeypatch: pytest.M
     from moe_runtime.models.lm import loss as module
 
     # The small chunks: four tokens each in float64, an odd rest at the end.
-    monkeypatch.setattr(module, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
     hidden = torch.randn(21, 12, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(VOCAB, 12, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(VOCAB, (21,))
