@@ -2,10 +2,11 @@
 
 `python benchmarks/offload_training.py` trains a language model of many experts twice in turn, with
 everything in memory and with a budget of a quarter of the experts' weights and fp32 states, and
-compares tokens per second and losses (they must be equal). A second pair of steps has so few tokens
-that the disk is the limit; there the bound is the time that the same bytes take without any
-computation. Memory is measured in a process of its own, by the kernel's counter of the highest
-resident size, from which what was resident before the model was built is taken off.
+compares tokens per second and losses (they must be equal). Shape `many` has over 2,000 tokens for
+every expert in a step, so that computation is the limit. Shape `few` has eight, so that the disk
+is; there the bound is the time that the same bytes take without any computation. Memory is measured
+in a process of its own, by the kernel's counter of the highest resident size, from which what was
+resident before the model was built is taken off.
 """
 
 from __future__ import annotations
@@ -54,8 +55,7 @@ class Shape:
 
     Attributes:
         hidden, intermediate, num_experts, top_k, num_layers, heads, vocab, context: sizes.
-        sequences: of a step in which every expert gets about 2,000 tokens.
-        few_sequences: of a step that the disk limits.
+        sequences: of a step.
         activation_mib: set aside for activations; the peak shows whether it is enough.
     """
 
@@ -68,7 +68,6 @@ class Shape:
     vocab: int
     context: int
     sequences: int
-    few_sequences: int
     activation_mib: int
 
     @property
@@ -99,20 +98,21 @@ class Shape:
     def model(self) -> LanguageModel:
         return LanguageModel(self.config, recompute=True)
 
-    def tokens_per_expert(self, sequences: int) -> float:
-        return sequences * self.context * self.top_k / self.num_experts
+    @property
+    def tokens_per_expert(self) -> float:
+        return self.sequences * self.context * self.top_k / self.num_experts
 
 
 SHAPES = {
-    "wide": Shape(128, 384, 32, 28, 7, 2, 256, 256, 9, 1, 70),
-    "tiny": Shape(64, 128, 32, 16, 8, 2, 256, 32, 4, 1, 24),
+    "many": Shape(128, 384, 32, 28, 7, 2, 256, 256, 9, 70),
+    "few": Shape(256, 1024, 16, 4, 4, 4, 256, 32, 1, 40),
 }
 
 
-def windows(shape: Shape, sequences: int, step: int) -> Tensor:
+def windows(shape: Shape, step: int) -> Tensor:
     """Random tokens `[B, C + 1]`; the same for every system."""
     generator = torch.Generator().manual_seed(step)
-    size = (sequences, shape.context + 1)
+    size = (shape.sequences, shape.context + 1)
     return torch.randint(shape.vocab, size, generator=generator)
 
 
@@ -169,7 +169,7 @@ def in_memory(shape: Shape) -> Runner:
     return Runner(model, Optimizer(model, OptimizerConfig(peak_rate=RATE, clip_norm=0.0)))
 
 
-def compare(shape: Shape, sequences: int, steps: int, folder: Path) -> dict[str, Any]:
+def compare(shape: Shape, steps: int, folder: Path) -> dict[str, Any]:
     """Steps of both systems in turn, the first of each not counted."""
     ours, resident = offloaded(shape, folder), in_memory(shape)
     training = ours.optimizer
@@ -178,7 +178,7 @@ def compare(shape: Shape, sequences: int, steps: int, folder: Path) -> dict[str,
     for step in range(steps + 1):
         if step == 1:
             before = training.stats().traffic
-        ids = windows(shape, sequences, step)
+        ids = windows(shape, step)
         for runner in (resident, ours):
             runner.step(ids)
     if ours.losses != resident.losses:
@@ -193,10 +193,10 @@ def compare(shape: Shape, sequences: int, steps: int, folder: Path) -> dict[str,
         "offloaded": statistics.median(ours.seconds[1:]),
         "in_memory": statistics.median(resident.seconds[1:]),
     }
-    tokens = sequences * shape.context
+    tokens = shape.sequences * shape.context
     return {
         "tokens_per_step": tokens,
-        "tokens_per_expert": shape.tokens_per_expert(sequences),
+        "tokens_per_expert": shape.tokens_per_expert,
         "tokens_per_s": {name: tokens / value for name, value in seconds.items()},
         "share_of_in_memory": seconds["in_memory"] / seconds["offloaded"],
         "io_bound_s": bound_s,
@@ -240,7 +240,7 @@ def measure_memory(shape: Shape, folder: Path) -> dict[str, int]:
     baseline = resident_bytes()
     runner = offloaded(shape, folder)
     for step in range(2):
-        runner.step(windows(shape, shape.sequences, step))
+        runner.step(windows(shape, step))
     runner.optimizer.close()
     return {
         "budget_bytes": shape.expert_bytes // 4,
@@ -251,49 +251,55 @@ def measure_memory(shape: Shape, folder: Path) -> dict[str, int]:
 
 def main() -> None:
     arguments = _arguments()
-    shape = SHAPES[arguments.shape]
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        if arguments.memory_only:
-            print(json.dumps(measure_memory(shape, Path(folder))))
-            return
-        runs = []
-        for name, sequences in (("many", shape.sequences), ("few", shape.few_sequences)):
-            place = Path(folder) / name
-            place.mkdir()
-            runs.append(compare(shape, sequences, arguments.steps, place))
-            print(_line(runs[-1]), flush=True)
-            for file in place.iterdir():
-                file.unlink()
-    command = [sys.executable, *sys.argv, "--memory-only"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    memory = json.loads(done.stdout.splitlines()[-1])
-    print(
-        f"memory: at most {format_bytes(memory['peak_bytes'])} over "
-        f"{format_bytes(memory['baseline_bytes'])} before, budget "
-        f"{format_bytes(memory['budget_bytes'])}; experts and states "
-        f"{format_bytes(shape.expert_bytes)}"
-    )
+    names = [arguments.shape] if arguments.shape else list(SHAPES)
+    runs = {}
+    for name in names:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            if arguments.memory_only:
+                print(json.dumps(measure_memory(SHAPES[name], Path(folder))))
+                return
+            memory = _measured_memory(name, arguments.folder)
+            print(_memory_line(name, memory), flush=True)
+            run = compare(SHAPES[name], arguments.steps, Path(folder))
+            print(_line(name, run), flush=True)
+            runs[name] = {"shape": asdict(SHAPES[name]), **run, "memory": memory}
     if arguments.save:
         machine = describe_machine()
         result = {
             "machine": machine,
             "versions": versions(),
             "commit": commit(Path(__file__).parent),
-            "shape": {"name": arguments.shape, **asdict(shape)},
-            "expert_bytes": shape.expert_bytes,
             "threads": torch.get_num_threads(),
             "runs": runs,
-            "memory": memory,
         }
         path = RESULTS / f"offload-training-{machine_name(machine)}.json"
         path.write_text(json.dumps(result, indent=1) + "\n")
         print(f"written: {path.name}")
 
 
-def _line(run: dict[str, Any]) -> str:
+def _measured_memory(name: str, folder: Path | None) -> dict[str, int]:
+    """Two steps in a process of their own."""
+    command = [sys.executable, __file__, "--memory-only", "--shape", name]
+    if folder is not None:
+        command += ["--folder", str(folder)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _memory_line(name: str, memory: dict[str, int]) -> str:
+    return (
+        f"{name}: at most {format_bytes(memory['peak_bytes'])} over "
+        f"{format_bytes(memory['baseline_bytes'])} before, budget "
+        f"{format_bytes(memory['budget_bytes'])}; experts and states "
+        f"{format_bytes(SHAPES[name].expert_bytes)}"
+    )
+
+
+def _line(name: str, run: dict[str, Any]) -> str:
     speed = run["tokens_per_s"]
     return (
-        f"{run['tokens_per_expert']:,.0f} tokens an expert: {speed['offloaded']:,.0f} tokens/s, "
+        f"{name}: {run['tokens_per_expert']:,.0f} tokens an expert, "
+        f"{speed['offloaded']:,.0f} tokens/s, "
         f"in memory {speed['in_memory']:,.0f} ({run['share_of_in_memory']:.2f} of it); "
         f"{run['share_of_io_bound']:.2f} of the speed of the disk alone; "
         f"stall {run['stall_share']:.0%}, {format_bytes(run['read_bytes_per_step'])} read and "
@@ -306,8 +312,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=SHAPES, default="wide")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of each system")
+    parser.add_argument("--shape", choices=SHAPES, help="only this one")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps of each system")
     parser.add_argument("--folder", type=Path, default=None, help="for the experts; a fast disk")
     parser.add_argument("--save", action="store_true", help="write the results file")
     parser.add_argument("--memory-only", action="store_true", help=argparse.SUPPRESS)
