@@ -18,6 +18,7 @@ from moe_runtime.offload.adamw import AdamW
 from moe_runtime.offload.books import Traffic
 from moe_runtime.offload.checkpoint import ExpertCheckpoints
 from moe_runtime.offload.dense import DenseAdamW, StepOutcome
+from moe_runtime.offload.device_updates import DeviceUpdates
 from moe_runtime.offload.experts import OffloadedTrainingExperts
 from moe_runtime.offload.memory import TrainingMemory
 from moe_runtime.offload.optimizer import ExpertOptimizer
@@ -84,11 +85,12 @@ class OffloadedTraining:
         settings: AdamW,
         memory: TrainingMemory,
         activations: ActivationPolicy | None = None,
+        device_updates: DeviceUpdates | None = None,
     ) -> None:
         self.model = model
         self.memory = memory
         self.skipped_steps = 0
-        self.optimizer = ExpertOptimizer(states, settings)
+        self.optimizer = ExpertOptimizer(states, settings, device_updates)
         self._states = states
         self._sites = list(sites)
         self._passes = ExpertPasses(sites, self.optimizer, activations=activations)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from moe_runtime.config import MemorySize, parse_budget
@@ -20,6 +21,7 @@ from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.offload.activation_swap import SLOT_BYTES, ActivationSwap
 from moe_runtime.offload.activations import ActivationPolicy, Activations
 from moe_runtime.offload.adamw import AdamW
+from moe_runtime.offload.device_updates import DeviceUpdates, planned_updates
 from moe_runtime.offload.disk import Disk
 from moe_runtime.offload.handle import OffloadedTraining, fill
 from moe_runtime.offload.memory import (
@@ -43,6 +45,7 @@ def offload_training(
     optimizer: AdamW | None = None,
     activation_memory: MemorySize = DEFAULT_ACTIVATION_SHARE,
     activations: Activations = "model",
+    update_stride: int | Literal["auto"] | None = "auto",
     io_threads: int = 4,
     direct: bool = True,
     initial: Callable[[ExpertKey], Sequence[Tensor]] | None = None,
@@ -68,6 +71,9 @@ def offload_training(
             `keep`, `recompute` or `swap` to `storage_dir` in all layers, `model` as each layer
             says, or `auto`: the fastest by what the first step took, with half of
             `activation_memory` for what is kept. Not for blocks that are computed again as a whole.
+        update_stride: of how many updates the device that computes makes one, while the CPU makes
+            the others (Deep Optimizer States); "auto" measures both and the link where there is a
+            GPU, and None leaves all to the CPU. A GPU may round otherwise than a CPU does.
         io_threads: reads and writes in flight at once.
         direct: go past the page cache where the file system can.
         initial: for a model whose expert parameters are on the meta device: gives an expert's
@@ -83,7 +89,7 @@ def offload_training(
         CheckpointError: `storage_dir` is missing or cannot be written, or the checkpoint is damaged
             or of another model.
         UnsupportedModelError: the model has no routed experts that can leave it.
-        ValueError: a size cannot be read.
+        ValueError: a size cannot be read, or an option has no such value.
     """
     settings = optimizer or AdamW()
     return_freed_blocks()
@@ -100,7 +106,8 @@ def offload_training(
     if not resumes:
         fill(states, layouts, initial or stacked_parameters(sites))
     policy = _activation_policy(activations, sites, memory, storage_dir, direct)
-    training = OffloadedTraining(model, sites, states, settings, memory, policy)
+    elsewhere = _device_updates(model, update_stride)
+    training = OffloadedTraining(model, sites, states, settings, memory, policy, elsewhere)
     for site in sites:
         for name in site.parameter_names:
             del site.module._parameters[name]
@@ -233,6 +240,16 @@ def _activation_policy(
         swap = ActivationSwap(Path(storage_dir), direct=direct, buffer_bytes=buffers)
     own = [site.recompute for site in sites]
     return ActivationPolicy(kind, own, swap, memory.activation_bytes // 2)
+
+
+def _device_updates(model: nn.Module, stride: int | Literal["auto"] | None) -> DeviceUpdates | None:
+    devices = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
+    device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+    if stride == "auto":
+        return None if device.type == "cpu" else planned_updates(device)
+    if stride is not None and stride < 1:
+        raise ValueError(f"update_stride must be at least 1, None or 'auto', got {stride}")
+    return None if stride is None else DeviceUpdates(device, stride)
 
 
 def _check_device(model: nn.Module, device_memory: MemorySize) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_runtime.offload.adamw import AdamW, LossScale
 from moe_runtime.offload.dense import clip_scale
+from moe_runtime.offload.device_updates import DeviceUpdates
 from moe_runtime.offload.records import Sections
 from moe_runtime.offload.slots import Need
 from moe_runtime.offload.states import ExpertStates
@@ -38,16 +39,24 @@ class ExpertOptimizer:
     Args:
         states: the experts' records.
         settings: of AdamW.
+        device_updates: takes some of the updates to a GPU; none when omitted.
 
     Attributes:
         step: steps taken, skipped ones not counted.
         loss_scale: what losses are multiplied by.
         settings: as given.
         states: as given.
+        device_updates: as given.
     """
 
-    def __init__(self, states: ExpertStates, settings: AdamW) -> None:
+    def __init__(
+        self,
+        states: ExpertStates,
+        settings: AdamW,
+        device_updates: DeviceUpdates | None = None,
+    ) -> None:
         self.states = states
+        self.device_updates = device_updates
         self.settings = settings
         self.step = 0
         self.loss_scale = LossScale(settings.loss_scale)
@@ -126,12 +135,14 @@ class ExpertOptimizer:
         is_skipped = dense_is_bad or bool(self._bad)
         scale = self._scale(self._last_norm if self.settings.clip == "delayed" else norm)
         waiting = [key for key in sorted(self._norms) if self.states.experts[key].has_gradient]
+        self._await_device()
         if is_skipped:
             for key in waiting:
                 self.states.forget_gradient(key)
             self.states.roll_back()
         else:
             self._update_waiting(waiting, rate, scale)
+            self._await_device()
             self.states.commit()
             self._rates.append(rate)
             self._scales.append(scale)
@@ -145,6 +156,7 @@ class ExpertOptimizer:
 
     def discard(self) -> None:
         """Forgets the gradients since the last step, and takes back what they changed."""
+        self._await_device()
         for key, expert in self.states.experts.items():
             if expert.has_gradient:
                 self.states.forget_gradient(key)
@@ -174,6 +186,10 @@ class ExpertOptimizer:
         self._scales = [float(scale) for scale in state["scales"]]
         self._last_norm = state["last_norm"]
         self.loss_scale.load_state_dict(state["loss_scale"])
+
+    def _await_device(self) -> None:
+        if self.device_updates is not None:
+            self.device_updates.wait()
 
     def _is_behind(self, key: ExpertKey) -> bool:
         is_exact = self.settings.untouched == "dense_exact"
@@ -223,13 +239,18 @@ class ExpertOptimizer:
 
     def _update(self, key: ExpertKey, record: Tensor, rate: float, scale: float) -> None:
         """Takes the step of an acquired record with its gradient, and gives the record back."""
+        number = self.step + 1
+
+        def finish() -> None:
+            self.states.set_content_step(key, number)
+            self.states.write_state(key)
+            self.states.release(key)
+
         if self.settings.is_delayed(self.step):
             self._keep_gradient(key, record, rate)
+            finish()
         else:
-            self._use_gradient(key, record, rate, scale)
-        self.states.set_content_step(key, self.step + 1)
-        self.states.write_state(key)
-        self.states.release(key)
+            self._use_gradient(key, record, rate, scale, finish)
 
     def _keep_gradient(self, key: ExpertKey, record: Tensor, rate: float) -> None:
         """Takes the step with the gradient of the step before, and keeps this one's.
@@ -243,18 +264,23 @@ class ExpertOptimizer:
         expert.layout.kept_gradient(record).copy_(gradient)
         expert.pending = self.step
 
-    def _use_gradient(self, key: ExpertKey, record: Tensor, rate: float, scale: float) -> None:
+    def _use_gradient(
+        self, key: ExpertKey, record: Tensor, rate: float, scale: float, finish: Callable[[], None]
+    ) -> None:
         expert = self.states.experts[key]
         is_exact = self.settings.untouched == "dense_exact"
-        number = self.step + 1 if is_exact else expert.count + 1
+        step = Step(self.step + 1 if is_exact else expert.count + 1, rate)
         gradient = expert.layout.flat(record, Sections.GRADIENT)
         if scale != 1:
             gradient.mul_(scale)
-        take_steps(
-            expert.layout, record, self.settings, [Step(number, rate)], gradient,
-            refreshes=expert.count % self.settings.galore_refresh == 0,
-        )  # fmt: skip
+        refreshes = expert.count % self.settings.galore_refresh == 0
         expert.count += 1
+        if self.device_updates is not None and self.device_updates.takes(
+            expert.layout, record, self.settings, step, refreshes=refreshes, finish=finish
+        ):
+            return
+        take_steps(expert.layout, record, self.settings, [step], gradient, refreshes=refreshes)
+        finish()
 
     def _count_use(self) -> None:
         """Counts who was used, and exchanges homes when enough steps have been seen."""

@@ -1,0 +1,81 @@
+"""Updates on a device, with the CPU in its place: the same bits for every stride."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from offloaded_models import (
+    EXPERTS,
+    LAYERS,
+    assert_same_parameters,
+    batches,
+    offloaded,
+    stack,
+    train_in_memory,
+    train_offloaded,
+)
+
+import moe_runtime
+from moe_runtime.offload.device_updates import DeviceUpdates, measure_speeds, planned_updates
+from moe_runtime.offload.records import Sections
+from moe_runtime.planning.update_stride import best_stride
+from moe_runtime.types import ExpertKey
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("stride", "share"), [(1, 0.0), (2, 0.4), (3, 1.0)])
+@pytest.mark.parametrize("clip_norm", [0.0, 1e6])
+def test_the_stride_changes_no_bit(
+    tmp_path: Path, stride: int, share: float, clip_norm: float
+) -> None:
+    """In the backward pass, and after it where a norm is known first; every record comes home."""
+    settings = moe_runtime.AdamW(weight_decay=0.1, clip_norm=clip_norm)
+    inputs = [[x] for x in batches(3, 60)]
+    expected, model = stack(), stack()
+    train_in_memory(expected, inputs, settings)
+    training = offloaded(model, settings, tmp_path, experts_in_memory=share, update_stride=stride)
+    train_offloaded(training, model.loss, inputs)
+    assert_same_parameters(training, expected)
+    training.close()
+
+
+def test_bytes_to_the_device_and_back(tmp_path: Path) -> None:
+    """State and gradient there, state back, for one expert in two."""
+    training = offloaded(
+        model := stack(), moe_runtime.AdamW(), tmp_path, experts_in_memory=0, update_stride=2
+    )
+    train_offloaded(training, model.loss, [[x] for x in batches(2, 400)])
+    elsewhere = training.optimizer.device_updates
+    assert isinstance(elsewhere, DeviceUpdates)
+    assert elsewhere.num_updates == 2 * LAYERS * EXPERTS // 2
+    section = training.optimizer.states.experts[ExpertKey(0, 0)].layout.bytes_of(Sections.MEAN)
+    assert elsewhere.moved_bytes == elsewhere.num_updates * 7 * section
+    training.close()
+
+
+def test_a_bad_step_is_taken_back_from_the_device_too(tmp_path: Path) -> None:
+    inputs = [[x] for x in batches(2, 60)]
+    expected, model = stack(), stack()
+    train_in_memory(expected, inputs, moe_runtime.AdamW())
+    training = offloaded(
+        model, moe_runtime.AdamW(), tmp_path, experts_in_memory=0.3, update_stride=1
+    )
+    training.backward([lambda: model.loss(inputs[0][0]) * torch.inf])
+    assert training.step().bad_parameters
+    train_offloaded(training, model.loss, inputs)
+    assert_same_parameters(training, expected)
+    training.close()
+
+
+def test_measured_speeds_make_a_plan() -> None:
+    speeds = measure_speeds(CPU)
+    assert min(speeds.cpu_params_per_s, speeds.to_device_bytes_per_s) > 0
+    planned = planned_updates(CPU).stride
+    assert planned is None or 1 <= planned <= 64
+    assert best_stride(speeds) is None or best_stride(speeds, largest=1) in (None, 1)
+
+
+def test_unusable_stride(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="update_stride"):
+        offloaded(stack(), moe_runtime.AdamW(), tmp_path, experts_in_memory=0, update_stride=0)
