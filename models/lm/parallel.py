@@ -5,7 +5,7 @@ Attention and dense feed-forward networks are divided by torch's own libraries: 
 """
 
 from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -162,9 +162,10 @@ def leave_exchanges(model: LanguageModel) -> None:
     To be called after the others, where blocks are compiled.
     """
     for layer in model.routed_layers():
-        layer.experts.forward = torch.compiler.disable(layer.experts.forward)
-    attentions = (attention.part for attention in _modules(model, Attention))
-    for part in {part for part in (model.part, *attentions) if part is not None}:
+        experts: Any = layer.experts
+        experts.forward = torch.compiler.disable(experts.forward)
+    parts: set[Any] = {model.part, *(attention.part for attention in _modules(model, Attention))}
+    for part in parts - {None}:
         part.gather = torch.compiler.disable(part.gather)
 
 

@@ -70,10 +70,12 @@ def copy_part(whole: Tensor, part: Tensor) -> None:
         part.copy_(whole)
         return
     mesh = part.device_mesh
-    for dimension, placement in enumerate(part.placements):
-        if isinstance(placement, Shard):
-            pieces = whole.chunk(mesh.size(dimension), placement.dim)
+    # What FSDP2 shards further is cut last: its split has a factor, the number of slices before.
+    order = sorted(enumerate(part.placements), key=lambda item: hasattr(item[1], "split_factor"))
+    for dimension, placement in order:
+        cut = getattr(placement, "dim", None)
+        if cut is not None:
+            pieces = whole.chunk(mesh.size(dimension), cut)
             number = mesh.get_local_rank(dimension)
-            empty = whole.narrow(placement.dim, 0, 0)
-            whole = pieces[number] if number < len(pieces) else empty
+            whole = pieces[number] if number < len(pieces) else whole.narrow(cut, 0, 0)
     part.to_local().copy_(whole)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from math import prod
 
 import pytest
+from parallel_language_model import compare_gradients
 from parallel_training import meshes, refused, train_layouts
 from rank_pool import RankPool
 
@@ -126,3 +127,35 @@ def test_ten_steps_under_every_layout_of_eight_ranks(
 ) -> None:
     layouts = one_of_each_programme(legal_layouts(8))[part::5]
     assert ranks(8).run(train_layouts, layouts, 10, Overlap()) == [len(layouts)] * 8
+
+
+def without_stages(world_size: int) -> list[ParallelLayout]:
+    return [layout for layout in legal_layouts(world_size) if layout.pp == 1]
+
+
+def test_the_language_model_under_every_layout_of_two_ranks(
+    ranks: Callable[[int], RankPool],
+) -> None:
+    """Loss, norm and every gradient, in fp64."""
+    layouts = without_stages(2)
+    assert len(layouts) == 9
+    assert ranks(2).run(compare_gradients, layouts) == [9] * 2
+
+
+def test_the_language_model_under_layouts_of_four_ranks(ranks: Callable[[int], RankPool]) -> None:
+    """Every way to divide the dense part, and every way to divide the experts, in pairs."""
+    layouts = without_stages(4)
+    assert len(layouts) == 36
+    diagonal = layouts[::7]
+    assert {(x.tp, x.cp, x.dp) for x in diagonal} == {(x.tp, x.cp, x.dp) for x in layouts}
+    assert {(x.etp, x.ep) for x in diagonal} == {(x.etp, x.ep) for x in layouts}
+    assert ranks(4).run(compare_gradients, diagonal) == [len(diagonal)] * 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("size", "part"), [(4, 0), (8, 0), (8, 1), (8, 2), (8, 3), (8, 4)])
+def test_the_language_model_under_every_layout(
+    size: int, part: int, ranks: Callable[[int], RankPool]
+) -> None:
+    layouts = without_stages(size)[part :: 1 if size == 4 else 5]
+    assert ranks(size).run(compare_gradients, layouts) == [len(layouts)] * size
