@@ -14,7 +14,7 @@ from moe_runtime.parallel import LayoutGroups, ParallelLayout
 from moe_runtime.parallel.logical import copy_part
 from moe_runtime.training.sharded import logical_tensors
 
-NUM_PARTS, CONTEXT, VOCAB = 8, 16, 40
+CONTEXT, VOCAB = 16, 40
 CONFIG = LanguageModelConfig(
     hidden_size=16,
     num_layers=3,
@@ -71,9 +71,10 @@ def backward(model: LanguageModel, parts: list[Tensor], share: float) -> float:
 def compare_gradients(layouts: list[ParallelLayout]) -> int:
     """Compares under every layout, with FSDP2 under every second; runs on every rank of a pool."""
     random = torch.Generator().manual_seed(0)
-    batches = list(
-        torch.randint(VOCAB, (2 * NUM_PARTS, CONTEXT + 1), generator=random).chunk(NUM_PARTS)
-    )
+    # As many micro-batches as data parallelism can want.
+    num_parts = dist.get_world_size()
+    windows = torch.randint(VOCAB, (2 * num_parts, CONTEXT + 1), generator=random)
+    batches = list(windows.chunk(num_parts))
     whole = make_model()
     expected_loss = backward(whole, batches, 1.0)
     expected = named_gradients(whole)
