@@ -15,6 +15,8 @@ _HUGE_PAGE = 2 << 20
 # Smaller tensors come from memory that has been used before.
 _WORTH_IT = 32 << 20
 _ALIGNMENT = 64
+# Linux 5.14 and later; Python has no name for it.
+_MADV_POPULATE_WRITE = 23
 
 
 def with_huge_pages(fresh: Tensor) -> Tensor:
@@ -43,6 +45,21 @@ def untouched_zeros(like: Tensor) -> Tensor:
     first = -memory.data_ptr() % _ALIGNMENT
     zeros = memory[first : first + like.nbytes].view(like.dtype).view(like.shape)
     return with_huge_pages(zeros)
+
+
+def populate(fresh: Tensor) -> bool:
+    """Has the system back a tensor by memory now, instead of at the first write to each page.
+
+    The content stays as it is, and other threads of Python run meanwhile.
+
+    Args:
+        fresh: Host memory that begins at the start of a page.
+
+    Returns:
+        Whether the system did it; systems that cannot are asked in vain.
+    """
+    advise = _madvise()
+    return advise is not None and advise(fresh.data_ptr(), fresh.nbytes, _MADV_POPULATE_WRITE) == 0
 
 
 @functools.cache

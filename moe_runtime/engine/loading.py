@@ -58,6 +58,7 @@ from moe_runtime.store.prefetch import PrefetchMode, parse_mode
 from moe_runtime.store.slab import Slab
 from moe_runtime.store.source import ExpertSource
 from moe_runtime.store.tiers import TierFetcher
+from moe_runtime.store.touching import touched_meanwhile
 from moe_runtime.tracing.choice import Choice
 from moe_runtime.tracing.routes import shape_of
 from moe_runtime.tracing.timeline import Timeline
@@ -173,14 +174,14 @@ def load(
     # Everybody has looked how much memory is free before anybody takes some.
     _require_same_model(share, checkpoint, experts, place)
 
-    finish_dense(model, checkpoint, experts, place, progress)
-
+    with touched_meanwhile(slab := Slab(plans["host"].num_slots, plans["host"].slot_bytes)):
+        finish_dense(model, checkpoint, experts, place, progress)
     source = ExpertSource(experts.layouts, io_threads=io_threads)
     setting = Setting(shape=shape_of(signature))
     fastest = plans.get("device", plans["host"])
     choice = settle_policy(policy, shares, signature, fastest.num_slots)
     events = None if timeline is None or transport.rank else Timeline(timeline)
-    store, host_store = _open_stores(source, experts, plans, choice, setting, place, events)
+    store, host_store = _open_stores(source, slab, experts, plans, choice, setting, place, events)
     attach_timeline(model, store, events)
     for module in modules:
         module.store, module.share = store, share
@@ -337,6 +338,7 @@ def _require_same_model(
 
 def _open_stores(
     source: ExpertSource,
+    slab: Slab,
     experts: ExpertMap,
     plans: dict[str, MemoryPlan],
     choice: Choice,
@@ -358,7 +360,6 @@ def _open_stores(
 
     bind = bind_weights(experts)
     host = plans["host"]
-    slab = Slab(host.num_slots, host.slot_bytes)
     if "device" not in plans:
         return new(source, slab, layer_policy(host), bind, stream_slots=host.stream_slots), None
     slab.pin()

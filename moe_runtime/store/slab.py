@@ -1,6 +1,7 @@
 """A tier's memory: one allocation, cut into equal slots."""
 
 import mmap
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,6 +56,10 @@ class Slab:
     def slot(self, index: int) -> torch.Tensor:
         """The bytes of one slot: ``uint8`` of ``slot_bytes``."""
         return self._bytes[index * self.slot_bytes : (index + 1) * self.slot_bytes]
+
+    def parts(self, num_bytes: int) -> Iterator[torch.Tensor]:
+        """All slots from the first on, as ``uint8`` of this size each, the last one of the rest."""
+        yield from self._bytes.split(num_bytes)
 
 
 def aligned_bytes(num_bytes: int) -> torch.Tensor:
