@@ -81,7 +81,7 @@ def compare_gradients(layouts: list[ParallelLayout]) -> int:
     expected_norm = float(torch.nn.utils.get_total_norm([p.grad for p in whole.parameters()]))
     groups: LayoutGroups | None = None
     for index, layout in enumerate(layouts):
-        groups = LayoutGroups(layout, timeout_s=60, reuse=groups)
+        groups = LayoutGroups(layout, timeout_s=200, reuse=groups)
         model = make_model()
         spread_experts(model, groups)
         divide_sequences(model, groups)

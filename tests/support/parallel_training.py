@@ -193,7 +193,7 @@ def train_layouts(layouts: list[ParallelLayout], num_steps: int, overlap: Overla
     groups: LayoutGroups | None = None
     references: dict[tuple[int, int, int], tuple[list[Layer], list[float]]] = {}
     for layout in layouts:
-        groups = LayoutGroups(layout, timeout_s=60, reuse=groups)
+        groups = LayoutGroups(layout, timeout_s=200, reuse=groups)
         model = RankModel(groups, overlap)
         num_shares = layout.world_size // layout.pp
         inputs, targets = make_tokens(num_shares)
@@ -225,7 +225,7 @@ def train_layouts(layouts: list[ParallelLayout], num_steps: int, overlap: Overla
 
 def meshes(layout: ParallelLayout) -> list[tuple[str, ...] | list[int]]:
     """Names and own groups of both meshes of a layout."""
-    groups = LayoutGroups(layout, timeout_s=60)
+    groups = LayoutGroups(layout, timeout_s=200)
     found: list[tuple[str, ...] | list[int]] = []
     for side in ("dense", "expert"):
         mesh = groups.mesh(side)

@@ -25,7 +25,8 @@ PRELOAD = [
     *("moe_runtime.engine.elastic.worker", "moe_runtime.cli.run", "moe_runtime.training.session"),
     *("moe_runtime.models.lm.parallel", "torch.distributed.fsdp"),
 ]
-DEADLINE_S = 100.0
+# Imports of the first processes alone take a minute on a busy machine.
+DEADLINE_S = 250.0
 
 
 def start_server() -> multiprocessing.context.ForkServerContext:
@@ -43,7 +44,7 @@ class RankFailed(AssertionError):
 class RankPool:
     """`size` processes in one gloo group."""
 
-    def __init__(self, size: int, *, timeout_s: float = 60.0) -> None:
+    def __init__(self, size: int, *, timeout_s: float = 200.0) -> None:
         self.size = size
         self._timeout_s = timeout_s
         self._folder = tempfile.TemporaryDirectory()
