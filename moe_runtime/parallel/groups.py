@@ -130,13 +130,12 @@ class LayoutGroups:
                 divided.append(parameter)
             elif "tp" not in names:
                 sharded.append(parameter)
-        for alike, dimensions, num_parts in (
-            (whole, ("tp", "cp", "dp"), self.layout.loss_parts),
-            (divided, ("cp", "dp"), self.layout.loss_parts),
-            (sharded, ("tp",), 1),
-        ):
-            if alike:
-                self._reduce(alike, self.group("dense", *dimensions), num_parts)
+        if whole:
+            self._reduce(whole, self.group("dense", "tp", "cp", "dp"), self.layout.loss_parts)
+        if divided:
+            self._reduce(divided, self.group("dense", "cp", "dp"), self.layout.loss_parts)
+        if sharded and self.layout.tp > 1:
+            self._reduce(sharded, self.group("dense", "tp"), 1)
 
     def reduce_expert_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Sums over the copies of an expert, and averages over the loss's parts.
