@@ -25,7 +25,6 @@ SPLIT = {
     "slices": (2, ("parallel.etp=2",)),
     "copies and a sharded dense part": (2, ("parallel.ep=1", "parallel.shard_dense=true")),
     "sequences and a sharded dense part": (2, ("parallel.cp=2", "parallel.shard_dense=true")),
-    "heads and sequences": (4, ("parallel.tp=2", "parallel.cp=2", "parallel.etp=2")),
     "heads, and the rest sharded": (
         4,
         ("parallel.tp=2", "parallel.shard_dense=true", "parallel.ep=2"),
@@ -126,7 +125,6 @@ def test_compiled_blocks_train_the_same(
 GATES = {
     "capacity and zero experts": "zero_experts = { zero = 1, copy = 1, constant = 2 }\n"
     "capacity_factor = 1.25",
-    "sequence loss": "loss_weights = { sequence_balance = 0.01, load_balance = 0.01 }",
     "hash": 'gate = "hash"\ngate_options = { vocab_size = 300 }',
     "sampled": 'gate = "rl_r"\ntop_k = 1',
 }
