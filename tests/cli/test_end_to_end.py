@@ -16,14 +16,14 @@ from moe_runtime.tracing import read_trace
 
 COMMAND = [sys.executable, "-P", "-m", "moe_runtime.cli.main"]
 PROMPT = "The store reads an expert"
-# The same, with every forward pass slowed down, so that a signal surely arrives during one.
+# The same, coming to a stop after some text, so that a signal surely arrives while it generates.
 SLOW_PROGRAM = """
-import sys, time, moe_runtime
+import itertools, sys, time, moe_runtime
 from moe_runtime.cli.main import main
 load = moe_runtime.load
 def load_slow(*args, **options):
-    model = load(*args, **options)
-    model.register_forward_hook(lambda *_: time.sleep(0.1))
+    model, passes = load(*args, **options), itertools.count()
+    model.register_forward_hook(lambda *_: time.sleep(0.01 if next(passes) < 40 else 200))
     return model
 moe_runtime.load = load_slow
 sys.exit(main())
@@ -144,7 +144,7 @@ def test_ctrl_c_ends_cleanly_with_the_text_so_far(checkpoint: Path, tmp_path: Pa
     assert process.stdout is not None
     first = process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 130
     text = (first + out).decode()
     assert text.strip()
@@ -164,6 +164,6 @@ def test_a_reader_that_leaves_is_no_error_to_shout_about(checkpoint: Path) -> No
     process.stdout.close()
     err = process.stderr.read()
     process.stderr.close()
-    assert process.wait(timeout=60) != 0
+    assert process.wait(timeout=240) != 0
     assert b"Traceback" not in err
     assert b"Exception ignored" not in err

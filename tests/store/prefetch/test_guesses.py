@@ -196,18 +196,18 @@ def test_the_queue_takes_back_only_what_was_not_begun() -> None:
 
     def block() -> int:
         begun.set()
-        go.wait(10)
+        go.wait(120)
         return 1
 
     first = queue.submit([block], Priority.DEMAND, lambda read: None)
-    begun.wait(10)
+    assert begun.wait(120)
     moved = []
     second = queue.submit([lambda: moved.append(2) or 1], Priority.READAHEAD, lambda read: None)
     assert not queue.cancel(first)
     assert queue.cancel(second)
     queue.submit([lambda: 1], Priority.READAHEAD, lambda read: done.set())
     go.set()
-    assert done.wait(10)
+    assert done.wait(120)
     queue.close()
     assert moved == []
 
