@@ -33,7 +33,7 @@ def test_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: st
     monkeypatch.setattr(ActivationSwap.__init__, "__kwdefaults__", {
         "io_threads": 2, "direct": True, "buffer_bytes": 8192, "smallest_bytes": 64,
     })  # fmt: skip
-    inputs = [[x, y] for x, y in zip(batches(4, 40), batches(4, 25), strict=True)]
+    inputs = [[x, y] for x, y in zip(batches(3, 40), batches(3, 25), strict=True)]
     expected, model = stack(), stack()
     train_in_memory(expected, inputs, SETTINGS)
     training = offloaded(model, SETTINGS, tmp_path, experts_in_memory=0.3, activations=kind)

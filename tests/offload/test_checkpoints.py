@@ -71,16 +71,20 @@ def fresh(folder: Path) -> Path:
     return folder
 
 
-def test_resumes_under_another_budget(tmp_path: Path) -> None:
-    expected = run(fresh(tmp_path / "whole"), 1.0)
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of a run that nothing happened to; they do not depend on where experts live."""
+    return run(tmp_path_factory.mktemp("whole"), 0.4)
+
+
+def test_resumes_under_another_budget(tmp_path: Path, expected: list[float]) -> None:
     folder = fresh(tmp_path / "parts")
     for until, share in ((2, 0.0), (4, 1.0), (6, 0.5), (STEPS, 0.0)):
         losses = run(folder, share, until=until)
     assert losses == expected
 
 
-def test_killed_at_any_instant(tmp_path: Path) -> None:
-    expected = run(fresh(tmp_path / "whole"), 0.4)
+def test_killed_at_any_instant(tmp_path: Path, expected: list[float]) -> None:
     folder = fresh(tmp_path / "killed")
     fork = multiprocessing.get_context("fork")
     dice = random.Random(1)
@@ -115,9 +119,8 @@ class Unsynced(RecordFile):
 
 
 def test_power_cut_loses_nothing_that_a_checkpoint_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: list[float]
 ) -> None:
-    expected = run(fresh(tmp_path / "whole"), 0.0)
     folder, files = fresh(tmp_path / "cut"), []
 
     def open_file(path: Path, size: int, slots: int) -> Unsynced:
@@ -189,10 +192,14 @@ def test_checkpoint_without_folder() -> None:
     ],
 )
 def test_disk_fails_while_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type, message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    kind: type,
+    message: str,
+    expected: list[float],
 ) -> None:
     """The error is one line and names the file; the last checkpoint goes on."""
-    expected = run(fresh(tmp_path / "whole"), 0.3)
     folder = fresh(tmp_path / "full")
     run(folder, 0.3, until=3)
     training, model, losses = begin(folder, 0.3)
@@ -211,8 +218,102 @@ def test_disk_fails_while_training(
     assert run(folder, 0.3) == expected
 
 
-def test_short_writes_are_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = run(fresh(tmp_path / "whole"), 0.3)
+def test_read_error_while_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: list[float]
+) -> None:
+    """One line that names the file; the last checkpoint goes on."""
+    folder = fresh(tmp_path / "failing")
+    run(folder, 0.0, until=3)
+    training, model, _ = begin(folder, 0.0)
+
+    def fails(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fails)
+    parts = [partial(model.loss, batches(1, tokens=100)[0])]
+    with pytest.raises(CheckpointError, match=r"cannot read .*experts-\d+\.records: ") as failure:
+        _ = [(training.backward(parts), training.step()) for _ in range(3)]
+    assert "\n" not in str(failure.value)
+    monkeypatch.undo()
+    assert run(folder, 0.0) == expected
+
+
+@pytest.mark.parametrize("moment", ["flush", "checkpoint file"])
+def test_checkpoint_that_cannot_be_written_leaves_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, expected: list[float]
+) -> None:
+    folder = fresh(tmp_path / "full")
+    run(folder, 0.3, until=3)
+    training, model, losses = begin(folder, 0.3)
+    training.backward([partial(model.loss, batches(STEPS)[3])], rate=rate_of(3))
+    training.step(rate_of(3))
+
+    def fails(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fdatasync" if moment == "flush" else "fsync", fails)
+    save(training, folder / "checkpoint.pt", losses)
+    with pytest.raises((CapacityError, OSError), match="No space left"):
+        training.wait()
+    monkeypatch.undo()
+    assert not list(folder.glob("*.partial"))
+    assert run(folder, 0.3) == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "kind", "message"),
+    [
+        ("open", errno.EROFS, CheckpointError, "cannot open .*: Read-only file system"),
+        ("open", errno.EACCES, CheckpointError, "cannot open .*: Permission denied"),
+        ("posix_fallocate", errno.ENOSPC, CapacityError, "no room on the disk for .* of "),
+    ],
+)
+def test_folder_that_cannot_be_used(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    code: int,
+    kind: type[Exception],
+    message: str,
+) -> None:
+    plain = getattr(os, call)
+
+    def fails(target: object, *rest: object, **options: object) -> object:
+        if call == "posix_fallocate" or "experts-" in str(target):
+            raise OSError(code, os.strerror(code))
+        return plain(target, *rest, **options)
+
+    monkeypatch.setattr(os, call, fails)
+    with pytest.raises(kind, match=message) as failure:
+        offloaded(stack(), SETTINGS, tmp_path, experts_in_memory=0.3)
+    assert "\n" not in str(failure.value)
+
+
+def test_a_checkpoint_writes_what_changed_since_the_last(tmp_path: Path) -> None:
+    """Experts in memory that got no update cost nothing; those on the disk are there already."""
+    settings = moe_runtime.AdamW(untouched="sparse_skip")
+    for share in (0.0, 1.0):
+        training = offloaded(model := stack(), settings, tmp_path, experts_in_memory=share)
+        save(training, tmp_path / "checkpoint.pt", [])
+        training.wait()
+        layout = next(iter(training.optimizer.states.experts.values())).layout
+        for x in batches(3, tokens=2):
+            training.backward([partial(model.loss, x)])
+            training.step()
+            changed = sum(int((layer.aux.routing.counts_E > 0).sum()) for layer in model.layers)
+            training.optimizer.states.wait_for_transfers()
+            before = training.stats().traffic.written_bytes
+            save(training, tmp_path / "checkpoint.pt", [])
+            training.wait()
+            written = training.stats().traffic.written_bytes - before
+            assert written == (changed * layout.state_bytes if share else 0)
+            assert changed < len(training.optimizer.states.experts)
+        training.close()
+
+
+def test_short_writes_are_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: list[float]
+) -> None:
     plain = os.pwritev
 
     def half(descriptor: int, buffers: list[memoryview], offset: int) -> int:

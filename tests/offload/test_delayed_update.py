@@ -48,9 +48,9 @@ def scripted(inputs: list[torch.Tensor], clip_norm: float = 0.0) -> Stack:
     return model
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("share", [0.3, 1.0])
 def test_same_bits_as_the_definition(tmp_path: Path, share: float) -> None:
-    inputs = batches(8)
+    inputs = batches(6)
     training = offloaded(model := stack(), SETTINGS, tmp_path, experts_in_memory=share)
     train_offloaded(training, model.loss, [[x] for x in inputs])
     assert_same_parameters(training, scripted(inputs))
@@ -59,7 +59,7 @@ def test_same_bits_as_the_definition(tmp_path: Path, share: float) -> None:
 
 def test_clips_by_the_norm_of_the_gradients_own_step(tmp_path: Path) -> None:
     settings = moe_runtime.AdamW(weight_decay=0.1, delayed_update_after=AFTER, clip_norm=0.05)
-    inputs = batches(7)
+    inputs = batches(6)
     training = offloaded(model := stack(), settings, tmp_path, experts_in_memory=0.3)
     train_offloaded(training, model.loss, [[x] for x in inputs])
     expected = scripted(inputs, 0.05)
@@ -73,7 +73,7 @@ def test_clips_by_the_norm_of_the_gradients_own_step(tmp_path: Path) -> None:
 
 def test_a_gradient_that_waits_survives_a_bad_step_and_a_checkpoint(tmp_path: Path) -> None:
     """It is part of an expert's state: taken back with it, saved with it, under any budget."""
-    inputs = batches(7)
+    inputs = batches(6)
     training = offloaded(model := stack(), SETTINGS, tmp_path, experts_in_memory=0.3)
     saved: dict[str, dict] = {}
     for step, x in enumerate(inputs):

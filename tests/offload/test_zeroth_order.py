@@ -110,9 +110,9 @@ def windows(num: int, micro_batches: int) -> list[list[torch.Tensor]]:
     ("share", "micro_batches", "untouched", "steps"),
     [
         (0.0, 1, "dense_exact", 20),
-        (0.5, 2, "dense_exact", 5),
-        (1.0, 1, "dense_exact", 5),
-        (0.3, 1, "sparse_skip", 8),
+        (0.5, 2, "dense_exact", 4),
+        (1.0, 1, "dense_exact", 3),
+        (0.3, 1, "sparse_skip", 6),
     ],
 )
 def test_same_bits_as_mezo_in_memory(
