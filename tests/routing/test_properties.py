@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_runtime.layer import MoELayer
 from moe_runtime.routing import (
     GATES,
+    LOSSES,
     Capacity,
     RoutingContext,
     expert_counts,
@@ -21,6 +22,8 @@ from moe_runtime.routing.assignment import best_assignment, log_transport_plan
 D = 16
 RANDOM = {"switch", "gshard", "noisy_topk", "dense_to_sparse", "rl_r"}
 CASES = {case.label: case for case in FORMULAS}
+# Gates that document that they wait for the device: a solver on the host, ids of unknown width.
+WAITING = {"base", "dense_to_sparse", "expert_choice"}
 # Groups, capacity and turns depend on the order of tokens by design.
 ORDERLESS = [
     label
@@ -88,6 +91,31 @@ def test_permuted_tokens_and_experts_permute_the_output(label: str) -> None:
             state[name] = state[name][experts]
     layer.load_state_dict(state)
     torch.testing.assert_close(layer(x, token_ids=ids), out)
+
+
+@pytest.mark.parametrize("label", [label for label in CASES if CASES[label].gate not in WAITING])
+def test_nothing_is_read_back_from_the_device(label: str) -> None:
+    """On the meta device, where reading a value is an error: choices, capacity, losses, backward."""
+    case = CASES[label]
+    options = {name: 3 if name == "max_iterations" else o for name, o in case.options.items()}
+    gate = make_gate(
+        case.gate,
+        D,
+        case.num_experts,
+        case.top_k,
+        capacity=Capacity(1.0, "priority"),
+        loss_weights=None if case.gate == "hash" else dict.fromkeys(LOSSES, 1.0),
+        device="meta",
+        **options,
+    ).train(case.training)
+    x = torch.randn(24, D, device="meta", requires_grad=True)
+    context = RoutingContext(torch.zeros(24, dtype=torch.int64, device="meta"))
+    routing = gate.finish(gate.decide(x, context), context)  # `forward` adds autocast's switch
+    if gate.loss_weights:
+        (routing.weights_TK.sum() + sum(routing.losses.values())).backward()
+        assert x.grad is not None
+    assert routing.counts_E.is_meta
+    gate.after_step()
 
 
 def test_gradient_reaches_every_gate_but_hash() -> None:
