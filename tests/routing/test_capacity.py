@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_runtime.routing import Capacity, expert_slots, make_gate
 from moe_runtime.routing.capacity import DROP_POLICIES
@@ -111,6 +112,30 @@ def test_bad_factor(factor: float) -> None:
 def test_bad_policy() -> None:
     with pytest.raises(ValueError, match="policy must be one of choice, token, priority, score"):
         Capacity(1.0, "tokn")  # type: ignore[arg-type]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_tensor_of_tokens_by_experts_by_places_is_ever_made(policy: str) -> None:
+    """GShard's mask would have T E C = 524,288 elements here; scores have T E, choices T K."""
+    gate = make_gate("softmax_topk", 8, 32, 2, capacity=Capacity(1.0, policy))
+    x = torch.randn(512, 8)
+    with LargestTensor() as largest:
+        routing = gate(x)
+        (routing.weights_TK.sum() + routing.losses["load_balance"]).backward()
+    assert 512 * 32 <= largest.numel <= 2 * 512 * 32
 
 
 def test_einsum_form_equals_sparse_form() -> None:

@@ -95,7 +95,7 @@ def test_permuted_tokens_and_experts_permute_the_output(label: str) -> None:
 
 @pytest.mark.parametrize("label", [label for label in CASES if CASES[label].gate not in WAITING])
 def test_nothing_is_read_back_from_the_device(label: str) -> None:
-    """On the meta device, where reading a value is an error: choices, capacity, losses, backward."""
+    """On the meta device, where reading a value is an error: choices, places, losses, backward."""
     case = CASES[label]
     options = {name: 3 if name == "max_iterations" else o for name, o in case.options.items()}
     gate = make_gate(
