@@ -215,7 +215,9 @@ def _qualifies(module: torch.nn.Module) -> bool:
         return False
     if not isinstance(getattr(module, "head_dim", None), int) or not hasattr(module, "layer_idx"):
         return False
-    code = type(module).forward.__code__
+    code = getattr(type(module).forward, "__code__", None)
+    if code is None:  # something that is called, but no function
+        return False
     names = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
     return [*names, "kwargs"] == _PARAMETERS and _NAMES.issuperset(code.co_names)
 
