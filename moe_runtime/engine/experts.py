@@ -15,8 +15,7 @@ from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:
     from moe_runtime.engine.share import ExpertShare
-    from moe_runtime.tracing import TraceRecorder
-    from moe_runtime.tracing.recent import RecentRouting
+    from moe_runtime.engine.tracing import RoutingRecord
 
 # T tokens, D model, F hidden, E experts, K top-k, R routed rows = T * K
 
@@ -61,7 +60,7 @@ class OffloadedExperts(torch.nn.Module):
         self.layer = layer
         self.store: ExpertStore[ExpertWeights] | None = None
         self.share: ExpertShare | None = None
-        self.recorder: TraceRecorder | RecentRouting | None = None
+        self.recorder: RoutingRecord | None = None
         self.watcher: RoutingWatcher | None = None
         self.observer: RoutingWatcher | None = None
         self.late_observer: RoutingWatcher | None = None

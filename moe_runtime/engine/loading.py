@@ -43,7 +43,7 @@ from moe_runtime.engine.small_batch import use_small_batch_layers
 from moe_runtime.engine.threads import rest_torch_threads
 from moe_runtime.engine.timed_store import TimedStore
 from moe_runtime.engine.timeline import attach_timeline
-from moe_runtime.engine.tracing import open_recorder
+from moe_runtime.engine.tracing import open_record
 from moe_runtime.kernels.expert_ffn import ExpertWeights
 from moe_runtime.parallel.agreement import (
     arithmetic_facts,
@@ -198,7 +198,7 @@ def load(
     )
     recorder = None
     if transport.rank == 0:
-        recorder = open_recorder(model, modules, signature, trace, keeps_recent=policy == AUTO)
+        recorder = open_record(model, modules, signature, trace, keeps_recent=policy == AUTO)
     prefetcher = None
     if estimator is not None:
         bind_scorer(estimator, model, blocks, place)

@@ -15,9 +15,8 @@ from moe_runtime.types import ModelSignature, RuntimeStats, StoreStats
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moe_runtime.engine.tracing import RoutingRecord
     from moe_runtime.store.prefetch import Prefetcher
-    from moe_runtime.tracing import TraceRecorder
-    from moe_runtime.tracing.recent import RecentRouting
     from moe_runtime.tracing.timeline import Timeline
 
 
@@ -58,7 +57,7 @@ class RuntimeHandle:
         facts: LoadedFacts,
         *,
         host_store: ExpertStore[Tensor] | None = None,
-        recorder: TraceRecorder | RecentRouting | None = None,
+        recorder: RoutingRecord | None = None,
         prefetcher: Prefetcher | None = None,
         timeline: Timeline | None = None,
     ) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from moe_runtime.engine.experts import OffloadedExperts
@@ -18,53 +20,91 @@ from moe_runtime.types import ModelSignature
 Recorder = TraceRecorder | RecentRouting
 
 
-def open_recorder(
+class RoutingRecord:
+    """Everything that records a model's routing: a trace, what later runs choose by, or both.
+
+    Args:
+        recorders: who is told of every step.
+    """
+
+    def __init__(self, recorders: Sequence[Recorder]) -> None:
+        self.recorders = list(recorders)
+        self._open = self.recorders
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nobody records any more."""
+        return not self._open
+
+    def begin_step(self, step: Step) -> None:
+        """A forward pass begins; those who have recorded enough hear of no more."""
+        self._open = [recorder for recorder in self._open if not recorder.is_done]
+        for recorder in self._open:
+            if step.is_new:
+                recorder.begin_request(num_sequences=step.num_sequences)
+            recorder.begin_step(
+                phase=step.phase,
+                token_ids=step.token_ids,
+                positions=step.positions,
+                sequences=step.sequences,
+            )
+
+    def routing(self, layer: int, expert_ids: npt.ArrayLike, weights: npt.ArrayLike) -> None:
+        """A layer sent the tokens of the step to experts."""
+        for recorder in self._open:
+            recorder.routing(layer, expert_ids, weights)
+
+    def close(self) -> None:
+        """Writes what is not written yet, each of them even if another one cannot.
+
+        Raises:
+            CheckpointError: the trace cannot be written.
+        """
+        with contextlib.ExitStack() as stack:
+            for recorder in self.recorders:
+                stack.callback(recorder.close)
+
+
+def open_record(
     model: torch.nn.Module,
     modules: Sequence[OffloadedExperts],
     signature: ModelSignature,
     trace: str | Path | None,
     *,
     keeps_recent: bool,
-) -> Recorder | None:
-    """Records a model's forward passes from now on, into a trace or for the choices of later runs.
+) -> RoutingRecord | None:
+    """Records a model's forward passes from now on, into a trace and for the choices of later runs.
 
     Args:
         model: the model.
         modules: its experts.
         signature: what it is.
         trace: the file of a trace, if one is wanted.
-        keeps_recent: whether, without a trace, the first decode steps are kept in the user's cache.
+        keeps_recent: whether the first decode steps are kept in the user's cache.
 
     Raises:
         CheckpointError: the trace cannot be written there.
     """
-    recorder: Recorder
+    recorders: list[Recorder] = []
     if trace is not None:
-        recorder = TraceRecorder(Path(trace), signature)
-    elif keeps_recent:
-        recorder = RecentRouting(signature)
-    else:
+        recorders.append(TraceRecorder(Path(trace), signature))
+    if keeps_recent:
+        recorders.append(RecentRouting(signature))
+    if not recorders:
         return None
+    record = RoutingRecord(recorders)
 
     def begin_step(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if recorder.is_done:
+        if record.is_done:
             for module in modules:
                 module.recorder = None
             return
-        step = read_step(args, kwargs)
-        if step.is_new:
-            recorder.begin_request(num_sequences=step.num_sequences)
-        recorder.begin_step(
-            phase=step.phase,
-            token_ids=step.token_ids,
-            positions=step.positions,
-            sequences=step.sequences,
-        )
+        record.begin_step(read_step(args, kwargs))
 
     model.register_forward_pre_hook(begin_step, with_kwargs=True)
     for module in modules:
-        module.recorder = recorder
-    return recorder
+        module.recorder = record
+    return record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ import torch
 import moe_runtime
 from moe_runtime.engine.inspection import inspect_checkpoint
 from moe_runtime.models.pocket import pocket_path
+from moe_runtime.tracing import read_trace
 from moe_runtime.tracing.choice import LEAST_STEPS
 from moe_runtime.tracing.recent import read_recent
 from moe_runtime.types import RuntimeStats
@@ -42,13 +43,17 @@ def test_auto_learns_from_the_run_before(tmp_path: Path, monkeypatch: pytest.Mon
     signature = inspect_checkpoint(pocket_path()).signature
     assert read_recent(signature) is None  # nothing is kept unless `auto` is asked for
 
-    first, unknowing = generate(policy="auto", prefetch="auto", predictor="auto")
+    trace = tmp_path / "trace.npz"
+    first, unknowing = generate(policy="auto", prefetch="auto", predictor="auto", trace=str(trace))
     assert torch.equal(first, plain)
     assert unknowing.policy == "lru"
     assert "0 steps" in unknowing.policy_reason
     kept = read_recent(signature)
     assert kept is not None
     assert kept.num_steps == LEAST_STEPS + 11  # the first new token comes from the prompt
+    recorded = read_trace(trace)  # both are kept; the trace has the prompt too
+    assert recorded.num_steps == kept.num_steps + 1
+    assert (recorded.expert_ids[-kept.num_tokens :] == kept.expert_ids).all()
 
     second, knowing = generate(policy="auto")
     assert torch.equal(second, plain)
