@@ -217,6 +217,8 @@ class Prefetcher:
             seconds = now_s - start.now_s
             link = self._guesses.link()
             self._decode_s += seconds
+            if self.mode is not PrefetchMode.AUTO:
+                return
             self._controller.step(
                 StepCost(
                     seconds=seconds,

@@ -1,0 +1,246 @@
+"""Decoding with prefetch and without, in turn, in one process: `python benchmarks/prefetch.py`.
+
+A model decodes a given text under a memory budget that holds a share of its experts. Blocks of
+steps run without prefetch and with it in the order A B B A, over the same cache; medians of their
+times, waits, bytes and seconds of predicting are compared. Two models: the bundled pocket model on
+held-out text, and a synthetic checkpoint of a named shape (written once into `--data`) whose
+tokens repeat as words do. Experts are read with direct I/O, so the budget is the cap: the page
+cache does not help. The mode `auto` runs last, by itself, with its own controller, against the
+blocks without prefetch right before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from harness.checkpoints import is_complete, write_checkpoint
+from harness.machine import commit, describe_machine, machine_name, versions
+from harness.shapes import SHAPES
+
+import moe_runtime
+from moe_runtime.engine.inspection import inspect_checkpoint
+from moe_runtime.models.pocket import pocket_path
+from moe_runtime.store.prefetch import PrefetchMode
+
+HERE = Path(__file__).resolve().parent
+POCKET = "pocket"
+WARMUP_STEPS = 24
+PROMPT_TOKENS = 16
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """What the decode steps of one mode took."""
+
+    step_s: list[float] = field(default_factory=list)
+    stall_s: float = 0.0
+    bytes_read: int = 0
+    predict_s: float = 0.0
+
+    def summary(self) -> dict[str, float]:
+        """Per step, and predicting as a share of the decode time."""
+        steps = max(1, len(self.step_s))
+        return {
+            "steps": len(self.step_s),
+            "step_ms_median": round(1e3 * statistics.median(self.step_s), 3),
+            "step_ms_mean": round(1e3 * sum(self.step_s) / steps, 3),
+            "stall_ms": round(1e3 * self.stall_s / steps, 3),
+            "kib_read": round(self.bytes_read / steps / 1024, 1),
+            "prediction_share": round(self.predict_s / sum(self.step_s), 4),
+        }
+
+
+class Decoder:
+    """A loaded model that decodes given tokens step by step and keeps the books of every mode."""
+
+    def __init__(self, model: Any, tokens: list[int]) -> None:
+        self._model, self._tokens = model, tokens
+        self._at = PROMPT_TOKENS
+        with torch.inference_mode():
+            out = model(input_ids=torch.tensor([tokens[:PROMPT_TOKENS]]), use_cache=True)
+        self._cache = out.past_key_values
+
+    def run(self, mode: PrefetchMode, steps: int, tally: Tally) -> None:
+        """Decodes some more tokens in a mode and adds what they took."""
+        moe = self._model.moe
+        moe.prefetcher.mode = mode
+        before, predict_s = moe.stats(), moe.prefetcher.stats().predict_s
+        with torch.inference_mode():
+            for token in self._tokens[self._at : self._at + steps]:
+                start_s = time.perf_counter()
+                out = self._model(
+                    input_ids=torch.tensor([[token]]),
+                    past_key_values=self._cache,
+                    use_cache=True,
+                )
+                self._cache = out.past_key_values
+                tally.step_s.append(time.perf_counter() - start_s)
+        self._at += steps
+        after = moe.stats()
+        tally.stall_s += after.stall_s - before.stall_s
+        tally.bytes_read += after.bytes_read - before.bytes_read
+        tally.predict_s += moe.prefetcher.stats().predict_s - predict_s
+
+
+def main() -> None:
+    arguments = _arguments()
+    rows = []
+    for name in arguments.models:
+        folder = pocket_path() if name == POCKET else synthetic(name, arguments.data)
+        for share in arguments.shares:
+            row = measure(name, folder, share, arguments)
+            rows.append(row)
+            _print(row)
+    if arguments.out:
+        write(arguments.out, arguments, rows)
+
+
+def measure(name: str, folder: Path, share: float, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Decodes with a share of the experts in memory, in all modes; returns the comparison."""
+    blocks = 4 * arguments.rounds + 3
+    num_tokens = PROMPT_TOKENS + WARMUP_STEPS + blocks * arguments.block
+    tokens = pocket_tokens(num_tokens) if name == POCKET else zipf_tokens(name, num_tokens)
+    summary = inspect_checkpoint(folder, max_tokens=num_tokens)
+    slots = round(share * summary.total_experts)
+    floor = summary.slots_for(summary.smallest_budget_bytes)
+    budget = summary.smallest_budget_bytes + max(0, slots - floor) * summary.slot_bytes
+    model: Any = moe_runtime.load(
+        folder,
+        device="cpu",
+        host_memory=budget,
+        max_tokens=num_tokens,
+        policy=arguments.policy,
+        prefetch="auto",
+        predictor=arguments.predictor,
+    )
+    off, on, auto, beside = Tally(), Tally(), Tally(), Tally()
+    with model.moe:
+        decoder = Decoder(model, tokens)
+        decoder.run(PrefetchMode.OFF, WARMUP_STEPS, Tally())
+        for _ in range(arguments.rounds):
+            for mode, tally in (
+                (PrefetchMode.OFF, off),
+                (PrefetchMode.ENFORCE, on),
+                (PrefetchMode.ENFORCE, on),
+                (PrefetchMode.OFF, off),
+            ):
+                decoder.run(mode, arguments.block, tally)
+        model.moe.prefetcher.reset_stats()
+        half = arguments.block // 2
+        decoder.run(PrefetchMode.OFF, half, beside)
+        decoder.run(PrefetchMode.AUTO, 2 * arguments.block, auto)
+        verdict = model.moe.prefetcher.describe()
+        decoder.run(PrefetchMode.OFF, half, beside)
+        model.moe.check()
+        slots = model.moe.stats().expert_slots
+    return {
+        "model": name,
+        "share_of_experts": share,
+        "slots": slots,
+        "policy": arguments.policy,
+        "predictor": arguments.predictor,
+        "off": off.summary(),
+        "enforce": on.summary(),
+        "auto": {**auto.summary(), "verdict": verdict},
+        "decode_ratio": _ratio(statistics.median(off.step_s), statistics.median(on.step_s)),
+        "stall_ratio": _ratio(on.stall_s, off.stall_s),
+        "traffic_ratio": _ratio(on.bytes_read, off.bytes_read),
+        "auto_decode_ratio": _ratio(
+            statistics.median(beside.step_s), statistics.median(auto.step_s)
+        ),
+    }
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return round(numerator / denominator, 3) if denominator else None
+
+
+def synthetic(name: str, data: Path) -> Path:
+    """The folder of a synthetic checkpoint, written if it is not there."""
+    folder = data / name
+    if not is_complete(SHAPES[name], folder):
+        print(f"writing {folder} ({SHAPES[name].total_bytes / 1e9:.1f} GB)", flush=True)
+        data.mkdir(parents=True, exist_ok=True)
+        write_checkpoint(SHAPES[name], folder)
+    return folder
+
+
+def pocket_tokens(num_tokens: int) -> list[int]:
+    """Documents that the pocket model was not trained on, one after another."""
+    from transformers import AutoTokenizer
+
+    from moe_runtime.models.pocket.corpus import gather
+
+    tokenizer = AutoTokenizer.from_pretrained(pocket_path())
+    tokens: list[int] = []
+    for document in gather():
+        if document.held_out and len(tokens) < num_tokens:
+            tokens += tokenizer(document.text[:2000])["input_ids"]
+    return tokens[:num_tokens]
+
+
+def zipf_tokens(name: str, num_tokens: int) -> list[int]:
+    """Tokens of a synthetic vocabulary that repeat as often as words do (Zipf's law)."""
+    rng = np.random.default_rng(0)
+    return (rng.zipf(1.2, size=num_tokens) % SHAPES[name].vocab_size).tolist()
+
+
+def _print(row: dict[str, Any]) -> None:
+    def shown(value: float | None) -> str:
+        return "-" if value is None else f"{value:.2f}"
+
+    print(
+        f"{row['model']:>12} {row['share_of_experts']:>5.0%}: enforce decodes "
+        f"{shown(row['decode_ratio'])} x, stall {shown(row['stall_ratio'])} x, traffic "
+        f"{shown(row['traffic_ratio'])} x, predicting {row['enforce']['prediction_share']:.1%} "
+        f"of the time; auto {shown(row['auto_decode_ratio'])} x ({row['auto']['verdict']})",
+        flush=True,
+    )
+
+
+def write(out: Path, arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Writes the rows with machine, versions and commit."""
+    facts = describe_machine()
+    report = {
+        "subject": "decoding with prefetch against without, in turn in one process",
+        "machine": facts,
+        "versions": versions(),
+        "commit": commit(HERE.parent),
+        "block_steps": arguments.block,
+        "rounds": arguments.rounds,
+        "rows": rows,
+    }
+    path = out / f"prefetch-{machine_name(facts)}.json" if out.is_dir() else out
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(f"written to {path}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--models", nargs="+", choices=[POCKET, *SHAPES], default=[POCKET, "olmoe-small"]
+    )
+    parser.add_argument("--shares", nargs="+", type=float, default=[0.25, 0.5, 0.75])
+    parser.add_argument("--policy", default="lru")
+    parser.add_argument("--predictor", default="auto", help="as for `run --predictor`")
+    parser.add_argument("--block", type=int, default=32, help="steps of a block")
+    parser.add_argument("--rounds", type=int, default=3, help="times off, on, on, off")
+    parser.add_argument("--quick", action="store_true", help="one round, half of the experts")
+    parser.add_argument("--data", type=Path, default=HERE / "data", help="folder for checkpoints")
+    parser.add_argument("--out", type=Path, help="folder or file for the results as JSON")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds, arguments.shares = 1, [0.5]
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
