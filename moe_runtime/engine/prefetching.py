@@ -174,7 +174,9 @@ def attach_prefetcher(
     predictor: Predictor = make_predictor(estimator)
     if share is not None:
         predictor = OwnGuesses(predictor, share)
-    prefetcher = Prefetcher(Guesses(store), predictor, mode, num_layers=len(modules))
+    prefetcher = Prefetcher(
+        Guesses(store), predictor, mode, num_layers=len(modules), top_k=estimator.shape.top_k
+    )
     first_request = 0
     num_running = 0
 

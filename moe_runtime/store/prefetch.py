@@ -102,6 +102,7 @@ class Prefetcher:
         mode: PrefetchMode,
         *,
         num_layers: int,
+        top_k: int = 1,
         rules: PrefetchRules | None = None,
     ) -> None:
         """Joins a store's prefetches with a predictor.
@@ -111,6 +112,7 @@ class Prefetcher:
             predictor: what to ask.
             mode: see above.
             num_layers: layers of the model.
+            top_k: experts that a token visits in a layer.
             rules: when a guess is read.
         """
         self._guesses = guesses
@@ -118,6 +120,7 @@ class Prefetcher:
         self.mode = mode
         self._controller = Controller()
         self._admission = Admission(rules or PrefetchRules(), num_layers)
+        self._top_k = top_k
         self._expected: dict[int, frozenset[ExpertKey]] = {}
         self._is_prompt = True
         self._step_start: _StepStart | None = None
@@ -238,7 +241,7 @@ class Prefetcher:
         if not self._predicts:
             self._predict_s += time.perf_counter() - now_s
             return
-        made = self._predictor.predict(now, self._admission.rules.horizon)
+        made = self._predictor.predict(now, self._admission.horizon(self._top_k))
         if made:
             next_layer = made[0][0].layer
             self._expected[next_layer] = frozenset(k for k, _ in made if k.layer == next_layer)

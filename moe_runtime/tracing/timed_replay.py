@@ -126,6 +126,7 @@ class _Replayer:
         self._predictor = predictor
         self._link = LinkModel(machine)
         num_layers = workload.trace.signature.num_layers
+        self._top_k = workload.trace.signature.top_k
         self._admission = Admission(rules, num_layers)
         self._counts = [LayerCounts() for _ in range(num_layers)]
         self._guesses: dict[ExpertKey, bool] = {}  # prefetched; whether its layer is to come
@@ -251,7 +252,7 @@ class _Replayer:
         admission = self._admission
         if self._predictor is None or not admission.room:
             return
-        made = self._predictor.predict(now, admission.rules.horizon)
+        made = self._predictor.predict(now, admission.horizon(self._top_k))
         likely = admission.likely(made)
         wanted = {key for key, _ in likely}
         for key in [k for k, expected in self._guesses.items() if expected and k not in wanted]:

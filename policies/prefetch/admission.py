@@ -19,7 +19,7 @@ class PrefetchRules:
     """When a guess is read.
 
     Attributes:
-        horizon: layers to look ahead.
+        horizon: most layers to look ahead.
         min_probability: a guess must be at least this likely: more often right than wrong.
         min_gain: a guess must be this much likelier than the expert that it evicts.
         window: most guesses that wait for their layer at once.
@@ -55,11 +55,25 @@ class Admission:
         self._credit = 0.0
         self._last_used: list[frozenset[ExpertKey]] = [frozenset()] * num_layers
         self._miss_s = [0.0] * num_layers
+        self._layer_s = 0.0
+        self._transfer_s = 0.0
 
     @property
     def room(self) -> int:
         """How many experts may be prefetched now."""
         return int(self._credit)
+
+    def horizon(self, top_k: int) -> int:
+        """How many layers ahead to look now.
+
+        A layer's experts that can all be moved while one layer computes need not be begun earlier;
+        looking further would cost time and rest on less.
+
+        Args:
+            top_k: experts that a token visits in a layer.
+        """
+        fits = 0.0 < top_k * self._transfer_s <= self._layer_s
+        return 1 if fits else self.rules.horizon
 
     def idle(self, idle_s: float, transfer_s: float) -> None:
         """The link was idle for some time, in which it could have moved experts.
@@ -68,6 +82,8 @@ class Admission:
             idle_s: seconds in which no demand was under way.
             transfer_s: seconds that one expert takes on an idle link.
         """
+        self._layer_s += (1 - _REMEMBERED) * (idle_s - self._layer_s)
+        self._transfer_s = transfer_s
         if transfer_s > 0:
             self._credit = min(self.rules.credit, self._credit + idle_s / transfer_s)
 
