@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from moe_runtime.config import Budget, MemorySize, parse_budget
+from moe_runtime.engine import choosing
 from moe_runtime.engine.attention import use_single_query_attention
 from moe_runtime.engine.checkpoint import Checkpoint, build_on_meta, open_checkpoint
-from moe_runtime.engine.choosing import AUTO, check_names, settle_policy, settle_predictor
 from moe_runtime.engine.dense import Progress, load_dense
 from moe_runtime.engine.expert_map import ExpertMap, ExpertsModule, map_experts
 from moe_runtime.engine.experts import OffloadedExperts, bind_weights
@@ -52,15 +52,13 @@ from moe_runtime.parallel.agreement import (
     software_facts,
 )
 from moe_runtime.parallel.dispatch import Group, as_transport
-from moe_runtime.policies.eviction import LayerShares, Setting, make_policy
+from moe_runtime.policies.eviction import LayerShares
 from moe_runtime.store.cache import ExpertStore
 from moe_runtime.store.prefetch import PrefetchMode, parse_mode
 from moe_runtime.store.slab import Slab
 from moe_runtime.store.source import ExpertSource
 from moe_runtime.store.tiers import TierFetcher
 from moe_runtime.store.touching import touched_meanwhile
-from moe_runtime.tracing.choice import Choice
-from moe_runtime.tracing.routes import shape_of
 from moe_runtime.tracing.timeline import Timeline
 from moe_runtime.types import ExpertKey, ModelSignature
 
@@ -141,7 +139,7 @@ def load(
         "host": parse_budget(host_memory, name="host_memory"),
         "device": parse_budget(device_memory, name="device_memory"),
     }
-    check_names(policy, shares, predictor)
+    choosing.check_names(policy, shares, predictor)
     _check_options(max_tokens, io_threads)
     mode = parse_mode(prefetch)
     place = _resolve_device(device)
@@ -164,11 +162,13 @@ def load(
     )
     dense_bytes = experts.dense_bytes(checkpoint.dtype)
     blocks = [module.name.rpartition(".")[0] for module in experts.modules]
-    estimator, tables = None, 0
+    estimator, tables, named_predictor = None, 0, predictor
     if mode is not PrefetchMode.OFF:
-        predictor = settle_predictor(predictor, model, blocks, signature)
+        predictor = choosing.settle_predictor(predictor, model, blocks, signature)
         estimator = make_live_estimator(predictor, signature)
         tables = learned_bytes(predictor, estimator)
+    foreteller = choosing.routing_estimator(policy, named_predictor, signature)
+    tables += learned_bytes(named_predictor, foreteller)
     free = _free_bytes(place, processes_here(transport))
     plans = _plan(checkpoint, experts, budgets, free, dense_bytes, max_tokens, tables)
     # Everybody has looked how much memory is free before anybody takes some.
@@ -177,11 +177,11 @@ def load(
     with touched_meanwhile(slab := Slab(plans["host"].num_slots, plans["host"].slot_bytes)):
         finish_dense(model, checkpoint, experts, place, progress)
     source = ExpertSource(experts.layouts, io_threads=io_threads)
-    setting = Setting(shape=shape_of(signature))
     fastest = plans.get("device", plans["host"])
-    choice = settle_policy(policy, shares, signature, fastest.num_slots)
+    choice = choosing.settle_policy(policy, shares, signature, fastest.num_slots, foreteller)
+    new_policy = choosing.policy_maker(choice, signature, foreteller)
     events = None if timeline is None or transport.rank else Timeline(timeline)
-    store, host_store = _open_stores(source, slab, experts, plans, choice, setting, place, events)
+    store, host_store = _open_stores(source, slab, experts, plans, new_policy, place, events)
     attach_timeline(model, store, events)
     for module in modules:
         module.store, module.share = store, share
@@ -198,7 +198,9 @@ def load(
     )
     recorder = None
     if transport.rank == 0:
-        recorder = open_record(model, modules, signature, trace, keeps_recent=policy == AUTO)
+        recorder = open_record(
+            model, modules, signature, trace, keeps_recent=policy == choosing.AUTO
+        )
     prefetcher = None
     if estimator is not None:
         bind_scorer(estimator, model, blocks, place)
@@ -341,37 +343,27 @@ def _open_stores(
     slab: Slab,
     experts: ExpertMap,
     plans: dict[str, MemoryPlan],
-    choice: Choice,
-    setting: Setting,
+    new_policy: Callable[[MemoryPlan], LayerShares],
     place: torch.device,
     timeline: Timeline | None,
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[torch.Tensor] | None]:
     """The store that experts are computed from and, for a device, the one below it."""
     new: Any = ExpertStore if timeline is None else partial(TimedStore, timeline=timeline)
 
-    def layer_policy(plan: MemoryPlan) -> LayerShares:
-        return make_policy(
-            choice.policy,
-            num_slots=plan.num_slots,
-            setting=setting,
-            adaptive=choice.adaptive,
-            reserve=plan.stream_slots,
-        )
-
     bind = bind_weights(experts)
     host = plans["host"]
     if "device" not in plans:
-        return new(source, slab, layer_policy(host), bind, stream_slots=host.stream_slots), None
+        return new(source, slab, new_policy(host), bind, stream_slots=host.stream_slots), None
     slab.pin()
     lower: Any = new if timeline is None else partial(new, tier=1)
     below: ExpertStore[torch.Tensor] = lower(
-        source, slab, layer_policy(host), _raw_slot, stream_slots=host.stream_slots
+        source, slab, new_policy(host), _raw_slot, stream_slots=host.stream_slots
     )
     device = plans["device"]
     above = new(
         TierFetcher(below, place),
         Slab(device.num_slots, device.slot_bytes, device=place),
-        layer_policy(device),
+        new_policy(device),
         bind,
         stream_slots=device.stream_slots,
     )

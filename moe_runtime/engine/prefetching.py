@@ -66,12 +66,12 @@ def make_live_estimator(predictor: str | Path, signature: ModelSignature) -> Est
     return make_estimator(str(predictor), shape_of(signature))
 
 
-def learned_bytes(predictor: str | Path, estimator: Estimator) -> int:
+def learned_bytes(predictor: str | Path, estimator: Estimator | None) -> int:
     """Memory that a trained estimator's tables take: part of the budget.
 
     Without training there are only counts of a few kilobytes; they are in the fixed reserve.
     """
-    if not _is_file_name(predictor):
+    if estimator is None or not _is_file_name(predictor):
         return 0
     return sum(array.nbytes for array in estimator.state().values())
 
@@ -150,7 +150,12 @@ def find_gates(
 
 
 def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().float().cpu().numpy()
+    # each of these costs as much as a small gate, even where it has nothing to do
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.dtype is not torch.float32:
+        tensor = tensor.float()
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor.cpu().numpy()
 
 
 def attach_prefetcher(

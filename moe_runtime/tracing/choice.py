@@ -1,8 +1,18 @@
 """Chooses an eviction policy by replaying what a model did lately."""
 
-from dataclasses import dataclass
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from moe_runtime.policies.eviction import Setting, make_policy
+from moe_runtime.policies.eviction import LayerShares, Setting, make_policy
+from moe_runtime.policies.eviction.registry import Events
+from moe_runtime.policies.prediction import (
+    Estimator,
+    PreviousToken,
+    RunningCounts,
+    TrackedPredictor,
+    make_estimator,
+)
 from moe_runtime.tracing.format import Trace
 from moe_runtime.tracing.replay import replay_demand
 from moe_runtime.tracing.routes import shape_of
@@ -13,8 +23,10 @@ FALLBACK = "lru"
 """What is chosen where nothing is known: close to the best on most texts, and free."""
 CANDIDATES = ("lru", "lfu-aging", "lfru", "slru", "sieve", "gdsf")
 """Policies that cost next to nothing, in the order in which equals are preferred."""
-THINKERS = ("reuse",)
+THINKERS = ("reuse", "predicted")
 """Policies that take time of every step."""
+PREDICTORS = (RunningCounts.name, PreviousToken.name)
+"""What ``predicted`` is tried with beside a trained predictor: what needs no training."""
 LEAST_STEPS = 48
 MAX_EVENTS = 2000
 """Layer visits that are replayed: all candidates together within a second."""
@@ -31,14 +43,36 @@ class Choice:
         policy: its name.
         adaptive: whether the layers' shares of the slots move.
         reason: one sentence.
+        predictor: name of what the policy ``predicted`` asks; empty for others.
     """
 
     policy: str
     adaptive: bool
     reason: str
+    predictor: str = ""
 
 
-def choose_policy(signature: ModelSignature, trace: Trace | None, num_slots: int) -> Choice:
+@dataclass(frozen=True)
+class _Option:
+    """One candidate, as a key of the misses that it would have had."""
+
+    policy: str
+    predictor: str = ""
+    adaptive: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.policy} by {self.predictor}" if self.predictor else self.policy
+
+
+_BASE = _Option(FALLBACK)
+
+
+def choose_policy(
+    signature: ModelSignature,
+    trace: Trace | None,
+    num_slots: int,
+    trained: Estimator | None = None,
+) -> Choice:
     """Replays the latest steps through the candidates and takes the one that misses least.
 
     Equal traces and budgets give equal choices. Each candidate has even shares for the layers at
@@ -48,6 +82,7 @@ def choose_policy(signature: ModelSignature, trace: Trace | None, num_slots: int
         signature: the model.
         trace: its latest decode steps; None where none were kept.
         num_slots: experts that fit in memory at once.
+        trained: a trained predictor of routing, if one was given.
     """
     if num_slots >= signature.num_layers * signature.num_experts:
         return _fallback("all experts fit, nothing is ever evicted")
@@ -56,41 +91,43 @@ def choose_policy(signature: ModelSignature, trace: Trace | None, num_slots: int
         return _fallback(f"{seen} steps of this model were seen so far, {LEAST_STEPS} are needed")
     num_steps = min(trace.num_steps, MAX_EVENTS // signature.num_layers)
     workload = workload_of(trace.steps(trace.num_steps - num_steps, trace.num_steps))
-    misses = {
-        (name, False): _misses(workload, name, num_slots, adaptive=False)
-        for name in (*CANDIDATES, *THINKERS)
-    }
-    best = min(misses, key=lambda option: _price(misses, *option))
-    misses[best[0], True] = _misses(workload, best[0], num_slots, adaptive=True)
-    best = min(misses, key=lambda option: _price(misses, *option))
-    return _explain(misses, best, num_steps)
+    estimators = {name: make_estimator(name, shape_of(signature)) for name in PREDICTORS}
+    if trained is not None and not trained.needs_hidden:
+        estimators[trained.name] = trained
+    options = [_Option(name) for name in (*CANDIDATES, *THINKERS) if name != "predicted"]
+    options += [_Option("predicted", name) for name in estimators]
+    misses = {option: _misses(workload, option, num_slots, estimators) for option in options}
+    best = min(misses, key=lambda option: _price(misses, option))
+    moving = replace(best, adaptive=True)
+    misses[moving] = _misses(workload, moving, num_slots, estimators)
+    return _explain(misses, min(misses, key=lambda option: _price(misses, option)), num_steps)
 
 
-def _price(misses: dict[tuple[str, bool], int], name: str, adaptive: bool) -> float:
+def _price(misses: dict[_Option, int], option: _Option) -> float:
     """Misses, if they are clearly fewer than LRU's; else more than LRU's."""
-    found, base = misses[name, adaptive], misses[FALLBACK, False]
-    if (name, adaptive) == (FALLBACK, False):
+    found, base = misses[option], misses[_BASE]
+    if option == _BASE:
         return base
-    least = LEAST_GAIN_OF_THINKERS if name in THINKERS else LEAST_GAIN
+    least = LEAST_GAIN_OF_THINKERS if option.policy in THINKERS else LEAST_GAIN
     return found if found <= (1.0 - least) * base else base + 1 + found
 
 
-def _explain(misses: dict[tuple[str, bool], int], best: tuple[str, bool], num_steps: int) -> Choice:
-    name, adaptive = best
-    base = misses[FALLBACK, False]
+def _explain(misses: dict[_Option, int], best: _Option, num_steps: int) -> Choice:
     others = ", ".join(
         f"{other} {count}"
-        for (other, moved), count in misses.items()
-        if not moved and other != name
+        for other, count in misses.items()
+        if not other.adaptive and other != replace(best, adaptive=False)
     )
-    shares = "adaptive" if adaptive else "even"
+    asked = f"asking {best.predictor}, " if best.predictor else ""
+    shares = "adaptive" if best.adaptive else "even"
     return Choice(
-        policy=name,
-        adaptive=adaptive,
+        policy=best.policy,
+        adaptive=best.adaptive,
+        predictor=best.predictor,
         reason=(
-            f"in the latest {num_steps} steps of this model it would have missed {misses[best]} "
-            f"times with {shares} shares ({others}; lru stays unless {LEAST_GAIN:.0%} of its "
-            f"{base} are saved)"
+            f"{asked}in the latest {num_steps} steps of this model it would have missed "
+            f"{misses[best]} times with {shares} shares ({others}; lru stays unless "
+            f"{LEAST_GAIN:.0%} of its {misses[_BASE]} are saved)"
         ),
     )
 
@@ -99,11 +136,18 @@ def _fallback(why: str) -> Choice:
     return Choice(policy=FALLBACK, adaptive=False, reason=why)
 
 
-def _misses(workload: Workload, name: str, num_slots: int, *, adaptive: bool) -> int:
-    setting = Setting(shape=shape_of(workload.trace.signature))
-    replay = replay_demand(
-        workload,
-        lambda _: make_policy(name, num_slots=num_slots, setting=setting, adaptive=adaptive),
-        num_slots,
-    )
+def _misses(
+    workload: Workload, option: _Option, num_slots: int, estimators: Mapping[str, Estimator]
+) -> int:
+    shape = shape_of(workload.trace.signature)
+
+    def make(_: Events) -> LayerShares:
+        # a replay must not leave behind what it learned from the requests that ended in it
+        predictor = copy.deepcopy(estimators.get(option.predictor))
+        setting = Setting(shape=shape, predictor=predictor and TrackedPredictor(predictor))
+        return make_policy(
+            option.policy, num_slots=num_slots, setting=setting, adaptive=option.adaptive
+        )
+
+    replay = replay_demand(workload, make, num_slots)
     return replay.num_accesses - replay.num_hits

@@ -20,7 +20,7 @@ from moe_runtime.policies.prediction import (
     TrackedPredictor,
     make_estimator,
 )
-from moe_runtime.policies.prediction.base import Predictor, Routes
+from moe_runtime.policies.prediction.base import Routes
 from moe_runtime.tracing.link_model import Machine
 from moe_runtime.tracing.replay import replay_demand
 from moe_runtime.tracing.routes import routes_of, shape_of
@@ -215,7 +215,7 @@ def _policy(
     return make_policy(name, num_slots=num_slots, setting=setting, adaptive=experiment.adaptive)
 
 
-def _predictor(experiment: Experiment, workload: Workload) -> Predictor:
+def _predictor(experiment: Experiment, workload: Workload) -> TrackedPredictor:
     if experiment.trained is not None:
         # A replay must not leave behind what it learned from the requests that ended in it.
         return TrackedPredictor(copy.deepcopy(experiment.trained))

@@ -1,6 +1,9 @@
 """Belady's rule on predictions: evicts the expert whose next use is expected furthest ahead."""
 
-from moe_runtime.policies.prediction.base import Event, LayerRouted, Predictor, Shape
+import numpy as np
+
+from moe_runtime.policies.prediction.base import Event, LayerRouted, Shape
+from moe_runtime.policies.prediction.tracked import TrackedPredictor
 
 _LEAST_PROBABILITY = 1e-3
 
@@ -9,14 +12,15 @@ class PredictedUse:
     """Scores experts by the negative of the layers until their next use, as a predictor sees it.
 
     An expert visited with probability p in each of its layer's turns is next used ``1 / p`` turns
-    ahead on average; the predictor is asked for one whole turn of the model.
+    ahead on average. A layer is asked about only when one of its experts must go: with a share of
+    the slots for every layer that is one estimate for each layer of a step.
 
     Args:
         shape: the sizes of the model.
-        predictor: guesses the coming visits; it is told of every event here.
+        predictor: guesses the coming visits from routing alone; it is told of every event here.
     """
 
-    def __init__(self, shape: Shape, predictor: Predictor) -> None:
+    def __init__(self, shape: Shape, predictor: TrackedPredictor) -> None:
         self._shape = shape
         self._predictor = predictor
         self._routed = -1
@@ -34,15 +38,10 @@ class PredictedUse:
 
     def scores(self, layer: int) -> list[float]:
         """``[E]`` minus the expected number of layers until the next use."""
-        if not self._scores:
-            self._ask()
-        return self._scores[layer]
-
-    def _ask(self) -> None:
-        num_layers, num_experts = self._shape.num_layers, self._shape.num_experts
-        chance = [[_LEAST_PROBABILITY] * num_experts for _ in range(num_layers)]
-        for key, probability in self._predictor.predict(self._routed, num_layers):
-            chance[key.layer][key.expert] = max(probability, _LEAST_PROBABILITY)
-        for layer in range(num_layers):
+        if layer not in self._scores:
+            num_layers = self._shape.num_layers
             ahead = (layer - self._routed - 1) % num_layers + 1
-            self._scores[layer] = [-(ahead + num_layers * (1 / p - 1)) for p in chance[layer]]
+            chance = self._predictor.chances(self._routed, layer)
+            turns = 1.0 / np.maximum(chance, _LEAST_PROBABILITY) - 1.0
+            self._scores[layer] = (-(ahead + num_layers * turns)).tolist()
+        return self._scores[layer]

@@ -24,7 +24,8 @@ from moe_runtime.policies.eviction.shares import LayerShares, even_shares
 from moe_runtime.policies.eviction.sieve import SIEVE
 from moe_runtime.policies.eviction.slru import SLRU
 from moe_runtime.policies.eviction.static import StaticPopularity, popularity
-from moe_runtime.policies.prediction.base import Predictor, Routes, Shape
+from moe_runtime.policies.prediction.base import Routes, Shape
+from moe_runtime.policies.prediction.tracked import TrackedPredictor
 from moe_runtime.types import ExpertKey
 
 Maker = Callable[[], EvictionPolicy[ExpertKey]]
@@ -48,7 +49,7 @@ class Setting:
     shape: Shape
     training: Routes | None = None
     future: Events | None = None
-    predictor: Predictor | None = None
+    predictor: TrackedPredictor | None = None
 
 
 def _belady(setting: Setting) -> Maker:
@@ -125,10 +126,8 @@ POLICIES: dict[str, Callable[[Setting], Maker]] = {
 BOUNDS = ("belady", "belady-bypass")
 """Policies that must know the future: they bound what the others can reach."""
 
-LIVE_POLICIES = tuple(
-    name for name in POLICIES if name not in (*BOUNDS, "random", "static", "predicted")
-)
-"""Policies that serve a model without being told more than its shape."""
+LIVE_POLICIES = tuple(name for name in POLICIES if name not in (*BOUNDS, "random", "static"))
+"""Policies that serve a model without a trace; ``predicted`` does so with a predictor."""
 
 
 def make_policy(

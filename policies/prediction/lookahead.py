@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import numpy as np
-
 from moe_runtime.policies.prediction.base import Event, Guess, LayerRouted, StepBegins
 from moe_runtime.policies.prediction.next_gate import NextGate
 from moe_runtime.policies.prediction.ranks import RankRecord
@@ -61,7 +59,7 @@ class LookaheadPredictor:
         for distance in range(1, furthest + 1):
             layer = now + distance
             logits_BE = scorer(hidden, distance, layer)
-            ranked = np.argsort(-logits_BE, axis=1, kind="stable")[:, : self._num_ranks].tolist()
+            ranked = (-logits_BE).argsort(axis=1, kind="stable")[:, : self._num_ranks].tolist()
             self._made[layer, distance] = ranked
             chances = self._records[distance - 1].probabilities(layer)
             guesses += self._guesses(layer, ranked, chances)

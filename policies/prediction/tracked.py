@@ -69,6 +69,23 @@ class TrackedPredictor:
                 guesses += self._guesses(following, -1, layer)
         return guesses
 
+    def chances(self, now: int, layer: int) -> np.ndarray:
+        """How probable each expert of one layer is at that layer's next turn: ``[E]``.
+
+        Args:
+            now: the last layer that was routed in the running step, -1 before the first one.
+            layer: which layer; up to ``now`` it is its turn for the tokens after the running ones.
+
+        Returns:
+            float; all 0 during a prompt, as ``predict`` is silent there.
+        """
+        contexts = self._contexts
+        if contexts is None:
+            return np.zeros(self.shape.num_experts, np.float32)
+        if layer > now:
+            return _of_any(self.estimator.estimate(contexts, now, layer))
+        return _of_any(self.estimator.estimate(self._next_tokens(contexts), -1, layer))
+
     def finish(self, sequence: int) -> None:
         """Forgets a request, and lets the estimator learn from its counts."""
         self._commit()
@@ -133,10 +150,13 @@ class TrackedPredictor:
         )
 
     def _guesses(self, contexts: Contexts, now: int, layer: int) -> list[Guess]:
-        chance_BE = self.estimator.estimate(contexts, now, layer)
-        alone = len(chance_BE) == 1
-        chance_E = chance_BE[0] if alone else 1.0 - np.prod(1.0 - chance_BE, axis=0)
-        width = min(GUESSES_PER_CHOICE * self.shape.top_k * len(chance_BE), len(chance_E))
+        chance_E = _of_any(self.estimator.estimate(contexts, now, layer))
+        width = min(GUESSES_PER_CHOICE * self.shape.top_k * len(contexts), len(chance_E))
         best = np.argsort(-chance_E, kind="stable")[:width]
         keys = self._keys[layer]
         return [(keys[e], p) for e, p in zip(best.tolist(), chance_E[best].tolist(), strict=True)]
+
+
+def _of_any(chance_BE: np.ndarray) -> np.ndarray:
+    """The probability that at least one of the tokens visits an expert: ``[E]``."""
+    return chance_BE[0] if len(chance_BE) == 1 else 1.0 - np.prod(1.0 - chance_BE, axis=0)

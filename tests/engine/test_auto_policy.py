@@ -62,6 +62,14 @@ def test_auto_learns_from_the_run_before(tmp_path: Path, monkeypatch: pytest.Mon
     assert summary.choice_for(SLOTS).policy == knowing.policy
 
 
+def test_eviction_by_predictions_changes_no_bit() -> None:
+    plain, _ = generate()
+    predicted, stats = generate(policy="predicted", predictor="previous-token")
+    assert torch.equal(predicted, plain)
+    assert stats.policy == "predicted"
+    assert stats.misses > 0
+
+
 @pytest.mark.parametrize("policy", ["lru", "lfu-aging"])
 def test_adaptive_shares_change_no_bit(policy: str) -> None:
     plain, _ = generate()

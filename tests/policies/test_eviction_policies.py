@@ -156,9 +156,9 @@ def test_predictions_are_evicted_furthest_first():
         def finish(self, sequence):
             pass
 
-        def predict(self, now, horizon):
-            assert (now, horizon) == (0, 2)
-            return [(ExpertKey(1, 3), 0.9), (ExpertKey(1, 2), 0.2), (ExpertKey(0, 1), 0.5)]
+        def chances(self, now, layer):
+            assert now == 0
+            return np.array([[0, 0.5, 0, 0], [0, 0, 0.2, 0.9]][layer])
 
     policy = Scored(PredictedUse(Shape(num_layers=2, num_experts=4, top_k=1), Oracle()))
     policy.watcher.observe(routed(0, 0))

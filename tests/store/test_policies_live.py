@@ -9,7 +9,13 @@ import torch
 from synthetic_routes import make_routes
 
 from moe_runtime.policies.eviction import LIVE_POLICIES, LayerShares, Setting, make_policy
-from moe_runtime.policies.prediction import LayerRouted, Shape, StepBegins
+from moe_runtime.policies.prediction import (
+    LayerRouted,
+    Shape,
+    StepBegins,
+    TrackedPredictor,
+    make_estimator,
+)
 from moe_runtime.store.cache import ExpertStore
 from moe_runtime.store.slab import Slab
 from moe_runtime.store.transfer import OnDone, Priority, Read
@@ -67,7 +73,9 @@ def decode(store: ExpertStore[torch.Tensor], routes, number: int) -> list[int]:
 @pytest.mark.parametrize("name", LIVE_POLICIES)
 def test_a_store_keeps_its_books_with_every_policy(name):
     routes = make_routes(SHAPE, num_sequences=2, length=60)
-    policy = make_policy(name, num_slots=14, setting=Setting(shape=SHAPE), reserve=2)
+    predictor = TrackedPredictor(make_estimator("running-counts", SHAPE))
+    setting = Setting(shape=SHAPE, predictor=predictor)
+    policy = make_policy(name, num_slots=14, setting=setting, reserve=2)
     store = open_store(policy, 14)
     generator = random.Random(0)
     for number in range(routes.num_tokens):

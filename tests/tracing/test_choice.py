@@ -8,7 +8,7 @@ from synthetic_routes import make_routes
 from traces import trace_of
 
 from moe_runtime.policies.eviction import Setting, make_policy
-from moe_runtime.policies.prediction import Routes, Shape
+from moe_runtime.policies.prediction import Routes, Shape, TrackedPredictor, make_estimator
 from moe_runtime.tracing import recent
 from moe_runtime.tracing.choice import choose_policy
 from moe_runtime.tracing.recent import RecentRouting, read_recent, recent_path
@@ -108,7 +108,8 @@ def test_the_policy_that_misses_least_is_taken_and_the_reason_says_so() -> None:
     assert choice.policy != "lru"
 
     def misses(name: str, adaptive: bool) -> int:
-        setting = Setting(shape=SHAPE)
+        asked = make_estimator(choice.predictor or "running-counts", SHAPE)
+        setting = Setting(shape=SHAPE, predictor=TrackedPredictor(asked))
         replay = replay_demand(
             workload_of(trace),
             lambda _: make_policy(name, num_slots=15, setting=setting, adaptive=adaptive),
