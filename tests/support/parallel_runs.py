@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partialmethod
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -83,8 +84,8 @@ def stalled(path: str, settings: tuple[str, ...], where: str, culprit: int) -> s
     if rank == culprit and where == "step":
         preparation.model.blocks[1].register_forward_pre_hook(stall)
     if rank == culprit and where == "checkpoint":
-        assert trainer._run.shards is not None
-        trainer._run.shards.tensors = stall
+        shards: Any = trainer._run.shards
+        shards.tensors = stall
     try:
         trainer.train(should_stop=lambda: False, on_record=lambda record: None)
     except RankFailureError as error:
