@@ -4,19 +4,17 @@ Shapes: B sequences of C tokens, D model width, T = B * C tokens.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_runtime.config import nearest
 from moe_runtime.layer import MoELayer, ScMoEBlock, ScMoEParts, SharedExperts
 from moe_runtime.layer.activations import activation_named
 from moe_runtime.models.lm.attention import Attention, RotaryTable
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.norm import RMSNorm
-from moe_runtime.routing import ZeroExpertCounts
 
 
 class DenseFeedForward(nn.Module):
@@ -151,19 +149,8 @@ def _feed_forward(config: LanguageModelConfig, layer: int) -> nn.Module:
 
 def _layer_settings(moe: ExpertsConfig) -> dict[str, Any]:
     """The keyword arguments of `MoELayer`."""
-    settings: dict[str, Any] = {
+    return {
         field.name: getattr(moe, field.name)
         for field in dataclasses.fields(moe)
         if field.name != "shortcut"
     }
-    if moe.zero_experts is not None:
-        settings["zero_experts"] = _zero_experts(moe.zero_experts)
-    return settings
-
-
-def _zero_experts(counts: Mapping[str, int]) -> ZeroExpertCounts:
-    kinds = {field.name for field in dataclasses.fields(ZeroExpertCounts)}
-    for kind in counts:
-        if kind not in kinds:
-            raise ValueError(f"zero_experts has no kind {kind!r}; {nearest(kind, kinds)}")
-    return ZeroExpertCounts(**counts)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_runtime.config import nearest
 from moe_runtime.routing.base import Choice, Gate, GateOptions, RoutingContext
 from moe_runtime.routing.topk import normalize
 from moe_runtime.routing.value import Routing, ZeroRouting, expert_counts
@@ -47,14 +48,12 @@ class ZeroExpertCounts:
         """Counts by kind; kinds that are not named have none.
 
         Raises:
-            ValueError: A kind is unknown.
+            ValueError: A kind is unknown; the nearest one is named.
         """
         counts = {"constant": 0, "copy": 0, "zero": 0}
-        unknown = sorted(kinds.keys() - counts.keys())
-        if unknown:
-            raise ValueError(
-                f"zero experts are of the kinds {', '.join(counts)}, got {', '.join(unknown)}"
-            )
+        for kind in kinds:
+            if kind not in counts:
+                raise ValueError(f"zero_experts has no kind {kind!r}; {nearest(kind, counts)}")
         return cls(**{**counts, **kinds})
 
     @property

@@ -277,7 +277,7 @@ def test_zero_experts_choose_their_gate() -> None:
         ({"gate": "switchh"}, "did you mean 'switch'"),
         ({"gate_options": {"scal": 2.0}}, "did you mean 'scale'"),
         ({"gate": "gshard", "zero_experts": ZeroExpertCounts()}, "need the gate 'moepp'"),
-        ({"zero_experts": {"copies": 1}}, "of the kinds constant, copy, zero, got copies"),
+        ({"zero_experts": {"copi": 1}}, "no kind 'copi'; did you mean 'copy'"),
         ({"gate": make_gate("switch", D, E, 1)}, "the gate was made for"),
         ({"drop_policy": "random", "capacity_factor": 1.0}, "policy must be one of"),
         ({"impl": "cuda"}, "impl must be one of"),

@@ -9,7 +9,7 @@ from training_runs import write_run
 
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.model import LanguageModel
-from moe_runtime.routing import GATES
+from moe_runtime.routing import GATES, ZeroExpertCounts
 from moe_runtime.training.config import OptimizerConfig, TrainConfig
 from moe_runtime.training.config_tree import read_tree
 from moe_runtime.training.optimizer import Optimizer
@@ -52,6 +52,17 @@ def test_a_model_learns_with_every_gate(gate: str) -> None:
         model.after_step()
         values.append(losses.cross_entropy.item())
     assert values[-1] < values[0] - 0.05
+
+
+def test_kinds_of_zero_experts_that_are_not_named_have_none(tmp_path: Path) -> None:
+    settings = (
+        "model.moe.gate=moepp",
+        "model.moe.zero_experts={ copy = 2 }",
+        "model.vocab_size=50",
+    )
+    config = read_tree(TrainConfig, write_run(tmp_path), settings=settings)
+    layer = next(LanguageModel(config.model).routed_layers())
+    assert layer.gate.zero_experts == ZeroExpertCounts(constant=0, copy=2, zero=0)
 
 
 def test_the_selection_bias_moves_against_the_load() -> None:
