@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor
 
+from moe_runtime.config import nearest
 from moe_runtime.kernels.expert_mlp import ActivationSpec
 
 
@@ -53,7 +53,5 @@ def activation_named(name: str | Activation) -> Activation:
     if isinstance(name, Activation):
         return name
     if name not in ACTIVATIONS:
-        near = get_close_matches(name, ACTIVATIONS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(ACTIVATIONS)}"
-        raise ValueError(f"unknown activation {name!r}: {hint}")
+        raise ValueError(f"unknown activation {name!r}: {nearest(name, ACTIVATIONS)}")
     return ACTIVATIONS[name]

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 import torch
 from torch import Tensor
 
+from moe_runtime.config import nearest
 from moe_runtime.routing.value import expert_counts
 
 
@@ -120,9 +120,7 @@ def check_loss_names(names: Mapping[str, float], known: Mapping[str, object]) ->
     """
     for name in names:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-            raise ValueError(f"unknown loss {name!r}: {hint}")
+            raise ValueError(f"unknown loss {name!r}: {nearest(name, known)}")
 
 
 def _balance(probs_TE: Tensor, ids_TK: Tensor, num_parts: int) -> Tensor:

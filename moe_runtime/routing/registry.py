@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from inspect import signature
 from types import MappingProxyType
 from typing import Any
 
+from moe_runtime.config import nearest
 from moe_runtime.routing.assignment import Base, Sinkhorn
 from moe_runtime.routing.base import Gate
 from moe_runtime.routing.cosine import CosineTopK
@@ -53,11 +53,11 @@ def make_gate(name: str, /, hidden_size: int, num_experts: int, top_k: int, **op
             the sizes.
     """
     if name not in GATES:
-        raise ValueError(f"unknown gate {name!r}: {_hint(name, list(GATES))}")
+        raise ValueError(f"unknown gate {name!r}: {nearest(name, GATES)}")
     known = gate_options(name)
     for option in options:
         if option not in known:
-            raise ValueError(f"gate {name!r} has no option {option!r}: {_hint(option, known)}")
+            raise ValueError(f"gate {name!r} has no option {option!r}: {nearest(option, known)}")
     return GATES[name](hidden_size, num_experts, top_k, **options)
 
 
@@ -67,8 +67,3 @@ def gate_options(name: str) -> list[str]:
     options = [*signature(kind.__init__).parameters, *signature(Gate.__init__).parameters]
     positional = {"self", "hidden_size", "num_experts", "top_k", "options", "num_scores"}
     return [option for option in dict.fromkeys(options) if option not in positional]
-
-
-def _hint(name: str, known: list[str]) -> str:
-    near = get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
