@@ -122,7 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--save", action="store_true", help="write the results file")
     arguments = parser.parse_args()
     # the model is so small that a second thread costs more than it saves
