@@ -8,6 +8,7 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, loading_bar, print_json, print_rows, quiet_transformers
+from moe_runtime.cli.step_speed import predict_step, speed_row, warn_of_slow_disk
 from moe_runtime.cli.train import offload_row, outcome_rows, take_steps
 from moe_runtime.config import format_bytes, parse_budget
 
@@ -173,6 +174,13 @@ def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
     from moe_runtime.training.finetuning import plan
 
     config, found = preparation.config, plan(preparation)
+    tokens = config.data.tokens_per_step
+    from_checkpoint = config.lora is not None
+    place = preparation.checkpoint.folder if from_checkpoint else preparation.storage
+    predicted = predict_step(
+        found, place, tokens=tokens, active_parameters=preparation.num_active_parameters
+    )
+    warn_of_slow_disk(predicted, place)
     lora = None if config.lora is None else dataclasses.asdict(config.lora)
     if as_json:
         print_json(
@@ -183,7 +191,7 @@ def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
                 "steps": config.run.steps,
                 "tokens_per_step": config.data.tokens_per_step,
                 "output": str(preparation.output),
-                "offload": found,
+                "offload": {**found, **predicted},
             }
         )
         return
@@ -202,6 +210,7 @@ def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
             f"{format_bytes(found['activation_bytes'])} of it for activations",
         ),
         ("experts", offload_row(found)),
+        ("speed", speed_row(predicted, tokens)),
         ("folder", str(preparation.output)),
     ]
     print_rows("what would be trained", rows, to_stderr=False)

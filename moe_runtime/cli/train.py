@@ -8,6 +8,7 @@ import typer
 from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, loading_bar, print_json, print_rows, quiet_transformers
 from moe_runtime.cli.processes import joined_processes
+from moe_runtime.cli.step_speed import predict_step, speed_row, warn_of_slow_disk
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.cli.train_progress import training_display
 from moe_runtime.config import format_bytes
@@ -191,7 +192,15 @@ def _offload_plan(preparation: "Preparation") -> dict[str, Any]:
         return {}
     from moe_runtime.training.offloaded import offload_plan
 
-    return offload_plan(preparation.config, preparation.model)
+    plan = offload_plan(preparation.config, preparation.model)
+    predicted = predict_step(
+        plan,
+        preparation.storage,
+        tokens=preparation.config.data.tokens_per_step,
+        active_parameters=preparation.num_active_parameters,
+    )
+    warn_of_slow_disk(predicted, preparation.storage)
+    return {**plan, **predicted}
 
 
 def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
@@ -218,6 +227,7 @@ def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if plan["offload"]:
         rows.append(("experts", offload_row(plan["offload"])))
+        rows.append(("speed", speed_row(plan["offload"], plan["tokens_per_step"])))
     return rows
 
 

@@ -8,6 +8,7 @@ from moe_families import Family
 from offloaded_models import (
     EXPERTS,
     LAYERS,
+    Stack,
     assert_same_parameters,
     batches,
     offloaded,
@@ -30,16 +31,32 @@ def windows(num: int, micro_batches: int) -> list[list[torch.Tensor]]:
     return [inputs[i * micro_batches : (i + 1) * micro_batches] for i in range(num)]
 
 
+STEPS = 50
+
+
+@pytest.fixture(scope="module")
+def in_memory(
+    request: pytest.FixtureRequest,
+) -> tuple[list[list[torch.Tensor]], list[float], Stack]:
+    """Micro-batches of 50 steps, their losses, and the model after them."""
+    inputs = windows(STEPS, request.param)
+    expected = stack(bias=True)
+    return inputs, train_in_memory(expected, inputs, DECAYING), expected
+
+
 @pytest.mark.parametrize(
-    ("experts_in_memory", "steps", "micro_batches", "io_threads"),
-    [(0, 50, 1, 1), (0, 6, 3, 4), (0.5, 6, 2, 2), (1, 6, 3, 1)],
+    ("in_memory", "experts_in_memory", "io_threads"),
+    [(1, 0, 1), (1, 0.5, 4), (1, 1, 1), (3, 0.3, 2)],
+    indirect=["in_memory"],
 )
 def test_same_bits_as_in_memory(
-    tmp_path: Path, experts_in_memory: float, steps: int, micro_batches: int, io_threads: int
+    tmp_path: Path,
+    in_memory: tuple[list[list[torch.Tensor]], list[float], Stack],
+    experts_in_memory: float,
+    io_threads: int,
 ) -> None:
-    inputs = windows(steps, micro_batches)
-    expected = stack(bias=True)
-    losses = train_in_memory(expected, inputs, DECAYING)
+    """All homes on the disk, some, and none; homes are exchanged after the last step."""
+    inputs, losses, expected = in_memory
     model = stack(bias=True)
     training = offloaded(
         model, DECAYING, tmp_path, experts_in_memory=experts_in_memory, io_threads=io_threads

@@ -8,6 +8,7 @@ import pytest
 from safetensors.torch import load_file
 from training_runs import CONFIG, write_run
 
+from moe_runtime.cli.disk import DiskSpeed
 from moe_runtime.cli.main import main
 
 TIMES = ("step_s", "stall_s", "read_bytes", "written_bytes")
@@ -87,6 +88,29 @@ def test_goes_on_under_another_budget(tmp_path: Path, capsys: pytest.CaptureFixt
     steps = [[r for r in records(tmp_path / n) if "loss" in r] for n in ("whole", "parts")]
     assert steps[0] == steps[1]
     assert len(list((tmp_path / "parts" / "out" / "checkpoints").iterdir())) == 1
+
+
+def test_a_dry_run_warns_of_a_slow_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time is that of the bytes at the measured speed, where computation takes less."""
+    slow = DiskSpeed(
+        path=tmp_path, read_bytes=1, in_flight=1, direct_bytes_per_s=10.0, buffered_bytes_per_s=1.0
+    )
+    monkeypatch.setattr("moe_runtime.cli.step_speed.measure_disk", lambda *_, **__: slow)
+    config = write_run(tmp_path)
+    assert (
+        main(["train", str(config), *smallest_budget(config, capsys), "--dry-run", "--json"]) == 0
+    )
+    shown = capsys.readouterr()
+    plan = json.loads(shown.out)["offload"]
+    moved = plan["read_bytes_per_step"] + plan["written_bytes_per_step"]
+    assert plan["step_s"] == plan["disk_s"] == moved / 10
+    assert "10 B/s, so a step will take about" in shown.err
+    assert main(["train", str(config), "--set", "run.host_memory=1GiB", "--dry-run", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert "disk_s" not in json.loads(shown.out)["offload"]
+    assert "warning" not in shown.err
 
 
 def test_a_dry_run_says_what_will_move(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
