@@ -69,6 +69,6 @@ def _operations_per_s() -> float:
     left, right = torch.ones(_WIDTH, _WIDTH), torch.ones(_WIDTH, _WIDTH)
     done, started = 0, time.perf_counter()
     while done < 2 or time.perf_counter() - started < _SECONDS / 2:
-        left @ right
+        torch.mm(left, right)
         done += 1
     return 2 * _WIDTH**3 * done / (time.perf_counter() - started)
