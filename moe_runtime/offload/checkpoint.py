@@ -22,7 +22,7 @@ from moe_runtime.offload.site import ExpertsSite
 from moe_runtime.offload.states import ExpertStates
 from moe_runtime.types import ExpertKey
 
-FORMAT = 1
+FORMAT = 2
 S = TypeVar("S")
 
 
