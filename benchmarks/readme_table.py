@@ -14,6 +14,7 @@ from moe_runtime.config import format_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- benchmarks/readme_table.py: begin -->", "<!-- end -->"
 OURS = "ours"
 
@@ -89,11 +90,12 @@ def main() -> int:
     parser.add_argument("--results", type=Path, help="a results file (default: the newest)")
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when stale")
     options = parser.parse_args()
-    newest = sorted((ROOT / "benchmarks/results").glob("generate-*.json"))
-    if options.results is None and not newest:
+    files = [options.results] if options.results else RESULTS.glob("generate-*.json")
+    found = [json.loads(file.read_text()) for file in files]
+    if not found:
         print("benchmarks/results has no results file; run benchmarks/generate.py", file=sys.stderr)
         return 2
-    results = json.loads((options.results or newest[-1]).read_text())
+    results = max(found, key=lambda content: content["date"])
     readme = README.read_text()
     wanted = with_table(readme, results)
     if options.check:
