@@ -122,7 +122,7 @@ def run(settings: Settings, options: argparse.Namespace, console: Console) -> in
     facts = {
         "benchmark": "generate",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/generate.py", *sys.argv[1:]]),
+        "command": _command(sys.argv[1:]),
         "commit": commit(HERE.parent),
         "machine": machine,
         "versions": versions(),
@@ -158,6 +158,15 @@ def run(settings: Settings, options: argparse.Namespace, console: Console) -> in
         where = f"{record.run.system}, cap {cap_label(record.run.cap_bytes)}"
         say(f"{where}: {record.outcome.failure}\n{record.outcome.log}")
     return 1 if any(record.run.system == "ours" for record in failures) else 0
+
+
+def _command(arguments: list[str]) -> str:
+    """What to type to measure this again; where files lie is everybody's own affair."""
+    places = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for option in ("--data", "--results"):
+        places.add_argument(option)
+    _, rest = places.parse_known_args(arguments)
+    return shlex.join(["python", "benchmarks/generate.py", *rest])
 
 
 def _prompt(settings: Settings) -> Prompt:

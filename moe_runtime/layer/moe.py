@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
 from moe_runtime.kernels.heterogeneous_mlp.op import HeterogeneousMlpImpl
+from moe_runtime.layer.activations import Activation, activation_named
 from moe_runtime.layer.aux import AttachLoss, LayerAux, weighted_loss
 from moe_runtime.layer.experts import Experts, SharedExperts, compute_dtype
 from moe_runtime.layer.heterogeneous import HeterogeneousExperts
@@ -31,6 +32,27 @@ from moe_runtime.routing import (
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+class ExpertGroup(Protocol):
+    """Where a layer's routed experts are, if not all here: `moe_runtime.parallel.ExpertSpread`."""
+
+    def make_experts(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        /,
+        *,
+        activation: Activation,
+        bias: bool,
+        impl: ExpertMlpImpl,
+        recompute: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> nn.Module:
+        """This process's share of them, called with `(x_TD, ids_TK, weights_TK)`."""
+        ...
 
 
 class TokenParts(Protocol):
@@ -74,8 +96,10 @@ class MoELayer(nn.Module):
             (times `loss_scale`): it need not, and must not, be added to the training loss.
         impl: Implementation of `kernels.expert_mlp`.
         recompute: The backward pass computes the experts' pre-activations again.
+        group: The processes that the routed experts are spread over, as
+            `moe_runtime.parallel.ExpertSpread` of a process group or a layout; None for this one.
         experts: What runs the routed experts instead of `Experts`: a module called with
-            `(x_TD, ids_TK, weights_TK)`, for example one whose experts live in other processes.
+            `(x_TD, ids_TK, weights_TK)`.
         name: How errors call this layer.
 
     Attributes:
@@ -111,6 +135,7 @@ class MoELayer(nn.Module):
         attach_losses: bool = False,
         impl: ExpertMlpImpl = "auto",
         recompute: bool = False,
+        group: ExpertGroup | None = None,
         experts: nn.Module | None = None,
         name: str = "MoELayer",
         device: torch.device | str | None = None,
@@ -147,7 +172,22 @@ class MoELayer(nn.Module):
             gate, options = _with_zero_experts(gate, zero_experts, options)
             self.gate = make_gate(gate, hidden_size, num_experts, top_k, **options)
         if experts is not None:
+            if group is not None:
+                raise ValueError("give either group or experts: experts know their own group")
             self.experts = experts
+        elif group is not None:
+            if not isinstance(intermediate_size, int):
+                raise ValueError("experts of several widths cannot be spread over a group")
+            self.experts = group.make_experts(
+                num_experts,
+                hidden_size,
+                intermediate_size,
+                activation=activation_named(activation),
+                bias=bias,
+                impl=impl,
+                recompute=recompute,
+                **place,
+            )
         elif isinstance(intermediate_size, int):
             self.experts = Experts(
                 num_experts, hidden_size, intermediate_size, impl=impl, recompute=recompute, **kind

@@ -1,6 +1,7 @@
 """`ParallelExperts`: the experts of a layer, spread over ranks, as a module.
 
-Goes into a layer in place of its own experts: `MoELayer(..., experts=ParallelExperts(...))`.
+Goes into a layer in place of its own experts: `MoELayer(..., group=ExpertSpread(groups=...))` makes
+it, and `MoELayer(..., experts=ParallelExperts(...))` takes one that is there.
 
 Shape suffixes: T tokens, D model, K choices, F hidden, S slots of this rank, E experts.
 """
@@ -9,12 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
+from moe_runtime.kernels.expert_mlp import ActivationSpec, StackedExperts, grouped_expert_mlp
 from moe_runtime.kernels.expert_mlp.activation import Activation
 from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
 from moe_runtime.parallel.dispatch import Group, as_transport
@@ -27,6 +30,56 @@ from moe_runtime.parallel.slices import one_expert, slice_experts
 from moe_runtime.parallel.slots import ExpertSlots
 from moe_runtime.parallel.wire import WireName
 from moe_runtime.routing import Routing
+
+
+class GatedFormula(Protocol):
+    """An activation of a layer."""
+
+    @property
+    def spec(self) -> ActivationSpec: ...
+    @property
+    def has_gate(self) -> bool: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertSpread:
+    """Processes that a layer's experts are spread over: `MoELayer(..., group=ExpertSpread(...))`.
+
+    Attributes:
+        groups: A layout's groups, or the process group itself.
+        overlap: How communication is hidden.
+        wire: How rows travel, as of `ParallelExperts`.
+        seed: Of the initial parameters.
+    """
+
+    groups: LayoutGroups | Group
+    overlap: Overlap | None = None
+    wire: WireName = "exact"
+    seed: int = 0
+
+    def make_experts(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        /,
+        *,
+        activation: GatedFormula,
+        **options: Any,
+    ) -> ParallelExperts:
+        """This rank's share of a layer's experts; the other arguments as of `ParallelExperts`."""
+        return ParallelExperts(
+            num_experts,
+            hidden_size,
+            intermediate_size,
+            self.groups,
+            activation=activation.spec,
+            has_gate=activation.has_gate,
+            overlap=self.overlap,
+            wire=self.wire,
+            seed=self.seed,
+            **options,
+        )
 
 
 class ParallelExperts(nn.Module):

@@ -11,9 +11,12 @@ from parallel_layer import Answer, Problem, rank_parameters, rank_routing, run_e
 from moe_runtime.layer import MoELayer
 from moe_runtime.parallel import (
     ExpertSlots,
+    ExpertSpread,
     FlatTransport,
     HierarchicalTransport,
+    LayoutGroups,
     ParallelExperts,
+    ParallelLayout,
     combine,
     dispatch,
 )
@@ -123,6 +126,46 @@ def moepp_layer(weight: torch.Tensor) -> MoELayer:
     """4 experts and the default zero-computation ones, with the same weights on every rank."""
     torch.manual_seed(0)
     layer = MoELayer(weight.shape[1], 8, 4, 2, gate="moepp", dtype=weight.dtype)
+    with torch.no_grad():
+        layer.gate.get_parameter("weight").copy_(weight)
+    return layer
+
+
+def layer_over_group(
+    weight: torch.Tensor, parts: torch.Tensor, etp: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and input gradient of a layer whose experts are spread over all ranks.
+
+    Under a layout with slices of experts, or over the plain process group if `etp` is None.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    size = dist.get_world_size()
+    groups = (
+        group
+        if etp is None
+        else LayoutGroups(ParallelLayout(world_size=size, etp=etp, ep=size // etp))
+    )
+    layer = grouped_layer(weight, group=ExpertSpread(groups=groups, seed=3))
+    x = parts[dist.get_rank()].requires_grad_()
+    out = layer(x)
+    out.square().sum().backward()
+    assert x.grad is not None
+    return out.detach(), x.grad
+
+
+def grouped_layer(weight: torch.Tensor, **where: Any) -> MoELayer:
+    """4 experts with biases, 2 for a token, and the given gate."""
+    layer = MoELayer(
+        weight.shape[1],
+        6,
+        len(weight),
+        2,
+        activation="geglu",
+        bias=True,
+        dtype=weight.dtype,
+        **where,
+    )
     with torch.no_grad():
         layer.gate.get_parameter("weight").copy_(weight)
     return layer
