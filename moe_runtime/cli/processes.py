@@ -129,18 +129,19 @@ def named_end(watch: "GroupWatch") -> Iterator[None]:
         raise _Terminated
 
     before = signal.signal(signal.SIGTERM, end)
+    # An ending process ends by itself: `torchrun` shall not cut off its last line.
+    after = signal.SIG_IGN
     try:
         yield from _watched(watch)
+        after = before
     except _Terminated:
-        _hear_no_more()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         ended = watch.ended_ranks()
         if not ended:
             raise typer.Exit(128 + signal.SIGTERM) from None
         raise ended_error(ended, watch.size) from None
-    except BaseException:
-        _hear_no_more()
-        raise
-    signal.signal(signal.SIGTERM, before)
+    finally:
+        signal.signal(signal.SIGTERM, after)
 
 
 def _watched(watch: "GroupWatch") -> Iterator[None]:
@@ -157,11 +158,6 @@ def _watched(watch: "GroupWatch") -> Iterator[None]:
                 raise
             time.sleep(_POLL_S)
         raise ended_error(ended, watch.size) from error
-
-
-def _hear_no_more() -> None:
-    """This process is ending by itself, and its last line shall not be cut off by `torchrun`."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def ended_error(ranks: tuple[int, ...], size: int) -> RankFailureError:

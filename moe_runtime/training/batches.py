@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moe_runtime.training.config import DataConfig
-from moe_runtime.training.tokens import Ids
+from moe_runtime.training.config import DataConfig, LoopConfig
+from moe_runtime.training.tokens import Ids, TokenStreams
 
 
 class WindowStream:
@@ -171,6 +171,25 @@ def held_out_windows(ids: Ids, *, context: int, most_tokens: int) -> npt.NDArray
     starts = np.arange(num_windows) * context
     columns = starts[:, None] + np.arange(context + 1)
     return ids[columns.reshape(-1)].astype(np.int64).reshape(num_windows, context + 1)
+
+
+def windows_of(
+    streams: Mapping[str, TokenStreams], config: LoopConfig
+) -> tuple[Batches, dict[str, npt.NDArray[np.int64]]]:
+    """What a run trains on, and held-out windows by source."""
+    batches = Batches(
+        {name: stream.training for name, stream in streams.items()},
+        {name: source.weight for name, source in config.data.sources.items()},
+        context=config.data.context,
+        seed=config.run.seed,
+    )
+    held_out = {
+        name: held_out_windows(
+            stream.held_out, context=config.data.context, most_tokens=config.run.evaluate_tokens
+        )
+        for name, stream in streams.items()
+    }
+    return batches, held_out
 
 
 def check_groups(

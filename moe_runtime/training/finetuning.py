@@ -37,7 +37,7 @@ from moe_runtime.store.cache import ExpertStore
 from moe_runtime.store.slab import Slab
 from moe_runtime.store.source import ExpertSource
 from moe_runtime.tracing.routes import shape_of
-from moe_runtime.training.batches import Batches, held_out_windows
+from moe_runtime.training.batches import Batches, windows_of
 from moe_runtime.training.checkpoint import TrainingState
 from moe_runtime.training.checkpoint_model import (
     CheckpointModel,
@@ -152,22 +152,11 @@ def prepare(
         for name, corpus in corpora.items()
     }
     _check_vocabulary(checkpoint, streams)
-    batches = Batches(
-        {name: stream.training for name, stream in streams.items()},
-        {name: source.weight for name, source in config.data.sources.items()},
-        context=config.data.context,
-        seed=config.run.seed,
-    )
+    batches, held_out = windows_of(streams, config)
     if epochs is not None:
         windows = epochs * batches.windows_per_epoch
         steps = max(1, round(windows / config.data.sequences_per_step))
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, steps=steps))
-    held_out = {
-        name: held_out_windows(
-            stream.held_out, context=config.data.context, most_tokens=config.run.evaluate_tokens
-        )
-        for name, stream in streams.items()
-    }
     sites = find_sites(model)
     total = sum(parameter.numel() for parameter in model.parameters())
     signature = signature_of(checkpoint, experts)

@@ -22,7 +22,7 @@ from moe_runtime.models.lm.initial import import_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.offload.handle import OffloadedTraining
 from moe_runtime.offload.initial import StreamedInit
-from moe_runtime.training.batches import Batches, check_groups, held_out_windows
+from moe_runtime.training.batches import Batches, check_groups, windows_of
 from moe_runtime.training.checkpoint import (
     TrainingState,
     checkpoints_in,
@@ -127,18 +127,7 @@ def prepare(
         for name, corpus in corpora.items()
     }
     config = _with_vocabulary(config, tokenizer)
-    batches = Batches(
-        {name: stream.training for name, stream in streams.items()},
-        {name: source.weight for name, source in config.data.sources.items()},
-        context=config.data.context,
-        seed=config.run.seed,
-    )
-    held_out = {
-        name: held_out_windows(
-            stream.held_out, context=config.data.context, most_tokens=config.run.evaluate_tokens
-        )
-        for name, stream in streams.items()
-    }
+    batches, held_out = windows_of(streams, config)
     on_stage("building the model")
     torch.manual_seed(config.run.seed)
     is_offloaded = config.run.host_memory is not None
