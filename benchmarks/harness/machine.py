@@ -55,10 +55,11 @@ def versions() -> dict[str, str]:
 
 
 def commit(repository: Path) -> str:
-    """The commit of the checkout, with `+changes` when files differ from it."""
+    """The commit of the checkout, with `+changes` when files other than results differ from it."""
     try:
         head = _git(repository, "rev-parse", "--short=12", "HEAD")
-        changed = _git(repository, "status", "--porcelain", "--untracked-files=no")
+        measured = (":/", ":(top,exclude)benchmarks/results")
+        changed = _git(repository, "status", "--porcelain", "--untracked-files=no", "--", *measured)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head + ("+changes" if changed else "")
