@@ -54,6 +54,12 @@ CheckpointEvery = Annotated[int, typer.Option(min=0, help="Steps between checkpo
 ExportDtype = Annotated[
     str, typer.Option(help="Of the result: auto (as it was), float32, bfloat16 or float16.")
 ]
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace", metavar="FILE.npz", help="Record where the gates send tokens, for `report`."
+    ),
+]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")
 ]
@@ -80,6 +86,7 @@ def finetune(
     checkpoint_every: CheckpointEvery = 100,
     export_dtype: ExportDtype = "auto",
     seed: options.Seed = None,
+    trace: Trace = None,
     resume: Resume = False,
     dry_run: DryRun = False,
     config: options.Config = None,
@@ -122,6 +129,8 @@ def finetune(
     }
     if storage_dir is not None:
         tree["run"]["storage_dir"] = str(storage_dir)
+    if trace is not None:
+        tree["run"]["trace"] = str(trace)
     if lora is not None:
         places = [place.strip() for place in lora_on.split(",")]
         tree["lora"] = {"rank": lora, "places": places}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -11,6 +11,7 @@ from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError
 from moe_runtime.offload.records import RecordLayout
 from moe_runtime.offload.slots import MIN_RING_SLOTS
+from moe_runtime.planning.homes import spread
 from moe_runtime.types import ExpertKey
 
 RING_BYTES = 256 * 2**20
@@ -116,12 +117,6 @@ def divide(
         resident=tuple(resident),
         num_experts=num_experts,
     )
-
-
-def spread(keys: Sequence[ExpertKey], count: int) -> list[ExpertKey]:
-    """`count` of the keys at equal distances: between two that are read lies one that is not."""
-    total = len(keys)
-    return [key for i, key in enumerate(keys) if (i + 1) * count // total > i * count // total]
 
 
 def _too_small(

@@ -16,13 +16,8 @@ from moe_runtime.offload.records import Sections
 from moe_runtime.offload.slots import Need
 from moe_runtime.offload.states import ExpertStates
 from moe_runtime.offload.updates import Step, take_steps
+from moe_runtime.planning.homes import UseCounts
 from moe_runtime.types import ExpertKey
-
-REHOME_STEPS = 50
-"""Steps over which it is counted how often each expert is used, before homes are chosen anew."""
-
-REHOME_MARGIN = 0.1
-"""Difference in the share of steps from which an exchange of two homes pays."""
 
 
 class ExpertOptimizer:
@@ -65,8 +60,7 @@ class ExpertOptimizer:
         self._norms: dict[ExpertKey, float] = {}
         self._bad: list[ExpertKey] = []
         self._last_norm: float | None = None
-        self._used = dict.fromkeys(states.experts, 0)
-        self._counted_steps = 0
+        self._uses = UseCounts(states.experts)
 
     def need(self, key: ExpertKey) -> Sections:
         """What has to be read before an expert can compute: all of it if it missed steps."""
@@ -148,7 +142,7 @@ class ExpertOptimizer:
             self._scales.append(scale)
             self.step += 1
             self._last_norm = norm
-            self._count_use()
+            self._exchange_homes()
         self.loss_scale.after_step(was_skipped=is_skipped)
         self._norms.clear()
         self._bad.clear()
@@ -282,27 +276,10 @@ class ExpertOptimizer:
         take_steps(expert.layout, record, self.settings, [step], gradient, refreshes=refreshes)
         finish()
 
-    def _count_use(self) -> None:
-        """Counts who was used, and exchanges homes when enough steps have been seen."""
-        for key in self._norms:
-            self._used[key] += 1
-        self._counted_steps += 1
-        if self._counted_steps < REHOME_STEPS:
-            return
-        self._rehome()
-        self._used = dict.fromkeys(self._used, 0)
-        self._counted_steps = 0
-
-    def _rehome(self) -> None:
-        """Brings the experts used most into memory, where that changes enough.
-
-        Source: Hecate (2025): what is used most is kept at hand, chosen again as loads drift.
-        """
+    def _exchange_homes(self) -> None:
+        """Brings the experts used most into memory, where that changes enough."""
         experts = self.states.experts
-        by_use = sorted(self._used, key=lambda key: (self._used[key], key))
-        leaving = (key for key in by_use if experts[key].home is not None)
-        arriving = (key for key in reversed(by_use) if experts[key].home is None)
-        for comes, goes in zip(list(arriving), list(leaving), strict=False):
-            if self._used[comes] - self._used[goes] < REHOME_MARGIN * self._counted_steps:
-                return
-            self.states.rehome(comes, goes)
+        for arriving, leaving in self._uses.after_step(
+            self._norms, lambda key: experts[key].home is not None
+        ):
+            self.states.rehome(arriving, leaving)

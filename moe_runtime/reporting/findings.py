@@ -13,6 +13,7 @@ from moe_runtime.reporting.measures import (
     reuse_distances,
     token_overlap,
 )
+from moe_runtime.reporting.training_reuse import TrainingReuse, training_reuse
 from moe_runtime.tracing.evaluation import Evaluation, evaluate
 from moe_runtime.tracing.experiment import Experiment, Row, run_experiment
 from moe_runtime.tracing.format import Trace
@@ -66,6 +67,7 @@ class TraceFindings:
         test_sequences: sequences that recall was measured on.
         timed: modelled outcome without and with prefetch, by its predictor's name; ``off`` first.
         timed_workload: the later requests, which ``timed`` replayed.
+        training: reuse between micro-batches and steps; None where nothing was trained.
         settings: what was asked for.
     """
 
@@ -83,6 +85,7 @@ class TraceFindings:
     test_sequences: int
     timed: dict[str, TimedReplay]
     timed_workload: Workload
+    training: TrainingReuse | None
     settings: Settings
 
 
@@ -132,6 +135,7 @@ def find(
         test_sequences=test_sequences,
         timed=timed,
         timed_workload=timed_workload,
+        training=training_reuse(trace),
         settings=settings,
     )
 

@@ -5,6 +5,7 @@ import numpy as np
 from moe_runtime.reporting import charts
 from moe_runtime.reporting.findings import TraceFindings
 from moe_runtime.reporting.page import Page, Section, Table
+from moe_runtime.reporting.training_section import training_section
 from moe_runtime.tracing.experiment import Row
 from moe_runtime.tracing.timed_replay import LayerCounts
 
@@ -20,6 +21,8 @@ def trace_page(found: TraceFindings, name: str) -> Page:
     sections = [_load_section(found), _popularity_section(found), _reuse_section(found)]
     sections += [_hit_section(found), _recall_section(found)]
     sections += [_traffic_section(found), _timeline_section(found)]
+    if found.training is not None:
+        sections.insert(0, training_section(found.training))
     facts = [
         (f"{found.num_tokens:,}", f"tokens in {found.num_requests:,} requests"),
         (

@@ -22,8 +22,10 @@ from moe_runtime.types import ModelSignature
 
 TRACE_FORMAT = "moe-runtime-trace"
 TRACE_VERSION = 1
-PHASES = ("prefill", "decode")
-"""Names of the phases; the file stores a phase as its index here."""
+TRAINING_TRACE_VERSION = 2
+"""Of traces of training, whose forward passes belong to optimizer steps."""
+PHASES = ("prefill", "decode", "train")
+"""Names of the phases; the file stores a phase as its index here. The last is of version 2."""
 
 _MAX_HEADER_BYTES = 1 << 16
 _DEFAULT_MAX_BYTES = 16 << 30
@@ -46,6 +48,9 @@ class Trace:
         token_position: ``[T]`` int32, position in its sequence.
         expert_ids: ``[T, L, K]`` uint8 or uint16, experts in the gate's order.
         gate_weights: ``[T, L, K]`` float16, what the experts' outputs were multiplied by.
+        step_update: ``[S]`` int32, number of the optimizer step that a forward pass is part of, the
+            first is 1; None where nothing is trained. Forward passes of the same number are the
+            micro-batches of one step.
     """
 
     version: int
@@ -57,6 +62,7 @@ class Trace:
     token_position: np.ndarray
     expert_ids: np.ndarray
     gate_weights: np.ndarray
+    step_update: np.ndarray | None = None
 
     @property
     def num_steps(self) -> int:
@@ -96,6 +102,7 @@ class Trace:
             token_position=self.token_position[rows],
             expert_ids=self.expert_ids[rows],
             gate_weights=self.gate_weights[rows],
+            step_update=None if self.step_update is None else self.step_update[first:stop],
         )
 
     def accesses(self) -> Iterator[tuple[int, int, np.ndarray]]:
@@ -150,7 +157,7 @@ def save_columns(file: BinaryIO, trace: Trace, *, compressed: bool) -> None:
     """Writes the arrays of a trace as an ``.npz`` into an open file."""
     signature = dataclasses.asdict(trace.signature)
     header = {"format": TRACE_FORMAT, "version": trace.version, "signature": signature}
-    columns = {name: getattr(trace, name) for name in _column_specs(trace.signature)}
+    columns = {name: getattr(trace, name) for name in _column_specs(trace.signature, trace.version)}
     header_bytes = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
     save = np.savez_compressed if compressed else np.savez
     save(file, allow_pickle=False, header=header_bytes, **columns)
@@ -189,7 +196,7 @@ def _read_journal(path: str | os.PathLike[str], *, max_bytes: int) -> Trace:
     for number, data in enumerate(whole_blocks(path)):
         content, name = io.BytesIO(data), f"{path}, block {number}"
         blocks.append(_read_columns(content, name, max_bytes=max_bytes))
-        if blocks[-1].signature != blocks[0].signature:
+        if (blocks[-1].signature, blocks[-1].version) != (blocks[0].signature, blocks[0].version):
             raise CheckpointError(
                 f"{name}: is of {blocks[-1].signature}, but the first block of "
                 f"{blocks[0].signature}"
@@ -199,19 +206,20 @@ def _read_journal(path: str | os.PathLike[str], *, max_bytes: int) -> Trace:
     lengths = np.concatenate([np.diff(block.step_start) for block in blocks])
     columns = {
         name: np.concatenate([getattr(block, name) for block in blocks])
-        for name in _column_specs(blocks[0].signature)
+        for name in _column_specs(blocks[0].signature, blocks[0].version)
         if name != "step_start"
     }
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return Trace(version=TRACE_VERSION, signature=blocks[0].signature, step_start=starts, **columns)
+    version, signature = blocks[0].version, blocks[0].signature
+    return Trace(version=version, signature=signature, step_start=starts, **columns)
 
 
 def _read_columns(
     content: BinaryIO | None, path: str | os.PathLike[str], *, max_bytes: int
 ) -> Trace:
     with Archive(path, max_bytes=max_bytes, content=content) as archive:
-        signature = _read_header(archive)
-        specs = _column_specs(signature)
+        version, signature = _read_header(archive)
+        specs = _column_specs(signature, version)
         columns = {name: archive.read(name, dtype) for name, (dtype, _) in specs.items()}
     sizes = {"L": signature.num_layers, "K": signature.top_k}
     sizes |= {"S": columns["step_phase"].size, "T": columns["token_id"].size}
@@ -222,13 +230,16 @@ def _read_columns(
                 f"{archive.path}: column {name} has shape {columns[name].shape}, "
                 f"expected {list(axes)} = {expected}"
             )
-    trace = Trace(version=TRACE_VERSION, signature=signature, **columns)
+    trace = Trace(version=version, signature=signature, **columns)
     _check_values(trace, archive.path)
     return trace
 
 
-def _column_specs(signature: ModelSignature) -> dict[str, tuple[np.dtype[Any], tuple[str, ...]]]:
+def _column_specs(
+    signature: ModelSignature, version: int
+) -> dict[str, tuple[np.dtype[Any], tuple[str, ...]]]:
     """Type and axes of every column, in the order of the file."""
+    updates = {"step_update": (np.dtype("<i4"), ("S",))}
     return {
         "step_phase": (np.dtype("|u1"), ("S",)),
         "step_start": (np.dtype("<i8"), ("S+1",)),
@@ -237,10 +248,12 @@ def _column_specs(signature: ModelSignature) -> dict[str, tuple[np.dtype[Any], t
         "token_position": (np.dtype("<i4"), ("T",)),
         "expert_ids": (expert_dtype(signature.num_experts), ("T", "L", "K")),
         "gate_weights": (np.dtype("<f2"), ("T", "L", "K")),
+        **(updates if version == TRAINING_TRACE_VERSION else {}),
     }
 
 
-def _read_header(archive: Archive) -> ModelSignature:
+def _read_header(archive: Archive) -> tuple[int, ModelSignature]:
+    """The version, and what was recorded."""
     raw = archive.read("header", np.dtype("|u1"), max_bytes=_MAX_HEADER_BYTES)
     try:
         header = json.loads(raw.tobytes())
@@ -248,12 +261,14 @@ def _read_header(archive: Archive) -> ModelSignature:
         raise CheckpointError(f"{archive.path}: the trace's header is not JSON: {error}") from None
     if not isinstance(header, dict) or header.get("format") != TRACE_FORMAT:
         raise CheckpointError(f"{archive.path}: not a routing trace of moe-runtime")
-    if header.get("version") != TRACE_VERSION:
+    version = header.get("version")
+    if type(version) is not int or version not in (TRACE_VERSION, TRAINING_TRACE_VERSION):
         raise CheckpointError(
-            f"{archive.path}: trace version {header.get('version')!r} is not known, expected "
-            f"{TRACE_VERSION}; read it with the moe-runtime that wrote it, or record it again"
+            f"{archive.path}: trace version {version!r} is not known, expected {TRACE_VERSION} or "
+            f"{TRAINING_TRACE_VERSION}; read it with the moe-runtime that wrote it, or record it "
+            "again"
         )
-    return parse_signature(header.get("signature"), archive.path)
+    return version, parse_signature(header.get("signature"), archive.path)
 
 
 def parse_signature(value: object, path: Path) -> ModelSignature:
@@ -285,11 +300,15 @@ def _check_values(trace: Trace, path: Path) -> None:
     """Verifies what the columns say about each other."""
     starts = trace.step_start
     known = trace.expert_ids[trace.expert_ids != trace.absent]
+    num_phases = len(PHASES) - (trace.step_update is None)
+    updates = np.ones(0, np.int32) if trace.step_update is None else trace.step_update
     problems = {
         "step_start must rise from 0 to the number of tokens": starts[0] != 0
         or starts[-1] != trace.num_tokens
         or bool(np.any(starts[1:] < starts[:-1])),
-        f"step_phase must be below {len(PHASES)}": _any(trace.step_phase >= len(PHASES)),
+        f"step_phase must be below {num_phases}": _any(trace.step_phase >= num_phases),
+        "step_update must rise from at least 1": _any(updates < 1)
+        or _any(updates[1:] < updates[:-1]),
         "token_request must not be negative": _any(trace.token_request < 0),
         "token_position must not be negative": _any(trace.token_position < 0),
         "token_id must lie in [-1, vocab_size)": _any(trace.token_id < -1)

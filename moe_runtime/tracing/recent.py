@@ -135,7 +135,7 @@ def _join(parts: list[Trace]) -> Trace:
     columns = {
         name: np.concatenate([getattr(part, name) for part in parts])
         for name in Trace.__dataclass_fields__
-        if name not in ("version", "signature", "step_start")
+        if name not in ("version", "signature", "step_start", "step_update")
     }
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     return Trace(version=TRACE_VERSION, signature=parts[0].signature, step_start=starts, **columns)

@@ -19,6 +19,7 @@ from moe_runtime.errors import CheckpointError
 from moe_runtime.tracing.format import (
     PHASES,
     TRACE_VERSION,
+    TRAINING_TRACE_VERSION,
     Trace,
     absent_id,
     expert_dtype,
@@ -40,6 +41,7 @@ class TraceRecorder:
         path: file to write, conventionally ``*.npz``. It is replaced only when the recording is
             closed, and never left half written.
         signature: the model that is recorded.
+        trains: whether the forward passes belong to optimizer steps, whose numbers are recorded.
         block_tokens: tokens after which a block of finished steps is appended to the journal.
         block_s: seconds after which one is, whatever its size.
 
@@ -54,6 +56,7 @@ class TraceRecorder:
         path: str | os.PathLike[str],
         signature: ModelSignature,
         *,
+        trains: bool = False,
         block_tokens: int = 256,
         block_s: float = 1.0,
     ) -> None:
@@ -77,6 +80,8 @@ class TraceRecorder:
         self._journalled_steps = 0
         self._waiting_tokens = 0
         self._last_block_s = time.monotonic()
+        self._trains = trains
+        self._updates: list[int] = []
         self._phases: list[int] = []
         self._requests: list[np.ndarray] = []
         self._token_ids: list[np.ndarray] = []
@@ -120,20 +125,27 @@ class TraceRecorder:
         token_ids: npt.ArrayLike,
         positions: npt.ArrayLike,
         sequences: npt.ArrayLike | None = None,
+        update: int | None = None,
     ) -> None:
         """Starts a forward pass.
 
         Args:
-            phase: ``"prefill"`` or ``"decode"``.
+            phase: ``"prefill"``, ``"decode"`` or, of training, ``"train"``.
             token_ids: ``[T]`` ids in the vocabulary, -1 where there is none.
             positions: ``[T]`` positions in their sequences.
             sequences: ``[T]`` sequence of the batch that each token belongs to; all 0 when omitted.
+            update: in training, the number of the optimizer step, from 1 on and never falling.
 
         Raises:
-            ValueError: the phase is not known, or the lengths differ.
+            ValueError: the phase is not known, the lengths differ, or the optimizer step does not
+                fit.
         """
         if phase not in PHASES:
             raise ValueError(f"phase must be one of {', '.join(PHASES)}, got {phase!r}")
+        last = self._updates[-1] if self._updates else 1
+        if self._trains != (update is not None) or (update is not None and update < last):
+            wanted = f"a number from {last} on" if self._trains else "None outside of training"
+            raise ValueError(f"update must be {wanted}, got {update}")
         if not self._recording:
             return
         tokens = np.array(token_ids, dtype=np.int32)
@@ -148,6 +160,8 @@ class TraceRecorder:
         self._waiting_tokens += len(tokens)
         self._num_requests = max(self._num_requests, 1)
         self._phases.append(PHASES.index(phase))
+        if update is not None:
+            self._updates.append(update)
         self._requests.append(rows + np.int32(self._first_request))
         self._token_ids.append(tokens)
         self._positions.append(places)
@@ -160,7 +174,8 @@ class TraceRecorder:
 
         Args:
             layer: index among the Mixture-of-Experts layers.
-            expert_ids: ``[T, K]`` (or fewer columns, for a layer that uses fewer experts).
+            expert_ids: ``[T, K]`` (or fewer columns, for a layer that uses fewer experts), -1 for
+                a choice of no expert.
             weights: ``[T, K]`` what the experts' outputs are multiplied by.
 
         Raises:
@@ -179,13 +194,13 @@ class TraceRecorder:
                 f"expert_ids and weights must be [{num_tokens}, {top_k}], "
                 f"got {ids.shape} and {gates.shape}"
             )
-        if ids.size and not 0 <= ids.min() <= ids.max() < self._signature.num_experts:
+        if ids.size and not -1 <= ids.min() <= ids.max() < self._signature.num_experts:
             raise ValueError(
-                f"expert_ids must lie in [0, {self._signature.num_experts}), "
+                f"expert_ids must lie in [-1, {self._signature.num_experts}), "
                 f"got {ids.min()} to {ids.max()}"
             )
-        self._expert_ids[-1][:, layer, : ids.shape[1]] = ids
-        self._weights[-1][:, layer, : ids.shape[1]] = gates
+        self._expert_ids[-1][:, layer, : ids.shape[1]] = np.where(ids < 0, self._absent, ids)
+        self._weights[-1][:, layer, : ids.shape[1]] = np.where(ids < 0, 0, gates)
 
     def pause(self) -> None:
         """Ignores all events until ``resume``; for warm-up."""
@@ -232,7 +247,7 @@ class TraceRecorder:
         no_ids = np.zeros((0, layers, top_k), dtype=self._expert_dtype)
         no_weights = np.zeros((0, layers, top_k), dtype=np.float16)
         return Trace(
-            version=TRACE_VERSION,
+            version=TRAINING_TRACE_VERSION if self._trains else TRACE_VERSION,
             signature=self._signature,
             step_phase=np.array(self._phases[some], dtype=np.uint8),
             step_start=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
@@ -241,6 +256,7 @@ class TraceRecorder:
             token_position=np.concatenate([no_tokens, *self._positions[some]]),
             expert_ids=np.concatenate([no_ids, *self._expert_ids[some]]),
             gate_weights=np.concatenate([no_weights, *self._weights[some]]),
+            step_update=np.array(self._updates[some], np.int32) if self._trains else None,
         )
 
 

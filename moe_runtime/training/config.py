@@ -227,6 +227,9 @@ class RunConfig:
         checkpoint_every: steps between checkpoints; 0 writes one at the end only.
         keep_checkpoints: how many of the newest stay.
         tensorboard: also write TensorBoard's event files.
+        trace: file for where the gates send tokens, for `moe-runtime report` and `replay`; relative
+            to the configuration file.
+        trace_steps: steps that are recorded, from where the run begins or goes on; 0 records all.
         export_dtype: dtype of the exported Hugging Face checkpoint.
     """
 
@@ -249,18 +252,22 @@ class RunConfig:
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
     tensorboard: bool = False
+    trace: Path | None = None
+    trace_steps: int = 100
     export_dtype: Precision = "bfloat16"
 
     def __post_init__(self) -> None:
         for name in ("steps", "log_every", "evaluate_tokens", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("seed", "threads", "evaluate_every", "checkpoint_every"):
+        for name in ("seed", "threads", "evaluate_every", "checkpoint_every", "trace_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.host_memory is not None and (self.compile or self.start_from is not None):
             other = "compile" if self.compile else "start_from"
             raise ValueError(f"host_memory cannot be combined with {other}; leave one of them out")
+        if self.trace is not None and self.compile:
+            raise ValueError("trace listens at modules that compile fuses; leave one of them out")
         if self.host_memory is None and self.storage_dir is not None:
             raise ValueError("storage_dir is for runs with a host_memory; give one")
         if self.host_memory is None and self.offload != OffloadConfig():

@@ -9,6 +9,7 @@ import torch
 from moe_runtime.config import parse_budget
 from moe_runtime.engine.checkpoint import Checkpoint
 from moe_runtime.engine.expert_map import ExpertMap
+from moe_runtime.engine.loading import signature_of
 from moe_runtime.engine.memory import MemoryPlan, available_host_bytes, resolve_budget
 from moe_runtime.engine.memory import plan_memory as plan_slots
 from moe_runtime.offload.frozen import adapters_for
@@ -18,6 +19,7 @@ from moe_runtime.offload.site import ExpertsSite
 from moe_runtime.training.checkpoint_model import activation_bytes, trained_bytes
 from moe_runtime.training.finetune_config import FinetuneConfig
 from moe_runtime.training.offloaded import optimizer_settings
+from moe_runtime.training.tracing import trace_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,6 +43,8 @@ def divide_budget(
         config.data.micro_batches,
         recompute=config.run.recompute,
     )
+    if config.run.trace is not None:
+        activations += trace_bytes(config, signature_of(checkpoint, experts))
     host_memory = config.run.host_memory or "auto"
     if config.lora is None:
         return plan_memory(

@@ -59,6 +59,7 @@ from moe_runtime.training.prepared import (
 )
 from moe_runtime.training.text import read_corpus
 from moe_runtime.training.tokens import TokenStreams, encode_corpus, load_tokenizer
+from moe_runtime.training.tracing import TrainingTrace, open_trace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -213,6 +214,7 @@ def start(
     torch.manual_seed(config.run.seed)
     make = _offloaded if config.lora is None else _frozen
     optimizer = make(preparation, resumes=state is not None)
+    first_step = 0 if state is None else state.step
     trainer = Trainer(
         TrainingRun(
             config=config,
@@ -224,7 +226,8 @@ def start(
             device=place,
             checkpoints=preparation.checkpoints,
             settings=preparation.settings,
-            sinks=open_sinks(preparation, 0 if state is None else state.step),
+            sinks=open_sinks(preparation, first_step),
+            trace=_open_trace(preparation, first_step),
         )
     )
     if isinstance(state, TrainingState):
@@ -280,6 +283,20 @@ def _offloaded(preparation: FinetunePreparation, *, resumes: bool) -> OffloadedT
             initial=source.tensors_of,
             resumes=resumes,
         )
+
+
+def _open_trace(preparation: FinetunePreparation, first_step: int) -> TrainingTrace | None:
+    run = preparation.config.run
+    if run.trace is None:
+        return None
+    return open_trace(
+        run.trace.expanduser(),
+        signature_of(preparation.checkpoint, preparation.experts),
+        preparation.model,
+        [site.name for site in preparation.sites],
+        first_step=first_step,
+        num_steps=run.trace_steps,
+    )
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The training loop: batches in, steps, records and checkpoints out."""
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.ranks import OneProcess
 from moe_runtime.training.schedule import learning_rate
 from moe_runtime.training.sharded import ShardedCheckpoints
+from moe_runtime.training.tracing import TrainingTrace
 
 _MOST_SKIPPED = 10
 
@@ -80,6 +82,7 @@ class TrainingRun:
         sinks: where records go.
         ranks: the processes that train together.
         shards: checkpoints that all processes write together; None writes a file.
+        trace: where the gates send the tokens; None records nothing.
     """
 
     config: LoopConfig
@@ -94,6 +97,7 @@ class TrainingRun:
     sinks: Sequence[MetricsSink] = field(default_factory=tuple)
     ranks: OneProcess = field(default_factory=OneProcess)
     shards: ShardedCheckpoints | None = None
+    trace: TrainingTrace | None = None
 
 
 class Trainer:
@@ -117,6 +121,11 @@ class Trainer:
     def optimizer(self) -> Optimizer | OffloadedTraining | AdapterTraining:
         """Of the run."""
         return self._run.optimizer
+
+    @property
+    def trace(self) -> TrainingTrace | None:
+        """Of the run."""
+        return self._run.trace
 
     def restore(self, state: TrainingState) -> None:
         """Goes on from a checkpoint.
@@ -173,8 +182,16 @@ class Trainer:
         return self.step >= run.steps
 
     def close(self) -> None:
-        """Ends what runs beside the training; the model is of no use then, if it is offloaded."""
-        self._run.optimizer.close()
+        """Ends what runs beside the training; the model is of no use then, if it is offloaded.
+
+        Raises:
+            MoERuntimeError, OSError: a checkpoint or the trace could not be written.
+        """
+        try:
+            self._run.optimizer.close()
+        finally:
+            if self._run.trace is not None:
+                self._run.trace.close()
 
     def report(self) -> dict[str, Any]:
         """What offloaded experts did so far; empty where all are in memory."""
@@ -230,6 +247,8 @@ class Trainer:
         self._run.model.after_step()
         self._count_skipped(outcome.bad_parameters)
         self.step += 1
+        if self._run.trace is not None:
+            self._run.trace.finish_step(self.step)
         self.tokens += config.data.tokens_per_step
         step_s = time.perf_counter() - started
         self.elapsed_s += step_s
@@ -273,11 +292,15 @@ class Trainer:
 
     def _part(self, windows: Tensor, found: list[Losses]) -> Tensor:
         """One part's share of the loss; its losses go to those that were found."""
-        with self._autocast():
+        with self._recorded(windows), self._autocast():
             losses = self._losses(windows)
         found.append(losses.detach())
         num_parts = self._config.data.micro_batches // self._run.ranks.num_lanes
         return (losses.cross_entropy + losses.auxiliary) * self._run.ranks.loss_share / num_parts
+
+    def _recorded(self, windows: Tensor) -> contextlib.AbstractContextManager[None]:
+        trace = self._run.trace
+        return contextlib.nullcontext() if trace is None else trace.micro_batch(windows[:, :-1])
 
     def _losses(self, windows: Tensor) -> Losses:
         windows = windows.to(self._run.device)

@@ -26,6 +26,7 @@ from moe_runtime.offload.offloading import (
 )
 from moe_runtime.offload.records import RecordLayout
 from moe_runtime.training.config import LoopConfig, TrainConfig
+from moe_runtime.training.tracing import signature_of_config, trace_bytes
 from moe_runtime.types import ExpertKey
 
 _SPARE_SHARE = 1 / 8
@@ -163,7 +164,8 @@ def activation_bytes(config: TrainConfig) -> int:
     # where the plan is made later, half of it is for what experts may keep
     times = 2 if choice == "auto" else 1
     most = (blocks + max(loss, experts) + passing) * (1 + _SPARE_SHARE)
-    return times * int(most) + SPARE_BYTES
+    recorded = 0 if config.run.trace is None else trace_bytes(config, signature_of_config(model))
+    return times * int(most) + recorded + SPARE_BYTES
 
 
 def _layer_bytes(model: LanguageModelConfig, *, keeps: bool) -> int:

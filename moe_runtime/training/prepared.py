@@ -37,6 +37,8 @@ _FREE_NAMES = (
         "keep_checkpoints",
         "tensorboard",
         "export_dtype",
+        "trace",
+        "trace_steps",
     ),
 )
 _FREE = frozenset(
@@ -145,6 +147,7 @@ def _summary(preparation: Prepared, trainer: Trainer, folder: Path | None) -> di
         "parameters": preparation.num_parameters,
         "active_parameters": preparation.num_active_parameters,
         "offload": trainer.report(),
+        "trace": None if trainer.trace is None else str(trainer.trace.path),
         "output": str(preparation.output),
         "model": None if folder is None else str(folder),
         "versions": {

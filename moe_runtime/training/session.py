@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moe_runtime.errors import CheckpointError
+from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.models.lm.blocks import check_experts
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.initial import import_hugging_face
@@ -43,6 +43,11 @@ from moe_runtime.training.ranks import OneProcess
 from moe_runtime.training.sharded import ShardedCheckpoints, whole_model
 from moe_runtime.training.text import read_corpus
 from moe_runtime.training.tokens import TokenStreams, encode_corpus, obtain_tokenizer
+from moe_runtime.training.tracing import (
+    TrainingTrace,
+    open_trace,
+    signature_of_config,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,6 +61,7 @@ class Preparation:
 
     Attributes:
         config: with the vocabulary of the tokenizer.
+        folder: what relative paths start from.
         output: the run's folder.
         tokenizer: of the text.
         streams: encoded text by source.
@@ -69,6 +75,7 @@ class Preparation:
     """
 
     config: TrainConfig
+    folder: Path
     output: Path
     storage: Path
     tokenizer: "PreTrainedTokenizerBase"
@@ -138,6 +145,7 @@ def prepare(
         check_groups(layer.gate.num_groups, config.data, held_out)
     preparation = Preparation(
         config=config,
+        folder=folder,
         output=output,
         storage=folder / (config.run.storage_dir or output / "experts"),
         tokenizer=tokenizer,
@@ -205,6 +213,7 @@ def start(
         sinks=open_sinks(preparation, first_step) if ranks.rank == 0 else (),
         ranks=ranks,
         shards=shards if ranks.size > 1 else None,
+        trace=_open_trace(preparation, ranks, first_step),
     )
     trainer = Trainer(run)
     if isinstance(state, TrainingState) and ranks.size == 1:
@@ -266,6 +275,27 @@ def _optimizer(
         folder.mkdir(parents=True, exist_ok=True)
     return offloaded_optimizer(
         config, preparation.model, preparation.first_experts, folder, resumes=resumes
+    )
+
+
+def _open_trace(
+    preparation: Preparation, ranks: OneProcess, first_step: int
+) -> TrainingTrace | None:
+    run, model = preparation.config.run, preparation.model
+    if run.trace is None:
+        return None
+    if ranks.size > 1:
+        raise UnsupportedModelError(
+            f"run.trace records a run of one process, this one has {ranks.size}; leave it out"
+        )
+    layers = set(model.routed_layers())
+    return open_trace(
+        preparation.folder / run.trace.expanduser(),
+        signature_of_config(preparation.config.model),
+        model,
+        [f"{name}.experts" for name, module in model.named_modules() if module in layers],
+        first_step=first_step,
+        num_steps=run.trace_steps,
     )
 
 

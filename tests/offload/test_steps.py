@@ -17,7 +17,7 @@ from offloaded_models import (
 
 import moe_runtime
 from moe_runtime.errors import CapacityError, CheckpointError
-from moe_runtime.offload.optimizer import REHOME_STEPS
+from moe_runtime.planning.homes import REHOME_STEPS
 from moe_runtime.types import ExpertKey
 
 PLAIN = moe_runtime.AdamW()

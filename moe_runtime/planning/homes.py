@@ -1,0 +1,126 @@
+"""Which experts live in memory while a model is trained, and when they exchange homes.
+
+A step asks for a set of experts. Homes in memory are spread evenly at first; after a number of
+steps, experts on the disk that were used more often than some in memory take their places. The
+rule is one object: training acts on it, and a report replays it on recorded steps.
+
+Source: Hecate (2025): what is used most is kept at hand, chosen again as loads drift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from moe_runtime.types import ExpertKey
+
+REHOME_STEPS = 50
+"""Steps over which it is counted how often each expert is used, before homes are chosen anew."""
+
+REHOME_MARGIN = 0.1
+"""Difference in the share of steps from which an exchange of two homes pays."""
+
+
+class Exchange(NamedTuple):
+    """Two experts that exchange homes: one comes into memory, one goes to the disk."""
+
+    arriving: ExpertKey
+    leaving: ExpertKey
+
+
+class UseCounts:
+    """Counts in how many steps each expert is used.
+
+    Args:
+        keys: all experts.
+    """
+
+    def __init__(self, keys: Iterable[ExpertKey]) -> None:
+        self._used = dict.fromkeys(keys, 0)
+        self._steps = 0
+
+    def after_step(
+        self, used: Iterable[ExpertKey], is_home: Callable[[ExpertKey], bool]
+    ) -> list[Exchange]:
+        """Counts a step; every `REHOME_STEPS` says which homes to exchange, and begins anew.
+
+        The experts used most come first, for those in memory that are used least, as long as the
+        difference is worth the two ways through the disk.
+
+        Args:
+            used: experts that the step needed.
+            is_home: whether an expert's home is memory.
+        """
+        for key in used:
+            self._used[key] += 1
+        self._steps += 1
+        if self._steps < REHOME_STEPS:
+            return []
+        by_use = sorted(self._used, key=lambda key: (self._used[key], key))
+        leaving = [key for key in by_use if is_home(key)]
+        arriving = [key for key in reversed(by_use) if not is_home(key)]
+        least = REHOME_MARGIN * self._steps
+        pairs = [Exchange(*pair) for pair in zip(arriving, leaving, strict=False)]
+        found = [p for p in pairs if self._used[p.arriving] - self._used[p.leaving] >= least]
+        self._used = dict.fromkeys(self._used, 0)
+        self._steps = 0
+        return found
+
+
+def spread(keys: Sequence[ExpertKey], count: int) -> list[ExpertKey]:
+    """`count` of the keys at equal distances: between two that are read lies one that is not."""
+    total = len(keys)
+    return [key for i, key in enumerate(keys) if (i + 1) * count // total > i * count // total]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HomesReplay:
+    """How often the experts that steps asked for had their home in memory.
+
+    Attributes:
+        uses: experts asked for, each once a step.
+        spread: of them, those at home if homes stay spread evenly.
+        by_use: likewise, if homes are exchanged by use.
+        best: likewise, with the homes that would have been best, known beforehand and never
+            exchanged.
+        exchanges: exchanges of two homes.
+    """
+
+    uses: int
+    spread: int
+    by_use: int
+    best: int
+    exchanges: int
+
+
+def replay_homes(
+    steps: Iterable[Collection[ExpertKey]], keys: Sequence[ExpertKey], count: int
+) -> HomesReplay:
+    """What homes of `count` experts would have found in recorded steps.
+
+    Args:
+        steps: experts that each step asked for, without repeats.
+        keys: all experts, in order.
+        count: how many live in memory.
+    """
+    first = frozenset(spread(keys, count))
+    homes, counts = set(first), UseCounts(keys)
+    totals = dict.fromkeys(keys, 0)
+    at_first = by_use = exchanges = 0
+    for used in steps:
+        at_first += sum(key in first for key in used)
+        by_use += sum(key in homes for key in used)
+        for key in used:
+            totals[key] += 1
+        for arriving, leaving in counts.after_step(used, homes.__contains__):
+            homes.add(arriving)
+            homes.remove(leaving)
+            exchanges += 1
+    return HomesReplay(
+        uses=sum(totals.values()),
+        spread=at_first,
+        by_use=by_use,
+        best=sum(sorted(totals.values(), reverse=True)[:count]),
+        exchanges=exchanges,
+    )

@@ -1,0 +1,186 @@
+"""Records where the gates send the tokens of a training run: `run.trace`.
+
+A forward pass of a micro-batch is a step of the trace, and says which optimizer step it belongs to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.models.lm.config import LanguageModelConfig
+from moe_runtime.models.lm.hugging_face import hugging_face_family
+from moe_runtime.tracing.recorder import TraceRecorder
+from moe_runtime.training.config import LoopConfig
+from moe_runtime.types import ModelSignature
+
+_COPIES = 2
+"""Of what is recorded, at the moment when the file is written."""
+
+
+@dataclass(slots=True)
+class _Pass:
+    """The forward pass of one micro-batch: ids of its tokens `[B, C]`, and its layers' choices."""
+
+    ids_BC: np.ndarray
+    routings: list[tuple[int, np.ndarray, np.ndarray]] = field(default_factory=list)
+
+
+class TrainingTrace:
+    """Listens at a model's experts while micro-batches are computed.
+
+    Micro-batches may be computed side by side, each in a context of its own; the trace has them one
+    after another. Passes outside of `micro_batch` are not recorded: measurements on held-out text,
+    and activations that the backward pass computes again.
+
+    Args:
+        path: file to write.
+        signature: of the model.
+        experts: its modules of routed experts in order, called with rows, ids and weights.
+        last_step: the optimizer step after which the file is written and nothing recorded any more.
+
+    Raises:
+        CheckpointError: the file could not be written there.
+        ValueError: the model has too many experts for a trace.
+    """
+
+    def __init__(
+        self, path: Path, signature: ModelSignature, experts: Sequence[nn.Module], *, last_step: int
+    ) -> None:
+        self.path = path
+        self._recorder = TraceRecorder(path, signature, trains=True)
+        self._num_experts = signature.num_experts
+        self._last_step = last_step
+        self._passes: list[_Pass] = []
+        self._current: ContextVar[_Pass | None] = ContextVar("pass", default=None)
+        self._hooks = [
+            module.register_forward_pre_hook(partial(self._routed, layer), with_kwargs=True)
+            for layer, module in enumerate(experts)
+        ]
+
+    @contextlib.contextmanager
+    def micro_batch(self, ids_BC: Tensor) -> Iterator[None]:
+        """The block is the forward pass of a micro-batch with these token ids."""
+        if not self._hooks:
+            yield
+            return
+        self._passes.append(_Pass(ids_BC.numpy()))
+        token = self._current.set(self._passes[-1])
+        try:
+            yield
+        finally:
+            self._current.reset(token)
+
+    def finish_step(self, step: int) -> None:
+        """The passes since the last call belong to an optimizer step, which was taken or skipped.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+        """
+        passes, self._passes = self._passes, []
+        for recorded in passes if self._hooks else []:
+            self._record(recorded, step)
+        if step >= self._last_step:
+            self.close()
+
+    def close(self) -> None:
+        """Writes the file. Later calls do nothing.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._recorder.close()
+
+    def _routed(
+        self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        del module
+        found = self._current.get()
+        if found is None:
+            return
+        _, ids_TK, weights_TK = (*args, *kwargs.values())[:3]
+        ids = ids_TK.cpu().numpy()
+        ids = np.where((ids >= 0) & (ids < self._num_experts), ids, -1)
+        found.routings.append((layer, ids, weights_TK.detach().float().cpu().numpy()))
+
+    def _record(self, found: _Pass, step: int) -> None:
+        rows, columns = found.ids_BC.shape
+        self._recorder.begin_request(num_sequences=rows)
+        self._recorder.begin_step(
+            phase="train",
+            token_ids=found.ids_BC.reshape(-1),
+            positions=np.tile(np.arange(columns), rows),
+            sequences=np.repeat(np.arange(rows), columns),
+            update=step,
+        )
+        for layer, ids, weights in found.routings:
+            self._recorder.routing(layer, ids, weights)
+
+
+def signature_of_config(config: LanguageModelConfig) -> ModelSignature:
+    """What traces of a language model agree on: those of the checkpoint that it leaves as, too.
+
+    Raises:
+        UnsupportedModelError: it has no routed experts.
+    """
+    if config.moe is None:
+        raise UnsupportedModelError("a model without routed experts has nothing to trace")
+    try:
+        family = hugging_face_family(config)
+    except UnsupportedModelError:
+        family = "moe_runtime"
+    return ModelSignature(
+        model_type=family,
+        num_layers=config.num_layers // (1 if config.moe.shortcut is None else 2),
+        num_experts=config.moe.num_experts,
+        top_k=config.moe.top_k,
+        vocab_size=config.vocab_size or 1,
+    )
+
+
+def open_trace(
+    path: Path, signature: ModelSignature, model: nn.Module, names: Sequence[str], *,
+    first_step: int, num_steps: int,
+) -> TrainingTrace:  # fmt: skip
+    """The trace of a run that begins at a step; one that goes on writes a file of its own.
+
+    Args:
+        path: as configured; `NAME-from-STEP.npz` where the run goes on after a step.
+        signature: of the model.
+        model: the model.
+        names: of its modules of routed experts.
+        first_step: steps taken before.
+        num_steps: steps to record; 0 records all.
+
+    Raises:
+        CheckpointError: the file could not be written there.
+        UnsupportedModelError: layers have different numbers of experts.
+    """
+    modules = [model.get_submodule(name) for name in names]
+    widths = {getattr(module, "num_experts", signature.num_experts) for module in modules}
+    if widths != {signature.num_experts}:
+        raise UnsupportedModelError(f"a trace wants layers of equal width, got {sorted(widths)}")
+    if first_step:
+        path = path.with_name(f"{path.stem}-from-{first_step}{path.suffix}")
+    last = first_step + num_steps if num_steps else 2**62
+    return TrainingTrace(path, signature, modules, last_step=last)
+
+
+def trace_bytes(config: LoopConfig, signature: ModelSignature) -> int:
+    """Memory that the trace of a run takes until it is written."""
+    steps = min(config.run.steps, config.run.trace_steps or config.run.steps)
+    tokens = steps * config.data.tokens_per_step
+    id_bytes = 1 if signature.num_experts <= 0xFF else 2
+    return _COPIES * tokens * (12 + signature.num_layers * signature.top_k * (id_bytes + 2))

@@ -1,0 +1,83 @@
+"""Which homes are exchanged, and what a replay says they would have found."""
+
+from collections import Counter
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_runtime.planning.homes import (
+    REHOME_MARGIN,
+    REHOME_STEPS,
+    UseCounts,
+    replay_homes,
+    spread,
+)
+from moe_runtime.reporting.training_reuse import training_reuse
+from moe_runtime.tracing import Trace
+from moe_runtime.types import ExpertKey, ModelSignature
+
+KEYS = [ExpertKey(layer, expert) for layer in range(2) for expert in range(4)]
+USES = st.lists(st.sets(st.sampled_from(KEYS)), min_size=REHOME_STEPS, max_size=REHOME_STEPS)
+
+
+def test_homes_are_spread_at_equal_distances() -> None:
+    assert spread(KEYS, 0) == []
+    assert spread(KEYS, 2) == [KEYS[3], KEYS[7]]
+    assert spread(KEYS, len(KEYS)) == KEYS
+
+
+@given(steps=USES, count=st.integers(0, len(KEYS)))
+def test_exchanges_bring_in_what_was_used_more(steps: list[set[ExpertKey]], count: int) -> None:
+    """By brute force: while any pair differs by the margin, the widest one is exchanged."""
+    homes = set(spread(KEYS, count))
+    counts = UseCounts(KEYS)
+    for used in steps[:-1]:
+        assert counts.after_step(used, homes.__contains__) == []
+    found = counts.after_step(steps[-1], homes.__contains__)
+    use = Counter(key for used in steps for key in used)
+    for arriving, leaving in found:
+        assert leaving in homes
+        assert arriving not in homes
+        gain = max(use[a] for a in KEYS if a not in homes) - min(use[key] for key in homes)
+        assert use[arriving] - use[leaving] == gain >= REHOME_MARGIN * REHOME_STEPS
+        homes.remove(leaving)
+        homes.add(arriving)
+    pairs = [use[a] - use[b] for a in KEYS for b in KEYS if a not in homes and b in homes]
+    assert max(pairs, default=0) < REHOME_MARGIN * REHOME_STEPS
+
+
+def test_a_replay_follows_the_use() -> None:
+    """Two of eight experts are ever asked for, none of them at home first."""
+    steps = [[KEYS[0], KEYS[1]]] * (REHOME_STEPS + 10)
+    found = replay_homes(steps, KEYS, 2)
+    assert (found.uses, found.spread, found.by_use, found.best) == (120, 0, 20, 120)
+    assert found.exchanges == 2
+
+
+def test_reuse_between_micro_batches_and_steps() -> None:
+    """One layer: a step of {0, 1} and {1, 2}, then one of {2} and {2, 3}."""
+    asked = [(0, 1), (1, 2), (2, 2), (2, 3)]
+    trace = Trace(
+        version=2,
+        signature=ModelSignature(
+            model_type="x", num_layers=1, num_experts=8, top_k=2, vocab_size=9
+        ),
+        step_phase=np.full(4, 2, np.uint8),
+        step_start=np.arange(5),
+        token_request=np.arange(4, dtype=np.int32),
+        token_id=np.zeros(4, np.int32),
+        token_position=np.zeros(4, np.int32),
+        expert_ids=np.array(asked, np.uint8)[:, None],
+        gate_weights=np.ones((4, 1, 2), np.float16),
+        step_update=np.array([1, 1, 2, 2], np.int32),
+    )
+    found = training_reuse(trace, shares=[0.25])
+    assert found is not None
+    assert (found.num_steps, found.num_passes) == (2, 4)
+    assert (found.asked, found.fetched) == (7, 5)
+    assert (found.pass_share, found.step_share) == (7 / 32, 5 / 16)
+    assert found.returning == 1 / 2
+    assert found.use.tolist() == [[0.5, 0.5, 1, 0.5, 0, 0, 0, 0]]
+    homes = found.homes[0.25]
+    assert (homes.uses, homes.spread, homes.best) == (5, 1, 3)
