@@ -137,9 +137,9 @@ def test_micro_batches_of_an_optimizer_step(tmp_path: Path) -> None:
     assert later.tolist() == [3, 5]
     assert trace.expert_ids[:, 0].tolist() == [[7, trace.absent]] * 3
     assert trace.gate_weights[:, 0].tolist() == [[0.5, 0]] * 3
-    with TraceRecorder(tmp_path / "other.npz", SIGNATURE) as other:
-        with pytest.raises(ValueError, match="None outside of training"):
-            other.begin_step(phase="decode", token_ids=[1], positions=[0], update=1)
+    other = TraceRecorder(tmp_path / "other.npz", SIGNATURE)
+    with pytest.raises(ValueError, match="None outside of training"):
+        other.begin_step(phase="decode", token_ids=[1], positions=[0], update=1)
 
 
 @pytest.mark.parametrize(("num_experts", "itemsize"), [(255, 1), (256, 2), (257, 2)])
