@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
 from moe_runtime.kernels.heterogeneous_mlp.op import HeterogeneousMlpImpl
-from moe_runtime.layer.activations import Activation, activation_named
+from moe_runtime.layer.activations import activation_named
 from moe_runtime.layer.aux import AttachLoss, LayerAux, weighted_loss
 from moe_runtime.layer.experts import Experts, SharedExperts, compute_dtype
 from moe_runtime.layer.heterogeneous import HeterogeneousExperts
@@ -33,26 +33,7 @@ from moe_runtime.routing import (
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-
-class ExpertGroup(Protocol):
-    """Where a layer's routed experts are, if not all here: `moe_runtime.parallel.ExpertSpread`."""
-
-    def make_experts(
-        self,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        /,
-        *,
-        activation: Activation,
-        bias: bool,
-        impl: ExpertMlpImpl,
-        recompute: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> nn.Module:
-        """This process's share of them, called with `(x_TD, ids_TK, weights_TK)`."""
-        ...
+    from moe_runtime.parallel import ExpertGroup, ExpertSpread
 
 
 class TokenParts(Protocol):
@@ -96,8 +77,10 @@ class MoELayer(nn.Module):
             (times `loss_scale`): it need not, and must not, be added to the training loss.
         impl: Implementation of `kernels.expert_mlp`.
         recompute: The backward pass computes the experts' pre-activations again.
-        group: The processes that the routed experts are spread over, as
-            `moe_runtime.parallel.ExpertSpread` of a process group or a layout; None for this one.
+        group: The processes that the routed experts are spread over: a process group, a
+            `ParallelLayout` or the `LayoutGroups` made of one, or, with options, an `ExpertSpread`
+            of any of them (all of `moe_runtime.parallel`). All processes make the layer, and call
+            it, together. None for this process alone.
         experts: What runs the routed experts instead of `Experts`: a module called with
             `(x_TD, ids_TK, weights_TK)`.
         name: How errors call this layer.
@@ -135,7 +118,7 @@ class MoELayer(nn.Module):
         attach_losses: bool = False,
         impl: ExpertMlpImpl = "auto",
         recompute: bool = False,
-        group: ExpertGroup | None = None,
+        group: ExpertGroup | ExpertSpread | None = None,
         experts: nn.Module | None = None,
         name: str = "MoELayer",
         device: torch.device | str | None = None,
@@ -178,11 +161,16 @@ class MoELayer(nn.Module):
         elif group is not None:
             if not isinstance(intermediate_size, int):
                 raise ValueError("experts of several widths cannot be spread over a group")
-            self.experts = group.make_experts(
+            from moe_runtime.parallel import ExpertSpread
+
+            spread = group if isinstance(group, ExpertSpread) else ExpertSpread(groups=group)
+            formula = activation_named(activation)
+            self.experts = spread.make_experts(
                 num_experts,
                 hidden_size,
                 intermediate_size,
-                activation=activation_named(activation),
+                activation=formula.spec,
+                has_gate=formula.has_gate,
                 bias=bias,
                 impl=impl,
                 recompute=recompute,
@@ -265,11 +253,17 @@ class MoELayer(nn.Module):
         """The second half of `forward`: the chosen experts, the shared ones, and `aux`."""
         x_TD = x.reshape(-1, self.hidden_size)
         own = routing if self.parts is None else self.parts.own_choices(routing, len(x))
-        out_TD = self.experts(x_TD, own.ids_TK, own.weights_TK)
+        shared = self.shared
+        if shared is not None and getattr(self.experts, "overlaps_shared", False):
+            # Computed there while rows travel.
+            out_TD = self.experts(x_TD, own.ids_TK, own.weights_TK, shared=shared)
+            shared = None
+        else:
+            out_TD = self.experts(x_TD, own.ids_TK, own.weights_TK)
         if self.zero is not None and own.zero is not None:
             out_TD = out_TD + self.zero(x_TD, own.zero)
-        if self.shared is not None:
-            out_TD = out_TD + self.shared(x_TD)
+        if shared is not None:
+            out_TD = out_TD + shared(x_TD)
         loss = weighted_loss(routing.losses, self.gate.loss_weights, routing.weights_TK)
         if self.attach_losses and torch.is_grad_enabled() and loss.requires_grad:
             out_TD = cast(Tensor, AttachLoss.apply(out_TD, loss, self.loss_scale))

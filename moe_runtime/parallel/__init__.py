@@ -2,7 +2,7 @@
 
 from moe_runtime.parallel.adaptive import AdaptiveParallelism, cheapest_degree
 from moe_runtime.parallel.dispatch import Dispatched, combine, dispatch
-from moe_runtime.parallel.experts import ExpertSpread, ParallelExperts
+from moe_runtime.parallel.experts import ExpertGroup, ExpertSpread, ParallelExperts
 from moe_runtime.parallel.groups import LayoutGroups
 from moe_runtime.parallel.layout import ParallelLayout, legal_layouts
 from moe_runtime.parallel.measure import time_exchanges
@@ -18,6 +18,7 @@ from moe_runtime.parallel.transport import FlatTransport, HierarchicalTransport,
 __all__ = [
     "AdaptiveParallelism",
     "Dispatched",
+    "ExpertGroup",
     "ExpertMove",
     "ExpertSlots",
     "ExpertSpread",

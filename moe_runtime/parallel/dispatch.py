@@ -239,10 +239,20 @@ def combine(y_RD: Tensor, dispatched: Dispatched) -> Tensor:
 
 
 def as_transport(group: Group | None) -> Transport:
-    """The transport of a group: flat all-to-all unless the caller has chosen another one."""
+    """The transport of a group: flat all-to-all unless the caller has chosen another one.
+
+    Raises:
+        TypeError: It is neither a group nor a transport.
+    """
     if group is None:
         return LocalTransport()
-    return FlatTransport(group) if isinstance(group, dist.ProcessGroup) else group
+    if isinstance(group, dist.ProcessGroup):
+        return FlatTransport(group)
+    if not hasattr(group, "exchange_numbers"):
+        raise TypeError(
+            f"expected a process group, a layout or a Transport, got {type(group).__name__}"
+        )
+    return group
 
 
 def _validate(

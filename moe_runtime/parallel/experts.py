@@ -1,7 +1,7 @@
 """`ParallelExperts`: the experts of a layer, spread over ranks, as a module.
 
-Goes into a layer in place of its own experts: `MoELayer(..., group=ExpertSpread(groups=...))` makes
-it, and `MoELayer(..., experts=ParallelExperts(...))` takes one that is there.
+Goes into a layer in place of its own experts: `MoELayer(..., group=...)` makes it, and
+`MoELayer(..., experts=ParallelExperts(...))` takes one that is there.
 
 Shape suffixes: T tokens, D model, K choices, F hidden, S slots of this rank, E experts.
 """
@@ -9,19 +9,20 @@ Shape suffixes: T tokens, D model, K choices, F hidden, S slots of this rank, E 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_runtime.kernels.expert_mlp import ActivationSpec, StackedExperts, grouped_expert_mlp
+from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
 from moe_runtime.kernels.expert_mlp.activation import Activation
 from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
 from moe_runtime.parallel.dispatch import Group, as_transport
 from moe_runtime.parallel.groups import LayoutGroups
+from moe_runtime.parallel.layout import ParallelLayout
 from moe_runtime.parallel.logical import as_slices, logical_views
 from moe_runtime.parallel.panels import StackedPanels
 from moe_runtime.parallel.pipeline import Overlap, expert_parallel
@@ -31,50 +32,37 @@ from moe_runtime.parallel.slots import ExpertSlots
 from moe_runtime.parallel.wire import WireName
 from moe_runtime.routing import Routing
 
-
-class GatedFormula(Protocol):
-    """An activation of a layer."""
-
-    @property
-    def spec(self) -> ActivationSpec: ...
-    @property
-    def has_gate(self) -> bool: ...
+ExpertGroup = LayoutGroups | ParallelLayout | Group
+"""Processes that experts are spread over: a layout, its groups, or one group of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertSpread:
-    """Processes that a layer's experts are spread over: `MoELayer(..., group=ExpertSpread(...))`.
+    """How a layer's experts are spread over processes: `MoELayer(..., group=ExpertSpread(...))`.
 
     Attributes:
-        groups: A layout's groups, or the process group itself.
+        groups: The processes. A `ParallelLayout` gets process groups for this layer; several layers
+            share those of one `LayoutGroups`.
         overlap: How communication is hidden.
         wire: How rows travel, as of `ParallelExperts`.
         seed: Of the initial parameters.
     """
 
-    groups: LayoutGroups | Group
+    groups: ExpertGroup
     overlap: Overlap | None = None
     wire: WireName = "exact"
     seed: int = 0
 
     def make_experts(
-        self,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        /,
-        *,
-        activation: GatedFormula,
-        **options: Any,
+        self, num_experts: int, hidden_size: int, intermediate_size: int, /, **options: Any
     ) -> ParallelExperts:
         """This rank's share of a layer's experts; the other arguments as of `ParallelExperts`."""
+        groups = self.groups
         return ParallelExperts(
             num_experts,
             hidden_size,
             intermediate_size,
-            self.groups,
-            activation=activation.spec,
-            has_gate=activation.has_gate,
+            LayoutGroups(groups) if isinstance(groups, ParallelLayout) else groups,
             overlap=self.overlap,
             wire=self.wire,
             seed=self.seed,
@@ -223,10 +211,21 @@ class ParallelExperts(nn.Module):
             has_gate=self.has_gate,
         )
 
-    def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    overlaps_shared = True
+    """Whether `forward` takes shared experts, to compute them while rows travel."""
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        shared: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """`out[t] = sum_k weights[t, k] * expert[ids[t, k]](x[t])`, `[T, D]`; a collective call.
 
-        Choices with an id of `num_experts` are passed over.
+        Choices with an id of `num_experts` are passed over. The output of `shared`, which every
+        token visits, is added.
 
         Raises:
             RankFailureError: A rank died, stalled, or has other settings.
@@ -255,6 +254,7 @@ class ParallelExperts(nn.Module):
             self._transport,
             slots=self.slots,
             overlap=self.overlap,
+            shared=shared,
             wire=self.wire,
         )
 

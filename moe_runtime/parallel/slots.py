@@ -14,6 +14,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -108,7 +109,7 @@ class ExpertSlots:
     def num_slices(self) -> int:
         return len(self.holders[0])
 
-    @property
+    @cached_property
     def fingerprint(self) -> int:
         """A number that is equal on two ranks when (very likely) their tables are."""
         return zlib.crc32(repr((self.num_ranks, self.slots_per_rank, self.holders)).encode())
@@ -123,7 +124,20 @@ class ExpertSlots:
         return experts
 
     def table(self, rank: int, device: torch.device) -> SlotTable:
-        """The slots that a rank's tokens use: its own where it can, all holders in turn else."""
+        """The slots that a rank's tokens use: its own where it can, all holders in turn else.
+
+        Made once for each rank and device: every batch asks for it.
+        """
+        key = (rank, device)
+        if key not in self._tables:
+            self._tables[key] = self._make_table(rank, device)
+        return self._tables[key]
+
+    @cached_property
+    def _tables(self) -> dict[tuple[int, torch.device], SlotTable]:
+        return {}
+
+    def _make_table(self, rank: int, device: torch.device) -> SlotTable:
         num_experts, num_slices = self.num_experts, self.num_slices
         usable = [
             [_nearest(held, rank, self.slots_per_rank) for held in slices]

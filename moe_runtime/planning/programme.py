@@ -1,10 +1,14 @@
 """A small builder for mixed 0/1 programmes on SciPy's HiGHS."""
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
+T = TypeVar("T")
 Term = tuple[float, int]
 """A coefficient and the index of its variable."""
 
@@ -78,6 +82,10 @@ class Programme:
 
         Returns:
             The solution, or None when none was found in time or there is none.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C, at once. The solver cannot be told to stop: it goes on beside
+                the caller until its time is over, or ends with the process.
         """
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
@@ -88,13 +96,18 @@ class Programme:
             shape=(len(self._bounds), num_variables),
         )
         lows, highs = np.array(self._bounds).T
-        result = milp(
-            np.array(self._costs),
-            integrality=np.array(self._is_binary, dtype=np.int64),
-            # SciPy takes arrays here; its annotations know scalars only.
-            bounds=Bounds(0.0, np.array(self._uppers)),  # pyright: ignore[reportArgumentType]
-            constraints=LinearConstraint(matrix, lows, highs),  # pyright: ignore[reportArgumentType]
-            options={"time_limit": time_limit_s, "mip_rel_gap": gap},
+        costs, is_binary = np.array(self._costs), np.array(self._is_binary, dtype=np.int64)
+        # SciPy takes arrays here; its annotations know scalars only.
+        bounds = Bounds(0.0, np.array(self._uppers))  # pyright: ignore[reportArgumentType]
+        constraint = LinearConstraint(matrix, lows, highs)  # pyright: ignore[reportArgumentType]
+        result = _in_background(
+            lambda: milp(
+                costs,
+                integrality=is_binary,
+                bounds=bounds,
+                constraints=constraint,
+                options={"time_limit": time_limit_s, "mip_rel_gap": gap},
+            )
         )
         if result.x is None:
             return None
@@ -107,3 +120,21 @@ class Programme:
         self._uppers += [upper] * count
         self._is_binary += [is_binary] * count
         return np.arange(first, first + count).reshape(shape)
+
+
+def _in_background(work: Callable[[], T]) -> T:
+    """Does something in a thread and waits for it: signals come through while a library computes.
+
+    Python delivers them between two of its own steps, and a solver is a single step of minutes.
+    """
+    outcome: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            outcome.set_result(work())
+        except (ValueError, RuntimeError, MemoryError) as error:
+            outcome.set_exception(error)
+
+    # A daemon: the process may end while it still computes.
+    threading.Thread(target=call, name="solver", daemon=True).start()
+    return outcome.result()

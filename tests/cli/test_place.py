@@ -123,6 +123,23 @@ def test_map_of_another_model_is_refused(
     assert err.count("\n") == 1
 
 
+def test_an_interrupt_leaves_the_map_in_use_alone(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "map.json"
+    words = ["place", str(trace), "--gpus", "4", "-o", str(output)]
+    assert main(words) == 0
+    before = output.read_bytes()
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moe_runtime.planning.placement.place_experts", interrupt)
+    assert main([*words, "--algorithm", "moetuner"]) == 130
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [before]
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_a_missing_trace_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["place", "nowhere.npz", "--gpus", "4"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

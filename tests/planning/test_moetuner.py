@@ -1,9 +1,12 @@
 """The two integer programmes against brute force, and what must hold for any input."""
 
 import itertools
+import signal
+import threading
 
 import numpy as np
 import pytest
+import scipy.optimize
 
 from moe_runtime.planning.affinity import hop_costs
 from moe_runtime.planning.mapping import map_clusters, peak_traffic
@@ -145,6 +148,35 @@ def test_programme_without_a_solution() -> None:
     one = programme.binaries(1)[0]
     programme.equal([(2.0, one)], 1.0)
     assert programme.solve(time_limit_s=1.0) is None
+
+
+def test_an_interrupt_does_not_wait_for_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The solver here ends only after the interrupt has come through."""
+    came_through = threading.Event()
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+
+    def endless(*_: object, **__: object) -> None:
+        signal.pthread_kill(main_thread, signal.SIGINT)
+        came_through.wait()
+
+    monkeypatch.setattr(scipy.optimize, "milp", endless)
+    programme = Programme()
+    programme.equal([(1.0, programme.binaries(1)[0])], 1.0)
+    with pytest.raises(KeyboardInterrupt):
+        programme.solve(time_limit_s=1.0)
+    came_through.set()
+
+
+def test_a_failing_solver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("no such option")
+
+    monkeypatch.setattr(scipy.optimize, "milp", refuse)
+    programme = Programme()
+    programme.equal([(1.0, programme.binaries(1)[0])], 1.0)
+    with pytest.raises(ValueError, match="no such option"):
+        programme.solve(time_limit_s=1.0)
 
 
 def test_bad_input() -> None:

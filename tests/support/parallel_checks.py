@@ -15,6 +15,7 @@ from moe_runtime.parallel import (
     FlatTransport,
     HierarchicalTransport,
     LayoutGroups,
+    Overlap,
     ParallelExperts,
     ParallelLayout,
     combine,
@@ -132,21 +133,27 @@ def moepp_layer(weight: torch.Tensor) -> MoELayer:
 
 
 def layer_over_group(
-    weight: torch.Tensor, parts: torch.Tensor, etp: int | None
+    weight: torch.Tensor, parts: torch.Tensor, kind: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and input gradient of a layer whose experts are spread over all ranks.
 
-    Under a layout with slices of experts, or over the plain process group if `etp` is None.
+    Args:
+        weight: The gate's.
+        parts: Tokens of each rank.
+        kind: How the layer is told of the ranks.
     """
-    group = dist.group.WORLD
-    assert group is not None
-    size = dist.get_world_size()
-    groups = (
-        group
-        if etp is None
-        else LayoutGroups(ParallelLayout(world_size=size, etp=etp, ep=size // etp))
-    )
-    layer = grouped_layer(weight, group=ExpertSpread(groups=groups, seed=3))
+    world = dist.group.WORLD
+    assert world is not None
+    layout = ParallelLayout(world_size=dist.get_world_size(), ep=dist.get_world_size())
+    sliced = ParallelLayout(world_size=dist.get_world_size(), etp=dist.get_world_size())
+    group = {
+        "group": lambda: world,
+        "layout": lambda: layout,
+        "groups": lambda: LayoutGroups(layout),
+        "slices": lambda: LayoutGroups(sliced),
+        "options": lambda: ExpertSpread(groups=world, overlap=Overlap(degree=2, panels=3)),
+    }[kind]()
+    layer = grouped_layer(weight, group=group)
     x = parts[dist.get_rank()].requires_grad_()
     out = layer(x)
     out.square().sum().backward()
@@ -155,7 +162,8 @@ def layer_over_group(
 
 
 def grouped_layer(weight: torch.Tensor, **where: Any) -> MoELayer:
-    """4 experts with biases, 2 for a token, and the given gate."""
+    """4 experts with biases, 2 for a token, a shared one, and the given gate."""
+    torch.manual_seed(9)
     layer = MoELayer(
         weight.shape[1],
         6,
@@ -163,6 +171,7 @@ def grouped_layer(weight: torch.Tensor, **where: Any) -> MoELayer:
         2,
         activation="geglu",
         bias=True,
+        shared_experts=1,
         dtype=weight.dtype,
         **where,
     )
