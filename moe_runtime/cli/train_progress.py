@@ -55,8 +55,11 @@ class TrainingLines:
             parts.append(f"dropped {_mean_of(records, 'dropped_share'):.1%}")
         if last.stall_s is not None:
             parts.append(f"stall {_mean_of(records, 'stall_s') * len(records) / seconds:.1%}")
-            moved = _mean_of(records, "read_bytes") + _mean_of(records, "written_bytes")
-            parts.append(f"disk {format_bytes(moved)}/step")
+            found, read, written = (
+                format_bytes(_mean_of(records, f"{way}_bytes"))
+                for way in ("memory", "read", "written")
+            )
+            parts.append(f"memory {found}  disk {read} in, {written} out a step")
         parts.append(f"rate {last.rate:.2e}")
         if skipped := sum(record.is_skipped for record in records):
             parts.append(f"skipped {skipped}")

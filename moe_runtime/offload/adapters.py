@@ -13,6 +13,7 @@ from moe_runtime.engine.memory import MemoryPlan, peak_resident_bytes, return_fr
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.offload.adamw import AdamW
 from moe_runtime.offload.books import Traffic
+from moe_runtime.offload.compute_copies import LinkTraffic
 from moe_runtime.offload.dense import DenseAdamW, StepOutcome, clip_scale
 from moe_runtime.offload.experts import OffloadedTrainingExperts
 from moe_runtime.offload.frozen import ExpertAdapters, FrozenPasses
@@ -121,6 +122,7 @@ class AdapterTraining:
             steps=self._steps,
             skipped_steps=self._skipped,
             traffic=Traffic(read_bytes=found.bytes_read, stall_s=found.stall_s),
+            link=LinkTraffic(),
             num_experts=self._num_experts,
             resident_experts=self.memory.num_slots,
             budget_bytes=self.memory.budget_bytes,
@@ -154,7 +156,12 @@ class AdapterTraining:
     def transfers(self) -> dict[str, Any]:
         """Seconds of waiting and bytes so far, by name."""
         stats = self.store.stats()
-        return {"stall_s": stats.stall_s, "read_bytes": stats.bytes_read, "written_bytes": 0}
+        return {
+            "stall_s": stats.stall_s,
+            "memory_bytes": (stats.hits + stats.late_hits) * self.memory.slot_bytes,
+            "read_bytes": stats.bytes_read,
+            "written_bytes": 0,
+        }
 
     def check(self) -> None:
         """Proves that the store's books balance.

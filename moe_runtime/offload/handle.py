@@ -17,6 +17,7 @@ from moe_runtime.offload.activations import ActivationPolicy
 from moe_runtime.offload.adamw import AdamW
 from moe_runtime.offload.books import Traffic
 from moe_runtime.offload.checkpoint import ExpertCheckpoints
+from moe_runtime.offload.compute_copies import LinkTraffic
 from moe_runtime.offload.dense import DenseAdamW, StepOutcome
 from moe_runtime.offload.device_updates import DeviceUpdates
 from moe_runtime.offload.experts import OffloadedTrainingExperts
@@ -40,6 +41,7 @@ class OffloadStats:
         steps: steps taken.
         skipped_steps: steps left out because gradients were not finite.
         traffic: bytes by way, and seconds of waiting.
+        link: bytes between homes in memory and where products are computed.
         num_experts: routed experts.
         resident_experts: those whose home is host memory.
         budget_bytes: of host memory.
@@ -50,6 +52,7 @@ class OffloadStats:
     steps: int
     skipped_steps: int
     traffic: Traffic
+    link: LinkTraffic
     num_experts: int
     resident_experts: int
     budget_bytes: int
@@ -86,6 +89,7 @@ class OffloadedTraining:
         memory: TrainingMemory,
         activations: ActivationPolicy | None = None,
         device_updates: DeviceUpdates | None = None,
+        copy_bytes: int = 0,
     ) -> None:
         self.model = model
         self.memory = memory
@@ -93,7 +97,9 @@ class OffloadedTraining:
         self.optimizer = ExpertOptimizer(states, settings, device_updates)
         self._states = states
         self._sites = list(sites)
-        self._passes = ExpertPasses(sites, self.optimizer, activations=activations)
+        self._passes = ExpertPasses(
+            sites, self.optimizer, activations=activations, copy_bytes=copy_bytes
+        )
         self.activations = self._passes.activations
         self._settings = settings
         self._checkpoints = ExpertCheckpoints(states, sites)
@@ -176,8 +182,10 @@ class OffloadedTraining:
         norm, scale = self.optimizer.finish(rate, dense_norm, bool(bad_dense))
         if bad:
             self.skipped_steps += 1
+            self._passes.copies.forget()
         else:
             self.dense.step(rate, scale)
+            self._passes.copies.after_step()
         self.dense.forget()
         self.activations.finish_step()
         self._final_rate = None
@@ -188,6 +196,7 @@ class OffloadedTraining:
     def discard(self) -> None:
         """Forgets the gradients since the last step, and takes back what they changed."""
         self.optimizer.discard()
+        self._passes.copies.forget()
         self.dense.forget()
         self._final_rate = None
         self._passes.begin()
@@ -214,6 +223,7 @@ class OffloadedTraining:
             steps=self.optimizer.step,
             skipped_steps=self.skipped_steps,
             traffic=dataclasses.replace(self._states.traffic),
+            link=dataclasses.replace(self._passes.copies.traffic),
             num_experts=len(experts),
             resident_experts=sum(expert.home is not None for expert in experts),
             budget_bytes=self.memory.budget_bytes,
@@ -248,6 +258,7 @@ class OffloadedTraining:
                 "the checkpoint is of a run whose experts were in memory; go on without a budget"
             )
         self._checkpoints.restore(state["experts"])
+        self._passes.copies.forget()
         self.optimizer.load_state_dict(state["steps"])
         self.dense.load_state_dict(state["dense"])
 
@@ -277,6 +288,7 @@ class OffloadedTraining:
         traffic = self._states.traffic
         return {
             "stall_s": traffic.stall_s,
+            "memory_bytes": traffic.resident_bytes + traffic.reused_bytes,
             "read_bytes": traffic.read_bytes,
             "written_bytes": traffic.written_bytes,
         }

@@ -33,6 +33,7 @@ class TrainingMemory:
         budget_bytes: all of it.
         dense_bytes: weights, gradients and moments of everything but the routed experts.
         activation_bytes: set aside for the forward and backward pass.
+        copy_bytes: for weights that are kept in the type of products.
         record_bytes: one slot: an expert's weights, moments and gradient.
         ring_slots: slots that experts pass through; 0 when all live in memory.
         resident: experts whose home is memory.
@@ -42,6 +43,7 @@ class TrainingMemory:
     budget_bytes: int
     dense_bytes: int
     activation_bytes: int
+    copy_bytes: int
     record_bytes: int
     ring_slots: int
     resident: tuple[ExpertKey, ...]
@@ -79,6 +81,7 @@ def divide(
     dense: int,
     activations: int,
     has_disk: bool,
+    copies: int = 0,
 ) -> TrainingMemory:
     """Gives what dense parameters and activations leave of a budget to experts.
 
@@ -88,13 +91,14 @@ def divide(
         dense: bytes of everything but the routed experts, with gradients and moments.
         activations: bytes of the forward and backward pass.
         has_disk: whether experts may live on the disk.
+        copies: bytes for weights that are kept in the type of products.
 
     Raises:
         CapacityError: the budget is too small; names the smallest that works.
     """
     record = max(layout.record_bytes for layout in layouts.values())
     # one more record for the gradient of a second micro-batch or of another dtype
-    fixed = dense + activations + record
+    fixed = dense + activations + copies + record
     slots = max(0, budget_bytes - fixed) // record
     num_experts = len(layouts)
     if slots >= num_experts:
@@ -112,6 +116,7 @@ def divide(
         budget_bytes=budget_bytes,
         dense_bytes=dense,
         activation_bytes=activations,
+        copy_bytes=copies,
         record_bytes=record,
         ring_slots=ring,
         resident=tuple(resident),

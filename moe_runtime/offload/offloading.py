@@ -13,6 +13,7 @@ from moe_runtime.config import MemorySize, parse_budget
 from moe_runtime.engine.backend import recognise_activation
 from moe_runtime.engine.expert_map import find_experts
 from moe_runtime.engine.memory import (
+    available_device_bytes,
     available_host_bytes,
     resolve_budget,
     return_freed_blocks,
@@ -43,6 +44,7 @@ def offload_training(
     device_memory: MemorySize = "auto",
     storage_dir: str | Path | None = None,
     optimizer: AdamW | None = None,
+    copy_memory: MemorySize = 0,
     activation_memory: MemorySize = DEFAULT_ACTIVATION_SHARE,
     activations: Activations = "model",
     update_stride: int | Literal["auto"] | None = "auto",
@@ -61,7 +63,11 @@ def offload_training(
         model: with `MoELayer`s, or of a family of transformers with its experts interface.
         host_memory: budget for records, dense parameters with their states, and activations: bytes,
             a size, a share of what is free, or "auto".
-        device_memory: for a model on a GPU, what it may take there; "auto" for one on the CPU.
+        device_memory: for a model on a GPU, what it may take there: what dense parameters with
+            their states and activations leave of it, experts' weights keep from step to step.
+            "auto" keeps none, and is for a model on the CPU.
+        copy_memory: for a model on the CPU, the part of the budget in which experts' weights are
+            kept in the type of products (bf16 under autocast) instead of being made for each pass.
         storage_dir: an existing folder on a fast disk, for experts beyond the budget and for
             checkpoints.
         optimizer: settings of AdamW.
@@ -98,7 +104,7 @@ def offload_training(
     layouts = layouts_of(sites, settings.state_format)
     memory = plan_memory(
         model, sites, host_memory, activation_memory,
-        has_disk=storage_dir is not None, state=settings.state_format,
+        has_disk=storage_dir is not None, state=settings.state_format, copy_memory=copy_memory,
     )  # fmt: skip
     states = open_states(
         layouts, memory, None if storage_dir is None else Path(storage_dir), io_threads, direct
@@ -107,7 +113,8 @@ def offload_training(
         fill(states, layouts, initial or stacked_parameters(sites))
     policy = _activation_policy(activations, sites, memory, storage_dir, direct)
     elsewhere = _device_updates(model, update_stride)
-    training = OffloadedTraining(model, sites, states, settings, memory, policy, elsewhere)
+    copies = memory.copy_bytes or _device_copy_bytes(model, sites, device_memory, memory)
+    training = OffloadedTraining(model, sites, states, settings, memory, policy, elsewhere, copies)
     for site in sites:
         for name in site.parameter_names:
             del site.module._parameters[name]
@@ -122,6 +129,7 @@ def plan_memory(
     *,
     has_disk: bool,
     state: StateFormat | None = None,
+    copy_memory: MemorySize = 0,
 ) -> TrainingMemory:
     """How `offload_training` would divide a budget; allocates nothing.
 
@@ -137,11 +145,15 @@ def plan_memory(
     activations = parse_budget(activation_memory, name="activation_memory").resolve(
         budget, auto_share=DEFAULT_ACTIVATION_SHARE
     )
+    copies = 0
+    if copy_memory:
+        copies = parse_budget(copy_memory, name="copy_memory").resolve(budget, auto_share=0.0)
     return divide(
         budget,
         layouts_of(sites, state),
         dense=dense_bytes(model, parameters),
         activations=activations,
+        copies=copies,
         has_disk=has_disk,
     )
 
@@ -250,6 +262,26 @@ def _device_updates(model: nn.Module, stride: int | Literal["auto"] | None) -> D
     if stride is not None and stride < 1:
         raise ValueError(f"update_stride must be at least 1, None or 'auto', got {stride}")
     return None if stride is None else DeviceUpdates(device, stride)
+
+
+def _device_copy_bytes(
+    model: nn.Module,
+    sites: Sequence[ExpertsSite],
+    device_memory: MemorySize,
+    memory: TrainingMemory,
+) -> int:
+    """What a budget on the GPU leaves for weights of experts; none without one."""
+    if device_memory == "auto":
+        return 0
+    parameters = [p for p in model.parameters() if p.is_cuda]
+    budget = resolve_budget(
+        parse_budget(device_memory, name="device_memory"),
+        available_device_bytes(parameters[0].device),
+        "the device",
+    )
+    # the expert in use: its weights, its gradient, and a sum of gradients
+    in_use = 3 * max(layout.section_bytes for layout in layouts_of(sites).values())
+    return max(0, budget - memory.dense_bytes - memory.activation_bytes - in_use)
 
 
 def _check_device(model: nn.Module, device_memory: MemorySize) -> None:

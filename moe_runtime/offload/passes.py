@@ -23,6 +23,7 @@ from torch import Tensor
 from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.kernels.expert_mlp.one_by_one import RoutedCall
 from moe_runtime.offload.activations import ActivationPolicy, Pass
+from moe_runtime.offload.compute_copies import ComputeCopies, crosses
 from moe_runtime.offload.optimizer import ExpertOptimizer
 from moe_runtime.offload.records import Sections
 from moe_runtime.offload.site import ExpertsSite
@@ -61,9 +62,11 @@ class ExpertPasses:
         optimizer: fetches records and takes gradients.
         trains: whether experts have gradients; frozen ones are only passed through.
         activations: what is kept of them; as each layer says when omitted.
+        copy_bytes: for experts' weights that stay where products are computed.
 
     Attributes:
         activations: likewise.
+        copies: those weights, and what crosses the link.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class ExpertPasses:
         *,
         trains: bool = True,
         activations: ActivationPolicy | None = None,
+        copy_bytes: int = 0,
     ) -> None:
         own = [site.recompute for site in sites]
         self.activations = activations or ActivationPolicy("model", own)
@@ -80,7 +84,8 @@ class ExpertPasses:
         self._optimizer = optimizer
         self._states = optimizer.states
         self._trains = trains
-        self._scratch: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+        self.copies = ComputeCopies(optimizer.states.experts, copy_bytes)
+        self._scratch: dict[tuple[int, torch.dtype, torch.device, bool], list[Tensor]] = {}
         self._last_visited: dict[int, list[ExpertKey]] = {}
         self.visits = Visits()
 
@@ -194,16 +199,26 @@ class ExpertPasses:
         gradients = layout.views(record, Sections.GRADIENT)
         if not has_gradient:
             layout.clear_padding(record, Sections.GRADIENT)
+        is_away = crosses(gradients[0], here[0].x_TD)
+        # several micro-batches' gradients are summed before they cross
+        totals = gradients
+        if is_away and len(here) > 1 and not has_gradient:
+            totals = self._scratch_like(key, weights, is_sum=True)
         for call in here:
-            can_write = not has_gradient and weights.dtype == layout.dtype
-            if can_write and not call.x_TD.is_cuda:
+            if not has_gradient and not is_away:
                 call.backward(key.expert, weights, self._in_slot(key, gradients))
             else:
                 found = self._scratch_like(key, weights)
                 call.backward(key.expert, weights, self._in_slot(key, found))
-                for total, part in zip(gradients, found, strict=True):
+                if is_away and totals is gradients:
+                    self.copies.take_back(found)
+                for total, part in zip(totals, found, strict=True):
                     total.add_(part) if has_gradient else total.copy_(part)
             has_gradient = True
+        if totals is not gradients:
+            self.copies.take_back(totals)
+            for home, total in zip(gradients, totals, strict=True):
+                home.copy_(total)
         self._optimizer.accept(key, record, rate)
 
     @contextlib.contextmanager
@@ -263,8 +278,7 @@ class ExpertPasses:
         layout = self._states.experts[key].layout
         views = layout.views(record, Sections.PARAMETERS)
         names = [tensor.name for tensor in layout.tensors]
-        if x_TD.dtype != layout.dtype or x_TD.is_cuda:
-            views = [view.to(x_TD.device, x_TD.dtype) for view in views]
+        views = self.copies.weights(key, self._states.content_step(key), views, x_TD)
         return self._sites[key.layer].stacked(names, views)
 
     def _in_slot(self, key: ExpertKey, tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
@@ -272,13 +286,19 @@ class ExpertPasses:
         names = [tensor.name for tensor in self._states.experts[key].layout.tensors]
         return self._sites[key.layer].stacked(names, tensors).tensors()
 
-    def _scratch_like(self, key: ExpertKey, weights: StackedExperts) -> list[Tensor]:
-        place = (key.layer, weights.dtype, weights.device)
+    def _scratch_like(
+        self, key: ExpertKey, weights: StackedExperts, *, is_sum: bool = False
+    ) -> list[Tensor]:
+        """Memory for an expert's gradient beside its weights; for a sum, in its record's type."""
+        layout = self._states.experts[key].layout
+        dtype = layout.dtype if is_sum else weights.dtype
+        place = (key.layer, dtype, weights.device, is_sum)
         if place not in self._scratch:
-            layout = self._states.experts[key].layout
-            self._scratch = {
+            # that of one layer at a time
+            kept = {p: tensors for p, tensors in self._scratch.items() if p[0] == key.layer}
+            self._scratch = kept | {
                 place: [
-                    torch.empty(tensor.shape, dtype=weights.dtype, device=weights.device)
+                    torch.empty(tensor.shape, dtype=dtype, device=weights.device)
                     for tensor in layout.tensors
                 ]
             }

@@ -27,7 +27,9 @@ class StepRecord:
         dropped_share: share of the choices that capacity took away.
         is_skipped: the gradients were not finite and nothing was changed.
         stall_s: seconds that offloaded experts were waited for; None where all are in memory.
-        read_bytes: of offloaded experts, from the disk; None likewise.
+        memory_bytes: of offloaded experts that were asked for, those whose home is memory, or that
+            lay in a slot already; None likewise.
+        read_bytes: of offloaded experts, from the disk.
         written_bytes: to the disk.
     """
 
@@ -42,6 +44,7 @@ class StepRecord:
     dropped_share: float | None = None
     is_skipped: bool = False
     stall_s: float | None = None
+    memory_bytes: int | None = None
     read_bytes: int | None = None
     written_bytes: int | None = None
 

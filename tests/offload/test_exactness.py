@@ -8,7 +8,6 @@ from moe_families import Family
 from offloaded_models import (
     EXPERTS,
     LAYERS,
-    Stack,
     assert_same_parameters,
     batches,
     offloaded,
@@ -29,41 +28,6 @@ DECAYING = moe_runtime.AdamW(weight_decay=0.1, betas=(0.9, 0.95))
 def windows(num: int, micro_batches: int) -> list[list[torch.Tensor]]:
     inputs = batches(num * micro_batches)
     return [inputs[i * micro_batches : (i + 1) * micro_batches] for i in range(num)]
-
-
-STEPS = 50
-
-
-@pytest.fixture(scope="module")
-def in_memory(
-    request: pytest.FixtureRequest,
-) -> tuple[list[list[torch.Tensor]], list[float], Stack]:
-    """Micro-batches of 50 steps, their losses, and the model after them."""
-    inputs = windows(STEPS, request.param)
-    expected = stack(bias=True)
-    return inputs, train_in_memory(expected, inputs, DECAYING), expected
-
-
-@pytest.mark.parametrize(
-    ("in_memory", "experts_in_memory", "io_threads"),
-    [(1, 0, 1), (1, 0.5, 4), (1, 1, 1), (3, 0.3, 2)],
-    indirect=["in_memory"],
-)
-def test_same_bits_as_in_memory(
-    tmp_path: Path,
-    in_memory: tuple[list[list[torch.Tensor]], list[float], Stack],
-    experts_in_memory: float,
-    io_threads: int,
-) -> None:
-    """All homes on the disk, some, and none; homes are exchanged after the last step."""
-    inputs, losses, expected = in_memory
-    model = stack(bias=True)
-    training = offloaded(
-        model, DECAYING, tmp_path, experts_in_memory=experts_in_memory, io_threads=io_threads
-    )
-    assert train_offloaded(training, model.loss, inputs) == losses
-    assert_same_parameters(training, expected)
-    training.close()
 
 
 def test_homes_in_memory_need_no_folder() -> None:

@@ -19,12 +19,19 @@ WIDTH, HIDDEN, EXPERTS, LAYERS = 16, 24, 6, 3
 class Stack(nn.Module):
     """Residual `MoELayer`s between two linear layers."""
 
-    def __init__(self, *, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        dtype: torch.dtype = torch.float32,
+        num_layers: int = LAYERS,
+        num_experts: int = EXPERTS,
+        **options: Any,
+    ) -> None:
         super().__init__()
         settings = {"top_k": 2, **options}
         self.first = nn.Linear(8, WIDTH, dtype=dtype)
         self.layers = nn.ModuleList(
-            MoELayer(WIDTH, HIDDEN, EXPERTS, dtype=dtype, **settings) for _ in range(LAYERS)
+            MoELayer(WIDTH, HIDDEN, num_experts, dtype=dtype, **settings) for _ in range(num_layers)
         )
         self.last = nn.Linear(WIDTH, 3, dtype=dtype)
 
@@ -95,6 +102,7 @@ def offloaded(
     parameters = [site.module.get_parameter(n) for site in sites for n in site.parameter_names]
     slots = max(3, round(experts_in_memory * len(layouts)))
     budget = dense_bytes(model, parameters) + 2**16 + (slots + 1) * record
+    budget += options.get("copy_memory", 0)
     resume = options.pop("resume", None)
     training = moe_runtime.offload_training(
         model,
@@ -133,6 +141,6 @@ def assert_same_parameters(training: OffloadedTraining, expected: Stack) -> None
     named = dict(expected.named_parameters())
     for name, parameter in training.model.named_parameters():
         assert torch.equal(parameter, named[name]), name
-    for layer in range(LAYERS):
+    for layer in range(len(expected.layers)):
         for name, stacked in training.stacked(layer).items():
             assert torch.equal(stacked, named[f"layers.{layer}.experts.{name}"]), (layer, name)

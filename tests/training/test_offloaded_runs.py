@@ -11,7 +11,7 @@ from training_runs import CONFIG, write_run
 from moe_runtime.cli.disk import DiskSpeed
 from moe_runtime.cli.main import main
 
-TIMES = ("step_s", "stall_s", "read_bytes", "written_bytes")
+TIMES = ("step_s", "stall_s", "memory_bytes", "read_bytes", "written_bytes")
 
 
 def records(folder: Path) -> list[dict[str, object]]:

@@ -1,0 +1,136 @@
+"""Experts' parameters where they are computed with: what crosses the link, and what stays there.
+
+Records hold weights in fp32 in host memory. Products want them on a device, or in another type:
+then a copy crosses the link in the type of the products, and the gradient crosses it back. Some
+experts keep their copy on the device from one pass to the next; theirs is made anew only after
+their weights have changed. Where all do, products are in bf16 and every expert gets tokens, a step
+moves four bytes a parameter: its weights there, its gradient back. The copy is that of the same
+weights, so who keeps one changes no bit.
+
+Sources: Ren et al., "ZeRO-Offload" (2021) for this cut between what crosses and what does not;
+Hecate (2025) for who keeps a copy: the experts used most, chosen again as loads drift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moe_runtime.planning.homes import UseCounts, spread
+from moe_runtime.types import ExpertKey
+
+
+@dataclass(slots=True)
+class LinkTraffic:
+    """Bytes between the homes of experts and the device that computes, or between their types.
+
+    Attributes:
+        to_device_bytes: weights.
+        from_device_bytes: gradients.
+        kept_bytes: weights that were there already and did not cross.
+    """
+
+    to_device_bytes: int = 0
+    from_device_bytes: int = 0
+    kept_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Copy:
+    """Weights on the device, as they were after a step."""
+
+    step: int
+    tensors: list[Tensor]
+
+
+class ComputeCopies:
+    """Copies of experts' weights on the device, or in the type of products.
+
+    Args:
+        keys: all experts, in order.
+        num_bytes: that copies may take from one pass to the next; 0 keeps none.
+
+    Attributes:
+        traffic: what crossed so far.
+    """
+
+    def __init__(self, keys: Iterable[ExpertKey], num_bytes: int = 0) -> None:
+        self.traffic = LinkTraffic()
+        self._keys = list(keys)
+        self._num_bytes = num_bytes
+        self._homes: set[ExpertKey] | None = None
+        self._copies: dict[ExpertKey, _Copy] = {}
+        self._uses = UseCounts(self._keys)
+        self._used: set[ExpertKey] = set()
+
+    def weights(
+        self, key: ExpertKey, step: int, tensors: Sequence[Tensor], like: Tensor
+    ) -> list[Tensor]:
+        """An expert's weights on the device and in the type of `like`.
+
+        Args:
+            key: the expert.
+            step: up to which its record goes.
+            tensors: its weights in the record; returned as they are where nothing has to cross.
+            like: what they are multiplied with.
+        """
+        if not self._num_bytes and not crosses(tensors[0], like):
+            return list(tensors)
+        self._used.add(key)
+        size = sum(tensor.numel() for tensor in tensors) * like.element_size()
+        kept = self._copies.get(key)
+        is_alike = kept is not None and not crosses(kept.tensors[0], like)
+        if kept is not None and is_alike and kept.step == step:
+            self.traffic.kept_bytes += size
+            return kept.tensors
+        self.traffic.to_device_bytes += size
+        if kept is not None and is_alike:
+            for ours, theirs in zip(kept.tensors, tensors, strict=True):
+                ours.copy_(theirs)
+            kept.step = step
+            return kept.tensors
+        found = [tensor.to(like.device, like.dtype, copy=True) for tensor in tensors]
+        if self._is_home(key, size):
+            self._copies[key] = _Copy(step, found)
+        return found
+
+    def take_back(self, gradients: Sequence[Tensor]) -> None:
+        """Counts gradients that cross the link to their expert's home."""
+        sizes = (gradient.numel() * gradient.element_size() for gradient in gradients)
+        self.traffic.from_device_bytes += sum(sizes)
+
+    def after_step(self) -> None:
+        """Counts who was used; the experts used most get the room of those used least."""
+        homes = self._homes
+        if homes is None:
+            return
+        for arriving, leaving in self._uses.after_step(self._used, homes.__contains__):
+            homes.add(arriving)
+            homes.remove(leaving)
+            self._copies.pop(leaving, None)
+        self._used.clear()
+
+    def forget(self) -> None:
+        """Drops all copies: weights become what they were, or what a checkpoint has."""
+        self._copies.clear()
+        self._used.clear()
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of the copies that are kept."""
+        tensors = [t for copy in self._copies.values() for t in copy.tensors]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def _is_home(self, key: ExpertKey, size: int) -> bool:
+        if self._homes is None:
+            count = min(len(self._keys), self._num_bytes // max(1, size))
+            self._homes = set(spread(self._keys, count))
+        fits = self.resident_bytes + size <= self._num_bytes
+        return key in self._homes and fits
+
+
+def crosses(tensor: Tensor, like: Tensor) -> bool:
+    """Whether a tensor is elsewhere, or of another type, than what computes with it."""
+    return tensor.dtype != like.dtype or tensor.device != like.device
