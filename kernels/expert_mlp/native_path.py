@@ -44,10 +44,29 @@ class NativeSteps(TorchSteps):
     def products(self, dtype: torch.dtype) -> NativeProducts:
         return NativeProducts(self._library, dtype)
 
+    def gather(self, source_TD: Tensor, tokens_n: Tensor, out_nD: Tensor) -> Tensor:
+        self._library.gather_rows(
+            source_TD.data_ptr(),
+            source_TD.stride(0) * source_TD.element_size(),
+            source_TD.shape[1],
+            DTYPE_CODES[source_TD.dtype],
+            tokens_n.data_ptr(),
+            len(tokens_n),
+            out_nD.data_ptr(),
+            DTYPE_CODES[out_nD.dtype],
+            self._library.shares_threads(),
+        )
+        return out_nD
+
     def activate(
-        self, z_nZ: Tensor, experts: StackedExperts, activation: ActivationSpec, hidden_nF: Tensor
+        self,
+        z_nZ: Tensor,
+        experts: StackedExperts,
+        activation: ActivationSpec,
+        hidden_nF: Tensor,
+        kept_nZ: Tensor | None = None,
     ) -> None:
-        self._gate(z_nZ, experts, activation, hidden_nF, None, None, None)
+        self._gate(z_nZ, experts, activation, hidden_nF, kept_nZ=kept_nZ)
 
     def activate_backward(
         self,
@@ -59,7 +78,15 @@ class NativeSteps(TorchSteps):
         grad_z_nZ: Tensor,
     ) -> Tensor:
         grad_weights_n = torch.empty(len(z_nZ))
-        self._gate(z_nZ, experts, activation, hidden_nF, grad_z_nZ, weights_n, grad_weights_n)
+        self._gate(
+            z_nZ,
+            experts,
+            activation,
+            hidden_nF,
+            grad_z_nZ=grad_z_nZ,
+            weights_n=weights_n,
+            grad_weights_n=grad_weights_n,
+        )
         return grad_weights_n
 
     def add_rows(
@@ -82,9 +109,11 @@ class NativeSteps(TorchSteps):
         experts: StackedExperts,
         activation: ActivationSpec,
         hidden_nF: Tensor,
-        grad_z_nZ: Tensor | None,
-        weights_n: Tensor | None,
-        grad_weights_n: Tensor | None,
+        *,
+        kept_nZ: Tensor | None = None,
+        grad_z_nZ: Tensor | None = None,
+        weights_n: Tensor | None = None,
+        grad_weights_n: Tensor | None = None,
     ) -> None:
         formula = np.array(activation.numbers(), dtype=np.float32)
         self._library.gate(
@@ -95,9 +124,12 @@ class NativeSteps(TorchSteps):
             experts.has_gate,
             experts.is_concatenated,
             DTYPE_CODES[z_nZ.dtype],
+            DTYPE_CODES[hidden_nF.dtype],
             ACTIVATION_CODES[activation.function],
             activation.is_plain,
             formula.ctypes.data,
+            _address(kept_nZ),
+            DTYPE_CODES[z_nZ.dtype if kept_nZ is None else kept_nZ.dtype],
             hidden_nF.data_ptr(),
             _address(grad_z_nZ),
             _address(weights_n),

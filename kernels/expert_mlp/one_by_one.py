@@ -30,8 +30,14 @@ class FunctionSteps(TorchSteps):
         self._function = function
 
     def activate(
-        self, z_nZ: Tensor, experts: StackedExperts, activation: ActivationSpec, hidden_nF: Tensor
+        self,
+        z_nZ: Tensor,
+        experts: StackedExperts,
+        activation: ActivationSpec,
+        hidden_nF: Tensor,
+        kept_nZ: Tensor | None = None,
     ) -> None:
+        assert kept_nZ is None, "products of the dtype of x leave z where it is kept"
         hidden_nF.copy_(self._function(z_nZ))
 
     def activate_backward(

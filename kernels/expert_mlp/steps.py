@@ -20,10 +20,31 @@ class TorchSteps:
         """The products of one call, for experts of `dtype`."""
         return Products()
 
+    def gather(self, source_TD: Tensor, tokens_n: Tensor, out_nD: Tensor) -> Tensor:
+        """``out[i] = source[tokens[i]]``, in the dtype of `out`."""
+        if source_TD.dtype == out_nD.dtype:
+            return torch.index_select(source_TD, 0, tokens_n, out=out_nD)
+        return out_nD.copy_(source_TD[tokens_n])
+
     def activate(
-        self, z_nZ: Tensor, experts: StackedExperts, activation: ActivationSpec, hidden_nF: Tensor
+        self,
+        z_nZ: Tensor,
+        experts: StackedExperts,
+        activation: ActivationSpec,
+        hidden_nF: Tensor,
+        kept_nZ: Tensor | None = None,
     ) -> None:
-        """Hidden values of pre-activations, computed in fp32 or better, into `hidden`."""
+        """Hidden values of pre-activations, computed in fp32 or better, into `hidden`.
+
+        Args:
+            z_nZ: Pre-activations.
+            experts: For the layout of `z`.
+            activation: What lies between the products.
+            hidden_nF: Receives them.
+            kept_nZ: Receives a copy of `z`, in its own dtype.
+        """
+        if kept_nZ is not None:
+            kept_nZ.copy_(z_nZ)
         gate, up = _halves(z_nZ.to(precise_dtype(z_nZ)), experts)
         hidden_nF.copy_(activation(gate, up))
 
@@ -39,7 +60,7 @@ class TorchSteps:
         """Steps back over the activation, with the gate weight still to be multiplied.
 
         Args:
-            z_nZ: Pre-activations.
+            z_nZ: Pre-activations, possibly in a narrower dtype than the rest.
             hidden_nF: Gradient of the hidden values for a gate weight of one; receives the hidden
                 values times the gate weight.
             weights_n: Gate weights in fp32 or better; None stands for ones.

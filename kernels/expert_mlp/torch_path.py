@@ -104,7 +104,7 @@ def backward(
     """
     found = list(groups(rows, experts))
     call = Call(x_TD, weights_TK, rows, largest(found), activation, steps)
-    grad_TD = grad_TD.to(call.x_TD.dtype)
+    grad_TD = grad_TD.to(x_TD.dtype).contiguous()
     sums_TD = call.new_sums() if needs.x else x_TD.new_empty(0)
     parameters = [
         untouched_zeros(tensor) if need and tensor is not None else x_TD.new_empty(0)
@@ -150,19 +150,20 @@ class Call:
         self.activation = activation
         self.steps = steps
         self.products = steps.products(x_TD.dtype)
-        self.x_TD = x_TD.to(self.products.operand_dtype(x_TD.dtype)).contiguous()
+        self.x_TD = x_TD.contiguous()
+        # rows of x and of the output's gradient are widened as they are gathered
+        self._dtype = self.products.operand_dtype(x_TD.dtype)
         self.tokens_R: Tensor | None = None
         self.weights_R = x_TD.new_empty(0, dtype=precise_dtype(x_TD))
         if weights_TK is not None:
             self.tokens_R = rows.order_R // weights_TK.shape[1]
             self.weights_R = weights_TK.flatten().to(precise_dtype(x_TD))[rows.order_R]
-        self._kept_dtype = x_TD.dtype
         self._max_rows = max_rows
         self._buffers: dict[str, Tensor] = {}
 
     def new_sums(self) -> Tensor:
         """Zeros to add rows of width D to; rows are sorted already: zeros to write them to."""
-        dtype = self.x_TD.dtype if self.tokens_R is None else precise_dtype(self.x_TD)
+        dtype = self._dtype if self.tokens_R is None else precise_dtype(self.x_TD)
         return self.x_TD.new_zeros(self.x_TD.shape, dtype=dtype)
 
     def run_forward(
@@ -170,10 +171,9 @@ class Call:
     ) -> None:
         """One expert's outputs, added to `sums` or written there; its `z` unless that is empty."""
         z_nZ = self._preactivations(group, experts, z_RZ)
-        if len(z_RZ):
-            _copy(z_nZ, z_RZ[group.first : group.last])
+        kept_nZ = z_RZ[group.rows] if len(z_RZ) and z_RZ.dtype != z_nZ.dtype else None
         hidden_nF = self._buffer("hidden", group, experts.dim_hidden)
-        self.steps.activate(z_nZ, experts, self.activation, hidden_nF)
+        self.steps.activate(z_nZ, experts, self.activation, hidden_nF, kept_nZ)
         _, down_DF = experts.matrices(group.slot)
         _, down_bias = experts.biases(group.slot)
         y_nD = self._out_rows(group, sums_TD)
@@ -196,13 +196,13 @@ class Call:
         Args:
             group: The expert and its rows.
             experts: The parameters.
-            grad_TD: Gradient of the output, in the dtype of this call's `x`.
+            grad_TD: Gradient of the output, contiguous, in the dtype of `x`.
             z_RZ: Kept pre-activations or nothing.
             gradients: Where to; `weights` has one element a sorted row.
             needs: Which gradients.
             is_first: Whether nothing was written to this slot's gradients before.
         """
-        here = slice(group.first, group.last)
+        here = group.rows
         gate_up_ZD, down_DF = experts.matrices(group.slot)
         grad_nD = self._rows(grad_TD, group, "grad")
         z_nZ, grad_z_nZ = self._kept_preactivations(group, experts, z_RZ)
@@ -237,8 +237,8 @@ class Call:
         """Computes them, in place where they are kept as they are, else in the shared memory."""
         gate_up_ZD, _ = experts.matrices(group.slot)
         gate_up_bias, _ = experts.biases(group.slot)
-        z_nZ = z_RZ[group.first : group.last]
-        if not len(z_RZ) or z_RZ.dtype != self.x_TD.dtype:
+        z_nZ = z_RZ[group.rows]
+        if not len(z_RZ) or z_RZ.dtype != self._dtype:
             z_nZ = self._buffer("z", group, experts.dim_preactivation)
         self.products.forward(self._rows(self.x_TD, group, "x"), gate_up_ZD, gate_up_bias, z_nZ)
         return z_nZ
@@ -247,46 +247,37 @@ class Call:
         self, group: Group, experts: StackedExperts, z_RZ: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Pre-activations with the bits that were or would have been kept; memory like them."""
-        width = experts.dim_preactivation
-        if not len(z_RZ):
-            z_nZ = self._preactivations(group, experts, z_RZ)
-            return _copy(z_nZ.to(self._kept_dtype), z_nZ), z_nZ
-        kept_nZ, z_nZ = z_RZ[group.first : group.last], self._buffer("z", group, width)
-        if kept_nZ.dtype == z_nZ.dtype:
-            return kept_nZ, z_nZ
-        return z_nZ.copy_(kept_nZ), z_nZ
+        if len(z_RZ):
+            return z_RZ[group.rows], self._buffer("z", group, experts.dim_preactivation)
+        z_nZ = self._preactivations(group, experts, z_RZ)
+        return z_nZ.to(self.x_TD.dtype), z_nZ
 
     def _rows(self, source_TD: Tensor, group: Group, name: str) -> Tensor:
         """One expert's rows of tokens, or of rows that are sorted already."""
-        here = slice(group.first, group.last)
+        if self.tokens_R is None and source_TD.dtype == self._dtype:
+            return source_TD[group.rows]
+        out_nD = self._buffer(name, group, source_TD.shape[1])
         if self.tokens_R is None:
-            return source_TD[here]
-        out = self._buffer(name, group, source_TD.shape[1])
-        return torch.index_select(source_TD, 0, self.tokens_R[here], out=out)
+            return out_nD.copy_(source_TD[group.rows])
+        return self.steps.gather(source_TD, self.tokens_R[group.rows], out_nD)
 
     def _out_rows(self, group: Group, sums_TD: Tensor) -> Tensor:
         if self.tokens_R is None:
-            return sums_TD[group.first : group.last]
+            return sums_TD[group.rows]
         return self._buffer("y", group, sums_TD.shape[1])
 
     def _add(self, group: Group, rows_nD: Tensor, sums_TD: Tensor, *, weighted: bool) -> None:
         """Adds rows to their tokens; sorted rows are where they belong already."""
         if self.tokens_R is not None:
-            here = slice(group.first, group.last)
-            weights_n = self.weights_R[here] if weighted else None
-            self.steps.add_rows(sums_TD, self.tokens_R[here], rows_nD, weights_n)
+            weights_n = self.weights_R[group.rows] if weighted else None
+            self.steps.add_rows(sums_TD, self.tokens_R[group.rows], rows_nD, weights_n)
 
     def _buffer(self, name: str, group: Group, width: int) -> Tensor:
         """Memory that the experts of this call use one after another, ``[n, width]``."""
         if name not in self._buffers:
-            self._buffers[name] = self.x_TD.new_empty(self._max_rows * width)
+            self._buffers[name] = self.x_TD.new_empty(self._max_rows * width, dtype=self._dtype)
         num_rows = group.last - group.first
         return self._buffers[name][: num_rows * width].view(num_rows, width)
-
-
-def _copy(source: Tensor, target: Tensor) -> Tensor:
-    """Copies unless both are the same memory."""
-    return target if source.data_ptr() == target.data_ptr() else target.copy_(source)
 
 
 def _add_sum(rows_nA: Tensor, weights_n: Tensor | None, out_A: Tensor, *, is_first: bool) -> None:

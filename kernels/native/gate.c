@@ -1,5 +1,5 @@
-/* What lies between and after the products of experts with many rows: the activation, the step back over it, and the
- * weighted sum of rows into the tokens they belong to.
+/* What lies around the products of experts with many rows: their tokens' rows side by side, the activation, the step back
+ * over it, and the weighted sum of rows into the tokens they belong to.
  *
  * One thread computes a whole row, in the sum a whole range of columns, so the number of threads changes no bit.
  */
@@ -12,7 +12,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-enum { CHUNK = 512, SUM_LANES = 16, ROWS_AT_ONCE = 4, COLUMNS_AT_ONCE = 256 };
+enum { CHUNK = 512, SUM_LANES = 16, ROWS_AT_ONCE = 4, MIN_COLUMNS = 256 };
 
 /* ActivationSpec of activation.py, without the name of its function; infinity switches a bound off. */
 typedef struct {
@@ -193,28 +193,34 @@ static void (*const adds[])(float *, const char *, float, int64_t) = {add_f32, a
 typedef struct {
     const char *z; /* [rows, width]: gate and up as they lie */
     int64_t z_stride, num_rows, dim_hidden;
-    int has_gate, is_concatenated, dtype, function, plain;
+    int has_gate, is_concatenated, z_dtype, dtype, function, plain;
     const Formula *formula;
-    char *hidden; /* [rows, dim_hidden]; in the backward pass the gradient comes in here */
-    char *grad_z; /* like z, without gaps; NULL in the forward pass */
+    char *kept; /* forward: receives z as kept_dtype, without gaps; or NULL */
+    int kept_dtype;
+    char *hidden; /* [rows, dim_hidden] of dtype; in the backward pass the gradient comes in here */
+    char *grad_z; /* [rows, width] of dtype, without gaps; NULL in the forward pass */
     const float *weights; /* [rows] or NULL for ones */
     float *grad_weights; /* [rows] */
     atomic_llong next;
 } Gate;
 
 static void gate_row(const Gate *call, int64_t row) {
-    const int64_t bytes = dtype_bytes(call->dtype), width = call->dim_hidden * (call->has_gate ? 2 : 1);
+    const int64_t z_bytes = dtype_bytes(call->z_dtype), bytes = dtype_bytes(call->dtype);
+    const int64_t kept_bytes = dtype_bytes(call->kept_dtype), width = call->dim_hidden * (call->has_gate ? 2 : 1);
     const int64_t step = call->has_gate && !call->is_concatenated ? 2 : 1;
     const int64_t up_first = !call->has_gate ? 0 : call->is_concatenated ? call->dim_hidden : 1;
     const char *z = call->z + row * call->z_stride;
-    char *hidden = call->hidden + row * call->dim_hidden * bytes, *grad_z = call->grad_z;
+    char *hidden = call->hidden + row * call->dim_hidden * bytes, *grad_z = call->grad_z, *kept = call->kept;
     if (grad_z) grad_z += row * width * bytes;
+    if (kept) kept += row * width * kept_bytes;
     float gate[CHUNK], up[CHUNK], grad[CHUNK], products[CHUNK] = {0}, sums[SUM_LANES] = {0};
     for (int64_t first = 0; first < call->dim_hidden; first += CHUNK) {
         const int64_t left = call->dim_hidden - first, count = left < CHUNK ? left : CHUNK;
-        const int64_t gate_at = first * step * bytes, up_at = (up_first + first * step) * bytes;
-        loads[call->dtype](z + up_at, step, up, count);
-        if (call->has_gate) loads[call->dtype](z + gate_at, step, gate, count);
+        const int64_t gate_at = first * step, up_at = up_first + first * step;
+        loads[call->z_dtype](z + up_at * z_bytes, step, up, count);
+        if (call->has_gate) loads[call->z_dtype](z + gate_at * z_bytes, step, gate, count);
+        if (kept) stores[call->kept_dtype](kept + up_at * kept_bytes, step, up, count);
+        if (kept && call->has_gate) stores[call->kept_dtype](kept + gate_at * kept_bytes, step, gate, count);
         if (!grad_z) {
             forwards[call->plain][call->function](call->formula, call->has_gate, gate, up, count);
             stores[call->dtype](hidden + first * bytes, 1, gate, count);
@@ -224,8 +230,8 @@ static void gate_row(const Gate *call, int64_t row) {
         backwards[call->plain][call->function](call->formula, call->has_gate, call->weights ? call->weights[row] : 1.0f, gate,
                                                up, grad, products, count);
         stores[call->dtype](hidden + first * bytes, 1, grad, count);
-        stores[call->dtype](grad_z + up_at, step, up, count);
-        if (call->has_gate) stores[call->dtype](grad_z + gate_at, step, gate, count);
+        stores[call->dtype](grad_z + up_at * bytes, step, up, count);
+        if (call->has_gate) stores[call->dtype](grad_z + gate_at * bytes, step, gate, count);
         for (int64_t i = count; i < CHUNK; i++) products[i] = 0.0f;
         for (int64_t i = 0; i < CHUNK; i += SUM_LANES)
             for (int lane = 0; lane < SUM_LANES; lane++) sums[lane] += products[i + lane];
@@ -245,18 +251,57 @@ static void gate_rows(void *context) {
     }
 }
 
-/* hidden = activation(z). With grad_z: hidden holds the gradient of the hidden values for a gate weight of one; then
- * grad_z becomes the gradient of z, hidden the hidden values, both times the gate weight, and grad_weights the gradient of
- * the gate weight. */
+/* hidden = activation(z), and kept = z if there is one. With grad_z: hidden holds the gradient of the hidden values for a
+ * gate weight of one; then grad_z becomes the gradient of z, hidden the hidden values, both times the gate weight, and
+ * grad_weights the gradient of the gate weight. grad_z may be z where both have one type. */
 MOE_EXPORT void moe_gate(const char *z, int64_t z_stride, int64_t num_rows, int64_t dim_hidden, int has_gate,
-                         int is_concatenated, int dtype, int function, int plain, const float *formula, char *hidden,
-                         char *grad_z, const float *weights, float *grad_weights, int share_threads) {
+                         int is_concatenated, int z_dtype, int dtype, int function, int plain, const float *formula,
+                         char *kept, int kept_dtype, char *hidden, char *grad_z, const float *weights, float *grad_weights,
+                         int share_threads) {
     Gate call = {.z = z, .z_stride = z_stride, .num_rows = num_rows, .dim_hidden = dim_hidden, .has_gate = has_gate,
-                 .is_concatenated = is_concatenated, .dtype = dtype, .function = function, .plain = plain != 0,
-                 .formula = (const Formula *)formula, .hidden = hidden, .grad_z = grad_z, .weights = weights,
-                 .grad_weights = grad_weights};
+                 .is_concatenated = is_concatenated, .z_dtype = z_dtype, .dtype = dtype, .function = function,
+                 .plain = plain != 0, .formula = (const Formula *)formula, .kept = kept, .kept_dtype = kept_dtype,
+                 .hidden = hidden, .grad_z = grad_z, .weights = weights, .grad_weights = grad_weights};
     pool_begin();
     pool_run(gate_rows, &call, share_threads);
+    pool_end();
+}
+
+/* ---- rows of tokens, side by side ---- */
+
+typedef struct {
+    const char *source;
+    int64_t stride, dim, num_rows;
+    const int64_t *tokens;
+    char *out;
+    int dtype, out_dtype;
+    atomic_llong next;
+} Gather;
+
+static void gather_rows(void *context) {
+    Gather *call = context;
+    const int64_t out_bytes = call->dim * dtype_bytes(call->out_dtype);
+    for (;;) {
+        const int64_t first = atomic_fetch_add(&call->next, ROWS_AT_ONCE);
+        if (first >= call->num_rows) return;
+        for (int64_t row = first; row < first + ROWS_AT_ONCE && row < call->num_rows; row++) {
+            const char *source = call->source + call->tokens[row] * call->stride;
+            char *out = call->out + row * out_bytes;
+            if (call->dtype == call->out_dtype)
+                memcpy(out, source, (size_t)out_bytes);
+            else
+                loads[call->dtype](source, 1, (float *)out, call->dim);
+        }
+    }
+}
+
+/* out[r] = source[tokens[r]] without gaps; out has the type of source or is fp32. The caller has checked the tokens. */
+MOE_EXPORT void moe_gather_rows(const char *source, int64_t stride, int64_t dim, int dtype, const int64_t *tokens,
+                                int64_t num_rows, char *out, int out_dtype, int share_threads) {
+    Gather call = {.source = source, .stride = stride, .dim = dim, .num_rows = num_rows, .tokens = tokens, .out = out,
+                   .dtype = dtype, .out_dtype = out_dtype};
+    pool_begin();
+    pool_run(gather_rows, &call, share_threads);
     pool_end();
 }
 
@@ -264,7 +309,7 @@ MOE_EXPORT void moe_gate(const char *z, int64_t z_stride, int64_t num_rows, int6
 
 typedef struct {
     float *sums;
-    int64_t dim, num_rows;
+    int64_t dim, num_rows, columns_at_once;
     const int64_t *tokens;
     const char *rows;
     const float *weights;
@@ -274,13 +319,13 @@ typedef struct {
 
 static void sum_columns(void *context) {
     Sum *call = context;
-    const int64_t bytes = dtype_bytes(call->dtype);
+    const int64_t bytes = dtype_bytes(call->dtype), most = call->columns_at_once;
     for (;;) {
-        const int64_t first = atomic_fetch_add(&call->next, COLUMNS_AT_ONCE), left = call->dim - first;
+        const int64_t first = atomic_fetch_add(&call->next, most), left = call->dim - first;
         if (left <= 0) return;
         for (int64_t row = 0; row < call->num_rows; row++)
             adds[call->dtype](call->sums + call->tokens[row] * call->dim + first, call->rows + (row * call->dim + first) * bytes,
-                              call->weights ? call->weights[row] : 1.0f, left < COLUMNS_AT_ONCE ? left : COLUMNS_AT_ONCE);
+                              call->weights ? call->weights[row] : 1.0f, left < most ? left : most);
     }
 }
 
@@ -290,6 +335,9 @@ MOE_EXPORT void moe_add_rows(float *sums, int64_t dim, const int64_t *tokens, co
     Sum call = {.sums = sums, .dim = dim, .num_rows = num_rows, .tokens = tokens, .rows = rows, .weights = weights,
                 .dtype = dtype};
     pool_begin();
+    /* one range a thread: the longer, the better the processor fetches ahead */
+    call.columns_at_once = (dim / pool_threads() + MIN_COLUMNS - 1) / MIN_COLUMNS * MIN_COLUMNS;
+    if (call.columns_at_once < MIN_COLUMNS) call.columns_at_once = MIN_COLUMNS;
     pool_run(sum_columns, &call, share_threads);
     pool_end();
 }

@@ -16,7 +16,7 @@ import torch
 from moe_runtime.errors import MoERuntimeError
 
 LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
-ABI_VERSION = 6
+ABI_VERSION = 7
 # Long enough to bridge the small operations between two products of a model's layer.
 SPIN_S = 300e-6
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -82,14 +82,22 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
         None,
         [*(_POINTER, _INT64, _INT64), _POINTER, _POINTER, _INT64, ctypes.c_float, _INT],
     ),
-    # z, z_stride, num_rows, dim_hidden, has_gate, is_concatenated, dtype, function, plain, formula,
-    # hidden, grad_z, weights, grad_weights, share_threads
+    # z, z_stride, num_rows, dim_hidden, has_gate, is_concatenated, z_dtype, dtype, function, plain,
+    # formula, kept, kept_dtype, hidden, grad_z, weights, grad_weights, share_threads
     "moe_gate": (
         None,
         [
             *(_POINTER, _INT64, _INT64, _INT64),
-            *(_INT, _INT, _INT, _INT, _INT, _POINTER),
-            *(_POINTER, _POINTER, _POINTER, _POINTER, _INT),
+            *(_INT, _INT, _INT, _INT, _INT, _INT, _POINTER),
+            *(_POINTER, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _INT),
+        ],
+    ),
+    # source, stride, dim, dtype, tokens, num_rows, out, out_dtype, share_threads
+    "moe_gather_rows": (
+        None,
+        [
+            *(_POINTER, _INT64, _INT64, _INT),
+            *(_POINTER, _INT64, _POINTER, _INT, _INT),
         ],
     ),
     # sums, dim, tokens, rows, num_rows, weights, dtype, share_threads
@@ -150,6 +158,7 @@ class NativeLibrary:
         single_query_attention: `moe_single_query_attention` of batched.c.
         rms_norm: `moe_rms_norm` of norm.c.
         gate: `moe_gate` of gate.c.
+        gather_rows: `moe_gather_rows` of gate.c.
         add_rows: `moe_add_rows` of gate.c.
         cpu_has_amx: Whether the processor multiplies bf16 in matrix units (these kernels do not).
     """
@@ -181,6 +190,7 @@ class NativeLibrary:
         self.single_query_attention = library.moe_single_query_attention
         self.rms_norm = library.moe_rms_norm
         self.gate = library.moe_gate
+        self.gather_rows = library.moe_gather_rows
         self.add_rows = library.moe_add_rows
         self.cpu_has_amx = bool(library.moe_cpu_has_amx())
         self._library = library
