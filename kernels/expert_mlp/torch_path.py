@@ -176,7 +176,8 @@ class Call:
         self.steps.activate(z_nZ, experts, self.activation, hidden_nF, kept_nZ)
         _, down_DF = experts.matrices(group.slot)
         _, down_bias = experts.biases(group.slot)
-        y_nD = self._out_rows(group, sums_TD)
+        # nothing reads the gathered rows any more, and their memory is in the cache
+        y_nD = self._out_rows(group, sums_TD, "x")
         self.products.forward(hidden_nF, down_DF, down_bias, y_nD)
         self._add(group, y_nD, sums_TD, weighted=True)
 
@@ -229,7 +230,7 @@ class Call:
         if needs.gate_up_bias:
             _add_sum(grad_z_nZ, None, gradients.gate_up_bias[group.slot], is_first=is_first)
         if needs.x:
-            dx_nD = self._out_rows(group, gradients.x)
+            dx_nD = self._out_rows(group, gradients.x, "grad")
             self.products.backward(grad_z_nZ, gate_up_ZD, dx_nD)
             self._add(group, dx_nD, gradients.x, weighted=False)
 
@@ -261,10 +262,11 @@ class Call:
             return out_nD.copy_(source_TD[group.rows])
         return self.steps.gather(source_TD, self.tokens_R[group.rows], out_nD)
 
-    def _out_rows(self, group: Group, sums_TD: Tensor) -> Tensor:
+    def _out_rows(self, group: Group, sums_TD: Tensor, name: str) -> Tensor:
+        """Where a product's rows go that `_add` takes: the memory of that name."""
         if self.tokens_R is None:
             return sums_TD[group.rows]
-        return self._buffer("y", group, sums_TD.shape[1])
+        return self._buffer(name, group, sums_TD.shape[1])
 
     def _add(self, group: Group, rows_nD: Tensor, sums_TD: Tensor, *, weighted: bool) -> None:
         """Adds rows to their tokens; sorted rows are where they belong already."""
