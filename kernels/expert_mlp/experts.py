@@ -6,9 +6,19 @@ Shape suffixes: S slots, E experts, D model, F hidden, Z = 2F with a gate and F 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class OneExpert(NamedTuple):
+    """The parameters of one expert; see `StackedExperts`."""
+
+    gate_up_ZD: Tensor
+    down_DF: Tensor
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -120,6 +130,10 @@ class StackedExperts:
         if self.slot_of_expert is None:
             return list(range(self.num_experts))
         return self.slot_of_expert.tolist()
+
+    def one(self, slot: int) -> OneExpert:
+        """Views of everything in one slot."""
+        return OneExpert(*self.matrices(slot), *self.biases(slot))
 
     def matrices(self, slot: int) -> tuple[Tensor, Tensor]:
         """Views of one slot's matrices as ``[Z, D]`` and ``[D, F]``, whatever the layout."""

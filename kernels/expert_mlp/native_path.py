@@ -6,6 +6,7 @@ Z = 2F with a gate and F without.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import numpy as np
@@ -40,6 +41,8 @@ class NativeSteps(TorchSteps):
 
     def __init__(self, library: NativeLibrary) -> None:
         self._library = library
+        self._shares_threads = library.shares_threads()
+        self._formulas: dict[ActivationSpec, ctypes.Array[ctypes.c_float]] = {}
 
     def products(self, dtype: torch.dtype) -> NativeProducts:
         return NativeProducts(self._library, dtype)
@@ -54,7 +57,7 @@ class NativeSteps(TorchSteps):
             len(tokens_n),
             out_nD.data_ptr(),
             DTYPE_CODES[out_nD.dtype],
-            self._library.shares_threads(),
+            self._shares_threads,
         )
         return out_nD
 
@@ -100,7 +103,7 @@ class NativeSteps(TorchSteps):
             len(rows_nD),
             _address(weights_n),
             DTYPE_CODES[rows_nD.dtype],
-            self._library.shares_threads(),
+            self._shares_threads,
         )
 
     def _gate(
@@ -115,7 +118,9 @@ class NativeSteps(TorchSteps):
         weights_n: Tensor | None = None,
         grad_weights_n: Tensor | None = None,
     ) -> None:
-        formula = np.array(activation.numbers(), dtype=np.float32)
+        if activation not in self._formulas:
+            numbers = activation.numbers()
+            self._formulas[activation] = (ctypes.c_float * len(numbers))(*numbers)
         self._library.gate(
             z_nZ.data_ptr(),
             z_nZ.stride(0) * z_nZ.element_size(),
@@ -127,14 +132,14 @@ class NativeSteps(TorchSteps):
             DTYPE_CODES[hidden_nF.dtype],
             ACTIVATION_CODES[activation.function],
             activation.is_plain,
-            formula.ctypes.data,
+            self._formulas[activation],
             _address(kept_nZ),
             DTYPE_CODES[z_nZ.dtype if kept_nZ is None else kept_nZ.dtype],
             hidden_nF.data_ptr(),
             _address(grad_z_nZ),
             _address(weights_n),
             _address(grad_weights_n),
-            self._library.shares_threads(),
+            self._shares_threads,
         )
 
 
@@ -162,9 +167,7 @@ def infer(
         limit = NativeProducts(library, experts.dtype).row_limit
     few = [group for group in found if group.last - group.first <= limit]
     many = [group for group in found if group.last - group.first > limit]
-    call = torch_path.Call(
-        x_TD, weights_TK, rows, torch_path.largest(many), activation, NativeSteps(library)
-    )
+    call = torch_path.Call(x_TD, weights_TK, rows, many, activation, NativeSteps(library))
     sums_TD = call.new_sums()
     if few:
         y_ND, order_N = _run_kernel(library, few, x_TD, rows, ids_TK.shape[1], experts, activation)
@@ -172,7 +175,7 @@ def infer(
         call.steps.add_rows(sums_TD, order_N // ids_TK.shape[1], y_ND, weights_N)
     nothing = x_TD.new_empty(0, experts.dim_preactivation)
     for group in many:
-        call.run_forward(group, experts, nothing, sums_TD)
+        call.run_forward(group, experts, experts.one(group.slot), nothing, sums_TD)
     return sums_TD.to(x_TD.dtype)
 
 

@@ -141,7 +141,9 @@ class RoutedCall:
             weights: Its parameters, alone in slot 0, in the dtype of `x`.
         """
         assert self._call is not None, "begin_forward comes first"
-        self._call.run_forward(self._group(expert), weights, self.z_RZ, self._sums_TD)
+        self._call.run_forward(
+            self._group(expert), weights, weights.one(0), self.z_RZ, self._sums_TD
+        )
 
     def output(self) -> Tensor:
         """`[T, D]` in the dtype of `x`, once every expert had its turn."""
@@ -171,8 +173,8 @@ class RoutedCall:
         needs = Needs(True, True, *(trains and t is not None for t in weights.tensors()))
         gradients = Gradients(self._sums_TD, self._grad_weights_R, *found)
         self._call.run_backward(
-            self._group(expert), weights, self._grad_out_TD, self.z_RZ, gradients, needs,
-            is_first=True,
+            self._group(expert), weights, weights.one(0), self._grad_out_TD, self.z_RZ, gradients,
+            needs, is_first=True,
         )  # fmt: skip
 
     def input_gradients(self) -> tuple[Tensor, Tensor]:
@@ -182,9 +184,9 @@ class RoutedCall:
         return self._end(), grad_weights_TK
 
     def _begin(self) -> torch_path.Call:
-        most = max((self.num_rows(expert) for expert in self.experts), default=0)
+        groups = [self._group(expert) for expert in self.experts]
         self._call = torch_path.Call(
-            self.x_TD, self.weights_TK, self.rows, most, self._spec, self._steps
+            self.x_TD, self.weights_TK, self.rows, groups, self._spec, self._steps
         )
         self._sums_TD = self._call.new_sums()
         return self._call

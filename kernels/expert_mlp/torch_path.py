@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
-from moe_runtime.kernels.expert_mlp.experts import StackedExperts
+from moe_runtime.kernels.expert_mlp.experts import OneExpert, StackedExperts
 from moe_runtime.kernels.expert_mlp.rows import (
     Gradients,
     Group,
@@ -70,10 +70,10 @@ def forward(
     num_rows = x_TD.shape[0] if weights_TK is None else weights_TK.numel()
     z_RZ = with_huge_pages(x_TD.new_empty(num_rows if keeps else 0, experts.dim_preactivation))
     found = list(groups(rows, experts))
-    call = Call(x_TD, weights_TK, rows, largest(found), activation, steps)
+    call = Call(x_TD, weights_TK, rows, found, activation, steps)
     sums_TD = call.new_sums()
-    for group in found:
-        call.run_forward(group, experts, z_RZ, sums_TD)
+    for group, one in zip(found, [experts.one(group.slot) for group in found], strict=True):
+        call.run_forward(group, experts, one, z_RZ, sums_TD)
     return sums_TD.to(x_TD.dtype), z_RZ
 
 
@@ -103,7 +103,7 @@ def backward(
         steps: The operations of one expert.
     """
     found = list(groups(rows, experts))
-    call = Call(x_TD, weights_TK, rows, largest(found), activation, steps)
+    call = Call(x_TD, weights_TK, rows, found, activation, steps)
     grad_TD = grad_TD.to(x_TD.dtype).contiguous()
     sums_TD = call.new_sums() if needs.x else x_TD.new_empty(0)
     parameters = [
@@ -112,19 +112,14 @@ def backward(
     ]
     gradients = Gradients(sums_TD, torch.zeros_like(call.weights_R), *parameters)
     used: set[int] = set()
-    for group in found:
+    for group, one in zip(found, [experts.one(group.slot) for group in found], strict=True):
         is_first = group.slot not in used
-        call.run_backward(group, experts, grad_TD, z_RZ, gradients, needs, is_first=is_first)
+        call.run_backward(group, experts, one, grad_TD, z_RZ, gradients, needs, is_first=is_first)
         used.add(group.slot)
     weights_grad = x_TD.new_empty(0)
     if needs.weights and weights_TK is not None:
         weights_grad = unsorted(gradients.weights, rows, weights_TK)
     return gradients._replace(x=sums_TD.to(x_TD.dtype), weights=weights_grad)
-
-
-def largest(found: Sequence[Group]) -> int:
-    """Rows of the expert that has most."""
-    return max((group.last - group.first for group in found), default=0)
 
 
 def unsorted(sorted_R: Tensor, rows: SortedRows, like_TK: Tensor) -> Tensor:
@@ -135,18 +130,23 @@ def unsorted(sorted_R: Tensor, rows: SortedRows, like_TK: Tensor) -> Tensor:
 
 
 class Call:
-    """What the experts of one call share: operands, routing, and memory used by each in turn."""
+    """What the experts of one call share: operands, routing, and memory used by each in turn.
+
+    Every view that an expert needs is made before the first needs it, for all of them: between two
+    products, which leave nothing of the interpreter in the processor's caches, it takes ten times
+    as long.
+    """
 
     def __init__(
         self,
         x_TD: Tensor,
         weights_TK: Tensor | None,
         rows: SortedRows,
-        max_rows: int,
+        found: Sequence[Group],
         activation: ActivationSpec,
         steps: TorchSteps,
     ) -> None:
-        """Takes the arguments of `forward`, and how many rows an expert has at most."""
+        """Takes the arguments of `forward`, and the experts that will have their turn."""
         self.activation = activation
         self.steps = steps
         self.products = steps.products(x_TD.dtype)
@@ -158,8 +158,8 @@ class Call:
         if weights_TK is not None:
             self.tokens_R = rows.order_R // weights_TK.shape[1]
             self.weights_R = weights_TK.flatten().to(precise_dtype(x_TD))[rows.order_R]
-        self._max_rows = max_rows
-        self._buffers: dict[str, Tensor] = {}
+        self._groups = found
+        self._views: dict[str, dict[Group, Tensor]] = {}
 
     def new_sums(self) -> Tensor:
         """Zeros to add rows of width D to; rows are sorted already: zeros to write them to."""
@@ -167,24 +167,30 @@ class Call:
         return self.x_TD.new_zeros(self.x_TD.shape, dtype=dtype)
 
     def run_forward(
-        self, group: Group, experts: StackedExperts, z_RZ: Tensor, sums_TD: Tensor
+        self,
+        group: Group,
+        experts: StackedExperts,
+        one: OneExpert,
+        z_RZ: Tensor,
+        sums_TD: Tensor,
     ) -> None:
         """One expert's outputs, added to `sums` or written there; its `z` unless that is empty."""
-        z_nZ = self._preactivations(group, experts, z_RZ)
-        kept_nZ = z_RZ[group.rows] if len(z_RZ) and z_RZ.dtype != z_nZ.dtype else None
+        z_nZ = self._preactivations(group, experts, one, z_RZ)
+        kept_nZ = None
+        if len(z_RZ) and z_RZ.dtype != z_nZ.dtype:
+            kept_nZ = self._part("z_RZ", z_RZ, group)
         hidden_nF = self._buffer("hidden", group, experts.dim_hidden)
         self.steps.activate(z_nZ, experts, self.activation, hidden_nF, kept_nZ)
-        _, down_DF = experts.matrices(group.slot)
-        _, down_bias = experts.biases(group.slot)
         # nothing reads the gathered rows any more, and their memory is in the cache
         y_nD = self._out_rows(group, sums_TD, "x")
-        self.products.forward(hidden_nF, down_DF, down_bias, y_nD)
+        self.products.forward(hidden_nF, one.down_DF, one.down_bias, y_nD)
         self._add(group, y_nD, sums_TD, weighted=True)
 
     def run_backward(
         self,
         group: Group,
         experts: StackedExperts,
+        one: OneExpert,
         grad_TD: Tensor,
         z_RZ: Tensor,
         gradients: Gradients,
@@ -196,28 +202,28 @@ class Call:
 
         Args:
             group: The expert and its rows.
-            experts: The parameters.
+            experts: All experts, for their layout.
+            one: Its parameters.
             grad_TD: Gradient of the output, contiguous, in the dtype of `x`.
             z_RZ: Kept pre-activations or nothing.
             gradients: Where to; `weights` has one element a sorted row.
             needs: Which gradients.
             is_first: Whether nothing was written to this slot's gradients before.
         """
-        here = group.rows
-        gate_up_ZD, down_DF = experts.matrices(group.slot)
         grad_nD = self._rows(grad_TD, group, "grad")
-        z_nZ, grad_z_nZ = self._kept_preactivations(group, experts, z_RZ)
+        z_nZ, grad_z_nZ = self._kept_preactivations(group, experts, one, z_RZ)
         hidden_nF = self._buffer("hidden", group, experts.dim_hidden)
-        self.products.backward(grad_nD, down_DF, hidden_nF)
-        weights_n = None if self.tokens_R is None else self.weights_R[here]
+        self.products.backward(grad_nD, one.down_DF, hidden_nF)
+        weights_n = None
+        if self.tokens_R is not None:
+            weights_n = self._part("weights_R", self.weights_R, group)
         weight_grad_n = self.steps.activate_backward(
             z_nZ, hidden_nF, weights_n, experts, self.activation, grad_z_nZ
         )
         if self.tokens_R is not None:
-            _, down_bias = experts.biases(group.slot)
-            if down_bias is not None:
-                weight_grad_n = weight_grad_n + grad_nD @ down_bias.to(grad_nD.dtype)
-            gradients.weights[here] = weight_grad_n
+            if one.down_bias is not None:
+                weight_grad_n = weight_grad_n + grad_nD @ one.down_bias.to(grad_nD.dtype)
+            self._part("grad_weights_R", gradients.weights, group).copy_(weight_grad_n)
         if needs.down:
             sides = (hidden_nF, grad_nD) if experts.is_transposed else (grad_nD, hidden_nF)
             self.products.outer(*sides, gradients.down[group.slot], is_first=is_first)
@@ -231,55 +237,69 @@ class Call:
             _add_sum(grad_z_nZ, None, gradients.gate_up_bias[group.slot], is_first=is_first)
         if needs.x:
             dx_nD = self._out_rows(group, gradients.x, "grad")
-            self.products.backward(grad_z_nZ, gate_up_ZD, dx_nD)
+            self.products.backward(grad_z_nZ, one.gate_up_ZD, dx_nD)
             self._add(group, dx_nD, gradients.x, weighted=False)
 
-    def _preactivations(self, group: Group, experts: StackedExperts, z_RZ: Tensor) -> Tensor:
+    def _preactivations(
+        self, group: Group, experts: StackedExperts, one: OneExpert, z_RZ: Tensor
+    ) -> Tensor:
         """Computes them, in place where they are kept as they are, else in the shared memory."""
-        gate_up_ZD, _ = experts.matrices(group.slot)
-        gate_up_bias, _ = experts.biases(group.slot)
-        z_nZ = z_RZ[group.rows]
-        if not len(z_RZ) or z_RZ.dtype != self._dtype:
+        if len(z_RZ) and z_RZ.dtype == self._dtype:
+            z_nZ = self._part("z_RZ", z_RZ, group)
+        else:
             z_nZ = self._buffer("z", group, experts.dim_preactivation)
-        self.products.forward(self._rows(self.x_TD, group, "x"), gate_up_ZD, gate_up_bias, z_nZ)
+        x_nD = self._rows(self.x_TD, group, "x")
+        self.products.forward(x_nD, one.gate_up_ZD, one.gate_up_bias, z_nZ)
         return z_nZ
 
     def _kept_preactivations(
-        self, group: Group, experts: StackedExperts, z_RZ: Tensor
+        self, group: Group, experts: StackedExperts, one: OneExpert, z_RZ: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Pre-activations with the bits that were or would have been kept; memory like them."""
         if len(z_RZ):
-            return z_RZ[group.rows], self._buffer("z", group, experts.dim_preactivation)
-        z_nZ = self._preactivations(group, experts, z_RZ)
+            grad_z_nZ = self._buffer("z", group, experts.dim_preactivation)
+            return self._part("z_RZ", z_RZ, group), grad_z_nZ
+        z_nZ = self._preactivations(group, experts, one, z_RZ)
         return z_nZ.to(self.x_TD.dtype), z_nZ
 
     def _rows(self, source_TD: Tensor, group: Group, name: str) -> Tensor:
         """One expert's rows of tokens, or of rows that are sorted already."""
         if self.tokens_R is None and source_TD.dtype == self._dtype:
-            return source_TD[group.rows]
+            return self._part(f"{name}_RD", source_TD, group)
         out_nD = self._buffer(name, group, source_TD.shape[1])
         if self.tokens_R is None:
-            return out_nD.copy_(source_TD[group.rows])
-        return self.steps.gather(source_TD, self.tokens_R[group.rows], out_nD)
+            return out_nD.copy_(self._part(f"{name}_RD", source_TD, group))
+        return self.steps.gather(source_TD, self._part("tokens_R", self.tokens_R, group), out_nD)
 
     def _out_rows(self, group: Group, sums_TD: Tensor, name: str) -> Tensor:
         """Where a product's rows go that `_add` takes: the memory of that name."""
         if self.tokens_R is None:
-            return sums_TD[group.rows]
+            return self._part("sums_RD", sums_TD, group)
         return self._buffer(name, group, sums_TD.shape[1])
 
     def _add(self, group: Group, rows_nD: Tensor, sums_TD: Tensor, *, weighted: bool) -> None:
         """Adds rows to their tokens; sorted rows are where they belong already."""
-        if self.tokens_R is not None:
-            weights_n = self.weights_R[group.rows] if weighted else None
-            self.steps.add_rows(sums_TD, self.tokens_R[group.rows], rows_nD, weights_n)
+        if self.tokens_R is None:
+            return
+        weights_n = self._part("weights_R", self.weights_R, group) if weighted else None
+        tokens_n = self._part("tokens_R", self.tokens_R, group)
+        self.steps.add_rows(sums_TD, tokens_n, rows_nD, weights_n)
+
+    def _part(self, name: str, rows_R: Tensor, group: Group) -> Tensor:
+        """One expert's part of the sorted rows; a name stands for the same tensor all the time."""
+        if name not in self._views:
+            self._views[name] = {group: rows_R[group.rows] for group in self._groups}
+        return self._views[name][group]
 
     def _buffer(self, name: str, group: Group, width: int) -> Tensor:
         """Memory that the experts of this call use one after another, ``[n, width]``."""
-        if name not in self._buffers:
-            self._buffers[name] = self.x_TD.new_empty(self._max_rows * width, dtype=self._dtype)
-        num_rows = group.last - group.first
-        return self._buffers[name][: num_rows * width].view(num_rows, width)
+        if name not in self._views:
+            sizes = {group: group.last - group.first for group in self._groups}
+            flat = self.x_TD.new_empty(max(sizes.values()) * width, dtype=self._dtype)
+            self._views[name] = {
+                group: flat[: size * width].view(size, width) for group, size in sizes.items()
+            }
+        return self._views[name][group]
 
 
 def _add_sum(rows_nA: Tensor, weights_n: Tensor | None, out_A: Tensor, *, is_first: bool) -> None:
