@@ -77,7 +77,8 @@ class BuildNativeLibrary(build_ext):
             )
 
     def _build_replay(self, ext: Extension) -> None:
-        self._link(ext, self._compile(REPLAY_SOURCE, [], []))
+        # Ranks must be those of the Python objects, rounded after every operation as they are.
+        self._link(ext, self._compile(REPLAY_SOURCE, ["-ffp-contract=off"], []))
 
     def _build_kernels(self, ext: Extension) -> None:
         is_x86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -128,7 +129,12 @@ setup(
             depends=sorted(str(path) for path in SOURCES.glob("*.h")),
             optional=True,
         ),
-        Extension(REPLAY, sources=[str(REPLAY_SOURCE)], optional=True),
+        Extension(
+            REPLAY,
+            sources=[str(REPLAY_SOURCE)],
+            depends=[str(REPLAY_SOURCE.with_name("replay_cache.h"))],
+            optional=True,
+        ),
     ],
     cmdclass={"build_ext": BuildNativeLibrary},
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_runtime.policies.eviction import EvictionPolicy
-from moe_runtime.policies.eviction.compiled import count_hits
+from moe_runtime.policies.eviction.compiled import NEED_GATES, count_hits
 from moe_runtime.policies.eviction.registry import Events
 from moe_runtime.tracing.workload import Workload
 from moe_runtime.types import ExpertKey
@@ -124,7 +124,9 @@ def _follow_rule(
         bounds,
         num_slots=policy.slots_by_layer or [num_slots],
         num_keys=signature.num_experts * (signature.num_layers if is_pool else 1),
+        layer_keys=signature.num_experts,
         weights=weights,
+        gates=workload.mean_gates if rule.name in NEED_GATES else None,
     )
 
 

@@ -47,6 +47,27 @@ class Workload:
         return np.diff(self.starts)
 
     @cached_property
+    def mean_gates(self) -> np.ndarray:
+        """Gate weight of every key, as the mean over the tokens of its step: ``[U]`` float64."""
+        trace = self.trace
+        if self.num_events * trace.signature.top_k == len(trace.gate_weights.ravel()) and np.all(
+            np.diff(trace.step_start) == 1
+        ):
+            return trace.gate_weights.astype(np.float64).ravel()
+        return np.concatenate([np.zeros(0), *map(self._gates_of, range(self.num_events))])
+
+    def _gates_of(self, event: int) -> np.ndarray:
+        trace, layer = self.trace, int(self.layer[event])
+        rows = trace.tokens_of(int(self.step[event]))
+        sums = np.bincount(
+            trace.expert_ids[rows, layer].ravel(),
+            weights=trace.gate_weights[rows, layer].astype(np.float32).ravel(),
+            minlength=trace.signature.num_experts,
+        )
+        numbers = self.key_numbers[self.starts[event] : self.starts[event + 1]]
+        return sums[numbers - layer * trace.signature.num_experts] / (rows.stop - rows.start)
+
+    @cached_property
     def sequence_starts(self) -> list[int]:
         """Events at which a step of another request begins, the first event included.
 

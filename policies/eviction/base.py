@@ -19,12 +19,13 @@ class ReplayRule:
 
     Attributes:
         name: one of the rules of ``compiled``.
-        protected_share: largest share of the held keys that SLRU protects.
+        parameter: the rule's one number: the share that SLRU protects, the half-life of ageing, or
+            the weight of the present step in MRS.
         weights: what static pinning orders keys by; a key that is absent has 0.
     """
 
     name: str
-    protected_share: float = 0.0
+    parameter: float = 0.0
     weights: Mapping[Any, float] | None = None
 
 

@@ -17,10 +17,14 @@ LIBRARY_PATH = Path(__file__).with_name("replay_loop.so")
 RULES = {
     name: code
     for code, name in enumerate(
-        ("lru", "lfu", "slru", "sieve", "static", "belady", "belady-bypass")
+        (
+            *("lru", "lfu", "slru", "sieve", "static", "belady", "belady-bypass", "lfu-aging"),
+            *("lfru", "gdsf", "lec", "mrs", "expert-buffering", "random"),
+        )
     )
 }
 """The codes of ``replay_loop.c``."""
+NEED_GATES = ("mrs",)
 _POINTER = ctypes.c_void_p
 
 
@@ -37,7 +41,9 @@ def count_hits(
     *,
     num_slots: Sequence[int],
     num_keys: int,
+    layer_keys: int,
     weights: np.ndarray | None = None,
+    gates: np.ndarray | None = None,
 ) -> np.ndarray | None:
     """Replays runs of events, each from caches that are empty.
 
@@ -49,31 +55,35 @@ def count_hits(
         runs: the events at which runs begin, and the number of events as the last.
         num_slots: slots of each cache.
         num_keys: keys that each cache may be asked for.
+        layer_keys: keys of each layer, of which a cache may hold several.
         weights: ``[caches * num_keys]``, the rule's weights by key number, if it has any.
+        gates: ``[U]`` float64, mean gate weight of each use, for rules that ask for it.
 
     Returns:
         ``[N]`` int64, keys of each event that were held; None where the rule has no compiled form
-        or there is no compiled loop.
+        or there is no compiled loop, or it asks for gate weights that are not given.
 
     Raises:
         MemoryError: the loop's tables do not fit in memory.
     """
     library = _library()
-    if library is None or rule.name not in RULES:
+    if library is None or rule.name not in RULES or (rule.name in NEED_GATES and gates is None):
         return None
     hits = np.zeros(len(starts) - 1, np.int64)
     weights = np.zeros(1) if weights is None else weights
     arrays = [
         np.unique(weights, return_inverse=True)[1].astype(np.int64),
+        np.ascontiguousarray(np.zeros(1) if gates is None else gates, np.float64),
         np.ascontiguousarray(keys, np.int32),
         np.ascontiguousarray(starts, np.int64),
         np.asarray(runs, np.int64),
         np.asarray(num_slots, np.int32),
     ]
-    order_at, keys_at, starts_at, runs_at, slots_at = (array.ctypes.data for array in arrays)
+    order_at, gates_at, keys_at, starts_at, runs_at, slots_at = (a.ctypes.data for a in arrays)
     failed = library.moe_replay_events(
-        *(RULES[rule.name], rule.protected_share, order_at, keys_at, starts_at, runs_at),
-        *(len(runs) - 1, len(num_slots), num_keys, slots_at, hits.ctypes.data),
+        *(RULES[rule.name], rule.parameter, order_at, None if gates is None else gates_at),
+        *(layer_keys, keys_at, starts_at, runs_at, len(runs) - 1, len(num_slots), num_keys),
+        *(slots_at, hits.ctypes.data),
     )
     if failed:
         raise MemoryError(f"no memory for a replay of {len(num_slots)} x {num_keys} keys")
@@ -89,7 +99,8 @@ def _library() -> ctypes.CDLL | None:
         return None
     function.restype = ctypes.c_int
     function.argtypes = [
-        *(ctypes.c_int, ctypes.c_double, _POINTER, _POINTER, _POINTER, _POINTER),
-        *(ctypes.c_int64, ctypes.c_int32, ctypes.c_int32, _POINTER, _POINTER),
+        *(ctypes.c_int, ctypes.c_double, _POINTER, _POINTER, ctypes.c_int32),
+        *(_POINTER, _POINTER, _POINTER, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32),
+        *(_POINTER, _POINTER),
     ]
     return library

@@ -4,7 +4,7 @@ Huang et al., "Towards MoE Deployment" (arXiv 2303.06182). Where a layer runs it
 another in the order of their numbers, the one loaded last is the one needed last again.
 """
 
-from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy
+from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, ReplayRule
 from moe_runtime.policies.prediction.base import Event, LayerRouted
 from moe_runtime.types import ExpertKey
 
@@ -34,6 +34,8 @@ class ExpertBuffering(EvictionPolicy[ExpertKey]):
     Args:
         active: what the layers' policies know about the present batch.
     """
+
+    rule = ReplayRule("expert-buffering")
 
     def __init__(self, active: ActiveExperts) -> None:
         self.watcher = self._active = active

@@ -4,9 +4,9 @@ Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency C
 Laboratories 1998.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
-from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K
+from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K, ReplayRule
 from moe_runtime.policies.eviction.ranking import Ranking
 
 
@@ -16,11 +16,13 @@ class GDSF(EvictionPolicy[K]):
     With equal costs this is LFU with dynamic ageing.
 
     Args:
-        cost_per_byte: seconds that a miss of a key costs, over its bytes; only ratios matter.
+        cost_per_byte: seconds that a miss of a key costs, over its bytes; only ratios matter. All
+            keys cost the same when omitted.
     """
 
-    def __init__(self, cost_per_byte: Callable[[K], float] = lambda _: 1.0) -> None:
-        self._cost_per_byte = cost_per_byte
+    def __init__(self, cost_per_byte: Callable[[K], float] | None = None) -> None:
+        self.rule = ReplayRule("gdsf") if cost_per_byte is None else None
+        self._cost_per_byte = cost_per_byte or _one
         self._ranking: Ranking[K] = Ranking()
         self._num_uses: dict[K, int] = {}
         self._clock = 0.0
@@ -66,3 +68,7 @@ class GDSF(EvictionPolicy[K]):
     def _rank(self, key: K) -> tuple[float, int]:
         self._num_stamps += 1
         return self._clock + self._num_uses[key] * self._cost_per_byte(key), self._num_stamps
+
+
+def _one(_: Hashable) -> float:
+    return 1.0

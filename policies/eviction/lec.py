@@ -4,9 +4,9 @@ Zhu et al., "On Optimal Caching and Model Multiplexing for Large Model Inference
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
-from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K
+from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K, ReplayRule
 from moe_runtime.policies.eviction.ranking import Ranking
 
 
@@ -14,13 +14,15 @@ class LeastExpectedCost(EvictionPolicy[K]):
     """Ranks by uses so far times cost; a newcomer is kept only if it is worth more than a victim.
 
     Args:
-        cost: seconds that a miss of a key costs; only ratios matter.
+        cost: seconds that a miss of a key costs; only ratios matter. All keys cost the same when
+            omitted.
     """
 
     may_decline: bool = True
 
-    def __init__(self, cost: Callable[[K], float] = lambda _: 1.0) -> None:
-        self._cost = cost
+    def __init__(self, cost: Callable[[K], float] | None = None) -> None:
+        self.rule = ReplayRule("lec") if cost is None else None
+        self._cost = cost or _one
         self._ranking: Ranking[K] = Ranking()
         self._num_uses: Counter[K] = Counter()
         self._num_stamps = 0
@@ -71,3 +73,7 @@ class LeastExpectedCost(EvictionPolicy[K]):
     def _rank(self, key: K) -> tuple[float, int]:
         self._num_stamps += 1
         return self._num_uses[key] * self._cost(key), self._num_stamps
+
+
+def _one(_: Hashable) -> float:
+    return 1.0

@@ -1,6 +1,6 @@
 """LFRU: evicts the key of lowest frequency over time since its last use (as in vLLM's cache)."""
 
-from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K
+from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K, ReplayRule
 
 
 class LFRU(EvictionPolicy[K]):
@@ -8,6 +8,8 @@ class LFRU(EvictionPolicy[K]):
 
     ``victim`` looks at every held key, since all ages change with every use.
     """
+
+    rule = ReplayRule("lfru")
 
     def __init__(self) -> None:
         self._num_uses: dict[K, int] = {}

@@ -5,7 +5,7 @@ Lee et al., "LRFU: A Spectrum of Policies that Subsumes the LRU and LFU Policies
 
 import math
 
-from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K
+from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K, ReplayRule
 from moe_runtime.policies.eviction.ranking import Ranking
 
 
@@ -21,6 +21,7 @@ class AgingLFU(EvictionPolicy[K]):
     """
 
     def __init__(self, half_life: float = 8.0) -> None:
+        self.rule = ReplayRule("lfu-aging", parameter=half_life)
         self._half_life = half_life
         self._ranking: Ranking[K] = Ranking()
         self._log2_uses: dict[K, float] = {}
@@ -60,5 +61,5 @@ class AgingLFU(EvictionPolicy[K]):
     def _count(self, key: K) -> float:
         self._now += 1 / (self._half_life * max(1, len(self._ranking)))
         before = self._log2_uses.get(key, -math.inf)
-        self._log2_uses[key] = self._now + math.log2(1 + 2 ** min(before - self._now, 1000.0))
+        self._log2_uses[key] = self._now + math.log2(1 + math.exp2(min(before - self._now, 1000.0)))
         return self._log2_uses[key]

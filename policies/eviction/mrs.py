@@ -6,6 +6,7 @@ highest of each step count.
 
 import numpy as np
 
+from moe_runtime.policies.eviction.base import ReplayRule
 from moe_runtime.policies.prediction.base import Event, LayerRouted, Shape
 
 
@@ -21,6 +22,7 @@ class RecentScores:
     """
 
     def __init__(self, shape: Shape, *, alpha: float = 0.5) -> None:
+        self.rule = ReplayRule("mrs", parameter=alpha)
         self._alpha = alpha
         self._scores = np.zeros((shape.num_layers, shape.num_experts + 1))
 
@@ -28,9 +30,10 @@ class RecentScores:
         """Averages a layer's scores into those before."""
         if isinstance(event, LayerRouted):
             scores = self._scores[event.layer]
-            share = self._alpha / len(event.expert_ids)
             scores *= 1 - self._alpha
-            np.add.at(scores, event.expert_ids.ravel(), share * event.gate_weights.ravel())
+            ids, gates = event.expert_ids.ravel(), event.gate_weights.ravel()
+            sums = np.bincount(ids, weights=gates, minlength=len(scores))
+            scores += self._alpha * (sums / len(event.expert_ids))
 
     def finish(self, sequence: int) -> None:
         """The scores outlive a request."""

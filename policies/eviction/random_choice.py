@@ -1,19 +1,19 @@
 """Random eviction: the line below which a policy does harm."""
 
-import random
+from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K, ReplayRule
 
-from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K
+_MULTIPLIER, _INCREMENT = 6364136223846793005, 1442695040888963407
+"""Knuth's linear congruential generator (MMIX): a compiled replay draws the same numbers."""
+_MODULUS = 1 << 64
 
 
 class RandomChoice(EvictionPolicy[K]):
-    """Evicts any evictable key with equal probability.
+    """Evicts any evictable key with equal probability; equal calls give equal victims."""
 
-    Args:
-        seed: equal seeds and equal calls give equal victims.
-    """
+    rule = ReplayRule("random")
 
-    def __init__(self, seed: int = 0) -> None:
-        self._generator = random.Random(seed)
+    def __init__(self) -> None:
+        self._state = 0
         self._keys: list[K] = []
         self._place: dict[K, int] = {}
 
@@ -40,10 +40,10 @@ class RandomChoice(EvictionPolicy[K]):
     def victim(self, evictable: Evictable, incoming: K) -> K | None:
         """Any evictable key."""
         for _ in range(4):
-            if self._keys and evictable(key := self._generator.choice(self._keys)):
+            if self._keys and evictable(key := self._any_of(self._keys)):
                 return key
         candidates = [key for key in self._keys if evictable(key)]
-        return self._generator.choice(candidates) if candidates else None
+        return self._any_of(candidates) if candidates else None
 
     def check(self) -> None:
         """Proves that every key is found at its place."""
@@ -54,3 +54,8 @@ class RandomChoice(EvictionPolicy[K]):
 
     def __contains__(self, key: object) -> bool:
         return key in self._place
+
+    def _any_of(self, keys: list[K]) -> K:
+        self._state = (self._state * _MULTIPLIER + _INCREMENT) % _MODULUS
+        # the low digits of such a generator repeat soon
+        return keys[(self._state >> 33) * len(keys) >> 31]

@@ -77,7 +77,7 @@ def _static(setting: Setting) -> Maker:
 
 def _mrs(setting: Setting) -> Maker:
     scores = RecentScores(setting.shape)
-    return lambda: Scored(scores)
+    return lambda: Scored(scores, rule=scores.rule)
 
 
 def _activation_aware(setting: Setting) -> Maker:

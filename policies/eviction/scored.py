@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Sequence
 from typing import Protocol
 
-from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy
+from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, ReplayRule
 from moe_runtime.policies.prediction.base import Event
 from moe_runtime.types import ExpertKey
 
@@ -31,10 +31,14 @@ class Scored(EvictionPolicy[ExpertKey]):
     Args:
         scorer: shared by the policies of all layers.
         may_decline: a newcomer of lower score than all that is held is not kept.
+        rule: says how the scores come about, where a replay has a quicker way to them.
     """
 
-    def __init__(self, scorer: Scorer, *, may_decline: bool = False) -> None:
+    def __init__(
+        self, scorer: Scorer, *, may_decline: bool = False, rule: ReplayRule | None = None
+    ) -> None:
         self.watcher = self._scorer = scorer
+        self.rule = rule
         self.may_decline = may_decline
         self._last_use: dict[ExpertKey, int] = {}
         self._clock = 0

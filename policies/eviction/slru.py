@@ -17,7 +17,7 @@ class SLRU(EvictionPolicy[K]):
     """
 
     def __init__(self, protected_share: float = 0.8) -> None:
-        self.rule = ReplayRule("slru", protected_share=protected_share)
+        self.rule = ReplayRule("slru", parameter=protected_share)
         self._protected_share = protected_share
         self._probation: OrderedDict[K, None] = OrderedDict()
         self._protected: OrderedDict[K, None] = OrderedDict()
