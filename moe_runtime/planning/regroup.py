@@ -1,6 +1,6 @@
 """ExpertFlow's token scheduler: regroup two batches so that each touches fewer experts.
 
-Shen et al., arXiv 2410.17954. Sequences whose next tokens take similar paths are decoded together;
+He et al., arXiv 2410.17954. Sequences whose next tokens take similar paths are decoded together;
 which batch a sequence is decoded in, and in which row, changes nothing of what it computes, as long
 as its key-value cache moves with it.
 

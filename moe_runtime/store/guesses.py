@@ -52,18 +52,18 @@ class Guesses(Generic[W]):
                 if slot is not None:
                     entry = store._start(key, slot, keep=False, priority=Priority.READAHEAD)
                     entry.expected = entry.guessed = True
-                    admission.spend(1)
+                    admission.spend((key, probability))
                     started += 1
             store._counters.guesses += started
         return started
 
-    def cancel_except(self, keys: Container[ExpertKey]) -> int:
+    def cancel_except(self, keys: Container[ExpertKey]) -> list[ExpertKey]:
         """Takes back guesses that are not among the keys and whose read has not begun.
 
         Returns:
-            How many were taken back.
+            Those that were taken back.
         """
-        store, cancelled = self._store, 0
+        store, cancelled = self._store, []
         with store._changed:
             for key in [key for key in store._passing if key not in keys]:
                 entry = store._entries[key]
@@ -72,9 +72,9 @@ class Guesses(Generic[W]):
                     entry.guessed = False
                     store._link.end(0, is_demand=False)
                     store._drop(key)
-                    cancelled += 1
-            store._counters.cancelled_guesses += cancelled
-            store._counters.guesses -= cancelled
+                    cancelled.append(key)
+            store._counters.cancelled_guesses += len(cancelled)
+            store._counters.guesses -= len(cancelled)
         return cancelled
 
     def absent(self, guesses: Sequence[Guess]) -> list[Guess]:

@@ -269,7 +269,8 @@ class Prefetcher:
     def _choose(self, made: list[Guess], now: int) -> list[Guess]:
         """Takes stale guesses back; returns what is worth reading now, the most useful first."""
         likely = self._admission.likely(made)
-        self._guesses.cancel_except({key for key, _ in likely})
+        for stale in self._guesses.cancel_except({key for key, _ in likely}):
+            self._admission.take_back(stale)
         if not likely or not self._admission.room:
             return []
         return self._admission.most_useful(self._guesses.absent(likely), now)

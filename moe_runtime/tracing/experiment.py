@@ -3,7 +3,7 @@
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_runtime.config import nearest
 from moe_runtime.policies.eviction import (
@@ -106,7 +106,8 @@ class Row:
         gap_closed: how far from LRU's hit rate (0) to the optimum's (1); None for a zero gap.
         hit_rate_by_layer: the hit rate of every layer.
         accesses_per_s: speed of the replay itself.
-        timed: outcomes in modelled time, by what was prefetched by (``off`` without).
+        timed: outcomes in modelled time, by what was prefetched by (``off`` without); random
+            eviction and the bounds do not prefetch unless they were asked for.
     """
 
     policy: str
@@ -142,6 +143,7 @@ def run_experiment(
     signature = workload.trace.signature
     total = signature.num_layers * signature.num_experts
     rows: list[Row] = []
+    experiment = _with_predictor(workload, experiment, on_progress)
     for capacity in experiment.capacities:
         num_slots = round(capacity * total)
         least = signature.top_k * (signature.num_layers if experiment.scope == "per-layer" else 1)
@@ -176,13 +178,16 @@ def _row(
     elapsed_s = time.perf_counter() - start
     timed: dict[str, TimedReplay] = {}
     if experiment.machine is not None:
-        for predictor in dict.fromkeys(["off", experiment.predictor or "off"]):
-            timed[predictor] = replay_timed(
+        kinds = ["off"]
+        if experiment.predictor is not None and name in (*experiment.policies, "lru"):
+            kinds.append(experiment.predictor)
+        for kind in kinds:
+            timed[kind] = replay_timed(
                 workload,
                 make(workload.keys),
                 num_slots,
                 experiment.machine,
-                predictor=None if predictor == "off" else _predictor(experiment, workload),
+                predictor=None if kind == "off" else _predictor(experiment),
             )
     return Row(
         policy=name,
@@ -208,19 +213,27 @@ def _policy(
         shape=shape_of(workload.trace.signature),
         training=training,
         future=events,
-        predictor=_predictor(experiment, workload) if name == "predicted" else None,
+        predictor=_predictor(experiment) if name == "predicted" else None,
     )
     if experiment.scope == "global":
         return make_global_policy(name, setting=setting)
     return make_policy(name, num_slots=num_slots, setting=setting, adaptive=experiment.adaptive)
 
 
-def _predictor(experiment: Experiment, workload: Workload) -> TrackedPredictor:
-    if experiment.trained is not None:
-        # A replay must not leave behind what it learned from the requests that ended in it.
-        return TrackedPredictor(copy.deepcopy(experiment.trained))
-    assert experiment.predictor is not None
+def _with_predictor(
+    workload: Workload, experiment: Experiment, on_progress: Callable[[str], None]
+) -> Experiment:
+    """Trains the named predictor, once for all rows, where it is not trained yet."""
+    if experiment.predictor is None or experiment.trained is not None:
+        return experiment
     assert experiment.training is not None
+    on_progress(f"training {experiment.predictor}")
     estimator = make_estimator(experiment.predictor, shape_of(workload.trace.signature))
     estimator.fit(experiment.training)
-    return TrackedPredictor(estimator)
+    return replace(experiment, trained=estimator)
+
+
+def _predictor(experiment: Experiment) -> TrackedPredictor:
+    assert experiment.trained is not None
+    # A replay must not leave behind what it learned from the requests that ended in it.
+    return TrackedPredictor(copy.deepcopy(experiment.trained))

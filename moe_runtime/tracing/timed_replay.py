@@ -244,6 +244,7 @@ class _Replayer:
     def _drop_guess(self, key: ExpertKey) -> None:
         if not self._link.has_arrived(key) and not self._link.has_begun(key):
             self._counts[key.layer].prefetches -= 1
+            self._admission.take_back(key)
         self._link.cancel(key)
         del self._guesses[key]
 
@@ -268,7 +269,7 @@ class _Replayer:
                 self._guesses[key] = True
                 self._link.prefetch(key)
                 self._counts[key.layer].prefetches += 1
-                admission.spend(1)
+                admission.spend((key, probability))
 
     def _free_slot_for(self, incoming: ExpertKey, gives_way: Callable[[ExpertKey], bool]) -> bool:
         if self._room() > 0 or self._drop_stale_guess():

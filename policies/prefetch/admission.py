@@ -20,14 +20,18 @@ class PrefetchRules:
 
     Attributes:
         horizon: most layers to look ahead.
-        min_probability: a guess must be at least this likely: more often right than wrong.
+        min_probability: a guess must be at least this likely, however much waste is allowed.
+        waste: share of the experts loaded that may be loaded in vain.
+        allowance: most unused waste that is saved up, in experts.
         min_gain: a guess must be this much likelier than the expert that it evicts.
         window: most guesses that wait for their layer at once.
         credit: most unused link time that is saved up, in experts.
     """
 
     horizon: int = 2
-    min_probability: float = 0.5
+    min_probability: float = 0.2
+    waste: float = 0.15
+    allowance: float = 16.0
     min_gain: float = 0.1
     window: int = 8
     credit: float = 4.0
@@ -36,9 +40,17 @@ class PrefetchRules:
 class Admission:
     """Turns idle time of the link into experts that may be prefetched, the most useful first.
 
+    Two budgets limit what is moved. Time: what the link can move while it is idle. Bytes: of all
+    that is loaded a share may be loaded in vain.
+
     While no layer waits for an expert the link is idle: that time, divided by the time of a
     transfer, is credit. A guess costs one. Some credit can be saved up, so that an expert which
     takes longer than a layer can be begun early.
+
+    Every expert that a layer waited for, and every guess that came true, earns a share of an expert
+    that may be wrong. A guess costs its probability to be wrong, corrected when its layer has come.
+    The less of the allowance is left, the surer a guess must be; so a predictor that is often wrong
+    reads little, one that is right uses the link, and neither moves much more than was asked for.
 
     Guesses are ordered by impact (HybriMoE, arXiv 2504.05897, orders by the makespan that a
     prefetch saves): what a missing expert of the layer has lately cost, times the probability, over
@@ -53,6 +65,8 @@ class Admission:
         self.rules = rules
         self._num_layers = num_layers
         self._credit = 0.0
+        self._allowance = rules.allowance
+        self._open: list[dict[ExpertKey, float]] = [{} for _ in range(num_layers)]
         self._last_used: list[frozenset[ExpertKey]] = [frozenset()] * num_layers
         self._miss_s = [0.0] * num_layers
         self._layer_s = 0.0
@@ -61,7 +75,13 @@ class Admission:
     @property
     def room(self) -> int:
         """How many experts may be prefetched now."""
-        return int(self._credit)
+        return int(self._credit) if self._allowance > 0 else 0
+
+    @property
+    def least_probability(self) -> float:
+        """How likely a guess must be now: the less waste is left to be allowed, the surer."""
+        unused = self._allowance / self.rules.allowance
+        return 1.0 - unused * (1.0 - self.rules.min_probability)
 
     def horizon(self, top_k: int) -> int:
         """How many layers ahead to look now.
@@ -88,21 +108,26 @@ class Admission:
             self._credit = min(self.rules.credit, self._credit + idle_s / transfer_s)
 
     def used(self, layer: int, keys: Iterable[ExpertKey]) -> None:
-        """A layer visits these experts; until its next turn no guess takes their slots."""
-        self._last_used[layer] = frozenset(keys)
+        """A layer visits these experts: its guesses are judged, and none takes their slots yet."""
+        visited = self._last_used[layer] = frozenset(keys)
+        for key, probability in self._open[layer].items():
+            came_true = key in visited
+            self._earn((1.0 - probability) + self.rules.waste if came_true else -probability)
+        self._open[layer].clear()
 
     def waited(self, layer: int, num_missing: int, stall_s: float) -> None:
         """A layer had to wait so long for so many experts."""
+        self._earn(self.rules.waste * num_missing)
         if num_missing:
             new_s = stall_s / num_missing
             self._miss_s[layer] += (1 - _REMEMBERED) * (new_s - self._miss_s[layer])
 
     def likely(self, guesses: Iterable[Guess]) -> list[Guess]:
-        """Those that are worth a slot at all; reads of others that have not begun are stale."""
+        """Those that are ever worth a slot; reads of others that have not begun are stale."""
         return [guess for guess in guesses if guess[1] >= self.rules.min_probability]
 
     def most_useful(self, guesses: Sequence[Guess], now: int) -> list[Guess]:
-        """Orders likely guesses by impact.
+        """Orders by impact the likely guesses that are sure enough now.
 
         Args:
             guesses: what may be read.
@@ -115,7 +140,8 @@ class Admission:
             ahead = (key.layer - now - 1) % self._num_layers + 1
             return max(self._miss_s[key.layer], least_s) * probability / ahead
 
-        return sorted(guesses, key=impact, reverse=True)
+        least = self.least_probability
+        return sorted((guess for guess in guesses if guess[1] >= least), key=impact, reverse=True)
 
     def gives_way(
         self, incoming: ExpertKey, probability: float, chance: Mapping[ExpertKey, float]
@@ -142,6 +168,19 @@ class Admission:
 
         return worth_less
 
-    def spend(self, num_experts: int) -> None:
-        """Takes the price of prefetched experts from the credit."""
-        self._credit -= num_experts
+    def spend(self, guess: Guess) -> None:
+        """Takes the price of a prefetch from the credit and from the allowance for waste."""
+        key, probability = guess
+        self._credit -= 1.0
+        self._allowance -= 1.0 - probability
+        self._open[key.layer][key] = probability
+
+    def take_back(self, key: ExpertKey) -> None:
+        """A prefetch was cancelled before it began; if its layer has not come it cost nothing."""
+        probability = self._open[key.layer].pop(key, None)
+        if probability is not None:
+            self._credit = min(self.rules.credit, self._credit + 1.0)
+            self._earn(1.0 - probability)
+
+    def _earn(self, experts: float) -> None:
+        self._allowance = min(self.rules.allowance, self._allowance + experts)

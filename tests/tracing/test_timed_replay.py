@@ -160,8 +160,17 @@ def test_wrong_guesses_are_wasted_bytes():
     assert wrong.total.stall_s > prefetched(None).total.stall_s
 
 
+@pytest.mark.parametrize("waste", [0.0, 0.2])
+def test_no_more_is_loaded_in_vain_than_the_rules_allow(waste):
+    wrong = prefetched(lambda ids: Told(ids, shift=3), waste=waste, allowance=5.0, window=4).total
+    loads = wrong.misses + wrong.prefetches
+    assert wrong.prefetches - wrong.useful <= waste * loads + 5 + 4
+    allowed = prefetched(lambda ids: Told(ids, shift=3), waste=1.0).total
+    assert allowed.prefetches - allowed.useful > 2 * (wrong.prefetches - wrong.useful)
+
+
 def test_unlikely_guesses_are_not_read():
-    assert prefetched(lambda ids: Told(ids, probability=0.4)).total.prefetches == 0
+    assert prefetched(lambda ids: Told(ids, probability=0.1)).total.prefetches == 0
 
 
 @pytest.mark.parametrize("field", ["bytes_per_s", "expert_bytes"])

@@ -1,5 +1,7 @@
 """What is read, in which order, and at whose cost: the same rules live and in replay."""
 
+import pytest
+
 from moe_runtime.policies.prefetch import Admission, PrefetchRules
 from moe_runtime.types import ExpertKey
 
@@ -13,7 +15,7 @@ def test_idle_time_buys_experts_and_only_so_many_are_saved_up() -> None:
     assert admission.room == 0
     admission.idle(1.5, 2.0)
     assert admission.room == 1
-    admission.spend(1)
+    admission.spend((K(0, 1), 0.9))
     assert admission.room == 0
     admission.idle(1e6, 2.0)
     assert admission.room == 3
@@ -21,10 +23,42 @@ def test_idle_time_buys_experts_and_only_so_many_are_saved_up() -> None:
     assert admission.room == 3
 
 
-def test_only_guesses_more_likely_right_than_wrong_are_likely() -> None:
+def test_guesses_must_be_likely_at_all() -> None:
     admission = Admission(PrefetchRules(min_probability=0.5), num_layers=2)
     made = [(K(0, 1), 0.9), (K(0, 2), 0.5), (K(1, 3), 0.49)]
     assert admission.likely(made) == made[:2]
+
+
+def test_the_less_waste_is_left_the_surer_a_guess_must_be() -> None:
+    rules = PrefetchRules(min_probability=0.2, waste=0.1, allowance=4.0, credit=9.0)
+    admission = Admission(rules, num_layers=2)
+    admission.idle(9.0, 1.0)
+    made = [(K(1, 1), 0.9), (K(1, 2), 0.5), (K(1, 3), 0.25)]
+    assert admission.most_useful(made, now=0) == made
+    for guess in made:
+        admission.spend(guess)  # 0.1, 0.5 and 0.75 of an expert are expected to be in vain
+    assert admission.least_probability == pytest.approx(1 - 0.8 * (4 - 1.35) / 4)
+    admission.take_back(K(1, 2))
+    assert (admission.room, admission.least_probability) == (7, pytest.approx(1 - 0.8 * 3.15 / 4))
+    admission.used(1, [K(1, 1), K(1, 7)])  # one right, one wrong
+    assert admission.least_probability == pytest.approx(1 - 0.8 * (4 + 0.1 - 0.1 - 1.0 + 0.1) / 4)
+    assert admission.most_useful(made, now=0) == made[:2]
+    admission.take_back(K(1, 3))  # its layer has come: nothing is given back
+    assert admission.room == 7
+    admission.waited(0, num_missing=100, stall_s=1.0)
+    assert admission.least_probability == pytest.approx(0.2)
+
+
+def test_certainty_that_is_wrong_is_not_believed_for_long() -> None:
+    admission = Admission(PrefetchRules(waste=0.1, allowance=4.0, credit=99.0), num_layers=2)
+    admission.idle(99.0, 1.0)
+    for _ in range(4):
+        assert admission.room
+        admission.spend((K(1, 3), 1.0))
+        admission.used(1, [K(1, 4)])
+    assert admission.room == 0
+    admission.waited(1, num_missing=5, stall_s=1.0)
+    assert admission.room == 95
 
 
 def test_nearer_layers_and_costlier_misses_come_first() -> None:

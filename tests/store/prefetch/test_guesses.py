@@ -182,7 +182,7 @@ def test_stale_guesses_are_taken_back_unless_begun_or_wanted() -> None:
     made = [(K(1, expert), 0.9) for expert in range(3)]
     start(guesses, *made)
     reader.begun.add(K(1, 0))
-    assert guesses.cancel_except({K(1, 2)}) == 1
+    assert guesses.cancel_except({K(1, 2)}) == [K(1, 1)]
     assert not guesses.absent([made[0], made[2]])
     assert guesses.absent([made[1]]) == [made[1]]
     stats = store.stats()
