@@ -70,7 +70,7 @@ def expert_mlp(
         NativeUnavailableError: `impl="native"` and the library was not built.
     """
     spec = resolve_activation(activation)
-    _validate_impl(impl)
+    check_impl(impl)
     dtype = x_TD.dtype
     x_TD, experts = _autocast(x_TD, experts)
     _validate_rows("x", x_TD, experts)
@@ -115,7 +115,7 @@ def grouped_expert_mlp(
         ValueError: Shapes, dtypes or devices do not fit, or a name is unknown.
     """
     spec = resolve_activation(activation)
-    _validate_impl(impl)
+    check_impl(impl)
     dtype = x_RD.dtype
     x_RD, experts = _autocast(x_RD, experts)
     _validate_rows("x", x_RD, experts)
@@ -164,7 +164,12 @@ def _autocast(x: Tensor, experts: StackedExperts) -> tuple[Tensor, StackedExpert
     )
 
 
-def _validate_impl(impl: str) -> None:
+def check_impl(impl: str) -> None:
+    """Refuses names of no implementation.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
     if impl not in IMPLS:
         raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
+from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl, check_impl
 from moe_runtime.kernels.heterogeneous_mlp.op import HeterogeneousMlpImpl
 from moe_runtime.layer.activations import activation_named
 from moe_runtime.layer.aux import AttachLoss, LayerAux, weighted_loss
@@ -127,6 +127,8 @@ class MoELayer(nn.Module):
         super().__init__()
         if isinstance(intermediate_size, int) and intermediate_size < 1:
             raise ValueError(f"intermediate_size must be at least 1, got {intermediate_size}")
+        if isinstance(intermediate_size, int):
+            check_impl(impl)
         if shared_experts < 0:
             raise ValueError(f"shared_experts must not be negative, got {shared_experts}")
         self.name = name

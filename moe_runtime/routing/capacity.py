@@ -23,6 +23,10 @@ class Capacity:
     An expert takes `ceil(factor * tokens * k / experts)` choices from each group; those beyond it
     are dropped (the token passes by that expert). Nothing depends on timing or atomics.
 
+    Places that nobody takes cost nothing, since rows travel and are computed without padding. So
+    Tutel's three kinds of factor are two here: its 0 (room for the busiest expert) is no capacity
+    at all, and its negative one (that, but at most so much) is the positive one.
+
     Attributes:
         factor: 1 is just enough for a uniform load.
         policy: `choice`: all first choices in token order, then all second choices (GShard,

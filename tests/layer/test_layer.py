@@ -285,7 +285,7 @@ def test_zero_experts_choose_their_gate() -> None:
 )
 def test_bad_arguments(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        make_layer(**changes)(torch.randn(4, D))
+        make_layer(**changes)
 
 
 def test_bad_calls_name_the_layer() -> None:

@@ -19,6 +19,7 @@ from parallel_moves import (
     summed_gradients,
     timings,
     train_and_move,
+    train_switching,
     with_copies,
 )
 from rank_pool import RankPool
@@ -178,6 +179,16 @@ def test_every_degree_of_parallelism_is_equal(ranks: Ranks) -> None:
                     answers[rank].parameter_grads, results[rank][0].parameter_grads, strict=True
                 ):
                     assert_same(a, b, f"gradients of degree {degrees[index]}")
+
+
+def test_switching_at_every_step_trains_like_one_degree(ranks: Ranks) -> None:
+    problem = make_problem([5, 0, 9, 2], num_experts=1, num_choices=1, seed=4)
+    fixed = ranks(4).run(train_switching, problem, [4] * 20)
+    switched = ranks(4).run(train_switching, problem, [0, 1, 2, 4, 1] * 4)
+    for (expected, _), (found, stayed) in zip(fixed, switched, strict=True):
+        assert stayed, "no parameter moves"
+        assert found == pytest.approx(expected, rel=1e-10, abs=1e-12)
+    assert sum(losses[-1] for losses, _ in fixed) < sum(losses[0] for losses, _ in fixed)
 
 
 def test_cheapest_degree_follows_the_cost(ranks: Ranks) -> None:

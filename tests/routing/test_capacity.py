@@ -97,6 +97,27 @@ def test_first_choices_are_never_displaced_by_second_choices() -> None:
     assert sorted(slots[:3, 1].tolist()) == [1, 2, 3]
 
 
+@pytest.mark.parametrize("factor", [0.25, 1.0, 1.5, 4.0])
+@pytest.mark.parametrize("skew", [0.0, 3.0])
+def test_room_that_follows_the_load_drops_the_same(factor: float, skew: float) -> None:
+    """Tutel's negative factor makes room for the busiest expert, but at most what `f` makes.
+
+    It is counted here as published, in places of a padded buffer.
+    """
+    tokens, top_k, num_experts = 32, 2, 8
+    logits = torch.randn(tokens, num_experts, generator=torch.Generator().manual_seed(1))
+    logits[:, 0] += skew
+    gate = make_gate("softmax_topk", num_experts, num_experts, top_k, capacity=Capacity(factor))
+    gate.weight.data = torch.eye(num_experts)
+    routing, dropless = gate(logits), make_gate("softmax_topk", 8, 8, top_k)
+    dropless.load_state_dict(gate.state_dict())
+    demand = dropless(logits).counts_E
+    busiest, fixed = int(demand.max()), top_k * int(factor * tokens / num_experts)
+    assert torch.equal(routing.demand_E, demand)
+    assert torch.equal(routing.counts_E, demand.clamp(max=min(busiest, fixed)))
+    assert int(routing.counts_E.sum()) == int(routing.is_dispatched_TK.sum()), "nothing is padded"
+
+
 def test_slots_per_expert_is_not_fooled_by_rounding() -> None:
     assert Capacity(1.1).slots_per_expert(100, 1, 10) == 11
     assert Capacity(1.0).slots_per_expert(10, 2, 3) == 7

@@ -145,8 +145,8 @@ def adjoint_gap(wanted: list[list[tuple[int, int]]], num_slots: int) -> tuple[fl
     return float(gap), len(exchange.sent_slots)
 
 
-def adaptive(problem: Problem, degrees: list[int]) -> list[Answer]:
-    """The layer with each degree of parallelism, without moving a parameter."""
+def own_slices(problem: Problem) -> tuple[AdaptiveParallelism, StackedExperts, list[torch.Tensor]]:
+    """The switch, this rank's slices of experts, and they as parameters."""
     rank = dist.get_rank()
     switch = AdaptiveParallelism(problem.num_experts, world())
     slots = ExpertSlots.contiguous(
@@ -155,8 +155,14 @@ def adaptive(problem: Problem, degrees: list[int]) -> list[Answer]:
     own = [problem.parameters[i][slots.experts_of(rank)] for i in range(4)]
     whole = StackedExperts(gate_up=own[0], down=own[1], gate_up_bias=own[2], down_bias=own[3])
     part = slice_experts(whole, rank % switch.num_shares, switch.num_shares)
+    return switch, part, [t.requires_grad_() for t in part.tensors() if t is not None]
+
+
+def adaptive(problem: Problem, degrees: list[int]) -> list[Answer]:
+    """The layer with each degree of parallelism, without moving a parameter."""
+    rank = dist.get_rank()
+    switch, part, parameters = own_slices(problem)
     answers = []
-    parameters = [t.requires_grad_() for t in part.tensors() if t is not None]
     where = [parameter.data_ptr() for parameter in parameters]
     for degree in degrees:
         x_TD, routing = rank_routing(problem, rank)
@@ -167,6 +173,24 @@ def adaptive(problem: Problem, degrees: list[int]) -> list[Answer]:
         answers.append(gradients(y_TD, x_TD, routing.weights_TK, parameters))
     assert where == [parameter.data_ptr() for parameter in parameters]
     return answers
+
+
+def train_switching(problem: Problem, degrees: list[int]) -> tuple[list[float], bool]:
+    """Losses of steps of AdamW, each with its degree, and whether no parameter moved."""
+    rank = dist.get_rank()
+    switch, part, parameters = own_slices(problem)
+    where = [parameter.data_ptr() for parameter in parameters]
+    optimizer = torch.optim.AdamW(parameters, lr=0.01)
+    losses = []
+    for degree in degrees:
+        optimizer.zero_grad()
+        x_TD, routing = rank_routing(problem, rank)
+        y_TD = switch.run(x_TD, routing, part, degree, activation="silu", impl="reference")
+        loss = (y_TD - problem.of_rank(problem.grad_TD, rank)).square().sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses, where == [parameter.data_ptr() for parameter in parameters]
 
 
 def timings() -> list[tuple[int, float]]:

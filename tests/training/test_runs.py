@@ -199,6 +199,7 @@ def test_a_damaged_checkpoint_is_named(finished: Path, capsys: pytest.CaptureFix
             "tokens of the last part of the held-out text of",
         ),
         (["CONFIG", "--set", "model.moe.activation=swigul"], "model.moe: unknown activation"),
+        (["CONFIG", "--dry-run", "--set", "model.moe.impl=cuda"], "model.moe: impl must be one of"),
         (["CONFIG", "--set", "model.moe.loss_weights={ balance = 1 }"], "unknown loss 'balance'"),
         (["CONFIG", "--set", "run.device=gpu"], "run.device must be auto, cpu, cuda"),
         (
