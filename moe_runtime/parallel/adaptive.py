@@ -13,19 +13,19 @@ Shape suffixes: T tokens, D model, S slots, N slices of a run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch.distributed as dist
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
 from moe_runtime.kernels.expert_mlp.activation import Activation
 from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
+from moe_runtime.parallel.dispatch import Group, as_transport
 from moe_runtime.parallel.pipeline import Overlap, expert_parallel
+from moe_runtime.parallel.slices import replace_tensors
 from moe_runtime.parallel.slot_exchange import SlotExchange
 from moe_runtime.parallel.slots import ExpertSlots
-from moe_runtime.parallel.transport import FlatTransport, Transport
 from moe_runtime.routing import Routing
 
 
@@ -38,13 +38,13 @@ class AdaptiveParallelism:
         degrees: valid degrees: 0 and the divisors of `s`.
     """
 
-    def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
-        """A collective call.
+    def __init__(self, num_experts: int, group: Group | None) -> None:
+        """Works out the degrees.
 
         Raises:
             ValueError: Neither does the number of ranks divide that of experts, nor the reverse.
         """
-        self._transport: Transport = FlatTransport(group)
+        self._transport = as_transport(group)
         size = self._transport.size
         if num_experts % size and size % num_experts:
             raise ValueError(
@@ -81,6 +81,7 @@ class AdaptiveParallelism:
         *,
         activation: Activation,
         overlap: Overlap | None = None,
+        shared: Callable[[Tensor], Tensor] | None = None,
         impl: ExpertMlpImpl = "auto",
     ) -> Tensor:
         """Computes a layer with a degree of parallelism; a collective call.
@@ -92,6 +93,7 @@ class AdaptiveParallelism:
             degree: One of `degrees`, the same on all ranks.
             activation: As in `expert_mlp`.
             overlap: As in `expert_parallel`.
+            shared: As in `expert_parallel`.
             impl: As in `expert_mlp`.
 
         Returns:
@@ -111,7 +113,7 @@ class AdaptiveParallelism:
 
         read = [tensor for tensor in gathered.tensors() if tensor is not None]
         if degree == 0:
-            return expert_parallel(x_TD, routing, experts, parameters=read)
+            return expert_parallel(x_TD, routing, experts, shared=shared, parameters=read)
         return expert_parallel(
             x_TD,
             routing,
@@ -119,6 +121,7 @@ class AdaptiveParallelism:
             self._transport,
             slots=self.slots(degree),
             overlap=overlap,
+            shared=shared,
             parameters=read,
         )
 
@@ -142,16 +145,6 @@ class AdaptiveParallelism:
                 wanted.append([(r, slot) for r in range(first, last) for slot in range(per_rank)])
             self._gathers[degree] = SlotExchange(wanted, per_rank, self._transport)
         return self._gathers[degree]
-
-
-def replace_tensors(experts: StackedExperts, tensors: Sequence[Tensor | None]) -> StackedExperts:
-    """The same layout with other tensors, in the order of `StackedExperts.tensors`."""
-    gate_up, down, gate_up_bias, down_bias = tensors
-    assert gate_up is not None
-    assert down is not None
-    return replace(
-        experts, gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias
-    )
 
 
 def _join(slices: StackedExperts, run: int) -> StackedExperts:

@@ -197,12 +197,13 @@ class ParallelExperts(nn.Module):
     def stacked(self) -> StackedExperts:
         """This rank's parameters as kernels take them.
 
-        The second bias is a parameter of slice 0 alone; the other slices see zeros.
+        The second bias is a parameter of slice 0 alone; the other slices see zeros, which depend on
+        theirs all the same: the graphs of all ranks hold the same exchanges.
         """
         own = dict(self.named_parameters())
         down_bias = own.get("down_proj_bias")
         if down_bias is not None and self._slice > 0:
-            down_bias = torch.zeros_like(down_bias)
+            down_bias = down_bias * 0
         return StackedExperts(
             gate_up=own[self.first_name],
             down=own["down_proj"],
@@ -231,10 +232,6 @@ class ParallelExperts(nn.Module):
             RankFailureError: A rank died, stalled, or has other settings.
         """
         parameters = self.stacked()
-        device = x_TD.device.type
-        if torch.is_autocast_enabled(device) and x_TD.dtype != torch.float64:
-            # As the experts would, but before the rows travel.
-            x_TD = x_TD.to(torch.get_autocast_dtype(device))
 
         def whole_rows(rows_RD: Tensor, counts_S: Tensor) -> Tensor:
             return grouped_expert_mlp(
@@ -248,15 +245,24 @@ class ParallelExperts(nn.Module):
 
         has_panels = self.overlap is not None and self.overlap.panels > 1
         return expert_parallel(
-            x_TD,
+            self._as_experts_read(x_TD),
             Routing(ids_TK, weights_TK, self.num_experts),
             StackedPanels(parameters, self.activation) if has_panels else whole_rows,
             self._transport,
             slots=self.slots,
             overlap=self.overlap,
             shared=shared,
+            # A rank that no row came to takes part in the backward pass all the same.
+            parameters=[tensor for tensor in parameters.tensors() if tensor is not None],
             wire=self.wire,
         )
+
+    def _as_experts_read(self, x_TD: Tensor) -> Tensor:
+        """Under autocast, rows are rounded as the experts would, but before they travel."""
+        device = x_TD.device.type
+        if torch.is_autocast_enabled(device) and x_TD.dtype != torch.float64:
+            return x_TD.to(torch.get_autocast_dtype(device))
+        return x_TD
 
     def sum_replica_gradients(self) -> None:
         """Gives all copies of an expert the same gradient; call it before the optimizer's step.

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from moe_runtime.parallel.layout import DENSE_DIMENSIONS, EXPERT_DIMENSIONS, ParallelLayout, Side
 from moe_runtime.parallel.transport import FlatTransport
-from moe_runtime.parallel.watch import DEFAULT_TIMEOUT_S, GroupWatch, backend_limit
+from moe_runtime.parallel.watch import DEFAULT_TIMEOUT_S, GroupWatch, backend_limit, device_of
 
 # Name of the dimension of a mesh that FSDP2 shards over.
 FSDP = "fsdp"
@@ -177,7 +177,10 @@ class LayoutGroups:
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks not in self._watches:
             self._watches[ranks] = GroupWatch(group, self.timeout_s)
-        self._watches[ranks].all_reduce(group, values, what)
+        there = values.to(device_of(group, values.device))
+        self._watches[ranks].all_reduce(group, there, what)
+        if there is not values:
+            values.copy_(there)
 
     def gradient_norm(self, dense: Iterable[Tensor], experts: Iterable[Tensor]) -> float:
         """The 2-norm of the gradient of the whole model, every parameter counted once.

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from moe_runtime.parallel.transport import Transport
+from moe_runtime.planning.cluster import Link, fit_link
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
 
@@ -38,6 +39,7 @@ def time_exchanges(
     if transport.size < 2:
         raise ValueError("exchanges are measured between at least two ranks")
     others = transport.size - 1
+    nothing_P1 = torch.zeros((transport.size, 1), dtype=torch.int64)
     measured = []
     for size in sizes:
         rows = max(1, size // others)
@@ -48,7 +50,7 @@ def time_exchanges(
         times = []
         for _ in range(repeats + 1):
             # Ranks start together: counts are exchanged, which nobody leaves before all have come.
-            transport.exchange_numbers(torch.zeros((transport.size, 1), dtype=torch.int64))
+            transport.exchange_numbers(nothing_P1)
             started = time.perf_counter()
             arrived = transport.exchange(payload, route).wait()
             if arrived.is_cuda:
@@ -56,3 +58,22 @@ def time_exchanges(
             times.append(time.perf_counter() - started)
         measured.append((rows * others, statistics.median(times[1:])))
     return measured
+
+
+def measure_link(
+    transport: Transport,
+    *,
+    sizes: Sequence[int] = SIZES,
+    repeats: int = 5,
+    device: torch.device | str = "cpu",
+) -> Link:
+    """Latency and bandwidth of an exchange between all ranks, the same on all of them.
+
+    A collective call; arguments as of `time_exchanges`. Of every size the slowest rank's time
+    counts: a collective ends when it does.
+    """
+    measured = time_exchanges(transport, sizes=sizes, repeats=repeats, device=device)
+    own_N = torch.tensor([round(1e9 * seconds) for _, seconds in measured])
+    theirs_PN = transport.exchange_numbers(own_N.expand(transport.size, -1).contiguous())
+    slowest_N = theirs_PN.amax(dim=0).tolist()
+    return fit_link([size for size, _ in measured], [1e-9 * time for time in slowest_N])

@@ -77,8 +77,9 @@ def expert_parallel(
         overlap: How communication is hidden.
         shared: Experts that every token visits, whose output is added; computed while the first
             rows travel.
-        parameters: What `experts` reads that was itself brought by an exchange (gathered slices,
-            materialised copies), so that its gradients travel back also where no row came.
+        parameters: What `experts` reads and is to get gradients. A rank that no row came to then
+            takes part in the backward pass too, which the others wait for: needed where `x` needs
+            no gradients, and for what was itself brought by an exchange (gathered slices, copies).
         wire: As in `dispatch`.
 
     Returns:

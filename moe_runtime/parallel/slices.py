@@ -6,6 +6,7 @@ A slice of an expert is a narrower expert, and the outputs of all slices add up 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -47,9 +48,13 @@ def slice_experts(experts: StackedExperts, index: int, num_slices: int) -> Stack
 
 def one_expert(experts: StackedExperts, expert: int) -> StackedExperts:
     """One of the experts, as a stack of one; views."""
-    gate_up, down, gate_up_bias, down_bias = (
-        None if tensor is None else tensor[expert : expert + 1] for tensor in experts.tensors()
-    )
+    here = slice(expert, expert + 1)
+    return replace_tensors(experts, [None if t is None else t[here] for t in experts.tensors()])
+
+
+def replace_tensors(experts: StackedExperts, tensors: Sequence[Tensor | None]) -> StackedExperts:
+    """The same layout with other tensors, in the order of `StackedExperts.tensors`."""
+    gate_up, down, gate_up_bias, down_bias = tensors
     assert gate_up is not None
     assert down is not None
     return replace(

@@ -30,11 +30,14 @@ class ExpertSlots:
         num_ranks: `P`.
         slots_per_rank: `S`, the same for all ranks; slots may be empty.
         holders: `holders[e][j]`: slot numbers that hold slice `j` of expert `e`, at least one.
+        ranks_per_node: consecutive ranks of a machine: a token whose rank has no copy of its expert
+            takes one of its machine, if there is one, before those of others.
     """
 
     num_ranks: int
     slots_per_rank: int
     holders: tuple[tuple[tuple[int, ...], ...], ...]
+    ranks_per_node: int = 1
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for an expert without a holder, or slots outside the group."""
@@ -78,12 +81,19 @@ class ExpertSlots:
         return cls(num_ranks, per_rank, holders)
 
     @classmethod
-    def from_ranks(cls, experts_of_rank: Sequence[Sequence[int]], num_experts: int) -> ExpertSlots:
+    def from_ranks(
+        cls,
+        experts_of_rank: Sequence[Sequence[int]],
+        num_experts: int,
+        *,
+        ranks_per_node: int = 1,
+    ) -> ExpertSlots:
         """Whole experts, with replicas.
 
         Args:
             experts_of_rank: For every rank, the expert in each of its slots; -1 for an empty one.
             num_experts: `E`.
+            ranks_per_node: See the class.
 
         Raises:
             ValueError: An expert lies nowhere, or does not exist.
@@ -99,7 +109,8 @@ class ExpertSlots:
                     )
                 if expert >= 0:
                     held[expert].append(rank * per_rank + slot)
-        return cls(len(experts_of_rank), per_rank, tuple((tuple(slots),) for slots in held))
+        holders = tuple((tuple(slots),) for slots in held)
+        return cls(len(experts_of_rank), per_rank, holders, ranks_per_node)
 
     @property
     def num_experts(self) -> int:
@@ -112,7 +123,7 @@ class ExpertSlots:
     @cached_property
     def fingerprint(self) -> int:
         """A number that is equal on two ranks when (very likely) their tables are."""
-        return zlib.crc32(repr((self.num_ranks, self.slots_per_rank, self.holders)).encode())
+        return zlib.crc32(repr((self.slots_per_rank, self.holders, self.ranks_per_node)).encode())
 
     def experts_of(self, rank: int) -> list[int]:
         """The expert in each slot of a rank, -1 for empty slots."""
@@ -124,7 +135,8 @@ class ExpertSlots:
         return experts
 
     def table(self, rank: int, device: torch.device) -> SlotTable:
-        """The slots that a rank's tokens use: its own where it can, all holders in turn else.
+        """The slots that a rank's tokens use: its own where it can, else those of its machine
+        in turn, else all.
 
         Made once for each rank and device: every batch asks for it.
         """
@@ -139,10 +151,7 @@ class ExpertSlots:
 
     def _make_table(self, rank: int, device: torch.device) -> SlotTable:
         num_experts, num_slices = self.num_experts, self.num_slices
-        usable = [
-            [_nearest(held, rank, self.slots_per_rank) for held in slices]
-            for slices in self.holders
-        ]
+        usable = [[self._nearest(held, rank) for held in slices] for slices in self.holders]
         width = max(len(held) for slices in usable for held in slices)
         nowhere = self.num_ranks * self.slots_per_rank
         # One more row, for choices that are not dispatched.
@@ -153,6 +162,13 @@ class ExpertSlots:
                 choices_EJM[expert, j, : len(held)] = torch.tensor(held)
                 numbers_EJ[expert, j] = len(held)
         return SlotTable(choices_EJM.to(device), numbers_EJ.to(device), rank)
+
+    def _nearest(self, held: tuple[int, ...], rank: int) -> tuple[int, ...]:
+        for reach in (1, self.ranks_per_node):
+            near = tuple(s for s in held if s // self.slots_per_rank // reach == rank // reach)
+            if near:
+                return near
+        return held
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,8 +192,3 @@ class SlotTable:
             pick_TKJ = turn_T11 % self.numbers_EJ[ids_TK]
             slots_TKJ = self.choices_EJM[ids_TK].gather(3, pick_TKJ.unsqueeze(3)).squeeze(3)
         return slots_TKJ.reshape(num_tokens, ids_TK.shape[1] * num_slices)
-
-
-def _nearest(held: tuple[int, ...], rank: int, slots_per_rank: int) -> tuple[int, ...]:
-    own = tuple(slot for slot in held if slot // slots_per_rank == rank)
-    return own or held

@@ -25,6 +25,7 @@ from moe_runtime.parallel.rows import tie_rows
 from moe_runtime.parallel.slot_exchange import PendingSlots, SlotExchange
 from moe_runtime.parallel.slots import ExpertSlots
 from moe_runtime.parallel.transport import Transport
+from moe_runtime.parallel.wire import WireName
 from moe_runtime.routing import Routing
 
 ExpertsWith = Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]
@@ -37,11 +38,17 @@ class SparseMaterialisation:
     Attributes:
         transport: the ranks.
         slots: where the experts lie while the copies exist: owned slots first, then copies.
+        copies: for each rank, the experts that are copied to it.
         sent_experts: experts that this rank sends, with repetitions: the traffic of one pass.
     """
 
     def __init__(
-        self, owners: ExpertSlots, copies: Sequence[Sequence[int]], group: Group | None
+        self,
+        owners: ExpertSlots,
+        copies: Sequence[Sequence[int]],
+        group: Group | None,
+        *,
+        ranks_per_node: int = 1,
     ) -> None:
         """Plans the copies; a collective call.
 
@@ -49,6 +56,7 @@ class SparseMaterialisation:
             owners: Where the experts lie, each on one rank.
             copies: For each rank, experts to copy to it; those it owns are passed over.
             group: The ranks.
+            ranks_per_node: Consecutive ranks of a machine, for `ExpertSlots.from_ranks`.
 
         Raises:
             ValueError: An expert has several owners, or the plan does not fit the group.
@@ -57,6 +65,8 @@ class SparseMaterialisation:
             raise ValueError("every expert must have exactly one owner")
         self.transport = as_transport(group)
         self._owners = owners
+        self._ranks_per_node = ranks_per_node
+        self.copies: list[list[int]] = [[] for _ in range(owners.num_ranks)]
         self._held = [owners.experts_of(rank) for rank in range(owners.num_ranks)]
         self._waves: list[SlotExchange] = []
         self._add(copies)
@@ -82,7 +92,10 @@ class SparseMaterialisation:
         )
         self._waves.append(wave)
         self._held = [held + more for held, more in zip(self._held, extra, strict=True)]
-        self.slots = ExpertSlots.from_ranks(self._held, owners.num_experts)
+        self.copies = [held + more for held, more in zip(self.copies, extra, strict=True)]
+        self.slots = ExpertSlots.from_ranks(
+            self._held, owners.num_experts, ranks_per_node=self._ranks_per_node
+        )
         self._num_empty = self.slots.slots_per_rank - len(self._held[self.transport.rank])
         self.sent_experts = sum(len(wave.sent_slots) for wave in self._waves)
 
@@ -175,6 +188,8 @@ def sparse_expert_parallel(
     copies: PendingParameters | None = None,
     rematerialise: bool = False,
     overlap: Overlap | None = None,
+    shared: Callable[[Tensor], Tensor] | None = None,
+    wire: WireName = "exact",
 ) -> Tensor:
     """One layer of experts with copies; gradients arrive at the owners.
 
@@ -188,6 +203,8 @@ def sparse_expert_parallel(
         rematerialise: Drops the copies after the forward pass and makes them again in the backward
             pass: memory for more traffic.
         overlap: As in `expert_parallel`.
+        shared: As in `expert_parallel`.
+        wire: As in `expert_parallel`.
 
     Returns:
         `[T, D]`.
@@ -216,7 +233,9 @@ def sparse_expert_parallel(
         plan.transport,
         slots=plan.slots,
         overlap=overlap,
+        shared=shared,
         parameters=materialised,
+        wire=wire,
     )
     if again is not None:
         again.release_forward()

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_runtime.parallel.watch import DEFAULT_TIMEOUT_S, GroupWatch
+from moe_runtime.parallel.watch import DEFAULT_TIMEOUT_S, GroupWatch, device_of
 
 
 class Pending(Protocol):
@@ -41,7 +41,10 @@ class Transport(Protocol):
     size: int
 
     def exchange_numbers(self, numbers_PN: Tensor) -> Tensor:
-        """Sends row `p` to rank `p`; `[P, N]` int64 in and out, row `p` from rank `p`."""
+        """Sends row `p` to rank `p`; `[P, N]` int64 in and out, row `p` from rank `p`.
+
+        They may lie on any device, whatever the backend takes, and arrive where they were.
+        """
         ...
 
     def routes(self, sent_CP: Tensor, received_CP: Tensor) -> Sequence[object]:
@@ -90,9 +93,9 @@ class FlatTransport:
 
     def exchange_numbers(self, numbers_PN: Tensor) -> Tensor:
         splits = [1] * self.size
-        return self._watch.all_to_all(
-            self._group, numbers_PN.contiguous(), splits, splits, "counts"
-        ).wait()
+        sent_PN = numbers_PN.contiguous().to(device_of(self._group, numbers_PN.device))
+        arrived = self._watch.all_to_all(self._group, sent_PN, splits, splits, "counts")
+        return arrived.wait().to(numbers_PN.device)
 
     def routes(self, sent_CP: Tensor, received_CP: Tensor) -> list[_FlatRoute]:
         pairs = zip(sent_CP.tolist(), received_CP.tolist(), strict=True)
@@ -181,14 +184,17 @@ class HierarchicalTransport:
 
     def exchange_numbers(self, numbers_PN: Tensor) -> Tensor:
         ones_NM = torch.ones((self._num_nodes, self._num_inside), dtype=torch.int64)
-        return self.exchange(numbers_PN, _GridRoute(ones_NM, ones_NM.T, ones_NM)).wait()
+        sent_PN = numbers_PN.to(device_of(self._inside, numbers_PN.device))
+        arrived = self.exchange(sent_PN, _GridRoute(ones_NM, ones_NM.T, ones_NM))
+        return arrived.wait().to(numbers_PN.device)
 
     def routes(self, sent_CP: Tensor, received_CP: Tensor) -> list[_GridRoute]:
         num_chunks = sent_CP.shape[0]
         grid = (num_chunks, self._num_nodes, self._num_inside)
         sent_CNM, received_CNM = sent_CP.reshape(grid), received_CP.reshape(grid)
         splits = [1] * self._num_inside
-        sent_MCN = sent_CNM.permute(2, 0, 1).contiguous().to(_device_of(self._inside))
+        device = device_of(self._inside, sent_CNM.device)
+        sent_MCN = sent_CNM.permute(2, 0, 1).contiguous().to(device)
         middle_MCN = self._watch_inside.all_to_all(
             self._inside, sent_MCN, splits, splits, "counts of the middle step"
         )
@@ -261,13 +267,6 @@ class _TwoSteps:
 
 class FinishRows(Protocol):
     def __call__(self) -> Tensor: ...
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where a backend wants its tensors."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _swap_blocks(rows_RD: Tensor, sizes_AB: Tensor) -> Tensor:

@@ -35,6 +35,15 @@ def backend_limit(timeout_s: float) -> timedelta:
     return timedelta(seconds=timeout_s - min(_MAX_NOTE_S, timeout_s * _NOTE_SHARE))
 
 
+def device_of(group: dist.ProcessGroup, preferred: torch.device) -> torch.device:
+    """Where a group's backend takes a tensor: where it lies if it may (NCCL knows GPUs only)."""
+    kinds = [device.type for device in group._device_types]
+    if preferred.type in kinds:
+        return preferred
+    kind = kinds[0]
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
 class GroupWatch:
     """Waits for the collectives of one process group.
 

@@ -19,19 +19,25 @@ from parallel_moves import (
     summed_gradients,
     timings,
     train_and_move,
+    train_sparsely,
     train_switching,
+    train_switching_layer,
     with_copies,
 )
 from rank_pool import RankPool
 
 from moe_runtime.parallel import (
+    CopyRules,
     ExpertSlots,
     Overlap,
+    SparseExperts,
     cheapest_degree,
     expert_parallel,
+    hidden_experts,
     keep_in_place,
 )
 from moe_runtime.parallel.replicas import ExpertMove
+from moe_runtime.planning.cluster import Link
 from moe_runtime.routing import Routing
 
 Ranks = Callable[[int], RankPool]
@@ -128,6 +134,11 @@ def test_lossy_wires_are_close(wire: str, error: float, ranks: Ranks) -> None:
             assert 0 < relative < 3 * error
 
 
+def named_experts(found: list) -> dict[str, torch.Tensor]:
+    """The experts of both layers that a rank holds, by layer and name."""
+    return {f"{i}.{name}": t for i, names in enumerate(found[1:]) for name, t in names.items()}
+
+
 class TestSparseCopies:
     def test_any_plan_equals_plain_expert_parallelism(self, ranks: Ranks) -> None:
         owners = ExpertSlots.from_ranks([[0, 3], [1], [2, 4, 5], []], 6)
@@ -156,6 +167,48 @@ class TestSparseCopies:
                 with_copies, problem, owners, plans[0], is_again, Overlap(), plans[1]
             )
             assert_equal_to_dense(problem, owners, answers)
+
+    def test_training_with_copies_is_training_without(self, ranks: Ranks) -> None:
+        """Forecasts, calibration, copies made again in the backward pass, and new owners."""
+        plain = ranks(4).run(train_sparsely, None)
+        expected = {name: t for found, *_ in plain for name, t in named_experts(found).items()}
+        calibration = {"token_s": 1.0, "expert_s": 0.5}
+        for rules, every in (
+            (CopyRules(max_experts=5, slots_per_rank=2, ranks_per_node=2, rematerialise=True), 7),
+            (CopyRules(max_experts=1, slots_per_rank=3, **calibration), 5),
+        ):
+            results = ranks(4).run(train_sparsely, rules, every)
+            assert sum(num_sent for _, num_sent, _ in results) > 20
+            assert results[0][2] > 0
+            held = [named_experts(found) for found, *_ in results]
+            # Every expert has one owner.
+            assert sorted(name for names in held for name in names) == sorted(expected)
+            for (found, *_), names in zip(results, held, strict=True):
+                assert_same(torch.stack(found[0]), torch.stack(plain[0][0][0]), f"losses, {rules}")
+                for name, tensor in names.items():
+                    assert_same(tensor, expected[name], f"{name}, {rules}")
+
+    def test_what_is_hidden_and_what_cannot_be(self) -> None:
+        assert hidden_experts(2e-3, 1e9, 400_000) == 5
+        with pytest.raises(ValueError, match="needs token_s and expert_s"):
+            CopyRules(max_experts=1, slots_per_rank=1, token_s=1.0)
+        with pytest.raises(ValueError, match="window must be at least 1"):
+            CopyRules(max_experts=1, slots_per_rank=1, window=0)
+        rules = CopyRules(max_experts=1, slots_per_rank=1, ranks_per_node=2)
+        with pytest.raises(ValueError, match="1 ranks are no whole number of machines of 2"):
+            SparseExperts(4, 8, 8, rules=rules)
+
+    def test_tokens_prefer_a_copy_on_their_machine(self) -> None:
+        """Expert 0 on ranks 0, 2 and 3, two ranks a machine; expert 1 on rank 0 alone."""
+        slots = ExpertSlots.from_ranks([[0, 1], [], [0], [0]], 2, ranks_per_node=2)
+        ids = torch.tensor([[0], [0], [1]])
+        ways = [
+            slots.table(rank, torch.device("cpu")).slots_of(ids).flatten().tolist()
+            for rank in range(4)
+        ]
+        assert ways == [[0, 0, 1], [0, 0, 1], [4, 4, 1], [6, 6, 1]]
+        without = ExpertSlots.from_ranks([[0, 1], [], [0], [0]], 2)
+        assert without.table(1, torch.device("cpu")).slots_of(ids).flatten().tolist() == [4, 6, 1]
 
     def test_gather_and_scatter_are_adjoint(self, ranks: Ranks) -> None:
         wanted = [[(1, 0), (0, 2), (3, 1)], [], [(0, 0), (1, 0), (1, 0)], [(3, 2), (2, 1)]]
@@ -191,13 +244,26 @@ def test_switching_at_every_step_trains_like_one_degree(ranks: Ranks) -> None:
     assert sum(losses[-1] for losses, _ in fixed) < sum(losses[0] for losses, _ in fixed)
 
 
+def test_parallelism_switched_while_training_changes_no_loss(ranks: Ranks) -> None:
+    """Batches of 1 to 400 tokens: few tokens go to all slices, many have the weights gathered."""
+    link = Link(alpha_s=1e-7, bytes_per_s=1e9)
+    for num_experts, chosen in ((1, {0, 4}), (2, {0, 2})):
+        fixed = ranks(4).run(train_switching_layer, num_experts, 1, link)
+        switched = ranks(4).run(train_switching_layer, num_experts, None, link)
+        assert all(degrees == switched[0][1] for _, degrees in switched)
+        assert chosen <= set(switched[0][1])
+        for (losses, _), (expected, _) in zip(switched, fixed, strict=True):
+            assert_same(torch.stack(losses), torch.stack(expected), "losses")
+
+
 def test_cheapest_degree_follows_the_cost(ranks: Ranks) -> None:
     """Few tokens and large experts move tokens to all slices; many tokens move weights."""
-    measured = ranks(2).run(timings)[0]
+    (measured, link), (_, other_link) = ranks(2).run(timings)
     assert [size for size, _ in measured] == [1 << 10, 1 << 20]
     assert all(seconds > 0 for _, seconds in measured)
-    beta = (measured[1][1] - measured[0][1]) / (measured[1][0] - measured[0][0])
-    choose = {"num_experts": 1, "num_ranks": 8, "alpha_s": 1e-6, "beta_s_per_byte": abs(beta)}
+    assert link == other_link
+    beta = 1 / link.bytes_per_s
+    choose = {"num_experts": 1, "num_ranks": 8, "alpha_s": 1e-6, "beta_s_per_byte": beta}
     degrees = (0, 1, 2, 4, 8)
     assert cheapest_degree(degrees, row_bytes=1e3, expert_bytes=1e8, **choose) == 8
     assert cheapest_degree(degrees, row_bytes=1e8, expert_bytes=1e3, **choose) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,15 +15,22 @@ from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.layer import MoELayer
 from moe_runtime.parallel import (
     AdaptiveParallelism,
+    CopyRules,
     ExpertSlots,
     FlatTransport,
+    LayoutGroups,
     Overlap,
     ParallelExperts,
+    ParallelLayout,
     SlotExchange,
+    SparseExperts,
     SparseMaterialisation,
     StackedPanels,
+    SwitchingExperts,
     expert_parallel,
     keep_in_place,
+    measure_link,
+    reshard_layers,
     slice_experts,
     sparse_expert_parallel,
     sum_replica_gradients,
@@ -30,6 +38,7 @@ from moe_runtime.parallel import (
 )
 from moe_runtime.parallel.sparse import loads_of_all
 from moe_runtime.parallel.wire import WireName
+from moe_runtime.planning.cluster import Link
 
 
 def world() -> dist.ProcessGroup:
@@ -193,8 +202,107 @@ def train_switching(problem: Problem, degrees: list[int]) -> tuple[list[float], 
     return losses, where == [parameter.data_ptr() for parameter in parameters]
 
 
-def timings() -> list[tuple[int, float]]:
-    return time_exchanges(FlatTransport(world()), sizes=(1 << 10, 1 << 20), repeats=3)
+def timings() -> tuple[list[tuple[int, float]], Link]:
+    transport = FlatTransport(world())
+    return (
+        time_exchanges(transport, sizes=(1 << 10, 1 << 20), repeats=3),
+        measure_link(transport, sizes=(1 << 10, 1 << 20), repeats=3),
+    )
+
+
+def train_switching_layer(
+    num_experts: int, degree: int | None, link: Link | None
+) -> tuple[list[torch.Tensor], list[int]]:
+    """Losses for batches of many sizes with a degree, or the cheapest ones; and the degrees."""
+    torch.manual_seed(0)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    layout = ParallelLayout(world_size=size, etp=size // num_experts, ep=num_experts)
+    experts = SwitchingExperts(
+        num_experts,
+        8,
+        16,
+        LayoutGroups(layout),
+        link=link,
+        dtype=torch.float64,
+        bias=True,
+        impl="reference",
+    )
+    experts.degree = degree
+    layer = MoELayer(8, 16, num_experts, 1, experts=experts, dtype=torch.float64, shared_experts=1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
+    where = [parameter.data_ptr() for parameter in experts.parameters()]
+    own = set(experts.parameters())
+    losses, degrees = [], []
+    for step, num_tokens in enumerate((1, 400, 30, 2, 150, 1)):
+        random = torch.Generator().manual_seed(step)
+        data = torch.randn(size, num_tokens, 8, dtype=torch.float64, generator=random)[rank]
+        optimizer.zero_grad()
+        loss = (layer(data) - data.flip(0)).square().mean()
+        loss.backward()
+        for parameter in (p for p in layer.parameters() if p not in own):
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        losses.append(loss.detach())
+        degrees.append(experts.last_degree)
+    assert where == [parameter.data_ptr() for parameter in experts.parameters()]
+    return losses, degrees
+
+
+def train_sparsely(rules: CopyRules | None, reshard_every: int = 0) -> tuple[list[Any], int, int]:
+    """Twelve steps of AdamW of two layers: every loss and all experts' parameters at the end.
+
+    Args:
+        rules: Of the copies; plain expert parallelism without.
+        reshard_every: Steps after which experts get new owners; never if 0.
+
+    Returns:
+        Losses, then each layer's experts by logical name; copies that this rank sent; experts that
+        got another owner.
+    """
+    torch.manual_seed(0)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    options: dict[str, Any] = {"dtype": torch.float64, "impl": "reference", "bias": True}
+    many = [
+        ParallelExperts(6, 8, 16, world(), seed=seed, **options)
+        if rules is None
+        else SparseExperts(6, 8, 16, world(), rules=rules, seed=seed, **options)
+        for seed in (1, 2)
+    ]
+    layers = [
+        MoELayer(8, 16, 6, 2, experts=experts, dtype=torch.float64, shared_experts=1)
+        for experts in many
+    ]
+    attention = torch.nn.Linear(8, 8, dtype=torch.float64)
+    if isinstance(many[1], SparseExperts):
+        many[1].prepare_before(attention)
+    model = torch.nn.Sequential(layers[0], attention, layers[1])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    own = {parameter for experts in many for parameter in experts.parameters()}
+    dense = [parameter for parameter in model.parameters() if parameter not in own]
+    losses, num_sent, num_moved = [], 0, 0
+    for step in range(12):
+        random = torch.Generator().manual_seed(step // 4)
+        # The second rank has none in every third step, and the hot experts drift.
+        data = torch.randn(size, 7, 8, dtype=torch.float64, generator=random)[rank]
+        data = data[: 0 if rank == 1 and step % 3 == 0 else 7]
+        optimizer.zero_grad()
+        loss = (model(data) - data.flip(0)).square().sum()
+        loss.backward()
+        for parameter in dense:
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total)
+        sparse = [experts for experts in many if isinstance(experts, SparseExperts)]
+        num_sent += sum(experts.num_copied for experts in sparse)
+        if reshard_every and step % reshard_every == reshard_every - 1:
+            num_moved += reshard_layers(sparse, optimizer)
+            assert {p for group in optimizer.param_groups for p in group["params"]} == {
+                *model.parameters()
+            }
+    names = [{name: t.clone() for name, t in m.logical_state().items()} for m in many]
+    return [losses, *names], num_sent, num_moved
 
 
 def train_and_move(placements: list[list[list[int]]], moves_at: int) -> list[torch.Tensor]:
