@@ -33,7 +33,21 @@ LoraOn = Annotated[
 Steps = Annotated[
     int | None, typer.Option(min=1, help="Optimizer steps; once over the text when omitted.")
 ]
-Rate = Annotated[float, typer.Option(help="Learning rate after the warm-up; a cosine follows.")]
+ZerothOrder = Annotated[
+    bool,
+    typer.Option(
+        "--zeroth-order", help="Train by forward passes alone: no gradients, no optimizer states."
+    ),
+]
+Eps = Annotated[
+    float | None, typer.Option(help="With --zeroth-order: how far to either side it measures.")
+]
+Rate = Annotated[
+    float | None,
+    typer.Option(
+        help="Learning rate after the warm-up; a cosine follows. 1e-5, or 1e-7 with --zeroth-order."
+    ),
+]
 Warmup = Annotated[int, typer.Option(min=0, help="Steps of linear warm-up.")]
 SequenceTokens = Annotated[int, typer.Option("--context", min=1, help="Tokens of a sequence.")]
 Sequences = Annotated[int, typer.Option(min=1, help="Sequences of a step.")]
@@ -74,7 +88,9 @@ def finetune(
     lora: Lora = None,
     lora_on: LoraOn = "attention,experts",
     steps: Steps = None,
-    rate: Rate = 1e-5,
+    zeroth_order: ZerothOrder = False,
+    eps: Eps = None,
+    rate: Rate = None,
     warmup: Warmup = 0,
     context: SequenceTokens = 512,
     sequences: Sequences = 8,
@@ -97,8 +113,10 @@ def finetune(
 
     Without --lora every parameter is trained: experts live with their optimizer states in memory as
     far as --host-memory goes and on the disk beyond it. With --lora experts are read from the
-    checkpoint and never written. Ctrl-C saves a checkpoint and stops; --resume goes on. At the end
-    the folder's model/ holds a checkpoint with the names and layout of the first one.
+    checkpoint and never written. With --zeroth-order every parameter is trained, along random
+    directions, and an expert takes the room of its weights. Ctrl-C saves a checkpoint and stops;
+    --resume goes on. At the end the folder's model/ holds a checkpoint with the names and layout of
+    the first one.
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
@@ -125,8 +143,16 @@ def finetune(
             "tokens_per_step": context * sequences,
             "micro_batches": micro_batches,
         },
-        "optimizer": {"peak_rate": rate, "warmup_steps": warmup},
+        "optimizer": {
+            "peak_rate": rate or (1e-7 if zeroth_order else 1e-5),
+            "warmup_steps": warmup,
+            **({"weight_decay": 0.0} if zeroth_order else {}),
+        },
     }
+    if zeroth_order:
+        tree["zeroth_order"] = {} if eps is None else {"eps": eps}
+    elif eps is not None:
+        raise ValueError("--eps belongs to --zeroth-order; give both, or neither")
     if storage_dir is not None:
         tree["run"]["storage_dir"] = str(storage_dir)
     if trace is not None:
@@ -197,6 +223,7 @@ def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
                 "parameters": preparation.num_parameters,
                 "active_parameters": preparation.num_active_parameters,
                 "lora": lora,
+                "zeroth_order": config.zeroth_order is not None,
                 "steps": config.run.steps,
                 "tokens_per_step": config.data.tokens_per_step,
                 "output": str(preparation.output),
@@ -205,6 +232,8 @@ def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
         )
         return
     trained = "every parameter" if lora is None else f"adapters of rank {lora['rank']}"
+    if config.zeroth_order is not None:
+        trained += ", by forward passes alone"
     rows = [
         (
             "model",

@@ -120,6 +120,15 @@ class Traffic:
         self.reused_bytes += layout.bytes_of(need & ~entry.fresh)
         entry.fresh &= ~need
 
+    def by_way(self) -> dict[str, float]:
+        """Seconds of waiting, and bytes found in memory, read and written, by name."""
+        return {
+            "stall_s": self.stall_s,
+            "memory_bytes": self.resident_bytes + self.reused_bytes,
+            "read_bytes": self.read_bytes,
+            "written_bytes": self.written_bytes,
+        }
+
     def check(self, fresh_bytes: int) -> None:
         """Proves that the counters add up.
 

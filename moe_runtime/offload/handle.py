@@ -285,13 +285,7 @@ class OffloadedTraining:
 
     def transfers(self) -> dict[str, Any]:
         """Seconds of waiting and bytes so far, by name."""
-        traffic = self._states.traffic
-        return {
-            "stall_s": traffic.stall_s,
-            "memory_bytes": traffic.resident_bytes + traffic.reused_bytes,
-            "read_bytes": traffic.read_bytes,
-            "written_bytes": traffic.written_bytes,
-        }
+        return self._states.traffic.by_way()
 
     def check(self) -> None:
         """Proves that the books balance.

@@ -15,6 +15,7 @@ with Limited GPU Memory" (2025).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,11 +26,13 @@ import torch
 from torch import Tensor, nn
 
 from moe_runtime.config import MemorySize
+from moe_runtime.engine.memory import peak_resident_bytes
 from moe_runtime.errors import CheckpointError
 from moe_runtime.offload.checkpoint import ExpertCheckpoints
+from moe_runtime.offload.compute_copies import LinkTraffic
 from moe_runtime.offload.dense import decays
 from moe_runtime.offload.directions import ZerothOrder, descend, direction, perturb
-from moe_runtime.offload.handle import S, fill
+from moe_runtime.offload.handle import OffloadStats, S, fill
 from moe_runtime.offload.memory import DEFAULT_ACTIVATION_SHARE, TrainingMemory
 from moe_runtime.offload.offloading import (
     find_sites,
@@ -45,7 +48,8 @@ from moe_runtime.offload.two_sided import TwoSidedExperts, TwoSidedPasses
 from moe_runtime.offload.window import Window
 from moe_runtime.types import ExpertKey
 
-_STATE = StateFormat(trains=False)
+PARAMETERS_ALONE = StateFormat(trains=False)
+"""What a record holds: nothing is kept of gradients, because there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +66,37 @@ class ZerothOrderStep:
     slope: float
     is_skipped: bool
 
+    @property
+    def gradient_norm(self) -> float:
+        """Of the gradient along the direction, as other optimizers call it."""
+        return abs(self.slope)
+
+    @property
+    def bad_parameters(self) -> tuple[str, ...]:
+        """What was not finite, as other optimizers call it."""
+        return ("the losses to both sides",) if self.is_skipped else ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """What the forward passes of a step found, until the step is taken.
+
+    Attributes:
+        left, right: the losses to both sides, summed over the micro-batches.
+        minus: the dense parameters to the second side.
+        rate: learning rate of the step.
+    """
+
+    left: float
+    right: float
+    minus: dict[str, Tensor]
+    rate: float
+
 
 class ZerothOrderTraining:
     """MeZO on a whole model; `offload_zeroth_order` makes it.
+
+    A step is `backward`, which makes forward passes alone, and `step`, as of other optimizers.
 
     Attributes:
         model: without its experts' parameters.
@@ -86,6 +118,7 @@ class ZerothOrderTraining:
         self.states = states
         self._settings = settings
         self._sites = list(sites)
+        self._measured: _Measured | None = None
         self._passes = TwoSidedPasses(sites, states, settings)
         self._checkpoints = ExpertCheckpoints(states, sites)
         self._modules: list[TwoSidedExperts] = []
@@ -101,21 +134,26 @@ class ZerothOrderTraining:
         """Steps whose losses were not finite."""
         return sum(slope is None for slope in self._passes.slopes)
 
-    def step(
+    def backward(
         self, parts: Sequence[Callable[[], Tensor]], *, rate: float | None = None
-    ) -> ZerothOrderStep:
-        """Measures the loss to both sides and moves everything.
+    ) -> list[Tensor]:
+        """Measures the losses to both sides, in forward passes of all micro-batches side by side.
 
         Args:
             parts: each computes the loss of one micro-batch, divided by their number where a mean
                 is wanted; called twice. What a model draws at random differs between the two.
             rate: learning rate; the settings' when omitted.
 
+        Returns:
+            The losses, those to the first side first.
+
         Raises:
             MoERuntimeError: an expert could not be read or written. After this or any other error
                 some experts are moved aside: go on from the last checkpoint.
+            RuntimeError: the step that was measured last was not taken.
         """
-        rate = self._settings.lr if rate is None else rate
+        if self._measured is not None:
+            raise RuntimeError("backward was called twice before step")
         own = {name: parameter.data for name, parameter in self._dense.items()}
         plus = {name: tensor.clone() for name, tensor in own.items()}
         self._move_dense(plus, 1)
@@ -123,27 +161,69 @@ class ZerothOrderTraining:
         self._move_dense(minus, -2)
         window = Window(
             self.model,
-            [*parts, *parts],
+            [torch.no_grad()(part) for part in (*parts, *parts)],
             on_turn=lambda part: self._use(plus if part < len(parts) else minus),
         )
         self._set_window(window, len(parts))
         try:
-            with torch.no_grad():
-                losses = [float(loss) for loss in window.run()]
+            losses = window.run()
         finally:
             self._set_window(None, 0)
             self._use(own)
-        self._move_dense(minus, 1)
-        left, right = sum(losses[: len(parts)]), sum(losses[len(parts) :])
-        slope = (left - right) / (2 * self._settings.eps)
+        self._measured = _Measured(
+            left=sum(map(float, losses[: len(parts)])),
+            right=sum(map(float, losses[len(parts) :])),
+            minus=minus,
+            rate=self._settings.lr if rate is None else rate,
+        )
+        return losses
+
+    def step(self, rate: float | None = None) -> ZerothOrderStep:
+        """Moves everything by what `backward` measured; experts when they are needed next.
+
+        Args:
+            rate: learning rate; must be that of `backward`.
+
+        Raises:
+            RuntimeError: nothing was measured.
+            ValueError: the rate is another than `backward` had.
+        """
+        measured, self._measured = self._measured, None
+        if measured is None:
+            raise RuntimeError("step was called before backward")
+        if rate is not None and rate != measured.rate:
+            raise ValueError(f"backward was told a rate of {measured.rate}, step one of {rate}")
+        self._move_dense(measured.minus, 1)
+        slope = (measured.left - measured.right) / (2 * self._settings.eps)
         is_skipped = not math.isfinite(slope)
-        for name, tensor in own.items():
-            tensor.copy_(minus[name])
+        for name, parameter in self._dense.items():
+            tensor = parameter.data
+            tensor.copy_(measured.minus[name])
             if not is_skipped:
                 along = self._direction(name, tensor)
-                descend(tensor, along, slope, rate=rate, decay=self._decay(name))
-        self._passes.finish_step(None if is_skipped else slope, rate)
-        return ZerothOrderStep((left + right) / 2, slope, is_skipped)
+                descend(tensor, along, slope, rate=measured.rate, decay=self._decay(name))
+        self._passes.finish_step(None if is_skipped else slope, measured.rate)
+        return ZerothOrderStep((measured.left + measured.right) / 2, slope, is_skipped)
+
+    def stats(self) -> OffloadStats:
+        """Counters so far."""
+        experts = self.states.experts.values()
+        disk = self.states.disk
+        return OffloadStats(
+            steps=self._passes.step - self.skipped_steps,
+            skipped_steps=self.skipped_steps,
+            traffic=dataclasses.replace(self.states.traffic),
+            link=LinkTraffic(),
+            num_experts=len(experts),
+            resident_experts=sum(expert.home is not None for expert in experts),
+            budget_bytes=self.memory.budget_bytes,
+            disk_bytes=0 if disk is None else disk.num_bytes,
+            peak_rss_bytes=peak_resident_bytes(),
+        )
+
+    def transfers(self) -> dict[str, Any]:
+        """Seconds of waiting and bytes so far, by name."""
+        return self.states.traffic.by_way()
 
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
         """A copy of one expert's parameters as they are after the steps so far, by name."""
@@ -188,6 +268,10 @@ class ZerothOrderTraining:
     ) -> None:
         """Saves a checkpoint while training goes on; as `OffloadedTraining.write`."""
         self._checkpoints.write(state, lambda found: own(found)["experts"], job)
+
+    def wait(self) -> None:
+        """Returns when the checkpoint under way is durable; as `OffloadedTraining.wait`."""
+        self._checkpoints.wait()
 
     def check(self) -> None:
         """Proves that the books balance.
@@ -236,6 +320,7 @@ def offload_zeroth_order(
     activation_memory: MemorySize = DEFAULT_ACTIVATION_SHARE,
     io_threads: int = 4,
     direct: bool = True,
+    initial: Callable[[ExpertKey], Sequence[Tensor]] | None = None,
     resumes: bool = False,
 ) -> ZerothOrderTraining:
     """Fine-tunes a model by forward passes alone, its routed experts off memory.
@@ -250,6 +335,8 @@ def offload_zeroth_order(
         activation_memory: the part of the budget set aside for activations.
         io_threads: reads and writes in flight at once.
         direct: go past the page cache where the file system can.
+        initial: for a model whose expert parameters are on the meta device, as of
+            `offload_training`.
         resumes: `storage_dir` holds the experts of a checkpoint, which `load_state_dict` follows
             with: nothing is written there first.
 
@@ -260,14 +347,19 @@ def offload_zeroth_order(
         ValueError: a size cannot be read.
     """
     sites = find_sites(model)
-    layouts = layouts_of(sites, _STATE)
+    layouts = layouts_of(sites, PARAMETERS_ALONE)
     memory = plan_memory(
-        model, sites, host_memory, activation_memory, has_disk=storage_dir is not None, state=_STATE
+        model,
+        sites,
+        host_memory,
+        activation_memory,
+        has_disk=storage_dir is not None,
+        state=PARAMETERS_ALONE,
     )
     folder = None if storage_dir is None else Path(storage_dir)
     states = open_states(layouts, memory, folder, io_threads, direct)
     if not resumes:
-        fill(states, layouts, stacked_parameters(sites))
+        fill(states, layouts, initial or stacked_parameters(sites))
     training = ZerothOrderTraining(model, sites, states, optimizer or ZerothOrder(), memory)
     for site in sites:
         for name in site.parameter_names:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from moe_runtime.offload.directions import Untouched, ZerothOrder
 from moe_runtime.training.config import DataConfig, OptimizerConfig, RunConfig
 
 LORA_PLACES = ("attention", "experts")
@@ -39,6 +40,24 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ZerothOrderConfig:
+    """Training by forward passes alone (MeZO, as ZO2 does it).
+
+    Attributes:
+        eps: distance at which the loss is measured to both sides.
+        untouched: experts without tokens: dense_exact moves them as MeZO does, sparse_skip leaves
+            them alone.
+    """
+
+    eps: float = 1e-3
+    untouched: Untouched = "dense_exact"
+
+    def __post_init__(self) -> None:
+        # the optimizer knows what its settings may be
+        ZerothOrder(eps=self.eps, untouched=self.untouched)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FinetuneConfig:
     """A whole fine-tuning run.
 
@@ -48,6 +67,7 @@ class FinetuneConfig:
         data: text and batches.
         optimizer: AdamW and its schedule.
         lora: train adapters only; None trains every parameter.
+        zeroth_order: train without gradients; None trains with them.
         export_dtype: of the exported checkpoint; `auto` keeps each tensor's.
     """
 
@@ -56,4 +76,11 @@ class FinetuneConfig:
     data: DataConfig
     optimizer: OptimizerConfig
     lora: LoraConfig | None = None
+    zeroth_order: ZerothOrderConfig | None = None
     export_dtype: ExportDtype = "auto"
+
+    def __post_init__(self) -> None:
+        if self.lora is not None and self.zeroth_order is not None:
+            raise ValueError("lora and zeroth_order are two ways to train; leave one of them out")
+        if self.zeroth_order is not None and self.run.recompute:
+            raise ValueError("zeroth_order has no backward pass to recompute for; leave it out")

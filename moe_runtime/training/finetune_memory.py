@@ -15,7 +15,9 @@ from moe_runtime.engine.memory import plan_memory as plan_slots
 from moe_runtime.offload.frozen import adapters_for
 from moe_runtime.offload.memory import TrainingMemory
 from moe_runtime.offload.offloading import layouts_of, plan_memory
+from moe_runtime.offload.records import StateFormat
 from moe_runtime.offload.site import ExpertsSite
+from moe_runtime.offload.zeroth_order import PARAMETERS_ALONE
 from moe_runtime.training.checkpoint_model import activation_bytes, trained_bytes
 from moe_runtime.training.finetune_config import FinetuneConfig
 from moe_runtime.training.offloaded import optimizer_settings
@@ -37,11 +39,13 @@ def divide_budget(
     Raises:
         CapacityError: it is too small; names the smallest that works.
     """
+    # without gradients, both sides go through the model at once, and blocks keep nothing
+    sides = 1 if config.zeroth_order is None else 2
     activations = activation_bytes(
         checkpoint.config,
-        config.data.tokens_per_step,
-        config.data.micro_batches,
-        recompute=config.run.recompute,
+        sides * config.data.tokens_per_step,
+        sides * config.data.micro_batches,
+        recompute=config.run.recompute or config.zeroth_order is not None,
     )
     if config.run.trace is not None:
         activations += trace_bytes(config, signature_of(checkpoint, experts))
@@ -49,7 +53,7 @@ def divide_budget(
     if config.lora is None:
         return plan_memory(
             model, sites, host_memory, activations,
-            has_disk=True, state=optimizer_settings(config).state_format,
+            has_disk=True, state=state_format(config),
         )  # fmt: skip
     budget = resolve_budget(
         parse_budget(host_memory, name="host_memory"), available_host_bytes(), "the host"
@@ -64,6 +68,13 @@ def divide_budget(
         slot_bytes=experts.slot_bytes,
         num_experts=len(experts.layouts),
     )
+
+
+def state_format(config: FinetuneConfig) -> StateFormat:
+    """What experts' records hold where every parameter is trained."""
+    if config.zeroth_order is not None:
+        return PARAMETERS_ALONE
+    return optimizer_settings(config).state_format
 
 
 def _adapter_bytes(config: FinetuneConfig, model: PreTrainedModel, sites: list[ExpertsSite]) -> int:

@@ -27,11 +27,13 @@ from moe_runtime.engine.exporting import LikeCheckpoint
 from moe_runtime.engine.loading import signature_of
 from moe_runtime.engine.memory import MemoryPlan
 from moe_runtime.offload.adapters import AdapterTraining
+from moe_runtime.offload.directions import ZerothOrder
 from moe_runtime.offload.frozen import ExpertAdapters, FrozenPasses, adapters_for
 from moe_runtime.offload.handle import OffloadedTraining
 from moe_runtime.offload.memory import TrainingMemory
 from moe_runtime.offload.offloading import find_sites, layouts_of, offload_training
 from moe_runtime.offload.site import ExpertsSite
+from moe_runtime.offload.zeroth_order import ZerothOrderTraining, offload_zeroth_order
 from moe_runtime.policies.eviction import Setting, make_policy
 from moe_runtime.store.cache import ExpertStore
 from moe_runtime.store.slab import Slab
@@ -47,9 +49,10 @@ from moe_runtime.training.checkpoint_model import (
     require_positions,
 )
 from moe_runtime.training.finetune_config import FinetuneConfig
-from moe_runtime.training.finetune_memory import divide_budget, slots_plan
+from moe_runtime.training.finetune_memory import divide_budget, slots_plan, state_format
 from moe_runtime.training.loop import Trainer, TrainingRun
 from moe_runtime.training.offloaded import optimizer_settings, plan_of
+from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.prepared import (
     find_state,
     mixture,
@@ -212,8 +215,7 @@ def start(
     if config.run.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     torch.manual_seed(config.run.seed)
-    make = _offloaded if config.lora is None else _frozen
-    optimizer = make(preparation, resumes=state is not None)
+    optimizer = _optimizer(preparation, resumes=state is not None)
     first_step = 0 if state is None else state.step
     trainer = Trainer(
         TrainingRun(
@@ -245,7 +247,7 @@ def finish(preparation: FinetunePreparation, trainer: Trainer, *, export: bool) 
     if folder is not None:
         wanted = preparation.config.export_dtype
         optimizer = trainer.optimizer
-        assert isinstance(optimizer, OffloadedTraining | AdapterTraining)
+        assert not isinstance(optimizer, Optimizer)
         with MergedAdapters(preparation.model) as state:
             preparation.exporter.write(
                 folder,
@@ -261,11 +263,22 @@ def plan(preparation: FinetunePreparation) -> dict[str, Any]:
     memory = preparation.memory
     if isinstance(memory, MemoryPlan):
         return slots_plan(memory, len(preparation.experts.layouts))
-    settings = optimizer_settings(preparation.config)
-    return plan_of(memory, layouts_of(preparation.sites, settings.state_format), settings)
+    config = preparation.config
+    settings = optimizer_settings(config)
+    return plan_of(memory, layouts_of(preparation.sites, state_format(config)), settings)
 
 
-def _offloaded(preparation: FinetunePreparation, *, resumes: bool) -> OffloadedTraining:
+def _optimizer(
+    preparation: FinetunePreparation, *, resumes: bool
+) -> OffloadedTraining | AdapterTraining | ZerothOrderTraining:
+    if preparation.config.lora is not None:
+        return _frozen(preparation)
+    return _offloaded(preparation, resumes=resumes)
+
+
+def _offloaded(
+    preparation: FinetunePreparation, *, resumes: bool
+) -> OffloadedTraining | ZerothOrderTraining:
     """All parameters are trained; experts begin with what the checkpoint has."""
     config, memory = preparation.config, preparation.memory
     assert isinstance(memory, TrainingMemory)
@@ -274,15 +287,22 @@ def _offloaded(preparation: FinetunePreparation, *, resumes: bool) -> OffloadedT
     if config.run.storage_dir is None:
         preparation.storage.mkdir(parents=True, exist_ok=True)
     with _reading(preparation) as source:
-        return offload_training(
-            preparation.model,
-            host_memory=memory.budget_bytes,
-            storage_dir=preparation.storage,
-            optimizer=optimizer_settings(config),
-            activation_memory=memory.activation_bytes,
-            initial=source.tensors_of,
-            resumes=resumes,
-        )
+        homes: dict[str, Any] = {
+            "host_memory": memory.budget_bytes,
+            "storage_dir": preparation.storage,
+            "activation_memory": memory.activation_bytes,
+            "initial": source.tensors_of,
+            "resumes": resumes,
+        }
+        if config.zeroth_order is not None:
+            settings = ZerothOrder(
+                weight_decay=config.optimizer.weight_decay,
+                seed=config.run.seed,
+                **dataclasses.asdict(config.zeroth_order),
+            )
+            return offload_zeroth_order(preparation.model, optimizer=settings, **homes)
+        settings = optimizer_settings(config)
+        return offload_training(preparation.model, optimizer=settings, **homes)
 
 
 def _open_trace(preparation: FinetunePreparation, first_step: int) -> TrainingTrace | None:
@@ -309,9 +329,8 @@ def _reading(preparation: FinetunePreparation) -> Iterator[CheckpointExperts]:
         source.close()
 
 
-def _frozen(preparation: FinetunePreparation, *, resumes: bool) -> AdapterTraining:
+def _frozen(preparation: FinetunePreparation) -> AdapterTraining:
     """Adapters are trained; experts stay in the checkpoint."""
-    del resumes  # nothing but adapters is restored
     config, memory, model = preparation.config, preparation.memory, preparation.model
     assert config.lora is not None
     assert isinstance(memory, MemoryPlan)

@@ -17,6 +17,7 @@ from torch import Tensor
 from moe_runtime.models.lm.model import Losses
 from moe_runtime.offload.adapters import AdapterTraining
 from moe_runtime.offload.handle import OffloadedTraining
+from moe_runtime.offload.zeroth_order import ZerothOrderTraining
 from moe_runtime.training.batches import Batches, DataPosition, shorten
 from moe_runtime.training.checkpoint import (
     Progress,
@@ -33,6 +34,8 @@ from moe_runtime.training.ranks import OneProcess
 from moe_runtime.training.schedule import learning_rate
 from moe_runtime.training.sharded import ShardedCheckpoints
 from moe_runtime.training.tracing import TrainingTrace
+
+AnyOptimizer = Optimizer | OffloadedTraining | AdapterTraining | ZerothOrderTraining
 
 _MOST_SKIPPED = 10
 
@@ -87,7 +90,7 @@ class TrainingRun:
 
     config: LoopConfig
     model: TrainableModel
-    optimizer: Optimizer | OffloadedTraining | AdapterTraining
+    optimizer: AnyOptimizer
     batches: Batches
     held_out: Mapping[str, npt.NDArray[np.int64]]
     held_out_weights: Mapping[str, float]
@@ -118,7 +121,7 @@ class Trainer:
         self._saved_step = -1
 
     @property
-    def optimizer(self) -> Optimizer | OffloadedTraining | AdapterTraining:
+    def optimizer(self) -> AnyOptimizer:
         """Of the run."""
         return self._run.optimizer
 
@@ -224,7 +227,7 @@ class Trainer:
             model=self._run.model.state_dict(),
             optimizer=self._run.optimizer.state_dict(),
         )
-        if isinstance(self._run.optimizer, OffloadedTraining):
+        if isinstance(self._run.optimizer, OffloadedTraining | ZerothOrderTraining):
             # the experts' versions are kept for the newest one
             keep = 1
         self._run.optimizer.write(

@@ -25,6 +25,7 @@ from moe_runtime.offload.offloading import (
     plan_memory,
 )
 from moe_runtime.offload.records import RecordLayout
+from moe_runtime.offload.zeroth_order import ZerothOrderTraining
 from moe_runtime.training.config import LoopConfig, TrainConfig
 from moe_runtime.training.tracing import signature_of_config, trace_bytes
 from moe_runtime.types import ExpertKey
@@ -192,7 +193,9 @@ def _routing_bytes(model: LanguageModelConfig) -> int:
     return 0 if model.moe is None else 12 * model.moe.top_k + 8 * model.moe.num_experts
 
 
-def offload_report(training: OffloadedTraining | AdapterTraining) -> dict[str, Any]:
+def offload_report(
+    training: OffloadedTraining | AdapterTraining | ZerothOrderTraining,
+) -> dict[str, Any]:
     """What a run says of its tiers: bytes, waiting, memory."""
     stats = training.stats()
     traffic = stats.traffic

@@ -83,7 +83,10 @@ def offloaded(
 
 def take(training: ZerothOrderTraining, window: list[torch.Tensor], step: int) -> float:
     parts = [partial(_part, training.model, x, len(window)) for x in window]
-    measured = training.step(parts, rate=rate_of(step))
+    losses = training.backward(parts, rate=rate_of(step))
+    # no graph was made: activations live as long as they are needed
+    assert not any(loss.requires_grad for loss in losses)
+    measured = training.step(rate_of(step))
     training.check()
     return measured.loss
 
@@ -150,7 +153,9 @@ def test_losses_that_are_not_finite_move_nothing(tmp_path: Path) -> None:
     inputs = windows(3, 1)
     training = offloaded(model := stack(), tmp_path, 0.3, SETTINGS)
     take(training, inputs[0], 0)
-    measured = training.step([lambda: model.loss(inputs[1][0]) * torch.inf])
+    training.backward([lambda: model.loss(inputs[1][0]) * torch.inf])
+    measured = training.step()
+    assert measured.bad_parameters
     assert measured.is_skipped
     assert training.skipped_steps == 1
     take(training, inputs[2], 2)
@@ -176,6 +181,18 @@ def test_resumes_under_another_budget(tmp_path: Path) -> None:
     found += [take(training, window, step) for step, window in enumerate(inputs[3:], start=3)]
     assert found == losses
     assert_same(training, expected)
+    training.close()
+
+
+def test_backward_and_step_take_turns() -> None:
+    training = offloaded(model := stack(), None, 1.0, SETTINGS)
+    with pytest.raises(RuntimeError, match="before backward"):
+        training.step()
+    training.backward([partial(model.loss, batches(1)[0])], rate=1e-3)
+    with pytest.raises(RuntimeError, match="twice before step"):
+        training.backward([partial(model.loss, batches(1)[0])])
+    with pytest.raises(ValueError, match=r"a rate of 0\.001"):
+        training.step(1e-2)
     training.close()
 
 

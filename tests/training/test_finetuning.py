@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ import moe_runtime
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CapacityError
 from moe_runtime.offload.dense import DenseAdamW
+from moe_runtime.offload.directions import direction
+from moe_runtime.tracing import read_trace
 from moe_runtime.training.config_tree import build_tree
 from moe_runtime.training.finetune_config import FinetuneConfig
 from moe_runtime.training.finetuning import FinetunePreparation, finish, prepare, start
@@ -28,6 +31,7 @@ from moe_runtime.training.loop import Trainer
 from moe_runtime.training.schedule import learning_rate
 
 STEPS, CONTEXT, SEQUENCES, PARTS = 3, 16, 4, 2
+EPS = 0.1
 SIZES = {"vocab_size": 400, "num_hidden_layers": 2}
 MIXTRAL = Family("mixtral", "MixtralForCausalLM", config=SIZES)
 # stacked, transposed, gate and up alternate, biases
@@ -242,6 +246,67 @@ def test_adapters_do_not_depend_on_the_budget(tmp_path: Path) -> None:
     assert reads[0] > reads[1]
 
 
+def mezo(preparation: FinetunePreparation, model: PreTrainedModel) -> list[float]:
+    """The definition in memory: to one side, to the other, back, and down by the difference."""
+    config = preparation.config
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        stacked = ".experts." in name
+        parts = {f"{name}.{e}": t for e, t in enumerate(parameter.data)} if stacked else {}
+        tensors |= parts or {name: parameter.data}
+    losses = []
+    for step in range(STEPS):
+        windows = torch.from_numpy(preparation.batches.draw(SEQUENCES)).chunk(PARTS)
+        draw = partial(direction, seed=config.run.seed, step=step)
+        along = {name: draw(tensor, name=name) for name, tensor in tensors.items()}
+        sums = []
+        for times in (1, -2):
+            for name, tensor in tensors.items():
+                tensor += along[name] * times * EPS
+            found = [model(input_ids=i[:, :-1], use_cache=False).logits for i in windows]
+            pairs = zip(found, windows, strict=True)
+            parts = [cross_entropy(f.flatten(0, 1), i[:, 1:].flatten()) for f, i in pairs]
+            sums.append(float(torch.stack(parts).mean()))
+        slope = (sums[0] - sums[1]) / (2 * EPS)
+        rate = learning_rate(config.optimizer, step, STEPS)
+        for name, tensor in tensors.items():
+            tensor += along[name] * EPS
+            decay = config.optimizer.weight_decay if tensor.ndim >= 2 else 0.0
+            tensor -= rate * (slope * along[name] + decay * tensor)
+        losses.append(sum(sums) / 2)
+    return losses
+
+
+def test_zeroth_order_as_in_memory(tmp_path: Path) -> None:
+    """MeZO on the resident model; with all experts on the disk; stopped, and with another budget.
+
+    Losses to both sides are close to one another, so their difference is known to fewer digits
+    than they: `EPS` is wide.
+    """
+    folder = checkpoint_of(MIXTRAL, tmp_path / "first")
+    options: dict[str, Any] = {"zeroth_order": {"eps": EPS}}
+    config = smallest(config_of(folder, tmp_path, **options))
+    losses, summary = finetuned(config)
+    assert summary["offload"]["experts_in_memory"] == 0
+    assert summary["offload"]["read_bytes"] > 0
+    with torch.no_grad():
+        model = resident(folder)
+        np.testing.assert_allclose(losses, mezo(prepare(config), model), rtol=1e-5)
+    exported = AutoModelForCausalLM.from_pretrained(summary["model"], dtype=torch.float32)
+    wanted = model.state_dict()
+    for name, tensor in exported.state_dict().items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=1e-3, atol=1e-4)
+
+    other = config_of(folder, tmp_path, run={"output": str(tmp_path / "other")}, **options)
+    trainer = start(prepare(smallest(other)), resume=False)
+    again = train(trainer, stop_after=2)
+    trainer.close()
+    trainer = start(prepare(other), resume=True)
+    again += train(trainer)
+    trainer.close()
+    assert again == losses
+
+
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = checkpoint_of(MIXTRAL, tmp_path / "first")
     words = ["finetune", str(folder), str(write_text(tmp_path)), "-o", str(tmp_path / "out")]
@@ -260,6 +325,15 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert exported.dtype == torch.bfloat16
     assert main(words) == 2
     assert "--resume goes on" in capsys.readouterr().err
+    words[4] = str(tmp_path / "zeroth")
+    assert main([*words, "--zeroth-order", "--dry-run", "--json"]) == 0
+    other = json.loads(capsys.readouterr().out)
+    assert other["zeroth_order"]
+    assert other["offload"]["disk_bytes"] < plan["offload"]["disk_bytes"] / 2
+    assert main([*words, "--zeroth-order", "--trace", str(tmp_path / "t.npz"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["complete"]
+    # both sides of a step are forward passes of their own
+    assert read_trace(tmp_path / "t.npz").num_steps == 4
 
 
 @pytest.mark.parametrize(
@@ -272,6 +346,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ({"words": ["--host-memory", "1MiB"]}, "the smallest that works is"),
         ({"words": ["--lora", "2", "--host-memory", "1MiB"]}, "the smallest that works is"),
         ({"words": ["--lora", "2", "--lora-on", "gates"]}, "adapters are for attention and"),
+        ({"words": ["--zeroth-order", "--lora", "2"]}, "two ways to train"),
+        ({"words": ["--zeroth-order", "--eps", "0"]}, "eps must be positive"),
+        ({"words": ["--eps", "0.1"]}, "--eps belongs to --zeroth-order"),
         ({"words": ["--context", "1000"]}, "context must be at most 128"),
         ({"words": ["--storage-dir", "nowhere"]}, "make it first"),
     ],
