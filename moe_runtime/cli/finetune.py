@@ -8,7 +8,12 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, loading_bar, print_json, print_rows, quiet_transformers
-from moe_runtime.cli.step_speed import predict_step, speed_row, warn_of_slow_disk
+from moe_runtime.cli.step_speed import (
+    predict_step,
+    speed_row,
+    warn_of_slow_disk,
+    warn_where_much_moves,
+)
 from moe_runtime.cli.train import offload_row, outcome_rows, take_steps
 from moe_runtime.config import format_bytes, parse_budget
 
@@ -187,11 +192,18 @@ def _prepare(config: "FinetuneConfig", *, has_steps: bool) -> "FinetunePreparati
 
 def _finetune(preparation: "FinetunePreparation", *, resume: bool) -> tuple[dict[str, Any], int]:
     """Trains and exports; returns the summary and the exit code."""
-    from moe_runtime.training.finetuning import finish, start
+    from moe_runtime.training.finetuning import finish, plan, start
 
+    found = plan(preparation)
     with loading_bar() as progress:
         trainer = start(preparation, resume=resume, progress=progress)
     try:
+        warn_where_much_moves(
+            found,
+            _place_of_experts(preparation),
+            tokens=preparation.config.data.tokens_per_step,
+            active_parameters=preparation.num_active_parameters,
+        )
         exit_code = take_steps(trainer, preparation.config.run)
         summary = finish(preparation, trainer, export=exit_code == 0)
     finally:
@@ -205,13 +217,18 @@ def _pattern(name: str) -> str:
     return str(path / "**" / "*.txt") if path.is_dir() else name
 
 
+def _place_of_experts(preparation: "FinetunePreparation") -> Path:
+    """The folder that experts are read from."""
+    is_frozen = preparation.config.lora is not None
+    return preparation.checkpoint.folder if is_frozen else preparation.storage
+
+
 def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
     from moe_runtime.training.finetuning import plan
 
     config, found = preparation.config, plan(preparation)
     tokens = config.data.tokens_per_step
-    from_checkpoint = config.lora is not None
-    place = preparation.checkpoint.folder if from_checkpoint else preparation.storage
+    place = _place_of_experts(preparation)
     predicted = predict_step(
         found, place, tokens=tokens, active_parameters=preparation.num_active_parameters
     )

@@ -11,6 +11,8 @@ from moe_runtime.config import format_bytes
 _READ_BYTES = 4 << 20
 _SECONDS = 0.2
 _WIDTH = 512
+WORTH_MEASURING_BYTES = 64 << 20
+"""That a step moves, from which on a beginning run measures the disk."""
 _OPERATIONS = 6
 """Of a parameter and a token, forward and backward: a product and a sum, three times."""
 
@@ -60,6 +62,27 @@ def warn_of_slow_disk(predicted: dict[str, float], folder: Path) -> None:
             "memory, larger steps or a faster storage_dir help",
             file=sys.stderr,
         )
+
+
+def warn_where_much_moves(
+    plan: dict[str, Any], folder: Path, *, tokens: int, active_parameters: int
+) -> None:
+    """`warn_of_slow_disk` as a run begins, where its steps move enough to be worth a measurement.
+
+    Args:
+        plan: as of `predict_step`; empty where nothing is offloaded.
+        folder: where experts live, with their files already.
+        tokens, active_parameters: as of `predict_step`.
+    """
+    moved = plan.get("read_bytes_per_step", 0) + plan.get("written_bytes_per_step", 0)
+    if not plan or moved < WORTH_MEASURING_BYTES:
+        return
+    try:
+        predicted = predict_step(plan, folder, tokens=tokens, active_parameters=active_parameters)
+    except OSError:
+        # a disk too full for the measurement is no reason not to train
+        return
+    warn_of_slow_disk(predicted, folder)
 
 
 def _operations_per_s() -> float:

@@ -8,7 +8,12 @@ import typer
 from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, loading_bar, print_json, print_rows, quiet_transformers
 from moe_runtime.cli.processes import joined_processes
-from moe_runtime.cli.step_speed import predict_step, speed_row, warn_of_slow_disk
+from moe_runtime.cli.step_speed import (
+    predict_step,
+    speed_row,
+    warn_of_slow_disk,
+    warn_where_much_moves,
+)
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.cli.train_progress import training_display
 from moe_runtime.config import format_bytes
@@ -103,15 +108,24 @@ def _train(
     """Trains and exports; returns the summary, in the first process, and the exit code."""
     from moe_runtime.training.session import finish, start
 
+    plan = _offload_plan(preparation)
     trainer = start(preparation, resume=resume, reschedule=reschedule, ranks=ranks)
-    exit_code = take_steps(trainer, preparation.config.run)
-    is_complete = exit_code == 0
-    if ranks.rank > 0:
+    try:
+        if ranks.rank == 0:
+            warn_where_much_moves(
+                plan,
+                preparation.storage,
+                tokens=preparation.config.data.tokens_per_step,
+                active_parameters=preparation.num_active_parameters,
+            )
+        exit_code = take_steps(trainer, preparation.config.run)
+        is_complete = exit_code == 0
+        if ranks.rank > 0:
+            return {}, exit_code
+        export = is_complete and _export_family(preparation)[0] is not None
+        summary = finish(preparation, trainer, export=export)
+    finally:
         trainer.close()
-        return {}, exit_code
-    export = is_complete and _export_family(preparation)[0] is not None
-    summary = finish(preparation, trainer, export=export)
-    trainer.close()
     return {"complete": is_complete, **summary}, exit_code
 
 
@@ -168,7 +182,7 @@ def _plan(preparation: "Preparation") -> dict[str, Any]:
         "device": str(preparation.device),
         "output": str(preparation.output),
         "last_checkpoint": found[-1].name if found else None,
-        "offload": _offload_plan(preparation),
+        "offload": _timed_offload_plan(preparation),
         "export": family,
         "export_obstacle": reason or None,
     }
@@ -188,11 +202,19 @@ def _dense_equivalent(preparation: "Preparation") -> dict[str, Any] | None:
 
 
 def _offload_plan(preparation: "Preparation") -> dict[str, Any]:
+    """Where experts live and what a step moves; empty where all are in memory."""
     if preparation.config.run.host_memory is None:
         return {}
     from moe_runtime.training.offloaded import offload_plan
 
-    plan = offload_plan(preparation.config, preparation.model)
+    return offload_plan(preparation.config, preparation.model)
+
+
+def _timed_offload_plan(preparation: "Preparation") -> dict[str, Any]:
+    """Likewise, with how long a step will take; warns of a slow disk."""
+    plan = _offload_plan(preparation)
+    if not plan:
+        return {}
     predicted = predict_step(
         plan,
         preparation.storage,

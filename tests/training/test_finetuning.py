@@ -1,18 +1,30 @@
 """`moe-runtime finetune` against the same training with everything in memory."""
 
-import dataclasses
 import json
 import math
-from functools import partial
+import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from finetuning_runs import (
+    GPT_OSS,
+    MIXTRAL,
+    PARTS,
+    SEQUENCES,
+    SIZES,
+    STEPS,
+    checkpoint_of,
+    config_of,
+    finetuned,
+    resident,
+    smallest,
+    train,
+    write_text,
+)
 from moe_families import Family
-from text_checkpoint import tiny_tokenizer
-from tiny_checkpoints import save, tiny_model
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parametrize
@@ -20,85 +32,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import moe_runtime
 from moe_runtime.cli.main import main
-from moe_runtime.errors import CapacityError
 from moe_runtime.offload.dense import DenseAdamW
-from moe_runtime.offload.directions import direction
 from moe_runtime.tracing import read_trace
-from moe_runtime.training.config_tree import build_tree
-from moe_runtime.training.finetune_config import FinetuneConfig
 from moe_runtime.training.finetuning import FinetunePreparation, finish, prepare, start
-from moe_runtime.training.loop import Trainer
 from moe_runtime.training.schedule import learning_rate
-
-STEPS, CONTEXT, SEQUENCES, PARTS = 3, 16, 4, 2
-EPS = 0.1
-SIZES = {"vocab_size": 400, "num_hidden_layers": 2}
-MIXTRAL = Family("mixtral", "MixtralForCausalLM", config=SIZES)
-# stacked, transposed, gate and up alternate, biases
-GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", config=SIZES)
-
-
-def checkpoint_of(family: Family, folder: Path, *, sharded: bool = False) -> Path:
-    save(tiny_model(family), folder, sharded=sharded)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
-
-
-def write_text(folder: Path) -> Path:
-    words = ["the store", "reads", "an expert", "from disk", "when", "a token", "asks for it"]
-    text = " ".join(words[(place * place + place // 7) % len(words)] for place in range(600))
-    path = folder / "text.txt"
-    path.write_text(text)
-    return path
-
-
-def config_of(model: Path, folder: Path, **changes: Any) -> FinetuneConfig:
-    """A run whose numbers can be compared to the bit: nothing is clipped."""
-    run = {"output": str(folder / "run"), "steps": STEPS, "host_memory": "1GiB", "threads": 1}
-    tree = {
-        "model": str(model),
-        "run": run | changes.pop("run", {}),
-        "data": {
-            "sources": {"text": {"files": [str(write_text(folder))]}},
-            "context": CONTEXT,
-            "tokens_per_step": CONTEXT * SEQUENCES,
-            "micro_batches": PARTS,
-        },
-        "optimizer": {"peak_rate": 1e-2, "warmup_steps": 1, "clip_norm": 0.0},
-    }
-    return build_tree(FinetuneConfig, tree | changes)
-
-
-def smallest(config: FinetuneConfig) -> FinetuneConfig:
-    """The same run with the smallest budget, which a refused one names."""
-    with pytest.raises(CapacityError, match="smallest that works") as refusal:
-        prepare(with_run(config, host_memory="1MiB"))
-    return with_run(config, host_memory=str(refusal.value.smallest_bytes))
-
-
-def with_run(config: FinetuneConfig, **changes: Any) -> FinetuneConfig:
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, **changes))
-
-
-def train(trainer: Trainer, *, stop_after: int = STEPS) -> list[float]:
-    losses: list[float] = []
-
-    def watch(record: Any) -> None:
-        if hasattr(record, "loss"):
-            losses.append(record.loss)
-
-    trainer.train(should_stop=lambda: trainer.step >= stop_after, on_record=watch)
-    return losses
-
-
-def finetuned(config: FinetuneConfig) -> tuple[list[float], dict[str, Any]]:
-    preparation = prepare(config)
-    trainer = start(preparation, resume=False)
-    losses = train(trainer)
-    trainer.optimizer.check()  # type: ignore[union-attr]
-    summary = finish(preparation, trainer, export=True)
-    trainer.close()
-    return losses, summary
 
 
 def in_memory(
@@ -120,13 +57,6 @@ def in_memory(
         adamw.forget()
         losses.append(float(torch.stack(found).mean()))
     return losses
-
-
-def resident(folder: Path) -> PreTrainedModel:
-    moe_runtime.register_with_transformers()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.set_experts_implementation("moe_runtime")
-    return model.train()
 
 
 @pytest.mark.parametrize(
@@ -246,67 +176,6 @@ def test_adapters_do_not_depend_on_the_budget(tmp_path: Path) -> None:
     assert reads[0] > reads[1]
 
 
-def mezo(preparation: FinetunePreparation, model: PreTrainedModel) -> list[float]:
-    """The definition in memory: to one side, to the other, back, and down by the difference."""
-    config = preparation.config
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        stacked = ".experts." in name
-        parts = {f"{name}.{e}": t for e, t in enumerate(parameter.data)} if stacked else {}
-        tensors |= parts or {name: parameter.data}
-    losses = []
-    for step in range(STEPS):
-        windows = torch.from_numpy(preparation.batches.draw(SEQUENCES)).chunk(PARTS)
-        draw = partial(direction, seed=config.run.seed, step=step)
-        along = {name: draw(tensor, name=name) for name, tensor in tensors.items()}
-        sums = []
-        for times in (1, -2):
-            for name, tensor in tensors.items():
-                tensor += along[name] * times * EPS
-            found = [model(input_ids=i[:, :-1], use_cache=False).logits for i in windows]
-            pairs = zip(found, windows, strict=True)
-            parts = [cross_entropy(f.flatten(0, 1), i[:, 1:].flatten()) for f, i in pairs]
-            sums.append(float(torch.stack(parts).mean()))
-        slope = (sums[0] - sums[1]) / (2 * EPS)
-        rate = learning_rate(config.optimizer, step, STEPS)
-        for name, tensor in tensors.items():
-            tensor += along[name] * EPS
-            decay = config.optimizer.weight_decay if tensor.ndim >= 2 else 0.0
-            tensor -= rate * (slope * along[name] + decay * tensor)
-        losses.append(sum(sums) / 2)
-    return losses
-
-
-def test_zeroth_order_as_in_memory(tmp_path: Path) -> None:
-    """MeZO on the resident model; with all experts on the disk; stopped, and with another budget.
-
-    Losses to both sides are close to one another, so their difference is known to fewer digits
-    than they: `EPS` is wide.
-    """
-    folder = checkpoint_of(MIXTRAL, tmp_path / "first")
-    options: dict[str, Any] = {"zeroth_order": {"eps": EPS}}
-    config = smallest(config_of(folder, tmp_path, **options))
-    losses, summary = finetuned(config)
-    assert summary["offload"]["experts_in_memory"] == 0
-    assert summary["offload"]["read_bytes"] > 0
-    with torch.no_grad():
-        model = resident(folder)
-        np.testing.assert_allclose(losses, mezo(prepare(config), model), rtol=1e-5)
-    exported = AutoModelForCausalLM.from_pretrained(summary["model"], dtype=torch.float32)
-    wanted = model.state_dict()
-    for name, tensor in exported.state_dict().items():
-        torch.testing.assert_close(tensor, wanted[name], rtol=1e-3, atol=1e-4)
-
-    other = config_of(folder, tmp_path, run={"output": str(tmp_path / "other")}, **options)
-    trainer = start(prepare(smallest(other)), resume=False)
-    again = train(trainer, stop_after=2)
-    trainer.close()
-    trainer = start(prepare(other), resume=True)
-    again += train(trainer)
-    trainer.close()
-    assert again == losses
-
-
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = checkpoint_of(MIXTRAL, tmp_path / "first")
     words = ["finetune", str(folder), str(write_text(tmp_path)), "-o", str(tmp_path / "out")]
@@ -334,6 +203,44 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["complete"]
     # both sides of a step are forward passes of their own
     assert read_trace(tmp_path / "t.npz").num_steps == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_a_checkpoint(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+) -> None:
+    """The step in hand is finished, nothing half written stays, and --resume goes on."""
+    from moe_runtime.training import loop
+
+    folder = checkpoint_of(MIXTRAL, tmp_path / "first")
+    common = [str(folder), str(write_text(tmp_path)), "--context", "16", "--sequences", "2"]
+    common += ["--steps", "3", "--host-memory", "1GiB", "--json"]
+    assert main(["finetune", *common, "-o", str(tmp_path / "whole")]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    taken = loop.Trainer._take_step
+
+    def interrupted(trainer: loop.Trainer) -> loop.StepRecord:
+        signal.raise_signal(number)
+        return taken(trainer)
+
+    monkeypatch.setattr(loop.Trainer, "_take_step", interrupted)
+    before = signal.getsignal(number)
+    words = ["finetune", *common, "-o", str(tmp_path / "parts")]
+    assert main(words) == 128 + number
+    monkeypatch.undo()
+    assert signal.getsignal(number) == before
+    shown = capsys.readouterr()
+    assert "with a checkpoint" in shown.err
+    assert "Traceback" not in shown.err
+    summary = json.loads(shown.out)
+    assert (summary["complete"], summary["steps"], summary["model"]) == (False, 1, None)
+    left = [path.name for path in (tmp_path / "parts").rglob("*") if path.is_file()]
+    assert not [name for name in left if name.endswith((".partial", ".tmp", ".part"))]
+    assert main([*words, "--resume"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] == whole["loss"]
 
 
 @pytest.mark.parametrize(

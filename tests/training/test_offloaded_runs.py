@@ -1,6 +1,8 @@
 """`moe-runtime train` with a budget: the same run, with its experts on the disk."""
 
+import errno
 import json
+import os
 import re
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from training_runs import CONFIG, write_run
 
 from moe_runtime.cli.disk import DiskSpeed
 from moe_runtime.cli.main import main
+from moe_runtime.training import loop
 
 TIMES = ("step_s", "stall_s", "memory_bytes", "read_bytes", "written_bytes")
 
@@ -90,14 +93,32 @@ def test_goes_on_under_another_budget(tmp_path: Path, capsys: pytest.CaptureFixt
     assert len(list((tmp_path / "parts" / "out" / "checkpoints").iterdir())) == 1
 
 
+SLOW = DiskSpeed(
+    path=Path(), read_bytes=1, in_flight=1, direct_bytes_per_s=10.0, buffered_bytes_per_s=1.0
+)
+
+
+def test_a_run_warns_of_a_slow_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the predicted time, before the first step; not where little moves, nor in memory."""
+    monkeypatch.setattr("moe_runtime.cli.step_speed.measure_disk", lambda *_, **__: SLOW)
+    config = write_run(tmp_path, config=CONFIG.replace("steps = 8", "steps = 1"))
+    small = smallest_budget(config, capsys)
+    for least, budget, warns in ((0, small, True), (2**30, small, False), (0, [], False)):
+        monkeypatch.setattr("moe_runtime.cli.step_speed.WORTH_MEASURING_BYTES", least)
+        out = ["--set", f"run.output=out-{least}-{warns}"]
+        assert main(["train", str(config), *budget, *out]) == 0
+        shown = capsys.readouterr().err
+        assert ("10 B/s, so a step will take about" in shown) == warns
+        assert shown.index("step 1/1") > shown.find("a step will take about")
+
+
 def test_a_dry_run_warns_of_a_slow_disk(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time is that of the bytes at the measured speed, where computation takes less."""
-    slow = DiskSpeed(
-        path=tmp_path, read_bytes=1, in_flight=1, direct_bytes_per_s=10.0, buffered_bytes_per_s=1.0
-    )
-    monkeypatch.setattr("moe_runtime.cli.step_speed.measure_disk", lambda *_, **__: slow)
+    monkeypatch.setattr("moe_runtime.cli.step_speed.measure_disk", lambda *_, **__: SLOW)
     config = write_run(tmp_path)
     assert (
         main(["train", str(config), *smallest_budget(config, capsys), "--dry-run", "--json"]) == 0
@@ -127,6 +148,45 @@ def test_a_dry_run_says_what_will_move(tmp_path: Path, capsys: pytest.CaptureFix
     # the first versions, and evaluation, move something too
     assert moved["written_bytes"] <= 8 * plan["written_bytes_per_step"] + plan["disk_bytes"]
     assert moved["written_bytes"] >= 7 * plan["written_bytes_per_step"]
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "message"),
+    [
+        ("pwritev", errno.ENOSPC, "no room on the disk"),
+        ("pwritev", errno.EIO, "cannot write"),
+        ("preadv", errno.EIO, "cannot read"),
+    ],
+)
+def test_a_disk_that_fails_ends_the_run_with_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    code: int,
+    message: str,
+) -> None:
+    """In the fifth step; the checkpoint of the third is intact, and --resume goes on from it."""
+    whole, parts = write_run(tmp_path / "whole"), write_run(tmp_path / "parts")
+    small = smallest_budget(whole, capsys)
+    assert main(["train", str(whole), *small]) == 0
+    taken, plain = loop.Trainer._take_step, getattr(os, call)
+
+    def fails(*place: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    def step(trainer: loop.Trainer) -> loop.StepRecord:
+        monkeypatch.setattr(os, call, fails if trainer.step == 4 else plain)
+        return taken(trainer)
+
+    monkeypatch.setattr(loop.Trainer, "_take_step", step)
+    capsys.readouterr()
+    assert main(["train", str(parts), *small]) == 2
+    monkeypatch.undo()
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert message in line
+    assert main(["train", str(parts), *small, "--resume"]) == 0
+    assert records(tmp_path / "parts") == records(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,96 @@
+"""Fine-tuning runs of tiny checkpoints, and the same models in memory."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from moe_families import Family
+from text_checkpoint import tiny_tokenizer
+from tiny_checkpoints import save, tiny_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import moe_runtime
+from moe_runtime.errors import CapacityError
+from moe_runtime.training.config_tree import build_tree
+from moe_runtime.training.finetune_config import FinetuneConfig
+from moe_runtime.training.finetuning import finish, prepare, start
+from moe_runtime.training.loop import Trainer
+
+STEPS, CONTEXT, SEQUENCES, PARTS = 3, 16, 4, 2
+EPS = 0.1
+SIZES = {"vocab_size": 400, "num_hidden_layers": 2}
+MIXTRAL = Family("mixtral", "MixtralForCausalLM", config=SIZES)
+# stacked, transposed, gate and up alternate, biases
+GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", config=SIZES)
+
+
+def checkpoint_of(family: Family, folder: Path, *, sharded: bool = False) -> Path:
+    save(tiny_model(family), folder, sharded=sharded)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_text(folder: Path) -> Path:
+    words = ["the store", "reads", "an expert", "from disk", "when", "a token", "asks for it"]
+    text = " ".join(words[(place * place + place // 7) % len(words)] for place in range(600))
+    path = folder / "text.txt"
+    path.write_text(text)
+    return path
+
+
+def config_of(model: Path, folder: Path, **changes: Any) -> FinetuneConfig:
+    """A run whose numbers can be compared to the bit: nothing is clipped."""
+    run = {"output": str(folder / "run"), "steps": STEPS, "host_memory": "1GiB", "threads": 1}
+    tree = {
+        "model": str(model),
+        "run": run | changes.pop("run", {}),
+        "data": {
+            "sources": {"text": {"files": [str(write_text(folder))]}},
+            "context": CONTEXT,
+            "tokens_per_step": CONTEXT * SEQUENCES,
+            "micro_batches": PARTS,
+        },
+        "optimizer": {"peak_rate": 1e-2, "warmup_steps": 1, "clip_norm": 0.0},
+    }
+    return build_tree(FinetuneConfig, tree | changes)
+
+
+def smallest(config: FinetuneConfig) -> FinetuneConfig:
+    """The same run with the smallest budget, which a refused one names."""
+    with pytest.raises(CapacityError, match="smallest that works") as refusal:
+        prepare(with_run(config, host_memory="1MiB"))
+    return with_run(config, host_memory=str(refusal.value.smallest_bytes))
+
+
+def with_run(config: FinetuneConfig, **changes: Any) -> FinetuneConfig:
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, **changes))
+
+
+def train(trainer: Trainer, *, stop_after: int = STEPS) -> list[float]:
+    losses: list[float] = []
+
+    def watch(record: Any) -> None:
+        if hasattr(record, "loss"):
+            losses.append(record.loss)
+
+    trainer.train(should_stop=lambda: trainer.step >= stop_after, on_record=watch)
+    return losses
+
+
+def finetuned(config: FinetuneConfig) -> tuple[list[float], dict[str, Any]]:
+    preparation = prepare(config)
+    trainer = start(preparation, resume=False)
+    losses = train(trainer)
+    trainer.optimizer.check()  # type: ignore[union-attr]
+    summary = finish(preparation, trainer, export=True)
+    trainer.close()
+    return losses, summary
+
+
+def resident(folder: Path) -> PreTrainedModel:
+    moe_runtime.register_with_transformers()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.set_experts_implementation("moe_runtime")
+    return model.train()
