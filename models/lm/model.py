@@ -6,7 +6,7 @@ Shapes: B sequences, C tokens of context, T = B * C tokens, D model width, V voc
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +20,7 @@ from moe_runtime.models.lm.config import LanguageModelConfig
 from moe_runtime.models.lm.loss import linear_cross_entropies
 from moe_runtime.models.lm.norm import RMSNorm
 from moe_runtime.models.lm.sequence import SequencePart
-from moe_runtime.routing import Policy, Reinforce
+from moe_runtime.routing import Reinforce
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -64,6 +64,7 @@ class LanguageModel(nn.Module):
         replicas: processes that train copies of the gates on other tokens; None for this alone.
         part: which part of each sequence this process has; None for all of it.
         is_whole: False where other processes have parts of the parameters.
+        num_routed: routed layers, those that other processes have included.
 
     Raises:
         ValueError: the vocabulary is not known, or a size does not fit.
@@ -78,6 +79,7 @@ class LanguageModel(nn.Module):
         self.replicas: ProcessGroup | None = None
         self.part: SequencePart | None = None
         self.is_whole = True
+        self.num_routed = sum(map(config.is_routed, range(config.num_layers)))
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.rotary = RotaryTable(config.head_dim, config.max_positions, config.rope_theta)
         self.blocks = nn.ModuleList(make_blocks(config))
@@ -102,12 +104,12 @@ class LanguageModel(nn.Module):
         Args:
             backend: of `torch.compile`.
         """
-        for block in self._blocks():
+        for block in self.own_blocks():
             block.compile(backend=backend)
 
-    def hidden_states(self, ids_BC: Tensor) -> Tensor:
-        """Last hidden states `[B, C, D]` of token ids `[B, C]`, normed; those of this process's
-        part where sequences are divided.
+    def embed(self, ids_BC: Tensor) -> Tensor:
+        """The residual stream `[B, C, D]` before the first block; that of this process's part
+        where sequences are divided.
 
         Raises:
             ValueError: the sequences are longer than the positions.
@@ -117,9 +119,22 @@ class LanguageModel(nn.Module):
                 f"expected at most {self.config.max_positions} tokens a sequence, "
                 f"got {ids_BC.shape[1]}"
             )
-        x = self.embedding(ids_BC if self.part is None else self.part.own(ids_BC))
-        previous_logits: Tensor | None = None
-        for block in self._blocks():
+        return self.embedding(ids_BC if self.part is None else self.part.own(ids_BC))
+
+    def through_blocks(
+        self, x: Tensor, ids_BC: Tensor, previous_logits: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream after the blocks that are here.
+
+        Args:
+            x: `[B, C, D]` before the first of them.
+            ids_BC: the tokens.
+            previous_logits: scores of the last gate before them.
+
+        Returns:
+            `[B, C, D]`, and the scores of the last gate so far, None where there was none.
+        """
+        for block in self.own_blocks():
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, self.rotary, ids_BC, previous_logits, use_reentrant=False)
             else:
@@ -127,7 +142,16 @@ class LanguageModel(nn.Module):
             assert isinstance(x, Tensor)
             if block.routed is not None and block.routed.aux is not None:
                 previous_logits = block.routed.aux.routing.logits_TE
-        return self.norm(x)
+        return x, previous_logits
+
+    def hidden_states(self, ids_BC: Tensor) -> Tensor:
+        """Last hidden states `[B, C, D]` of token ids `[B, C]`, normed; those of this process's
+        part where sequences are divided.
+
+        Raises:
+            ValueError: the sequences are longer than the positions.
+        """
+        return self.norm(self.through_blocks(self.embed(ids_BC), ids_BC)[0])
 
     def forward(self, ids_BC: Tensor) -> Tensor:
         """Logits `[B, C, V]` of token ids `[B, C]`."""
@@ -143,28 +167,42 @@ class LanguageModel(nn.Module):
             ids_BC: token ids `[B, C]`.
             targets_BC: the token after each.
         """
-        hidden = self.hidden_states(ids_BC)
+        x, _ = self.through_blocks(self.embed(ids_BC), ids_BC)
+        return self.losses_after(x, targets_BC)
+
+    def losses_after(self, x: Tensor, targets_BC: Tensor) -> Losses:
+        """The second half of `losses`: of the residual stream after the last block."""
         if self.part is not None:
             targets_BC = self.part.own(targets_BC)
         cross_entropy, of_token_T = linear_cross_entropies(
-            hidden.flatten(0, 1), self.output.weight, targets_BC.reshape(-1)
+            self.norm(x).flatten(0, 1), self.output.weight, targets_BC.reshape(-1)
         )
-        layers = self.layer_aux()
-        if not layers:
-            return Losses(cross_entropy, torch.zeros_like(cross_entropy))
-        if self.part is not None:
+        samplers = [layer for layer in self.routed_layers() if isinstance(layer.gate, Reinforce)]
+        if samplers and self.part is not None:
             of_token_T = self.part.gather(of_token_T.view(targets_BC.shape)).flatten()
-        auxiliary = [aux.loss for aux in layers]
-        auxiliary += [
-            layer.gate.policy_weight * layer.gate.policy_loss(policy, -of_token_T)
-            for layer in self.routed_layers()
-            if isinstance(layer.gate, Reinforce) and (policy := _policy(layer)) is not None
-        ]
+        losses = self.gate_losses(cross_entropy)
+        for layer in samplers:
+            loss = _policy_loss(layer, -of_token_T)
+            losses = replace(losses, auxiliary=losses.auxiliary + loss / self.num_routed)
+        return losses
+
+    def gate_losses(self, cross_entropy: Tensor) -> Losses:
+        """What the layers that are here add, as shares of the means over all routed layers.
+
+        Args:
+            cross_entropy: the first of the losses, as it is.
+        """
+        layers = self.layer_aux()
+        zero = torch.zeros_like(cross_entropy)
+        if not self.num_routed:
+            return Losses(cross_entropy, zero)
+        if not layers:
+            return Losses(cross_entropy, zero, zero, zero)
         return Losses(
             cross_entropy,
-            torch.stack(auxiliary).sum() / len(layers),
-            torch.stack([aux.max_load for aux in layers]).mean(),
-            torch.stack([aux.dropped_share for aux in layers]).mean(),
+            torch.stack([aux.loss for aux in layers]).sum() / self.num_routed,
+            torch.stack([aux.max_load for aux in layers]).sum() / self.num_routed,
+            torch.stack([aux.dropped_share for aux in layers]).sum() / self.num_routed,
         )
 
     def after_step(self) -> None:
@@ -174,7 +212,7 @@ class LanguageModel(nn.Module):
 
     def routed_layers(self) -> Iterator[MoELayer]:
         """The routed layers from first to last."""
-        for block in self._blocks():
+        for block in self.own_blocks():
             if block.routed is not None:
                 yield block.routed
 
@@ -194,12 +232,17 @@ class LanguageModel(nn.Module):
             total -= routed - routed * layer.gate.top_k // layer.gate.num_experts
         return total
 
-    def _blocks(self) -> Iterator[Block | ShortcutBlocks]:
+    def own_blocks(self) -> Iterator[Block | ShortcutBlocks]:
+        """The blocks that are here from first to last; other stages of a pipeline have others."""
         for block in self.blocks:
-            assert isinstance(block, Block | ShortcutBlocks)
-            yield block
+            if isinstance(block, Block | ShortcutBlocks):
+                yield block
 
 
-def _policy(layer: MoELayer) -> Policy | None:
-    """How the layer's last choices were sampled, if they were."""
-    return None if layer.aux is None else layer.aux.routing.policy
+def _policy_loss(layer: MoELayer, rewards_T: Tensor) -> Tensor:
+    """What a gate learns from how well the tokens went that it sampled experts for."""
+    assert isinstance(layer.gate, Reinforce), "other gates do not sample"
+    policy = None if layer.aux is None else layer.aux.routing.policy
+    if policy is None:
+        return torch.zeros_like(rewards_T).sum()
+    return layer.gate.policy_weight * layer.gate.policy_loss(policy, rewards_T)

@@ -127,18 +127,25 @@ def divide_sequences(model: LanguageModel, groups: LayoutGroups) -> None:
     if groups.make("dense", "tp") is not None:
         mesh = _dense_mesh(groups, device)
         split_fused(model)
-        for block in model.blocks:
+        for block in model.own_blocks():
             parallelize_module(block, mesh["tp"], _plan(block))
         for attention in _modules(model, Attention):
             attention.num_heads //= groups.layout.tp
             attention.num_kv_heads //= groups.layout.tp
 
 
-def shard_dense(model: LanguageModel, groups: LayoutGroups) -> None:
+def shard_dense(
+    model: LanguageModel, groups: LayoutGroups, *, root: nn.Module | None = None
+) -> None:
     """Shards everything but the experts over the ranks with FSDP2, one unit a block.
 
     To be called after the others, by all ranks. Gradients of what is sharded are averaged by FSDP2
     in the backward pass.
+
+    Args:
+        model: The model, or a stage of it.
+        groups: The layout's groups.
+        root: What is called, if not the model's `losses`: the module of a pipeline stage.
     """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
@@ -150,10 +157,11 @@ def shard_dense(model: LanguageModel, groups: LayoutGroups) -> None:
     mesh = _dense_mesh(groups, next(model.parameters()).device.type)[FSDP]
     if groups.layout.tp == 1:
         split_fused(model)
-    for block in model.blocks:
+    for block in model.own_blocks():
         fully_shard(block, mesh=mesh, ignored_params=experts)
-    fully_shard(model, mesh=mesh, ignored_params=experts)
-    register_fsdp_forward_method(model, "losses")
+    fully_shard(root or model, mesh=mesh, ignored_params=experts)
+    if root is None:
+        register_fsdp_forward_method(model, "losses")
 
 
 def leave_exchanges(model: LanguageModel) -> None:

@@ -69,6 +69,21 @@ class LayoutGroups:
             self._make(tuple(ranks))
         return self.group(side, *dimensions)
 
+    def make_ends(self) -> None:
+        """Makes the groups of the first and the last stage of each pipeline; a collective call."""
+        for stages in self.layout.groups("dense", "pp"):
+            self._make((stages[0], stages[-1])[: len(stages)])
+
+    @property
+    def ends(self) -> dist.ProcessGroup | None:
+        """The first and the last stage of this rank's pipeline, once `make_ends` made it.
+
+        None where this rank is in neither, or there is one stage.
+        """
+        stages = self.ranks("dense", "pp")
+        is_end = len(stages) > 1 and self.rank in (stages[0], stages[-1])
+        return self._by_ranks[stages[0], stages[-1]] if is_end else None
+
     def _make(self, ranks: tuple[int, ...]) -> None:
         if ranks in self._by_ranks or len(ranks) == 1:
             return
@@ -136,6 +151,13 @@ class LayoutGroups:
             self._reduce(divided, self.group("dense", "cp", "dp"), self.layout.loss_parts)
         if sharded and self.layout.tp > 1:
             self._reduce(sharded, self.group("dense", "tp"), 1)
+
+    def sum_end_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Adds up the gradients of what the first and the last stage both have: a tied embedding.
+
+        A collective call of these two, after `reduce_dense_gradients`.
+        """
+        self._reduce(parameters, self.ends, 1)
 
     def reduce_expert_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Sums over the copies of an expert, and averages over the loss's parts.

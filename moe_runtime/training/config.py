@@ -13,6 +13,7 @@ from moe_runtime.offload.adamw import AdamW, Untouched
 from moe_runtime.offload.moments import MomentStorage
 
 Precision = Literal["float32", "bfloat16"]
+PipelineSchedule = Literal["1f1b", "gpipe"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -306,8 +307,13 @@ class ParallelConfig:
         tp: processes that divide the heads of attention and the width of dense feed-forward
             networks; divides `model.num_kv_heads`. They share micro-batches.
         cp: processes that divide each sequence; they share micro-batches as well.
+        pp: stages of a pipeline: consecutive layers, each stage with processes of its own that
+            everything above divides further; at most `model.num_layers`.
+        schedule: order of a pipeline's micro-batches: 1f1b (one forward, one backward: a stage
+            keeps the activations of at most `pp` of them), or gpipe (all forward, then all
+            backward).
         shard_dense: FSDP2 shards everything but the experts over the processes, those that `tp`
-            divides it over apart.
+            and `pp` divide it over apart.
         timeout_s: seconds after which waiting for another process is an error that names it.
     """
 
@@ -315,13 +321,15 @@ class ParallelConfig:
     etp: int = 1
     tp: int = 1
     cp: int = 1
+    pp: int = 1
+    schedule: PipelineSchedule = "1f1b"
     shard_dense: bool = False
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         if self.ep < 0:
             raise ValueError(f"ep must be at least 0, got {self.ep}")
-        for name in ("etp", "tp", "cp"):
+        for name in ("etp", "tp", "cp", "pp"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.timeout_s > 0:

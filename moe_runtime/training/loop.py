@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from moe_runtime.training.checkpoint import (
     save_checkpoint,
 )
 from moe_runtime.training.config import LoopConfig
+from moe_runtime.training.machine import autocast_of
 from moe_runtime.training.metrics import EvaluationRecord, MetricsSink, Record, StepRecord
 from moe_runtime.training.offloaded import offload_report
 from moe_runtime.training.optimizer import Optimizer
@@ -240,12 +241,10 @@ class Trainer:
         started = time.perf_counter()
         config, optimizer = self._config, self._run.optimizer
         rate = learning_rate(config.optimizer, self.step, config.run.steps)
-        losses: list[Losses] = []
         before = optimizer.transfers()
         self._run.model.train()
-        parts = [partial(self._part, inputs, losses) for inputs in self._micro_batches()]
         with self._run.ranks.watched(f"step {self.step + 1}"):
-            optimizer.backward(parts, rate=rate)
+            losses = self._backward(rate)
             outcome = optimizer.step(rate)
         self._run.model.after_step()
         self._count_skipped(outcome.bad_parameters)
@@ -265,6 +264,17 @@ class Trainer:
             is_skipped=bool(outcome.bad_parameters),
             **{name: now - before[name] for name, now in optimizer.transfers().items()},
         )
+
+    def _backward(self, rate: float) -> list[Losses]:
+        """Adds up the gradients of the step; the losses of this process's micro-batches."""
+        micro_batches = self._micro_batches()
+        if self._run.ranks.pipeline is not None:
+            inputs = [windows.to(self._run.device) for windows in micro_batches]
+            return self._run.ranks.pipeline.backward(inputs)
+        losses: list[Losses] = []
+        parts = [partial(self._part, windows, losses) for windows in micro_batches]
+        self._run.optimizer.backward(parts, rate=rate)
+        return losses
 
     def _means(self, losses: Sequence[Losses]) -> dict[str, float | None]:
         """What a record says of the step's losses, over the parts of all processes."""
@@ -310,8 +320,7 @@ class Trainer:
         return self._run.model.losses(windows[:, :-1], windows[:, 1:])
 
     def _autocast(self) -> torch.autocast:
-        is_half = self._config.run.precision == "bfloat16"
-        return torch.autocast(self._run.device.type, dtype=torch.bfloat16, enabled=is_half)
+        return autocast_of(self._config.run.precision, self._run.device.type)
 
     def _count_skipped(self, bad_parameters: tuple[str, ...]) -> None:
         if not bad_parameters:
@@ -345,14 +354,23 @@ class Trainer:
     def _held_out_loss(self, parts: Sequence[Tensor]) -> float:
         """Mean loss of windows in parts, which the lanes compute in turn."""
         ranks = self._run.ranks
+        # Who has no part left keeps the others company: passes are collective calls.
+        numbers = range(ranks.lane, len(parts) + ranks.lane, ranks.num_lanes)
+        own = [parts[min(number, len(parts) - 1)] for number in numbers]
         total = torch.zeros((), dtype=torch.float64)
-        for first in range(0, len(parts), ranks.num_lanes):
-            number = first + ranks.lane
-            # Who has no part left keeps the others company: passes are collective calls.
-            part = parts[min(number, len(parts) - 1)]
-            loss = float(self._losses(part).cross_entropy) * len(part)
-            total += loss if number < len(parts) else 0.0
+        for number, part, loss in zip(numbers, own, self._measured(own), strict=True):
+            total += float(loss) * len(part) if number < len(parts) else 0.0
         return float(ranks.mean(total)) * ranks.num_lanes / sum(map(len, parts))
+
+    def _measured(self, parts: Sequence[Tensor]) -> Iterator[Tensor]:
+        """The cross-entropy of each part."""
+        pipeline = self._run.ranks.pipeline
+        if pipeline is None:
+            yield from (self._losses(part).cross_entropy for part in parts)
+            return
+        inputs = [part.to(self._run.device) for part in parts]
+        at_once = self._config.data.micro_batches
+        yield from (losses.cross_entropy for losses in pipeline.measure(inputs, at_once=at_once))
 
     def _emit(self, record: Record, on_record: Callable[[Record], None]) -> None:
         for sink in self._run.sinks:

@@ -29,3 +29,8 @@ def require_compiler(device: torch.device) -> None:
             "run.compile needs a C++ compiler on the CPU (g++ or clang++), and none is on the "
             "PATH; install one, or set run.compile = false"
         )
+
+
+def autocast_of(precision: str, device_type: str) -> torch.autocast:
+    """The context in which a run's matrix products have its `run.precision`."""
+    return torch.autocast(device_type, dtype=torch.bfloat16, enabled=precision == "bfloat16")

@@ -1,7 +1,8 @@
 """Training by one process or by several: which part is whose, and what has to be added up.
 
 Several processes share a step's micro-batches, each holds its share of the experts, and rows travel
-to them. With tensor or context parallelism some of them, a lane, compute one micro-batch together.
+to them. With tensor, context or pipeline parallelism some of them, a lane, compute one micro-batch
+together.
 The same configuration trains the same model whatever the number of processes: the parts
 that are routed on their own are the micro-batches, and there are as many of them.
 """
@@ -17,9 +18,13 @@ from torch import Tensor
 from moe_runtime.errors import RankFailureError
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.training.config import TrainConfig
+from moe_runtime.training.machine import autocast_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from moe_runtime.models.lm.stages import StageModule
+    from moe_runtime.training.pipelined import Pipeline
 
 T = TypeVar("T")
 _POLL_S = 0.02
@@ -35,6 +40,8 @@ class OneProcess:
         num_lanes: how many are.
         loss_share: what this process adds to its micro-batch's part of the loss, which other
             processes of the same lane add to as well.
+        pipeline: what takes micro-batches through stages, once the model was spread over some;
+            None where each process has all layers.
     """
 
     rank = 0
@@ -42,6 +49,7 @@ class OneProcess:
     lane = 0
     num_lanes = 1
     loss_share = 1.0
+    pipeline: "Pipeline | None" = None
 
     def spread(self, model: LanguageModel) -> None:
         """Leaves this process its part of a model."""
@@ -113,25 +121,29 @@ class SeveralProcesses(OneProcess):
         from moe_runtime.parallel.watch import GroupWatch
 
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        own = self._config = config.parallel
-        self._is_compiled = config.run.compile
-        layout = ParallelLayout(
+        own = config.parallel
+        self._config = config
+        self._layout = layout = ParallelLayout(
             world_size=self.size,
             tp=own.tp,
             cp=own.cp,
+            pp=own.pp,
             etp=own.etp,
-            ep=own.ep or max(1, self.size // own.etp),
+            ep=own.ep or max(1, self.size // (own.etp * own.pp)),
         )
         _refuse(config, layout.dp)
-        self.lane, self.num_lanes = layout.coordinates(self.rank, "dense")["dp"], layout.dp
+        places = layout.coordinates(self.rank, "dense")
+        self.lane, self.num_lanes = places["dp"], layout.dp
+        self._stage = places["pp"]
         # The sum over a lane is divided by the parts of each sequence only.
         self.loss_share = 1 / layout.tp
-        self.groups = LayoutGroups(layout, timeout_s=self._config.timeout_s)
-        group = self.groups.group("dense", "tp", "cp", "dp")
+        self.groups = LayoutGroups(layout, timeout_s=own.timeout_s)
+        self.groups.make_ends()
+        group = self.groups.make("dense", "tp", "cp", "dp", "pp")
         assert group is not None, "several processes are more than one"
         self._group = group
-        self._watch = GroupWatch(group, self._config.timeout_s)
-        transport = FlatTransport(group, timeout_s=self._config.timeout_s)
+        self._watch = GroupWatch(group, own.timeout_s)
+        transport = FlatTransport(group, timeout_s=own.timeout_s)
         require_same(transport, {**software_facts(), "the layout": str(layout)})
 
     def spread(self, model: LanguageModel) -> None:
@@ -142,17 +154,39 @@ class SeveralProcesses(OneProcess):
             spread_experts,
         )
 
+        stage = self._keep_stage(model)
         spread_experts(model, self.groups)
         divide_sequences(model, self.groups)
-        if self._config.shard_dense:
-            shard_dense(model, self.groups)
-        if self._is_compiled:
+        if self._config.parallel.shard_dense:
+            shard_dense(model, self.groups, root=stage)
+        if self._config.run.compile:
             leave_exchanges(model)
         self.draw_apart(0)
 
+    def _keep_stage(self, model: LanguageModel) -> "StageModule | None":
+        """Leaves this process its stage of the model, where there are several."""
+        stages = self.groups.group("dense", "pp")
+        if stages is None:
+            return None
+        from moe_runtime.models.lm.stages import Stage, StageModule
+        from moe_runtime.training.pipelined import Pipeline
+
+        scale = self.loss_share * self.num_lanes / self._config.data.micro_batches
+        device = next(model.parameters()).device.type
+        stage = StageModule(
+            model,
+            Stage(self._stage, self._layout.pp),
+            loss_scale=scale,
+            autocast=lambda: autocast_of(self._config.run.precision, device),
+        )
+        order = self._config.parallel.schedule
+        self.pipeline = Pipeline(stage, stages, schedule=order, loss_scale=scale)
+        return stage
+
     def draw_apart(self, step: int) -> None:
-        if self.lane > 0:
-            torch.manual_seed(torch.initial_seed() + 1_000_003 * step + self.lane)
+        number = self.lane + self.num_lanes * self._stage
+        if number > 0:
+            torch.manual_seed(torch.initial_seed() + 1_000_003 * step + number)
 
     def part(self, items: Sequence[T]) -> list[T]:
         return list(items[self.lane :: self.num_lanes])
@@ -171,6 +205,12 @@ class SeveralProcesses(OneProcess):
         dense, experts = _divided(named)
         self.groups.reduce_dense_gradients(dense)
         self.groups.reduce_expert_gradients(experts)
+        self.groups.sum_end_gradients(self._tied(named))
+
+    def _tied(self, named: Mapping[str, Tensor]) -> list[Tensor]:
+        """The embedding, where the first and the last stage have a copy each."""
+        is_end = self._layout.pp > 1 and self._config.model.tie_embeddings
+        return [p for name, p in named.items() if is_end and name == "embedding.weight"]
 
     @property
     def group(self) -> "ProcessGroup":
@@ -180,7 +220,10 @@ class SeveralProcesses(OneProcess):
         return self._watch.over_torch(what)
 
     def gradient_norm(self, named: Mapping[str, Tensor]) -> float:
-        return self.groups.gradient_norm(*_divided(named))
+        dense, experts = _divided(named)
+        # The first stage counts what the last has a copy of.
+        copies = set(self._tied(named)) if self._stage > 0 else set()
+        return self.groups.gradient_norm([p for p in dense if p not in copies], experts)
 
     @contextlib.contextmanager
     def first_alone(self) -> Iterator[None]:
@@ -204,6 +247,7 @@ def _refuse(config: TrainConfig, num_lanes: int) -> None:
         ValueError: the configuration asks for it.
     """
     from moe_runtime.models.lm.parallel import check_layout
+    from moe_runtime.models.lm.stages import check_stages
 
     data, own = config.data, config.parallel
     if data.micro_batches % num_lanes:
@@ -211,6 +255,13 @@ def _refuse(config: TrainConfig, num_lanes: int) -> None:
             f"data.micro_batches ({data.micro_batches}) must be a multiple of the {num_lanes} "
             "processes that compute them side by side; --set data.micro_batches="
             f"{-(-data.micro_batches // num_lanes) * num_lanes}"
+        )
+    check_stages(config.model, own.pp)
+    if own.schedule == "1f1b" and data.micro_batches < own.pp * num_lanes:
+        raise ValueError(
+            f"parallel.schedule 1f1b needs a micro-batch for each of the parallel.pp = {own.pp} "
+            f"stages, {data.micro_batches} for {num_lanes} pipelines are too few; --set "
+            f"data.micro_batches={own.pp * num_lanes}, or take the schedule gpipe"
         )
     contexts = {data.context, data.short_context or data.context}
     check_layout(config.model, tp=own.tp, parts=own.tp * own.cp, contexts=contexts)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_runs import refused, stalled, train, train_compiled
+from parallel_runs import final_parameters, refused, stalled, train, train_compiled
 from rank_pool import RankPool
 from training_runs import CONFIG, training_records, write_run
 
@@ -19,10 +19,9 @@ ROUTED = CONFIG.replace("micro_batches = 2", "micro_batches = 4").replace(
 )
 ROUTED = ROUTED.replace(
     "num_layers = 2", "num_layers = 3\ndense_layers = [1]\nintermediate_size = 24"
-)
+).replace("steps = 8", "steps = 10")
 SPLIT = {
     "experts": (2, ("parallel.ep=2",)),
-    "slices": (2, ("parallel.etp=2",)),
     "copies and a sharded dense part": (2, ("parallel.ep=1", "parallel.shard_dense=true")),
     "sequences and a sharded dense part": (2, ("parallel.cp=2", "parallel.shard_dense=true")),
     "heads, and the rest sharded": (
@@ -45,7 +44,7 @@ def assert_same_records(found: list[dict[str, Any]], expected: list[dict[str, An
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write_run(tmp_path_factory.mktemp("alone"), config=ROUTED)
-    train(str(path), (), 8)
+    train(str(path), (), 10)
     return path.parent / "out"
 
 
@@ -65,18 +64,48 @@ def test_several_processes_train_what_one_does(
 
 def test_any_number_of_processes_goes_on(alone: Path, tmp_path: Path, ranks: Ranks) -> None:
     """One process, two with sliced experts, four with copies and FSDP2, four with divided heads,
-    and one again."""
+    four in two stages, one again, and two in two stages."""
     path = str(write_run(tmp_path, config=ROUTED))
     train(path, (), 2)
     ranks(2).run(train, path, ("parallel.etp=2",), 4, True)
     four = ("parallel.ep=2", "parallel.shard_dense=true")
     ranks(4).run(train, path, four, 5, True)
     ranks(4).run(train, path, ("parallel.tp=2", "parallel.shard_dense=true"), 6, True)
-    train(path, (), 7, True)
-    ranks(2).run(train, path, (), 8, True)
+    ranks(4).run(train, path, ("parallel.pp=2", "parallel.shard_dense=true"), 7, True)
+    train(path, (), 8, True)
+    ranks(2).run(train, path, ("parallel.pp=2", "parallel.schedule=gpipe"), 9, True)
     names = [found.name for found in sorted((tmp_path / "out" / "checkpoints").iterdir())]
-    assert names == ["step-00000007.pt", "step-00000008.shards"]
+    assert names == ["step-00000008.pt", "step-00000009.shards"]
+    expected = [record for record in training_records(alone) if record["step"] <= 9]
+    assert_same_records(training_records(tmp_path / "out"), expected)
+
+
+@pytest.mark.parametrize(
+    ("size", "split"),
+    [(2, ("parallel.pp=2",)), (4, ("parallel.pp=2", "parallel.ep=2"))],
+    ids=["stages", "stages of divided experts"],
+)
+def test_stages_train_what_one_process_does(
+    size: int, split: tuple[str, ...], alone: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    """Ten steps of short and of long sequences; uneven stages, one of them with the tied embedding
+    and one with its copy.
+
+    A gradient is a sum of fewer than 2^13 products (256 tokens, at most 32 terms each), of norm
+    below 2^3, so that another order moves it by at most 2^(13 - 53 + 3). AdamW divides by no less
+    than eps = 1e-8: a step of rate 1e-2 moves a weight by at most 1e6 times as much, 3e-5 in the
+    worst case, that of an element whose gradients are all rounding. The others, far above eps,
+    follow to the last digits; the losses of the steps say so.
+    """
+    path = write_run(tmp_path, config=ROUTED)
+    ranks(size).run(train, str(path), split, 10)
     assert_same_records(training_records(tmp_path / "out"), training_records(alone))
+    found, expected = final_parameters(path), final_parameters(alone.parent / path.name)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        moved = (found[name] - tensor).abs()
+        assert float(moved.max()) <= 10 * 3e-5, name
+        assert float(moved.median()) <= 1e-12, name
 
 
 def test_several_processes_leave_the_model_that_one_leaves(tmp_path: Path, ranks: Ranks) -> None:
@@ -106,6 +135,13 @@ def test_what_cannot_work_is_refused_before_anything(tmp_path: Path, ranks: Rank
     assert message == "etp * ep * pp = 1 * 3 * 1 = 3 does not divide the 2 ranks"
     (message, _) = ranks(2).run(refused, path, "parallel.tp=2", "model.num_kv_heads=1")
     assert message == "parallel.tp (2) must divide model.num_kv_heads (1)"
+    (message, _) = ranks(2).run(refused, path, "parallel.pp=3")
+    assert message == "tp * cp * pp = 1 * 1 * 3 = 3 does not divide the 2 ranks"
+    (message, _) = ranks(2).run(refused, path, "parallel.pp=2", "model.num_layers=1")
+    assert message == "parallel.pp (2) must be at most the model.num_layers (1)"
+    (message, _) = ranks(2).run(refused, path, "parallel.pp=2", "data.micro_batches=1")
+    assert "1f1b needs a micro-batch for each of the parallel.pp = 2 stages" in message
+    assert "--set data.micro_batches=2, or take the schedule gpipe" in message
     (message, _) = ranks(2).run(refused, path, "parallel.cp=2", "data.short_context=1")
     assert message == "parallel.tp * parallel.cp (2) must divide the sequences of 1 tokens"
 
@@ -146,13 +182,40 @@ def test_gates_see_all_tokens_of_divided_sequences(gate: str, tmp_path: Path, ra
     assert_same_records(records[1], records[0])
 
 
-@pytest.mark.parametrize("where", ["step", "checkpoint"])
+def test_stages_pass_scores_on_and_compute_again(tmp_path: Path, ranks: Ranks) -> None:
+    """MoE++'s gates read the scores of the gate before, which another stage has; blocks that are
+    computed again add the gates' losses to the gradients once."""
+    gate = 'gate = "moepp"\nzero_experts = { zero = 1, copy = 1, constant = 2 }'
+    config = CONFIG.replace("loss_weights = { load_balance = 0.01, z = 1e-3 }", gate)
+    # Two stages of one layer each, without ties between them.
+    config = config.replace("num_layers = 2", "num_layers = 2\ntie_embeddings = false")
+    config = config.replace("threads = 1", "threads = 1\nrecompute = true")
+    records = []
+    for folder in ("one", "two"):
+        path = str(write_run(tmp_path / folder, config=config))
+        if folder == "one":
+            train(path, (), 3)
+        else:
+            ranks(2).run(train, path, ("parallel.pp=2",), 3)
+        records.append(training_records(tmp_path / folder / "out"))
+    assert_same_records(records[1], records[0])
+
+
+@pytest.mark.parametrize(
+    ("where", "split"),
+    [
+        ("step", ("parallel.ep=1", "parallel.shard_dense=true")),
+        ("checkpoint", ("parallel.ep=1",)),
+        pytest.param("step", ("parallel.pp=2",), marks=pytest.mark.long),
+    ],
+    ids=["step", "checkpoint", "stage"],
+)
 def test_who_stalls_in_an_exchange_of_torch_is_named(
-    where: str, tmp_path: Path, ranks: Ranks
+    where: str, split: tuple[str, ...], tmp_path: Path, ranks: Ranks
 ) -> None:
-    """FSDP2's sharded weights and `torch.distributed.checkpoint`; no exchange of rows."""
+    """FSDP2's sharded weights, stages, `torch.distributed.checkpoint`; no exchange of rows."""
     path = str(write_run(tmp_path, config=ROUTED))
-    settings = ("parallel.ep=1", "parallel.shard_dense=true", "parallel.timeout_s=4", "run.steps=1")
+    settings = (*split, "parallel.timeout_s=4", "run.steps=1")
     message, _ = ranks(2).run(stalled, path, settings, where, 1)
     assert message.startswith("rank 1 of 2 did not arrive within 4 s"), message
     assert ("(step 1)" if where == "step" else "(writing step-00000001.shards)") in message

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -10,8 +14,10 @@ from torch.distributed.tensor import DTensor
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.models.lm.parallel import divide_sequences, shard_dense, spread_experts
+from moe_runtime.models.lm.stages import Stage, StageModule
 from moe_runtime.parallel import LayoutGroups, ParallelLayout
 from moe_runtime.parallel.logical import copy_part
+from moe_runtime.training.pipelined import Pipeline
 from moe_runtime.training.sharded import logical_tensors
 
 CONTEXT, VOCAB = 16, 40
@@ -37,9 +43,10 @@ CONFIG = LanguageModelConfig(
 )
 
 
-def make_model() -> LanguageModel:
+def make_model(num_layers: int, *, is_tied: bool) -> LanguageModel:
     torch.manual_seed(5)
-    model = LanguageModel(CONFIG).double()
+    config = replace(CONFIG, num_layers=num_layers, tie_embeddings=is_tied)
+    model = LanguageModel(config).double()
     # Scores far enough apart that rounding in another order decides nothing.
     for layer in model.routed_layers():
         assert layer.gate.weight is not None
@@ -68,47 +75,99 @@ def backward(model: LanguageModel, parts: list[Tensor], share: float) -> float:
     return total
 
 
+class Reference:
+    """The same in one process."""
+
+    def __init__(self, batches: list[Tensor], num_layers: int, *, is_tied: bool) -> None:
+        whole = make_model(num_layers, is_tied=is_tied)
+        self.loss = backward(whole, batches, 1.0)
+        self.gradients = named_gradients(whole)
+        gradients = [p.grad for p in whole.parameters() if p.grad is not None]
+        self.norm = float(torch.nn.utils.get_total_norm(gradients))
+
+
+class RankModel:
+    """One rank's part of the model under a layout: of every layer, or of its stage's."""
+
+    def __init__(
+        self,
+        groups: LayoutGroups,
+        index: int,
+        num_parts: int,
+        reference_of: Callable[..., Reference],
+    ) -> None:
+        layout = groups.layout
+        self.groups, self.is_tied = groups, index % 3 > 0
+        # Stages that are uneven, and one for each rank.
+        num_layers = max(3, layout.pp)
+        self.reference: Reference = reference_of(num_layers, is_tied=self.is_tied)
+        self.model = make_model(num_layers, is_tied=self.is_tied)
+        self.stage = layout.coordinates(groups.rank, "dense")["pp"]
+        self.scale = layout.dp / layout.tp / num_parts
+        module = self.pipeline = None
+        stages = groups.group("dense", "pp")
+        groups.make_ends()
+        if stages is not None:
+            module = StageModule(self.model, Stage(self.stage, layout.pp), loss_scale=self.scale)
+            schedule = "gpipe" if index % 4 == 0 else "1f1b"
+            self.pipeline = Pipeline(module, stages, schedule=schedule, loss_scale=self.scale)
+        spread_experts(self.model, groups)
+        divide_sequences(self.model, groups)
+        if index % 2:
+            shard_dense(self.model, groups, root=module)
+
+    def backward(self, parts: list[Tensor]) -> float:
+        """The loss of the whole model, as this rank's share of the mean over the ranks."""
+        if self.pipeline is None:
+            return backward(self.model, parts, 1 / self.groups.layout.tp)
+        losses = self.pipeline.backward(parts)
+        return sum(float(x.cross_entropy + x.auxiliary) for x in losses) / len(parts)
+
+    def reduce(self) -> float:
+        """Reduces the gradients; their norm."""
+        named = dict(self.model.named_parameters())
+        dense = [p for name, p in named.items() if ".experts." not in name]
+        experts = [p for name, p in named.items() if ".experts." in name]
+        self.groups.reduce_dense_gradients(dense)
+        self.groups.reduce_expert_gradients(experts)
+        embedding = named.get("embedding.weight")
+        if self.pipeline is not None and self.is_tied and embedding is not None:
+            self.groups.sum_end_gradients([embedding])
+            if self.stage > 0:
+                dense = [p for p in dense if p is not embedding]
+        return self.groups.gradient_norm(dense, experts)
+
+
 def compare_gradients(layouts: list[ParallelLayout]) -> int:
     """Compares under every layout, with FSDP2 under every second; runs on every rank of a pool."""
     random = torch.Generator().manual_seed(0)
-    # As many micro-batches as data parallelism can want.
+    # As many micro-batches as data parallelism and stages can want.
     num_parts = dist.get_world_size()
     windows = torch.randint(VOCAB, (2 * num_parts, CONTEXT + 1), generator=random)
     batches = list(windows.chunk(num_parts))
-    whole = make_model()
-    expected_loss = backward(whole, batches, 1.0)
-    expected = named_gradients(whole)
-    gradients = [p.grad for p in whole.parameters() if p.grad is not None]
-    expected_norm = float(torch.nn.utils.get_total_norm(gradients))
+    reference_of = functools.cache(functools.partial(Reference, batches))
     groups: LayoutGroups | None = None
     for index, layout in enumerate(layouts):
         groups = LayoutGroups(layout, timeout_s=200, reuse=groups)
-        model = make_model()
-        spread_experts(model, groups)
-        divide_sequences(model, groups)
-        if index % 2:
-            shard_dense(model, groups)
+        rank_model = RankModel(groups, index, num_parts, reference_of)
+        reference = rank_model.reference
         lane = layout.coordinates(groups.rank, "dense")["dp"]
-        loss = torch.tensor(
-            backward(model, batches[lane :: layout.dp], 1 / layout.tp), dtype=torch.float64
-        )
+        loss = torch.tensor(rank_model.backward(batches[lane :: layout.dp]), dtype=torch.float64)
         dist.all_reduce(loss)
         what = f"{layout}, rank {groups.rank}"
         torch.testing.assert_close(
-            float(loss) / layout.world_size, expected_loss, rtol=1e-12, atol=0, msg=what
+            float(loss) / layout.world_size, reference.loss, rtol=1e-12, atol=0, msg=what
         )
-        dense = [p for name, p in model.named_parameters() if ".experts." not in name]
-        experts = [p for name, p in model.named_parameters() if ".experts." in name]
-        groups.reduce_dense_gradients(dense)
-        groups.reduce_expert_gradients(experts)
-        norm = groups.gradient_norm(dense, experts)
-        torch.testing.assert_close(norm, expected_norm, rtol=1e-10, atol=0, msg=what)
-        found = named_gradients(model)
-        assert found.keys() <= expected.keys()
+        norm = rank_model.reduce()
+        torch.testing.assert_close(norm, reference.norm, rtol=1e-10, atol=0, msg=what)
+        found = named_gradients(rank_model.model)
+        assert found.keys() <= reference.gradients.keys()
+        assert len(found) > 0
         for name, gradient in found.items():
+            expected = reference.gradients[name]
             wanted = torch.empty_like(gradient)
-            copy_part(expected[name], wanted)
+            copy_part(expected, wanted)
             one, other = (t.to_local() if isinstance(t, DTensor) else t for t in (gradient, wanted))
             difference = float((one - other).abs().max()) if one.numel() else 0.0
-            assert difference <= 1e-9 * float(expected[name].abs().max()), (name, what, difference)
+            assert difference <= 1e-9 * float(expected.abs().max()), (name, what, difference)
     return len(layouts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,16 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moe_runtime.errors import RankFailureError
 from moe_runtime.models.lm.model import LanguageModel
+from moe_runtime.training.checkpoint import checkpoints_in, load_checkpoint
 from moe_runtime.training.config import TrainConfig
 from moe_runtime.training.config_tree import read_tree
 from moe_runtime.training.ranks import OneProcess, SeveralProcesses
 from moe_runtime.training.session import finish, prepare, start
+from moe_runtime.training.sharded import whole_model
 
 
 def train(
@@ -44,6 +48,20 @@ def train(
             if ".experts." not in name
         ]
         return sum(here for _, here in own) / sum(everywhere for everywhere, _ in own)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def final_parameters(path: Path) -> dict[str, Tensor]:
+    """What a run in fp64 has trained, by name, whoever had which part of it."""
+    config = read_tree(TrainConfig, path)
+    last = checkpoints_in(path.parent / config.run.output / "checkpoints")[-1]
+    if not last.is_dir():
+        return dict(load_checkpoint(last).model)
+    model = replace(config.model, vocab_size=config.tokenizer.vocab_size)
+    torch.set_default_dtype(torch.float64)
+    try:
+        return whole_model(model, last).state_dict()
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -82,7 +100,8 @@ def stalled(path: str, settings: tuple[str, ...], where: str, culprit: int) -> s
         preparation = prepare(config, Path(path).parent)
     trainer = start(preparation, resume=False, ranks=ranks)
     if rank == culprit and where == "step":
-        preparation.model.blocks[1].register_forward_pre_hook(stall)
+        *_, block = preparation.model.own_blocks()
+        block.register_forward_pre_hook(stall)
     if rank == culprit and where == "checkpoint":
         shards: Any = trainer._run.shards
         shards.tensors = stall
