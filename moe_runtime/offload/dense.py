@@ -87,12 +87,6 @@ class DenseAdamW:
         for parameter in self._named.values():
             parameter.grad = None
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the parameters in the order of `state_dict`, if none is sharded."""
-        decaying = [name for name, p in self._named.items() if decays(name, p)]
-        return decaying + [name for name, p in self._named.items() if not decays(name, p)]
-
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """AdamW's states by parameter, in place: `exp_avg`, `exp_avg_sq` and `step`.
 
@@ -120,6 +114,15 @@ class DenseAdamW:
         """
         if self._adamw is not None:
             self._adamw.load_state_dict(state)
+
+
+def state_order(named: Mapping[str, Tensor]) -> list[str]:
+    """Names of parameters in the order of `DenseAdamW.state_dict`.
+
+    Args:
+        named: All parameters of a model in one process, in its order.
+    """
+    return sorted(named, key=lambda name: not decays(name, named[name]))
 
 
 def clip_scale(norm: float, clip_norm: float) -> float:

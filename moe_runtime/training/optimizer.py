@@ -110,11 +110,6 @@ class Optimizer:
     def wait(self) -> None:
         """Returns when the last checkpoint is written, as it is here."""
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the parameters in the order of `state_dict`, in one process."""
-        return self._adamw.names
-
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """AdamW's states by parameter, in place: `exp_avg`, `exp_avg_sq` and `step`.
 

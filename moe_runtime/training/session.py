@@ -20,6 +20,7 @@ from moe_runtime.models.lm.blocks import check_experts
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.initial import import_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
+from moe_runtime.offload.dense import state_order
 from moe_runtime.offload.handle import OffloadedTraining
 from moe_runtime.offload.initial import StreamedInit
 from moe_runtime.training.batches import Batches, check_groups, windows_of
@@ -195,11 +196,12 @@ def start(
     ranks = ranks or OneProcess()
     last, state = find_state(preparation, resume=resume, reschedule=reschedule)
     first_step = 0 if state is None else state.step
+    trained = {name: p for name, p in preparation.model.named_parameters() if p.requires_grad}
     ranks.spread(preparation.model)
     optimizer = _optimizer(preparation, ranks, resumes=state is not None)
     shards = None
     if isinstance(optimizer, Optimizer):
-        shards = ShardedCheckpoints(preparation.model, optimizer, ranks)
+        shards = ShardedCheckpoints(preparation.model, optimizer, ranks, state_order(trained))
     run = TrainingRun(
         config=preparation.config,
         model=preparation.model,

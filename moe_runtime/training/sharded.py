@@ -9,7 +9,7 @@ it is whole.
 
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -47,12 +47,21 @@ class ShardedCheckpoints:
         model: the model, spread over the processes or whole.
         optimizer: of its parameters.
         ranks: the processes.
+        names: of all parameters of the whole model, in the order of the optimizer's state in one
+            process (`state_order`).
     """
 
-    def __init__(self, model: LanguageModel, optimizer: Optimizer, ranks: OneProcess) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        optimizer: Optimizer,
+        ranks: OneProcess,
+        names: Sequence[str],
+    ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._ranks = ranks
+        self._names = names
 
     def save(self, folder: Path, progress: Progress, *, keep: int) -> Path:
         """Writes a checkpoint and removes the oldest beyond `keep`; a collective call.
@@ -110,7 +119,7 @@ class ShardedCheckpoints:
             ValueError: it does not fit the model.
         """
         saved = state.optimizer["state"]
-        moments = {name: saved[i] for i, name in enumerate(self._optimizer.names) if i in saved}
+        moments = {name: saved[i] for i, name in enumerate(self._names) if i in saved}
         paths = {path: module.num_experts for path, module in _experts_in(self._model).items()}
         whole: dict[str, Tensor] = {}
         for kind, named in _by_kind(state.model, moments).items():
@@ -134,8 +143,10 @@ class ShardedCheckpoints:
         with torch.no_grad():
             for name in own.keys() & whole.keys():
                 copy_part(whole[name], own[name])
-        for name, moment in self._optimizer.moments().items():
-            moment["step"].fill_(moments[name]["step"] if name in moments else 0.0)
+        # Parts of fused products have names of their own; all were updated in the same steps.
+        steps = max((float(moment["step"]) for moment in moments.values()), default=0.0)
+        for moment in self._optimizer.moments().values():
+            moment["step"].fill_(steps)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that a checkpoint holds of this process, in place, by name."""

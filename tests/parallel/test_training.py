@@ -64,7 +64,7 @@ def test_several_processes_train_what_one_does(
 
 def test_any_number_of_processes_goes_on(alone: Path, tmp_path: Path, ranks: Ranks) -> None:
     """One process, two with sliced experts, four with copies and FSDP2, four with divided heads,
-    four in two stages, one again, and two in two stages."""
+    four in two stages, one again, and four in two stages of divided heads."""
     path = str(write_run(tmp_path, config=ROUTED))
     train(path, (), 2)
     ranks(2).run(train, path, ("parallel.etp=2",), 4, True)
@@ -73,7 +73,8 @@ def test_any_number_of_processes_goes_on(alone: Path, tmp_path: Path, ranks: Ran
     ranks(4).run(train, path, ("parallel.tp=2", "parallel.shard_dense=true"), 6, True)
     ranks(4).run(train, path, ("parallel.pp=2", "parallel.shard_dense=true"), 7, True)
     train(path, (), 8, True)
-    ranks(2).run(train, path, ("parallel.pp=2", "parallel.schedule=gpipe"), 9, True)
+    four = ("parallel.pp=2", "parallel.tp=2", "parallel.schedule=gpipe")
+    ranks(4).run(train, path, four, 9, True)
     names = [found.name for found in sorted((tmp_path / "out" / "checkpoints").iterdir())]
     assert names == ["step-00000008.pt", "step-00000009.shards"]
     expected = [record for record in training_records(alone) if record["step"] <= 9]
@@ -118,7 +119,7 @@ def test_several_processes_leave_the_model_that_one_leaves(tmp_path: Path, ranks
         if folder == "one":
             train(path, ("run.steps=3",), 3, False, True)
         else:
-            ranks(2).run(train, path, ("run.steps=3", "parallel.etp=2"), 3, False, True)
+            ranks(2).run(train, path, ("run.steps=3", "parallel.pp=2"), 3, False, True)
         models.append(load_file(tmp_path / folder / "out" / "model" / "model.safetensors"))
     assert models[0].keys() == models[1].keys()
     for name, tensor in models[0].items():
@@ -137,7 +138,9 @@ def test_what_cannot_work_is_refused_before_anything(tmp_path: Path, ranks: Rank
     assert message == "parallel.tp (2) must divide model.num_kv_heads (1)"
     (message, _) = ranks(2).run(refused, path, "parallel.pp=3")
     assert message == "tp * cp * pp = 1 * 1 * 3 = 3 does not divide the 2 ranks"
-    (message, _) = ranks(2).run(refused, path, "parallel.pp=2", "model.num_layers=1")
+    (message, _) = ranks(2).run(
+        refused, path, "parallel.pp=2", "model.num_layers=1", "model.dense_layers=[0]"
+    )
     assert message == "parallel.pp (2) must be at most the model.num_layers (1)"
     (message, _) = ranks(2).run(refused, path, "parallel.pp=2", "data.micro_batches=1")
     assert "1f1b needs a micro-batch for each of the parallel.pp = 2 stages" in message
