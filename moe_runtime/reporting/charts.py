@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moe_runtime.reporting.findings import TraceFindings
-from moe_runtime.reporting.style import GRID, INK, MUTED, SERIES, drawing
+from moe_runtime.reporting.style import INK, MUTED, SERIES, drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 WIDE = (9.2, 3.7)
+BYTE_COLOURS = (SERIES[0], SERIES[2], SERIES[4])
+"""Of what was demanded, read ahead and used, and read in vain."""
 _REFERENCES = {"belady-bypass": "Belady's optimum", "random": "random eviction", "lru": "LRU"}
 _LONGEST_TIMELINE = 240
 
@@ -100,7 +102,7 @@ def hit_rates(found: TraceFindings) -> "Figure":
         figure = new_figure(figsize=(WIDE[0], 4.2))
         axes = figure.add_subplot()
         axes.plot(
-            [0, 100], [0, 100], color=GRID, linewidth=1.6, label="uniform random routing", zorder=1
+            [0, 100], [0, 100], color=MUTED, linewidth=0.9, label="uniform random routing", zorder=1
         )
         colours = iter(SERIES)
         for name in sorted(shown, key=lambda name: -by_policy[name][0][1]):
@@ -140,9 +142,10 @@ def recall(found: TraceFindings) -> "Figure":
             axes.set_title(f"{distance} layer{'s' if distance > 1 else ''} ahead")
             axes.set_xlabel("layer (number)")
             axes.set_ylim(0, 104)
+            axes.set_xlim(-0.5, len(control) - 0.5)
             _whole_ticks(axes.xaxis, len(control))
         panels[0].set_ylabel("experts among the 2K likeliest (%)")
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     return figure
 
 
@@ -160,11 +163,18 @@ def traffic(found: TraceFindings) -> "Figure":
     }
     tokens = max(1, next(iter(found.timed.values())).num_tokens)
     named = {_prefetch_label(name): values for name, values in bars.items()}
-    return stacked_bars(named, kinds, scale=1 / tokens / 2**20, unit="MiB for each token")
+    return stacked_bars(
+        named, kinds, scale=1 / tokens / 2**20, unit="MiB for each token", colours=BYTE_COLOURS
+    )
 
 
 def stacked_bars(
-    bars: Mapping[str, Sequence[float]], kinds: Sequence[str], *, scale: float, unit: str
+    bars: Mapping[str, Sequence[float]],
+    kinds: Sequence[str],
+    *,
+    scale: float,
+    unit: str,
+    colours: Sequence[str] = SERIES,
 ) -> "Figure":
     """Horizontal bars, each made of the same kinds of things."""
     with drawing() as new_figure:
@@ -173,12 +183,12 @@ def stacked_bars(
         left = np.zeros(len(bars))
         for number, kind in enumerate(kinds):
             width = scale * np.array([values[number] for values in bars.values()])
-            axes.barh(list(bars), width, left=left, color=SERIES[number], height=0.62, label=kind)
+            axes.barh(list(bars), width, left=left, color=colours[number], height=0.62, label=kind)
             left += width
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         axes.set_xlabel(unit)
-        axes.margins(x=0.02)
+        axes.set_xlim(0, 1.02 * (float(left.max()) or 1.0))
         figure.legend(loc="outside upper left", ncols=len(kinds))
     return figure
 

@@ -10,6 +10,7 @@ from moe_runtime.errors import CheckpointError
 from moe_runtime.reporting.style import to_svg, write_png
 
 if TYPE_CHECKING:
+    from markupsafe import Markup
     from matplotlib.figure import Figure
 
 _TEMPLATE = "page.html"
@@ -76,12 +77,26 @@ def render(page: Page) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters["with_code"] = _with_code
     drawings = {
         section.name: to_svg(section.figure, section.name)
         for section in page.sections
         if section.figure is not None
     }
     return environment.from_string(source).render(page=page, drawings=drawings)
+
+
+def _with_code(text: str) -> "Markup":
+    """Sets what stands between backticks as code; everything else is text and nothing more."""
+    from markupsafe import Markup, escape
+
+    parts = [escape(part) for part in text.split("`")]
+    is_paired = len(parts) % 2 == 1
+    marked = [
+        Markup("<code>{}</code>").format(part) if is_paired and number % 2 else part
+        for number, part in enumerate(parts)
+    ]
+    return Markup("" if is_paired else "`").join(marked)
 
 
 def write_page(page: Page, path: Path) -> None:

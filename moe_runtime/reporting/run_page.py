@@ -92,6 +92,14 @@ def _timeline(stats: RunStats) -> Section:
 
 def _memory(stats: RunStats) -> Section:
     numbers = stats.numbers
+    held_bytes = max(0.0, numbers["peak_rss_bytes"] - numbers["baseline_rss_bytes"])
+    sizes = {
+        "dense weights": numbers["dense_bytes"],
+        "all experts": numbers["expert_bytes"],
+        "room for experts": numbers["expert_slots"] * numbers["slot_bytes"],
+        "peak of the process": held_bytes,
+        "budget": numbers["budget_bytes"],
+    }
     model_bytes = numbers["dense_bytes"] + numbers["expert_bytes"]
     return Section(
         name="memory",
@@ -104,4 +112,8 @@ def _memory(stats: RunStats) -> Section:
         how="The peak counts what the process held beyond its libraries.",
         figure=draw_memory(stats),
         alt="Bars of memory: the model, what was held in memory, the peak and the budget.",
+        table=Table(
+            header=("", "size"),
+            rows=[(name, format_bytes(int(size))) for name, size in sizes.items()],
+        ),
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.reporting.charts import stacked_bars
+from moe_runtime.reporting.charts import BYTE_COLOURS, stacked_bars
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -112,6 +112,7 @@ def draw_bytes(stats: RunStats) -> "Figure":
         ("demanded", "read ahead, used", "prefetched, in vain"),
         scale=2**-20,
         unit="MiB",
+        colours=BYTE_COLOURS,
     )
 
 

@@ -1,5 +1,6 @@
 """Logistic regression for many outputs at once, by stochastic gradient descent in numpy."""
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,14 +81,19 @@ def fit_logistic(
     batches = max(num_rows // batch_rows, 1)
     adam = Adam([w_F, w_XE, b_E], num_steps=epochs * batches, rate=rate, decay=decay)
     rng = np.random.default_rng(seed)
+    bounds = np.linspace(0, num_rows, batches + 1).astype(int).tolist()
     for _ in range(epochs):
-        for rows in np.array_split(rng.permutation(num_rows), batches):
-            a = aligned[rows].astype(np.float32) / aligned_scale[:, None]
-            x = (dense[rows] - dense_mean) / dense_scale
-            logits = np.tensordot(a, w_F, axes=(1, 0)) + x @ w_XE + b_E
-            error = (sigmoid(logits) - target[rows]) / len(rows)
-            in_F = np.einsum("nfe,ne->f", a, error)
-            adam.step([in_F, x.T @ error, error.sum(axis=0)])
+        # Shuffled once an epoch, features first: what a step needs then lies together.
+        order = rng.permutation(num_rows)
+        aligned_FnE = aligned[order].transpose(1, 0, 2).astype(np.float32, order="C")
+        aligned_FnE /= aligned_scale[:, None, None]
+        dense_nX, target_nE = (dense[order] - dense_mean) / dense_scale, target[order]
+        for start, stop in itertools.pairwise(bounds):
+            a_Fm = aligned_FnE[:, start:stop].reshape(num_features, -1)
+            x = dense_nX[start:stop]
+            logits = (w_F @ a_Fm).reshape(-1, num_experts) + x @ w_XE + b_E
+            error = (sigmoid(logits) - target_nE[start:stop]) / len(x)
+            adam.step([a_Fm @ error.ravel(), x.T @ error, error.sum(axis=0)])
     dense_XE = w_XE / dense_scale[:, None]
     return LogisticFit(
         aligned_F=(w_F / aligned_scale).astype(np.float32),

@@ -16,7 +16,7 @@ from traces import trace_of
 from moe_runtime.cli.main import main
 from moe_runtime.policies.prediction import Shape
 from moe_runtime.reporting.findings import Settings, find
-from moe_runtime.reporting.page import render
+from moe_runtime.reporting.page import Page, Section, render
 from moe_runtime.reporting.trace_page import trace_page
 from moe_runtime.tracing import write_trace
 from moe_runtime.tracing.link_model import Machine
@@ -199,6 +199,18 @@ def test_names_cannot_break_out_of_the_page(tmp_path, capsys):
     assert "<script" not in text
     assert Reader(text).tags.count("svg") == 4
     assert len(list((tmp_path / "p").iterdir())) == 4
+
+
+def test_words_of_the_command_line_are_set_as_code_and_nothing_else_is_markup():
+    def shown(text: str) -> str:
+        section = Section(name="a", title="b", lesson=text)
+        page = Page(title="t", subtitle="s", facts=(), sections=[section])
+        return render(page).split('<p class="lesson">')[1].split("</p>")[0]
+
+    assert shown("see `run <b> --json`, then `x`") == (
+        "see <code>run &lt;b&gt; --json</code>, then <code>x</code>"
+    )
+    assert shown("one ` alone & <i>") == "one ` alone &amp; &lt;i&gt;"
 
 
 @pytest.mark.parametrize(
