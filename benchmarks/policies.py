@@ -4,7 +4,8 @@ Replays policies at the given capacities from a cold start and prints hit rates 
 Belady's optimum and the speed of the replay. Without `--policies` these are the ones that have a
 compiled replay; `--policies all` takes minutes on a trace of millions of accesses. With
 `--golden FILE` (rows of exact hit counts by trace, capacity, scope, reset and policy) every row is
-first held against the replay. `--out` writes it all down.
+first held against the replay. `--out` writes it all down; `--keep` leaves what an earlier run on
+the same trace wrote there about other policies, so that slow ones can be measured by themselves.
 """
 
 from __future__ import annotations
@@ -45,7 +46,15 @@ def main() -> None:
         _print(scope, found)
         rows += found
     if arguments.out:
-        write(arguments.out, arguments.trace, workload, arguments.scopes, rows, golden)
+        write(
+            arguments.out,
+            arguments.trace,
+            workload,
+            arguments.scopes,
+            rows,
+            golden,
+            keep=arguments.keep,
+        )
 
 
 def chosen_policies(names: list[str] | None) -> list[str]:
@@ -105,6 +114,8 @@ def write(
     scopes: list[str],
     rows: list[Row],
     golden: list[dict[str, Any]],
+    *,
+    keep: bool,
 ) -> None:
     """Writes the rows with machine, versions and commit."""
     facts = describe_machine()
@@ -136,8 +147,25 @@ def write(
         ],
     }
     path = out / f"policies-{machine_name(facts)}.json" if out.is_dir() else out
+    if keep and path.exists():
+        keep_earlier(result, json.loads(path.read_text(encoding="utf-8")))
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"written to {path}")
+
+
+def keep_earlier(result: dict[str, Any], earlier: dict[str, Any]) -> None:
+    """Adds what an earlier file on the same trace says about other policies and golden rows."""
+    if any(result[name] != earlier[name] for name in ("trace", "tokens", "layers", "experts")):
+        raise SystemExit(f"the results there are of {earlier['trace']}; leave out --keep")
+    measured = {(row["scope"], row["policy"], row["capacity"]) for row in result["rows"]}
+    result["rows"] += [
+        {"commit": earlier["commit"], **row}
+        for row in earlier["rows"]
+        if (row["scope"], row["policy"], row["capacity"]) not in measured
+    ]
+    if not result["golden_rows"]:
+        for name in ("golden_rows", "golden_rows_exact"):
+            result[name] = earlier[name]
 
 
 def _print(scope: str, rows: list[Row]) -> None:
@@ -159,6 +187,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--scopes", nargs="+", default=["per-layer"], choices=["per-layer", "global"]
     )
+    parser.add_argument("--keep", action="store_true", help="keep earlier rows in the file")
     parser.add_argument("--num-experts", type=int, help="where the trace does not say")
     parser.add_argument("--out", type=Path, help="folder or file for the results as JSON")
     return parser.parse_args()
