@@ -1,11 +1,12 @@
 """The expert kernels on a GPU beside transformers' own, whole layer, forward and backward.
 
-One command: `python benchmarks/kernels.py --out results.json`. First what the GPU can do: a dense
-bf16 product and a copy. Then every shape, every backend in turn, medians by the GPU's own clock:
-TFLOP/s (6 T K D F forward, 12 T K D F backward), the share of the dense product's, the share of the
-copy's bandwidth at which the active experts were read, and what the forward pass keeps for the
-backward pass beside the closed form 2 T D + 4 T K F bytes. Where a backend can be captured, the
-forward pass is timed as a CUDA graph too: without the launches, as a decoding loop would run it.
+One command: `python benchmarks/kernels.py --save`. First what the GPU can do: a dense bf16 product
+and a copy; then single products beside batched ones. Then every shape, every backend in turn,
+medians by the GPU's own clock: TFLOP/s (6 T K D F forward, 12 T K D F backward), the share of the
+dense product's, the share of the copy's bandwidth at which the active experts were read, what the
+forward pass keeps for the backward pass beside the closed form 2 T D + 4 T K F bytes, and the peak
+of both passes. Where a backend can be captured, the forward pass is timed as a CUDA graph too:
+without the launches, as a decoding loop would run it. Last, what is aimed at beside what came out.
 `--device cpu --tiny` is a rehearsal without a GPU.
 """
 
@@ -13,19 +14,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from harness.machine import commit, describe_machine, versions
+from kernel_products import measure_products
 from torch import Tensor
 
 BYTES = 2  # of a bf16 number
-BACKENDS = ("eager", "grouped_mm", "moe_runtime")
+OURS = "moe_runtime"
+BACKENDS = ("eager", "grouped_mm", OURS)
+# Copies the weights of every choice: transformers' own choice for decoding, hopeless for batches.
+FEW_TOKENS_BACKEND, FEW_TOKENS = "batched_mm", 16
+RESULTS = Path(__file__).parent / "results"
 
 
 class Shape(NamedTuple):
@@ -61,6 +69,23 @@ SHAPES = {
     "qwen3-30b T=1": Shape(1, 2048, 768, 128, 8),
 }
 TINY = {"tiny": Shape(32, 64, 48, 8, 2)}
+# What is aimed at on an H200: at least, or for seconds at most.
+AIMS: dict[str, dict[str, float]] = {
+    "120b": {"forward_tflops": 480, "backward_tflops": 430},
+    "fine-grained": {"forward_tflops": 330, "backward_tflops": 330},
+    "qwen3-30b T=8192": {"forward_s": 1.5e-3, "backward_s": 3.7e-3},
+    "qwen3-30b T=128": {"forward_s": 0.32e-3},
+    "qwen3-30b T=8": {"read_of_copy": 0.8},
+    "qwen3-30b T=1": {"read_of_copy": 0.8},
+    "tiny": {"forward_s": 1.0},
+}
+PRODUCT_AIMS = {
+    "grouped product": 0.9,
+    "sampled dense-dense": 0.9,
+    "dense-sparse": 0.9,
+    "skewed loads, beside padding": 1.0,
+    "combine, beside a copy": 0.7,
+}
 
 
 class Peak(NamedTuple):
@@ -81,25 +106,76 @@ def main() -> int:
     peak = measure_peak(options.device, 256 if options.tiny else 8192)
     gpu = torch.cuda.get_device_name() if options.device == "cuda" else None
     results: dict[str, Any] = {
+        "command": "python benchmarks/kernels.py --save",
         "machine": describe_machine(),
         "versions": versions(),
         "commit": commit(Path(__file__).parents[1]),
         "gpu": gpu,
         "dense_tflops": peak.tflops,
         "copy_bytes_s": peak.copy_bytes_s,
+        "products": {},
         "shapes": {},
+        "aims": [],
     }
+    path = options.out
+    if options.save:
+        name = re.sub(r"[^a-z0-9]+", "-", (gpu or "rehearsal").lower()).strip("-")
+        path = RESULTS / f"kernels-{name}.json"
     print(f"dense product {peak.tflops:.1f} TFLOP/s, copy {peak.copy_bytes_s / 1e9:.0f} GB/s")
+    timer = partial(median_s, device=options.device)
+    results["products"] = measure_products(options.device, timer, tiny=options.tiny)
+    for name, row in results["products"].items():
+        print(f"{name:30} {row['seconds'] * 1e3:8.3f} ms, {row['ratio']:5.2f} times as fast")
     for name, shape in (TINY if options.tiny else SHAPES).items():
         experts = layer(shape, options.device)
-        rows = {b: measure(experts, shape, b, options.device, peak) for b in BACKENDS}
+        backends = BACKENDS + ((FEW_TOKENS_BACKEND,) if shape.T <= FEW_TOKENS else ())
+        rows: dict[str, dict[str, float | None]] = {}
         results["shapes"][name] = {**shape._asdict(), "backends": rows}
-        for backend, row in rows.items():
-            print(line(name, backend, row, shape), flush=True)
-        if options.out:
-            options.out.write_text(json.dumps(results, indent=1) + "\n")
+        for backend in backends:
+            rows[backend] = measure(experts, shape, backend, options.device, peak)
+            print(line(name, backend, rows[backend], shape), flush=True)
+        results["aims"] = list(compared(results))
+        # After each shape: what was measured stays if the next one does not fit.
+        if path is not None:
+            path.write_text(json.dumps(results, indent=1) + "\n")
         del experts
+    for aim in results["aims"]:
+        print(aim_line(aim))
     return 0
+
+
+def compared(results: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every figure that is aimed at beside the measured one, and the faster of the peers'."""
+    for name, row in results["products"].items():
+        yield _aim(name, "ratio", PRODUCT_AIMS[name], row["ratio"])
+    for name, shape in results["shapes"].items():
+        ours = shape["backends"][OURS]
+        for field, asked in AIMS[name].items():
+            yield _aim(name, field, asked, ours[field])
+        for field in ("forward_s", "backward_s"):
+            asked = shape["backends"]["grouped_mm"][field]
+            yield _aim(f"{name}, not slower than grouped_mm", field, asked, ours[field])
+        if ours["kept_bytes"] is not None:
+            # Beside the closed form: gate weights, the order of the rows and their offsets.
+            rows = shape["T"] * shape["K"]
+            asked = ours["closed_form_bytes"] + (2 + 8) * rows + 8 * (shape["E"] + 1) + 4096
+            yield _aim(name, "kept_bytes", asked, ours["kept_bytes"])
+
+
+def _aim(what: str, field: str, asked: float, measured: float) -> dict[str, Any]:
+    is_upper = field.endswith(("_s", "_bytes"))
+    holds = measured <= asked if is_upper else measured >= asked
+    return {"what": what, "field": field, "asked": asked, "measured": measured, "holds": holds}
+
+
+def aim_line(aim: dict[str, Any]) -> str:
+    """One comparison for the terminal."""
+    sign = "<=" if aim["field"].endswith(("_s", "_bytes")) else ">="
+    verdict = "holds" if aim["holds"] else "MISSED"
+    return (
+        f"{aim['what']:45} {aim['field']:16} {sign} {aim['asked']:<12.6g} "
+        f"{aim['measured']:<12.6g} {verdict}"
+    )
 
 
 def layer(shape: Shape, device: str) -> Any:
@@ -148,11 +224,12 @@ def measure(
             return experts(x, ids, weights)
 
     forward_s = median_s(forward, device)
+    inputs = [x, *experts.parameters()]
+    peak_bytes = both_passes_peak(lambda: experts(x, ids, weights), inputs, device)
     before = allocated(device)
     out = experts(x, ids, weights)
     kept_bytes = None if before is None else kept(before, cast(int, allocated(device)), x, out)
     grad = torch.randn_like(out)
-    inputs = [x, *experts.parameters()]
     backward_s = median_s(lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True), device)
     forward_tflops = shape.forward_flops / forward_s / 1e12
     backward_tflops = 2 * shape.forward_flops / backward_s / 1e12
@@ -167,6 +244,7 @@ def measure(
         "backward_of_dense": backward_tflops / peak.tflops,
         "read_of_copy": read_bytes_s / peak.copy_bytes_s,
         "kept_bytes": kept_bytes,
+        "peak_bytes": peak_bytes,
         "closed_form_bytes": shape.kept_bytes,
     }
 
@@ -174,6 +252,22 @@ def measure(
 def kept(before: int, after: int, x: Tensor, out: Tensor) -> int:
     """What a forward pass keeps: what it left allocated without its output, and its input."""
     return after - before - out.numel() * out.element_size() + x.numel() * x.element_size()
+
+
+def both_passes_peak(
+    forward: Callable[[], Tensor], inputs: list[Tensor], device: str
+) -> int | None:
+    """Most bytes that a forward and a backward pass held beside parameters and input.
+
+    The gradients of the parameters are among them.
+    """
+    before = allocated(device)
+    if before is None:
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    out = forward()
+    torch.autograd.grad(out, inputs, torch.ones_like(out))
+    return torch.cuda.max_memory_allocated() - before
 
 
 def active_bytes(ids_TK: Tensor, shape: Shape) -> int:
@@ -238,6 +332,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="one tiny shape, as a rehearsal")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/kernels-GPU")
     parser.add_argument("--out", type=Path, help="write the results here as JSON")
     return parser.parse_args()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 PACKAGES = (
     "moe-runtime",
     "torch",
+    "triton",
     "transformers",
     "accelerate",
     "llama-cpp-python",

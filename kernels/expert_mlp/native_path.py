@@ -25,7 +25,7 @@ from moe_runtime.kernels.expert_mlp.rows import (
     groups,
     sort_rows,
 )
-from moe_runtime.kernels.expert_mlp.steps import TorchSteps
+from moe_runtime.kernels.expert_mlp.steps import GateLayout, TorchSteps
 from moe_runtime.kernels.native import (
     ACTIVATION_CODES,
     DTYPE_CODES,
@@ -64,26 +64,26 @@ class NativeSteps(TorchSteps):
     def activate(
         self,
         z_nZ: Tensor,
-        experts: StackedExperts,
+        layout: GateLayout,
         activation: ActivationSpec,
         hidden_nF: Tensor,
         kept_nZ: Tensor | None = None,
     ) -> None:
-        self._gate(z_nZ, experts, activation, hidden_nF, kept_nZ=kept_nZ)
+        self._gate(z_nZ, layout, activation, hidden_nF, kept_nZ=kept_nZ)
 
     def activate_backward(
         self,
         z_nZ: Tensor,
         hidden_nF: Tensor,
         weights_n: Tensor | None,
-        experts: StackedExperts,
+        layout: GateLayout,
         activation: ActivationSpec,
         grad_z_nZ: Tensor,
     ) -> Tensor:
         grad_weights_n = torch.empty(len(z_nZ))
         self._gate(
             z_nZ,
-            experts,
+            layout,
             activation,
             hidden_nF,
             grad_z_nZ=grad_z_nZ,
@@ -109,7 +109,7 @@ class NativeSteps(TorchSteps):
     def _gate(
         self,
         z_nZ: Tensor,
-        experts: StackedExperts,
+        layout: GateLayout,
         activation: ActivationSpec,
         hidden_nF: Tensor,
         *,
@@ -125,9 +125,9 @@ class NativeSteps(TorchSteps):
             z_nZ.data_ptr(),
             z_nZ.stride(0) * z_nZ.element_size(),
             len(z_nZ),
-            experts.dim_hidden,
-            experts.has_gate,
-            experts.is_concatenated,
+            layout.dim_hidden,
+            layout.has_gate,
+            layout.is_concatenated,
             DTYPE_CODES[z_nZ.dtype],
             DTYPE_CODES[hidden_nF.dtype],
             ACTIVATION_CODES[activation.function],

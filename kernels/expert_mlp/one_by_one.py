@@ -19,7 +19,7 @@ from moe_runtime.kernels.expert_mlp.activation import ActivationSpec, Preactivat
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
 from moe_runtime.kernels.expert_mlp.paths import path_of
 from moe_runtime.kernels.expert_mlp.rows import Gradients, Group, Needs, SortedRows, sort_rows
-from moe_runtime.kernels.expert_mlp.steps import TorchSteps, precise_dtype
+from moe_runtime.kernels.expert_mlp.steps import GateLayout, TorchSteps, precise_dtype
 from moe_runtime.kernels.native import require_native
 
 
@@ -32,7 +32,7 @@ class FunctionSteps(TorchSteps):
     def activate(
         self,
         z_nZ: Tensor,
-        experts: StackedExperts,
+        layout: GateLayout,
         activation: ActivationSpec,
         hidden_nF: Tensor,
         kept_nZ: Tensor | None = None,
@@ -45,7 +45,7 @@ class FunctionSteps(TorchSteps):
         z_nZ: Tensor,
         hidden_nF: Tensor,
         weights_n: Tensor | None,
-        experts: StackedExperts,
+        layout: GateLayout,
         activation: ActivationSpec,
         grad_z_nZ: Tensor,
     ) -> Tensor:

@@ -71,7 +71,12 @@ class Path(Protocol):
 
 
 def path_of(impl: str, x: Tensor) -> Path:
-    """The implementation of a name.
+    """The implementation of a name; arguments and errors as in `resolve_path`."""
+    return cast(Path, import_module(_MODULES[resolve_path(impl, x)]))
+
+
+def resolve_path(impl: str, x: Tensor) -> str:
+    """Which implementation a name means.
 
     Args:
         impl: `triton`, `native`, `torch`, or `auto`, which goes by the device: Triton on a GPU, the
@@ -88,13 +93,11 @@ def path_of(impl: str, x: Tensor) -> Path:
             raise ValueError(
                 f"impl='native' needs fp32, bf16 or fp16 on the CPU, got {x.dtype} on {x.device}"
             )
-    if impl == "auto":
-        impl = "torch"
-        if x.is_cuda:
-            impl = "triton"
-        elif _is_native(x) and native_library() is not None:
-            impl = "native"
-    return cast(Path, import_module(_MODULES[impl]))
+    if impl != "auto":
+        return impl
+    if x.is_cuda:
+        return "triton"
+    return "native" if _is_native(x) and native_library() is not None else "torch"
 
 
 def _is_native(x: Tensor) -> bool:

@@ -5,12 +5,32 @@ Shape suffixes: T tokens, n rows of one expert, D model, F hidden, Z = 2F with a
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp.activation import ActivationSpec, split_preactivations
-from moe_runtime.kernels.expert_mlp.experts import StackedExperts
 from moe_runtime.kernels.expert_mlp.products import Products
+
+
+class GateLayout(Protocol):
+    """How pre-activations lie: `StackedExperts`, or an expert of its own width."""
+
+    @property
+    def dim_hidden(self) -> int:
+        """F."""
+        ...
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether they hold gate and up, or up alone."""
+        ...
+
+    @property
+    def is_concatenated(self) -> bool:
+        """Whether the gate's come first; else they alternate."""
+        ...
 
 
 class TorchSteps:
@@ -29,7 +49,7 @@ class TorchSteps:
     def activate(
         self,
         z_nZ: Tensor,
-        experts: StackedExperts,
+        layout: GateLayout,
         activation: ActivationSpec,
         hidden_nF: Tensor,
         kept_nZ: Tensor | None = None,
@@ -38,14 +58,14 @@ class TorchSteps:
 
         Args:
             z_nZ: Pre-activations.
-            experts: For the layout of `z`.
+            layout: Of `z`.
             activation: What lies between the products.
             hidden_nF: Receives them.
             kept_nZ: Receives a copy of `z`, in its own dtype.
         """
         if kept_nZ is not None:
             kept_nZ.copy_(z_nZ)
-        gate, up = _halves(z_nZ.to(precise_dtype(z_nZ)), experts)
+        gate, up = _halves(z_nZ.to(precise_dtype(z_nZ)), layout)
         hidden_nF.copy_(activation(gate, up))
 
     def activate_backward(
@@ -53,7 +73,7 @@ class TorchSteps:
         z_nZ: Tensor,
         hidden_nF: Tensor,
         weights_n: Tensor | None,
-        experts: StackedExperts,
+        layout: GateLayout,
         activation: ActivationSpec,
         grad_z_nZ: Tensor,
     ) -> Tensor:
@@ -64,7 +84,7 @@ class TorchSteps:
             hidden_nF: Gradient of the hidden values for a gate weight of one; receives the hidden
                 values times the gate weight.
             weights_n: Gate weights in fp32 or better; None stands for ones.
-            experts: For the layout of `z`.
+            layout: Of `z`.
             activation: What lies between.
             grad_z_nZ: Receives the gradient of `z`; may be `z`.
 
@@ -72,14 +92,14 @@ class TorchSteps:
             The gradient of the gate weights ``[n]`` in fp32 or better.
         """
         precise = precise_dtype(z_nZ)
-        gate, up = _halves(z_nZ.to(precise), experts)
+        gate, up = _halves(z_nZ.to(precise), layout)
         grad = hidden_nF.to(precise)
         hidden = activation(gate, up)
         grad_weights_n = (grad * hidden).sum(1)
         if weights_n is not None:
             grad, hidden = grad * weights_n[:, None], hidden * weights_n[:, None]
         gate_grad, up_grad = activation.backward(gate, up, grad)
-        out_gate, out_up = _halves(grad_z_nZ, experts)
+        out_gate, out_up = _halves(grad_z_nZ, layout)
         out_up.copy_(up_grad)
         if out_gate is not None and gate_grad is not None:
             out_gate.copy_(gate_grad)
@@ -105,7 +125,7 @@ def precise_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _halves(z_nZ: Tensor, experts: StackedExperts) -> tuple[Tensor | None, Tensor]:
+def _halves(z_nZ: Tensor, layout: GateLayout) -> tuple[Tensor | None, Tensor]:
     return split_preactivations(
-        z_nZ, has_gate=experts.has_gate, is_concatenated=experts.is_concatenated
+        z_nZ, has_gate=layout.has_gate, is_concatenated=layout.is_concatenated
     )

@@ -6,6 +6,7 @@ Shape suffixes: T tokens, K choices a token, E experts, D model.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp import ActivationSpec
@@ -24,15 +25,16 @@ def heterogeneous_mlp_reference(
     Every expert computes every token; those that did not choose it weigh nothing.
     """
     precise = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight.to(precise), None if bias is None else bias.to(precise))
+
     x = x_TD.to(precise)
     out_TD = torch.zeros_like(x)
-    first = 0
-    for expert, width in enumerate(experts.columns.widths):
-        rows = slice(first, first + width)
-        first += width
-        gate = None if experts.gate is None else x @ experts.gate[rows].to(precise).T
-        up = x @ experts.up[rows].to(precise).T
-        y_TD = activation(gate, up) @ experts.down[rows].to(precise)
+    for expert, part in enumerate(experts.parts()):
+        gate = None if part.gate is None else product(x, part.gate, part.gate_bias)
+        hidden = activation(gate, product(x, part.up, part.up_bias))
+        y_TD = product(hidden, part.down.T, part.down_bias)
         weight_T = torch.where(ids_TK == expert, weights_TK.to(precise), 0).sum(1)
         out_TD = out_TD + weight_T[:, None] * y_TD
     return out_TD.to(x_TD.dtype)

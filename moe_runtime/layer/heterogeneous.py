@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_runtime.kernels.block_sparse import ExpertColumns
+from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
 from moe_runtime.kernels.heterogeneous_mlp import PackedExperts, heterogeneous_mlp
-from moe_runtime.kernels.heterogeneous_mlp.op import HeterogeneousMlpImpl
 from moe_runtime.layer.activations import Activation, activation_named
 from moe_runtime.layer.experts import compute_dtype
 
@@ -29,12 +29,15 @@ class HeterogeneousExperts(nn.Module):
         hidden_size: `D`.
         intermediate_sizes: Width of each expert; any numbers, multiples of 128 run fastest on GPUs.
         activation: A name of `ACTIVATIONS`.
+        bias: With biases of both products.
         impl: Implementation of `kernels.heterogeneous_mlp`.
+        recompute: The backward pass computes the pre-activations again instead of keeping them.
 
     Attributes:
         gate_proj: `[N, D]`, absent without a gate.
         up_proj: `[N, D]`.
         down_proj: `[N, D]`: row n is what hidden column n adds to the output.
+        gate_proj_bias, up_proj_bias, down_proj_bias: `[N]`, `[N]`, `[E, D]`.
     """
 
     def __init__(
@@ -43,22 +46,27 @@ class HeterogeneousExperts(nn.Module):
         intermediate_sizes: Sequence[int],
         *,
         activation: str | Activation = "swiglu",
-        impl: HeterogeneousMlpImpl = "auto",
+        bias: bool = False,
+        impl: ExpertMlpImpl = "auto",
+        recompute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.hidden_size = hidden_size
         self.activation: Activation = activation_named(activation)
-        self.impl: HeterogeneousMlpImpl = impl
+        self.impl: ExpertMlpImpl = impl
+        self.recompute = recompute
         self._columns = ExpertColumns.of(intermediate_sizes, block_columns=128)
-        names = ["up_proj", "down_proj"]
-        if self.activation.has_gate:
-            names.insert(0, "gate_proj")
-        shape = (sum(self.intermediate_sizes), hidden_size)
-        for name in names:
-            parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-            self.register_parameter(name, parameter)
+        num_columns = sum(self.intermediate_sizes)
+        for name in ("gate", "up", "down") if self.activation.has_gate else ("up", "down"):
+            shapes: dict[str, tuple[int, ...]] = {f"{name}_proj": (num_columns, hidden_size)}
+            if bias:
+                wide = (self.num_experts, hidden_size) if name == "down" else (num_columns,)
+                shapes[f"{name}_proj_bias"] = wide
+            for full_name, shape in shapes.items():
+                parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+                self.register_parameter(full_name, parameter)
         self.up_proj: nn.Parameter
         self.down_proj: nn.Parameter
         self.reset_parameters()
@@ -73,13 +81,15 @@ class HeterogeneousExperts(nn.Module):
         return len(self.intermediate_sizes)
 
     def reset_parameters(self) -> None:
-        """Normal with standard deviation `1 / sqrt(fan in)`, each expert's own for `down_proj`."""
+        """Normal with standard deviation `1 / sqrt(fan in)`, an expert's own; biases zero."""
         for name, parameter in self.named_parameters():
-            if name != "down_proj":
+            if name.endswith("_bias"):
+                nn.init.zeros_(parameter)
+            elif name != "down_proj":
                 nn.init.normal_(parameter, std=1 / math.sqrt(self.hidden_size))
-                continue
-            for rows in parameter.split(list(self.intermediate_sizes)):
-                nn.init.normal_(rows, std=1 / math.sqrt(len(rows)))
+            else:
+                for rows in parameter.split(list(self.intermediate_sizes)):
+                    nn.init.normal_(rows, std=1 / math.sqrt(len(rows)))
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """`out[t] = sum_k weights[t, k] * expert[ids[t, k]](x[t])`, `[T, D]`.
@@ -94,6 +104,7 @@ class HeterogeneousExperts(nn.Module):
             self.packed(dtype),
             activation=self.activation.spec,
             impl=self.impl,
+            recompute=self.recompute,
         )
 
     def packed(self, dtype: torch.dtype | None = None) -> PackedExperts:
@@ -103,13 +114,12 @@ class HeterogeneousExperts(nn.Module):
             self._columns = ExpertColumns.of(
                 self.intermediate_sizes, block_columns=128, device=self.up_proj.device
             )
-        gate: Tensor | None = getattr(self, "gate_proj", None)
-        return PackedExperts(
-            gate=gate if gate is None else gate.to(dtype),
-            up=self.up_proj.to(dtype),
-            down=self.down_proj.to(dtype),
-            columns=self._columns,
-        )
+        tensors = {}
+        for name in ("gate", "up", "down"):
+            for full_name, part in ((f"{name}_proj", name), (f"{name}_proj_bias", f"{name}_bias")):
+                tensor: Tensor | None = getattr(self, full_name, None)
+                tensors[part] = tensor if tensor is None else tensor.to(dtype)
+        return PackedExperts(**tensors, columns=self._columns)
 
     def extra_repr(self) -> str:
         return (

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl, check_impl
-from moe_runtime.kernels.heterogeneous_mlp.op import HeterogeneousMlpImpl
 from moe_runtime.layer.activations import activation_named
 from moe_runtime.layer.aux import AttachLoss, LayerAux, weighted_loss
 from moe_runtime.layer.experts import Experts, SharedExperts, compute_dtype
@@ -183,13 +182,9 @@ class MoELayer(nn.Module):
                 num_experts, hidden_size, intermediate_size, impl=impl, recompute=recompute, **kind
             )
         else:
-            _check_widths(intermediate_size, num_experts, bias=bias, recompute=recompute)
+            _check_widths(intermediate_size, num_experts)
             self.experts = HeterogeneousExperts(
-                hidden_size,
-                intermediate_size,
-                activation=activation,
-                impl=cast(HeterogeneousMlpImpl, impl),
-                **place,
+                hidden_size, intermediate_size, impl=impl, recompute=recompute, **kind
             )
         self.zero: ZeroExperts | None = None
         if isinstance(self.gate, MoEPlusPlus):
@@ -296,16 +291,13 @@ class MoELayer(nn.Module):
             )
 
 
-def _check_widths(widths: Sequence[int], num_experts: int, *, bias: bool, recompute: bool) -> None:
-    """Refuses what experts of different widths cannot be."""
+def _check_widths(widths: Sequence[int], num_experts: int) -> None:
+    """Refuses widths that do not belong to the experts."""
     if len(widths) != num_experts:
         raise ValueError(
             f"intermediate_size must be one number, or one for each of {num_experts} experts; got "
             f"{len(widths)} numbers"
         )
-    for name, is_asked in (("bias", bias), ("recompute", recompute)):
-        if is_asked:
-            raise ValueError(f"experts of different widths have no {name}: leave it out")
 
 
 def _with_zero_experts(

@@ -50,3 +50,18 @@ def test_the_rehearsal_measures_every_backend(tmp_path: Path) -> None:
         assert row["read_of_copy"] == pytest.approx(read / results["copy_bytes_s"])
         assert row["graph_forward_s"] is None
         assert row["kept_bytes"] is None
+        assert row["peak_bytes"] is None
+    for product in results["products"].values():
+        assert product["ratio"] == pytest.approx(product["peer_seconds"] / product["seconds"])
+    aims = {(aim["what"], aim["field"]): aim for aim in results["aims"]}
+    assert len(aims) == len(results["aims"]) == len(results["products"]) + 3
+    beside = aims["tiny, not slower than grouped_mm", "backward_s"]
+    assert beside["asked"] == rows["grouped_mm"]["backward_s"]
+    assert beside["measured"] == rows["moe_runtime"]["backward_s"]
+    for aim in results["aims"]:
+        at_most = aim["field"].endswith("_s")
+        assert aim["holds"] == (
+            aim["measured"] <= aim["asked"] if at_most else aim["measured"] >= aim["asked"]
+        )
+    # Each is said once more, in words.
+    assert sum(word in ("holds", "MISSED") for word in done.stdout.split()) == len(aims)

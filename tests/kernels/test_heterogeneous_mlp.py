@@ -7,13 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 from low_precision import assert_as_good_as_eager, assert_rounded_only
+from saved_tensors import saved_bytes
 from stacked_experts import make_routing
 from torch import Tensor
 
 from moe_runtime.kernels.block_sparse import ExpertColumns
 from moe_runtime.kernels.expert_mlp import ActivationSpec
+from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
 from moe_runtime.kernels.heterogeneous_mlp import PackedExperts, heterogeneous_mlp
-from moe_runtime.kernels.heterogeneous_mlp.op import HeterogeneousMlpImpl, choose_block_rows
+from moe_runtime.kernels.heterogeneous_mlp.op import choose_block_rows
+from moe_runtime.kernels.native import native_library
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDTHS = (21, 64, 1, 40)
@@ -22,107 +25,175 @@ SWIGLU = ActivationSpec("silu")
 OFFSET = ActivationSpec("silu", alpha=1.702, limit=0.7, up_offset=1.0)
 
 
+NAMES = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+
+
 def packed(
-    widths: tuple[int, ...], dim: int, dtype: torch.dtype, *, has_gate: bool = True
+    widths: tuple[int, ...],
+    dim: int,
+    dtype: torch.dtype,
+    *,
+    has_gate: bool = True,
+    has_bias: bool = False,
 ) -> PackedExperts:
-    shape = (sum(widths), dim)
-    gate, up, down = (torch.randn(shape).to(dtype) for _ in range(3))
-    columns = ExpertColumns.of(widths, block_columns=16)
-    scale = dim**-0.5
-    return PackedExperts(
-        gate=gate * scale if has_gate else None, up=up * scale, down=down * 0.2, columns=columns
-    )
+    num_columns, scale = sum(widths), dim**-0.5
+    tensors = {
+        "gate": torch.randn(num_columns, dim) * scale,
+        "up": torch.randn(num_columns, dim) * scale,
+        "down": torch.randn(num_columns, dim) * 0.2,
+        "gate_bias": torch.randn(num_columns),
+        "up_bias": torch.randn(num_columns),
+        "down_bias": torch.randn(len(widths), dim),
+    }
+    for name in tensors:
+        if (name.startswith("gate") and not has_gate) or (name.endswith("bias") and not has_bias):
+            tensors[name] = None
+    return moved(PackedExperts(columns=columns_of(widths), **tensors), "cpu", dtype)
+
+
+def columns_of(widths: tuple[int, ...], device: str = "cpu") -> ExpertColumns:
+    return ExpertColumns.of(widths, block_columns=16, device=device)
+
+
+def moved(experts: PackedExperts, device: str, dtype: torch.dtype) -> PackedExperts:
+    """The experts as leaves on another device, in another dtype."""
+    tensors = {
+        name: tensor.to(device, dtype).detach().requires_grad_()
+        for name in NAMES
+        if (tensor := getattr(experts, name)) is not None
+    }
+    columns = columns_of(experts.columns.widths, device)
+    return PackedExperts(**{"gate": None, **tensors}, columns=columns)
 
 
 def run(
-    impl: HeterogeneousMlpImpl,
+    impl: ExpertMlpImpl,
     dtype: torch.dtype,
     experts: PackedExperts,
     x: Tensor,
     routing: tuple[Tensor, Tensor],
     activation: ActivationSpec,
+    **options: bool,
 ) -> dict[str, Tensor]:
     """Output and every gradient, on the CPU."""
     device = DEVICE if impl == "triton" else "cpu"
-    leaves = {
-        name: tensor.to(device, dtype).detach().requires_grad_()
-        for name in ("gate", "up", "down")
-        if (tensor := getattr(experts, name)) is not None
-    }
-    columns = ExpertColumns.of(experts.columns.widths, block_columns=16, device=device)
+    experts = moved(experts, device, dtype)
     x = x.to(device, dtype).detach().requires_grad_()
     ids, weights = routing[0].to(device), routing[1].to(device).detach().requires_grad_()
     out = heterogeneous_mlp(
-        x,
-        ids,
-        weights,
-        PackedExperts(**{"gate": None, **leaves}, columns=columns),
-        activation=activation,
-        block_rows=16,
-        impl=impl,
+        x, ids, weights, experts, activation=activation, impl=impl, block_rows=16, **options
     )
     generator = torch.Generator().manual_seed(5)
     grad = torch.randn(out.shape, generator=generator).bfloat16()
     out.backward(grad.to(out))
     found = {"out": out.detach(), "x": x.grad, "weights": weights.grad}
-    found |= {name: leaf.grad for name, leaf in leaves.items()}
+    found |= {n: t.grad for n in NAMES if (t := getattr(experts, n)) is not None}
+    assert all(value is not None for value in found.values())
     return {name: value.cpu() for name, value in found.items() if value is not None}
 
 
+CASES = [
+    (13, 2, "gaps", torch.float32, SWIGLU, {}),
+    (1, 1, "random", torch.bfloat16, OFFSET, {"has_bias": True}),
+    (19, 4, "random", torch.bfloat16, SWIGLU, {}),
+    (40, 1, "one", torch.float32, ActivationSpec("relu2"), {"has_gate": False}),
+    (21, 3, "gaps", torch.float16, OFFSET, {"has_bias": True}),
+    (9, 2, "gaps", torch.float32, ActivationSpec("gelu"), {"has_gate": False, "has_bias": True}),
+]
+
+
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize(
-    ("num_tokens", "top_k", "kind", "dtype", "activation", "has_gate"),
-    [
-        (13, 2, "gaps", torch.float32, SWIGLU, True),
-        (1, 1, "random", torch.bfloat16, OFFSET, True),
-        (63, 4, "random", torch.bfloat16, SWIGLU, True),
-        (40, 1, "one", torch.float32, ActivationSpec("relu2"), False),
-    ],
-)
+@pytest.mark.parametrize(("num_tokens", "top_k", "kind", "dtype", "activation", "layout"), CASES)
 def test_against_fp64(
     num_tokens: int,
     top_k: int,
     kind: str,
     dtype: torch.dtype,
     activation: ActivationSpec,
-    has_gate: bool,
+    layout: dict[str, bool],
 ) -> None:
-    experts = packed(WIDTHS, 24, dtype, has_gate=has_gate)
+    experts = packed(WIDTHS, 24, dtype, **layout)
     x = torch.randn(num_tokens, 24).to(dtype)
     routing = make_routing(num_tokens, top_k, len(WIDTHS), kind=kind, dtype=torch.float32)
     exact = run("reference", torch.float64, experts, x, routing, activation)
     eager = run("torch", dtype, experts, x, routing, activation)
-    found = run("triton", dtype, experts, x, routing, activation)
-    assert found.keys() == eager.keys() == exact.keys()
+    others = [run("triton", dtype, experts, x, routing, activation)]
+    if native_library() is not None:
+        others.append(run("native", dtype, experts, x, routing, activation))
     for name, value in exact.items():
-        assert_as_good_as_eager(found[name], eager[name], value.double(), name, dtype=dtype)
+        for found in others:
+            assert found.keys() == exact.keys()
+            assert_as_good_as_eager(found[name], eager[name], value.double(), name, dtype=dtype)
         if name != "weights":
             assert_rounded_only(eager[name], value, name)
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
-def test_gradients(impl: HeterogeneousMlpImpl) -> None:
+def test_gradients(impl: ExpertMlpImpl) -> None:
     """In fp64, which the CPU path computes in as well."""
-    experts = packed((2, 17, 1), 3, torch.float64)
-    assert experts.gate is not None
+    experts = packed((2, 17, 1), 3, torch.float64, has_bias=True)
     ids, weights = make_routing(5, 2, 3, kind="gaps", dtype=torch.float64)
 
-    def output(x: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        parameters = replace(experts, gate=gate, up=up, down=down)
-        return heterogeneous_mlp(x, ids, weights, parameters, activation=OFFSET, impl=impl)
+    def output(x: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
+        layer = replace(experts, **dict(zip(NAMES, parameters, strict=True)))
+        return heterogeneous_mlp(x, ids, weights, layer, activation=OFFSET, impl=impl)
 
-    tensors = (torch.randn(5, 3).double(), weights, experts.gate, experts.up, experts.down)
+    tensors = [torch.randn(5, 3).double(), weights, *(getattr(experts, n) for n in NAMES)]
     assert torch.autograd.gradcheck(output, [t.requires_grad_() for t in tensors])
 
 
-def test_waiting_changes_no_bit_of_the_output() -> None:
-    experts = packed(WIDTHS, 24, torch.float32)
-    experts = PackedExperts(
-        gate=experts.gate if experts.gate is None else experts.gate.to(DEVICE),
-        up=experts.up.to(DEVICE),
-        down=experts.down.to(DEVICE),
-        columns=ExpertColumns.of(WIDTHS, block_columns=16, device=DEVICE),
+PATHS = [
+    "triton",
+    "torch",
+    pytest.param(
+        "native", marks=pytest.mark.skipif(native_library() is None, reason="was not built")
+    ),
+]
+
+
+@pytest.mark.parametrize("impl", PATHS)
+def test_recompute_changes_no_bit(impl: ExpertMlpImpl) -> None:
+    experts = packed(WIDTHS, 24, torch.bfloat16, has_bias=True)
+    x = torch.randn(6, 24).bfloat16()
+    routing = make_routing(6, 2, 4, kind="gaps", dtype=torch.float32)
+    kept, again = (
+        run(impl, torch.bfloat16, experts, x, routing, OFFSET, recompute=recompute)
+        for recompute in (False, True)
     )
+    assert all(torch.equal(kept[name], again[name]) for name in kept)
+
+
+@pytest.mark.parametrize("impl", PATHS)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_kept_for_the_backward_pass(impl: ExpertMlpImpl, recompute: bool) -> None:
+    """The input, gate and up of every row's own width, and the order of the rows; or without."""
+    device = DEVICE if impl == "triton" else "cpu"
+    experts = moved(packed((16, 48), 24, torch.bfloat16), device, torch.bfloat16)
+    x = torch.randn(32, 24, device=device).bfloat16().requires_grad_()
+    # Full blocks: sixteen rows on each expert.
+    ids = (torch.arange(32, device=device)[:, None] // 16).contiguous()
+    weights = torch.rand(32, 1, device=device)
+    kept = saved_bytes(
+        lambda: heterogeneous_mlp(
+            x,
+            ids,
+            weights,
+            experts,
+            activation=SWIGLU,
+            impl=impl,
+            block_rows=16,
+            waits=True,
+            recompute=recompute,
+        ),
+        but=[getattr(experts, name) for name in NAMES[:3]],
+    )
+    order = 8 * (2 + 3 + 2 * 32)
+    hidden = 0 if recompute else 2 * 2 * (16 * 16 + 16 * 48)
+    assert kept == 2 * 32 * 24 + hidden + 4 * 32 + order
+
+
+def test_waiting_changes_no_bit_of_the_output() -> None:
+    experts = moved(packed(WIDTHS, 24, torch.float32), DEVICE, torch.float32)
     ids, weights = (t.to(DEVICE) for t in make_routing(30, 2, 4, dtype=torch.float32))
     x = torch.randn(30, 24, device=DEVICE)
     outputs = [
@@ -156,5 +227,11 @@ def test_bad_arguments() -> None:
         heterogeneous_mlp(x, ids, weights, experts, activation=SWIGLU, checks_ids=True)
     with pytest.raises(ValueError, match=r"up must be \[126, D\] .* got \[125, 8\]"):
         replace(experts, up=experts.up[1:])
-    with pytest.raises(ValueError, match=r"down must be \[126, 8\] like up, got \[125, 8\]"):
+    with pytest.raises(ValueError, match=r"down must be \[126, 8\] .* got \[125, 8\]"):
         replace(experts, down=experts.down[1:])
+    with pytest.raises(ValueError, match=r"down_bias must be \[4, 8\] .* got \[4\]"):
+        replace(experts, down_bias=torch.zeros(4))
+    with pytest.raises(ValueError, match="gate_bias is given, and gate is not"):
+        replace(experts, gate=None, gate_bias=torch.zeros(126))
+    with pytest.raises(ValueError, match="one of auto, triton, native, reference, torch"):
+        heterogeneous_mlp(x, ids, weights, experts, activation=SWIGLU, impl="fast")  # type: ignore[arg-type]

@@ -1,0 +1,180 @@
+"""What is kept for a backward pass, and that no call waits for the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from saved_tensors import saved_bytes
+from stacked_experts import make_experts, make_routing
+from torch import Tensor
+
+from moe_runtime.kernels.block_sparse import ExpertColumns
+from moe_runtime.kernels.combine import combine
+from moe_runtime.kernels.expert_mlp import ActivationSpec, StackedExperts, expert_mlp, triton_path
+from moe_runtime.kernels.expert_mlp.rows import Needs, SortedRows
+from moe_runtime.kernels.grouped_gemm import grouped_gemm
+from moe_runtime.kernels.heterogeneous_mlp import PackedExperts, heterogeneous_mlp
+from moe_runtime.kernels.native import native_library
+from moe_runtime.kernels.token_sort import token_sort
+
+HAS_GPU = torch.cuda.is_available()
+SILU = ActivationSpec("silu")
+IMPLS = [
+    "triton",
+    "torch",
+    pytest.param(
+        "native", marks=pytest.mark.skipif(native_library() is None, reason="was not built")
+    ),
+]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_kept_for_the_backward_pass(impl: str, recompute: bool) -> None:
+    """2 T D + 4 T K F bytes of bf16, gate weights and routing; with `recompute` 2 T D."""
+    T, K, E, D, F = 8, 3, 4, 16, 16
+    device = "cuda" if HAS_GPU and impl == "triton" else "cpu"
+    experts = make_experts(E, dim_model=D, dim_hidden=F)
+    leaves = {
+        name: getattr(experts, name).to(device, torch.bfloat16).requires_grad_()
+        for name in ("gate_up", "down", "gate_up_bias", "down_bias")
+    }
+    experts = replace(experts, **leaves)
+    x = torch.randn(T, D, device=device).bfloat16().requires_grad_()
+    ids, weights = make_routing(T, K, E, dtype=torch.float32)
+    kept = saved_bytes(
+        lambda: expert_mlp(
+            x,
+            ids.to(device),
+            weights.to(device).requires_grad_(),
+            experts,
+            activation="silu",
+            impl=impl,  # type: ignore[arg-type]
+            recompute=recompute,
+        ),
+        but=experts.tensors(),
+    )
+    gate_weights, order, offsets = 4 * T * K, 8 * T * K, 8 * (E + 1)
+    preactivations = 0 if recompute else 4 * T * K * F
+    assert kept == 2 * T * D + preactivations + gate_weights + order + offsets
+
+
+@contextmanager
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Fails whatever asks the device for a number; gives the names of the kernels started.
+
+    On a GPU torch finds it. Elsewhere tensors are of the device `meta`, which has no numbers to
+    give, and kernels are not run.
+    """
+    from triton.runtime.jit import KernelInterface
+
+    started: list[str] = []
+    original = KernelInterface.__getitem__
+
+    def getitem(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+        started.append(kernel.fn.__name__)
+        assert all(type(size) is int and size > 0 for size in grid)
+        return original(kernel, grid) if HAS_GPU else lambda **arguments: None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KernelInterface, "__getitem__", getitem)
+        if HAS_GPU:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield started
+        finally:
+            if HAS_GPU:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+DEVICE = "cuda" if HAS_GPU else "meta"
+T, K, E, D, F = 40, 2, 4, 32, 16
+
+
+def operands() -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.zeros(T, D, device=DEVICE).requires_grad_()
+    ids = torch.zeros(T, K, device=DEVICE, dtype=torch.int64)
+    return x, ids, torch.zeros(T, K, device=DEVICE).requires_grad_()
+
+
+def stacked() -> StackedExperts:
+    experts = make_experts(E, dim_model=D, dim_hidden=F, dtype=torch.float32)
+    tensors = {
+        name: getattr(experts, name).to(DEVICE)
+        for name in ("gate_up", "down", "gate_up_bias", "down_bias")
+    }
+    slots = torch.arange(E, dtype=torch.int64).to(DEVICE)
+    return replace(experts, **tensors, slot_of_expert=slots)
+
+
+def whole_layer() -> None:
+    """The three functions that the operator calls on a GPU; on `meta` it would call none."""
+    x, ids, weights = (t.detach() for t in operands())
+    experts = stacked()
+    triton_path.infer(x, ids, weights, experts, SILU)
+    triton_path.infer(x[:3], ids[:3], weights[:3], experts, SILU)
+    order = token_sort(ids, E, impl="triton")
+    rows = SortedRows(order.order_R, order.offsets_E1)
+    for keeps in (True, False):
+        out, z = triton_path.forward(x, weights, rows, experts, SILU, keeps=keeps)
+        needs = Needs(True, True, True, True, True, True)
+        triton_path.backward(out, x, weights, z, rows, experts, SILU, needs=needs)
+
+
+def products() -> None:
+    x, ids, weights = operands()
+    order = token_sort(ids, E, impl="triton")
+    weight = torch.zeros(E, F, D, device=DEVICE).requires_grad_()
+    y = grouped_gemm(
+        x, weight, order.offsets_E1, sorted_tokens=order, gathers_choices=K, impl="triton"
+    )
+    combine(y, weights, order, impl="triton").sum().backward()
+
+
+def experts_of_different_widths() -> None:
+    x, ids, weights = operands()
+    widths = (8, 16, 40, 8)
+    columns = ExpertColumns.of(widths, block_columns=16, device="cpu")
+    moved = {
+        name: getattr(columns, name).to(DEVICE)
+        for name in ("starts_E1", "strips_E", "first", "end")
+    }
+    gate, up, down = (torch.zeros(72, D, device=DEVICE).requires_grad_() for _ in range(3))
+    bias = torch.zeros(E, D, device=DEVICE)
+    experts = PackedExperts(
+        gate=gate, up=up, down=down, down_bias=bias, columns=replace(columns, **moved)
+    )
+    out = heterogeneous_mlp(x, ids, weights, experts, activation=SILU, impl="triton")
+    out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("call", "kernels"),
+    [
+        (whole_layer, {"decode_up", "grouped_gemm_dw", "dscale_sum", "_token_sort_small"}),
+        (products, {"grouped_gemm_fwd", "_combine_bwd"}),
+        (experts_of_different_widths, {"expert_blocks", "block_sparse_dsd", "block_dots_sum"}),
+    ],
+)
+def test_the_host_never_waits(
+    call: Callable[[], None], kernels: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if HAS_GPU:
+        call()  # what is compiled and allocated at the first call may wait
+    with no_waiting(monkeypatch) as started:
+        call()
+    assert kernels <= set(started)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="is about the stand-in for a GPU")
+@pytest.mark.parametrize(
+    "ask", [Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.nonzero, Tensor.unique, Tensor.numpy]
+)
+def test_a_question_to_the_device_would_be_noticed(ask: Callable[[Tensor], Any]) -> None:
+    with pytest.raises((RuntimeError, NotImplementedError, TypeError)):
+        ask(torch.zeros(1, device=DEVICE))
