@@ -3,10 +3,12 @@
 from moe_runtime.kernels.expert_mlp.activation import ACTIVATION_NAMES, ActivationSpec
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
 from moe_runtime.kernels.expert_mlp.op import expert_mlp, grouped_expert_mlp
+from moe_runtime.kernels.expert_mlp.parameter_gradients import ParameterGradients
 
 __all__ = [
     "ACTIVATION_NAMES",
     "ActivationSpec",
+    "ParameterGradients",
     "StackedExperts",
     "expert_mlp",
     "grouped_expert_mlp",

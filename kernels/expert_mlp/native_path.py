@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,6 +35,9 @@ from moe_runtime.kernels.native import (
     require_native,
 )
 from moe_runtime.kernels.native.pages import with_huge_pages
+
+if TYPE_CHECKING:
+    from moe_runtime.kernels.expert_mlp.parameter_gradients import ParameterGradients
 
 
 class NativeSteps(TorchSteps):
@@ -203,11 +207,20 @@ def backward(
     activation: ActivationSpec,
     *,
     needs: Needs,
+    parameter_gradients: ParameterGradients | None = None,
 ) -> Gradients:
     """As `torch_path.backward`."""
-    steps = NativeSteps(require_native())
     return torch_path.backward(
-        grad_TD, x_TD, weights_TK, z_RZ, rows, experts, activation, needs=needs, steps=steps
+        grad_TD,
+        x_TD,
+        weights_TK,
+        z_RZ,
+        rows,
+        experts,
+        activation,
+        needs=needs,
+        parameter_gradients=parameter_gradients,
+        steps=NativeSteps(require_native()),
     )
 
 

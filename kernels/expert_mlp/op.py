@@ -17,6 +17,10 @@ from moe_runtime.kernels.expert_mlp.activation import (
     PreactivationFunction,
 )
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
+from moe_runtime.kernels.expert_mlp.parameter_gradients import (
+    ParameterGradients,
+    call_with_gradients,
+)
 from moe_runtime.kernels.expert_mlp.projection import (
     RowFunction,
     composed_expert_mlp,
@@ -43,6 +47,7 @@ def expert_mlp(
     recompute: bool = False,
     checks_ids: bool = False,
     post_expert: RowFunction | None = None,
+    gradients: ParameterGradients | None = None,
 ) -> Tensor:
     """Runs every token through its experts and sums the results by gate weight.
 
@@ -61,6 +66,8 @@ def expert_mlp(
         recompute: Computes the pre-activations again in the backward pass instead of keeping them.
         checks_ids: Reports ids outside ``[-1, E]`` (waits for the device).
         post_expert: Applied to every expert's output rows ``[R, D]`` before they are weighted.
+        gradients: Adds the parameters' gradients to those of earlier calls, or computes them for
+            some experts alone; None gives autograd all of them. Not with functions.
 
     Returns:
         ``[T, D]`` in the dtype of `x`.
@@ -77,6 +84,14 @@ def expert_mlp(
     validate_routing(x_TD, ids_TK, weights_TK)
     if checks_ids:
         _check_ids(ids_TK, experts.num_experts)
+    if gradients is not None:
+        if impl == "reference" or post_expert is not None or not isinstance(spec, ActivationSpec):
+            raise ValueError("gradients= goes with a formula as activation and another impl")
+        gradients.check(experts)
+        if torch.is_grad_enabled():
+            return call_with_gradients(
+                x_TD, ids_TK, weights_TK, experts, spec, gradients, impl=impl, recompute=recompute
+            ).to(dtype)
     if impl == "reference":
         out_TD = expert_mlp_reference(x_TD, ids_TK, weights_TK, experts, spec, post_expert)
         return out_TD.to(dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from torch import Tensor
 
@@ -11,6 +11,9 @@ from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
 from moe_runtime.kernels.expert_mlp.rows import Gradients, Needs, SortedRows
 from moe_runtime.kernels.native import DTYPE_CODES, native_library, require_native
+
+if TYPE_CHECKING:
+    from moe_runtime.kernels.expert_mlp.parameter_gradients import ParameterGradients
 
 # A module each, with the functions of `Path`; imported when first used.
 _MODULES = {
@@ -62,10 +65,12 @@ class Path(Protocol):
         activation: ActivationSpec,
         *,
         needs: Needs,
+        parameter_gradients: ParameterGradients | None = None,
     ) -> Gradients:
         """The gradients that are needed; with empty `z_RZ` it computes the pre-activations again.
 
-        Every element of a gradient is written, those of experts without rows with zero.
+        Every element of a gradient is written, those of experts without rows with zero; unless
+        `parameter_gradients` says otherwise.
         """
         ...
 

@@ -11,6 +11,7 @@ Z = 2F with a gate and F without.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ from moe_runtime.kernels.expert_mlp.rows import (
 )
 from moe_runtime.kernels.expert_mlp.steps import TorchSteps, precise_dtype
 from moe_runtime.kernels.native.pages import untouched_zeros, with_huge_pages
+
+if TYPE_CHECKING:
+    from moe_runtime.kernels.expert_mlp.parameter_gradients import ParameterGradients
 
 STEPS = TorchSteps()
 
@@ -87,6 +91,7 @@ def backward(
     activation: ActivationSpec,
     *,
     needs: Needs,
+    parameter_gradients: ParameterGradients | None = None,
     steps: TorchSteps = STEPS,
 ) -> Gradients:
     """Every gradient that is needed, from what `forward` was given and what it kept.
@@ -100,21 +105,35 @@ def backward(
         experts: The parameters.
         activation: What lies between the products.
         needs: Which gradients.
+        parameter_gradients: Where those of parameters are added to, and which experts have some.
         steps: The operations of one expert.
     """
     found = list(groups(rows, experts))
     call = Call(x_TD, weights_TK, rows, found, activation, steps)
     grad_TD = grad_TD.to(x_TD.dtype).contiguous()
     sums_TD = call.new_sums() if needs.x else x_TD.new_empty(0)
+    into, slots = None, experts.slot_of_expert
+    if parameter_gradients is not None:
+        into, slots = parameter_gradients.into, parameter_gradients.trained_slots(experts)
+    trained = set(range(experts.num_experts) if slots is None else slots.tolist())
     parameters = [
-        untouched_zeros(tensor) if need and tensor is not None else x_TD.new_empty(0)
-        for tensor, need in zip(experts.tensors(), needs[2:], strict=True)
+        x_TD.new_empty(0)
+        if not need or tensor is None
+        else untouched_zeros(tensor)
+        if given is None
+        else given
+        for tensor, need, given in zip(
+            experts.tensors(), needs[2:], into or (None,) * 4, strict=True
+        )
     ]
     gradients = Gradients(sums_TD, torch.zeros_like(call.weights_R), *parameters)
-    used: set[int] = set()
+    # Slots whose gradients something was written to.
+    used: set[int] = set() if into is None else set(trained)
+    frozen = needs._replace(gate_up=False, down=False, gate_up_bias=False, down_bias=False)
     for group, one in zip(found, [experts.one(group.slot) for group in found], strict=True):
+        needed = needs if group.slot in trained else frozen
         is_first = group.slot not in used
-        call.run_backward(group, experts, one, grad_TD, z_RZ, gradients, needs, is_first=is_first)
+        call.run_backward(group, experts, one, grad_TD, z_RZ, gradients, needed, is_first=is_first)
         used.add(group.slot)
     weights_grad = x_TD.new_empty(0)
     if needs.weights and weights_TK is not None:

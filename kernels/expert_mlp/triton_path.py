@@ -9,6 +9,8 @@ gate and F without.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,9 @@ from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_pr
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.token_sort import token_sort
 from moe_runtime.kernels.triton_support import require_triton
+
+if TYPE_CHECKING:
+    from moe_runtime.kernels.expert_mlp.parameter_gradients import ParameterGradients
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -84,6 +89,7 @@ def backward(
     activation: ActivationSpec,
     *,
     needs: Needs,
+    parameter_gradients: ParameterGradients | None = None,
 ) -> Gradients:
     """The gradients that are needed; with empty `z_RZ` it computes the pre-activations again."""
     _check(x_TD)
@@ -122,20 +128,43 @@ def backward(
         dx = _input_grad(found.dpre, gate_up_SZD, rows, groups, x_TD)
     if found.dscale is not None and weights_TK is not None:
         dweights = found.dscale.view(weights_TK.shape).to(weights_TK.dtype)
+    into, slots = (None,) * 4, experts.slot_of_expert
+    adds = parameter_gradients is not None and parameter_gradients.into is not None
+    if parameter_gradients is not None:
+        into = parameter_gradients.into or into
+        slots = parameter_gradients.trained_slots(experts)
+    own = Groups(groups.offsets_E1, groups.num_rows, slots, groups.order_R, groups.num_choices)
+
+    def start(given: Tensor | None, parameter: Tensor) -> Tensor:
+        """Memory to write to or add to: the kernels write every expert's that has a slot."""
+        if given is not None:
+            return given
+        make = torch.empty_like if slots is None else torch.zeros_like
+        return make(parameter, memory_format=torch.contiguous_format)
+
     if needs.gate_up:
-        dgate_up = _grad_like(experts.gate_up, experts)
+        dgate_up = start(into[0], experts.gate_up)
         out = _logical(dgate_up, experts)
-        weight_grad(found.dpre, x_TD, groups, out_SNK=out, right_divisor=num_choices)
+        weight_grad(found.dpre, x_TD, own, out_SNK=out, right_divisor=num_choices, accumulates=adds)
     if needs.down and found.hidden is not None:
-        ddown = _grad_like(experts.down, experts)
+        ddown = start(into[1], experts.down)
         out = _logical(ddown, experts)
-        weight_grad(grad_TD, found.hidden, groups, out_SNK=out, left_divisor=num_choices)
+        weight_grad(
+            grad_TD, found.hidden, own, out_SNK=out, left_divisor=num_choices, accumulates=adds
+        )
     if needs.gate_up_bias and experts.gate_up_bias is not None:
-        dgate_up_bias = _grad_like(experts.gate_up_bias, experts)
-        bias_grad(found.dpre, groups, out_SN=dgate_up_bias)
+        dgate_up_bias = start(into[2], experts.gate_up_bias)
+        bias_grad(found.dpre, own, out_SN=dgate_up_bias, accumulates=adds)
     if needs.down_bias and experts.down_bias is not None:
-        ddown_bias = _grad_like(experts.down_bias, experts)
-        bias_grad(grad_TD, groups, out_SN=ddown_bias, divisor=num_choices, scale_R=scale_R)
+        ddown_bias = start(into[3], experts.down_bias)
+        bias_grad(
+            grad_TD,
+            own,
+            out_SN=ddown_bias,
+            divisor=num_choices,
+            scale_R=scale_R,
+            accumulates=adds,
+        )
     return Gradients(dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias)
 
 
@@ -207,12 +236,6 @@ def _rows_like(x_TD: Tensor, groups: Groups) -> Tensor:
     if groups.order_R is None or groups.slot_of_expert is not None:
         return x_TD.new_zeros(shape)
     return x_TD.new_empty(shape)
-
-
-def _grad_like(parameter: Tensor, experts: StackedExperts) -> Tensor:
-    """Memory for a gradient: the kernels write every expert's, and no slot that holds none."""
-    make = torch.empty_like if experts.slot_of_expert is None else torch.zeros_like
-    return make(parameter, memory_format=torch.contiguous_format)
 
 
 def _logical(stack: Tensor, experts: StackedExperts) -> Tensor:

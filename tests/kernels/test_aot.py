@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -18,12 +19,14 @@ SCRIPT = ROOT / "tests" / "support" / "aot_report.py"
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 65536}
 # A full warp group: below it a matrix instruction of Hopper has nothing to work on.
 WGMMA_ROWS = 64
+PRODUCTS = ("grouped_gemm_", "block_sparse_")
 
 EXPECTED = {
     *("_combine_fwd", "_combine_bwd", "_token_sort_small", "_token_sort_place", "tile_map"),
     *("grouped_gemm_fwd", "grouped_gemm_dact", "grouped_gemm_dw", "dscale_sum", "group_sum"),
     *("decode_up", "decode_down", "decode_combine"),
     *("block_sparse_sdd", "block_sparse_dsd", "expert_blocks"),
+    *("block_activation", "block_activation_bwd", "block_dots_sum"),
 }
 
 pytestmark = pytest.mark.skipif(
@@ -50,6 +53,18 @@ def report(target: str, *options: str) -> list[dict[str, Any]]:
     "target", [("sm_90", "all"), ("sm_80",), ("sm_100",), ("gfx942",)], ids=lambda t: t[0]
 )
 def test_fits_without_spilling(target: tuple[str, ...]) -> None:
+    assert_fits(*target)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
+def test_every_tile_fits_without_spilling(target: str) -> None:
+    """Above, the widest tiles stand for the others wherever Hopper's are not compiled."""
+    assert_fits(target, "all")
+
+
+def assert_fits(*target: str) -> None:
     found = report(*target)
     assert len(found) >= 30
     names = {kernel["name"] for kernel in found}
@@ -63,11 +78,10 @@ def test_fits_without_spilling(target: tuple[str, ...]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_hopper_uses_its_matrix_units() -> None:
-    products = [
-        k for k in report("sm_90", "all") if "Tile(" in k["what"] and "sum" not in k["name"]
-    ]
-    assert len(products) > 15
+    products = [k for k in report("sm_90", "all") if k["name"].startswith(PRODUCTS)]
+    assert len(products) > 30
     for kernel in products:
-        rows = int(kernel["what"].split("block_m=")[1].split(",")[0])
-        if rows >= WGMMA_ROWS and kernel["name"].startswith("grouped_gemm"):
+        rows = re.search(r"block_m=(\d+)|(\d+) rows", kernel["what"])
+        assert rows is not None
+        if int(rows[1] or rows[2]) >= WGMMA_ROWS:
             assert kernel["wgmma"] > 0, kernel

@@ -39,6 +39,10 @@ from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_pr
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.tile import Device, ProductKind, Tile
 from moe_runtime.kernels.grouped_gemm.tiles import TILES_16_BIT, TILES_32_BIT
+from moe_runtime.kernels.heterogeneous_mlp.blocks_kernel import (
+    launch_activation,
+    launch_activation_bwd,
+)
 from moe_runtime.kernels.token_sort.kernel import token_sort_triton
 
 # One layer of Qwen3-30B-A3B, whose dimensions every tile divides, and gpt-oss, which has biases,
@@ -146,7 +150,11 @@ def block_sparse(block_rows: int, dtype: torch.dtype, device: Device, *, is_even
     order = meta(T * K, dtype=torch.int64)
     gather: dict[str, Any] = {"order_R": order, "num_choices": K}
     tile = choose_tile(block_rows, block_columns, x, device)
-    values = launch_sdd(x, weight.T, topology, tile=tile, **gather)
+    bias = meta(width * E, dtype=dtype)
+    values = launch_sdd(x, weight.T, topology, bias_N=bias, tile=tile, **gather)
+    launch_activation(values, values, topology, GPT_OSS_GATE)
+    scale = meta(T * K, dtype=torch.float32)
+    launch_activation_bwd(values, values, values, scale, order, topology, GPT_OSS_GATE)
     launch_sdd(meta(T * K, D, dtype=dtype), weight.T, topology, tile=tile)
     tile = choose_dsd_tile(block_rows, x, device)
     out = meta(T * K, D, dtype=dtype)
@@ -189,6 +197,7 @@ def main() -> None:
             entry = asdict(binary)
             text = entry.pop("instructions")
             entry["wgmma"] = text.count("wgmma.mma_async")
+            entry["tcgen05"] = text.count("tcgen05.mma")
             entry["what"] = description
             sys.stdout.write(json.dumps(entry) + "\n")
 

@@ -1,0 +1,145 @@
+"""Gradients of the parameters added to those there are, or computed for some experts alone.
+
+A fresh gradient of a layer of experts is as large as the layer; to write it and to add it up costs
+more than the products where experts have few rows. Given the gradients of earlier micro-batches,
+the backward pass adds to them as it writes. Not for `torch.compile`: what is added to is no result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
+from moe_runtime.kernels.expert_mlp.experts import StackedExperts
+from moe_runtime.kernels.expert_mlp.paths import path_of
+from moe_runtime.kernels.expert_mlp.rows import Needs, SortedRows, sort_rows
+
+NAMES = ("gate_up", "down", "gate_up_bias", "down_bias")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ParameterGradients:
+    """What becomes of the gradients of `StackedExperts`.
+
+    Attributes:
+        into: Tensors in the shapes, dtype and on the device of the parameters, in the order
+            gate_up, down, gate_up_bias, down_bias; None for one that needs no gradient. The
+            backward pass adds to them and autograd gets no gradient of a parameter. None: autograd
+            gets them, as usual.
+        trains_E: `[E]` bool: experts whose parameters get a gradient; the others' stays as it is,
+            or zero, and costs nothing. None: all. Experts that share a slot must agree.
+    """
+
+    into: tuple[Tensor | None, ...] | None = None
+    trains_E: Tensor | None = None
+
+    def check(self, experts: StackedExperts) -> None:
+        """Checks that these are gradients of those parameters.
+
+        Raises:
+            ValueError: A gradient is missing, or shapes, dtypes or devices do not fit.
+        """
+        if torch.compiler.is_compiling():
+            raise ValueError("gradients= cannot be used inside torch.compile; leave it out there")
+        trains_E = self.trains_E
+        if trains_E is not None and (
+            trains_E.dtype != torch.bool
+            or list(trains_E.shape) != [experts.num_experts]
+            or trains_E.device != experts.device
+        ):
+            raise ValueError(
+                f"trains_E must be [{experts.num_experts}] of bool on {experts.device}, got "
+                f"{list(trains_E.shape)} of {trains_E.dtype} on {trains_E.device}"
+            )
+        if self.into is None:
+            return
+        if len(self.into) != len(NAMES):
+            raise ValueError(f"into must be {len(NAMES)} tensors or None, got {len(self.into)}")
+        for name, parameter, given in zip(NAMES, experts.tensors(), self.into, strict=True):
+            if given is None:
+                if parameter is not None and parameter.requires_grad:
+                    raise ValueError(f"into lacks the gradient of {name}, which needs one")
+            elif parameter is None:
+                raise ValueError(f"into has a gradient of {name}, and there is no such parameter")
+            elif (given.shape, given.dtype, given.device) != (
+                parameter.shape,
+                parameter.dtype,
+                parameter.device,
+            ):
+                raise ValueError(
+                    f"into's {name} must be {list(parameter.shape)} of {parameter.dtype} on "
+                    f"{parameter.device}, got {list(given.shape)} of {given.dtype} on "
+                    f"{given.device}"
+                )
+
+    def trained_slots(self, experts: StackedExperts) -> Tensor | None:
+        """The slot table with the experts that do not train left out; None if it is the same."""
+        if self.trains_E is None:
+            return experts.slot_of_expert
+        slots = experts.slot_of_expert
+        if slots is None:
+            slots = torch.arange(experts.num_experts, device=experts.device)
+        return torch.where(self.trains_E, slots, -1)
+
+
+def call_with_gradients(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    experts: StackedExperts,
+    activation: ActivationSpec,
+    gradients: ParameterGradients,
+    *,
+    impl: str,
+    recompute: bool,
+) -> Tensor:
+    """`expert_mlp` with the parameters' gradients as `gradients` says."""
+    call = (ids_TK, experts, activation, gradients, impl, recompute)
+    return cast(Tensor, _ExpertMlp.apply(x_TD, weights_TK, *experts.tensors(), call))
+
+
+class _ExpertMlp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, *parameters_and_call: Any) -> Tensor:
+        *parameters, call = parameters_and_call
+        ids_TK, experts, activation, ctx.gradients, ctx.impl, recompute = call
+        rows = sort_rows(ids_TK, experts.num_experts)
+        out_TD, z_RZ = path_of(ctx.impl, x_TD).forward(
+            x_TD, weights_TK, rows, experts, activation, keeps=not recompute
+        )
+        ctx.save_for_backward(x_TD, weights_TK, z_RZ, *rows, *parameters, experts.slot_of_expert)
+        ctx.layout = {
+            name: getattr(experts, name)
+            for name in ("has_gate", "is_transposed", "is_concatenated")
+        }
+        ctx.activation = activation
+        return out_TD
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        x_TD, weights_TK, z_RZ, order_R, offsets_E1, *parameters, slots = ctx.saved_tensors
+        tensors = dict(zip(NAMES, parameters, strict=True))
+        needs = Needs(*ctx.needs_input_grad[:-1])
+        with torch.autocast(x_TD.device.type, enabled=False):
+            found = path_of(ctx.impl, x_TD).backward(
+                grads[0],
+                x_TD,
+                weights_TK,
+                z_RZ,
+                SortedRows(order_R, offsets_E1),
+                StackedExperts(**tensors, **ctx.layout, slot_of_expert=slots),
+                ctx.activation,
+                needs=needs,
+                parameter_gradients=ctx.gradients,
+            )
+        given = [grad if need else None for grad, need in zip(found, needs, strict=True)]
+        if ctx.gradients.into is not None:
+            given[2:] = [None] * len(NAMES)
+        return *given, None
