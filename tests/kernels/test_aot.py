@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "support" / "aot_report.py"
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 65536}
 # A full warp group: below it a matrix instruction of Hopper has nothing to work on.
-WGMMA_ROWS = 64
+WARP_GROUP_ROWS = 64
 PRODUCTS = ("grouped_gemm_", "block_sparse_")
 
 EXPECTED = {
@@ -77,11 +77,16 @@ def assert_fits(*target: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_hopper_uses_its_matrix_units() -> None:
-    products = [k for k in report("sm_90", "all") if k["name"].startswith(PRODUCTS)]
-    assert len(products) > 30
+@pytest.mark.parametrize(
+    ("target", "unit", "least_rows"),
+    [(("sm_90", "all"), "wgmma", WARP_GROUP_ROWS), (("sm_100",), "tcgen05", 128)],
+    ids=["sm_90", "sm_100"],
+)
+def test_products_use_the_matrix_units(target: tuple[str, ...], unit: str, least_rows: int) -> None:
+    products = [k for k in report(*target) if k["name"].startswith(PRODUCTS)]
+    assert len(products) > 15
     for kernel in products:
         rows = re.search(r"block_m=(\d+)|(\d+) rows", kernel["what"])
         assert rows is not None
-        if int(rows[1] or rows[2]) >= WGMMA_ROWS:
-            assert kernel["wgmma"] > 0, kernel
+        if int(rows[1] or rows[2]) >= least_rows:
+            assert kernel[unit] > 0, kernel
