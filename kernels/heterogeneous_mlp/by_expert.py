@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_runtime.kernels.expert_mlp import ActivationSpec
 from moe_runtime.kernels.expert_mlp.rows import groups_between
 from moe_runtime.kernels.expert_mlp.steps import TorchSteps, precise_dtype
-from moe_runtime.kernels.heterogeneous_mlp.experts import OneExpert, PackedExperts
+from moe_runtime.kernels.heterogeneous_mlp.experts import PackedExpert, PackedExperts
 from moe_runtime.kernels.heterogeneous_mlp.gradients import Gradients, Needs
 from moe_runtime.kernels.native.pages import untouched_zeros
 from moe_runtime.kernels.token_sort import SortedTokens
@@ -27,7 +27,7 @@ from moe_runtime.kernels.token_sort import SortedTokens
 class _Piece(NamedTuple):
     """One expert that has rows: which, and where its kept pre-activations are."""
 
-    expert: OneExpert
+    expert: PackedExpert
     rows: slice
     kept: slice
 
@@ -58,10 +58,9 @@ class ByExpert:
         kept = x_TD.new_empty(run.num_kept if keeps else 0)
         for piece in run.pieces:
             z_nZ = run.preactivations(piece)
-            if keeps:
-                kept[piece.kept].view(z_nZ.shape).copy_(z_nZ)
+            kept_nZ = kept[piece.kept].view(z_nZ.shape) if keeps else None
             hidden_nF = z_nZ.new_empty(len(z_nZ), piece.expert.dim_hidden)
-            self._steps.activate(z_nZ, piece.expert, activation, hidden_nF)
+            self._steps.activate(z_nZ, piece.expert, activation, hidden_nF, kept_nZ)
             y_nD = z_nZ.new_empty(len(z_nZ), x_TD.shape[1])
             run.products.forward(hidden_nF, piece.expert.down.T, None, y_nD)
             run.add(piece, y_nD, sums_TD, run.weights_R[piece.rows])
@@ -81,7 +80,7 @@ class ByExpert:
     ) -> Gradients:
         """The gradients that are needed; with nothing kept the pre-activations again."""
         run = _Run(x_TD, weights_TK, order, experts, activation, self._steps)
-        grad_TD = grad_TD.to(run.x_TD.dtype)
+        grad_TD = grad_TD.to(x_TD.dtype).contiguous()
         sums_TD = run.new_sums()
         grad_weights_R = torch.zeros_like(run.weights_R)
         found = {
@@ -94,15 +93,15 @@ class ByExpert:
             expert, rows = piece.expert, piece.rows
             if kept_flat.numel():
                 z_nZ = kept_flat[piece.kept].view(-1, expert.dim_preactivation)
-                z_nZ = z_nZ.to(run.x_TD.dtype, copy=True)
             else:
                 # With the bits that would have been kept.
-                z_nZ = run.preactivations(piece).to(x_TD.dtype).to(run.x_TD.dtype)
+                z_nZ = run.preactivations(piece).to(x_TD.dtype)
             grad_nD = run.rows_of(piece, grad_TD)
             hidden_nF = grad_nD.new_empty(len(grad_nD), expert.dim_hidden)
             run.products.forward(grad_nD, expert.down, None, hidden_nF)
+            grad_z_nZ = grad_nD.new_empty(z_nZ.shape)
             grad_weights_R[rows] = self._steps.activate_backward(
-                z_nZ, hidden_nF, run.weights_R[rows], expert, activation, z_nZ
+                z_nZ, hidden_nF, run.weights_R[rows], expert, activation, grad_z_nZ
             )
             if needs.down:
                 run.products.outer(hidden_nF, grad_nD, found["down"][expert.rows], is_first=True)
@@ -110,13 +109,13 @@ class ByExpert:
             for name, columns in expert.halves():
                 if getattr(needs, name):
                     out_FD = found[name][expert.rows]
-                    run.products.outer(z_nZ[:, columns], x_nD, out_FD, is_first=True)
+                    run.products.outer(grad_z_nZ[:, columns], x_nD, out_FD, is_first=True)
                 if getattr(needs, f"{name}_bias"):
-                    sums_F = z_nZ[:, columns].to(precise_dtype(x_TD)).sum(0)
+                    sums_F = grad_z_nZ[:, columns].to(precise_dtype(x_TD)).sum(0)
                     found[f"{name}_bias"][expert.rows] = sums_F
                 if needs.x:
                     dx_nD = torch.empty_like(grad_nD)
-                    run.products.backward(z_nZ[:, columns], getattr(expert, name), dx_nD)
+                    run.products.backward(grad_z_nZ[:, columns], getattr(expert, name), dx_nD)
                     run.add(piece, dx_nD, sums_TD, None)
         weights = None
         if needs.weights:
@@ -139,7 +138,9 @@ class _Run:
         steps: TorchSteps,
     ) -> None:
         self.products = steps.products(x_TD.dtype)
-        self.x_TD = x_TD.to(self.products.operand_dtype(x_TD.dtype)).contiguous()
+        self.x_TD = x_TD.contiguous()
+        # Rows of x and of the output's gradient are widened as they are gathered.
+        self._dtype = self.products.operand_dtype(x_TD.dtype)
         self.weights_R = weights_TK.flatten().to(precise_dtype(x_TD))[order.order_R]
         self.pieces = list(_pieces(order, experts))
         self.num_kept = self.pieces[-1].kept.stop if self.pieces else 0
@@ -150,7 +151,9 @@ class _Run:
         return self.x_TD.new_zeros(self.x_TD.shape, dtype=precise_dtype(self.x_TD))
 
     def rows_of(self, piece: _Piece, source_TD: Tensor) -> Tensor:
-        return source_TD.index_select(0, self._tokens_R[piece.rows])
+        tokens_n = self._tokens_R[piece.rows]
+        out_nD = source_TD.new_empty(len(tokens_n), source_TD.shape[1], dtype=self._dtype)
+        return self._steps.gather(source_TD, tokens_n, out_nD)
 
     def preactivations(self, piece: _Piece) -> Tensor:
         expert = piece.expert

@@ -93,13 +93,13 @@ class PackedExperts:
         names = ("gate", "up", "down", "gate_bias", "up_bias")
         return {name: getattr(self, name) for name in names}
 
-    def parts(self) -> Iterator[OneExpert]:
+    def parts(self) -> Iterator[PackedExpert]:
         """The experts one after another, as views."""
         first = 0
         for expert, width in enumerate(self.columns.widths):
             rows = slice(first, first + width)
             first += width
-            yield OneExpert(
+            yield PackedExpert(
                 dim_hidden=width,
                 rows=rows,
                 gate=None if self.gate is None else self.gate[rows],
@@ -112,7 +112,7 @@ class PackedExperts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class OneExpert:
+class PackedExpert:
     """One expert of `PackedExperts`; with its layout of pre-activations `[n, Z]`: gate, then up.
 
     Attributes:
