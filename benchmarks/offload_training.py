@@ -7,6 +7,11 @@ every expert in a step, so that computation is the limit. Shape `few` has eight,
 is; there the bound is the time that the same bytes take without any computation. Memory is measured
 in a process of its own, by the kernel's counter of the highest resident size, from which what was
 resident before the model was built is taken off.
+
+`--systems transformers,accelerate,deepspeed:cpu,deepspeed:nvme` trains the same first weights and
+tokens in other systems afterwards, each in a process of its own; `--deepspeed-python` names the
+interpreter of an environment that has DeepSpeed. What cannot train says why. These results are
+saved in a file of their own.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ from torch import Tensor
 from moe_runtime.config import format_bytes
 from moe_runtime.engine.memory import peak_resident_bytes, resident_bytes, settle_libraries
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
+from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.offload import AdamW, OffloadedTraining
 from moe_runtime.offload.initial import StreamedInit
@@ -116,11 +122,6 @@ def windows(shape: Shape, step: int) -> Tensor:
     return torch.randint(shape.vocab, size, generator=generator)
 
 
-def loss_of(model: LanguageModel, ids: Tensor) -> Tensor:
-    losses = model.losses(ids[:, :-1], ids[:, 1:])
-    return losses.cross_entropy + losses.auxiliary
-
-
 class Runner:
     """Takes and times steps of one system."""
 
@@ -129,12 +130,16 @@ class Runner:
         self.optimizer = optimizer
         self.seconds: list[float] = []
         self.losses: list[float] = []
+        self.first_cross_entropy = 0.0
 
     def step(self, ids: Tensor) -> None:
         found: list[Tensor] = []
 
         def part() -> Tensor:
-            loss = loss_of(self.model, ids)
+            losses = self.model.losses(ids[:, :-1], ids[:, 1:])
+            if not self.seconds:
+                self.first_cross_entropy = float(losses.cross_entropy.detach())
+            loss = losses.cross_entropy + losses.auxiliary
             found.append(loss.detach())
             return loss
 
@@ -195,6 +200,7 @@ def compare(shape: Shape, steps: int, folder: Path) -> dict[str, Any]:
     }
     tokens = shape.sequences * shape.context
     return {
+        "first_loss": ours.first_cross_entropy,
         "tokens_per_step": tokens,
         "tokens_per_expert": shape.tokens_per_expert,
         "tokens_per_s": {name: tokens / value for name, value in seconds.items()},
@@ -249,6 +255,57 @@ def measure_memory(shape: Shape, folder: Path) -> dict[str, int]:
     }
 
 
+def beside(shape: Shape, system: str, steps: int, folder: Path, python: str) -> dict[str, Any]:
+    """Steps of another system with the same first weights and tokens, in a process of its own."""
+    torch.manual_seed(0)
+    export_hugging_face(shape.model(), folder / "model")
+    ids = torch.stack([windows(shape, step) for step in range(steps + 1)])
+    torch.save(ids, folder / "windows.pt")
+    (folder / "storage").mkdir()
+    peer = Path(__file__).with_name("training_peer.py")
+    command = [python, str(peer), system, *(str(folder / n) for n in ("model", "windows.pt"))]
+    done = subprocess.run(
+        [*command, str(folder / "storage")], capture_output=True, text=True, check=False
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return {"obstacle": f"ended with {done.returncode}: {last[:300]}"}
+    found = json.loads(lines[-1])
+    if "seconds" in found:
+        tokens = shape.sequences * shape.context
+        found["tokens_per_s"] = tokens / statistics.median(found["seconds"][1:])
+    return found
+
+
+def compare_systems(
+    run: dict[str, Any], name: str, arguments: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
+    """What the asked systems make of a shape; prints a line for each.
+
+    Raises:
+        SystemExit: a system's first loss is another than ours: it trains another model.
+    """
+    systems = {}
+    for system in filter(None, arguments.systems.split(",")):
+        python = arguments.deepspeed_python if system.startswith("deepspeed") else sys.executable
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            found = beside(SHAPES[name], system, arguments.steps, Path(folder), python)
+        systems[system] = found
+        if "obstacle" in found:
+            print(f"{name}: {system}: {found['obstacle']}", flush=True)
+            continue
+        if abs(found["losses"][0] - run["first_loss"]) > 1e-4:
+            raise SystemExit(f"{system} begins with {found['losses'][0]}, not {run['first_loss']}")
+        print(
+            f"{name}: {system}: {found['tokens_per_s']:,.0f} tokens/s, ours is "
+            f"{run['tokens_per_s']['offloaded'] / found['tokens_per_s']:.2f} of it; at most "
+            f"{format_bytes(found['peak_rss_bytes'])} resident",
+            flush=True,
+        )
+    return systems
+
+
 def main() -> None:
     arguments = _arguments()
     names = [arguments.shape] if arguments.shape else list(SHAPES)
@@ -263,6 +320,7 @@ def main() -> None:
             run = compare(SHAPES[name], arguments.steps, Path(folder))
             print(_line(name, run), flush=True)
             runs[name] = {"shape": asdict(SHAPES[name]), **run, "memory": memory}
+        runs[name]["systems"] = compare_systems(run, name, arguments)
     if arguments.save:
         machine = describe_machine()
         result = {
@@ -272,7 +330,8 @@ def main() -> None:
             "threads": torch.get_num_threads(),
             "runs": runs,
         }
-        path = RESULTS / f"offload-training-{machine_name(machine)}.json"
+        kind = "offload-training-systems" if arguments.systems else "offload-training"
+        path = RESULTS / f"{kind}-{machine_name(machine)}.json"
         path.write_text(json.dumps(result, indent=1) + "\n")
         print(f"written: {path.name}")
 
@@ -315,6 +374,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, help="only this one")
     parser.add_argument("--steps", type=int, default=2, help="timed steps of each system")
     parser.add_argument("--folder", type=Path, default=None, help="for the experts; a fast disk")
+    parser.add_argument("--systems", default="", help="others to compare with, commas between")
+    parser.add_argument(
+        "--deepspeed-python", default=sys.executable, metavar="PYTHON", help="has DeepSpeed"
+    )
     parser.add_argument("--save", action="store_true", help="write the results file")
     parser.add_argument("--memory-only", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
