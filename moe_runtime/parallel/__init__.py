@@ -9,6 +9,7 @@ from moe_runtime.parallel.layout import ParallelLayout, legal_layouts
 from moe_runtime.parallel.measure import measure_link, time_exchanges
 from moe_runtime.parallel.panels import PanelExperts, StackedPanels
 from moe_runtime.parallel.pipeline import Overlap, expert_parallel
+from moe_runtime.parallel.rebalancing import Rebalanced, Rebalancer
 from moe_runtime.parallel.replicas import ExpertMove, keep_in_place, sum_replica_gradients
 from moe_runtime.parallel.slices import slice_experts
 from moe_runtime.parallel.slot_exchange import SlotExchange
@@ -32,6 +33,8 @@ __all__ = [
     "PanelExperts",
     "ParallelExperts",
     "ParallelLayout",
+    "Rebalanced",
+    "Rebalancer",
     "SlotExchange",
     "SparseExperts",
     "SparseMaterialisation",

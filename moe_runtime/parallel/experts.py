@@ -95,6 +95,7 @@ class ParallelExperts(nn.Module):
         gate_up_proj_bias (or up_proj_bias), down_proj_bias: `[S, 2F / slices]` and `[S, D]`; only
             with biases.
         slots: where the experts lie.
+        transport: the ranks.
 
     Raises:
         ValueError: Sizes that cannot work, or a placement of another model or group.
@@ -129,9 +130,9 @@ class ParallelExperts(nn.Module):
             self._slice_group = groups.group("expert", "etp")
         else:
             group = groups
-        self._transport = as_transport(group)
+        self.transport = as_transport(group)
         self.slots = slots or ExpertSlots.contiguous(
-            num_experts, self._transport.size, num_slices=num_slices
+            num_experts, self.transport.size, num_slices=num_slices
         )
         self.num_experts, self.hidden_size = num_experts, hidden_size
         self.intermediate_size = intermediate_size
@@ -141,7 +142,7 @@ class ParallelExperts(nn.Module):
         self.wire: WireName = wire
         self.impl: ExpertMlpImpl = impl
         self.recompute = recompute
-        self._slice = self._transport.rank % self.slots.num_slices
+        self._slice = self.transport.rank % self.slots.num_slices
         width = (2 if has_gate else 1) * intermediate_size // self.slots.num_slices
         self.first_name = "gate_up_proj" if has_gate else "up_proj"
         shapes: dict[str, tuple[int, ...]] = {
@@ -192,7 +193,7 @@ class ParallelExperts(nn.Module):
     @property
     def experts_here(self) -> list[int]:
         """The expert in each slot of this rank, -1 for empty slots."""
-        return self.slots.experts_of(self._transport.rank)
+        return self.slots.experts_of(self.transport.rank)
 
     def stacked(self) -> StackedExperts:
         """This rank's parameters as kernels take them.
@@ -248,7 +249,7 @@ class ParallelExperts(nn.Module):
             self._as_experts_read(x_TD),
             Routing(ids_TK, weights_TK, self.num_experts),
             StackedPanels(parameters, self.activation) if has_panels else whole_rows,
-            self._transport,
+            self.transport,
             slots=self.slots,
             overlap=self.overlap,
             shared=shared,
@@ -270,7 +271,7 @@ class ParallelExperts(nn.Module):
         A collective call. Does nothing where no expert has copies.
         """
         if any(len(held) > 1 for slices in self.slots.holders for held in slices):
-            sum_replica_gradients(list(self.parameters()), self.slots, self._transport)
+            sum_replica_gradients(list(self.parameters()), self.slots, self.transport)
 
     @torch.no_grad()
     def move(self, slots: ExpertSlots, optimizer: torch.optim.Optimizer | None = None) -> int:
@@ -286,7 +287,7 @@ class ParallelExperts(nn.Module):
         Returns:
             Experts that travelled between ranks, over all ranks.
         """
-        move = ExpertMove(self.slots, slots, self._transport)
+        move = ExpertMove(self.slots, slots, self.transport)
         for name, parameter in list(self.named_parameters()):
             states = optimizer.state.get(parameter, {}) if optimizer is not None else {}
             for key, state in states.items():

@@ -141,7 +141,7 @@ class SparseExperts(ParallelExperts):
         it. No parameter may change in between.
         """
         self._plan = SparseMaterialisation(
-            self.slots, self._copies(), self._transport, ranks_per_node=self.rules.ranks_per_node
+            self.slots, self._copies(), self.transport, ranks_per_node=self.rules.ranks_per_node
         )
         self._pending = self._plan.start(self._owned())
 
@@ -165,7 +165,7 @@ class SparseExperts(ParallelExperts):
         assert pending is not None
         self._plan = self._pending = None
         routing = Routing(ids_TK, weights_TK, self.num_experts)
-        loads_E = loads_of_all(routing, self._transport)
+        loads_E = loads_of_all(routing, self.transport)
         self._loads.append(loads_E)
         if self.rules.token_s:
             plan = self._calibrated(plan, pending, loads_E)

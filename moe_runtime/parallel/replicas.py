@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moe_runtime.parallel.dispatch import Group, as_transport
 from moe_runtime.parallel.slot_exchange import SlotExchange
 from moe_runtime.parallel.slots import ExpertSlots
+from moe_runtime.planning import remap
+from moe_runtime.policies.placement import Devices, Placement
 
 
 def sum_replica_gradients(
@@ -60,25 +63,22 @@ def keep_in_place(new: Sequence[Sequence[int]], old: ExpertSlots) -> ExpertSlots
 
     Returns:
         The same experts per rank, those that stay in the slots they have.
+
+    Raises:
+        ValueError: An expert lies nowhere, or does not exist.
     """
-    width = max(old.slots_per_rank, max((len(experts) for experts in new), default=0))
-    arranged = []
-    for rank, experts in enumerate(new):
-        now = old.experts_of(rank) if rank < old.num_ranks else []
-        now = now + [-1] * (width - len(now))
-        wanted = [expert for expert in experts if expert >= 0]
-        place = [expert if expert in wanted else -1 for expert in now]
-        coming = iter(expert for expert in wanted if expert not in place)
-        arranged.append([next(coming, -1) if expert < 0 else expert for expert in place])
-    return ExpertSlots.from_ranks(arranged, old.num_experts)
+    wanted = ExpertSlots.from_ranks(new, old.num_experts, ranks_per_node=old.ranks_per_node)
+    kept = remap.keep_in_place(_as_placement(old), _as_placement(wanted), _devices(wanted))
+    ranks = kept.expert_of_slot[0].reshape(wanted.num_ranks, -1).tolist()
+    return ExpertSlots.from_ranks(ranks, old.num_experts, ranks_per_node=old.ranks_per_node)
 
 
 class ExpertMove:
     """Getting from one placement of whole experts to another.
 
-    An expert that a rank keeps does not travel; one that it lacks comes from one of the ranks that
-    have it, those that have sent least first. The number of transfers is the smallest possible:
-    one for each expert that a rank gets and did not have.
+    An expert that a rank keeps does not travel; one that it lacks comes from a rank that has it, of
+    its own machine if there is one, those that have sent least first (`planning.remap`). The number
+    of transfers is the smallest possible: one for each expert that a rank gets and did not have.
 
     Attributes:
         num_transfers: experts that travel between ranks, over all ranks.
@@ -98,19 +98,23 @@ class ExpertMove:
         if old.num_slices > 1 or new.num_slices > 1:
             raise ValueError("only whole experts are moved; these are cut into slices")
         self.new = new
-        load = [0] * old.num_ranks
+        moves = remap.moves_between(_as_placement(old), _as_placement(new), _devices(old))
+        self.num_transfers = sum(not move.is_local for move in moves)
+        source_of = {move.target_slot: move.source_slot for move in moves}
+        transport = as_transport(group)
         wanted: list[list[tuple[int, int]]] = []
         for rank in range(new.num_ranks):
-            pairs = []
-            for expert in new.experts_of(rank):
-                if expert >= 0:
-                    pairs.append(_source(old, expert, rank, load))
-            wanted.append(pairs)
-        self.num_transfers = sum(load)
-        transport = as_transport(group)
-        self._filled = [
-            slot for slot, expert in enumerate(new.experts_of(transport.rank)) if expert >= 0
-        ]
+            held = [place for place, expert in enumerate(new.experts_of(rank)) if expert >= 0]
+            sources = [
+                source_of.get(rank * new.slots_per_rank + place, rank * old.slots_per_rank + place)
+                for place in held
+            ]
+            # Two copies on one rank travel once.
+            once = list(dict.fromkeys(sources))
+            wanted.append([divmod(source, old.slots_per_rank) for source in once])
+            if rank == transport.rank:
+                self._filled = held
+                self._copy_of = [once.index(source) for source in sources]
         self._exchange = SlotExchange(wanted, old.slots_per_rank, transport)
 
     def apply(self, tensor: Tensor) -> Tensor:
@@ -125,16 +129,19 @@ class ExpertMove:
         with torch.no_grad():
             copies = self._exchange.copy(tensor.detach())
         moved = tensor.new_zeros((self.new.slots_per_rank, *tensor.shape[1:]))
-        moved[self._filled] = copies
+        moved[self._filled] = copies[self._copy_of]
         return moved
 
 
-def _source(old: ExpertSlots, expert: int, rank: int, load: list[int]) -> tuple[int, int]:
-    """Where a rank takes an expert from: itself, or the holder that has sent least."""
-    held = [divmod(slot, old.slots_per_rank) for slot in old.holders[expert][0]]
-    for source in held:
-        if source[0] == rank:
-            return source
-    source = min(held, key=lambda pair: load[pair[0]])
-    load[source[0]] += 1
-    return source
+def _as_placement(slots: ExpertSlots) -> Placement:
+    ranks = [slots.experts_of(rank) for rank in range(slots.num_ranks)]
+    return Placement(
+        expert_of_slot=np.array(ranks).reshape(1, -1),
+        num_experts=slots.num_experts,
+        num_gpus=slots.num_ranks,
+    )
+
+
+def _devices(slots: ExpertSlots) -> Devices:
+    each = slots.ranks_per_node
+    return Devices(num_nodes=slots.num_ranks // each, gpus_per_node=each)

@@ -100,15 +100,15 @@ class SwitchingExperts(ParallelExperts):
         """The degree for the rank with the most tokens, so that all ranks choose the same."""
         if self._link is None:
             return 0
-        own_P1 = torch.full((self._transport.size, 1), x_TD.shape[0], device=x_TD.device)
-        most = int(self._transport.exchange_numbers(own_P1).max())
+        own_P1 = torch.full((self.transport.size, 1), x_TD.shape[0], device=x_TD.device)
+        most = int(self.transport.exchange_numbers(own_P1).max())
         own_bytes = sum(p.numel() * p.element_size() for p in self.parameters())
         return cheapest_degree(
             self.degrees,
             row_bytes=most * ids_TK.shape[1] * x_TD.shape[1] * x_TD.element_size(),
-            expert_bytes=own_bytes * self._transport.size / self.num_experts,
+            expert_bytes=own_bytes * self.transport.size / self.num_experts,
             num_experts=self.num_experts,
-            num_ranks=self._transport.size,
+            num_ranks=self.transport.size,
             alpha_s=self._link.alpha_s,
             beta_s_per_byte=1 / self._link.bytes_per_s,
         )

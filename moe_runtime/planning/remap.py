@@ -23,7 +23,7 @@ class Move:
     Attributes:
         layer: its layer.
         expert: its logical id.
-        source_slot: slot of the old placement that holds it.
+        source_slot: slot of the old placement that holds it; the same for all copies on a device.
         target_slot: slot of the new placement.
         is_local: the target's device holds the expert already, or gets it for another of its slots:
             a copy, not a transfer.
@@ -93,19 +93,21 @@ def moves_between(old: Placement, new: Placement, devices: Devices) -> list[Move
     asked = np.zeros(max(old.num_gpus, new.num_gpus), dtype=np.int64)
     moves = []
     for layer in range(new.num_layers):
-        arrived = set()
+        arrived: dict[tuple[int, int], int] = {}
         for target, expert in enumerate(new.expert_of_slot[layer].tolist()):
             gpu, place = divmod(target, new.slots_per_gpu)
             if expert == EMPTY or _content(old, layer, gpu, place) == expert:
                 continue
-            sources = old.slots_of_expert[layer, expert]
-            sources = sources[sources >= 0]
-            source = min(
-                sources.tolist(), key=lambda slot: _distance(old, slot, gpu, devices, asked)
-            )
+            is_local = (gpu, expert) in arrived
+            if not is_local:
+                sources = old.slots_of_expert[layer, expert]
+                arrived[gpu, expert] = min(
+                    sources[sources >= 0].tolist(),
+                    key=lambda slot: _distance(old, slot, gpu, devices, asked),
+                )
+            source = arrived[gpu, expert]
             source_gpu = source // old.slots_per_gpu
-            is_local = source_gpu == gpu or (gpu, expert) in arrived
-            arrived.add((gpu, expert))
+            is_local = is_local or source_gpu == gpu
             asked[source_gpu] += not is_local
             moves.append(
                 Move(

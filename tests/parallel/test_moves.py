@@ -15,6 +15,7 @@ from parallel_layer import (
 from parallel_moves import (
     adaptive,
     adjoint_gap,
+    moved,
     overlapped,
     summed_gradients,
     timings,
@@ -25,18 +26,20 @@ from parallel_moves import (
     with_copies,
 )
 from rank_pool import RankPool
+from thread_transport import ThreadGroup
 
 from moe_runtime.parallel import (
     CopyRules,
     ExpertSlots,
     Overlap,
+    ParallelExperts,
+    Rebalancer,
     SparseExperts,
     cheapest_degree,
     expert_parallel,
     hidden_experts,
     keep_in_place,
 )
-from moe_runtime.parallel.replicas import ExpertMove
 from moe_runtime.planning.cluster import Link
 from moe_runtime.routing import Routing
 
@@ -285,8 +288,25 @@ class TestMoves:
         """Moves with replicas and with the optimizer's states, while training."""
         placements = [[[5, 0, 1], [2, 3, 4]], [[0, 1, 2, 3], [4, 5, 0]], [[3, 4, 5], [0, 1, 2, 5]]]
         still = ranks(2).run(train_and_move, placements, 0)
-        moved = ranks(2).run(train_and_move, placements, 2)
-        assert_same(torch.stack(moved[0]), torch.stack(still[0]), "losses")
+        going = ranks(2).run(train_and_move, placements, 2)
+        assert_same(torch.stack(going[0][0]), torch.stack(still[0][0]), "losses")
+
+    def test_rebalancing_while_training_changes_no_loss(self, ranks: Ranks) -> None:
+        """Six experts and two replicas by what was counted, every third step."""
+        still = ranks(2).run(train_and_move, [], 0)
+        (losses, looks), (_, others) = ranks(2).run(train_and_move, [], 0, 3)
+        assert_same(torch.stack(losses), torch.stack(still[0][0]), "losses")
+        assert len(looks) == 3
+        assert looks == others
+        assert sum(look.num_transfers for look in looks) > 0
+        assert all(look.balance_after >= look.balance_before for look in looks)
+
+    def test_bad_rules_of_rebalancing(self) -> None:
+        experts = ParallelExperts(4, 8, 8)
+        with pytest.raises(ValueError, match="decay in"):
+            Rebalancer(experts, decay=1.0)
+        with pytest.raises(ValueError, match="1 replicas are more than 1 devices have a use for"):
+            Rebalancer(experts, num_replicas=1)
 
     def test_what_stays_keeps_its_slot(self) -> None:
         old = ExpertSlots.from_ranks([[0, 1, 2], [3, 4, 5]], 6)
@@ -294,10 +314,26 @@ class TestMoves:
         assert new.experts_of(0) == [0, 5, 2]
         assert new.experts_of(1) == [3, 4, 1]
 
-    def test_number_of_transfers_is_the_least(self) -> None:
-        old = ExpertSlots.from_ranks([[0, 1, 2, 3]], 4)
-        same = keep_in_place([[3, 1, 0, 2]], old)
-        assert ExpertMove(old, same, None).num_transfers == 0
+    @pytest.mark.parametrize("seed", range(8))
+    def test_a_move_is_exact_and_sends_the_least(self, seed: int) -> None:
+        """Whatever a rank gets and did not have is sent once, and nothing else."""
+        old, new = random_placement(4, 6, seed), random_placement(4, 6, seed + 100)
+        held = [set(new.experts_of(rank)) - {-1} for rank in range(4)]
+        # A second copy on the same rank, as a balancer may want it.
+        doubled = [[*sorted(experts), min(experts, default=-1)] for experts in held]
+        new = keep_in_place(doubled, old)
+        results = ThreadGroup(4).run(moved, old, new)
+        least = sum(len(held[rank] - set(old.experts_of(rank))) for rank in range(4))
+        assert [transfers for _, transfers, _ in results] == [least] * 4
+        assert sum(sent for *_, sent in results) == least
+        for rank, (tensor, *_) in enumerate(results):
+            expected = torch.tensor(new.experts_of(rank), dtype=torch.float64).clamp(min=0)
+            is_there = torch.tensor(new.experts_of(rank)) >= 0
+            assert torch.equal(tensor[is_there], expected[is_there, None].expand(-1, 3))
+            stays = [e for e in old.experts_of(rank) if e in held[rank]]
+            for expert in stays:
+                place = old.experts_of(rank).index(expert)
+                assert place >= new.slots_per_rank or new.experts_of(rank)[place] == expert
 
     def test_expert_left_out(self) -> None:
         old = ExpertSlots.from_ranks([[0, 1], [2]], 3)

@@ -16,17 +16,21 @@ from moe_runtime.layer import MoELayer
 from moe_runtime.parallel import (
     AdaptiveParallelism,
     CopyRules,
+    ExpertMove,
     ExpertSlots,
     FlatTransport,
     LayoutGroups,
     Overlap,
     ParallelExperts,
     ParallelLayout,
+    Rebalanced,
+    Rebalancer,
     SlotExchange,
     SparseExperts,
     SparseMaterialisation,
     StackedPanels,
     SwitchingExperts,
+    Transport,
     expert_parallel,
     keep_in_place,
     measure_link,
@@ -184,6 +188,17 @@ def adaptive(problem: Problem, degrees: list[int]) -> list[Answer]:
     return answers
 
 
+def moved(
+    transport: Transport, old: ExpertSlots, new: ExpertSlots
+) -> tuple[torch.Tensor, int, int]:
+    """A tensor whose slots hold their expert's number, moved; transfers; slots that were sent."""
+    rank = transport.rank
+    experts = torch.tensor(old.experts_of(rank), dtype=torch.float64)
+    move = ExpertMove(old, new, transport)
+    sent = len(move._exchange.sent_slots)
+    return move.apply(experts[:, None].expand(-1, 3).contiguous()), move.num_transfers, sent
+
+
 def train_switching(problem: Problem, degrees: list[int]) -> tuple[list[float], bool]:
     """Losses of steps of AdamW, each with its degree, and whether no parameter moved."""
     rank = dist.get_rank()
@@ -305,15 +320,22 @@ def train_sparsely(rules: CopyRules | None, reshard_every: int = 0) -> tuple[lis
     return [losses, *names], num_sent, num_moved
 
 
-def train_and_move(placements: list[list[list[int]]], moves_at: int) -> list[torch.Tensor]:
-    """Losses of a layer whose experts move (with replicas) every few steps of AdamW."""
+def train_and_move(
+    placements: list[list[list[int]]], moves_at: int, rebalance_every: int = 0
+) -> tuple[list[torch.Tensor], list[Rebalanced]]:
+    """Losses of a layer whose experts move (with replicas) every few steps of AdamW.
+
+    Either to the given placements in turn, or where a `Rebalancer` says.
+    """
     torch.manual_seed(0)
     rank, size = dist.get_rank(), dist.get_world_size()
     experts = ParallelExperts(6, 8, 16, world(), dtype=torch.float64, impl="reference", bias=True)
     layer = MoELayer(8, 16, 6, 2, experts=experts, dtype=torch.float64)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.01)
     data = torch.randn(size, 5, 8, dtype=torch.float64)
-    losses = []
+    every = rebalance_every or 1
+    rebalancer = Rebalancer(experts, every=every, num_replicas=2, least_gain=0.01)
+    losses, looks = [], []
     for step in range(9):
         if moves_at and step and step % moves_at == 0:
             new = placements[(step // moves_at - 1) % len(placements)]
@@ -325,7 +347,10 @@ def train_and_move(placements: list[list[list[int]]], moves_at: int) -> list[tor
         for parameter in layer.gate.parameters():
             dist.all_reduce(parameter.grad)
         optimizer.step()
+        if rebalance_every:
+            looks.append(rebalancer.step(optimizer))
         total = loss.detach().clone()
         dist.all_reduce(total)
         losses.append(total)
-    return losses
+    rebalancer.close()
+    return losses, [look for look in looks if look is not None]

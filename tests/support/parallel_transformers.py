@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 
-def load(path: str, *, is_parallel: bool) -> Any:
+def load(model_class: str, path: str, *, is_parallel: bool) -> Any:
     """The checkpoint in fp64, whole or spread over all ranks, with the batch shared by them."""
-    from transformers import AutoModelForCausalLM
+    import transformers
     from transformers.distributed.configuration_utils import DistributedConfig
 
     from moe_runtime.engine.expert_parallel import register_expert_parallelism
@@ -23,19 +23,29 @@ def load(path: str, *, is_parallel: bool) -> Any:
         options["distributed_config"] = DistributedConfig(
             tp_size=size, ep_size=size, ep_implementation="moe_runtime"
         )
-    return AutoModelForCausalLM.from_pretrained(
+    return getattr(transformers, model_class).from_pretrained(
         path, dtype=torch.float64, experts_implementation="eager", **options
     )
 
 
-def outputs(path: str, is_parallel: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits, greedily generated tokens, and the gradient of the embeddings."""
-    model = load(path, is_parallel=is_parallel)
+def outputs(
+    model_class: str, path: str, is_parallel: bool
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+    """Logits, greedily generated tokens, all gradients, and logits after a step of SGD."""
+    model = load(model_class, path, is_parallel=is_parallel)
     tokens = torch.arange(7).view(1, 7) * 3 % 50
     logits = model(input_ids=tokens).logits
-    logits.square().mean().backward()
-    embeddings = model.get_input_embeddings().weight.grad
     generated = model.generate(tokens, max_new_tokens=6, do_sample=False)
-    if hasattr(embeddings, "full_tensor"):
-        embeddings = embeddings.full_tensor()
-    return logits.detach(), generated, embeddings
+    logits.square().mean().backward()
+    named = {name: p for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: whole(parameter.grad).clone() for name, parameter in named.items()}
+    with torch.no_grad():
+        for parameter in named.values():
+            parameter -= 0.1 * parameter.grad
+        trained = model(input_ids=tokens).logits
+    return whole(logits.detach()), generated, gradients, whole(trained)
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """All of a tensor that may be spread over the ranks."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
