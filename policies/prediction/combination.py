@@ -70,7 +70,7 @@ class Combination(TokenEvidence):
     def token_logits(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
         """The part of the logits that does not depend on the token's own path: ``[B, E]``."""
         variant = variant_of(contexts, now, layer)
-        if len(contexts) * self.shape.num_layers * self.shape.num_experts > _MEMO_SIZE:
+        if not self.keeps_memo(contexts):
             features = self.features(contexts, slice(layer, layer + 1))
             return self._weigh(features, variant, slice(layer, layer + 1))[:, 0]
         memo = f"{self.name}.{variant}"
@@ -134,9 +134,6 @@ class Combination(TokenEvidence):
         self.weights_VLF = take_array(state, "weights", "<f4", self.weights_VLF.shape)
         self.bias_VLE = take_array(state, "bias", "<f4", self.bias_VLE.shape)
         self.links_VLSE2E = take_array(state, "links", "<f4", self.links_VLSE2E.shape)
-
-
-_MEMO_SIZE = 1 << 20
 
 
 def variant_of(contexts: Contexts, now: int, layer: int) -> int:

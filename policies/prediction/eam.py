@@ -26,8 +26,9 @@ class EamCollection(Popularity):
     """The nearest collected activation matrix, row by row, as probabilities.
 
     Where a new matrix finds the collection full it takes the place of the most similar one, so that
-    the collection stays diverse (the paper's variant). Before anything of a request is known, and
-    while the collection is empty, popularity serves.
+    the collection stays diverse (the paper's variant). Nearer layers are read first, as in the
+    paper, by the admission that orders all predictors' guesses. Before anything of a request is
+    known, and while the collection is empty, popularity serves.
     """
 
     name = "eam"
@@ -107,10 +108,6 @@ class EamCollection(Popularity):
         share = rows / np.maximum(rows.sum(axis=1, keepdims=True), 1.0) + NEVER_SEEN
         chance = sum_to(share, self.shape.top_k)
         return np.where(cosine[:, None] > 0, chance, self.share_LE[layer])
-
-    def priority(self, chance_E: np.ndarray, now: int, layer: int) -> np.ndarray:
-        """Order of prefetching: probability times the proximity ``1 - (layer - now) / L``."""
-        return chance_E * (1.0 - (layer - now) / self.shape.num_layers)
 
     def coverage(self, routes: Routes) -> float:
         """Share of finished requests that have a collected matrix of cosine ``COVERED`` or more."""

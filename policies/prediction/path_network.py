@@ -39,7 +39,6 @@ UNKNOWN_SHARE = 0.1
 """Tokens whose id is hidden in training, so that a token never seen is met as it will be."""
 _TOKEN, _RECALLED, _RECENT = 1, 4, slice(5, 7)
 """Places among the features: the token's own table, its last visit here, and running means."""
-_MEMO_SIZE = 1 << 20
 
 _PARAMETERS = ("token", "before", "history", "inner", "inner_bias", "outer", "outer_bias", "mix")
 
@@ -56,7 +55,8 @@ class PathNetwork(TokenEvidence):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
-        self._set({name: np.zeros(size, np.float32) for name, size in self._sizes(0).items()})
+        sizes = self._sizes(0)
+        self.parameters = {name: np.zeros(size, np.float32) for name, size in sizes.items()}
         self.parameters["outer_bias"] += log_odds(self.share_LE).ravel()
 
     def fit(self, routes: Routes) -> None:
@@ -65,7 +65,7 @@ class PathNetwork(TokenEvidence):
         samples = Samples(self, routes)
         sizes = self._sizes(len(self.of_token.known_V))
         rng = np.random.default_rng(0)
-        self._set({name: _initial(name, size, rng) for name, size in sizes.items()})
+        self.parameters = {name: _initial(name, size, rng) for name, size in sizes.items()}
         self.parameters["outer_bias"] += log_odds(self.share_LE).ravel()
         self.parameters["mix"][_TOKEN] = 1.0
         token = self.of_token.rows_of(routes.token_ids[samples.rows])
@@ -84,8 +84,7 @@ class PathNetwork(TokenEvidence):
 
     def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
         """Probabilities from the tokens and the past alone, however many layers are known."""
-        size = len(contexts) * self.shape.num_layers * self.shape.num_experts
-        if size > _MEMO_SIZE:
+        if not self.keeps_memo(contexts):
             return sigmoid(self._logits(contexts, slice(layer, layer + 1))[:, 0])
         if self.name not in contexts.memo:
             contexts.memo[self.name] = sigmoid(
@@ -101,7 +100,7 @@ class PathNetwork(TokenEvidence):
         """Takes over everything."""
         super().restore(state)
         sizes = self._sizes(len(self.of_token.known_V))
-        self._set({name: take_array(state, name, "<f4", size) for name, size in sizes.items()})
+        self.parameters = {n: take_array(state, n, "<f4", size) for n, size in sizes.items()}
 
     def _sizes(self, num_known: int) -> dict[str, tuple[int, ...]]:
         experts = self.shape.num_layers * self.shape.num_experts
@@ -112,9 +111,6 @@ class PathNetwork(TokenEvidence):
             *((HIDDEN, experts), (experts,), (NUM_FEATURES, self.shape.num_layers)),
         )
         return dict(zip(_PARAMETERS, sizes, strict=True))
-
-    def _set(self, parameters: dict[str, np.ndarray]) -> None:
-        self.parameters = parameters
 
     def _logits(self, contexts: Contexts, layers: slice) -> np.ndarray:
         everything = slice(0, self.shape.num_layers)

@@ -16,6 +16,9 @@ NUM_FEATURES = 7
 TRAINING_BYTES = 768 << 20
 """Largest table of features that training holds; more tokens than fit are sampled."""
 
+_MEMO_SIZE = 1 << 20
+"""Most numbers for each feature that are kept for a step's later layers."""
+
 
 class TokenEvidence(Popularity):
     """Tables over token ids, and features made of them and of the running sequence.
@@ -69,6 +72,10 @@ class TokenEvidence(Popularity):
             ),
             axis=1,
         )
+
+    def keeps_memo(self, contexts: Contexts) -> bool:
+        """Whether so few tokens are asked about that all layers are answered at once and kept."""
+        return len(contexts) * self.shape.num_layers * self.shape.num_experts <= _MEMO_SIZE
 
     def state(self) -> State:
         """``share`` of popularity and the arrays of both tables."""
