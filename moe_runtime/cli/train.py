@@ -122,11 +122,11 @@ def _train(
         is_complete = exit_code == 0
         if ranks.rank > 0:
             return {}, exit_code
-        export = is_complete and _export_family(preparation)[0] is not None
-        summary = finish(preparation, trainer, export=export)
+        family, obstacle = _export_family(preparation)
+        summary = finish(preparation, trainer, export=is_complete and family is not None)
     finally:
         trainer.close()
-    return {"complete": is_complete, **summary}, exit_code
+    return {"complete": is_complete, **summary, "export_obstacle": obstacle or None}, exit_code
 
 
 def take_steps(trainer: "Trainer", run: "RunConfig") -> int:
@@ -287,7 +287,9 @@ def outcome_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         from moe_runtime.training.offloaded import offload_status
 
         rows.append(("experts", offload_status(summary["offload"], summary["elapsed_s"])))
-    rows.append(("model", summary["model"] or "not exported"))
+    obstacle = summary.get("export_obstacle")
+    missing = f"in the last checkpoint only: {obstacle}" if obstacle else "not exported"
+    rows.append(("model", summary["model"] or missing))
     if not summary["complete"]:
         rows.append(("go on", "the same command with --resume"))
     return rows

@@ -70,6 +70,16 @@ def test_a_run_learns_and_leaves_everything_behind(
     assert shown == pytest.approx([record["loss"] for record in steps], rel=1e-6)
 
 
+def test_a_model_that_no_architecture_expresses_says_where_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ("--set", "run.steps=1", "--set", "model.moe.capacity_factor=1.0")
+    assert train(write_run(tmp_path), *settings) == 0
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "in the last checkpoint only: no Hugging Face architecture" in shown
+    assert "capacity_factor must be omitted" in shown
+
+
 @pytest.mark.parametrize("words", [(), ("--json",)])
 def test_a_dry_run_says_what_would_happen(
     words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
