@@ -97,9 +97,15 @@ class Base(AssignmentGate):
         require_top_k(self, 1)
 
     def assign(self, logits_SE: Tensor) -> Tensor:
-        return best_assignment(logits_SE).to(logits_SE.device)[:, None]
+        return best_assignment(logits_SE)[:, None]
 
 
+# A compiler takes either for one call: one would unroll, the other leaves torch.
+@torch.library.custom_op(
+    "moe_runtime::log_transport_plan",
+    mutates_args=(),
+    schema="(Tensor logits, int max_iterations, float tolerance) -> Tensor",
+)
 def log_transport_plan(logits_SE: Tensor, max_iterations: int, tolerance: float) -> Tensor:
     """Logarithm of the plan `diag(a) exp(logits) diag(b)` with row sums 1/S and column sums 1/E.
 
@@ -112,12 +118,19 @@ def log_transport_plan(logits_SE: Tensor, max_iterations: int, tolerance: float)
         log_a_S = -math.log(num_tokens) - (logits_SE + log_b_E).logsumexp(dim=1)
         before_E = log_b_E
         log_b_E = -math.log(num_experts) - (logits_SE + log_a_S[:, None]).logsumexp(dim=0)
-        is_eager_cpu = logits_SE.is_cpu and not torch.compiler.is_compiling()
-        if is_eager_cpu and float((log_b_E - before_E).abs().mean()) <= tolerance:
+        if logits_SE.is_cpu and float((log_b_E - before_E).abs().mean()) <= tolerance:
             break
     return log_a_S[:, None] + logits_SE + log_b_E
 
 
+@log_transport_plan.register_fake
+def _(logits_SE: Tensor, max_iterations: int, tolerance: float) -> Tensor:
+    return torch.empty_like(logits_SE)
+
+
+@torch.library.custom_op(
+    "moe_runtime::best_assignment", mutates_args=(), schema="(Tensor logits) -> Tensor"
+)
 def best_assignment(logits_SE: Tensor) -> Tensor:
     """`[S]` int64: the experts that maximise the sum of scores, each used `ceil(S / E)` times or
     fewer."""
@@ -126,4 +139,10 @@ def best_assignment(logits_SE: Tensor) -> Tensor:
     num_tokens, num_experts = logits_SE.shape
     scores = logits_SE.double().cpu().numpy().repeat(math.ceil(num_tokens / num_experts), axis=1)
     _, columns = linear_sum_assignment(scores, maximize=True)
-    return torch.from_numpy(columns) // math.ceil(num_tokens / num_experts)
+    experts_S = torch.from_numpy(columns) // math.ceil(num_tokens / num_experts)
+    return experts_S.to(logits_SE.device)
+
+
+@best_assignment.register_fake
+def _(logits_SE: Tensor) -> Tensor:
+    return logits_SE.new_empty(logits_SE.shape[0], dtype=torch.int64)
