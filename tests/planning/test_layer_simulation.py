@@ -78,21 +78,27 @@ def test_every_message_costs_its_latency() -> None:
 
 
 def test_best_degree_grows_with_what_can_be_hidden() -> None:
-    """Launches against hiding: one chunk for short travel, more where there is more to hide."""
+    """Launches against hiding: one chunk for short travel, more where there is more to hide; on
+    either side of the best degree it only gets worse."""
+    degrees = (1, 2, 4, 8, 16)
 
     def best(travel_s: float) -> int:
-        times = {
-            degree: predict_layer(
+        times = [
+            predict_layer(
                 replace(two_ranks(), launch_s=0.3),
                 exchange_of(travel_s, 16.0),
                 LayerSchedule(degree=degree),
             ).layer_s
-            for degree in (1, 2, 4, 8, 16)
-        }
-        return min(times, key=times.__getitem__)
+            for degree in degrees
+        ]
+        least = times.index(min(times))
+        assert times[: least + 1] == sorted(times[: least + 1], reverse=True)
+        assert times[least:] == sorted(times[least:])
+        return degrees[least]
 
-    assert best(0.05) == 1
-    assert best(1.0) < best(8.0)
+    found = [best(travel_s) for travel_s in (0.05, 0.5, 1.0, 2.0, 4.0, 8.0)]
+    assert found == sorted(found)
+    assert found[0] == 1 < best(1.0) < found[-1]
 
 
 def test_rows_that_stay_are_computed_meanwhile() -> None:
