@@ -73,7 +73,8 @@ class RoutedCall:
     Args:
         x_TD: `[T, D]`.
         ids_TK: `[T, K]` integers; ids of no expert are passed over.
-        weights_TK: `[T, K]` gate weights.
+        weights_TK: `[T, K]` gate weights; None for rows that are sorted by expert already, `K = 1`:
+            then every row's own output is wanted.
         num_experts: `E`.
         activation: A formula, or a function of the pre-activations as they lie.
         impl: As in `expert_mlp`; `native` and `torch` differ, on a GPU the products are torch's.
@@ -87,13 +88,15 @@ class RoutedCall:
         self,
         x_TD: Tensor,
         ids_TK: Tensor,
-        weights_TK: Tensor,
+        weights_TK: Tensor | None,
         num_experts: int,
         activation: ActivationSpec | PreactivationFunction,
         impl: str = "auto",
     ) -> None:
         self.x_TD = x_TD
-        self.weights_TK = weights_TK
+        self._is_sorted = weights_TK is None
+        self.weights_TK = x_TD.new_empty(0) if weights_TK is None else weights_TK
+        self._num_rows = ids_TK.numel()
         self.rows: SortedRows = sort_rows(ids_TK, num_experts)
         self._bounds: list[int] = self.rows.offsets_E1.tolist()
         self.experts = [e for e in range(num_experts) if self._bounds[e] < self._bounds[e + 1]]
@@ -129,7 +132,7 @@ class RoutedCall:
 
     def begin_forward(self, dim_preactivation: int, *, keeps: bool) -> None:
         """Makes room for the output, and for the pre-activations if they are kept."""
-        num_rows = self.weights_TK.numel() if keeps else 0
+        num_rows = self._num_rows if keeps else 0
         self.z_RZ = self.x_TD.new_empty(num_rows, dim_preactivation)
         self._begin()
 
@@ -170,7 +173,8 @@ class RoutedCall:
         trains = out is not None
         nothing = self.x_TD.new_empty(0)
         found = [nothing if t is None else t for t in out] if out is not None else [nothing] * 4
-        needs = Needs(True, True, *(trains and t is not None for t in weights.tensors()))
+        trained = (trains and tensor is not None for tensor in weights.tensors())
+        needs = Needs(True, not self._is_sorted, *trained)
         gradients = Gradients(self._sums_TD, self._grad_weights_R, *found)
         self._call.run_backward(
             self._group(expert), weights, weights.one(0), self._grad_out_TD, self.z_RZ, gradients,
@@ -178,15 +182,19 @@ class RoutedCall:
         )  # fmt: skip
 
     def input_gradients(self) -> tuple[Tensor, Tensor]:
-        """Gradients of `x` and of the gate weights, once every expert had its turn."""
+        """Gradients of `x` and of the gate weights (empty without), after every expert's turn."""
+        if self._is_sorted:
+            self._grad_out_TD = torch.empty(0)
+            return self._end(), self.weights_TK
         grad_weights_TK = torch_path.unsorted(self._grad_weights_R, self.rows, self.weights_TK)
         self._grad_out_TD = self._grad_weights_R = torch.empty(0)
         return self._end(), grad_weights_TK
 
     def _begin(self) -> torch_path.Call:
         groups = [self._group(expert) for expert in self.experts]
+        weights_TK = None if self._is_sorted else self.weights_TK
         self._call = torch_path.Call(
-            self.x_TD, self.weights_TK, self.rows, groups, self._spec, self._steps
+            self.x_TD, weights_TK, self.rows, groups, self._spec, self._steps
         )
         self._sums_TD = self._call.new_sums()
         return self._call

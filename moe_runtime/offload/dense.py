@@ -50,6 +50,10 @@ class DenseAdamW:
             groups = list(_groups(self._named, weight_decay))
             self._adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
+    def parameters(self) -> list[Tensor]:
+        """All of them."""
+        return list(self._named.values())
+
     def gradients(self) -> list[Tensor]:
         """Those that there are."""
         return [p.grad for p in self._named.values() if p.grad is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from moe_runtime.errors import CheckpointError
 from moe_runtime.offload.books import Version
 from moe_runtime.offload.record_file import RecordFile
 from moe_runtime.offload.records import ORDER, RecordLayout, Sections, checksum
+from moe_runtime.offload.saved import records_path
 from moe_runtime.store.slab import host_view
 from moe_runtime.store.source import READ_BYTES
 from moe_runtime.store.transfer import Block, OnDone, Priority, ReadQueue
@@ -52,11 +54,17 @@ class Disk:
         self._files: dict[int, RecordFile] = {}
         self._scratch: dict[int, RecordFile] = {}
         self._parking: dict[ExpertKey, int] = {}
-        sizes = [layout.state_bytes for layout in layouts.values()]
-        for size in sorted(set(sizes)):
-            path = folder / f"experts-{size}.records"
-            self._files[size] = self._open(path, size, sizes.count(size))
+        numbers = Counter(layout.state_bytes for layout in layouts.values())
+        for layout in layouts.values():
+            size = layout.state_bytes
+            if size not in self._files:
+                path = records_path(folder, layout)
+                self._files[size] = self._open(path, size, numbers[size])
         self._queue = ReadQueue(io_threads)
+
+    def has_file(self, layout: RecordLayout) -> bool:
+        """Whether there is a file of such records."""
+        return layout.state_bytes in self._files
 
     def take(self, layout: RecordLayout) -> int:
         """A free slot for a new version."""

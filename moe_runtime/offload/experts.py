@@ -61,13 +61,16 @@ class OffloadedTrainingExperts(nn.Module):
         # gives every call a node in the graph, also where no input needs a gradient
         self._anchor = torch.zeros((), requires_grad=True)
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None
+    ) -> Tensor:
         """`out[t] = sum_k weights[t, k] * expert[ids[t, k]](x[t])`.
 
         Args:
             hidden_states: `[T, D]`.
             top_k_index: `[T, K]`; choices with ids of no expert are passed over.
-            top_k_weights: `[T, K]` gate weights.
+            top_k_weights: `[T, K]` gate weights; None for rows that are sorted by expert, of one
+                choice each, which all weigh one.
 
         Returns:
             `[T, D]`.
@@ -147,12 +150,12 @@ class _Call(torch.autograd.Function):
         ctx: Any,
         anchor: Tensor,
         x_TD: Tensor,
-        weights_TK: Tensor,
+        weights_TK: Tensor | None,
         ids_TK: Tensor,
         module: OffloadedTrainingExperts,
     ) -> Tensor:
         call, out_TD = module.compute(LayerInput(x_TD, ids_TK, weights_TK))
-        ctx.module, ctx.call = module, call
+        ctx.module, ctx.call, ctx.has_weights = module, call, weights_TK is not None
         ctx.save_for_backward(*call.give_up_tensors())
         return out_TD
 
@@ -162,4 +165,4 @@ class _Call(torch.autograd.Function):
         ctx.call.take_tensors(*ctx.saved_tensors)
         grad_TD, grad_weights_TK = ctx.module.step_back(ctx.call, grad)
         ctx.call.give_up_tensors()
-        return None, grad_TD, grad_weights_TK, None, None
+        return None, grad_TD, grad_weights_TK if ctx.has_weights else None, None, None

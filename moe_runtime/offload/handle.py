@@ -24,6 +24,7 @@ from moe_runtime.offload.experts import OffloadedTrainingExperts
 from moe_runtime.offload.memory import TrainingMemory
 from moe_runtime.offload.optimizer import ExpertOptimizer
 from moe_runtime.offload.passes import ExpertPasses
+from moe_runtime.offload.processes import OneProcess
 from moe_runtime.offload.records import RecordLayout, Sections
 from moe_runtime.offload.site import ExpertsSite
 from moe_runtime.offload.states import ExpertStates
@@ -90,11 +91,13 @@ class OffloadedTraining:
         activations: ActivationPolicy | None = None,
         device_updates: DeviceUpdates | None = None,
         copy_bytes: int = 0,
+        processes: OneProcess | None = None,
     ) -> None:
         self.model = model
         self.memory = memory
         self.skipped_steps = 0
-        self.optimizer = ExpertOptimizer(states, settings, device_updates)
+        self._processes = processes or OneProcess()
+        self.optimizer = ExpertOptimizer(states, settings, device_updates, self._processes)
         self._states = states
         self._sites = list(sites)
         self._passes = ExpertPasses(
@@ -102,13 +105,14 @@ class OffloadedTraining:
         )
         self.activations = self._passes.activations
         self._settings = settings
-        self._checkpoints = ExpertCheckpoints(states, sites)
+        self._names = [site.parameter_names for site in sites]
+        self._checkpoints = ExpertCheckpoints(states, sites, settings.state_format, self._processes)
         self._final_rate: float | None = None
         self._modules: list[OffloadedTrainingExperts] = []
         for layer, site in enumerate(sites):
             module = OffloadedTrainingExperts(site, layer, self._passes, self.activations)
             module.train(site.module.training)
-            model.set_submodule(site.name, module)
+            site.put(model, module)
             self._modules.append(module)
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.dense = DenseAdamW(
@@ -176,11 +180,14 @@ class OffloadedTraining:
                 f"backward was told a rate of {self._final_rate}, step one of {rate}; "
                 "experts were updated with the first"
             )
+        self._processes.reduce_gradients(self.dense.parameters())
         dense_norm = self.dense.norm()
         bad_dense = () if math.isfinite(dense_norm) else self.dense.bad_gradients()
-        bad = tuple(self.name_of(key) for key in self.optimizer.bad_experts) + bad_dense
-        norm, scale = self.optimizer.finish(rate, dense_norm, bool(bad_dense))
-        if bad:
+        own_bad = self.optimizer.bad_experts
+        norm, scale, is_skipped = self.optimizer.finish(rate, dense_norm, bool(bad_dense))
+        bad: tuple[str, ...] = ()
+        if is_skipped:
+            bad = self._names_everywhere(own_bad) + bad_dense
             self.skipped_steps += 1
             self._passes.copies.forget()
         else:
@@ -205,15 +212,22 @@ class OffloadedTraining:
         """How reports call an expert."""
         return f"{self._sites[key.layer].name}.{key.expert}"
 
+    def _names_everywhere(self, own: Sequence[ExpertKey]) -> tuple[str, ...]:
+        """Names of the experts that some process has; a collective call."""
+        keys = [
+            ExpertKey(layer, e) for layer, s in enumerate(self._sites) for e in range(s.num_experts)
+        ]
+        votes = self._processes.sums([float(key in own) for key in keys])
+        return tuple(self.name_of(key) for key, vote in zip(keys, votes, strict=True) if vote)
+
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
         """A copy of one expert's parameters as they are after the steps so far, by name."""
         with self._passes.parameters(key) as named:
             return {name: tensor.clone() for name, tensor in named.items()}
 
     def stacked(self, layer: int) -> dict[str, Tensor]:
-        """Copies of a layer's parameters as its module had them, experts first."""
-        names = self._states.experts[ExpertKey(layer, 0)].layout.tensors
-        return {tensor.name: self._passes.stacked(layer, tensor.name) for tensor in names}
+        """Copies of a layer's parameters, experts of this process first, in ascending order."""
+        return {name: self._passes.stacked(layer, name) for name in self._names[layer]}
 
     def stats(self) -> OffloadStats:
         """Counters so far."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError
-from moe_runtime.offload.records import RecordLayout
+from moe_runtime.offload.records import BLOCK_BYTES, RecordLayout
 from moe_runtime.offload.slots import MIN_RING_SLOTS
 from moe_runtime.planning.homes import spread
 from moe_runtime.types import ExpertKey
@@ -96,13 +96,14 @@ def divide(
     Raises:
         CapacityError: the budget is too small; names the smallest that works.
     """
-    record = max(layout.record_bytes for layout in layouts.values())
+    # a process whose experts are all elsewhere has an empty slot
+    record = max((layout.record_bytes for layout in layouts.values()), default=BLOCK_BYTES)
     # one more record for the gradient of a second micro-batch or of another dtype
     fixed = dense + activations + copies + record
     slots = max(0, budget_bytes - fixed) // record
     num_experts = len(layouts)
     if slots >= num_experts:
-        ring, resident = 0, list(layouts)
+        ring, resident = 0 if layouts else 1, list(layouts)
     else:
         fewest = MIN_RING_SLOTS if has_disk else num_experts
         if slots < fewest:

@@ -18,7 +18,7 @@ from moe_runtime.engine.memory import (
     resolve_budget,
     return_freed_blocks,
 )
-from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.offload.activation_swap import SLOT_BYTES, ActivationSwap
 from moe_runtime.offload.activations import ActivationPolicy, Activations
 from moe_runtime.offload.adamw import AdamW
@@ -31,9 +31,11 @@ from moe_runtime.offload.memory import (
     dense_bytes,
     divide,
 )
+from moe_runtime.offload.processes import OneProcess, processes_of
 from moe_runtime.offload.records import RecordLayout, StateFormat
 from moe_runtime.offload.site import ExpertsSite, layer_sites
 from moe_runtime.offload.states import ExpertStates
+from moe_runtime.parallel import LayoutGroups
 from moe_runtime.types import ExpertKey
 
 
@@ -52,6 +54,7 @@ def offload_training(
     direct: bool = True,
     initial: Callable[[ExpertKey], Sequence[Tensor]] | None = None,
     resumes: bool = False,
+    groups: LayoutGroups | None = None,
 ) -> OffloadedTraining:
     """Trains a model whose routed experts and their states do not fit where it computes.
 
@@ -86,6 +89,12 @@ def offload_training(
             tensors, in the order of its module's parameters. Called for one expert after another.
         resumes: `storage_dir` holds the experts of a checkpoint, which `load_state_dict` follows
             with: nothing is written there first.
+        groups: the processes that the model's experts are spread over, whole and without copies
+            (`MoELayer(..., group=ExpertSpread(groups=groups))`). Each has its own experts' states,
+            in files of its own below `storage_dir`, and a budget of its own; a share of what is
+            free, or "auto", is divided among those of a machine. All call this together, then
+            `backward` with as many parts as the others, and `step`. Parameters beside the experts
+            are equal on all, and their gradients averaged.
 
     Returns:
         The optimizer of the whole model; close it at the end.
@@ -94,31 +103,32 @@ def offload_training(
         CapacityError: a budget or the disk is too small; names the smallest budget that works.
         CheckpointError: `storage_dir` is missing or cannot be written, or the checkpoint is damaged
             or of another model.
-        UnsupportedModelError: the model has no routed experts that can leave it.
+        UnsupportedModelError: the model has no routed experts that can leave it, or the layout
+            divides or copies them.
         ValueError: a size cannot be read, or an option has no such value.
+        RankFailureError: another process died or stalled.
     """
     settings = optimizer or AdamW()
     return_freed_blocks()
     sites = find_sites(model)
     _check_device(model, device_memory)
+    processes = processes_of(groups, sites, model.parameters())
     layouts = layouts_of(sites, settings.state_format)
     memory = plan_memory(
         model, sites, host_memory, activation_memory,
         has_disk=storage_dir is not None, state=settings.state_format, copy_memory=copy_memory,
+        sharing=processes.here,
     )  # fmt: skip
-    states = open_states(
-        layouts, memory, None if storage_dir is None else Path(storage_dir), io_threads, direct
-    )
+    folder = None if storage_dir is None else own_folder(Path(storage_dir), processes)
+    states = open_states(layouts, memory, folder, io_threads, direct)
     if not resumes:
         fill(states, layouts, initial or stacked_parameters(sites))
-    policy = _activation_policy(activations, sites, memory, storage_dir, direct)
+    policy = _activation_policy(activations, sites, memory, folder, direct)
     elsewhere = _device_updates(model, update_stride)
     copies = memory.copy_bytes or _device_copy_bytes(model, sites, device_memory, memory)
-    training = OffloadedTraining(model, sites, states, settings, memory, policy, elsewhere, copies)
-    for site in sites:
-        for name in site.parameter_names:
-            del site.module._parameters[name]
-    return training
+    return OffloadedTraining(
+        model, sites, states, settings, memory, policy, elsewhere, copies, processes
+    )
 
 
 def plan_memory(
@@ -130,8 +140,17 @@ def plan_memory(
     has_disk: bool,
     state: StateFormat | None = None,
     copy_memory: MemorySize = 0,
+    sharing: int = 1,
 ) -> TrainingMemory:
     """How `offload_training` would divide a budget; allocates nothing.
+
+    Args:
+        model: with its experts' parameters.
+        sites: its experts.
+        host_memory, activation_memory: as of `offload_training`.
+        has_disk: whether experts may live on the disk.
+        state: what records hold; full moments when omitted.
+        sharing: processes that share what this machine has free.
 
     Raises:
         CapacityError: the budget is too small; names the smallest that works.
@@ -140,7 +159,9 @@ def plan_memory(
     parameters = [site.module.get_parameter(n) for site in sites for n in site.parameter_names]
     held = sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
     budget = resolve_budget(
-        parse_budget(host_memory, name="host_memory"), available_host_bytes() + held, "the host"
+        parse_budget(host_memory, name="host_memory"),
+        available_host_bytes() // sharing + held,
+        "the host",
     )
     activations = parse_budget(activation_memory, name="activation_memory").resolve(
         budget, auto_share=DEFAULT_ACTIVATION_SHARE
@@ -183,8 +204,24 @@ def layouts_of(
     return {
         ExpertKey(layer, expert): layouts[layer]
         for layer, site in enumerate(sites)
-        for expert in range(site.num_experts)
+        for expert in site.experts_here
     }
+
+
+def own_folder(storage_dir: Path, processes: OneProcess) -> Path:
+    """Where a process has its files; made if it is a folder in the one that was given.
+
+    Raises:
+        CheckpointError: the given folder is missing, or cannot be written.
+    """
+    folder = storage_dir / processes.folder_name
+    if not storage_dir.is_dir():
+        raise CheckpointError(f"storage_dir {storage_dir} is not a directory; make it first")
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot make {folder}: {error.strerror}") from None
+    return folder
 
 
 def open_states(
@@ -230,26 +267,21 @@ def _transformers_sites(model: Any) -> list[ExpertsSite]:
 
 def stacked_parameters(sites: Sequence[ExpertsSite]) -> Callable[[ExpertKey], list[Tensor]]:
     """What gives an expert's tensors as its module still has them."""
-
-    def tensors_of(key: ExpertKey) -> list[Tensor]:
-        site = sites[key.layer]
-        return [site.module.get_parameter(n).detach()[key.expert] for n in site.parameter_names]
-
-    return tensors_of
+    return lambda key: sites[key.layer].parameters_of(key.expert)
 
 
 def _activation_policy(
     kind: Activations,
     sites: Sequence[ExpertsSite],
     memory: TrainingMemory,
-    storage_dir: str | Path | None,
+    folder: Path | None,
     direct: bool,
 ) -> ActivationPolicy:
     swap = None
-    if kind in ("swap", "auto") and storage_dir is not None:
+    if kind in ("swap", "auto") and folder is not None:
         # in both directions, and what a layer computes with comes on top
         buffers = max(4 * SLOT_BYTES, memory.activation_bytes // 16)
-        swap = ActivationSwap(Path(storage_dir), direct=direct, buffer_bytes=buffers)
+        swap = ActivationSwap(folder, direct=direct, buffer_bytes=buffers)
     own = [site.recompute for site in sites]
     return ActivationPolicy(kind, own, swap, memory.activation_bytes // 2)
 
@@ -280,7 +312,7 @@ def _device_copy_bytes(
         "the device",
     )
     # the expert in use: its weights, its gradient, and a sum of gradients
-    in_use = 3 * max(layout.section_bytes for layout in layouts_of(sites).values())
+    in_use = 3 * max((layout.section_bytes for layout in layouts_of(sites).values()), default=0)
     return max(0, budget - memory.dense_bytes - memory.activation_bytes - in_use)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_runtime.offload.adamw import AdamW, LossScale
 from moe_runtime.offload.dense import clip_scale
 from moe_runtime.offload.device_updates import DeviceUpdates
+from moe_runtime.offload.processes import OneProcess
 from moe_runtime.offload.records import Sections
 from moe_runtime.offload.slots import Need
 from moe_runtime.offload.states import ExpertStates
@@ -35,6 +36,7 @@ class ExpertOptimizer:
         states: the experts' records.
         settings: of AdamW.
         device_updates: takes some of the updates to a GPU; none when omitted.
+        processes: who trains together; this process alone when omitted.
 
     Attributes:
         step: steps taken, skipped ones not counted.
@@ -42,6 +44,7 @@ class ExpertOptimizer:
         settings: as given.
         states: as given.
         device_updates: as given.
+        processes: likewise.
     """
 
     def __init__(
@@ -49,8 +52,10 @@ class ExpertOptimizer:
         states: ExpertStates,
         settings: AdamW,
         device_updates: DeviceUpdates | None = None,
+        processes: OneProcess | None = None,
     ) -> None:
         self.states = states
+        self.processes = processes or OneProcess()
         self.device_updates = device_updates
         self.settings = settings
         self.step = 0
@@ -103,18 +108,22 @@ class ExpertOptimizer:
         """
         layout = self.states.experts[key].layout
         gradient = layout.flat(record, Sections.GRADIENT)
-        norm = float(torch.linalg.vector_norm(gradient)) / self.loss_scale.value
+        norm = float(torch.linalg.vector_norm(gradient)) * self._mean / self.loss_scale.value
         self._norms[key] = norm
         if not math.isfinite(norm) and key not in self._bad:
             self._bad.append(key)
         if rate is not None and self.updates_in_backward(key):
-            self._update(key, record, rate, self._scale(self._last_norm))
+            self._update(key, record, rate, self._mean * self._scale(self._last_norm))
         else:
             self.states.park_gradient(key)
             self.states.release(key, has=Sections.GRADIENT)
 
-    def finish(self, rate: float, dense_norm: float, dense_is_bad: bool) -> tuple[float, float]:
+    def finish(
+        self, rate: float, dense_norm: float, dense_is_bad: bool
+    ) -> tuple[float, float, bool]:
         """Takes the step for the experts whose gradients wait, or takes all of it back.
+
+        A collective call where several processes train together.
 
         Args:
             rate: learning rate.
@@ -122,11 +131,14 @@ class ExpertOptimizer:
             dense_is_bad: whether any of them is not finite.
 
         Returns:
-            Global norm of the gradients, and what the other parameters' are to be multiplied by.
+            Global norm of the gradients, what the other parameters' are to be multiplied by, and
+            whether the step was not taken, because some gradient is not finite.
         """
-        norms = [*self._norms.values(), dense_norm / self.loss_scale.value]
-        norm = math.sqrt(sum(value * value for value in norms))
-        is_skipped = dense_is_bad or bool(self._bad)
+        square, num_bad = self.processes.sums(
+            [sum(value * value for value in self._norms.values()), float(len(self._bad))]
+        )
+        norm = math.sqrt(square + (dense_norm / self.loss_scale.value) ** 2)
+        is_skipped = dense_is_bad or num_bad > 0
         scale = self._scale(self._last_norm if self.settings.clip == "delayed" else norm)
         waiting = [key for key in sorted(self._norms) if self.states.experts[key].has_gradient]
         self._await_device()
@@ -135,18 +147,18 @@ class ExpertOptimizer:
                 self.states.forget_gradient(key)
             self.states.roll_back()
         else:
-            self._update_waiting(waiting, rate, scale)
+            self._update_waiting(waiting, rate, self._mean * scale)
             self._await_device()
             self.states.commit()
             self._rates.append(rate)
-            self._scales.append(scale)
+            self._scales.append(self._mean * scale)
             self.step += 1
             self._last_norm = norm
             self._exchange_homes()
         self.loss_scale.after_step(was_skipped=is_skipped)
         self._norms.clear()
         self._bad.clear()
-        return norm, scale
+        return norm, scale, is_skipped
 
     def discard(self) -> None:
         """Forgets the gradients since the last step, and takes back what they changed."""
@@ -180,6 +192,11 @@ class ExpertOptimizer:
         self._scales = [float(scale) for scale in state["scales"]]
         self._last_norm = state["last_norm"]
         self.loss_scale.load_state_dict(state["loss_scale"])
+
+    @property
+    def _mean(self) -> float:
+        """Factor that makes a mean of gradients that were summed over processes."""
+        return 1 / self.processes.loss_parts
 
     def _await_device(self) -> None:
         if self.device_updates is not None:

@@ -32,11 +32,14 @@ from moe_runtime.types import ExpertKey
 
 
 class LayerInput(NamedTuple):
-    """What one micro-batch brings to a layer: `[T, D]`, `[T, K]` ids, `[T, K]` gate weights."""
+    """What one micro-batch brings to a layer: `[T, D]`, `[T, K]` ids, `[T, K]` gate weights.
+
+    Without weights, rows are sorted by expert and one each, and outputs are wanted row by row.
+    """
 
     x_TD: Tensor
     ids_TK: Tensor
-    weights_TK: Tensor
+    weights_TK: Tensor | None
 
 
 @dataclass
@@ -86,6 +89,7 @@ class ExpertPasses:
         self._trains = trains
         self.copies = ComputeCopies(optimizer.states.experts, copy_bytes)
         self._scratch: dict[tuple[int, torch.dtype, torch.device, bool], list[Tensor]] = {}
+        self._widths = [site.dim_preactivation for site in sites]
         self._last_visited: dict[int, list[ExpertKey]] = {}
         self.visits = Visits()
 
@@ -128,7 +132,7 @@ class ExpertPasses:
             self.visits.layers.append((layer, keys))
             self.visits.calls[layer] += 1
             self._last_visited[layer] = keys
-        width = self._dim_preactivation(layer)
+        width = self._widths[layer]
         for call in calls:
             call.begin_forward(width, keeps=keeps and not self.activations.recomputes(layer))
         with self._observed("forward" if is_visit else None, layer, inputs):
@@ -152,7 +156,7 @@ class ExpertPasses:
             grads_TD: gradients of the outputs.
 
         Returns:
-            Gradients of `x_TD` and `weights_TK` of each micro-batch.
+            Gradients of `x_TD` and `weights_TK` (empty without) of each micro-batch.
         """
         keys = visited(layer, calls)
         is_only_call = self.visits.calls[layer] == 1
@@ -178,9 +182,9 @@ class ExpertPasses:
             self._states.release(key)
 
     def stacked(self, layer: int, name: str) -> Tensor:
-        """A copy of one parameter as the layer's module had it, experts first."""
+        """A copy of one parameter as the layer's module had it, this process's experts first."""
         parts = []
-        for expert in range(self._sites[layer].num_experts):
+        for expert in self._sites[layer].experts_here:
             with self.parameters(ExpertKey(layer, expert)) as named:
                 parts.append(named[name].clone())
         return torch.stack(parts)
@@ -231,7 +235,7 @@ class ExpertPasses:
         yield
         if direction is None:
             return
-        after, width = self._states.traffic, self._dim_preactivation(layer)
+        after, width = self._states.traffic, self._widths[layer]
         hidden = width // (2 if self._sites[layer].has_gate else 1)
         self.activations.observe(
             direction,
@@ -303,12 +307,6 @@ class ExpertPasses:
                 ]
             }
         return self._scratch[place]
-
-    def _dim_preactivation(self, layer: int) -> int:
-        site = self._sites[layer]
-        tensors = self._states.experts[ExpertKey(layer, 0)].layout.tensors
-        shape = next(tensor.shape for tensor in tensors if tensor.name == site.first)
-        return shape[1 if site.is_transposed else 0]
 
 
 def visited(layer: int, calls: Sequence[RoutedCall]) -> list[ExpertKey]:

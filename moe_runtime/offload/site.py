@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.kernels.expert_mlp import ActivationSpec, StackedExperts
+from moe_runtime.kernels.expert_mlp.op import resolve_activation
 from moe_runtime.layer import Experts, MoELayer
 from moe_runtime.offload.dense import decays
 from moe_runtime.offload.records import ExpertTensor, RecordLayout, StateFormat
+from moe_runtime.parallel import ParallelExperts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +24,10 @@ class ExpertsSite:
     Attributes:
         name: its path in the model.
         module: the module; its expert parameters are stacked, one slice for each expert.
-        num_experts: how many.
+        num_experts: how many, in all processes.
+        own: those whose parameters the module has, by place in the stacks, -1 for an empty one; all
+            when omitted.
+        num_processes: that the experts are spread over.
         first: name of the first product's parameter: `gate_up_proj` or `up_proj`.
         has_gate, is_transposed, is_concatenated: as in `StackedExperts`.
         activation: a formula, or a function of the pre-activations as they lie.
@@ -42,6 +47,38 @@ class ExpertsSite:
     impl: str = "auto"
     recompute: bool = False
     keeps_dtype: bool = True
+    own: tuple[int, ...] | None = None
+    num_processes: int = 1
+
+    @property
+    def experts_here(self) -> tuple[int, ...]:
+        """Experts of this process, in ascending order."""
+        if self.own is None:
+            return tuple(range(self.num_experts))
+        return tuple(sorted(expert for expert in self.own if expert >= 0))
+
+    def parameters_of(self, expert: int) -> list[Tensor]:
+        """An expert's tensors as its module still has them, in the order of `parameter_names`."""
+        place = expert if self.own is None else self.own.index(expert)
+        stacks = (self.module.get_parameter(name).detach() for name in self.parameter_names)
+        return [stack[place] for stack in stacks]
+
+    @property
+    def dim_preactivation(self) -> int:
+        """Columns of the first product."""
+        return self.module.get_parameter(self.first).shape[2 if self.is_transposed else 1]
+
+    def put(self, model: nn.Module, experts: nn.Module) -> None:
+        """Has another module compute in the place of this one, which gives its parameters up.
+
+        Of experts that are spread over processes, it computes the rows that arrive here.
+        """
+        if isinstance(self.module, ParallelExperts):
+            self.module.compute_with(experts)
+            return
+        model.set_submodule(self.name, experts)
+        for name in self.parameter_names:
+            del self.module._parameters[name]
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
@@ -86,28 +123,59 @@ def layer_sites(model: nn.Module) -> list[ExpertsSite]:
     """The experts of every `MoELayer` in a model, in its order.
 
     Raises:
-        UnsupportedModelError: a layer has experts of another kind.
+        UnsupportedModelError: a layer has experts of another kind, or several copies or slices of
+            them.
     """
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, MoELayer)]
-    for name, layer in layers:
-        if not isinstance(layer.experts, Experts):
-            raise UnsupportedModelError(
-                f"{name}: {type(layer.experts).__name__} cannot be trained offloaded, only Experts"
-            )
     return [
-        ExpertsSite(
-            name=f"{name}.experts" if name else "experts",
-            module=layer.experts,
-            num_experts=layer.experts.num_experts,
-            first=layer.experts.first_name,
-            has_gate=layer.experts.activation.has_gate,
+        _site(f"{name}.experts" if name else "experts", layer.experts) for name, layer in layers
+    ]
+
+
+def _site(name: str, experts: nn.Module) -> ExpertsSite:
+    if isinstance(experts, Experts):
+        return ExpertsSite(
+            name=name,
+            module=experts,
+            num_experts=experts.num_experts,
+            first=experts.first_name,
+            has_gate=experts.activation.has_gate,
             is_transposed=False,
             is_concatenated=True,
-            activation=layer.experts.activation.spec,
-            impl=layer.experts.impl,
-            recompute=layer.experts.recompute,
+            activation=experts.activation.spec,
+            impl=experts.impl,
+            recompute=experts.recompute,
             keeps_dtype=False,
         )
-        for name, layer in layers
-        if isinstance(layer.experts, Experts)
-    ]
+    # those that lie elsewhere from batch to batch have no home to be trained at
+    if type(experts) is not ParallelExperts:
+        raise UnsupportedModelError(
+            f"{name}: {type(experts).__name__} cannot be trained offloaded, only Experts and "
+            "ParallelExperts"
+        )
+    slots = experts.slots
+    if slots.num_slices > 1 or any(len(held) > 1 for slices in slots.holders for held in slices):
+        raise UnsupportedModelError(
+            f"{name}: experts that are trained offloaded must lie in one process each, without "
+            "slices and copies"
+        )
+    own = [expert for expert in experts.experts_here if expert >= 0]
+    if own != sorted(own):
+        raise UnsupportedModelError(
+            f"{name}: a process' experts must be placed in ascending order, got {own}"
+        )
+    return ExpertsSite(
+        name=name,
+        module=experts,
+        num_experts=experts.num_experts,
+        first=experts.first_name,
+        has_gate=experts.has_gate,
+        is_transposed=False,
+        is_concatenated=True,
+        activation=resolve_activation(experts.activation),
+        impl=experts.impl,
+        recompute=experts.recompute,
+        keeps_dtype=False,
+        own=tuple(experts.experts_here),
+        num_processes=slots.num_ranks,
+    )

@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.offload.books import Entry, ExpertState, Traffic, Version
 from moe_runtime.offload.disk import Disk
-from moe_runtime.offload.records import RecordLayout, Sections
+from moe_runtime.offload.records import BLOCK_BYTES, RecordLayout, Sections
 from moe_runtime.store.slab import Slab
 from moe_runtime.store.transfer import Priority, Read
 from moe_runtime.types import ExpertKey
@@ -55,7 +55,8 @@ class RecordSlots:
             )
         self.disk = disk
         self.experts = {key: ExpertState(layout) for key, layout in layouts.items()}
-        slot_bytes = max(layout.record_bytes for layout in layouts.values())
+        sizes = (layout.record_bytes for layout in layouts.values())
+        slot_bytes = max(sizes, default=BLOCK_BYTES)
         self._slab = Slab(ring_slots + len(resident), slot_bytes)
         for slot, key in enumerate(resident, start=ring_slots):
             self.experts[key].home = slot

@@ -8,13 +8,13 @@ long as a checkpoint names it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
-from moe_runtime.errors import CheckpointError
 from moe_runtime.offload.books import ExpertState, Version
-from moe_runtime.offload.records import Sections, checksum
+from moe_runtime.offload.records import RecordLayout, Sections
+from moe_runtime.offload.saved import check_digest
 from moe_runtime.offload.slots import RecordSlots
 from moe_runtime.store.transfer import Priority, Read
 from moe_runtime.types import ExpertKey
@@ -151,12 +151,28 @@ class ExpertStates(RecordSlots):
             expert.is_saved = version.is_written = True
             record = self._slab.slot(self._free[-1] if expert.home is None else expert.home)
             self._fill_now(key, expert, version, record)
-            found = checksum(record[: expert.layout.state_bytes])
-            if found != version.digest:
-                raise CheckpointError(
-                    f"{self._on_disk.folder}: expert {key.expert} of MoE layer {key.layer} is "
-                    f"damaged: its checksum is {found}, the checkpoint says {version.digest}"
-                )
+            content = record[: expert.layout.state_bytes]
+            check_digest(self._on_disk.folder, key, version, content)
+
+    def take_in(self, key: ExpertKey, read: Callable[[Tensor], Version]) -> None:
+        """Takes up an expert that lies in other files than this process's, and writes it home.
+
+        Args:
+            key: the expert.
+            read: fills a record with its state, and says what version that is.
+        """
+        record = self.acquire(key, Sections.NONE, writes=True)
+        found = read(record)
+        self.experts[key].take_over(found)
+        self.set_content_step(key, found.step)
+        self.write_state(key)
+        self.release(key)
+
+    def drop_lent(self, slots: Iterable[tuple[RecordLayout, int]]) -> None:
+        """Lets go of slots on the disk that belong to experts of other processes."""
+        with self._changed:
+            for layout, slot in slots:
+                self._on_disk.drop(layout, slot)
 
     def rehome(self, arriving: ExpertKey, leaving: ExpertKey) -> None:
         """Exchanges two homes between steps: one expert leaves the memory for another."""

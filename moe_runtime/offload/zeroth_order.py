@@ -41,6 +41,7 @@ from moe_runtime.offload.offloading import (
     plan_memory,
     stacked_parameters,
 )
+from moe_runtime.offload.processes import processes_of
 from moe_runtime.offload.records import StateFormat
 from moe_runtime.offload.site import ExpertsSite
 from moe_runtime.offload.states import ExpertStates
@@ -120,12 +121,12 @@ class ZerothOrderTraining:
         self._sites = list(sites)
         self._measured: _Measured | None = None
         self._passes = TwoSidedPasses(sites, states, settings)
-        self._checkpoints = ExpertCheckpoints(states, sites)
+        self._checkpoints = ExpertCheckpoints(states, sites, PARAMETERS_ALONE)
         self._modules: list[TwoSidedExperts] = []
         for layer, site in enumerate(sites):
             module = TwoSidedExperts(site, layer, self._passes)
             module.train(site.module.training)
-            model.set_submodule(site.name, module)
+            site.put(model, module)
             self._modules.append(module)
         self._dense = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
@@ -347,6 +348,8 @@ def offload_zeroth_order(
         ValueError: a size cannot be read.
     """
     sites = find_sites(model)
+    # Directions are drawn for whole models, and losses measured in one process.
+    processes_of(None, sites, model.parameters())
     layouts = layouts_of(sites, PARAMETERS_ALONE)
     memory = plan_memory(
         model,
@@ -360,8 +363,4 @@ def offload_zeroth_order(
     states = open_states(layouts, memory, folder, io_threads, direct)
     if not resumes:
         fill(states, layouts, initial or stacked_parameters(sites))
-    training = ZerothOrderTraining(model, sites, states, optimizer or ZerothOrder(), memory)
-    for site in sites:
-        for name in site.parameter_names:
-            del site.module._parameters[name]
-    return training
+    return ZerothOrderTraining(model, sites, states, optimizer or ZerothOrder(), memory)

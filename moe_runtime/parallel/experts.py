@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ from moe_runtime.parallel.dispatch import Group, as_transport
 from moe_runtime.parallel.groups import LayoutGroups
 from moe_runtime.parallel.layout import ParallelLayout
 from moe_runtime.parallel.logical import as_slices, logical_views
-from moe_runtime.parallel.panels import StackedPanels
-from moe_runtime.parallel.pipeline import Overlap, expert_parallel
+from moe_runtime.parallel.panels import PanelExperts, StackedPanels
+from moe_runtime.parallel.pipeline import ExpertsFn, Overlap, expert_parallel
 from moe_runtime.parallel.replicas import ExpertMove, sum_replica_gradients
 from moe_runtime.parallel.slices import one_expert, slice_experts
 from moe_runtime.parallel.slots import ExpertSlots
@@ -96,6 +97,8 @@ class ParallelExperts(nn.Module):
             with biases.
         slots: where the experts lie.
         transport: the ranks.
+        elsewhere: what computes the rows that arrive, where experts are not in this module; None
+            where they are.
 
     Raises:
         ValueError: Sizes that cannot work, or a placement of another model or group.
@@ -142,6 +145,7 @@ class ParallelExperts(nn.Module):
         self.wire: WireName = wire
         self.impl: ExpertMlpImpl = impl
         self.recompute = recompute
+        self.elsewhere: nn.Module | None = None
         self._slice = self.transport.rank % self.slots.num_slices
         width = (2 if has_gate else 1) * intermediate_size // self.slots.num_slices
         self.first_name = "gate_up_proj" if has_gate else "up_proj"
@@ -154,7 +158,8 @@ class ParallelExperts(nn.Module):
         for name, shape in shapes.items():
             zeros = torch.zeros((self.slots.slots_per_rank, *shape), device=device, dtype=dtype)
             self.register_parameter(name, nn.Parameter(zeros))
-        self.reset_parameters(seed)
+        if not self.down_proj.is_meta:
+            self.reset_parameters(seed)
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
@@ -189,6 +194,19 @@ class ParallelExperts(nn.Module):
         for own, tensor in zip(self.stacked().tensors(), part.tensors(), strict=True):
             if own is not None and tensor is not None:
                 own[slot] = tensor[0]
+
+    def compute_with(self, experts: nn.Module) -> None:
+        """Has a module compute the rows that arrive here; the own parameters are given up.
+
+        It is called once, with all rows: an expert that has to be fetched is fetched once.
+
+        Args:
+            experts: Takes rows `[R, D]` sorted by slot, the number of each row's expert `[R, 1]`,
+                and None for weights; gives the results `[R, D]`.
+        """
+        self.elsewhere = experts
+        self.overlap = Overlap(is_local_first=False)
+        self._parameters.clear()
 
     @property
     def experts_here(self) -> list[int]:
@@ -232,29 +250,17 @@ class ParallelExperts(nn.Module):
         Raises:
             RankFailureError: A rank died, stalled, or has other settings.
         """
-        parameters = self.stacked()
-
-        def whole_rows(rows_RD: Tensor, counts_S: Tensor) -> Tensor:
-            return grouped_expert_mlp(
-                rows_RD,
-                counts_S,
-                parameters,
-                activation=self.activation,
-                impl=self.impl,
-                recompute=self.recompute,
-            )
-
-        has_panels = self.overlap is not None and self.overlap.panels > 1
+        own = () if self.elsewhere is not None else self.stacked().tensors()
         return expert_parallel(
             self._as_experts_read(x_TD),
             Routing(ids_TK, weights_TK, self.num_experts),
-            StackedPanels(parameters, self.activation) if has_panels else whole_rows,
+            self._experts_fn(),
             self.transport,
             slots=self.slots,
             overlap=self.overlap,
             shared=shared,
             # A rank that no row came to takes part in the backward pass all the same.
-            parameters=[tensor for tensor in parameters.tensors() if tensor is not None],
+            parameters=[tensor for tensor in own if tensor is not None],
             wire=self.wire,
         )
 
@@ -264,6 +270,27 @@ class ParallelExperts(nn.Module):
         if torch.is_autocast_enabled(device) and x_TD.dtype != torch.float64:
             return x_TD.to(torch.get_autocast_dtype(device))
         return x_TD
+
+    def _experts_fn(self) -> ExpertsFn | PanelExperts:
+        """What computes the rows that arrive."""
+        if self.elsewhere is not None:
+            return self._rows_elsewhere
+        parameters = self.stacked()
+        if self.overlap is not None and self.overlap.panels > 1:
+            return StackedPanels(parameters, self.activation)
+        return partial(
+            grouped_expert_mlp,
+            experts=parameters,
+            activation=self.activation,
+            impl=self.impl,
+            recompute=self.recompute,
+        )
+
+    def _rows_elsewhere(self, rows_RD: Tensor, counts_S: Tensor) -> Tensor:
+        assert self.elsewhere is not None
+        ids_S = torch.tensor(self.experts_here, device=counts_S.device)
+        ids_R1 = ids_S.repeat_interleave(counts_S)[:, None].to(rows_RD.device)
+        return self.elsewhere(rows_RD, ids_R1, None)
 
     def sum_replica_gradients(self) -> None:
         """Gives all copies of an expert the same gradient; call it before the optimizer's step.
@@ -286,7 +313,12 @@ class ParallelExperts(nn.Module):
 
         Returns:
             Experts that travelled between ranks, over all ranks.
+
+        Raises:
+            ValueError: The experts are not in this module.
         """
+        if self.elsewhere is not None:
+            raise ValueError("experts that are trained offloaded stay in their processes")
         move = ExpertMove(self.slots, slots, self.transport)
         for name, parameter in list(self.named_parameters()):
             states = optimizer.state.get(parameter, {}) if optimizer is not None else {}

@@ -12,30 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from offloaded_models import batches, offloaded, rate_of, stack
+from offloaded_models import batches, offloaded, rate_of, save, stack
 
 import moe_runtime
 from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError
 from moe_runtime.offload import OffloadedTraining, disk
 from moe_runtime.offload.record_file import RecordFile
-from moe_runtime.store.files import write_atomically
 
 SETTINGS = moe_runtime.AdamW(weight_decay=0.1)
 STEPS = 8
-
-
-def save(training: OffloadedTraining, file: Path, losses: list[float]) -> None:
-    state = {
-        "model": training.model.state_dict(),
-        "optimizer": training.state_dict(),
-        "losses": list(losses),
-    }
-
-    def job(copied: dict[str, Any]) -> None:
-        with write_atomically(file) as opened:
-            torch.save(copied, opened)
-
-    training.write(state, lambda found: found["optimizer"], job)
 
 
 def begin(folder: Path, share: float) -> tuple[OffloadedTraining, Any, list[float]]:

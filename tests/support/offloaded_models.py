@@ -12,6 +12,7 @@ import moe_runtime
 from moe_runtime.layer import MoELayer
 from moe_runtime.offload import OffloadedTraining
 from moe_runtime.offload.dense import DenseAdamW, clip_scale
+from moe_runtime.store.files import write_atomically
 
 WIDTH, HIDDEN, EXPERTS, LAYERS = 16, 24, 6, 3
 
@@ -88,20 +89,40 @@ def train_in_memory(
     return losses
 
 
-def offloaded(
-    model: nn.Module, settings: moe_runtime.AdamW, folder: Path | None, *, experts_in_memory: float,
-    **options: Any,
-) -> OffloadedTraining:  # fmt: skip
-    """Offloads a model with a budget that holds a share of its experts."""
+def budget_for(model: nn.Module, settings: moe_runtime.AdamW, *, experts_in_memory: float) -> int:
+    """Bytes that hold a share of the experts that this process has."""
     from moe_runtime.offload.memory import dense_bytes
     from moe_runtime.offload.offloading import find_sites, layouts_of
 
     sites = find_sites(model)
     layouts = layouts_of(sites, settings.state_format)
-    record = max(layout.record_bytes for layout in layouts.values())
+    record = max((layout.record_bytes for layout in layouts.values()), default=2**12)
     parameters = [site.module.get_parameter(n) for site in sites for n in site.parameter_names]
     slots = max(3, round(experts_in_memory * len(layouts)))
-    budget = dense_bytes(model, parameters) + 2**16 + (slots + 1) * record
+    return dense_bytes(model, parameters) + 2**16 + (slots + 1) * record
+
+
+def save(training: OffloadedTraining, file: Path, losses: list[float]) -> None:
+    """A checkpoint with everything that a run needs to go on."""
+    state = {
+        "model": training.model.state_dict(),
+        "optimizer": training.state_dict(),
+        "losses": list(losses),
+    }
+
+    def job(copied: dict[str, Any]) -> None:
+        with write_atomically(file) as opened:
+            torch.save(copied, opened)
+
+    training.write(state, lambda found: found["optimizer"], job)
+
+
+def offloaded(
+    model: nn.Module, settings: moe_runtime.AdamW, folder: Path | None, *, experts_in_memory: float,
+    **options: Any,
+) -> OffloadedTraining:  # fmt: skip
+    """Offloads a model with a budget that holds a share of its experts."""
+    budget = budget_for(model, settings, experts_in_memory=experts_in_memory)
     budget += options.get("copy_memory", 0)
     resume = options.pop("resume", None)
     training = moe_runtime.offload_training(
