@@ -49,6 +49,8 @@ SOURCES_OF_ALL_VARIANTS = (
     "attention.c",
     "gate.c",
     "norm.c",
+    "rank.c",
+    "reads.c",
     "library.c",
 )
 

@@ -105,6 +105,18 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
         None,
         [_POINTER, _INT64, _POINTER, _POINTER, _INT64, _POINTER, _INT, _INT],
     ),
+    # hidden, gate, ranked
+    "moe_rank_experts": (_INT, [_POINTER, _POINTER, _POINTER]),
+    "moe_reads_open": (_POINTER, [_INT]),
+    "moe_reads_close": (None, [_POINTER]),
+    "moe_reads_events": (_POINTER, [_POINTER]),
+    # queue, blocks, num_blocks, into, is_ahead
+    "moe_reads_submit": (_INT64, [_POINTER, _POINTER, _INT64, _POINTER, _INT]),
+    "moe_reads_promote": (None, [_POINTER, _INT64]),
+    "moe_reads_cancel": (_INT, [_POINTER, _INT64]),
+    "moe_reads_take": (_INT64, [_POINTER, _POINTER, _INT64]),
+    "moe_reads_wait": (None, [_POINTER, _INT64]),
+    "moe_reads_kick": (None, [_POINTER]),
     # experts, num_experts, counts, x, x_stride, num_tokens, token_ids, destinations, out,
     # out_stride, num_out_rows, dim_in, dim_hidden, dim_out, x_dtype, weight_dtype, activation,
     # share_threads
@@ -160,6 +172,9 @@ class NativeLibrary:
         gate: `moe_gate` of gate.c.
         gather_rows: `moe_gather_rows` of gate.c.
         add_rows: `moe_add_rows` of gate.c.
+        rank_experts: `moe_rank_experts` of rank.c.
+        reads_open, reads_close, reads_events, reads_submit, reads_promote, reads_cancel,
+            reads_take, reads_wait, reads_kick: the functions of reads.c.
         cpu_has_amx: Whether the processor multiplies bf16 in matrix units (these kernels do not).
     """
 
@@ -192,6 +207,16 @@ class NativeLibrary:
         self.gate = library.moe_gate
         self.gather_rows = library.moe_gather_rows
         self.add_rows = library.moe_add_rows
+        self.rank_experts = library.moe_rank_experts
+        self.reads_open = library.moe_reads_open
+        self.reads_close = library.moe_reads_close
+        self.reads_events = library.moe_reads_events
+        self.reads_submit = library.moe_reads_submit
+        self.reads_promote = library.moe_reads_promote
+        self.reads_cancel = library.moe_reads_cancel
+        self.reads_take = library.moe_reads_take
+        self.reads_wait = library.moe_reads_wait
+        self.reads_kick = library.moe_reads_kick
         self.cpu_has_amx = bool(library.moe_cpu_has_amx())
         self._library = library
         self._isa: str = library.moe_current_isa().decode()

@@ -6,7 +6,6 @@ them as they like. Both are met here as six matrices of `[out, in]`, see `expert
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from moe_runtime.engine.expert_map import ExpertMap, expert_rows
 from moe_runtime.store.slab import aligned_bytes
 from moe_runtime.store.source import ExpertSource
-from moe_runtime.store.transfer import Priority, Read
+from moe_runtime.store.transfer import Read
 from moe_runtime.types import ExpertKey
 
 
@@ -69,10 +68,7 @@ class CheckpointExperts:
         Raises:
             CheckpointError: it cannot be read.
         """
-        is_done = threading.Event()
-        read = self._source.fetch(key, self._slot, Priority.DEMAND, lambda _: is_done.set())
-        is_done.wait()
-        raise_error(read)
+        self._source.read({key: self._slot})
         named = self._empty(key.layer)
         fill_matrices(self._experts, key, self._slot, named)
         return list(named.values())

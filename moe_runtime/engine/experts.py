@@ -180,6 +180,30 @@ def bind_weights(experts: ExpertMap) -> Callable[[ExpertKey, torch.Tensor], Expe
     return bind
 
 
+def bind_slots(experts: ExpertMap) -> Callable[[ExpertKey, torch.Tensor], ExpertWeights]:
+    """The same for slots that stay where they are for as long as the function lives.
+
+    Experts whose matrices lie alike in a slot share its views: making them anew for every arrival
+    takes as long as reading a small expert.
+    """
+    bind = bind_weights(experts)
+    forms: dict[object, int] = {}
+    form_of: dict[ExpertKey, int] = {}
+    bound: dict[int, tuple[int, ExpertWeights]] = {}  # by a slot's address: the last expert's form
+
+    def bind_slot(key: ExpertKey, slot: torch.Tensor) -> ExpertWeights:
+        form, address = form_of.get(key), slot.data_ptr()
+        if form is None:
+            described = experts.matrices[key.layer], experts.layouts[key].form
+            form = form_of[key] = forms.setdefault(described, len(forms))
+        known = bound.get(address)
+        if known is None or known[0] != form:
+            known = bound[address] = (form, bind(key, slot))
+        return known[1]
+
+    return bind_slot
+
+
 def _activation(experts: Any) -> Activation | GateFunction:
     """The kernels' name for what a module does between its projections, or the module's own way.
 

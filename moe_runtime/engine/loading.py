@@ -16,7 +16,7 @@ from moe_runtime.engine.attention import use_single_query_attention
 from moe_runtime.engine.checkpoint import Checkpoint, build_on_meta, open_checkpoint
 from moe_runtime.engine.dense import Progress, load_dense
 from moe_runtime.engine.expert_map import ExpertMap, ExpertsModule, map_experts
-from moe_runtime.engine.experts import OffloadedExperts, bind_weights
+from moe_runtime.engine.experts import OffloadedExperts, bind_slots
 from moe_runtime.engine.fused_attention import fuse_attention_layers
 from moe_runtime.engine.kv_cache import grow_cache_in_place
 from moe_runtime.engine.memory import (
@@ -33,7 +33,7 @@ from moe_runtime.engine.memory import (
 from moe_runtime.engine.observing import attach_observer
 from moe_runtime.engine.prefetching import (
     attach_prefetcher,
-    bind_scorer,
+    bind_ranker,
     learned_bytes,
     make_live_estimator,
 )
@@ -203,7 +203,7 @@ def load(
         )
     prefetcher = None
     if estimator is not None:
-        bind_scorer(estimator, model, blocks, place)
+        bind_ranker(estimator, model, blocks, place)
         prefetcher = attach_prefetcher(model, modules, store, estimator, mode, share)
     handle = RuntimeHandle(
         store,
@@ -350,7 +350,7 @@ def _open_stores(
     """The store that experts are computed from and, for a device, the one below it."""
     new: Any = ExpertStore if timeline is None else partial(TimedStore, timeline=timeline)
 
-    bind = bind_weights(experts)
+    bind = bind_slots(experts)
     host = plans["host"]
     if "device" not in plans:
         return new(source, slab, new_policy(host), bind, stream_slots=host.stream_slots), None

@@ -14,6 +14,7 @@ from moe_runtime.engine.experts import OffloadedExperts
 from moe_runtime.engine.share import ExpertShare, OwnGuesses
 from moe_runtime.engine.tracing import read_step
 from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.kernels.gate_ranking import GateRanking
 from moe_runtime.policies.prediction import (
     PREDICTORS,
     Estimator,
@@ -76,33 +77,36 @@ def learned_bytes(predictor: str | Path, estimator: Estimator | None) -> int:
     return sum(array.nbytes for array in estimator.state().values())
 
 
-def bind_scorer(
+def bind_ranker(
     estimator: Estimator, model: torch.nn.Module, block_names: Sequence[str], place: torch.device
 ) -> None:
     """Has an estimator that reads hidden states take them as tensors, where the model computes.
 
-    The gates are the model's own, not copies. Torch multiplies: for matrices so small, waking the
-    threads of our kernels takes longer than the product.
+    The gates are the model's own, not copies.
 
     Raises:
         UnsupportedModelError: the predictor needs the gates, and they are not where gates are.
     """
+    if not isinstance(estimator, NextGate):
+        return
     if isinstance(estimator, HiddenLookahead):
         maps = torch.from_numpy(estimator.maps_DLEX).to(place)
         offsets = torch.from_numpy(estimator.offsets_DLE).to(place)
+        gates = [
+            list(zip(*of_distance, strict=True)) for of_distance in zip(maps, offsets, strict=True)
+        ]
+    else:
+        own = [find_gate(model, name, estimator.shape) for name in block_names]
+        gates = [own] * estimator.max_distance
+    rankings = [
+        [GateRanking(weight, bias, estimator.num_ranks) for weight, bias in of_distance]
+        for of_distance in gates
+    ]
 
-        def score_maps(hidden_BD: torch.Tensor, distance: int, layer: int) -> np.ndarray:
-            weight, bias = maps[distance - 1, layer], offsets[distance - 1, layer]
-            return _as_numpy(torch.nn.functional.linear(hidden_BD.float(), weight, bias))
+    def rank(hidden_BD: torch.Tensor, distance: int, layer: int) -> list[list[int]]:
+        return rankings[distance - 1][layer](hidden_BD)
 
-        estimator.scorer = score_maps
-    elif isinstance(estimator, NextGate):
-        gates = [find_gate(model, name, estimator.shape) for name in block_names]
-
-        def score_gates(hidden_BD: torch.Tensor, distance: int, layer: int) -> np.ndarray:
-            return _as_numpy(torch.nn.functional.linear(hidden_BD, *gates[layer]))
-
-        estimator.scorer = score_gates
+    estimator.ranker = rank
 
 
 def find_gate(
@@ -153,7 +157,7 @@ def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
     # each of these costs as much as a small gate, even where it has nothing to do
     if tensor.requires_grad:
         tensor = tensor.detach()
-    if tensor.dtype is not torch.float32:
+    if tensor.dtype is not torch.float32 and tensor.dtype is not torch.int64:
         tensor = tensor.float()
     return tensor.numpy() if tensor.device.type == "cpu" else tensor.cpu().numpy()
 
@@ -195,20 +199,29 @@ def attach_prefetcher(
         sequences = step.sequences + first_request
         prefetcher.step(StepBegins(sequences=sequences, token_ids=step.token_ids))
 
+    shape = estimator.shape
+    keys_of = [
+        [ExpertKey(layer, expert) for expert in range(shape.num_experts)]
+        for layer in range(shape.num_layers)
+    ]
+    # gate weights are for those who remember them; each conversion takes as long as a small gate
+    no_weights = np.zeros((0, 0), np.float32)
+
     def routed(
         layer: int, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> None:
         if not prefetcher.wants_layers:
             return
-        ids = ids_TK.cpu().numpy()
+        ids = _as_numpy(ids_TK)
         event = LayerRouted(
             layer=layer,
             expert_ids=ids,
-            gate_weights=weights_TK.float().cpu().numpy(),
+            gate_weights=_as_numpy(weights_TK) if predictor.needs_history else no_weights,
             hidden=hidden_TD if estimator.needs_hidden else None,
         )
-        visited = (ExpertKey(layer, expert) for expert in set(ids.ravel().tolist()))
-        keys = frozenset(key for key in visited if share is None or share.owns(key))
+        mine = keys_of[layer]
+        visited = {mine[expert] for expert in set(ids.ravel().tolist()) if expert < len(mine)}
+        keys = frozenset(visited if share is None else filter(share.owns, visited))
         prefetcher.routed(event, keys)
 
     model.register_forward_pre_hook(begin_step, with_kwargs=True)

@@ -80,21 +80,21 @@ class TimedStore(ExpertStore[W], Generic[W]):
     def _arrive(self, key: ExpertKey, entry: Entry[W], read: Read) -> None:
         with self._changed:
             outcome = "failed" if read.error else _KINDS[read.priority]
-            self._end_read(key, outcome, read.num_bytes)
+            self._end_read(key, outcome, read.num_bytes, read.ended_s)
             super()._arrive(key, entry, read)
 
     def _drop(self, key: ExpertKey) -> None:
         if key in self._begun:
-            self._end_read(key, "taken back", 0)
+            self._end_read(key, "taken back", 0, time.perf_counter())
         super()._drop(key)
 
-    def _end_read(self, key: ExpertKey, outcome: str, num_bytes: int) -> None:
+    def _end_read(self, key: ExpertKey, outcome: str, num_bytes: int, end_s: float) -> None:
         begin_s, lane, kind = self._begun.pop(key)
         tier = ("reads", "reads below")[self._tier]
         self._timeline.slice(
             f"{kind} {expert_name(key)}",
             begin_s,
-            time.perf_counter(),
+            end_s,
             track=self._timeline.read_track(tier, self._tier, lane),
             began_as=kind,
             ended_as=outcome,

@@ -5,19 +5,26 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from moe_runtime.store.transfer import OnDone, Priority, Read
+from moe_runtime.store.transfer import Changes, OnDone, Priority, Read
 from moe_runtime.types import ExpertKey, StoreStats
 
 W = TypeVar("W")
 
 
 class Fetcher(Protocol):
-    """Where a tier gets its experts from: the files of a checkpoint, or the tier below."""
+    """Where a tier gets its experts from: the files of a checkpoint, or the tier below.
+
+    Attributes:
+        changed: guards the books of the tier that is filled; all that is below is called with it
+            held, ``close`` excepted.
+    """
+
+    changed: Changes
 
     def fetch(
         self, key: ExpertKey, slot: torch.Tensor, priority: Priority, on_done: OnDone
     ) -> Read:
-        """Starts to fill a slot; ``on_done`` is called once from another thread when that ended."""
+        """Starts to fill a slot; ``on_done`` is called once, later, when that ended."""
         ...
 
     def promote(self, key: ExpertKey, read: Read) -> None:

@@ -1,6 +1,5 @@
 """The expert store: which experts lie in a tier's slots, and the leases that hold them there."""
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -53,7 +52,7 @@ class ExpertStore(Generic[W]):
         self._entries: dict[ExpertKey, Entry[W]] = {}
         self._passing: set[ExpertKey] = set()  # they only pass through; the policy knows the rest
         self._free = list(range(slab.num_slots - 1, -1, -1))
-        self._changed = threading.Condition()
+        self._changed = fetcher.changed
         self._counters = Counters()
         self._link = LinkMeter()
 
@@ -165,7 +164,7 @@ class ExpertStore(Generic[W]):
             entry.read = read
             entry.arrived = True
             is_demand = read.priority is Priority.DEMAND
-            self._link.end(read.num_bytes, is_demand=is_demand)
+            self._link.end(read.num_bytes, is_demand=is_demand, now_s=read.ended_s)
             if is_demand:
                 self._counters.demand_bytes += read.num_bytes
             else:

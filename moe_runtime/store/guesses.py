@@ -1,5 +1,6 @@
 """Prefetching into an expert store: which slots guesses may take, and how they are taken back."""
 
+import time
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import Generic, TypeVar, cast
 
@@ -70,7 +71,7 @@ class Guesses(Generic[W]):
                 waits = entry.guessed and not entry.arrived and entry.pins == 0
                 if waits and entry.read is not None and store._fetcher.cancel(entry.read):
                     entry.guessed = False
-                    store._link.end(0, is_demand=False)
+                    store._link.end(0, is_demand=False, now_s=time.perf_counter())
                     store._drop(key)
                     cancelled.append(key)
             store._counters.cancelled_guesses += len(cancelled)
@@ -79,8 +80,8 @@ class Guesses(Generic[W]):
 
     def absent(self, guesses: Sequence[Guess]) -> list[Guess]:
         """Those whose expert neither lies in a slot nor is on its way to one."""
-        with self._store._changed:
-            return [guess for guess in guesses if guess[0] not in self._store._entries]
+        entries = self._store._entries  # without the lock: ``start`` looks again
+        return [guess for guess in guesses if guess[0] not in entries]
 
     def link(self) -> LinkState:
         """What the link to the tier below is doing, for those who admit prefetches."""

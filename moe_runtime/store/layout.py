@@ -84,6 +84,11 @@ class ExpertLayout:
         """Bytes of the expert itself, without alignment."""
         return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors)
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What ``views`` depends on beside the slot: experts of one form have the same views."""
+        return self.slot_offsets, tuple((t.dtype, t.shape, t.stride) for t in self.tensors)
+
     def views(self, slot: torch.Tensor) -> list[torch.Tensor]:
         """The expert's tensors as views into a filled slot (``uint8``, at least ``slot_bytes``)."""
         views = []

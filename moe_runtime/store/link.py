@@ -78,15 +78,14 @@ class LinkMeter:
             self._demands_since_s = time.perf_counter()
         self._demands += 1
 
-    def end(self, num_bytes: int, *, is_demand: bool) -> None:
-        """A transfer ended, or was taken back (with 0 bytes)."""
-        now = time.perf_counter()
+    def end(self, num_bytes: int, *, is_demand: bool, now_s: float) -> None:
+        """A transfer ended at some time, or was taken back (with 0 bytes)."""
         self.under_way -= 1
         if is_demand:
             self._demands -= 1
             if self._demands == 0:
-                self._demand_s += now - self._demands_since_s
+                self._demand_s += max(0.0, now_s - self._demands_since_s)
         if num_bytes:
-            self._busy_s = FORGET * self._busy_s + (now - self._since_s)
+            self._busy_s = FORGET * self._busy_s + max(0.0, now_s - self._since_s)
             self._bytes = FORGET * self._bytes + num_bytes
-            self._since_s = now
+            self._since_s = now_s

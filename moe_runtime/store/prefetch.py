@@ -121,7 +121,7 @@ class Prefetcher:
         self._controller = Controller()
         self._admission = Admission(rules or PrefetchRules(), num_layers)
         self._top_k = top_k
-        self._expected: dict[int, frozenset[ExpertKey]] = {}
+        self._expected: dict[int, list[Guess]] = {}  # by the layer that comes next
         self._is_prompt = True
         self._step_start: _StepStart | None = None
         self._last_layer: _LayerStart | None = None
@@ -203,7 +203,7 @@ class Prefetcher:
         if expected is not None:
             self._visited += len(keys)
             self._guessed += len(expected)
-            self._found += len(keys & expected)
+            self._found += sum(key in keys for key, _ in expected)
         self._predictor.observe(event)
         if self._predicts:
             self._admission.used(event.layer, keys)
@@ -244,7 +244,10 @@ class Prefetcher:
         made = self._predictor.predict(now, self._admission.horizon(self._top_k))
         if made:
             next_layer = made[0][0].layer
-            self._expected[next_layer] = frozenset(k for k, _ in made if k.layer == next_layer)
+            is_near = made[-1][0].layer == next_layer
+            self._expected[next_layer] = (
+                made if is_near else [guess for guess in made if guess[0].layer == next_layer]
+            )
         urgent: list[Guess] = []
         if self.is_active:
             self._account(now, now_s)
@@ -273,4 +276,5 @@ class Prefetcher:
             self._admission.take_back(stale)
         if not likely or not self._admission.room:
             return []
-        return self._admission.most_useful(self._guesses.absent(likely), now)
+        absent = self._guesses.absent(likely)
+        return self._admission.most_useful(absent, now) if len(absent) > 1 else absent

@@ -1,16 +1,20 @@
 """Experts in the files of a checkpoint: positional reads of whole experts, past the page cache."""
 
 import os
+import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.store.layout import ExpertLayout, Extent
+from moe_runtime.kernels.native.library import native_library
+from moe_runtime.store.layout import ExpertLayout
+from moe_runtime.store.native_queue import NativeReadQueue, pack_blocks
 from moe_runtime.store.slab import host_view
-from moe_runtime.store.transfer import Block, OnDone, Priority, Read, ReadQueue
+from moe_runtime.store.transfer import Changes, OnDone, Priority, Read, ReadQueue
 from moe_runtime.types import ExpertKey
 
 READ_BYTES = 4 * 2**20
@@ -60,6 +64,11 @@ class CheckpointFile:
             done += moved
         return done
 
+    @property
+    def fileno(self) -> int:
+        """The open file's descriptor."""
+        return self._fd
+
     def close(self) -> None:
         """Closes the file."""
         os.close(self._fd)
@@ -74,8 +83,23 @@ class CheckpointFile:
         return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Block:
+    """One positional read of an expert, and its place in the slot."""
+
+    file: Path
+    offset: int
+    place: int
+    size: int
+    needed: int
+
+
 class ExpertSource:
-    """The slowest tier: the experts of a checkpoint, read by byte range from its original files."""
+    """The slowest tier: the experts of a checkpoint, read by byte range from its original files.
+
+    Attributes:
+        changed: guards the books of the tier that is filled.
+    """
 
     def __init__(
         self, layouts: Mapping[ExpertKey, ExpertLayout], *, io_threads: int = 4, direct: bool = True
@@ -93,45 +117,111 @@ class ExpertSource:
         """
         self._layouts = dict(layouts)
         paths = {extent.file for layout in layouts.values() for extent in layout.extents}
-        self._files = {path: CheckpointFile(path, direct=direct) for path in sorted(paths)}
-        self._queue = ReadQueue(io_threads)
+        library = native_library()
+        self._native = library and NativeReadQueue(library, io_threads)
+        self._queue = None if self._native else ReadQueue(io_threads)
+        self.changed: Changes = self._native.changed if self._native else threading.Condition()
+        self._files: dict[Path, CheckpointFile] = {}
+        self._packed: dict[ExpertKey, bytes] = {}
+        try:
+            for path in sorted(paths):
+                self._files[path] = CheckpointFile(path, direct=direct)
+        except CheckpointError:
+            self.close()
+            raise
 
     def fetch(
         self, key: ExpertKey, slot: torch.Tensor, priority: Priority, on_done: OnDone
     ) -> Read:
-        """Starts to read an expert into a slot; ``on_done`` is called from a reading thread."""
+        """Starts to read an expert into a slot.
+
+        Threads of the interpreter call ``on_done`` themselves; native ones leave that to whoever
+        takes ``changed`` next.
+        """
+        if self._native:
+            if key not in self._packed:
+                self._packed[key] = self._pack(key)
+            assert self._layouts[key].slot_bytes <= slot.nbytes
+            fault = partial(self._fault, key)
+            return self._native.submit(self._packed[key], slot.data_ptr(), priority, on_done, fault)
+        assert self._queue is not None
         buffer = host_view(slot)
-        blocks: list[Block] = []
-        for extent in self._layouts[key].extents:
-            for begin in range(0, extent.num_bytes, READ_BYTES):
-                blocks.append(partial(self._read_block, key, extent, begin, buffer))
+        blocks = [
+            partial(self._read_block, key, number, block, buffer)
+            for number, block in enumerate(self._blocks(key))
+        ]
         return self._queue.submit(blocks, priority, on_done)
+
+    def read(self, slots: Mapping[ExpertKey, torch.Tensor]) -> None:
+        """Reads experts into slots and returns when all reads have ended.
+
+        Raises:
+            CheckpointError: an expert could not be read.
+        """
+
+        def announce(_: Read) -> None:
+            with self.changed:
+                self.changed.notify_all()
+
+        with self.changed:
+            reads = [self.fetch(key, s, Priority.DEMAND, announce) for key, s in slots.items()]
+            while not all(read.ended_s for read in reads):
+                self.changed.wait()
+        for read in reads:
+            if read.error is not None:
+                raise read.error
 
     def promote(self, key: ExpertKey, read: Read) -> None:
         """Serves the rest of a read before all read-aheads."""
-        self._queue.promote(read)
+        self._threads.promote(read)
 
     def cancel(self, read: Read) -> bool:
         """Takes back a read that has not begun; says whether it could be."""
-        return self._queue.cancel(read)
+        return self._threads.cancel(read)
 
     def close(self) -> None:
         """Ends the reading threads and closes the files."""
-        self._queue.close()
+        self._threads.close()
         for file in self._files.values():
             file.close()
 
-    def _read_block(self, key: ExpertKey, extent: Extent, begin: int, buffer: memoryview) -> int:
-        size = min(READ_BYTES, extent.num_bytes - begin)
-        place = extent.slot_offset + begin
-        needed = max(0, min(size, extent.needed_bytes - begin))
-        try:
-            return self._files[extent.file].read(
-                extent.offset + begin, buffer[place : place + size], needed
+    @property
+    def _threads(self) -> NativeReadQueue | ReadQueue:
+        threads = self._native or self._queue
+        assert threads is not None
+        return threads
+
+    def _blocks(self, key: ExpertKey) -> list[_Block]:
+        return [
+            _Block(
+                file=extent.file,
+                offset=extent.offset + begin,
+                place=extent.slot_offset + begin,
+                size=min(READ_BYTES, extent.num_bytes - begin),
+                needed=max(0, min(READ_BYTES, extent.needed_bytes - begin)),
             )
+            for extent in self._layouts[key].extents
+            for begin in range(0, extent.num_bytes, READ_BYTES)
+        ]
+
+    def _pack(self, key: ExpertKey) -> bytes:
+        return pack_blocks(
+            [
+                (self._files[b.file].fileno, b.offset, b.place, b.size, b.needed)
+                for b in self._blocks(key)
+            ]
+        )
+
+    def _read_block(self, key: ExpertKey, number: int, block: _Block, buffer: memoryview) -> int:
+        into = buffer[block.place : block.place + block.size]
+        try:
+            return self._files[block.file].read(block.offset, into, block.needed)
         except (OSError, EOFError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise CheckpointError(
-                f"cannot read expert {key.expert} of MoE layer {key.layer} "
-                f"from {extent.file}: {reason}"
-            ) from None
+            raise self._fault(key, number, error) from None
+
+    def _fault(self, key: ExpertKey, number: int, error: OSError | EOFError) -> CheckpointError:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        return CheckpointError(
+            f"cannot read expert {key.expert} of MoE layer {key.layer} "
+            f"from {self._blocks(key)[number].file}: {reason}"
+        )

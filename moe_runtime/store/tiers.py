@@ -1,11 +1,12 @@
 """One tier filled from another: experts copied from host slots to device slots."""
 
+import threading
 from functools import partial
 
 import torch
 
 from moe_runtime.store.cache import ExpertStore
-from moe_runtime.store.transfer import OnDone, Priority, Read, ReadQueue
+from moe_runtime.store.transfer import Changes, OnDone, Priority, Read, ReadQueue
 from moe_runtime.types import ExpertKey
 
 COPY_THREADS = 2
@@ -22,6 +23,7 @@ class TierFetcher:
 
     def __init__(self, lower: ExpertStore[torch.Tensor], device: torch.device) -> None:
         self.lower = lower
+        self.changed: Changes = threading.Condition()
         self._queue = ReadQueue(COPY_THREADS)
         self._device = device
 

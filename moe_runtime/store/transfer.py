@@ -7,8 +7,10 @@ between two blocks instead of waiting for a whole expert.
 import heapq
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from typing import Any, Protocol
 
 from moe_runtime.errors import MoERuntimeError
 
@@ -17,7 +19,26 @@ Block = Callable[[], int]
 
 
 OnDone = Callable[["Read"], None]
-"""Called once, from a reading thread, when a read has ended."""
+"""Called once when a read has ended, from a reading thread or by whoever looks next."""
+
+
+class Changes(Protocol):
+    """What guards the books of those who submit reads and wakes who waits for a change.
+
+    ``threading.Condition`` is one.
+    """
+
+    def __enter__(self) -> bool: ...
+
+    def __exit__(self, *error: Any) -> None: ...
+
+    def wait(self) -> object:
+        """Lets go of the lock until something has changed; it may return without a reason."""
+        ...
+
+    def notify_all(self) -> None:
+        """Wakes all who wait; called with the lock held."""
+        ...
 
 
 class Priority(IntEnum):
@@ -34,16 +55,23 @@ class Read:
         priority: what the blocks that are still waiting are served as.
         num_bytes: bytes moved so far.
         error: why the read failed, if it did.
+        ended_s: when it ended, as ``time.perf_counter`` has it; 0 before.
     """
 
     def __init__(self, blocks: Sequence[Block], priority: Priority, on_done: OnDone) -> None:
         self.priority = priority
         self.num_bytes = 0
         self.error: MoERuntimeError | None = None
+        self.ended_s = 0.0
         self._blocks = list(blocks)
         self._num_blocks = len(self._blocks)
         self._unfinished = len(self._blocks)
         self._on_done = on_done
+
+    def end(self, ago_s: float = 0.0) -> None:
+        """Tells who submitted it that it has ended, some seconds ago."""
+        self.ended_s = time.perf_counter() - ago_s
+        self._on_done(self)
 
 
 class ReadQueue:
@@ -132,4 +160,4 @@ class ReadQueue:
             read._unfinished -= 1
             done = read._unfinished == 0
         if done:
-            read._on_done(read)
+            read.end()

@@ -103,10 +103,11 @@ class LayerShares(EvictionPolicy[ExpertKey]):
 
     def victim(self, evictable: Evictable, incoming: ExpertKey) -> ExpertKey | None:
         """Chooses from the incoming key's layer if its share is used up, else the fullest layer."""
-        layers = sorted(range(len(self._layers)), key=self._surplus, reverse=True)
         if self.room(incoming.layer) == 0:
-            layers.remove(incoming.layer)
-            layers.insert(0, incoming.layer)
+            own = self._layers[incoming.layer].victim(evictable, incoming)
+            if own is not None:
+                return own
+        layers = sorted(range(len(self._layers)), key=self._surplus, reverse=True)
         victims = (self._layers[layer].victim(evictable, incoming) for layer in layers)
         return next((key for key in victims if key is not None), None)
 

@@ -53,7 +53,8 @@ class LayerRouted:
     Attributes:
         layer: index among the Mixture-of-Experts layers.
         expert_ids: ``[N, K]`` in the gate's order; E where a slot is not used.
-        gate_weights: ``[N, K]`` what the experts' outputs are multiplied by.
+        gate_weights: ``[N, K]`` what the experts' outputs are multiplied by; may be empty for a
+            predictor that needs no history.
         hidden: ``[N, D]`` what the gate was given, in the form that the predictor's scorer takes;
             None where only routing is known.
     """

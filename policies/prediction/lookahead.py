@@ -5,7 +5,6 @@ from typing import Any
 from moe_runtime.policies.prediction.base import Event, Guess, LayerRouted, StepBegins
 from moe_runtime.policies.prediction.next_gate import NextGate
 from moe_runtime.policies.prediction.ranks import RankRecord
-from moe_runtime.policies.prediction.tracked import GUESSES_PER_CHOICE
 from moe_runtime.types import ExpertKey
 
 
@@ -25,9 +24,8 @@ class LookaheadPredictor:
     def __init__(self, estimator: NextGate) -> None:
         self.estimator = estimator
         shape = self.shape = estimator.shape
-        self._num_ranks = min(GUESSES_PER_CHOICE * shape.top_k, shape.num_experts)
         self._records = [
-            RankRecord(shape.num_layers, self._num_ranks, shape.top_k)
+            RankRecord(shape.num_layers, estimator.num_ranks, shape.top_k)
             for _ in range(estimator.max_distance)
         ]
         self._keys = [
@@ -51,15 +49,16 @@ class LookaheadPredictor:
 
     def predict(self, now: int, horizon: int) -> list[Guess]:
         """See ``Predictor.predict``; silent beyond the last layer."""
-        scorer, hidden = self.estimator.scorer, self._hidden
-        if hidden is None or scorer is None or now < 0:
+        hidden = self._hidden
+        if hidden is None or now < 0:
             return []
         guesses: list[Guess] = []
         furthest = min(horizon, len(self._records), self.shape.num_layers - 1 - now)
         for distance in range(1, furthest + 1):
             layer = now + distance
-            logits_BE = scorer(hidden, distance, layer)
-            ranked = (-logits_BE).argsort(axis=1, kind="stable")[:, : self._num_ranks].tolist()
+            ranked = self.estimator.rank(hidden, distance, layer)
+            if not ranked:
+                break
             self._made[layer, distance] = ranked
             chances = self._records[distance - 1].probabilities(layer)
             guesses += self._guesses(layer, ranked, chances)

@@ -8,6 +8,7 @@ import numpy as np
 from moe_runtime.policies.prediction.base import Shape
 from moe_runtime.policies.prediction.context import Contexts
 from moe_runtime.policies.prediction.popularity import Popularity
+from moe_runtime.policies.prediction.tracked import GUESSES_PER_CHOICE
 from moe_runtime.policies.prediction.transitions import sum_to
 
 MAX_GATE_DISTANCE = 3
@@ -16,6 +17,10 @@ MAX_GATE_DISTANCE = 3
 HiddenScorer = Callable[[Any, int, int], np.ndarray]
 """Takes hidden states ``[B, D]``, a distance and the layer that many layers ahead; returns its
 logits ``[B, E]`` float32. In what form hidden states come is up to who makes the scorer."""
+
+
+HiddenRanker = Callable[[Any, int, int], list[list[int]]]
+"""Takes the same; returns for each row the experts of largest logit, the largest first."""
 
 
 class NextGate(Popularity):
@@ -27,6 +32,9 @@ class NextGate(Popularity):
 
     Attributes:
         scorer: applies the gates; None while there are none.
+        ranker: names the likeliest ``num_ranks`` experts, if there is a faster way than to sort
+            what the scorer says.
+        num_ranks: experts of a layer that are worth naming for a token.
         max_distance: layers ahead that the scorer serves.
     """
 
@@ -36,6 +44,8 @@ class NextGate(Popularity):
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         self.scorer: HiddenScorer | None = None
+        self.ranker: HiddenRanker | None = None
+        self.num_ranks = min(GUESSES_PER_CHOICE * shape.top_k, shape.num_experts)
         self.max_distance = MAX_GATE_DISTANCE
 
     def set_gates(self, gates_LED: np.ndarray, bias_LE: np.ndarray) -> None:
@@ -55,6 +65,15 @@ class NextGate(Popularity):
             return hidden_BD @ gates_LED[layer].T + bias_LE[layer]
 
         self.scorer = score
+
+    def rank(self, hidden_BD: Any, distance: int, layer: int) -> list[list[int]]:
+        """The likeliest experts of a layer for each row, best first; none without a scorer."""
+        if self.ranker is not None:
+            return self.ranker(hidden_BD, distance, layer)
+        if self.scorer is None:
+            return []
+        logits_BE = self.scorer(hidden_BD, distance, layer)
+        return (-logits_BE).argsort(axis=1, kind="stable")[:, : self.num_ranks].tolist()
 
     def hidden_logits(self, contexts: Contexts, now: int, layer: int) -> np.ndarray | None:
         """What the scorer says of the rows' hidden states; None where it has nothing to say."""

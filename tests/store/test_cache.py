@@ -29,6 +29,7 @@ class FakeTier:
 
     def __init__(self, *, at_once: bool = True) -> None:
         self.at_once = at_once
+        self.changed = threading.Condition()
         self.waiting: list[tuple[ExpertKey, Callable[[], None]]] = []
         self.fetched: list[ExpertKey] = []
         self.promoted: list[ExpertKey] = []
@@ -44,7 +45,7 @@ class FakeTier:
             else:
                 slot.fill_(content(key))
                 read.num_bytes = SLOT_BYTES
-            on_done(read)
+            read.end()
 
         if self.at_once:
             threading.Thread(target=finish).start()

@@ -27,13 +27,16 @@ SHAPE = Shape(num_layers=3, num_experts=12, top_k=2)
 class PromptTier:
     """Fills a slot with its key at once, and says so from another thread."""
 
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+
     def fetch(
         self, key: ExpertKey, slot: torch.Tensor, priority: Priority, on_done: OnDone
     ) -> Read:
         slot.fill_(key.layer * 16 + key.expert)
         read = Read([], priority, on_done)
         read.num_bytes = len(slot)
-        threading.Thread(target=on_done, args=(read,)).start()
+        threading.Thread(target=read.end).start()
         return read
 
     def promote(self, key: ExpertKey, read: Read) -> None:

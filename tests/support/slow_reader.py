@@ -1,5 +1,6 @@
 """A fetcher whose reads end when a test says so, and that remembers who asked for what."""
 
+import threading
 from dataclasses import dataclass, field
 
 import torch
@@ -12,16 +13,17 @@ from moe_runtime.types import ExpertKey
 class SlowReader:
     """Fills a slot with ``layer * 16 + expert`` once ``finish`` is called for its key."""
 
-    waiting: dict[ExpertKey, tuple[Read, torch.Tensor, OnDone]] = field(default_factory=dict)
+    waiting: dict[ExpertKey, tuple[Read, torch.Tensor]] = field(default_factory=dict)
     asked: list[tuple[ExpertKey, Priority]] = field(default_factory=list)
     promoted: list[ExpertKey] = field(default_factory=list)
     begun: set[ExpertKey] = field(default_factory=set)
+    changed: threading.Condition = field(default_factory=threading.Condition)
 
     def fetch(
         self, key: ExpertKey, slot: torch.Tensor, priority: Priority, on_done: OnDone
     ) -> Read:
         read = Read([lambda: len(slot)], priority, on_done)
-        self.waiting[key] = (read, slot, on_done)
+        self.waiting[key] = (read, slot)
         self.asked.append((key, priority))
         return read
 
@@ -30,7 +32,7 @@ class SlowReader:
         self.promoted.append(key)
 
     def cancel(self, read: Read) -> bool:
-        for key, (waiting, _, _) in list(self.waiting.items()):
+        for key, (waiting, _) in list(self.waiting.items()):
             if waiting is read and key not in self.begun:
                 del self.waiting[key]
                 return True
@@ -40,10 +42,10 @@ class SlowReader:
         self.waiting.clear()
 
     def finish(self, key: ExpertKey) -> None:
-        read, slot, on_done = self.waiting.pop(key)
+        read, slot = self.waiting.pop(key)
         slot.fill_(key.layer * 16 + key.expert)
         read.num_bytes = len(slot)
-        on_done(read)
+        read.end()
 
     def finish_all(self) -> None:
         for key in list(self.waiting):

@@ -7,7 +7,6 @@ is turned, and what is no longer wanted is given back. A page that stays is neit
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Mapping
 
 import torch
@@ -17,7 +16,6 @@ from moe_runtime.engine.experts import bind_weights
 from moe_runtime.kernels.expert_ffn import ExpertWeights
 from moe_runtime.store.slab import aligned_bytes
 from moe_runtime.store.source import ExpertSource
-from moe_runtime.store.transfer import Priority
 from moe_runtime.types import ExpertKey
 
 
@@ -67,20 +65,11 @@ class ExpertPages:
         if not keys:
             return {}
         source = ExpertSource({key: self._layouts[key] for key in keys})
-        ended = threading.Semaphore(0)
         try:
             pages = {key: self.allocate(key) for key in keys}
-            reads = [
-                source.fetch(key, page, Priority.DEMAND, lambda _: ended.release())
-                for key, page in pages.items()
-            ]
-            for _ in reads:
-                ended.acquire()
+            source.read(pages)
         finally:
             source.close()
-        for read in reads:
-            if read.error is not None:
-                raise read.error
         return pages
 
     def turn(self, keys: Collection[ExpertKey], arrivals: Mapping[ExpertKey, torch.Tensor]) -> None:

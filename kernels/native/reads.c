@@ -1,0 +1,247 @@
+/* Reads in flight without the interpreter: threads that serve the blocks of submitted reads, demands before read-aheads.
+ *
+ * A thread of Python that ends a read needs the interpreter's lock, which the computing thread holds: each of them waits
+ * for the other, several times per read. These threads never need it. What ended lies in a list until the computing thread
+ * takes it, and a counter that can be looked at without a call says whether there is anything to take.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <sys/uio.h>
+#include <time.h>
+
+#include "kernels.h"
+
+enum { PATIENCE_S = 1, FIELDS = 6, FILE_ENDED = -1 };
+
+/* One positional read: `place` bytes behind the begin of the slot, of which `needed` bytes must arrive. */
+typedef struct {
+    int64_t fd, offset, place, size, needed;
+} Block;
+
+typedef struct Read {
+    struct Read *previous, *next; /* neighbours in the list that it stands in */
+    char *into;
+    int64_t num_blocks, next_block, unfinished, bytes, ended_ns;
+    int64_t error, error_block, error_offset; /* errno or FILE_ENDED, of the first block that failed */
+    int is_ahead;
+    Block blocks[];
+} Read;
+
+typedef struct {
+    Read *first, *last;
+} List;
+
+typedef struct {
+    pthread_mutex_t lock;
+    pthread_cond_t ready, changed;
+    atomic_llong events; /* reads that ended, and wishes to be looked at */
+    List demands, aheads, finished;
+    int closed, num_sleepers, num_threads;
+    pthread_t threads[];
+} Queue;
+
+static int64_t now_ns(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+static void append(List *list, Read *read) {
+    read->previous = list->last;
+    read->next = NULL;
+    *(list->last ? &list->last->next : &list->first) = read;
+    list->last = read;
+}
+
+static void take_out(List *list, Read *read) {
+    *(read->previous ? &read->previous->next : &list->first) = read->next;
+    *(read->next ? &read->next->previous : &list->last) = read->previous;
+}
+
+static List *waiting_list(Queue *queue, const Read *read) { return read->is_ahead ? &queue->aheads : &queue->demands; }
+
+/* Fills a block; returns errno, FILE_ENDED or 0, and how far it came. The offset -1 is where the file stands, as in a pipe. */
+static int64_t fill(const Block *block, char *into, int64_t *done) {
+    while (*done < block->needed) {
+        struct iovec part = {into + block->place + *done, (size_t)(block->size - *done)};
+        ssize_t moved = preadv2((int)block->fd, &part, 1, block->offset < 0 ? -1 : block->offset + *done, 0);
+        if (moved < 0 && errno == EINTR) continue;
+        if (moved < 0) return errno;
+        if (moved == 0) return FILE_ENDED;
+        *done += moved;
+    }
+    return 0;
+}
+
+static void raise_event(Queue *queue) {
+    atomic_fetch_add(&queue->events, 1);
+    pthread_cond_broadcast(&queue->changed);
+}
+
+static void serve_block(Queue *queue, Read *read, int64_t number) {
+    const Block *block = &read->blocks[number];
+    int64_t done = 0;
+    pthread_mutex_unlock(&queue->lock);
+    const int64_t error = fill(block, read->into, &done);
+    pthread_mutex_lock(&queue->lock);
+    read->bytes += done;
+    if (error && !read->error) {
+        read->error = error;
+        read->error_block = number;
+        read->error_offset = block->offset + done;
+    }
+    if (--read->unfinished == 0) {
+        read->ended_ns = now_ns();
+        append(&queue->finished, read);
+        raise_event(queue);
+    }
+}
+
+static void *serve(void *of) {
+    Queue *queue = of;
+    pthread_mutex_lock(&queue->lock);
+    while (!queue->closed) {
+        Read *read = queue->demands.first ? queue->demands.first : queue->aheads.first;
+        if (!read) {
+            pthread_cond_wait(&queue->ready, &queue->lock);
+            continue;
+        }
+        const int64_t number = read->next_block++;
+        if (read->next_block == read->num_blocks) take_out(waiting_list(queue, read), read);
+        serve_block(queue, read, number);
+    }
+    pthread_mutex_unlock(&queue->lock);
+    return NULL;
+}
+
+static void free_all(List *list) {
+    for (Read *read = list->first; read;) {
+        Read *next = read->next;
+        free(read);
+        read = next;
+    }
+}
+
+/* Ends the threads when they are done with the blocks that they are moving, and forgets what waits. */
+MOE_EXPORT void moe_reads_close(void *of) {
+    Queue *queue = of;
+    pthread_mutex_lock(&queue->lock);
+    queue->closed = 1;
+    pthread_cond_broadcast(&queue->ready);
+    raise_event(queue);
+    while (queue->num_sleepers) pthread_cond_wait(&queue->ready, &queue->lock);
+    pthread_mutex_unlock(&queue->lock);
+    for (int i = 0; i < queue->num_threads; i++) pthread_join(queue->threads[i], NULL);
+    free_all(&queue->demands);
+    free_all(&queue->aheads);
+    free_all(&queue->finished);
+    free(queue);
+}
+
+/* Starts a queue with its threads; NULL where there is no memory or not one thread can be had. */
+MOE_EXPORT void *moe_reads_open(int num_threads) {
+    Queue *queue = calloc(1, sizeof *queue + (size_t)num_threads * sizeof(pthread_t));
+    if (!queue) return NULL;
+    pthread_mutex_init(&queue->lock, NULL);
+    pthread_cond_init(&queue->ready, NULL);
+    pthread_cond_init(&queue->changed, NULL);
+    sigset_t all, before;
+    sigfillset(&all); /* signals belong to the application's own threads */
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (queue->num_threads < num_threads) {
+        if (pthread_create(&queue->threads[queue->num_threads], NULL, serve, queue)) break;
+        queue->num_threads++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (queue->num_threads) return queue;
+    moe_reads_close(queue);
+    return NULL;
+}
+
+/* Where the number of events stands: it only grows. */
+MOE_EXPORT const void *moe_reads_events(void *of) { return &((Queue *)of)->events; }
+
+/* Queues a read into a slot; returns what the other functions call it by, 0 where there is no memory. */
+MOE_EXPORT int64_t moe_reads_submit(void *of, const void *blocks, int64_t num_blocks, char *into, int is_ahead) {
+    Queue *queue = of;
+    Read *read = malloc(sizeof *read + (size_t)num_blocks * sizeof(Block));
+    if (!read) return 0;
+    *read = (Read){.into = into, .num_blocks = num_blocks, .unfinished = num_blocks, .is_ahead = is_ahead};
+    for (int64_t i = 0; i < num_blocks; i++) read->blocks[i] = ((const Block *)blocks)[i];
+    pthread_mutex_lock(&queue->lock);
+    append(waiting_list(queue, read), read);
+    for (int64_t i = 0; i < num_blocks && i < queue->num_threads; i++) pthread_cond_signal(&queue->ready);
+    pthread_mutex_unlock(&queue->lock);
+    return (int64_t)(intptr_t)read;
+}
+
+/* Serves what is left of a read-ahead, which must not have been taken, as a demand. */
+MOE_EXPORT void moe_reads_promote(void *of, int64_t which) {
+    Queue *queue = of;
+    Read *read = (Read *)(intptr_t)which;
+    pthread_mutex_lock(&queue->lock);
+    const int waits = read->next_block < read->num_blocks;
+    if (waits) take_out(waiting_list(queue, read), read);
+    read->is_ahead = 0;
+    if (waits) append(&queue->demands, read);
+    pthread_mutex_unlock(&queue->lock);
+}
+
+/* Takes back a read of which no block was begun; says whether it could be. */
+MOE_EXPORT int moe_reads_cancel(void *of, int64_t which) {
+    Queue *queue = of;
+    Read *read = (Read *)(intptr_t)which;
+    pthread_mutex_lock(&queue->lock);
+    const int waits = read->next_block == 0;
+    if (waits) take_out(waiting_list(queue, read), read);
+    pthread_mutex_unlock(&queue->lock);
+    if (waits) free(read);
+    return waits;
+}
+
+/* Hands over what ended, FIELDS numbers for each read: its name, bytes, error, the block and the place in the file that it
+ * happened at, and how many ns ago it ended. Returns for how many reads; what there is no room for is handed over later. */
+MOE_EXPORT int64_t moe_reads_take(void *of, int64_t *out, int64_t room) {
+    Queue *queue = of;
+    int64_t count = 0;
+    pthread_mutex_lock(&queue->lock);
+    for (Read *read; count < room && (read = queue->finished.first); count++) {
+        take_out(&queue->finished, read);
+        int64_t *fields = out + FIELDS * count;
+        fields[0] = (int64_t)(intptr_t)read;
+        fields[1] = read->bytes;
+        fields[2] = read->error;
+        fields[3] = read->error_block;
+        fields[4] = read->error_offset;
+        fields[5] = now_ns() - read->ended_ns;
+        free(read);
+    }
+    pthread_mutex_unlock(&queue->lock);
+    return count;
+}
+
+/* Sleeps until the number of events is another one, or for a while, so that the caller can look for signals. */
+MOE_EXPORT void moe_reads_wait(void *of, int64_t seen) {
+    Queue *queue = of;
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += PATIENCE_S;
+    pthread_mutex_lock(&queue->lock);
+    queue->num_sleepers++;
+    while (atomic_load(&queue->events) == seen)
+        if (pthread_cond_timedwait(&queue->changed, &queue->lock, &until)) break;
+    if (--queue->num_sleepers == 0 && queue->closed) pthread_cond_broadcast(&queue->ready);
+    pthread_mutex_unlock(&queue->lock);
+}
+
+/* Wakes those who wait, because something else than a read has changed. */
+MOE_EXPORT void moe_reads_kick(void *of) {
+    Queue *queue = of;
+    pthread_mutex_lock(&queue->lock);
+    raise_event(queue);
+    pthread_mutex_unlock(&queue->lock);
+}
