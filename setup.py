@@ -48,6 +48,7 @@ SOURCES_OF_ALL_VARIANTS = (
     "batched.c",
     "attention.c",
     "gate.c",
+    "look_ahead.c",
     "norm.c",
     "rank.c",
     "reads.c",

@@ -64,6 +64,13 @@ class GateRanking:
         library.rank_experts(hidden_BD.data_ptr(), record, self._ranked)
         return [self._ranked[:]]
 
+    def record(self, dtype: torch.dtype) -> bytes | None:
+        """The gate as rank.c reads it for hidden states of a type; None where it cannot.
+
+        Good for as long as this object lives.
+        """
+        return None if native_library() is None else self._records.get(dtype)
+
     def _make_records(self) -> dict[torch.dtype, bytes]:
         """The gate as rank.c reads it, for the types of hidden states that it takes."""
         weight, bias = self._weight, self._bias

@@ -25,7 +25,7 @@
 #endif
 
 /* Raised with every incompatible change of this interface; library.py refuses another number. */
-#define MOE_ABI_VERSION 7
+#define MOE_ABI_VERSION 8
 
 enum { DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_F16 = 2 };
 
@@ -80,7 +80,7 @@ typedef struct {
 /* The instruction set that calls use. */
 const Isa *current_isa(void);
 
-/* Functions of the interface that others of it are made of: driver.c, batched.c, norm.c. */
+/* Functions of the interface that others of it are made of: driver.c, batched.c, rank.c, norm.c. */
 MOE_EXPORT int moe_linear(const char *x, int64_t x_stride, int64_t num_rows, const char *weight, int64_t weight_stride,
                           const char *bias, char *out, int64_t out_stride, int64_t dim_in, int64_t dim_out, int x_dtype,
                           int weight_dtype, int share_threads);
@@ -89,6 +89,7 @@ MOE_EXPORT int moe_single_query_attention(const char *query, int64_t query_strid
                                           int64_t value_inner, int64_t value_row, const float *mask, char *out,
                                           int64_t outer, int64_t inner, int64_t rows, int64_t length, int64_t key_dim,
                                           int64_t value_dim, float scale, int dtype, int share_threads);
+MOE_EXPORT int moe_rank_experts(const char *hidden, const void *gate_record, int64_t *ranked);
 MOE_EXPORT void moe_rms_norm(const char *x, int64_t x_stride, int64_t num_rows, const char *weight, char *out, int64_t count,
                              float eps, int dtype);
 

@@ -16,7 +16,7 @@ import torch
 from moe_runtime.errors import MoERuntimeError
 
 LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
-ABI_VERSION = 7
+ABI_VERSION = 8
 # Long enough to bridge the small operations between two products of a model's layer.
 SPIN_S = 300e-6
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -107,6 +107,12 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     ),
     # hidden, gate, ranked
     "moe_rank_experts": (_INT, [_POINTER, _POINTER, _POINTER]),
+    # state, layer, ids, num_ids, hidden, horizon, experts, chances
+    "moe_look_ahead": (
+        _INT64,
+        [_POINTER, _INT64, _POINTER, _INT64, _POINTER, _INT64, _POINTER, _POINTER],
+    ),
+    "moe_look_ahead_anew": (None, [_POINTER]),
     "moe_reads_open": (_POINTER, [_INT]),
     "moe_reads_close": (None, [_POINTER]),
     "moe_reads_events": (_POINTER, [_POINTER]),
@@ -173,6 +179,7 @@ class NativeLibrary:
         gather_rows: `moe_gather_rows` of gate.c.
         add_rows: `moe_add_rows` of gate.c.
         rank_experts: `moe_rank_experts` of rank.c.
+        look_ahead, look_ahead_anew: the functions of look_ahead.c.
         reads_open, reads_close, reads_events, reads_submit, reads_promote, reads_cancel,
             reads_take, reads_wait, reads_kick: the functions of reads.c.
         cpu_has_amx: Whether the processor multiplies bf16 in matrix units (these kernels do not).
@@ -208,6 +215,8 @@ class NativeLibrary:
         self.gather_rows = library.moe_gather_rows
         self.add_rows = library.moe_add_rows
         self.rank_experts = library.moe_rank_experts
+        self.look_ahead = library.moe_look_ahead
+        self.look_ahead_anew = library.moe_look_ahead_anew
         self.reads_open = library.moe_reads_open
         self.reads_close = library.moe_reads_close
         self.reads_events = library.moe_reads_events

@@ -203,8 +203,8 @@ def load(
         )
     prefetcher = None
     if estimator is not None:
-        bind_ranker(estimator, model, blocks, place)
-        prefetcher = attach_prefetcher(model, modules, store, estimator, mode, share)
+        gates = bind_ranker(estimator, model, blocks, place)
+        prefetcher = attach_prefetcher(model, modules, store, estimator, mode, share, gates)
     handle = RuntimeHandle(
         store,
         facts,

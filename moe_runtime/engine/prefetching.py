@@ -12,6 +12,7 @@ import torch
 from moe_runtime.config import nearest
 from moe_runtime.engine.experts import OffloadedExperts
 from moe_runtime.engine.share import ExpertShare, OwnGuesses
+from moe_runtime.engine.token_look_ahead import make_token_look_ahead
 from moe_runtime.engine.tracing import read_step
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.kernels.gate_ranking import GateRanking
@@ -27,6 +28,7 @@ from moe_runtime.policies.prediction import (
     make_estimator,
     make_predictor,
 )
+from moe_runtime.policies.prefetch import PrefetchRules
 from moe_runtime.store.cache import ExpertStore
 from moe_runtime.store.guesses import Guesses
 from moe_runtime.store.prefetch import Prefetcher, PrefetchMode
@@ -79,16 +81,19 @@ def learned_bytes(predictor: str | Path, estimator: Estimator | None) -> int:
 
 def bind_ranker(
     estimator: Estimator, model: torch.nn.Module, block_names: Sequence[str], place: torch.device
-) -> None:
+) -> list[list[GateRanking]]:
     """Has an estimator that reads hidden states take them as tensors, where the model computes.
 
     The gates are the model's own, not copies.
+
+    Returns:
+        Whom to ask about a layer, by distance and layer; none for other estimators.
 
     Raises:
         UnsupportedModelError: the predictor needs the gates, and they are not where gates are.
     """
     if not isinstance(estimator, NextGate):
-        return
+        return []
     if isinstance(estimator, HiddenLookahead):
         maps = torch.from_numpy(estimator.maps_DLEX).to(place)
         offsets = torch.from_numpy(estimator.offsets_DLE).to(place)
@@ -107,6 +112,7 @@ def bind_ranker(
         return rankings[distance - 1][layer](hidden_BD)
 
     estimator.ranker = rank
+    return rankings
 
 
 def find_gate(
@@ -169,6 +175,7 @@ def attach_prefetcher(
     estimator: Estimator,
     mode: PrefetchMode,
     share: ExpertShare | None = None,
+    gates_DL: Sequence[Sequence[GateRanking]] = (),
 ) -> Prefetcher:
     """Lets a prefetcher watch every forward pass of a model from now on.
 
@@ -179,12 +186,25 @@ def attach_prefetcher(
         estimator: who guesses.
         mode: how far guesses go.
         share: which experts this process computes; all of them by default.
+        gates_DL: what ``bind_ranker`` returned.
     """
     predictor: Predictor = make_predictor(estimator)
     if share is not None:
         predictor = OwnGuesses(predictor, share)
+    rules, shape = PrefetchRules(), estimator.shape
+    look_ahead = None
+    dtype = getattr(model, "dtype", torch.float32)
+    if isinstance(estimator, NextGate) and gates_DL:
+        least_chance = rules.min_probability / 2  # less protects no expert's slot from a guess
+        look_ahead = make_token_look_ahead(estimator, gates_DL, dtype, least_chance, share)
     prefetcher = Prefetcher(
-        Guesses(store), predictor, mode, num_layers=len(modules), top_k=estimator.shape.top_k
+        Guesses(store),
+        predictor,
+        mode,
+        num_layers=len(modules),
+        top_k=shape.top_k,
+        rules=rules,
+        token_look_ahead=look_ahead,
     )
     first_request = 0
     num_running = 0
@@ -199,7 +219,6 @@ def attach_prefetcher(
         sequences = step.sequences + first_request
         prefetcher.step(StepBegins(sequences=sequences, token_ids=step.token_ids))
 
-    shape = estimator.shape
     keys_of = [
         [ExpertKey(layer, expert) for expert in range(shape.num_experts)]
         for layer in range(shape.num_layers)
@@ -211,6 +230,16 @@ def attach_prefetcher(
         layer: int, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> None:
         if not prefetcher.wants_layers:
+            return
+        if (
+            look_ahead is not None
+            and len(ids_TK) == 1
+            and hidden_TD.dtype is dtype
+            and hidden_TD.is_contiguous()
+            and ids_TK.dtype is torch.int64
+            and ids_TK.is_contiguous()
+        ):
+            prefetcher.token_routed(layer, ids_TK, hidden_TD)
             return
         ids = _as_numpy(ids_TK)
         event = LayerRouted(

@@ -4,8 +4,10 @@ Nothing here changes what is computed: a guess only changes when an expert is re
 """
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, Protocol
 
 from moe_runtime.config import nearest
 from moe_runtime.policies.prediction.base import Guess, LayerRouted, Predictor, StepBegins
@@ -75,12 +77,34 @@ class _StepStart:
 
 @dataclass(slots=True)
 class _LayerStart:
-    """The same when a layer had queued its demands; ``missing`` of its experts were not there."""
+    """The same when a layer had queued its demands."""
 
     layer: int
     now_s: float
-    missing: int
     link: LinkState
+
+
+class TokenGuesses(Protocol):
+    """A predictor that is asked about one token at a time, without events.
+
+    How it takes a layer's routing and hidden state is up to who calls ``Prefetcher.token_routed``.
+    """
+
+    def begin_step(self) -> None:
+        """A step begins: guesses that were not judged are forgotten."""
+        ...
+
+    def look(self, layer: int, ids_1K: Any, hidden_1D: Any, horizon: int) -> list[Guess]:
+        """Takes note of a layer's routing and guesses the next ones', nearest layer first."""
+        ...
+
+    def keys(self, layer: int, ids_1K: Any) -> Iterable[ExpertKey]:
+        """The experts that a layer sent the token to."""
+        ...
+
+    def take_counts(self) -> tuple[int, int, int]:
+        """Experts visited, guessed, and guessed rightly one layer ahead since the last call."""
+        ...
 
 
 class Prefetcher:
@@ -104,6 +128,7 @@ class Prefetcher:
         num_layers: int,
         top_k: int = 1,
         rules: PrefetchRules | None = None,
+        token_look_ahead: TokenGuesses | None = None,
     ) -> None:
         """Joins a store's prefetches with a predictor.
 
@@ -114,8 +139,10 @@ class Prefetcher:
             num_layers: layers of the model.
             top_k: experts that a token visits in a layer.
             rules: when a guess is read.
+            token_look_ahead: a quicker predictor of the layers of a single token.
         """
         self._guesses = guesses
+        self._token_look_ahead = token_look_ahead
         self._predictor = predictor
         self.mode = mode
         self._controller = Controller()
@@ -149,10 +176,17 @@ class Prefetcher:
         self._decode_s = 0.0
         self._active_steps, self._decode_steps = 0, 0
         self._visited, self._guessed, self._found = 0, 0, 0
+        if self._token_look_ahead is not None:
+            self._token_look_ahead.take_counts()
         self._step_start = self._last_layer = None
 
     def stats(self) -> PrefetchStats:
         """The counters so far."""
+        if self._token_look_ahead is not None:
+            visited, guessed, found = self._token_look_ahead.take_counts()
+            self._visited += visited
+            self._guessed += guessed
+            self._found += found
         is_auto = self.mode is PrefetchMode.AUTO
         return PrefetchStats(
             mode=self.mode.value,
@@ -186,7 +220,10 @@ class Prefetcher:
             self._step_start = _StepStart(start_s, self._predict_s, self._guesses.link())
             self._decode_steps += 1
             self._active_steps += self._predicts
-        self._last_layer = None
+        start = self._step_start
+        self._last_layer = start and _LayerStart(-1, start_s, start.link)
+        if self._token_look_ahead is not None and self._predicts:
+            self._token_look_ahead.begin_step()
         if self.wants_layers:
             self._predictor.observe(event)
             self._guess(-1, start_s)
@@ -208,6 +245,26 @@ class Prefetcher:
         if self._predicts:
             self._admission.used(event.layer, keys)
         self._guess(event.layer, start_s)
+
+    def token_routed(self, layer: int, ids_1K: Any, hidden_1D: Any) -> None:
+        """``routed`` for a step of one token, by the quicker predictor that was given.
+
+        Args:
+            layer: which one.
+            ids_1K: the experts that it uses, as the predictor takes them.
+            hidden_1D: what its gate was given.
+        """
+        start_s = time.perf_counter()
+        look_ahead, admission = self._token_look_ahead, self._admission
+        assert look_ahead is not None
+        made = look_ahead.look(layer, ids_1K, hidden_1D, admission.horizon(self._top_k))
+        urgent: list[Guess] = []
+        if self.is_active:
+            admission.used(layer, look_ahead.keys(layer, ids_1K))
+            urgent = self._choose(made, layer, start_s)
+        self._predict_s += time.perf_counter() - start_s
+        if urgent:
+            self._guesses.start(urgent, dict(made), admission)
 
     def finish(self, sequence: int) -> None:
         """A request ended."""
@@ -250,31 +307,32 @@ class Prefetcher:
             )
         urgent: list[Guess] = []
         if self.is_active:
-            self._account(now, now_s)
-            urgent = self._choose(made, now)
+            urgent = self._choose(made, now, now_s)
         self._predict_s += time.perf_counter() - now_s
         if urgent:  # starting a read costs what it costs when the layer demands it
             self._guesses.start(urgent, dict(made), self._admission)
 
-    def _account(self, now: int, now_s: float) -> None:
-        """Credits the time that demands left of the link since the last layer."""
-        link, last = self._guesses.link(), self._last_layer
-        missing = link.num_missing
-        if last is not None:
-            missing -= last.link.num_missing
-            idle_s = (now_s - last.now_s) - (link.demand_s - last.link.demand_s)
-            self._admission.idle(max(idle_s, 0.0), link.transfer_s)
-            self._admission.waited(last.layer, last.missing, link.stall_s - last.link.stall_s)
-        elif self._step_start is not None:
-            missing -= self._step_start.link.num_missing
-        self._last_layer = None if now < 0 else _LayerStart(now, now_s, missing, link)
-
-    def _choose(self, made: list[Guess], now: int) -> list[Guess]:
+    def _choose(self, made: list[Guess], now: int, now_s: float) -> list[Guess]:
         """Takes stale guesses back; returns what is worth reading now, the most useful first."""
         likely = self._admission.likely(made)
-        for stale in self._guesses.cancel_except({key for key, _ in likely}):
-            self._admission.take_back(stale)
-        if not likely or not self._admission.room:
-            return []
+        self._guesses.cancel_except([key for key, _ in likely])
         absent = self._guesses.absent(likely)
+        if not absent:
+            return []
+        self._account(now, now_s)
+        if not self._admission.room:
+            return []
         return self._admission.most_useful(absent, now) if len(absent) > 1 else absent
+
+    def _account(self, now: int, now_s: float) -> None:
+        """Credits the time that demands left of the link since it was last asked for."""
+        link, last = self._guesses.link(), self._last_layer
+        if last is not None:
+            idle_s = (now_s - last.now_s) - (link.demand_s - last.link.demand_s)
+            layers = max(now - last.layer, 1)
+            self._admission.idle(max(idle_s, 0.0), link.transfer_s, layers=layers)
+            missing = link.num_missing - last.link.num_missing
+            stall_s = link.stall_s - last.link.stall_s
+            for layer in range(max(last.layer, 0), now):
+                self._admission.waited(layer, missing, stall_s)
+        self._last_layer = _LayerStart(now, now_s, link)

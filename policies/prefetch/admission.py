@@ -95,14 +95,15 @@ class Admission:
         fits = 0.0 < top_k * self._transfer_s <= self._layer_s
         return 1 if fits else self.rules.horizon
 
-    def idle(self, idle_s: float, transfer_s: float) -> None:
+    def idle(self, idle_s: float, transfer_s: float, *, layers: int = 1) -> None:
         """The link was idle for some time, in which it could have moved experts.
 
         Args:
             idle_s: seconds in which no demand was under way.
             transfer_s: seconds that one expert takes on an idle link.
+            layers: in so many layers.
         """
-        self._layer_s += (1 - _REMEMBERED) * (idle_s - self._layer_s)
+        self._layer_s += (1 - _REMEMBERED) * (idle_s / layers - self._layer_s)
         self._transfer_s = transfer_s
         if transfer_s > 0:
             self._credit = min(self.rules.credit, self._credit + idle_s / transfer_s)

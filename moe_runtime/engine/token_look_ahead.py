@@ -1,0 +1,75 @@
+"""The look-ahead of one token in machine code, as the prefetcher asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from moe_runtime.engine.share import ExpertShare
+from moe_runtime.kernels.gate_ranking import GateRanking, NativeLookAhead
+from moe_runtime.policies.prediction import Guess, NextGate
+from moe_runtime.policies.prediction.ranks import PRIOR, REMEMBERED, believed_at_first
+from moe_runtime.types import ExpertKey
+
+
+class TokenLookAhead:
+    """Guesses from one token's hidden states, by the gates of the coming layers.
+
+    Says what ``LookaheadPredictor`` says, less what is too improbable to matter.
+    """
+
+    def __init__(
+        self, estimator: NextGate, native: NativeLookAhead, share: ExpertShare | None
+    ) -> None:
+        shape = estimator.shape
+        self._native = native
+        self._is_mine = None if share is None else share.owns
+        self._num_experts = shape.num_experts
+        self._keys = [
+            ExpertKey(layer, expert)
+            for layer in range(shape.num_layers)
+            for expert in range(shape.num_experts)
+        ]
+        self.begin_step = native.begin_step
+        self.take_counts = native.take_counts
+
+    def look(
+        self, layer: int, ids_1K: torch.Tensor, hidden_1D: torch.Tensor, horizon: int
+    ) -> list[Guess]:
+        """Takes note of a layer's routing and guesses the next ones', nearest layer first."""
+        native, keys = self._native, self._keys
+        number = native.look(layer, ids_1K, hidden_1D, horizon)
+        experts, chances = native.experts[:number], native.chances[:number]
+        guesses = [(keys[e], chance) for e, chance in zip(experts, chances, strict=True)]
+        if self._is_mine is None:
+            return guesses
+        return [guess for guess in guesses if self._is_mine(guess[0])]
+
+    def keys(self, layer: int, ids_1K: torch.Tensor) -> list[ExpertKey]:
+        """The experts that a layer sent the token to."""
+        first = layer * self._num_experts
+        return [self._keys[first + e] for e in ids_1K[0].tolist() if e < self._num_experts]
+
+
+def make_token_look_ahead(
+    estimator: NextGate,
+    gates_DL: Sequence[Sequence[GateRanking]],
+    dtype: torch.dtype,
+    least_chance: float,
+    share: ExpertShare | None,
+) -> TokenLookAhead | None:
+    """The look-ahead of one token, if the native code can ask these gates."""
+    if any(gate.record(dtype) is None for gates in gates_DL for gate in gates):
+        return None
+    shape = estimator.shape
+    native = NativeLookAhead(
+        gates_DL,
+        num_experts=shape.num_experts,
+        dtype=dtype,
+        prior=PRIOR,
+        remembered=REMEMBERED,
+        believed=believed_at_first(estimator.num_ranks, shape.top_k),
+        least_chance=least_chance,
+    )
+    return TokenLookAhead(estimator, native, share)
