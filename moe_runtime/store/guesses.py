@@ -65,6 +65,9 @@ class Guesses(Generic[W]):
             Those that were taken back.
         """
         store, cancelled = self._store, []
+        # looked at without the lock: a read that ends meanwhile is no loss
+        if not (store._passing and store._link.under_way):
+            return cancelled
         with store._changed:
             for key in [key for key in store._passing if key not in keys]:
                 entry = store._entries[key]

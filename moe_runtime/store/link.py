@@ -1,14 +1,13 @@
 """How fast a tier is filled and how long it is waited for, measured while it happens."""
 
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 FORGET = 0.98
 """What a finished transfer leaves of the weight of those before it: the last fifty or so count."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LinkState:
+class LinkState(NamedTuple):
     """A look at the link between a tier and the one below.
 
     Attributes:

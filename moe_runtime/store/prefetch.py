@@ -4,7 +4,7 @@ Nothing here changes what is computed: a guess only changes when an expert is re
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
@@ -98,7 +98,7 @@ class TokenGuesses(Protocol):
         """Takes note of a layer's routing and guesses the next ones', nearest layer first."""
         ...
 
-    def keys(self, layer: int, ids_1K: Any) -> Iterable[ExpertKey]:
+    def keys(self, layer: int, ids_1K: Any) -> Collection[ExpertKey]:
         """The experts that a layer sent the token to."""
         ...
 
@@ -147,9 +147,10 @@ class Prefetcher:
         self.mode = mode
         self._controller = Controller()
         self._admission = Admission(rules or PrefetchRules(), num_layers)
+        self._num_layers = num_layers
         self._top_k = top_k
         self._expected: dict[int, list[Guess]] = {}  # by the layer that comes next
-        self._is_prompt = True
+        self._reads = self._predicts = False
         self._step_start: _StepStart | None = None
         self._last_layer: _LayerStart | None = None
         self.reset_stats()
@@ -164,11 +165,7 @@ class Prefetcher:
     @property
     def wants_layers(self) -> bool:
         """Whether ``routed`` has anything to do in the running step."""
-        return self._predictor.needs_history or self._predicts
-
-    @property
-    def _predicts(self) -> bool:
-        return not self._is_prompt and (self.is_active or self.mode is PrefetchMode.OBSERVE)
+        return self._predicts or self._predictor.needs_history
 
     def reset_stats(self) -> None:
         """Sets the counters to zero, as after a warm-up; what was learned stays."""
@@ -211,12 +208,18 @@ class Prefetcher:
         """A forward pass begins: the last one is judged, and its first layers are guessed."""
         start_s = time.perf_counter()
         sequences = event.sequences
-        self._is_prompt = len(sequences) > 1 and len(set(sequences.tolist())) < len(sequences)
-        if self._is_prompt:
+        is_prompt = len(sequences) > 1 and len(set(sequences.tolist())) < len(sequences)
+        if is_prompt:
             # before a prompt nobody may have computed for hours: the last step has no end
             self._step_start = None
         else:
+            if self._reads:
+                self._account(self._num_layers, start_s)
             self._end_step(start_s)
+        # what goes for all layers of the step
+        self._reads = not is_prompt and self.is_active
+        self._predicts = self._reads or (not is_prompt and self.mode is PrefetchMode.OBSERVE)
+        if not is_prompt:
             self._step_start = _StepStart(start_s, self._predict_s, self._guesses.link())
             self._decode_steps += 1
             self._active_steps += self._predicts
@@ -259,7 +262,7 @@ class Prefetcher:
         assert look_ahead is not None
         made = look_ahead.look(layer, ids_1K, hidden_1D, admission.horizon(self._top_k))
         urgent: list[Guess] = []
-        if self.is_active:
+        if self._reads:
             admission.used(layer, look_ahead.keys(layer, ids_1K))
             urgent = self._choose(made, layer, start_s)
         self._predict_s += time.perf_counter() - start_s
@@ -268,7 +271,7 @@ class Prefetcher:
 
     def finish(self, sequence: int) -> None:
         """A request ended."""
-        self._step_start = None
+        self._step_start = self._last_layer = None
         self._predictor.finish(sequence)
 
     def _end_step(self, now_s: float) -> None:
@@ -306,7 +309,7 @@ class Prefetcher:
                 made if is_near else [guess for guess in made if guess[0].layer == next_layer]
             )
         urgent: list[Guess] = []
-        if self.is_active:
+        if self._reads:
             urgent = self._choose(made, now, now_s)
         self._predict_s += time.perf_counter() - now_s
         if urgent:  # starting a read costs what it costs when the layer demands it
@@ -315,14 +318,14 @@ class Prefetcher:
     def _choose(self, made: list[Guess], now: int, now_s: float) -> list[Guess]:
         """Takes stale guesses back; returns what is worth reading now, the most useful first."""
         likely = self._admission.likely(made)
-        self._guesses.cancel_except([key for key, _ in likely])
-        absent = self._guesses.absent(likely)
+        for stale in self._guesses.cancel_except([key for key, _ in likely]):
+            self._admission.take_back(stale)
+        least = self._admission.least_probability
+        absent = self._guesses.absent([guess for guess in likely if guess[1] >= least])
         if not absent:
             return []
         self._account(now, now_s)
-        if not self._admission.room:
-            return []
-        return self._admission.most_useful(absent, now) if len(absent) > 1 else absent
+        return self._admission.most_useful(absent, now) if self._admission.room else []
 
     def _account(self, now: int, now_s: float) -> None:
         """Credits the time that demands left of the link since it was last asked for."""
@@ -333,6 +336,5 @@ class Prefetcher:
             self._admission.idle(max(idle_s, 0.0), link.transfer_s, layers=layers)
             missing = link.num_missing - last.link.num_missing
             stall_s = link.stall_s - last.link.stall_s
-            for layer in range(max(last.layer, 0), now):
-                self._admission.waited(layer, missing, stall_s)
+            self._admission.waited(range(max(last.layer, 0), now), missing, stall_s)
         self._last_layer = _LayerStart(now, now_s, link)

@@ -4,7 +4,7 @@ The live store and the replay move experts in different ways; what they decide i
 comes in as numbers: nothing in this module has a clock.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_runtime.policies.prediction.base import Guess
@@ -67,7 +67,7 @@ class Admission:
         self._credit = 0.0
         self._allowance = rules.allowance
         self._open: list[dict[ExpertKey, float]] = [{} for _ in range(num_layers)]
-        self._last_used: list[frozenset[ExpertKey]] = [frozenset()] * num_layers
+        self._last_used: list[Collection[ExpertKey]] = [()] * num_layers
         self._miss_s = [0.0] * num_layers
         self._layer_s = 0.0
         self._transfer_s = 0.0
@@ -108,20 +108,21 @@ class Admission:
         if transfer_s > 0:
             self._credit = min(self.rules.credit, self._credit + idle_s / transfer_s)
 
-    def used(self, layer: int, keys: Iterable[ExpertKey]) -> None:
+    def used(self, layer: int, keys: Collection[ExpertKey]) -> None:
         """A layer visits these experts: its guesses are judged, and none takes their slots yet."""
-        visited = self._last_used[layer] = frozenset(keys)
-        for key, probability in self._open[layer].items():
-            came_true = key in visited
-            self._earn((1.0 - probability) + self.rules.waste if came_true else -probability)
-        self._open[layer].clear()
+        self._last_used[layer] = keys
+        judged = self._open[layer]
+        for key, probability in judged.items():
+            self._earn((1.0 - probability) + self.rules.waste if key in keys else -probability)
+        judged.clear()
 
-    def waited(self, layer: int, num_missing: int, stall_s: float) -> None:
-        """A layer had to wait so long for so many experts."""
+    def waited(self, layers: Iterable[int], num_missing: int, stall_s: float) -> None:
+        """Layers had to wait so long, together, for so many experts."""
         self._earn(self.rules.waste * num_missing)
         if num_missing:
             new_s = stall_s / num_missing
-            self._miss_s[layer] += (1 - _REMEMBERED) * (new_s - self._miss_s[layer])
+            for layer in layers:
+                self._miss_s[layer] += (1 - _REMEMBERED) * (new_s - self._miss_s[layer])
 
     def likely(self, guesses: Iterable[Guess]) -> list[Guess]:
         """Those that are ever worth a slot; reads of others that have not begun are stale."""
