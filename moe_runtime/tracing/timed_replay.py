@@ -189,7 +189,7 @@ class _Replayer:
             if key.layer == layer:
                 self._guesses[key] = False
         self._admission.used(layer, keys)
-        self._admission.waited(layer, len(late) + len(missing), stalled_s)
+        self._admission.waited([layer], len(late) + len(missing), stalled_s)
         return stalled_s
 
     def _keep(self, keys: list[ExpertKey]) -> None:

@@ -11,7 +11,7 @@ from moe_runtime.errors import CheckpointError
 from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
 from moe_runtime.store.cache import ExpertStore
 from moe_runtime.store.slab import Slab
-from moe_runtime.store.transfer import Priority, Read
+from moe_runtime.store.transfer import Changes, Priority, Read
 from moe_runtime.types import ExpertKey
 
 SLOT_BYTES = 64
@@ -29,7 +29,7 @@ class FakeTier:
 
     def __init__(self, *, at_once: bool = True) -> None:
         self.at_once = at_once
-        self.changed = threading.Condition()
+        self.changed: Changes = threading.Condition()
         self.waiting: list[tuple[ExpertKey, Callable[[], None]]] = []
         self.fetched: list[ExpertKey] = []
         self.promoted: list[ExpertKey] = []

@@ -18,7 +18,7 @@ from moe_runtime.policies.prediction import (
 )
 from moe_runtime.store.cache import ExpertStore
 from moe_runtime.store.slab import Slab
-from moe_runtime.store.transfer import OnDone, Priority, Read
+from moe_runtime.store.transfer import Changes, OnDone, Priority, Read
 from moe_runtime.types import ExpertKey
 
 SHAPE = Shape(num_layers=3, num_experts=12, top_k=2)
@@ -28,7 +28,7 @@ class PromptTier:
     """Fills a slot with its key at once, and says so from another thread."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
+        self.changed: Changes = threading.Condition()
 
     def fetch(
         self, key: ExpertKey, slot: torch.Tensor, priority: Priority, on_done: OnDone

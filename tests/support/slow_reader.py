@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moe_runtime.store.transfer import OnDone, Priority, Read
+from moe_runtime.store.transfer import Changes, OnDone, Priority, Read
 from moe_runtime.types import ExpertKey
 
 
@@ -17,7 +17,7 @@ class SlowReader:
     asked: list[tuple[ExpertKey, Priority]] = field(default_factory=list)
     promoted: list[ExpertKey] = field(default_factory=list)
     begun: set[ExpertKey] = field(default_factory=set)
-    changed: threading.Condition = field(default_factory=threading.Condition)
+    changed: Changes = field(default_factory=threading.Condition)
 
     def fetch(
         self, key: ExpertKey, slot: torch.Tensor, priority: Priority, on_done: OnDone

@@ -45,7 +45,7 @@ def test_the_less_waste_is_left_the_surer_a_guess_must_be() -> None:
     assert admission.most_useful(made, now=0) == made[:2]
     admission.take_back(K(1, 3))  # its layer has come: nothing is given back
     assert admission.room == 7
-    admission.waited(0, num_missing=100, stall_s=1.0)
+    admission.waited([0], num_missing=100, stall_s=1.0)
     assert admission.least_probability == pytest.approx(0.2)
 
 
@@ -57,7 +57,7 @@ def test_certainty_that_is_wrong_is_not_believed_for_long() -> None:
         admission.spend((K(1, 3), 1.0))
         admission.used(1, [K(1, 4)])
     assert admission.room == 0
-    admission.waited(1, num_missing=5, stall_s=1.0)
+    admission.waited([1], num_missing=5, stall_s=1.0)
     assert admission.room == 95
 
 
@@ -67,9 +67,9 @@ def test_nearer_layers_and_costlier_misses_come_first() -> None:
     assert admission.most_useful([beyond, far, near], now=0) == [near, far, beyond]
     # layer 2 waits three times as long for a missing expert as layer 1 does
     for _ in range(50):
-        admission.waited(1, num_missing=2, stall_s=0.2)
-        admission.waited(2, num_missing=1, stall_s=0.3)
-        admission.waited(3, num_missing=0, stall_s=9.0)
+        admission.waited([1], num_missing=2, stall_s=0.2)
+        admission.waited([2], num_missing=1, stall_s=0.3)
+        admission.waited([3], num_missing=0, stall_s=9.0)
     assert admission.most_useful([near, far, beyond], now=0) == [far, near, beyond]
 
 
