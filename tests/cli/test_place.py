@@ -51,7 +51,7 @@ def test_groups_are_kept_together(
 ) -> None:
     output = tmp_path / "map.json"
     words = ["place", str(trace), "--gpus", "4", "--algorithm", algorithm, "-o", str(output)]
-    report = run_json([*words, "--time-limit", "10", "--load-slack", "0.5"], capsys)
+    report = run_json([*words, "--time-limit", "1000000", "--load-slack", "0.5"], capsys)
     assert report["scores"][algorithm]["hops"] == 0
     assert report["scores"]["random"]["hops"] > 0.6
     assert report["fit_tokens"] == report["scored_tokens"] == 200

@@ -51,8 +51,8 @@ RATES = st.floats(0.0, 1.0).map(lambda x: 10 ** (9 + 1.5 * x))
 def test_the_chosen_stride_is_as_fast_as_any(
     cpu: float, device: float, there: float, home: float, buffers: int
 ) -> None:
-    """Within 5 % of the best stride by simulation: filling and draining take a small part of 24
-    periods, about the same for all."""
+    """Within a tenth of the best stride by simulation: filling and draining take up to two of 24
+    periods, which the formula leaves out."""
     speeds = UpdateSpeeds(
         cpu_params_per_s=cpu,
         device_params_per_s=5 * device,
@@ -61,7 +61,7 @@ def test_the_chosen_stride_is_as_fast_as_any(
         buffers=buffers,
     )
     best = max(simulated(stride, speeds) for stride in (None, *range(1, LARGEST + 1)))
-    assert simulated(best_stride(speeds, largest=LARGEST), speeds) >= 0.95 * best
+    assert simulated(best_stride(speeds, largest=LARGEST), speeds) >= 0.9 * best
 
 
 def test_values_worked_out_by_hand() -> None:
