@@ -101,15 +101,17 @@ static int64_t rank_of(cache *c, const settings *s, int32_t key, int32_t num_hel
 /* Of the keys that the event does not use the one of least worth, the oldest among equals. */
 static int32_t list_lowest(const cache *c, enum rule rule) {
     int32_t lowest = NOBODY;
-    double least = 0.0;
+    double least = 0.0, least_age = 1.0;
     for (int32_t place = 0; place < c->num_held; place++) {
         int32_t key = c->queue[place];
         if (c->mark[key]) continue;
-        int64_t age = c->clock + 1 - c->last_use[key];
-        double worth = rule == MRS ? c->score[key] : (double)c->uses[key] / (double)age;
+        /* LFRU's worth is uses over age; products compare two of them without dividing */
+        double age = rule == MRS ? 1.0 : (double)(c->clock + 1 - c->last_use[key]);
+        double worth = rule == MRS ? c->score[key] : (double)c->uses[key];
+        double own = worth * least_age, other = least * age;
         int is_older = lowest == NOBODY || c->last_use[key] < c->last_use[lowest];
-        if (lowest == NOBODY || worth < least || (worth == least && is_older))
-            lowest = key, least = worth;
+        if (lowest == NOBODY || own < other || (own == other && is_older))
+            lowest = key, least = worth, least_age = age;
     }
     return lowest;
 }
