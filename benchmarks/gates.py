@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 from harness.machine import commit, describe_machine, machine_name, versions
+from harness.short_training import VOCAB, steps_of_training, training_text
 from torch import Tensor
 
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.model import LanguageModel
-from moe_runtime.models.pocket.corpus import gather
 from moe_runtime.routing import GATES
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs" / "gates.md"
-VOCAB, EXPERTS = 256, 8
+EXPERTS = 8
 OPTIONS: dict[str, dict[str, Any]] = {
     "sigmoid_topk": {"bias_update_rate": 1e-2},
     "group_limited_topk": {
@@ -80,16 +80,9 @@ def main() -> None:
     print(f"wrote {output.relative_to(ROOT) if output.is_relative_to(ROOT) else output}")
 
 
-def training_text() -> Tensor:
-    """The documents that are not held out, as bytes."""
-    documents = [document.text for document in gather() if not document.held_out]
-    return torch.frombuffer(bytearray("\n\n".join(documents).encode()), dtype=torch.uint8).long()
-
-
 def train(name: str, text: Tensor, arguments: argparse.Namespace) -> dict[str, Any]:
     """One run; means over the last fifth of the steps and over the layers."""
     torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(0)
     options = dict(OPTIONS.get(name, {}))
     if name == "hash":
         counts = text.bincount(minlength=VOCAB).tolist()
@@ -117,20 +110,13 @@ def train(name: str, text: Tensor, arguments: argparse.Namespace) -> dict[str, A
             moe=experts,
         )
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     seen: list[list[float]] = []
     start = time.perf_counter()
-    for step in range(arguments.steps):
-        first = torch.randint(
-            len(text) - arguments.context - 1, (arguments.batch, 1), generator=generator
-        )
-        window = text[first + torch.arange(arguments.context + 1)]
-        losses = model.losses(window[:, :-1], window[:, 1:])
-        optimizer.zero_grad()
-        (losses.cross_entropy + losses.auxiliary).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        model.after_step()
+    run = steps_of_training(
+        model, text,
+        steps=arguments.steps, batch=arguments.batch, context=arguments.context, seed=0,
+    )  # fmt: skip
+    for step, losses in enumerate(run):
         if step >= arguments.steps - arguments.steps // 5:
             layers = model.layer_aux()
             loads = [

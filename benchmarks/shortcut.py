@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gates import VOCAB, training_text
 from harness.machine import commit, describe_machine, machine_name, versions
+from harness.short_training import VOCAB, steps_of_training, training_text
 from torch import Tensor
 
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
@@ -78,7 +78,6 @@ def final_loss(
 ) -> float:
     """Cross-entropy in nats, mean of the last fifth of the steps."""
     torch.manual_seed(seed)
-    windows = torch.Generator().manual_seed(seed)
     is_paired = "shortcut" in settings  # then every other layer is dense by itself
     config = LanguageModelConfig(
         hidden_size=64,
@@ -92,20 +91,11 @@ def final_loss(
         dense_layers=() if is_paired else (0, 2),
         moe=ExpertsConfig(num_experts=8, intermediate_size=64, **settings),
     )
-    model = LanguageModel(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    values = []
-    for _ in range(arguments.steps):
-        first = torch.randint(
-            len(text) - arguments.context - 1, (arguments.batch, 1), generator=windows
-        )
-        window = text[first + torch.arange(arguments.context + 1)]
-        losses = model.losses(window[:, :-1], window[:, 1:])
-        optimizer.zero_grad()
-        (losses.cross_entropy + losses.auxiliary).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        values.append(losses.cross_entropy.item())
+    run = steps_of_training(
+        LanguageModel(config), text,
+        steps=arguments.steps, batch=arguments.batch, context=arguments.context, seed=seed,
+    )  # fmt: skip
+    values = [losses.cross_entropy.item() for losses in run]
     return statistics.fmean(values[-max(1, arguments.steps // 5) :])
 
 
