@@ -7,6 +7,8 @@ Shapes: B sequences, C tokens of context, D model width, H query heads, G key-va
 width.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
@@ -38,15 +40,20 @@ class RotaryTable(nn.Module):
         self.register_buffer("cos", angles.cos()[:, None, :], persistent=False)
         self.register_buffer("sin", angles.sin()[:, None, :], persistent=False)
 
-    def forward(self, x: Tensor, first: int = 0) -> Tensor:
+    def forward(self, x: Tensor, runs: Sequence[range] | None = None) -> Tensor:
         """Rotates `[B, C, heads, W]`; the first half of W pairs with the second.
 
         Args:
             x: queries or keys.
-            first: position of the first token.
+            runs: positions of the tokens; from 0 on by default.
         """
-        here = slice(first, first + x.shape[1])
-        return _Rotate.apply(x, self.cos[here], self.sin[here])
+        return _Rotate.apply(x, *(_rows(table, x.shape[1], runs) for table in (self.cos, self.sin)))
+
+
+def _rows(table: Tensor, num_tokens: int, runs: Sequence[range] | None) -> Tensor:
+    if runs is None:
+        return table[:num_tokens]
+    return torch.cat([table[run.start : run.stop] for run in runs])
 
 
 class _Rotate(torch.autograd.Function):
@@ -115,21 +122,32 @@ class Attention(nn.Module):
                 self.k_norm.expand(self.num_kv_heads, -1),
             ]
         )
-        first = 0 if self.part is None else self.part.index * context
-        queries_keys = rotary(rms_norm(queries_keys, gains, self.eps).to(values.dtype), first)
+        runs = None if self.part is None else self.part.runs(context)
+        queries_keys = rotary(rms_norm(queries_keys, gains, self.eps).to(values.dtype), runs)
         queries, keys = queries_keys.split([self.num_heads, self.num_kv_heads], dim=2)
-        mask: Tensor | None = None
-        if self.part is not None:
-            # One exchange for both; what comes after the own tokens is of no use to them.
-            both = self.part.gather(torch.stack([keys, values], dim=-1))[:, : first + context]
-            keys, values = both.unbind(dim=-1)
-            mask = causal_mask(context, first, x.device)
-        attended = F.scaled_dot_product_attention(
+        if self.part is None or runs is None:
+            attended = self._attend(queries, keys, values)
+        else:
+            # One exchange for both.
+            keys, values = self.part.gather(torch.stack([keys, values], dim=-1)).unbind(dim=-1)
+            attended = torch.cat(
+                [
+                    # What comes after the last query is of no use to any.
+                    self._attend(some, keys[:, : run.stop], values[:, : run.stop], first=run.start)
+                    for some, run in zip(queries.split(list(map(len, runs)), 1), runs, strict=True)
+                ],
+                dim=1,
+            )
+        return self.o_proj(attended.reshape(batch, context, -1))
+
+    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, first: int = 0) -> Tensor:
+        """`[B, q, H, W]` of queries at the positions from `first` on, over all keys up to them."""
+        mask = causal_mask(queries.shape[1], first, queries.device) if first else None
+        return F.scaled_dot_product_attention(
             queries.transpose(1, 2),
             keys.transpose(1, 2),
             values.transpose(1, 2),
             attn_mask=mask,
             is_causal=mask is None,
             enable_gqa=self.num_kv_heads != self.num_heads,
-        )
-        return self.o_proj(attended.transpose(1, 2).reshape(batch, context, -1))
+        ).transpose(1, 2)

@@ -73,13 +73,13 @@ def spread_experts(
         layer.gate.batch_group = model.replicas
 
 
-def check_layout(config: LanguageModelConfig, *, tp: int, parts: int, contexts: set[int]) -> None:
+def check_layout(config: LanguageModelConfig, *, tp: int, cp: int, contexts: set[int]) -> None:
     """Refuses a division of the dense part that cannot be.
 
     Args:
         config: of the model.
         tp: processes that divide the heads.
-        parts: processes that divide a sequence.
+        cp: processes that divide a sequence for attention.
         contexts: lengths of the sequences that are trained on.
 
     Raises:
@@ -93,9 +93,15 @@ def check_layout(config: LanguageModelConfig, *, tp: int, parts: int, contexts: 
     if width is not None and width % tp:
         raise ValueError(f"parallel.tp ({tp}) must divide model.intermediate_size ({width})")
     for context in sorted(contexts):
-        if context % parts:
+        if context % (tp * cp):
             raise ValueError(
-                f"parallel.tp * parallel.cp ({parts}) must divide the sequences of {context} tokens"
+                f"parallel.tp * parallel.cp ({tp * cp}) must divide the sequences of {context} "
+                "tokens"
+            )
+        if cp > 1 and context % (2 * cp):
+            raise ValueError(
+                f"2 * parallel.cp ({2 * cp}) must divide the sequences of {context} tokens: every "
+                "process has a piece of the front and one of the back"
             )
 
 
@@ -115,12 +121,13 @@ def divide_sequences(model: LanguageModel, groups: LayoutGroups) -> None:
     both = groups.make("dense", "tp", "cp")
     if both is None:
         return
-    model.part = SequencePart(DeviceMesh.from_group(both, device))
+    folds = groups.layout.cp
+    model.part = SequencePart(DeviceMesh.from_group(both, device), folds=folds)
     for layer in model.routed_layers():
         layer.parts = model.part
     of_context = groups.make("dense", "cp")
     if of_context is not None:
-        part = SequencePart(DeviceMesh.from_group(of_context, device))
+        part = SequencePart(DeviceMesh.from_group(of_context, device), folds=folds)
         for attention in _modules(model, Attention):
             attention.part = part
     groups.make("dense", "cp", "dp")

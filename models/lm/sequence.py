@@ -21,16 +21,23 @@ from moe_runtime.routing import Routing, ZeroRouting
 class SequencePart:
     """The part of each sequence that this process has.
 
+    A token attends to those before it, so the back of a sequence is more work than the front. Where
+    a sequence is divided for attention it is therefore folded first: into `2 * folds` chunks, taken
+    in turn from the front and from the back, so that every part has as many pairs of tokens
+    (the head-tail order of Llama 3's context parallelism and of torch's).
+
     Args:
         mesh: the processes that divide a sequence, in the order of their parts.
+        folds: parts that attention divides it into; 1 leaves the order as it is.
 
     Attributes:
         index: number of this part.
         size: number of parts.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, *, folds: int = 1) -> None:
         self._mesh = mesh
+        self._folds = folds
         self.index, self.size = mesh.get_local_rank(), mesh.size()
 
     def own(self, whole: Tensor) -> Tensor:
@@ -40,21 +47,40 @@ class SequencePart:
             ValueError: the tokens do not divide into equal parts.
         """
         context = whole.shape[1]
-        if context % self.size:
-            raise ValueError(
-                f"sequences of {context} tokens do not divide into {self.size} equal parts "
-                "(parallel.tp * parallel.cp)"
-            )
+        for number, name in ((self.size, "tp * parallel.cp"), (self._num_chunks, "cp * 2")):
+            if context % number:
+                raise ValueError(
+                    f"sequences of {context} tokens do not divide into {number} equal parts "
+                    f"(parallel.{name})"
+                )
         width = context // self.size
-        return whole.narrow(1, self.index * width, width)
+        folded = _chunks_in(whole, fold_order(self._folds))
+        return folded.narrow(1, self.index * width, width)
 
     def gather(self, part: Tensor) -> Tensor:
-        """`[B, C, ...]` of every process's `[B, c, ...]`; a collective call.
+        """`[B, C, ...]` of every process's `[B, c, ...]`, in order; a collective call.
 
         The gradient of a part is the sum over the gradients that the processes have for it.
         """
         divided = DTensor.from_local(part, self._mesh, [Shard(1)], run_check=False)
-        return divided.full_tensor(grad_placements=[Partial()])
+        folded = divided.full_tensor(grad_placements=[Partial()])
+        order = fold_order(self._folds)
+        return _chunks_in(folded, [order.index(chunk) for chunk in range(len(order))])
+
+    def runs(self, num_tokens: int) -> list[range]:
+        """Positions of the tokens here, as runs of consecutive ones.
+
+        Args:
+            num_tokens: how many there are; the part is of attention's division.
+        """
+        assert self.size == self._folds, "other divisions cut through runs"
+        width = num_tokens // 2
+        own = fold_order(self._folds)[2 * self.index : 2 * self.index + 2]
+        return [range(chunk * width, (chunk + 1) * width) for chunk in own]
+
+    @property
+    def _num_chunks(self) -> int:
+        return len(fold_order(self._folds))
 
     def own_choices(self, routing: Routing, num_sequences: int) -> Routing:
         """What a gate decided for the tokens here, of what it decided for all.
@@ -77,11 +103,30 @@ class SequencePart:
         )
 
 
-def causal_mask(num_queries: int, first: int, device: torch.device) -> Tensor:
-    """`[q, first + q]` bool: which tokens those of a part may look at.
+def fold_order(folds: int) -> list[int]:
+    """The chunks of a sequence, two for each part: the first and the last, the second and so on.
 
     Args:
-        num_queries: tokens of the part.
+        folds: number of parts; one has the whole sequence as it is, a single chunk.
+    """
+    if folds == 1:
+        return [0]
+    return [chunk for part in range(folds) for chunk in (part, 2 * folds - 1 - part)]
+
+
+def _chunks_in(whole: Tensor, order: list[int]) -> Tensor:
+    """The equal chunks of dimension 1 in another order."""
+    if len(order) == 1:
+        return whole
+    chunks = whole.chunk(len(order), 1)
+    return torch.cat([chunks[number] for number in order], dim=1)
+
+
+def causal_mask(num_queries: int, first: int, device: torch.device) -> Tensor:
+    """`[q, first + q]` bool: which tokens those of a run may look at.
+
+    Args:
+        num_queries: tokens of the run.
         first: position of the first of them.
         device: where the mask is needed.
     """

@@ -264,7 +264,7 @@ def _refuse(config: TrainConfig, num_lanes: int) -> None:
             f"data.micro_batches={own.pp * num_lanes}, or take the schedule gpipe"
         )
     contexts = {data.context, data.short_context or data.context}
-    check_layout(config.model, tp=own.tp, parts=own.tp * own.cp, contexts=contexts)
+    check_layout(config.model, tp=own.tp, cp=own.cp, contexts=contexts)
     if config.run.host_memory is not None:
         raise ValueError("run.host_memory works in one process only; leave it out")
 

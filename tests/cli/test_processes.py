@@ -1,5 +1,6 @@
-"""`moe-runtime run` under `torchrun`: the text of one process, printed once; deaths named once."""
+"""`run` and `train` under `torchrun`: what one process gives, printed once; deaths named once."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from launched import Launch
+from training_runs import train, training_records, write_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_runtime.cli.processes import named_end
@@ -62,6 +64,63 @@ def test_torchrun_itself(checkpoint: Path) -> None:
         check=True,
     )
     assert done.stdout.strip() == text_of_transformers(checkpoint, 20).strip()
+
+
+FEW_STEPS = ("--set", "run.steps=3", "--set", "run.evaluate_every=0", "--set", "run.threads=0")
+
+
+def assert_trained_alike(found: Path, expected: Path) -> None:
+    """fp32 in another order of sums, whose errors three steps cannot make much of."""
+    pairs = zip(training_records(found), training_records(expected), strict=True)
+    for one, other in pairs:
+        assert one.keys() == other.keys()
+        for name in ("loss", "aux_loss", "gradient_norm", "held_out_mean"):
+            if name in one:
+                assert one[name] == pytest.approx(other[name], rel=1e-4), name
+
+
+def test_divided_heads_and_sequences_train_what_one_process_does(tmp_path: Path) -> None:
+    alone, path = write_run(tmp_path / "one"), write_run(tmp_path / "four")
+    assert train(alone, *FEW_STEPS) == 0
+    layout = ("--set", "parallel.tp=2", "--set", "parallel.cp=2", "--json")
+    launch = Launch(["train", str(path), *FEW_STEPS, *layout], 4, tmp_path)
+    try:
+        for process in launch.processes:
+            process.join()
+        assert [process.exitcode for process in launch.processes] == [0] * 4, launch.errors()
+        assert [launch.stdout(rank) for rank in (1, 2, 3)] == [""] * 3
+        summary = json.loads(launch.stdout())
+        assert summary["complete"]
+        assert Path(summary["model"], "config.json").is_file()
+        # The first process shows the progress, and it alone.
+        shown = [(tmp_path / f"err-{rank}").read_text() for rank in range(4)]
+        assert [("step 3/3" in text) for text in shown] == [True, False, False, False]
+    finally:
+        launch.close()
+    assert_trained_alike(path.parent / "out", alone.parent / "out")
+
+
+@pytest.mark.long
+def test_every_dimension_at_once_under_torchrun_itself(tmp_path: Path) -> None:
+    """Attention TP 2 x CP 2 x PP 2, experts EP 4 x PP 2, over the same eight processes."""
+    alone, path = write_run(tmp_path / "one"), write_run(tmp_path / "eight")
+    assert train(alone, *FEW_STEPS) == 0
+    torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--no-python"]
+    program = str(Path(sys.executable).with_name("moe-runtime"))
+    layout = ("parallel.tp=2", "parallel.cp=2", "parallel.pp=2", "parallel.ep=4")
+    settings = [word for setting in layout for word in ("--set", setting)]
+    done = subprocess.run(
+        [
+            *(*torchrun, "--nproc-per-node", "8"),
+            *(program, "train", str(path), *FEW_STEPS, *settings, "--json"),
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=True,
+    )
+    assert json.loads(done.stdout)["complete"]
+    assert_trained_alike(path.parent / "out", alone.parent / "out")
 
 
 class OneDead:

@@ -147,6 +147,8 @@ def test_what_cannot_work_is_refused_before_anything(tmp_path: Path, ranks: Rank
     assert "--set data.micro_batches=2, or take the schedule gpipe" in message
     (message, _) = ranks(2).run(refused, path, "parallel.cp=2", "data.short_context=1")
     assert message == "parallel.tp * parallel.cp (2) must divide the sequences of 1 tokens"
+    (message, _) = ranks(2).run(refused, path, "parallel.cp=2", "data.short_context=2")
+    assert message.startswith("2 * parallel.cp (4) must divide the sequences of 2 tokens")
 
 
 @pytest.mark.long
