@@ -257,6 +257,10 @@ def _refuse(config: TrainConfig, num_lanes: int) -> None:
             f"{-(-data.micro_batches // num_lanes) * num_lanes}"
         )
     check_stages(config.model, own.pp)
+    if own.pp > 1 and config.run.host_memory is not None:
+        raise ValueError(
+            f"run.host_memory cannot be combined with parallel.pp ({own.pp}); leave one of them out"
+        )
     if own.schedule == "1f1b" and data.micro_batches < own.pp * num_lanes:
         raise ValueError(
             f"parallel.schedule 1f1b needs a micro-batch for each of the parallel.pp = {own.pp} "

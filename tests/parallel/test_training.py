@@ -145,6 +145,8 @@ def test_what_cannot_work_is_refused_before_anything(tmp_path: Path, ranks: Rank
     (message, _) = ranks(2).run(refused, path, "parallel.pp=2", "data.micro_batches=1")
     assert "1f1b needs a micro-batch for each of the parallel.pp = 2 stages" in message
     assert "--set data.micro_batches=2, or take the schedule gpipe" in message
+    (message, _) = ranks(2).run(refused, path, "parallel.pp=2", "run.host_memory=1GiB")
+    assert message.startswith("run.host_memory cannot be combined with parallel.pp (2)")
     (message, _) = ranks(2).run(refused, path, "parallel.cp=2", "data.short_context=1")
     assert message == "parallel.tp * parallel.cp (2) must divide the sequences of 1 tokens"
     (message, _) = ranks(2).run(refused, path, "parallel.cp=2", "data.short_context=2")
