@@ -20,6 +20,48 @@ OURS = "moe_runtime"
 Results = dict[str, Any]
 
 
+def ops_table(results: Results) -> list[str]:
+    """Milliseconds of each op, forward and with its backward pass: `ops.py`."""
+    tokens = sorted({row["tokens"] for row in results["rows"]})
+    shape = ", ".join(f"{letter}={size}" for letter, size in results["shape"].items())
+    head = [f"T = {t}{what}" for t in tokens for what in ("", ", with backward")]
+    lines = [f"| op, {shape}, bf16 (`benchmarks/ops.py`) | " + " | ".join(head) + " |"]
+    lines.append("|---|" + "--:|" * len(head))
+    for op in dict.fromkeys(row["op"] for row in results["rows"]):
+        here = {row["tokens"]: row for row in results["rows"] if row["op"] == op}
+        cells = [
+            "–" if here[t][field] is None else f"{_number(here[t][field])} ms"
+            for t in tokens
+            for field in ("forward_ms", "both_ms")
+        ]
+        lines.append(f"| {op if '`' in op else f'`{op}`'} | {' | '.join(cells)} |")
+    return [*lines, "", _machine_line(results)]
+
+
+def gpu_table(results: Results) -> list[str]:
+    """What is aimed at on a GPU beside what was measured: `kernels.py`."""
+    lines = [
+        "| aimed at (`benchmarks/kernels.py`) | | asked | measured | |",
+        "|---|---|--:|--:|---|",
+    ]
+    for aim in results["aims"]:
+        lines.append(
+            f"| {aim['what']} | {aim['field']} | {aim['asked']:.4g} | {aim['measured']:.4g} | "
+            f"{'holds' if aim['holds'] else '**missed**'} |"
+        )
+    speeds = (
+        f"dense product {results['dense_tflops']:.0f} TFLOP/s, copy "
+        f"{results['copy_bytes_s'] / 1e9:,.0f} GB/s"
+    )
+    versions = results["versions"]
+    return [
+        *lines,
+        "",
+        f"{results['gpu']}: {speeds}; torch {versions['torch']}, triton {versions['triton']}, "
+        f"transformers {versions['transformers']}; commit {results['commit']}.",
+    ]
+
+
 def experts_table(results: Results) -> list[str]:
     """Milliseconds of one layer of experts, and the ratio to the best peer: `experts.py`."""
     tokens = sorted({row["tokens"] for row in results["rows"]})
@@ -84,13 +126,17 @@ def _number(value: float) -> str:
 
 
 def _origin(results: Results, ratio: str) -> str:
+    return f"× is the ratio {ratio}. {_machine_line(results)}"
+
+
+def _machine_line(results: Results) -> str:
     """Where numbers come from; rows of one file may have commits of their own."""
     machine = results["machine"]
-    rows = results.get("rows") or results.get("runs") or [results]
+    rows = [results] if "commit" in results else results.get("rows") or results["runs"]
     commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
     features = [name for name in machine["cpu_features"] if name.startswith(("avx512", "amx"))]
     return (
-        f"× is the ratio {ratio}. {machine['cpu']} ({', '.join(features)}), "
+        f"{machine['cpu']} ({', '.join(features)}), "
         f"{machine['num_cores']} cores, {format_bytes(machine['memory_bytes'])}; "
         f"torch {results['versions']['torch']}, transformers "
         f"{results['versions']['transformers']}; commit {commits}."
@@ -99,7 +145,9 @@ def _origin(results: Results, ratio: str) -> str:
 
 def section(folder: Path) -> str:
     """The whole section, from the results files of a folder."""
-    parts = [experts_table(_read(path)) for path in sorted(folder.glob("experts-*.json"))]
+    parts = [gpu_table(_read(path)) for path in sorted(folder.glob("kernels-*.json"))]
+    parts += [ops_table(_read(path)) for path in sorted(folder.glob("ops-*.json"))]
+    parts += [experts_table(_read(path)) for path in sorted(folder.glob("experts-*.json"))]
     layers = [_read(path) for path in sorted(folder.glob("layer-*.json"), reverse=True)]
     parts += [layer_table(layers)] if layers else []
     parts += [train_table(_read(path)) for path in sorted(folder.glob("train-*.json"))]

@@ -126,8 +126,7 @@ class MoELayer(nn.Module):
         super().__init__()
         if isinstance(intermediate_size, int) and intermediate_size < 1:
             raise ValueError(f"intermediate_size must be at least 1, got {intermediate_size}")
-        if isinstance(intermediate_size, int):
-            check_impl(impl)
+        check_impl(impl)
         if shared_experts < 0:
             raise ValueError(f"shared_experts must not be negative, got {shared_experts}")
         self.name = name

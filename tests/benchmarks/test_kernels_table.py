@@ -48,3 +48,34 @@ def test_what_the_layer_spends_its_time_on() -> None:
     lines = kernels_table.layer_table([run | {"shares_of_ours": shares}, run])
     assert lines[2].endswith("| 2.00 s | **1.50×** | **4.00×** | 85.0% | 6.0% | 9.0% |")
     assert lines[3].endswith("| 2.00 s | **1.50×** | **4.00×** | – | – | – |")
+
+
+def test_ops_and_their_backward_passes() -> None:
+    shape = {"E": 4, "K": 2}
+    rows = [
+        {"op": "token_sort", "tokens": 16, "forward_ms": 0.25, "both_ms": None},
+        {"op": "block_sparse `sdd`", "tokens": 16, "forward_ms": 3.0, "both_ms": 456.7},
+    ]
+    lines = kernels_table.ops_table({**HEAD, "shape": shape, "rows": rows})
+    assert lines[0].startswith("| op, E=4, K=2, bf16")
+    assert lines[2] == "| `token_sort` | 0.25 ms | – |"
+    assert lines[3] == "| block_sparse `sdd` | 3 ms | 457 ms |"
+    assert "commit abc" in lines[-1]
+
+
+def test_what_a_gpu_was_asked_for() -> None:
+    aim = {"what": "120b", "field": "forward_tflops", "asked": 480, "measured": 500.5}
+    results = {
+        **HEAD,
+        "versions": HEAD["versions"] | {"triton": "3"},
+        "gpu": "H200",
+        "dense_tflops": 700.4,
+        "copy_bytes_s": 4e12,
+        "aims": [aim | {"holds": True}, aim | {"measured": 1.0, "holds": False}],
+    }
+    lines = kernels_table.gpu_table(results)
+    assert lines[2] == "| 120b | forward_tflops | 480 | 500.5 | holds |"
+    assert lines[3].endswith("| 1 | **missed** |")
+    assert lines[-1].startswith(
+        "H200: dense product 700 TFLOP/s, copy 4,000 GB/s; torch 2, triton 3"
+    )
