@@ -52,7 +52,7 @@ def ops(num_tokens: int, sizes: tuple[int, int, int, int]) -> Iterator[Op]:
     weights, ids = (part.contiguous() for part in scores.topk(top_k))
     weights = (weights / weights.sum(1, keepdim=True)).requires_grad_()
     num_rows = ids.numel()
-    x, gate_up, down = leaf(num_tokens, dim_d), leaf(num_experts, 2 * dim_f, dim_d)
+    x, gate_up = leaf(num_tokens, dim_d), leaf(num_experts, 2 * dim_f, dim_d)
     yield Op("token_sort", lambda: token_sort(ids, num_experts).order_R)
     order = token_sort(ids, num_experts)
     product: dict[str, Any] = {"sorted_tokens": order, "gathers_choices": top_k}

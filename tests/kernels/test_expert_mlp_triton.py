@@ -204,7 +204,7 @@ def test_inference_equals_training() -> None:
     torch.testing.assert_close(inferred, trained, rtol=1e-5, atol=1e-6)
 
 
-# Every layout at seven tokens; the fewest and the most in two that differ in everything.
+# Every layout at seven tokens; the fewest and the most in two layouts.
 FEW_TOKENS = [
     *[(7, "gaps", layout) for layout in LAYOUTS],
     *[(n, kind, layout) for n, kind in ((1, "random"), (16, "one")) for layout in LAYOUTS[0:4:3]],
