@@ -1,6 +1,6 @@
 """What each op of `kernels/` takes on this machine: `python benchmarks/ops.py --save`.
 
-One layer of OLMoE-1B-7B (E = 64, K = 8, D = 2048, F = 1024) in bf16, forward without gradients and
+One layer (E = 32, K = 4, D = 1024, F = 512) in bf16, forward without gradients and
 forward with backward, medians. The table in kernels/README.md is made from it.
 """
 
@@ -26,7 +26,7 @@ from moe_runtime.kernels.heterogeneous_mlp import PackedExperts, heterogeneous_m
 from moe_runtime.kernels.token_sort import token_sort
 
 RESULTS = Path(__file__).parent / "results"
-E, K, D, F = 64, 8, 2048, 1024
+E, K, D, F = 32, 4, 1024, 512
 TINY = (4, 2, 32, 16)
 TOKENS = (16, 256)
 
