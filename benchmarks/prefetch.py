@@ -4,9 +4,10 @@ A model decodes a given text under a memory budget that holds a share of its exp
 steps run without prefetch and with it in the order A B B A, over the same cache; medians of their
 times, waits, bytes and seconds of predicting are compared. Two models: the bundled pocket model on
 held-out text, and a synthetic checkpoint of a named shape (written once into `--data`) whose
-tokens repeat as words do. Experts are read with direct I/O, so the budget is the cap: the page
-cache does not help. The mode `auto` runs last, by itself, with its own controller, against the
-blocks without prefetch right before and after.
+tokens repeat as words do. With another eviction policy than LRU, the steps without prefetch are
+those of a second model that evicts by LRU, over the same text. Experts are read with direct I/O, so
+the budget is the cap: the page cache does not help. The mode `auto` runs last, by itself, with its
+own controller, against the blocks without prefetch right before and after.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from moe_runtime.store.prefetch import PrefetchMode
 
 HERE = Path(__file__).resolve().parent
 POCKET = "pocket"
+LRU = "lru"
 WARMUP_STEPS = 24
 PROMPT_TOKENS = 16
 
@@ -112,19 +114,26 @@ def measure(name: str, folder: Path, share: float, arguments: argparse.Namespace
     slots = round(share * summary.total_experts)
     floor = summary.slots_for(summary.smallest_budget_bytes)
     budget = summary.smallest_budget_bytes + max(0, slots - floor) * summary.slot_bytes
-    model: Any = moe_runtime.load(
-        folder,
-        device="cpu",
-        host_memory=budget,
-        max_tokens=num_tokens,
-        policy=arguments.policy,
-        prefetch="auto",
-        predictor=arguments.predictor,
-    )
+
+    def load(policy: str) -> Any:
+        return moe_runtime.load(
+            folder,
+            device="cpu",
+            host_memory=budget,
+            max_tokens=num_tokens,
+            policy=policy,
+            prefetch="auto",
+            predictor=arguments.predictor,
+        )
+
+    model = load(arguments.policy)
+    plain = model if arguments.policy == LRU else load(LRU)
     off, on, auto, beside = Tally(), Tally(), Tally(), Tally()
-    with model.moe:
+    with plain.moe, model.moe:
         decoder = Decoder(model, tokens)
-        decoder.run(PrefetchMode.OFF, WARMUP_STEPS, Tally())
+        without = decoder if plain is model else Decoder(plain, tokens)
+        for each in {id(decoder): decoder, id(without): without}.values():
+            each.run(PrefetchMode.OFF, WARMUP_STEPS, Tally())
         for _ in range(arguments.rounds):
             for mode, tally in (
                 (PrefetchMode.OFF, off),
@@ -132,20 +141,20 @@ def measure(name: str, folder: Path, share: float, arguments: argparse.Namespace
                 (PrefetchMode.ENFORCE, on),
                 (PrefetchMode.OFF, off),
             ):
-                decoder.run(mode, arguments.block, tally)
+                (without if mode is PrefetchMode.OFF else decoder).run(mode, arguments.block, tally)
         model.moe.prefetcher.reset_stats()
         half = arguments.block // 2
-        decoder.run(PrefetchMode.OFF, half, beside)
+        without.run(PrefetchMode.OFF, half, beside)
         decoder.run(PrefetchMode.AUTO, 2 * arguments.block, auto)
         verdict = model.moe.prefetcher.describe()
-        decoder.run(PrefetchMode.OFF, half, beside)
+        without.run(PrefetchMode.OFF, half, beside)
         model.moe.check()
         slots = model.moe.stats().expert_slots
     return {
         "model": name,
         "share_of_experts": share,
         "slots": slots,
-        "policy": arguments.policy,
+        "policy": model.moe.facts.choice.policy,
         "predictor": arguments.predictor,
         "off": off.summary(),
         "enforce": on.summary(),
@@ -229,7 +238,7 @@ def _arguments() -> argparse.Namespace:
         "--models", nargs="+", choices=[POCKET, *SHAPES], default=[POCKET, "olmoe-small"]
     )
     parser.add_argument("--shares", nargs="+", type=float, default=[0.25, 0.5, 0.75])
-    parser.add_argument("--policy", default="lru")
+    parser.add_argument("--policy", default=LRU, help="as for `run --policy`")
     parser.add_argument("--predictor", default="auto", help="as for `run --predictor`")
     parser.add_argument("--block", type=int, default=32, help="steps of a block")
     parser.add_argument("--rounds", type=int, default=3, help="times off, on, on, off")

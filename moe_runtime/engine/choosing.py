@@ -51,6 +51,7 @@ def settle_policy(
     signature: ModelSignature,
     num_slots: int,
     trained: Estimator | None = None,
+    expert_bytes: int | None = None,
 ) -> Choice:
     """The policy and shares that were named, or for ``auto`` the ones that replay best.
 
@@ -60,10 +61,12 @@ def settle_policy(
         signature: the model.
         num_slots: experts that fit where they are computed from.
         trained: a predictor of routing that was given, for the policy ``predicted``.
+        expert_bytes: bytes of an expert.
     """
     chosen = Choice(policy=policy, adaptive=False, reason="")
     if policy == AUTO:
-        chosen = choose_policy(signature, read_recent(signature), num_slots, trained)
+        recent = read_recent(signature)
+        chosen = choose_policy(signature, recent, num_slots, trained, expert_bytes)
     elif policy == "predicted":
         name = RunningCounts.name if trained is None else trained.name
         chosen = replace(chosen, predictor=name)

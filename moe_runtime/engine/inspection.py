@@ -66,7 +66,7 @@ class CheckpointSummary:
 
     def choice_for(self, num_slots: int) -> Choice:
         """The eviction policy that ``policy="auto"`` takes where so many experts fit, and why."""
-        return settle_policy(AUTO, AUTO, self.signature, num_slots)
+        return settle_policy(AUTO, AUTO, self.signature, num_slots, expert_bytes=self.slot_bytes)
 
     def slots_for(self, budget_bytes: int) -> int:
         """Experts that a host budget keeps resident at once.

@@ -178,7 +178,9 @@ def load(
         finish_dense(model, checkpoint, experts, place, progress)
     source = ExpertSource(experts.layouts, io_threads=io_threads)
     fastest = plans.get("device", plans["host"])
-    choice = choosing.settle_policy(policy, shares, signature, fastest.num_slots, foreteller)
+    choice = choosing.settle_policy(
+        policy, shares, signature, fastest.num_slots, foreteller, experts.slot_bytes
+    )
     new_policy = choosing.policy_maker(choice, signature, foreteller)
     events = None if timeline is None or transport.rank else Timeline(timeline)
     store, host_store = _open_stores(source, slab, experts, plans, new_policy, place, events)

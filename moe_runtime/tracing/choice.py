@@ -33,6 +33,10 @@ MAX_EVENTS = 2000
 LEAST_GAIN = 0.02
 """Share of LRU's misses that another policy must save, or the difference is an accident."""
 LEAST_GAIN_OF_THINKERS = 0.1
+THINKING_S = 3e-4
+"""Seconds that a thinker takes of each layer of a step on a processor of two cores."""
+LINK_BYTES_PER_S = 1e9
+"""What a disk gives, to tell whether the misses that a thinker saves are worth its time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +76,7 @@ def choose_policy(
     trace: Trace | None,
     num_slots: int,
     trained: Estimator | None = None,
+    expert_bytes: int | None = None,
 ) -> Choice:
     """Replays the latest steps through the candidates and takes the one that misses least.
 
@@ -83,6 +88,8 @@ def choose_policy(
         trace: its latest decode steps; None where none were kept.
         num_slots: experts that fit in memory at once.
         trained: a trained predictor of routing, if one was given.
+        expert_bytes: bytes of an expert: the smaller it is, the more misses must a policy save that
+            takes time of every step. Without it only the number of misses counts.
     """
     if num_slots >= signature.num_layers * signature.num_experts:
         return _fallback("all experts fit, nothing is ever evicted")
@@ -97,19 +104,27 @@ def choose_policy(
     options = [_Option(name) for name in (*CANDIDATES, *THINKERS) if name != "predicted"]
     options += [_Option("predicted", name) for name in estimators]
     misses = {option: _misses(workload, option, num_slots, estimators) for option in options}
-    best = min(misses, key=lambda option: _price(misses, option))
+    thinking_s = num_steps * signature.num_layers * THINKING_S
+    worth = 0.0 if expert_bytes is None else thinking_s * LINK_BYTES_PER_S / expert_bytes
+    best = min(misses, key=lambda option: _price(misses, option, worth))
     moving = replace(best, adaptive=True)
     misses[moving] = _misses(workload, moving, num_slots, estimators)
-    return _explain(misses, min(misses, key=lambda option: _price(misses, option)), num_steps)
+    return _explain(
+        misses, min(misses, key=lambda option: _price(misses, option, worth)), num_steps
+    )
 
 
-def _price(misses: dict[_Option, int], option: _Option) -> float:
-    """Misses, if they are clearly fewer than LRU's; else more than LRU's."""
+def _price(misses: dict[_Option, int], option: _Option, worth: float) -> float:
+    """Misses, if they are clearly fewer than LRU's; else more than LRU's.
+
+    A thinker's must be fewer by what its time is worth in misses, too.
+    """
     found, base = misses[option], misses[_BASE]
     if option == _BASE:
         return base
-    least = LEAST_GAIN_OF_THINKERS if option.policy in THINKERS else LEAST_GAIN
-    return found if found <= (1.0 - least) * base else base + 1 + found
+    is_thinker = option.policy in THINKERS
+    least = max(LEAST_GAIN_OF_THINKERS * base, worth) if is_thinker else LEAST_GAIN * base
+    return found if found <= base - least else base + 1 + found
 
 
 def _explain(misses: dict[_Option, int], best: _Option, num_steps: int) -> Choice:
@@ -127,7 +142,7 @@ def _explain(misses: dict[_Option, int], best: _Option, num_steps: int) -> Choic
         reason=(
             f"{asked}in the latest {num_steps} steps of this model it would have missed "
             f"{misses[best]} times with {shares} shares ({others}; lru stays unless "
-            f"{LEAST_GAIN:.0%} of its {misses[_BASE]} are saved)"
+            f"{LEAST_GAIN:.0%} of its {misses[_BASE]} are saved, more by those that take time)"
         ),
     )
 

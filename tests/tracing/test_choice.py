@@ -9,8 +9,9 @@ from traces import trace_of
 
 from moe_runtime.policies.eviction import Setting, make_policy
 from moe_runtime.policies.prediction import Routes, Shape, TrackedPredictor, make_estimator
+from moe_runtime.tracing import choice as choice_module
 from moe_runtime.tracing import recent
-from moe_runtime.tracing.choice import choose_policy
+from moe_runtime.tracing.choice import THINKERS, choose_policy
 from moe_runtime.tracing.recent import RecentRouting, read_recent, recent_path
 from moe_runtime.tracing.replay import replay_demand
 from moe_runtime.tracing.workload import workload_of
@@ -122,6 +123,16 @@ def test_the_policy_that_misses_least_is_taken_and_the_reason_says_so() -> None:
     assert f"missed {found} times" in choice.reason
     assert f"lru {misses('lru', adaptive=False)}" in choice.reason
     assert choose_policy(trace.signature, trace, num_slots=15) == choice
+
+
+def test_a_policy_that_takes_time_must_save_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice_module, "CANDIDATES", ("lru",))  # only thinkers stand against it
+    trace = trace_of(hot_and_cold())
+    by_misses = choose_policy(trace.signature, trace, num_slots=15)
+    assert by_misses.policy in THINKERS
+    large = choose_policy(trace.signature, trace, num_slots=15, expert_bytes=1 << 40)
+    assert large == by_misses
+    assert choose_policy(trace.signature, trace, num_slots=15, expert_bytes=1000).policy == "lru"
 
 
 def test_without_reason_to_change_it_is_lru() -> None:
