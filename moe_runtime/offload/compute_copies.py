@@ -54,12 +54,14 @@ class ComputeCopies:
 
     Attributes:
         traffic: what crossed so far.
+        kept_bytes: of the copies that are there.
     """
 
     def __init__(self, keys: Iterable[ExpertKey], num_bytes: int = 0) -> None:
         self.traffic = LinkTraffic()
         self._keys = list(keys)
         self._num_bytes = num_bytes
+        self.kept_bytes = 0
         self._homes: set[ExpertKey] | None = None
         self._copies: dict[ExpertKey, _Copy] = {}
         self._uses = UseCounts(self._keys)
@@ -92,8 +94,10 @@ class ComputeCopies:
             kept.step = step
             return kept.tensors
         found = [tensor.to(like.device, like.dtype, copy=True) for tensor in tensors]
+        self._drop(key)
         if self._is_home(key, size):
             self._copies[key] = _Copy(step, found)
+            self.kept_bytes += size
         return found
 
     def take_back(self, gradients: Sequence[Tensor]) -> None:
@@ -109,26 +113,24 @@ class ComputeCopies:
         for arriving, leaving in self._uses.after_step(self._used, homes.__contains__):
             homes.add(arriving)
             homes.remove(leaving)
-            self._copies.pop(leaving, None)
+            self._drop(leaving)
         self._used.clear()
 
     def forget(self) -> None:
         """Drops all copies: weights become what they were, or what a checkpoint has."""
         self._copies.clear()
+        self.kept_bytes = 0
         self._used.clear()
 
-    @property
-    def resident_bytes(self) -> int:
-        """Of the copies that are kept."""
-        tensors = [t for copy in self._copies.values() for t in copy.tensors]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    def _drop(self, key: ExpertKey) -> None:
+        if (copy := self._copies.pop(key, None)) is not None:
+            self.kept_bytes -= sum(t.numel() * t.element_size() for t in copy.tensors)
 
     def _is_home(self, key: ExpertKey, size: int) -> bool:
         if self._homes is None:
             count = min(len(self._keys), self._num_bytes // max(1, size))
             self._homes = set(spread(self._keys, count))
-        fits = self.resident_bytes + size <= self._num_bytes
-        return key in self._homes and fits
+        return key in self._homes and self.kept_bytes + size <= self._num_bytes
 
 
 def crosses(tensor: Tensor, like: Tensor) -> bool:
