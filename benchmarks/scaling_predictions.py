@@ -16,6 +16,7 @@ from typing import Any
 
 from harness.machine import commit, versions
 
+from moe_runtime.cli.simulate import plain_numbers
 from moe_runtime.planning.machine_file import ASSUMED, read_machine
 from moe_runtime.planning.scaling import Imbalance, LayerShape, sweep_scaling
 
@@ -86,12 +87,18 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
                 name = f"{loads}, {'two levels' if hierarchical else 'flat'}"
                 times = [1e3 * seconds for seconds in best.values()]
                 axes[0, column].plot(
-                    list(best), times, style, color=f"C{number}", marker="o", label=name
+                    list(best),
+                    times,
+                    style,
+                    color=f"C{number}",
+                    marker="o",
+                    markersize=4,
+                    label=name,
                 )
         axes[0, column].set(xscale="log", yscale="log", xlabel="ranks", title=machine)
-        axes[0, column].grid(alpha=0.3)
+        plain_numbers(axes[0, column], sorted({row["ranks"] for row in mine}))
     axes[0, 0].set_ylabel("layer time at the best degree (ms)")
-    axes[0, -1].legend(fontsize=6)
+    axes[0, -1].legend(fontsize=6, handlelength=3.5)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

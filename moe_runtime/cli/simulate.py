@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +13,8 @@ from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, print_json, print_table
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from moe_runtime.planning.scaling import ScalingPoint
     from moe_runtime.planning.shortcut import ShortcutSchedule
 
@@ -148,7 +150,8 @@ def draw(points: "list[ScalingPoint]", path: Path) -> None:
                 style,
                 color=f"C{number}",
                 marker="o",
-                label=f"{name}, {degree} chunks",
+                markersize=4,
+                label=f"{name}, {degree} chunk{'s' if degree > 1 else ''}",
             )
         for number, size in enumerate(sorted({point.num_ranks for point in points})):
             mine = [
@@ -162,18 +165,36 @@ def draw(points: "list[ScalingPoint]", path: Path) -> None:
                 style,
                 color=f"C{number}",
                 marker="o",
+                markersize=4,
                 label=f"{name}, {size} ranks",
             )
     times.set(xscale="log", yscale="log", xlabel="ranks", ylabel="layer time (ms)")
     exposed.set(
-        xlabel="chunks", ylabel="exposed communication\n(% of flat without overlap)", ylim=(0, 150)
+        xscale="log",
+        xlabel="chunks",
+        ylabel="exposed communication\n(% of flat without overlap)",
+        ylim=(0, 150),
     )
-    for axes in (times, exposed):
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
+    for axes, numbers in (
+        (times, {point.num_ranks for point in points}),
+        (exposed, {point.degree for point in points}),
+    ):
+        plain_numbers(axes, sorted(numbers))
+        axes.legend(fontsize=7, handlelength=3)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def plain_numbers(axes: "Axes", shown: Sequence[int]) -> None:
+    """Marks what was computed on a logarithmic axis below, and writes numbers without powers."""
+    from matplotlib.ticker import NullFormatter, ScalarFormatter
+
+    axes.set_xticks(shown, [str(number) for number in shown])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_minor_formatter(ScalarFormatter())
+    axes.grid(alpha=0.3)
 
 
 def _numbers(text: str, name: str, most: int) -> list[int]:
