@@ -213,16 +213,16 @@ class Prefetcher:
             # before a prompt nobody may have computed for hours: the last step has no end
             self._step_start = None
         else:
+            link = self._guesses.link()
             if self._reads:
-                self._account(self._num_layers, start_s)
-            self._end_step(start_s)
+                self._account(self._num_layers, start_s, link)
+            self._end_step(start_s, link)
+            self._step_start = _StepStart(start_s, self._predict_s, link)
+            self._decode_steps += 1
         # what goes for all layers of the step
         self._reads = not is_prompt and self.is_active
         self._predicts = self._reads or (not is_prompt and self.mode is PrefetchMode.OBSERVE)
-        if not is_prompt:
-            self._step_start = _StepStart(start_s, self._predict_s, self._guesses.link())
-            self._decode_steps += 1
-            self._active_steps += self._predicts
+        self._active_steps += self._predicts
         start = self._step_start
         self._last_layer = start and _LayerStart(-1, start_s, start.link)
         if self._token_look_ahead is not None and self._predicts:
@@ -274,11 +274,10 @@ class Prefetcher:
         self._step_start = self._last_layer = None
         self._predictor.finish(sequence)
 
-    def _end_step(self, now_s: float) -> None:
+    def _end_step(self, now_s: float, link: LinkState) -> None:
         start = self._step_start
         if start is not None:
             seconds = now_s - start.now_s
-            link = self._guesses.link()
             self._decode_s += seconds
             if self.mode is not PrefetchMode.AUTO:
                 return
@@ -324,12 +323,12 @@ class Prefetcher:
         absent = self._guesses.absent([guess for guess in likely if guess[1] >= least])
         if not absent:
             return []
-        self._account(now, now_s)
+        self._account(now, now_s, self._guesses.link())
         return self._admission.most_useful(absent, now) if self._admission.room else []
 
-    def _account(self, now: int, now_s: float) -> None:
+    def _account(self, now: int, now_s: float, link: LinkState) -> None:
         """Credits the time that demands left of the link since it was last asked for."""
-        link, last = self._guesses.link(), self._last_layer
+        last = self._last_layer
         if last is not None:
             idle_s = (now_s - last.now_s) - (link.demand_s - last.link.demand_s)
             layers = max(now - last.layer, 1)
