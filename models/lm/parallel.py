@@ -50,7 +50,7 @@ def spread_experts(
     for layer in model.routed_layers():
         own = layer.experts
         assert isinstance(own, Experts)
-        whole = own.stacked()
+        names = {name for name, _ in own.named_parameters()}
         share = ParallelExperts(
             own.num_experts,
             own.hidden_size,
@@ -58,14 +58,16 @@ def spread_experts(
             groups,
             activation=own.activation.spec,
             has_gate=own.activation.has_gate,
-            bias=whole.down_bias is not None,
+            bias="down_proj_bias" in names,
             overlap=overlap,
             impl=own.impl,
             recompute=own.recompute,
-            device=whole.device,
-            dtype=whole.dtype,
+            device=own.down_proj.device,
+            dtype=own.down_proj.dtype,
         )
-        share.take(whole)
+        # experts that are not in memory yet get their first values at their homes
+        if not own.down_proj.is_meta:
+            share.take(own.stacked())
         layer.experts = share
     model.replicas = groups.make("dense", "dp")
     model.is_whole = False

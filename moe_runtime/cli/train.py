@@ -91,7 +91,7 @@ def train(
                     on_stage=lambda stage: progress(stage, 0, 0),
                 )
         if dry_run:
-            _show_plan(preparation, as_json=as_json)
+            _show_plan(preparation, ranks, as_json=as_json)
             return
         summary, exit_code = _train(preparation, ranks, resume=resume, reschedule=reschedule)
         if as_json and summary:
@@ -108,14 +108,14 @@ def _train(
     """Trains and exports; returns the summary, in the first process, and the exit code."""
     from moe_runtime.training.session import finish, start
 
-    plan = _offload_plan(preparation)
+    plan = _offload_plan(preparation, ranks)
     trainer = start(preparation, resume=resume, reschedule=reschedule, ranks=ranks)
     try:
         if ranks.rank == 0:
             warn_where_much_moves(
                 plan,
                 preparation.storage,
-                tokens=preparation.config.data.tokens_per_step,
+                tokens=preparation.config.data.tokens_per_step // ranks.num_lanes,
                 active_parameters=preparation.num_active_parameters,
             )
         exit_code = take_steps(trainer, preparation.config.run)
@@ -150,15 +150,15 @@ def _export_family(preparation: "Preparation") -> tuple[str | None, str]:
         return None, str(error)
 
 
-def _show_plan(preparation: "Preparation", *, as_json: bool) -> None:
-    plan = _plan(preparation)
+def _show_plan(preparation: "Preparation", ranks: "OneProcess", *, as_json: bool) -> None:
+    plan = _plan(preparation, ranks)
     if as_json:
         print_json(plan)
     else:
         print_rows("what would be trained", _plan_rows(plan), to_stderr=False)
 
 
-def _plan(preparation: "Preparation") -> dict[str, Any]:
+def _plan(preparation: "Preparation", ranks: "OneProcess") -> dict[str, Any]:
     from moe_runtime.training.checkpoint import checkpoints_in
 
     config = preparation.config
@@ -182,7 +182,7 @@ def _plan(preparation: "Preparation") -> dict[str, Any]:
         "device": str(preparation.device),
         "output": str(preparation.output),
         "last_checkpoint": found[-1].name if found else None,
-        "offload": _timed_offload_plan(preparation),
+        "offload": _timed_offload_plan(preparation, ranks),
         "export": family,
         "export_obstacle": reason or None,
     }
@@ -201,24 +201,24 @@ def _dense_equivalent(preparation: "Preparation") -> dict[str, Any] | None:
     return {"law": law, "parameters": round(parameters)}
 
 
-def _offload_plan(preparation: "Preparation") -> dict[str, Any]:
+def _offload_plan(preparation: "Preparation", ranks: "OneProcess") -> dict[str, Any]:
     """Where experts live and what a step moves; empty where all are in memory."""
     if preparation.config.run.host_memory is None:
         return {}
     from moe_runtime.training.offloaded import offload_plan
 
-    return offload_plan(preparation.config, preparation.model)
+    return offload_plan(preparation.config, preparation.model, ranks)
 
 
-def _timed_offload_plan(preparation: "Preparation") -> dict[str, Any]:
+def _timed_offload_plan(preparation: "Preparation", ranks: "OneProcess") -> dict[str, Any]:
     """Likewise, with how long a step will take; warns of a slow disk."""
-    plan = _offload_plan(preparation)
+    plan = _offload_plan(preparation, ranks)
     if not plan:
         return {}
     predicted = predict_step(
         plan,
         preparation.storage,
-        tokens=preparation.config.data.tokens_per_step,
+        tokens=preparation.config.data.tokens_per_step // ranks.num_lanes,
         active_parameters=preparation.num_active_parameters,
     )
     warn_of_slow_disk(predicted, preparation.storage)

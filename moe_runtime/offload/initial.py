@@ -56,7 +56,7 @@ class StreamedInit(TorchDispatchMode):
         return func(*args, **options)
 
     def tensors_of(self, sites: Sequence[ExpertsSite], key: ExpertKey) -> list[Tensor]:
-        """One expert's first weights; to be called for a layer's experts in order.
+        """One expert's first weights; to be called for a layer's experts in ascending order.
 
         Args:
             sites: the modules of experts of the model that was built.
@@ -76,12 +76,14 @@ class StreamedInit(TorchDispatchMode):
         draw = self._draws.get(_place(stack))
         if draw is None:
             return torch.zeros(stack.shape[1:], dtype=stack.dtype)
-        assert draw.drawn == expert, "experts are drawn in order"
-        draw.drawn += 1
+        assert draw.drawn <= expert, "experts are drawn in order"
         generator = torch.Generator()
         generator.set_state(draw.state)
         matrix = torch.empty(stack.shape[1:], dtype=stack.dtype)
-        matrix.normal_(draw.mean, draw.std, generator=generator)
+        # those that are passed over have their place in the stream
+        for _ in range(draw.drawn, expert + 1):
+            matrix.normal_(draw.mean, draw.std, generator=generator)
+        draw.drawn = expert + 1
         draw.state = generator.get_state()
         return matrix
 

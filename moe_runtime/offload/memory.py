@@ -125,6 +125,12 @@ def divide(
     )
 
 
+def smallest_budget(layouts: Mapping[ExpertKey, RecordLayout], dense: int) -> int:
+    """The least that `divide` takes with a disk and without activations."""
+    record = max(layout.record_bytes for layout in layouts.values())
+    return dense + (MIN_RING_SLOTS + 1) * record
+
+
 def _too_small(
     budget: int, fixed: int, fewest: int, record: int, dense: int, activations: int, has_disk: bool
 ) -> str:

@@ -130,9 +130,16 @@ def remove_left_behind(storage: Path, size: int) -> None:
     """
     others = [path for path in storage.iterdir() if _FOLDER.fullmatch(path.name)]
     folders = [path for path in others if size == 1 or not path.name.endswith(f"-of-{size}")]
-    for folder in [*folders, *([storage] if size > 1 else [])]:
-        for pattern in _OWN_FILES:
-            for file in folder.glob(pattern):
-                file.unlink(missing_ok=True)
-        if folder is not storage and not any(folder.iterdir()):
+    for folder in folders:
+        remove_own_files(folder)
+        if not any(folder.iterdir()):
             folder.rmdir()
+    if size > 1:
+        remove_own_files(storage)
+
+
+def remove_own_files(folder: Path) -> None:
+    """Removes the files of experts in a folder."""
+    for pattern in _OWN_FILES:
+        for file in folder.glob(pattern):
+            file.unlink(missing_ok=True)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import UnsupportedModelError
@@ -17,7 +20,13 @@ from moe_runtime.offload.adamw import AdamW, bytes_of_step
 from moe_runtime.offload.adapters import AdapterTraining
 from moe_runtime.offload.handle import OffloadedTraining
 from moe_runtime.offload.initial import StreamedInit
-from moe_runtime.offload.memory import SPARE_BYTES, TrainingMemory, expert_buffer_bytes
+from moe_runtime.offload.memory import (
+    SPARE_BYTES,
+    TrainingMemory,
+    dense_bytes,
+    expert_buffer_bytes,
+    smallest_budget,
+)
 from moe_runtime.offload.offloading import (
     find_sites,
     layouts_of,
@@ -25,8 +34,12 @@ from moe_runtime.offload.offloading import (
     plan_memory,
 )
 from moe_runtime.offload.records import RecordLayout
+from moe_runtime.offload.saved import remove_own_files
 from moe_runtime.offload.zeroth_order import ZerothOrderTraining
+from moe_runtime.parallel import ExpertSlots
+from moe_runtime.training.checkpoint import TrainingState
 from moe_runtime.training.config import LoopConfig, TrainConfig
+from moe_runtime.training.ranks import OneProcess
 from moe_runtime.training.tracing import signature_of_config, trace_bytes
 from moe_runtime.types import ExpertKey
 
@@ -57,34 +70,83 @@ def build_model(config: TrainConfig, *, is_offloaded: bool) -> tuple[LanguageMod
 
 
 def offloaded_optimizer(
-    config: TrainConfig, model: LanguageModel, first: StreamedInit, folder: Path, *, resumes: bool
+    config: TrainConfig,
+    model: LanguageModel,
+    initial: Callable[[ExpertKey], Sequence[Tensor]],
+    folder: Path,
+    *,
+    resumes: bool,
+    ranks: OneProcess,
 ) -> OffloadedTraining:
     """Sends the experts to their homes.
 
     Args:
         config: of the run.
-        model: as `build_model` gave it.
-        first: likewise.
+        model: as `build_model` gave it, spread over the processes.
+        initial: an expert's first weights; asked for in ascending order.
         folder: for the experts beyond the budget, and their part of the checkpoints.
         resumes: a checkpoint follows; nothing is written first.
+        ranks: the processes that train together.
 
     Raises:
         CapacityError: the budget or the disk is too small.
         CheckpointError: the folder cannot be written.
     """
     assert config.run.host_memory is not None, "only runs with a budget are offloaded"
-    sites = find_sites(model)
     return offload_training(
         model,
         host_memory=config.run.host_memory,
         device_memory=config.run.device_memory,
         storage_dir=folder,
         optimizer=optimizer_settings(config),
-        activation_memory=activation_bytes(config),
+        activation_memory=activation_bytes(config, ranks.num_lanes),
         activations=config.run.offload.activations,
-        initial=partial(first.tensors_of, sites),
+        initial=initial,
         resumes=resumes,
+        groups=ranks.layout_groups,
     )
+
+
+def export_of_all(
+    config: TrainConfig, state: TrainingState, folder: Path, write: Callable[[LanguageModel], None]
+) -> None:
+    """Gives a checkpoint's whole model to a function, where several processes have its experts.
+
+    They are brought together in files of this process, below the smallest budget that works, and
+    these are removed at the end.
+
+    Args:
+        config: of the run.
+        state: the checkpoint.
+        folder: for experts.
+        write: called with the model.
+
+    Raises:
+        CapacityError: the disk is too small.
+        CheckpointError: the files of a process are missing or damaged.
+    """
+    model, first = build_model(config, is_offloaded=True)
+    sites = find_sites(model)
+    settings = optimizer_settings(config)
+    layouts = layouts_of(sites, settings.state_format)
+    parameters = [site.module.get_parameter(n) for site in sites for n in site.parameter_names]
+    training = offload_training(
+        model,
+        host_memory=smallest_budget(layouts, dense_bytes(model, parameters)) + 1,
+        storage_dir=folder,
+        optimizer=settings,
+        # nothing is computed
+        activation_memory=1,
+        initial=partial(first.tensors_of, sites),
+        resumes=True,
+    )
+    try:
+        model.load_state_dict(dict(state.model))
+        training.load_state_dict(dict(state.optimizer))
+        write(model)
+    finally:
+        training.close()
+        remove_own_files(folder)
 
 
 def optimizer_settings(config: LoopConfig) -> AdamW:
@@ -104,16 +166,21 @@ def optimizer_settings(config: LoopConfig) -> AdamW:
     )
 
 
-def offload_plan(config: TrainConfig, model: LanguageModel) -> dict[str, Any]:
+def offload_plan(config: TrainConfig, model: LanguageModel, ranks: OneProcess) -> dict[str, Any]:
     """Where experts would live, and the bytes of a step in which every expert gets tokens.
+
+    Of several processes, this one's experts and bytes.
 
     Raises:
         CapacityError: the budget is too small; names the smallest that works.
     """
     assert config.run.host_memory is not None, "only runs with a budget are offloaded"
     sites, settings = find_sites(model), optimizer_settings(config)
+    for number, site in enumerate(sites):
+        slots = ExpertSlots.contiguous(site.num_experts, ranks.size)
+        sites[number] = dataclasses.replace(site, own=tuple(slots.experts_of(ranks.rank)))
     memory = plan_memory(
-        model, sites, config.run.host_memory, activation_bytes(config),
+        model, sites, config.run.host_memory, activation_bytes(config, ranks.num_lanes),
         has_disk=True, state=settings.state_format,
     )  # fmt: skip
     return plan_of(memory, layouts_of(sites, settings.state_format), settings)
@@ -140,15 +207,20 @@ def plan_of(
     }
 
 
-def activation_bytes(config: TrainConfig) -> int:
+def activation_bytes(config: TrainConfig, num_lanes: int = 1) -> int:
     """What the forward and backward pass of a step takes, counted from the model's shape.
 
     All micro-batches of a step are in memory at once, because they meet at the experts.
+
+    Args:
+        config: of the run.
+        num_lanes: processes that share the micro-batches. A process may get all rows that the
+            others route, beside its own.
     """
     model, data = config.model, config.data
     assert model.vocab_size is not None, "the tokenizer is known by now"
-    tokens = data.tokens_per_step
-    part = tokens // data.micro_batches
+    tokens = data.tokens_per_step // num_lanes
+    part = data.tokens_per_step // data.micro_batches
     choice = config.run.offload.activations
     recomputes = model.moe is not None and model.moe.recompute
     keeps = choice == "keep" or (choice == "model" and not recomputes)
@@ -157,7 +229,12 @@ def activation_bytes(config: TrainConfig) -> int:
     blocks = model.num_layers * (kept if config.run.recompute else layer)
     experts = layer if config.run.recompute else 0
     if model.moe is not None:
-        experts += expert_buffer_bytes(tokens, model.hidden_size, model.moe.intermediate_size)
+        width = model.moe.intermediate_size
+        experts += expert_buffer_bytes(data.tokens_per_step, model.hidden_size, width)
+        if num_lanes > 1:
+            # rows as they came and results as they go, kept for the way back, here and there
+            rows = 4 * model.hidden_size + (2 * width if keeps else 0)
+            blocks += model.num_layers * 4 * rows * model.moe.top_k * data.tokens_per_step
     # logits are computed a chunk at a time, with their gradients
     chunk = min(CHUNK_BYTES, 4 * part * model.vocab_size)
     loss = 4 * part * model.hidden_size * 3 + 3 * chunk

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from moe_runtime.models.lm.stages import StageModule
+    from moe_runtime.parallel import LayoutGroups
     from moe_runtime.training.pipelined import Pipeline
 
 T = TypeVar("T")
@@ -50,6 +51,11 @@ class OneProcess:
     num_lanes = 1
     loss_share = 1.0
     pipeline: "Pipeline | None" = None
+
+    @property
+    def layout_groups(self) -> "LayoutGroups | None":
+        """Groups of the layout; None for one process alone."""
+        return None
 
     def spread(self, model: LanguageModel) -> None:
         """Leaves this process its part of a model."""
@@ -132,6 +138,8 @@ class SeveralProcesses(OneProcess):
             ep=own.ep or max(1, self.size // (own.etp * own.pp)),
         )
         _refuse(config, layout.dp)
+        if config.run.host_memory is not None:
+            _refuse_offloaded(config, layout.edp)
         places = layout.coordinates(self.rank, "dense")
         self.lane, self.num_lanes = places["dp"], layout.dp
         self._stage = places["pp"]
@@ -145,6 +153,10 @@ class SeveralProcesses(OneProcess):
         self._watch = GroupWatch(group, own.timeout_s)
         transport = FlatTransport(group, timeout_s=own.timeout_s)
         require_same(transport, {**software_facts(), "the layout": str(layout)})
+
+    @property
+    def layout_groups(self) -> "LayoutGroups":
+        return self.groups
 
     def spread(self, model: LanguageModel) -> None:
         from moe_runtime.models.lm.parallel import (
@@ -269,8 +281,30 @@ def _refuse(config: TrainConfig, num_lanes: int) -> None:
         )
     contexts = {data.context, data.short_context or data.context}
     check_layout(config.model, tp=own.tp, cp=own.cp, contexts=contexts)
-    if config.run.host_memory is not None:
-        raise ValueError("run.host_memory works in one process only; leave it out")
+
+
+def _refuse_offloaded(config: TrainConfig, num_copies: int) -> None:
+    """Says what processes cannot do whose experts have homes off memory.
+
+    Raises:
+        ValueError: the configuration asks for it.
+    """
+    own = config.parallel
+    for name, degree in (("tp", own.tp), ("pp", own.pp), ("etp", own.etp)):
+        if degree > 1:
+            raise ValueError(
+                f"run.host_memory and parallel.{name} ({degree}) do not go together yet: every "
+                "process has whole experts, and all of the dense part; leave one of them out"
+            )
+    if own.shard_dense:
+        raise ValueError(
+            "run.host_memory and parallel.shard_dense do not go together yet; leave one of them out"
+        )
+    if num_copies > 1:
+        raise ValueError(
+            f"with run.host_memory every expert lies in one process; parallel.ep ({own.ep}) would "
+            f"make {num_copies} copies, leave it out"
+        )
 
 
 def _divided(named: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -8,6 +8,7 @@ and `summary.json`.
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,15 +24,17 @@ from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.offload.dense import state_order
 from moe_runtime.offload.handle import OffloadedTraining
 from moe_runtime.offload.initial import StreamedInit
+from moe_runtime.offload.offloading import find_sites
 from moe_runtime.training.batches import Batches, check_groups, windows_of
 from moe_runtime.training.checkpoint import (
     TrainingState,
     checkpoints_in,
+    load_checkpoint,
 )
 from moe_runtime.training.config import TrainConfig
 from moe_runtime.training.loop import Trainer, TrainingRun
 from moe_runtime.training.machine import require_compiler, resolve_device
-from moe_runtime.training.offloaded import build_model, offloaded_optimizer
+from moe_runtime.training.offloaded import build_model, export_of_all, offloaded_optimizer
 from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.prepared import (
     find_state,
@@ -197,8 +200,11 @@ def start(
     last, state = find_state(preparation, resume=resume, reschedule=reschedule)
     first_step = 0 if state is None else state.step
     trained = {name: p for name, p in preparation.model.named_parameters() if p.requires_grad}
-    ranks.spread(preparation.model)
-    optimizer = _optimizer(preparation, ranks, resumes=state is not None)
+    if preparation.config.run.host_memory is None:
+        ranks.spread(preparation.model)
+        optimizer = Optimizer(preparation.model, preparation.config.optimizer, ranks)
+    else:
+        optimizer = _offloaded_optimizer(preparation, ranks, resumes=state is not None)
     shards = None
     if isinstance(optimizer, Optimizer):
         shards = ShardedCheckpoints(preparation.model, optimizer, ranks, state_order(trained))
@@ -218,14 +224,19 @@ def start(
         trace=_open_trace(preparation, ranks, first_step),
     )
     trainer = Trainer(run)
-    if isinstance(state, TrainingState) and ranks.size == 1:
+    if isinstance(state, TrainingState) and (ranks.size == 1 or shards is None):
         trainer.restore(state)
     elif state is not None:
         if shards is None:
             raise CheckpointError(
-                f"{last}: several processes wrote it; a run with a host_memory cannot go on from it"
+                f"{last}: the checkpoint is of a run whose experts were in memory; go on without "
+                "run.host_memory"
             )
         if isinstance(state, TrainingState):
+            if "experts" in state.optimizer:
+                raise CheckpointError(
+                    f"{last}: the checkpoint is of a run with a host_memory; give one"
+                )
             shards.take(state)
         else:
             assert last is not None, "a state has a place"
@@ -256,27 +267,39 @@ def finish(preparation: Preparation, trainer: Trainer, *, export: bool) -> dict[
             for name in ("bos", "eos", "pad")
         }
         dtype = DTYPES[preparation.config.run.export_dtype]
-        model = preparation.model
-        if not model.is_whole:
-            # Other processes have parts of it; the last checkpoint has all of them.
-            last = checkpoints_in(preparation.checkpoints)[-1]
-            model = whole_model(preparation.config.model, last)
-        export_hugging_face(model, folder, dtype=dtype, special_tokens=ids)
+        write = partial(export_hugging_face, folder=folder, dtype=dtype, special_tokens=ids)
+        _with_whole_model(preparation, write)
         tokenizer.save_pretrained(folder)
     return write_summary(preparation, trainer, folder)
 
 
-def _optimizer(
-    preparation: Preparation, ranks: OneProcess, *, resumes: bool
-) -> Optimizer | OffloadedTraining:
-    config = preparation.config
+def _with_whole_model(preparation: Preparation, use: Callable[[LanguageModel], None]) -> None:
+    """Gives the trained model to a function, with the parts that other processes have.
+
+    Those are in the last checkpoint.
+    """
+    config, model = preparation.config, preparation.model
+    if model.is_whole:
+        use(model)
+        return
+    last = checkpoints_in(preparation.checkpoints)[-1]
     if config.run.host_memory is None:
-        return Optimizer(preparation.model, config.optimizer, ranks)
+        use(whole_model(config.model, last))
+    else:
+        export_of_all(config, load_checkpoint(last), preparation.storage, use)
+
+
+def _offloaded_optimizer(
+    preparation: Preparation, ranks: OneProcess, *, resumes: bool
+) -> OffloadedTraining:
+    """Spreads the experts, which are not in memory yet, and sends them to their homes."""
     folder = preparation.storage
-    if config.run.storage_dir is None:
+    if preparation.config.run.storage_dir is None:
         folder.mkdir(parents=True, exist_ok=True)
+    initial = partial(preparation.first_experts.tensors_of, find_sites(preparation.model))
+    ranks.spread(preparation.model)
     return offloaded_optimizer(
-        config, preparation.model, preparation.first_experts, folder, resumes=resumes
+        preparation.config, preparation.model, initial, folder, resumes=resumes, ranks=ranks
     )
 
 

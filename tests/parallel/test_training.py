@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_runs import final_parameters, refused, stalled, train, train_compiled
-from rank_pool import RankPool
+from parallel_runs import final_parameters, refused, smallest_budget, stalled, train, train_compiled
+from rank_pool import RankFailed, RankPool
 from training_runs import CONFIG, training_records, write_run
 
 Ranks = Callable[[int], RankPool]
@@ -129,6 +129,13 @@ def test_what_cannot_work_is_refused_before_anything(tmp_path: Path, ranks: Rank
     (message, _) = ranks(2).run(refused, path, "data.micro_batches=1")
     assert "data.micro_batches (1) must be a multiple of the 2 processes" in message
     assert "--set data.micro_batches=2" in message
+    away = "run.host_memory=1GiB"
+    (message, _) = ranks(2).run(refused, path, away, "parallel.tp=2")
+    assert message.startswith("run.host_memory and parallel.tp (2) do not go together yet")
+    (message, _) = ranks(2).run(refused, path, away, "parallel.shard_dense=true")
+    assert message.startswith("run.host_memory and parallel.shard_dense do not go together yet")
+    (message, _) = ranks(2).run(refused, path, away, "parallel.ep=1")
+    assert "parallel.ep (1) would make 2 copies, leave it out" in message
     (message, _) = ranks(2).run(refused, path, "parallel.ep=3")
     assert message == "etp * ep * pp = 1 * 3 * 1 = 3 does not divide the 2 ranks"
     (message, _) = ranks(2).run(refused, path, "parallel.tp=2", "model.num_kv_heads=1")
@@ -148,6 +155,50 @@ def test_what_cannot_work_is_refused_before_anything(tmp_path: Path, ranks: Rank
     assert message == "parallel.tp * parallel.cp (2) must divide the sequences of 1 tokens"
     (message, _) = ranks(2).run(refused, path, "parallel.cp=2", "data.short_context=2")
     assert message.startswith("2 * parallel.cp (4) must divide the sequences of 2 tokens")
+
+
+def without_traffic(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    moved = ("stall_s", "read_bytes", "written_bytes")
+    return [{n: v for n, v in record.items() if n not in moved} for record in records]
+
+
+def test_experts_off_memory_over_any_number_of_processes(
+    alone: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    """Two processes with all experts on the disk, four with theirs in memory, and one."""
+    path = str(write_run(tmp_path, config=ROUTED))
+    (small, _) = ranks(2).run(smallest_budget, path)
+    ranks(2).run(train, path, (f"run.host_memory={small}B",), 3)
+    ranks(4).run(train, path, ("run.host_memory=1GiB",), 5, True)
+    train(path, ("run.host_memory=1GiB",), 8, True)
+    found = training_records(tmp_path / "out")
+    assert any(record.get("read_bytes", 0) > 0 for record in found)
+    expected = [record for record in training_records(alone) if record["step"] <= 8]
+    assert_same_records(without_traffic(found), without_traffic(expected))
+    with pytest.raises(RankFailed, match="is of a run with a host_memory; give one"):
+        ranks(2).run(train, path, (), 8, True)
+
+
+def test_experts_off_memory_over_processes_leave_the_model_that_one_leaves(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    from safetensors.torch import load_file
+
+    exportable = CONFIG.replace("micro_batches = 2", "micro_batches = 4")
+    models = []
+    for folder in ("one", "two"):
+        path = str(write_run(tmp_path / folder, config=exportable))
+        if folder == "one":
+            train(path, ("run.steps=3",), 3, False, True)
+        else:
+            away = ("run.steps=3", "run.host_memory=1GiB")
+            ranks(2).run(train, path, away, 3, False, True)
+        models.append(load_file(tmp_path / folder / "out" / "model" / "model.safetensors"))
+    assert not list((tmp_path / "two" / "out" / "experts").glob("*.records"))
+    assert models[0].keys() == models[1].keys()
+    for name, tensor in models[0].items():
+        # Written as fp32.
+        torch.testing.assert_close(models[1][name], tensor, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.long

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_runtime.errors import RankFailureError
+from moe_runtime.errors import CapacityError, RankFailureError
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.training.checkpoint import checkpoints_in, load_checkpoint
 from moe_runtime.training.config import TrainConfig
@@ -64,6 +65,14 @@ def final_parameters(path: Path) -> dict[str, Tensor]:
         return whole_model(model, last).state_dict()
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def smallest_budget(path: str) -> int:
+    """Bytes that a run with its experts off memory says it needs at least."""
+    with pytest.raises(CapacityError) as failure:
+        train(path, ("run.host_memory=1MiB",), 1)
+    assert failure.value.smallest_bytes is not None
+    return failure.value.smallest_bytes
 
 
 def train_compiled(path: str, settings: tuple[str, ...], until: int) -> int:
