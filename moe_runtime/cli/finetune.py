@@ -1,13 +1,21 @@
 """``moe-runtime finetune``: train a transformers checkpoint further on text files."""
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.console import Session, loading_bar, print_json, print_rows, quiet_transformers
+from moe_runtime.cli.console import (
+    Session,
+    launched_rank,
+    loading_bar,
+    print_json,
+    print_rows,
+    quiet_transformers,
+)
 from moe_runtime.cli.step_speed import (
     predict_step,
     speed_row,
@@ -125,6 +133,10 @@ def finetune(
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
+    if launched_rank() is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "finetune works in one process; start it without torchrun (train takes several)"
+        )
     parse_budget(host_memory, name="--host-memory")
     from moe_runtime.training.config_tree import build_tree
     from moe_runtime.training.finetune_config import FinetuneConfig
