@@ -25,6 +25,8 @@ RULES = {
 }
 """The codes of ``replay_loop.c``."""
 NEED_GATES = ("mrs",)
+VERSION = 2
+"""Of what ``replay_loop.c`` exports. A library left from another version is not used."""
 _POINTER = ctypes.c_void_p
 
 
@@ -94,8 +96,10 @@ def count_hits(
 def _library() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(str(LIBRARY_PATH))
-        function = library.moe_replay_events
+        function, version = library.moe_replay_events, library.moe_replay_version()
     except (OSError, AttributeError):
+        return None
+    if version != VERSION:
         return None
     function.restype = ctypes.c_int
     function.argtypes = [

@@ -287,6 +287,9 @@ static void find_next_uses(const int32_t *keys, int64_t first, int64_t stop, int
     }
 }
 
+/* Raised with every change of what is exported; compiled.py leaves other libraries aside. */
+EXPORT int moe_replay_version(void) { return 2; }
+
 /* Serves runs of events, each from empty caches.
  *
  * keys [starts[num_events]]: key numbers, distinct within an event; cache g holds the keys from

@@ -8,7 +8,13 @@ from literal_replay import literal_replay
 from synthetic_routes import make_routes
 from traces import trace_of
 
-from moe_runtime.policies.eviction import POLICIES, Setting, make_global_policy, make_policy
+from moe_runtime.policies.eviction import (
+    POLICIES,
+    Setting,
+    compiled,
+    make_global_policy,
+    make_policy,
+)
 from moe_runtime.policies.eviction.compiled import RULES, is_available
 from moe_runtime.policies.prediction import (
     Shape,
@@ -128,10 +134,10 @@ def test_the_compiled_replay_counts_what_the_policies_themselves_count(policy, r
                     return make_global_policy(policy, setting=setting)
                 return make_policy(policy, num_slots=3 * slots, setting=setting)
 
-            compiled = replay_demand(workload, make, num_slots, reset_per_sequence=reset)
+            found = replay_demand(workload, make, num_slots, reset_per_sequence=reset)
             asked = ask_policy(workload, make, num_slots, bounds)
-            assert compiled.hits.tolist() == asked.hits.tolist()
-            assert 0 < compiled.num_hits < compiled.num_accesses
+            assert found.hits.tolist() == asked.hits.tolist()
+            assert 0 < found.num_hits < found.num_accesses
 
 
 def test_without_the_compiled_replay_the_policies_are_asked(monkeypatch):
@@ -140,3 +146,13 @@ def test_without_the_compiled_replay_the_policies_are_asked(monkeypatch):
     assert replayed(trace_of(ROUTES), "sieve", 5, shared_pool=True).hits.tolist() == (
         expected.tolist()
     )
+
+
+@pytest.mark.skipif(not is_available(), reason="the compiled replay needs a C compiler")
+def test_a_library_of_another_version_is_left_aside(monkeypatch):
+    monkeypatch.setattr(compiled, "VERSION", compiled.VERSION + 1)
+    compiled._library.cache_clear()
+    try:
+        assert not is_available()
+    finally:
+        compiled._library.cache_clear()
