@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -11,7 +11,12 @@ import torch
 
 from moe_runtime.config import nearest
 from moe_runtime.engine.memory import MemoryPlan
-from moe_runtime.engine.prefetching import check_predictor, find_gate, make_live_estimator
+from moe_runtime.engine.prefetching import (
+    check_predictor,
+    find_gate,
+    learned_bytes,
+    make_live_estimator,
+)
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.policies.eviction import LIVE_POLICIES, LayerShares, Setting, make_policy
 from moe_runtime.policies.prediction import (
@@ -21,6 +26,7 @@ from moe_runtime.policies.prediction import (
     TrackedPredictor,
     make_estimator,
 )
+from moe_runtime.store.prefetch import PrefetchMode
 from moe_runtime.tracing.choice import Choice, choose_policy
 from moe_runtime.tracing.recent import read_recent
 from moe_runtime.tracing.routes import shape_of
@@ -28,6 +34,52 @@ from moe_runtime.types import ModelSignature
 
 AUTO = "auto"
 SHARES = (AUTO, "even", "adaptive")
+
+
+@dataclass(frozen=True)
+class Guessers:
+    """Who guesses what will be routed to.
+
+    Attributes:
+        reader: for reads ahead of demand; None where there are none.
+        foreteller: for the policy ``predicted``, if the named predictor guesses from routing alone.
+            An object of its own: each learns from what it is shown.
+        table_bytes: memory that their tables take.
+    """
+
+    reader: Estimator | None
+    foreteller: Estimator | None
+    table_bytes: int
+
+
+def settle_guessers(
+    mode: PrefetchMode,
+    policy: str,
+    predictor: str | Path,
+    model: torch.nn.Module,
+    block_names: Sequence[str],
+    signature: ModelSignature,
+) -> Guessers:
+    """The estimators that a way of prefetching and a policy need.
+
+    Args:
+        mode: of prefetching.
+        policy: a name, or ``auto``.
+        predictor: a name, the file of a trained one, or ``auto`` for one that needs no training.
+        model: whose gates may be asked.
+        block_names: of the layers' blocks in the model.
+        signature: the model.
+
+    Raises:
+        CheckpointError: the predictor's file cannot be used, or belongs to another model.
+    """
+    reader, table_bytes = None, 0
+    if mode is not PrefetchMode.OFF:
+        named = _settle_predictor(predictor, model, block_names, signature)
+        reader = make_live_estimator(named, signature)
+        table_bytes = learned_bytes(named, reader)
+    foreteller = _routing_estimator(policy, predictor, signature)
+    return Guessers(reader, foreteller, table_bytes + learned_bytes(predictor, foreteller))
 
 
 def check_names(policy: str, shares: str, predictor: str | Path) -> None:
@@ -75,18 +127,10 @@ def settle_policy(
     return replace(chosen, adaptive=shares == "adaptive")
 
 
-def routing_estimator(
+def _routing_estimator(
     policy: str, predictor: str | Path, signature: ModelSignature
 ) -> Estimator | None:
-    """The named predictor for the policy ``predicted``, if it guesses from routing alone.
-
-    None also where neither this policy nor ``auto``, which may take it, was asked for.
-
-    Its own object: a prefetcher that asks the same predictor has another one.
-
-    Raises:
-        CheckpointError: the predictor's file cannot be used, or belongs to another model.
-    """
+    """The named predictor, if it guesses from routing alone and the policy may ask one."""
     if predictor == AUTO or policy not in (AUTO, "predicted"):
         return None
     estimator = make_live_estimator(predictor, signature)
@@ -122,16 +166,13 @@ def policy_maker(
     return make
 
 
-def settle_predictor(
+def _settle_predictor(
     predictor: str | Path,
     model: torch.nn.Module,
     block_names: Sequence[str],
     signature: ModelSignature,
 ) -> str | Path:
-    """The predictor that was named, or for ``auto`` one that needs no training.
-
-    The model's own gates tell most; where they are not found, counts of the running request serve.
-    """
+    """For ``auto`` the model's own gates, which tell most; counts where they are not found."""
     if predictor != AUTO:
         return predictor
     try:

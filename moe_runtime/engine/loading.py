@@ -31,12 +31,7 @@ from moe_runtime.engine.memory import (
     settle_libraries,
 )
 from moe_runtime.engine.observing import attach_observer
-from moe_runtime.engine.prefetching import (
-    attach_prefetcher,
-    bind_ranker,
-    learned_bytes,
-    make_live_estimator,
-)
+from moe_runtime.engine.prefetching import attach_prefetcher
 from moe_runtime.engine.runtime import LoadedFacts, RuntimeHandle
 from moe_runtime.engine.share import ExpertShare, divide_experts
 from moe_runtime.engine.small_batch import use_small_batch_layers
@@ -54,7 +49,7 @@ from moe_runtime.parallel.agreement import (
 from moe_runtime.parallel.dispatch import Group, as_transport
 from moe_runtime.policies.eviction import LayerShares
 from moe_runtime.store.cache import ExpertStore
-from moe_runtime.store.prefetch import PrefetchMode, parse_mode
+from moe_runtime.store.prefetch import parse_mode
 from moe_runtime.store.slab import Slab
 from moe_runtime.store.source import ExpertSource
 from moe_runtime.store.tiers import TierFetcher
@@ -162,15 +157,9 @@ def load(
     )
     dense_bytes = experts.dense_bytes(checkpoint.dtype)
     blocks = [module.name.rpartition(".")[0] for module in experts.modules]
-    estimator, tables, named_predictor = None, 0, predictor
-    if mode is not PrefetchMode.OFF:
-        predictor = choosing.settle_predictor(predictor, model, blocks, signature)
-        estimator = make_live_estimator(predictor, signature)
-        tables = learned_bytes(predictor, estimator)
-    foreteller = choosing.routing_estimator(policy, named_predictor, signature)
-    tables += learned_bytes(named_predictor, foreteller)
+    guessers = choosing.settle_guessers(mode, policy, predictor, model, blocks, signature)
     free = _free_bytes(place, processes_here(transport))
-    plans = _plan(checkpoint, experts, budgets, free, dense_bytes, max_tokens, tables)
+    plans = _plan(checkpoint, experts, budgets, free, dense_bytes, max_tokens, guessers.table_bytes)
     # Everybody has looked how much memory is free before anybody takes some.
     _require_same_model(share, checkpoint, experts, place)
 
@@ -179,9 +168,9 @@ def load(
     source = ExpertSource(experts.layouts, io_threads=io_threads)
     fastest = plans.get("device", plans["host"])
     choice = choosing.settle_policy(
-        policy, shares, signature, fastest.num_slots, foreteller, experts.slot_bytes
+        policy, shares, signature, fastest.num_slots, guessers.foreteller, experts.slot_bytes
     )
-    new_policy = choosing.policy_maker(choice, signature, foreteller)
+    new_policy = choosing.policy_maker(choice, signature, guessers.foreteller)
     events = None if timeline is None or transport.rank else Timeline(timeline)
     store, host_store = _open_stores(source, slab, experts, plans, new_policy, place, events)
     attach_timeline(model, store, events)
@@ -204,10 +193,11 @@ def load(
             model, modules, signature, trace, keeps_recent=policy == choosing.AUTO
         )
     prefetcher = None
-    if estimator is not None:
-        gates = bind_ranker(estimator, model, blocks, place)
-        prefetcher = attach_prefetcher(model, modules, store, estimator, mode, share, gates)
-    handle = RuntimeHandle(
+    if guessers.reader is not None:
+        prefetcher = attach_prefetcher(
+            model, blocks, modules, store, guessers.reader, mode, place, share
+        )
+    cast(Any, model).moe = RuntimeHandle(
         store,
         facts,
         host_store=host_store,
@@ -215,7 +205,6 @@ def load(
         prefetcher=prefetcher,
         timeline=events,
     )
-    cast(Any, model).moe = handle
     return model
 
 

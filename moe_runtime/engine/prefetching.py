@@ -79,7 +79,7 @@ def learned_bytes(predictor: str | Path, estimator: Estimator | None) -> int:
     return sum(array.nbytes for array in estimator.state().values())
 
 
-def bind_ranker(
+def _bind_ranker(
     estimator: Estimator, model: torch.nn.Module, block_names: Sequence[str], place: torch.device
 ) -> list[list[GateRanking]]:
     """Has an estimator that reads hidden states take them as tensors, where the model computes.
@@ -170,24 +170,30 @@ def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 def attach_prefetcher(
     model: torch.nn.Module,
+    block_names: Sequence[str],
     modules: Sequence[OffloadedExperts],
     store: ExpertStore[Any],
     estimator: Estimator,
     mode: PrefetchMode,
+    place: torch.device,
     share: ExpertShare | None = None,
-    gates_DL: Sequence[Sequence[GateRanking]] = (),
 ) -> Prefetcher:
     """Lets a prefetcher watch every forward pass of a model from now on.
 
     Args:
         model: the model.
+        block_names: of its layers' blocks.
         modules: its experts.
         store: where they lie.
         estimator: who guesses.
         mode: how far guesses go.
+        place: where the model computes.
         share: which experts this process computes; all of them by default.
-        gates_DL: what ``bind_ranker`` returned.
+
+    Raises:
+        UnsupportedModelError: the predictor needs the gates, and they are not where gates are.
     """
+    gates_DL = _bind_ranker(estimator, model, block_names, place)
     predictor: Predictor = make_predictor(estimator)
     if share is not None:
         predictor = OwnGuesses(predictor, share)
