@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from moe_runtime.parallel.layout import DENSE_DIMENSIONS, EXPERT_DIMENSIONS, ParallelLayout, Side
+from moe_runtime.parallel.slots import ExpertSlots
 from moe_runtime.parallel.transport import FlatTransport
 from moe_runtime.parallel.watch import DEFAULT_TIMEOUT_S, GroupWatch, backend_limit, device_of
 
@@ -112,6 +113,10 @@ class LayoutGroups:
         return self.group("expert", "etp", "ep")
 
     @property
+    def _expert_rank(self) -> int:
+        return 0 if self.experts is None else dist.get_rank(self.experts)
+
+    @property
     def experts_transport(self) -> FlatTransport | None:
         """How tokens are exchanged between the ranks of `experts`; None where one has them all."""
         group = self.experts
@@ -204,7 +209,12 @@ class LayoutGroups:
         if there is not values:
             values.copy_(there)
 
-    def gradient_norm(self, dense: Iterable[Tensor], experts: Iterable[Tensor]) -> float:
+    def gradient_norm(
+        self,
+        dense: Iterable[Tensor],
+        experts: Iterable[Tensor],
+        replicated: Iterable[tuple[Tensor, ExpertSlots]] = (),
+    ) -> float:
         """The 2-norm of the gradient of the whole model, every parameter counted once.
 
         To be called after the gradients were reduced; the same number on all ranks.
@@ -212,6 +222,8 @@ class LayoutGroups:
         Args:
             dense: Parameters that all ranks of a pipeline stage have copies of.
             experts: This rank's expert parameters.
+            replicated: More of them, `[S, ...]`, of experts that may have several copies, and where
+                they lie. The gradients of the copies must have been summed.
         """
         dense = list(dense)
         total = _square(parameter for parameter in dense if not isinstance(parameter, DTensor))
@@ -223,6 +235,8 @@ class LayoutGroups:
                 self.all_reduce(square, self.group("dense", *dimensions), "norms")
                 total += square
         square_experts = _square(experts)
+        for parameter, slots in replicated:
+            square_experts += _square_of_one_copy(parameter, slots.shares_of(self._expert_rank))
         self.all_reduce(square_experts, self.experts, "norms")
         total += square_experts
         self.all_reduce(total, self.group("dense", "pp"), "norms")
@@ -264,3 +278,10 @@ def _square(parameters: Iterable[Tensor]) -> Tensor:
             local = _local(parameter.grad.detach())
             total += local.to(torch.float64).square().sum().cpu()
     return total
+
+
+def _square_of_one_copy(parameter: Tensor, shares_S: Tensor) -> Tensor:
+    if parameter.grad is None:
+        return torch.zeros((), dtype=torch.float64)
+    square_S = parameter.grad.detach().to(torch.float64).square().flatten(1).sum(dim=1)
+    return square_S.cpu() @ shares_S

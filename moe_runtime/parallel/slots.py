@@ -130,9 +130,23 @@ class ExpertSlots:
         experts = [-1] * self.slots_per_rank
         for expert, slices in enumerate(self.holders):
             for slot in (slot for held in slices for slot in held):
-                if slot // self.slots_per_rank == rank:
+                if self._rank_of(slot) == rank:
                     experts[slot % self.slots_per_rank] = expert
         return experts
+
+    def shares_of(self, rank: int) -> Tensor:
+        """`[S]` float64: of what each slot of a rank holds, one over the number of its copies.
+
+        0 for empty slots. What all copies have alike is counted once when weighted so.
+        """
+        shares_S = torch.zeros(self.slots_per_rank, dtype=torch.float64)
+        for held in (held for slices in self.holders for held in slices):
+            here = [slot % self.slots_per_rank for slot in held if self._rank_of(slot) == rank]
+            shares_S[here] = 1 / len(held)
+        return shares_S
+
+    def _rank_of(self, slot: int) -> int:
+        return slot // self.slots_per_rank
 
     def table(self, rank: int, device: torch.device) -> SlotTable:
         """The slots that a rank's tokens use: its own where it can, else those of its machine
@@ -165,7 +179,7 @@ class ExpertSlots:
 
     def _nearest(self, held: tuple[int, ...], rank: int) -> tuple[int, ...]:
         for reach in (1, self.ranks_per_node):
-            near = tuple(s for s in held if s // self.slots_per_rank // reach == rank // reach)
+            near = tuple(s for s in held if self._rank_of(s) // reach == rank // reach)
             if near:
                 return near
         return held

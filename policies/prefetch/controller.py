@@ -38,8 +38,9 @@ class Controller:
     TRIAL = (False, True, True, False)
     GAIN = 0.02
     """Share of a step that prefetching must save."""
-    LEAST_STALL = 0.05
-    """Share of a step that must be waiting for a trial: not all of it can be saved."""
+    LEAST_STALL = 0.1
+    """Share of a step that must be waiting for a trial: not all of it can be saved, and predicting
+    and reading early take some hundredths of a step."""
     HOPELESS = 1.1
     """So many times slower is no accident, even of a few steps."""
     STEPS_ON = 256

@@ -323,7 +323,7 @@ def train_sparsely(rules: CopyRules | None, reshard_every: int = 0) -> tuple[lis
 def train_and_move(
     placements: list[list[list[int]]], moves_at: int, rebalance_every: int = 0
 ) -> tuple[list[torch.Tensor], list[Rebalanced]]:
-    """Losses of a layer whose experts move (with replicas) every few steps of AdamW.
+    """Losses and gradient norms of a layer whose experts move (with replicas) while it trains.
 
     Either to the given placements in turn, or where a `Rebalancer` says.
     """
@@ -331,6 +331,7 @@ def train_and_move(
     rank, size = dist.get_rank(), dist.get_world_size()
     experts = ParallelExperts(6, 8, 16, world(), dtype=torch.float64, impl="reference", bias=True)
     layer = MoELayer(8, 16, 6, 2, experts=experts, dtype=torch.float64)
+    groups = LayoutGroups(ParallelLayout(world_size=size, ep=size))
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.01)
     data = torch.randn(size, 5, 8, dtype=torch.float64)
     every = rebalance_every or 1
@@ -346,11 +347,13 @@ def train_and_move(
         experts.sum_replica_gradients()
         for parameter in layer.gate.parameters():
             dist.all_reduce(parameter.grad)
+        placed = [(parameter, experts.slots) for parameter in experts.parameters()]
+        norm = groups.gradient_norm(layer.gate.parameters(), [], placed)
         optimizer.step()
         if rebalance_every:
             looks.append(rebalancer.step(optimizer))
         total = loss.detach().clone()
         dist.all_reduce(total)
-        losses.append(total)
+        losses += [total, torch.tensor(norm, dtype=torch.float64)]
     rebalancer.close()
     return losses, [look for look in looks if look is not None]
