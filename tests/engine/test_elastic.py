@@ -1,10 +1,14 @@
 """Experts spread over ranks that come and go: the same bits, no request lost, errors that name."""
 
+import gc
 import json
 import os
 import signal
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +19,7 @@ from thread_transport import ThreadGroup
 
 import moe_runtime
 from moe_runtime.engine.elastic import ElasticService, GenerationRequest, start_local_workers
+from moe_runtime.engine.elastic import change as changes
 from moe_runtime.engine.elastic.coordinator import _rehome
 from moe_runtime.engine.elastic.experts import Epoch, keys_of
 from moe_runtime.engine.elastic.model import SpreadModel, load_spread_model
@@ -49,6 +54,42 @@ def random_placement(num_ranks: int, num_replicas: int, seed: int) -> Placement:
         experts = [*range(NUM_EXPERTS), *random.integers(NUM_EXPERTS, size=num_replicas)]
         slots[layer, random.permutation(width)[: len(experts)]] = experts
     return Placement(expert_of_slot=slots, num_experts=NUM_EXPERTS, num_gpus=num_ranks)
+
+
+class SilentGroup:
+    """A group that everybody has joined, in which nothing is sent."""
+
+
+def test_a_rank_without_pages_keeps_its_connections_for_slower_ranks(monkeypatch) -> None:
+    opened: list[weakref.ref[SilentGroup]] = []
+
+    def open_group(*_: object, **__: object) -> SilentGroup:
+        group = SilentGroup()
+        opened.append(weakref.ref(group))
+        return group
+
+    monkeypatch.setattr(changes, "open_group", open_group)
+    said: list[str] = []
+    store: Any = SimpleNamespace(add=lambda name, _: said.append(name))
+    no_pages: Any = SimpleNamespace()
+    store.clone = lambda: store
+    change = changes.Change(
+        epoch=4,
+        num_old=3,
+        num_new=2,
+        members=(0, 1, 2),
+        num_experts=2,
+        slots=((0, 1),),
+        transfers=((0, 1, 0, 1),),
+    )
+    preparation = changes.Preparation(change, 2, no_pages, store, timeout_s=TIMEOUT_S)
+    preparation._thread.join()
+    gc.collect()
+    assert said == ["epoch/4/ready"]
+    assert opened[0]() is not None
+    del preparation
+    gc.collect()
+    assert opened[0]() is None
 
 
 def enter(model: SpreadModel, transport, placement: Placement) -> None:

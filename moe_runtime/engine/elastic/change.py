@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from moe_runtime.engine.elastic.experts import Epoch, keys_of
 from moe_runtime.engine.elastic.pages import ExpertPages
@@ -141,6 +142,9 @@ class Preparation:
         self.rank = rank
         self.arrivals: dict[ExpertKey, torch.Tensor] = {}
         self.transport: Transport | None = None
+        # Kept until all are ready: a group that is let go closes its connections, and a slower
+        # rank may still be making them.
+        self._pages_group: dist.ProcessGroup | None = None
         self._pages = pages
         # A connection of its own: a wait must not hold up the rank's other uses of the store.
         self._store = cast(Any, store).clone()
@@ -178,7 +182,7 @@ class Preparation:
         change, works = self.change, []
         if not change.transfers:
             return
-        group = open_group(
+        group = self._pages_group = open_group(
             self._store,
             f"epoch/{change.epoch}/pages",
             self.rank,
