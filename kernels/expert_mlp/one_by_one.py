@@ -18,8 +18,9 @@ from moe_runtime.kernels.expert_mlp import native_path, torch_path
 from moe_runtime.kernels.expert_mlp.activation import ActivationSpec, PreactivationFunction
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
 from moe_runtime.kernels.expert_mlp.paths import path_of
+from moe_runtime.kernels.expert_mlp.reference import precise_dtype
 from moe_runtime.kernels.expert_mlp.rows import Gradients, Group, Needs, SortedRows, sort_rows
-from moe_runtime.kernels.expert_mlp.steps import GateLayout, TorchSteps, precise_dtype
+from moe_runtime.kernels.expert_mlp.steps import GateLayout, TorchSteps
 from moe_runtime.kernels.native import require_native
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp.activation import ActivationSpec, PreactivationFunction
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
-from moe_runtime.kernels.expert_mlp.reference import apply_activation
+from moe_runtime.kernels.expert_mlp.reference import apply_activation, precise_dtype
 from moe_runtime.kernels.expert_mlp.rows import (
     Group,
     SortedRows,
@@ -47,8 +47,8 @@ def composed_expert_mlp(
         y_RD = post_expert(y_RD)
     inverse_R = torch.argsort(rows.order_R)
     dispatched = (ids_TK >= 0) & (ids_TK < experts.num_experts)
-    weights_TK = torch.where(dispatched, weights_TK, 0).to(_precise(x_TD))
-    y_TKD = y_RD[inverse_R].view(num_tokens, top_k, -1).to(_precise(x_TD))
+    weights_TK = torch.where(dispatched, weights_TK, 0).to(precise_dtype(x_TD))
+    y_TKD = y_RD[inverse_R].view(num_tokens, top_k, -1).to(precise_dtype(x_TD))
     return (weights_TK[..., None] * y_TKD).sum(1).to(x_TD.dtype)
 
 
@@ -135,7 +135,7 @@ def _backward(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     needs_x, needs_weight, needs_bias = needs
-    precise = x.dtype if tokens is None else _precise(x)
+    precise = x.dtype if tokens is None else precise_dtype(x)
     grad_x = x.new_zeros(x.shape if needs_x else 0, dtype=precise)
     grad_weight = weight.new_zeros(weight.shape if needs_weight else 0)
     dim_out = grad.shape[1]
@@ -154,7 +154,7 @@ def _backward(
                 left, right = (some, some_grad) if is_transposed else (some_grad, some)
                 grad_weight[group.slot].addmm_(left.T, right)
             if needs_bias:
-                grad_bias[group.slot] += some_grad.to(_precise(x)).sum(0).to(x.dtype)
+                grad_bias[group.slot] += some_grad.to(precise_dtype(x)).sum(0).to(x.dtype)
     return grad_x.to(x.dtype), grad_weight, grad_bias
 
 
@@ -196,10 +196,6 @@ def _autograd_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         tensor if need else None for tensor, need in zip(found, needs, strict=True)
     )
     return grad_x, None, None, grad_weight, grad_bias, None, None
-
-
-def _precise(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 torch.library.custom_op(

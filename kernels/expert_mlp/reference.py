@@ -47,7 +47,7 @@ def expert_mlp_reference(
     y_RD = grouped_expert_mlp_reference(x_RD[order_R[:num_rows]], counts, experts, activation)
     if post_expert is not None:
         y_RD = post_expert(y_RD)
-    precise = _precise(x_TD)
+    precise = precise_dtype(x_TD)
     rows = order_R[:num_rows]
     weighted_RD = y_RD.to(precise) * weights_TK.flatten()[rows].to(precise)[:, None]
     out_RD = weighted_RD.new_zeros(num_tokens * top_k, x_TD.shape[1])
@@ -65,7 +65,7 @@ def grouped_expert_mlp_reference(
 
     Rows after the last expert's are zero.
     """
-    precise = _precise(x_RD)
+    precise = precise_dtype(x_RD)
     x_RD = x_RD.to(precise)
     pieces: list[Tensor] = []
     first = 0
@@ -95,5 +95,6 @@ def apply_activation(
     return activation(gate, up)
 
 
-def _precise(x: Tensor) -> torch.dtype:
+def precise_dtype(x: Tensor) -> torch.dtype:
+    """What sums over values of the dtype of `x` are kept in."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

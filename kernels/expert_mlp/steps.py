@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp.activation import ActivationSpec, split_preactivations
 from moe_runtime.kernels.expert_mlp.products import Products
+from moe_runtime.kernels.expert_mlp.reference import precise_dtype
 
 
 class GateLayout(Protocol):
@@ -118,11 +119,6 @@ class TorchSteps:
             sums_TD.index_put_((tokens_n,), rows_nD, accumulate=True)
         else:
             sums_TD.index_add_(0, tokens_n, rows_nD)
-
-
-def precise_dtype(x: Tensor) -> torch.dtype:
-    """What sums over rows of the dtype of `x` are kept in."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _halves(z_nZ: Tensor, layout: GateLayout) -> tuple[Tensor | None, Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
 from moe_runtime.kernels.expert_mlp.experts import OneExpert, StackedExperts
+from moe_runtime.kernels.expert_mlp.reference import precise_dtype
 from moe_runtime.kernels.expert_mlp.rows import (
     Gradients,
     Group,
@@ -26,7 +27,7 @@ from moe_runtime.kernels.expert_mlp.rows import (
     groups,
     sort_rows,
 )
-from moe_runtime.kernels.expert_mlp.steps import TorchSteps, precise_dtype
+from moe_runtime.kernels.expert_mlp.steps import TorchSteps
 from moe_runtime.kernels.native.pages import untouched_zeros, with_huge_pages
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp import ActivationSpec
+from moe_runtime.kernels.expert_mlp.reference import precise_dtype
 from moe_runtime.kernels.expert_mlp.rows import groups_between
-from moe_runtime.kernels.expert_mlp.steps import TorchSteps, precise_dtype
+from moe_runtime.kernels.expert_mlp.steps import TorchSteps
 from moe_runtime.kernels.heterogeneous_mlp.experts import PackedExpert, PackedExperts
 from moe_runtime.kernels.heterogeneous_mlp.gradients import Gradients, Needs
 from moe_runtime.kernels.native.pages import untouched_zeros

@@ -15,7 +15,8 @@ from moe_runtime.kernels.block_sparse.topology import BLOCK_SIZES
 from moe_runtime.kernels.expert_mlp import ActivationSpec
 from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl, check_impl, validate_routing
 from moe_runtime.kernels.expert_mlp.paths import resolve_path
-from moe_runtime.kernels.expert_mlp.steps import TorchSteps, precise_dtype
+from moe_runtime.kernels.expert_mlp.reference import precise_dtype
+from moe_runtime.kernels.expert_mlp.steps import TorchSteps
 from moe_runtime.kernels.heterogeneous_mlp.by_expert import ByExpert
 from moe_runtime.kernels.heterogeneous_mlp.experts import PackedExperts
 from moe_runtime.kernels.heterogeneous_mlp.gradients import Gradients, Needs

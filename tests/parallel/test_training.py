@@ -212,6 +212,20 @@ def test_compiled_blocks_train_the_same(
     assert_same_records(training_records(tmp_path / "out"), expected)
 
 
+def check_two_train_as_one(
+    folder: Path, ranks: Ranks, config: str, split: str, *, steps: int
+) -> None:
+    """One process and two that divide the work train from the same configuration."""
+    alone, together = (
+        str(write_run(folder / name, config=config)) for name in ("alone", "together")
+    )
+    train(alone, (), steps)
+    ranks(2).run(train, together, (split,), steps)
+    assert_same_records(
+        training_records(folder / "together" / "out"), training_records(folder / "alone" / "out")
+    )
+
+
 # Gates that look at more than one token's scores: capacity, sequences, the gate before, samples.
 GATES = {
     "capacity and zero experts": "zero_experts = { zero = 1, copy = 1, constant = 2 }\n"
@@ -226,15 +240,7 @@ def test_gates_see_all_tokens_of_divided_sequences(gate: str, tmp_path: Path, ra
     config = CONFIG.replace("loss_weights = { load_balance = 0.01, z = 1e-3 }", gate)
     if "top_k = 1" in gate:
         config = config.replace("top_k = 2\n", "", 1)
-    records = []
-    for folder in ("one", "two"):
-        path = str(write_run(tmp_path / folder, config=config))
-        if folder == "one":
-            train(path, (), 2)
-        else:
-            ranks(2).run(train, path, ("parallel.tp=2",), 2)
-        records.append(training_records(tmp_path / folder / "out"))
-    assert_same_records(records[1], records[0])
+    check_two_train_as_one(tmp_path, ranks, config, "parallel.tp=2", steps=2)
 
 
 def test_stages_pass_scores_on_and_compute_again(tmp_path: Path, ranks: Ranks) -> None:
@@ -245,15 +251,7 @@ def test_stages_pass_scores_on_and_compute_again(tmp_path: Path, ranks: Ranks) -
     # Two stages of one layer each, without ties between them.
     config = config.replace("num_layers = 2", "num_layers = 2\ntie_embeddings = false")
     config = config.replace("threads = 1", "threads = 1\nrecompute = true")
-    records = []
-    for folder in ("one", "two"):
-        path = str(write_run(tmp_path / folder, config=config))
-        if folder == "one":
-            train(path, (), 3)
-        else:
-            ranks(2).run(train, path, ("parallel.pp=2",), 3)
-        records.append(training_records(tmp_path / folder / "out"))
-    assert_same_records(records[1], records[0])
+    check_two_train_as_one(tmp_path, ranks, config, "parallel.pp=2", steps=3)
 
 
 @pytest.mark.parametrize(
