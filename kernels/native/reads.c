@@ -40,6 +40,7 @@ typedef struct {
     pthread_cond_t ready, changed;
     atomic_llong events; /* reads that ended, and wishes to be looked at */
     List demands, aheads, finished;
+    int num_idle, is_called; /* threads without work, and whether one of them is on its way */
     int closed, num_sleepers, num_threads;
     pthread_t threads[];
 } Queue;
@@ -77,15 +78,27 @@ static int64_t fill(const Block *block, char *into, int64_t *done) {
     return 0;
 }
 
-static void raise_event(Queue *queue) {
+/* Wakes nobody while the lock is held: who wakes up on another processor would only wait for it, and so would the caller. */
+static void unlock_and_tell(Queue *queue) {
     atomic_fetch_add(&queue->events, 1);
-    pthread_cond_broadcast(&queue->changed);
+    const int has_sleepers = queue->num_sleepers > 0;
+    pthread_mutex_unlock(&queue->lock);
+    if (has_sleepers) pthread_cond_broadcast(&queue->changed);
+}
+
+/* Calls one thread if there is work; that one calls the next. Waking a thread takes a tenth of the time of a small read, so it
+ * is done once for reads that are submitted together, and by the threads rather than by who computes. */
+static void unlock_and_call(Queue *queue) {
+    const int calls = (queue->demands.first || queue->aheads.first) && queue->num_idle && !queue->is_called;
+    queue->is_called |= calls;
+    pthread_mutex_unlock(&queue->lock);
+    if (calls) pthread_cond_signal(&queue->ready);
 }
 
 static void serve_block(Queue *queue, Read *read, int64_t number) {
     const Block *block = &read->blocks[number];
     int64_t done = 0;
-    pthread_mutex_unlock(&queue->lock);
+    unlock_and_call(queue);
     const int64_t error = fill(block, read->into, &done);
     pthread_mutex_lock(&queue->lock);
     read->bytes += done;
@@ -97,7 +110,8 @@ static void serve_block(Queue *queue, Read *read, int64_t number) {
     if (--read->unfinished == 0) {
         read->ended_ns = now_ns();
         append(&queue->finished, read);
-        raise_event(queue);
+        unlock_and_tell(queue);
+        pthread_mutex_lock(&queue->lock);
     }
 }
 
@@ -107,7 +121,10 @@ static void *serve(void *of) {
     while (!queue->closed) {
         Read *read = queue->demands.first ? queue->demands.first : queue->aheads.first;
         if (!read) {
+            queue->num_idle++;
             pthread_cond_wait(&queue->ready, &queue->lock);
+            queue->num_idle--;
+            queue->is_called = 0;
             continue;
         }
         const int64_t number = read->next_block++;
@@ -131,8 +148,9 @@ MOE_EXPORT void moe_reads_close(void *of) {
     Queue *queue = of;
     pthread_mutex_lock(&queue->lock);
     queue->closed = 1;
+    unlock_and_tell(queue);
+    pthread_mutex_lock(&queue->lock);
     pthread_cond_broadcast(&queue->ready);
-    raise_event(queue);
     while (queue->num_sleepers) pthread_cond_wait(&queue->ready, &queue->lock);
     pthread_mutex_unlock(&queue->lock);
     for (int i = 0; i < queue->num_threads; i++) pthread_join(queue->threads[i], NULL);
@@ -174,8 +192,7 @@ MOE_EXPORT int64_t moe_reads_submit(void *of, const void *blocks, int64_t num_bl
     for (int64_t i = 0; i < num_blocks; i++) read->blocks[i] = ((const Block *)blocks)[i];
     pthread_mutex_lock(&queue->lock);
     append(waiting_list(queue, read), read);
-    for (int64_t i = 0; i < num_blocks && i < queue->num_threads; i++) pthread_cond_signal(&queue->ready);
-    pthread_mutex_unlock(&queue->lock);
+    unlock_and_call(queue);
     return (int64_t)(intptr_t)read;
 }
 
@@ -242,6 +259,5 @@ MOE_EXPORT void moe_reads_wait(void *of, int64_t seen) {
 MOE_EXPORT void moe_reads_kick(void *of) {
     Queue *queue = of;
     pthread_mutex_lock(&queue->lock);
-    raise_event(queue);
-    pthread_mutex_unlock(&queue->lock);
+    unlock_and_tell(queue);
 }

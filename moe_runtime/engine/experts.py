@@ -29,8 +29,11 @@ _FUSED_ACTIVATIONS: dict[str, Activation] = {
 }
 """Classes of activation modules that the kernels compute themselves, by their name there."""
 
-RoutingWatcher = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Told of a layer's routing once its demands are queued: layer, hidden, ids, gate weights."""
+RoutingWatcher = Callable[
+    [int, Sequence[ExpertKey], torch.Tensor, torch.Tensor, torch.Tensor], None
+]
+"""Told of a layer's routing once its demands are queued: layer, the experts that this process
+computes, hidden values, ids, gate weights."""
 
 GateFunction = Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor]
 """Takes gate ``[R, F]`` (None where there is none) and up ``[R, F]``, returns ``[R, F]``."""
@@ -142,12 +145,12 @@ class OffloadedExperts(torch.nn.Module):
         keys = [self._keys[expert] for expert in rows]
         streaming = num_tokens > 1 and len(keys) > self.store.share(self.layer)
         if self.observer is not None:
-            self.observer(self.layer, hidden_TD, *routing)
+            self.observer(self.layer, keys, hidden_TD, *routing)
         watchers = [w for w in (self.late_observer, self.watcher) if w is not None]
 
         def tell() -> None:
             while watchers:
-                watchers.pop(0)(self.layer, hidden_TD, *routing)
+                watchers.pop(0)(self.layer, keys, hidden_TD, *routing)
 
         with self.store.lease(keys, streaming=streaming) as lease:
             if not lease.will_wait:

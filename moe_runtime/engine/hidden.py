@@ -39,10 +39,16 @@ def record_hidden(
     ids: list[list[np.ndarray]] = [[] for _ in range(shape.num_layers)]
     weights: list[list[np.ndarray]] = [[] for _ in range(shape.num_layers)]
 
-    def keep(layer: int, hidden_TD: torch.Tensor, *routing: torch.Tensor) -> None:
+    def keep(
+        layer: int,
+        _keys: Any,
+        hidden_TD: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+    ) -> None:
         hidden[layer].append(hidden_TD.half().cpu().numpy())
-        ids[layer].append(routing[0].cpu().numpy())
-        weights[layer].append(routing[1].float().cpu().numpy())
+        ids[layer].append(ids_TK.cpu().numpy())
+        weights[layer].append(weights_TK.float().cpu().numpy())
 
     with _watched(model, keep), torch.no_grad():
         for number, window in enumerate(windows):

@@ -9,6 +9,7 @@ from moe_runtime.engine.experts import OffloadedExperts
 from moe_runtime.engine.tracing import read_step
 from moe_runtime.policies.prediction import LayerRouted, StepBegins
 from moe_runtime.store.cache import ExpertStore
+from moe_runtime.types import ExpertKey
 
 
 def attach_observer(
@@ -37,7 +38,13 @@ def attach_observer(
         for store in watching:
             store.observe(event)
 
-    def routed(layer: int, _: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> None:
+    def routed(
+        layer: int,
+        _keys: Sequence[ExpertKey],
+        _hidden_TD: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+    ) -> None:
         event = LayerRouted(
             layer=layer,
             expert_ids=ids_TK.cpu().numpy(),

@@ -225,15 +225,15 @@ def attach_prefetcher(
         sequences = step.sequences + first_request
         prefetcher.step(StepBegins(sequences=sequences, token_ids=step.token_ids))
 
-    keys_of = [
-        [ExpertKey(layer, expert) for expert in range(shape.num_experts)]
-        for layer in range(shape.num_layers)
-    ]
     # gate weights are for those who remember them; each conversion takes as long as a small gate
     no_weights = np.zeros((0, 0), np.float32)
 
     def routed(
-        layer: int, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
+        layer: int,
+        keys: Sequence[ExpertKey],
+        hidden_TD: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
     ) -> None:
         if not prefetcher.wants_layers:
             return
@@ -245,18 +245,14 @@ def attach_prefetcher(
             and ids_TK.dtype is torch.int64
             and ids_TK.is_contiguous()
         ):
-            prefetcher.token_routed(layer, ids_TK, hidden_TD)
+            prefetcher.token_routed(layer, keys, ids_TK, hidden_TD)
             return
-        ids = _as_numpy(ids_TK)
         event = LayerRouted(
             layer=layer,
-            expert_ids=ids,
+            expert_ids=_as_numpy(ids_TK),
             gate_weights=_as_numpy(weights_TK) if predictor.needs_history else no_weights,
             hidden=hidden_TD if estimator.needs_hidden else None,
         )
-        mine = keys_of[layer]
-        visited = {mine[expert] for expert in set(ids.ravel().tolist()) if expert < len(mine)}
-        keys = frozenset(visited if share is None else filter(share.owns, visited))
         prefetcher.routed(event, keys)
 
     model.register_forward_pre_hook(begin_step, with_kwargs=True)

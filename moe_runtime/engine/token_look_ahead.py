@@ -25,12 +25,12 @@ class TokenLookAhead:
         shape = estimator.shape
         self._native = native
         self._is_mine = None if share is None else share.owns
-        self._num_experts = shape.num_experts
-        self._keys = [
+        keys = [
             ExpertKey(layer, expert)
             for layer in range(shape.num_layers)
             for expert in range(shape.num_experts)
         ]
+        self._key = keys.__getitem__
         self.begin_step = native.begin_step
         self.take_counts = native.take_counts
 
@@ -38,18 +38,13 @@ class TokenLookAhead:
         self, layer: int, ids_1K: torch.Tensor, hidden_1D: torch.Tensor, horizon: int
     ) -> list[Guess]:
         """Takes note of a layer's routing and guesses the next ones', nearest layer first."""
-        native, keys = self._native, self._keys
+        native = self._native
         number = native.look(layer, ids_1K, hidden_1D, horizon)
         experts, chances = native.experts[:number], native.chances[:number]
-        guesses = [(keys[e], chance) for e, chance in zip(experts, chances, strict=True)]
+        guesses = list(zip(map(self._key, experts), chances, strict=True))
         if self._is_mine is None:
             return guesses
         return [guess for guess in guesses if self._is_mine(guess[0])]
-
-    def keys(self, layer: int, ids_1K: torch.Tensor) -> list[ExpertKey]:
-        """The experts that a layer sent the token to."""
-        first = layer * self._num_experts
-        return [self._keys[first + e] for e in ids_1K[0].tolist() if e < self._num_experts]
 
 
 def make_token_look_ahead(

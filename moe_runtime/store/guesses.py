@@ -58,6 +58,12 @@ class Guesses(Generic[W]):
             store._counters.guesses += started
         return started
 
+    @property
+    def may_be_stale(self) -> bool:
+        """Whether there may be a guess whose read has not begun, as far as can be seen without
+        the lock: one that ends meanwhile is no loss."""
+        return bool(self._store._passing) and self._store._link.under_way > 0
+
     def cancel_except(self, keys: Container[ExpertKey]) -> list[ExpertKey]:
         """Takes back guesses that are not among the keys and whose read has not begun.
 
@@ -65,9 +71,6 @@ class Guesses(Generic[W]):
             Those that were taken back.
         """
         store, cancelled = self._store, []
-        # looked at without the lock: a read that ends meanwhile is no loss
-        if not (store._passing and store._link.under_way):
-            return cancelled
         with store._changed:
             for key in [key for key in store._passing if key not in keys]:
                 entry = store._entries[key]
@@ -81,25 +84,24 @@ class Guesses(Generic[W]):
             store._counters.guesses -= len(cancelled)
         return cancelled
 
-    def absent(self, guesses: Sequence[Guess]) -> list[Guess]:
-        """Those whose expert neither lies in a slot nor is on its way to one."""
+    def absent(self, guesses: Sequence[Guess], least_probability: float = 0.0) -> list[Guess]:
+        """Those at least so likely whose expert neither lies in a slot nor is on its way to one."""
         entries = self._store._entries  # without the lock: ``start`` looks again
-        return [guess for guess in guesses if guess[0] not in entries]
+        return [g for g in guesses if g[1] >= least_probability and g[0] not in entries]
 
     def link(self) -> LinkState:
-        """What the link to the tier below is doing, for those who admit prefetches."""
-        store = self._store
-        with store._changed:
-            slot_bytes = store._slab.slot_bytes
-            return LinkState(
-                bytes_per_s=store._link.bytes_per_s,
-                waiting_bytes=store._link.under_way * slot_bytes,
-                slot_bytes=slot_bytes,
-                stall_s=store._counters.stall_s,
-                demand_s=store._link.demand_s,
-                num_missing=store._counters.misses + store._counters.late_hits,
-                came_true=store._counters.useful_guesses + store._counters.late_guesses,
-            )
+        """What the link to the tier below is doing, for those who admit prefetches.
+
+        Looked at without the lock: what has ended and is not known yet is in the next look.
+        """
+        link, counters = self._store._link, self._store._counters
+        return LinkState(
+            link.seconds_for(self._store._slab.slot_bytes),
+            counters.stall_s,
+            link.demand_s,
+            counters.misses + counters.late_hits,
+            counters.useful_guesses + counters.late_guesses,
+        )
 
     def _take_slot(self, incoming: ExpertKey, gives_way: Callable[[ExpertKey], bool]) -> int | None:
         store = self._store

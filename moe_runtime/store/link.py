@@ -11,10 +11,8 @@ class LinkState(NamedTuple):
     """A look at the link between a tier and the one below.
 
     Attributes:
-        bytes_per_s: bytes that arrived per second in which something was under way, as a running
-            mean; 0 before anything arrived.
-        waiting_bytes: bytes of slots that are waiting or being filled.
-        slot_bytes: bytes of one slot.
+        transfer_s: seconds that one expert takes on an idle link, as a running mean; 0 before
+            anything arrived.
         stall_s: seconds that computation waited since the counters were reset.
         demand_s: seconds in which a demand was under way, since the store was opened.
         num_missing: experts that were not there when they were asked for, since the counters were
@@ -22,18 +20,11 @@ class LinkState(NamedTuple):
         came_true: guesses that were asked for, since the counters were reset.
     """
 
-    bytes_per_s: float
-    waiting_bytes: int
-    slot_bytes: int
+    transfer_s: float
     stall_s: float
     demand_s: float
     num_missing: int
     came_true: int
-
-    @property
-    def transfer_s(self) -> float:
-        """Seconds that one expert takes on an idle link; 0 before anything arrived."""
-        return self.slot_bytes / self.bytes_per_s if self.bytes_per_s > 0 else 0.0
 
 
 class LinkMeter:
@@ -52,10 +43,9 @@ class LinkMeter:
         self._demands_since_s = 0.0
         self._demand_s = 0.0
 
-    @property
-    def bytes_per_s(self) -> float:
-        """The running mean; 0 before the first transfer ended."""
-        return self._bytes / self._busy_s if self._busy_s > 0 else 0.0
+    def seconds_for(self, num_bytes: int) -> float:
+        """What so many bytes take on an idle link; 0 before the first transfer ended."""
+        return num_bytes * self._busy_s / self._bytes if self._bytes > 0 else 0.0
 
     @property
     def demand_s(self) -> float:

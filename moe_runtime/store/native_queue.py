@@ -158,8 +158,9 @@ class NativeReadQueue:
         self._library.reads_wait(queue, seen)
 
     def kick(self) -> None:
-        """Wakes those who sleep."""
-        self._library.reads_kick(self._queue)
+        """Wakes those who sleep; closing has woken them already."""
+        if self._queue is not None:
+            self._library.reads_kick(self._queue)
 
     def _end(
         self, name: int, num_bytes: int, error: int, block: int, offset: int, age_ns: int

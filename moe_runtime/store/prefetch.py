@@ -72,12 +72,15 @@ class _StepStart:
 
     now_s: float
     predict_s: float
-    link: LinkState
+    link: LinkState | None  # looked at only where the controller asks
 
 
 @dataclass(slots=True)
-class _LayerStart:
-    """The same when a layer had queued its demands."""
+class _Look:
+    """When the link was last accounted for: a layer had queued its demands, or a step began.
+
+    Layers of earlier steps have negative numbers.
+    """
 
     layer: int
     now_s: float
@@ -96,10 +99,6 @@ class TokenGuesses(Protocol):
 
     def look(self, layer: int, ids_1K: Any, hidden_1D: Any, horizon: int) -> list[Guess]:
         """Takes note of a layer's routing and guesses the next ones', nearest layer first."""
-        ...
-
-    def keys(self, layer: int, ids_1K: Any) -> Collection[ExpertKey]:
-        """The experts that a layer sent the token to."""
         ...
 
     def take_counts(self) -> tuple[int, int, int]:
@@ -151,8 +150,9 @@ class Prefetcher:
         self._top_k = top_k
         self._expected: dict[int, list[Guess]] = {}  # by the layer that comes next
         self._reads = self._predicts = False
+        self._horizon = 1
         self._step_start: _StepStart | None = None
-        self._last_layer: _LayerStart | None = None
+        self._last_look: _Look | None = None
         self.reset_stats()
 
     @property
@@ -175,7 +175,7 @@ class Prefetcher:
         self._visited, self._guessed, self._found = 0, 0, 0
         if self._token_look_ahead is not None:
             self._token_look_ahead.take_counts()
-        self._step_start = self._last_layer = None
+        self._step_start = self._last_look = None
 
     def stats(self) -> PrefetchStats:
         """The counters so far."""
@@ -213,9 +213,7 @@ class Prefetcher:
             # before a prompt nobody may have computed for hours: the last step has no end
             self._step_start = None
         else:
-            link = self._guesses.link()
-            if self._reads:
-                self._account(self._num_layers, start_s, link)
+            link = self._guesses.link() if self.mode is PrefetchMode.AUTO else None
             self._end_step(start_s, link)
             self._step_start = _StepStart(start_s, self._predict_s, link)
             self._decode_steps += 1
@@ -223,20 +221,20 @@ class Prefetcher:
         self._reads = not is_prompt and self.is_active
         self._predicts = self._reads or (not is_prompt and self.mode is PrefetchMode.OBSERVE)
         self._active_steps += self._predicts
-        start = self._step_start
-        self._last_layer = start and _LayerStart(-1, start_s, start.link)
+        self._begin_account(start_s)
+        self._horizon = self._admission.horizon(self._top_k)
         if self._token_look_ahead is not None and self._predicts:
             self._token_look_ahead.begin_step()
         if self.wants_layers:
             self._predictor.observe(event)
             self._guess(-1, start_s)
 
-    def routed(self, event: LayerRouted, keys: frozenset[ExpertKey]) -> None:
+    def routed(self, event: LayerRouted, keys: Collection[ExpertKey]) -> None:
         """A layer was routed and has queued its demands; not to be told unless ``wants_layers``.
 
         Args:
             event: the routing.
-            keys: the experts that the layer uses.
+            keys: the experts that the layer uses, no one twice.
         """
         start_s = time.perf_counter()
         expected = self._expected.pop(event.layer, None)
@@ -249,21 +247,24 @@ class Prefetcher:
             self._admission.used(event.layer, keys)
         self._guess(event.layer, start_s)
 
-    def token_routed(self, layer: int, ids_1K: Any, hidden_1D: Any) -> None:
+    def token_routed(
+        self, layer: int, keys: Collection[ExpertKey], ids_1K: Any, hidden_1D: Any
+    ) -> None:
         """``routed`` for a step of one token, by the quicker predictor that was given.
 
         Args:
             layer: which one.
-            ids_1K: the experts that it uses, as the predictor takes them.
+            keys: the experts that it uses.
+            ids_1K: where it sent the token, as the predictor takes it.
             hidden_1D: what its gate was given.
         """
         start_s = time.perf_counter()
         look_ahead, admission = self._token_look_ahead, self._admission
         assert look_ahead is not None
-        made = look_ahead.look(layer, ids_1K, hidden_1D, admission.horizon(self._top_k))
+        made = look_ahead.look(layer, ids_1K, hidden_1D, self._horizon)
         urgent: list[Guess] = []
         if self._reads:
-            admission.used(layer, look_ahead.keys(layer, ids_1K))
+            admission.used(layer, keys)
             urgent = self._choose(made, layer, start_s)
         self._predict_s += time.perf_counter() - start_s
         if urgent:
@@ -271,16 +272,16 @@ class Prefetcher:
 
     def finish(self, sequence: int) -> None:
         """A request ended."""
-        self._step_start = self._last_layer = None
+        self._step_start = self._last_look = None
         self._predictor.finish(sequence)
 
-    def _end_step(self, now_s: float, link: LinkState) -> None:
+    def _end_step(self, now_s: float, link: LinkState | None) -> None:
         start = self._step_start
-        if start is not None:
-            seconds = now_s - start.now_s
-            self._decode_s += seconds
-            if self.mode is not PrefetchMode.AUTO:
-                return
+        if start is None:
+            return
+        seconds = now_s - start.now_s
+        self._decode_s += seconds
+        if link is not None and start.link is not None:
             self._controller.step(
                 StepCost(
                     seconds=seconds,
@@ -300,7 +301,7 @@ class Prefetcher:
         if not self._predicts:
             self._predict_s += time.perf_counter() - now_s
             return
-        made = self._predictor.predict(now, self._admission.horizon(self._top_k))
+        made = self._predictor.predict(now, self._horizon)
         if made:
             next_layer = made[0][0].layer
             is_near = made[-1][0].layer == next_layer
@@ -316,24 +317,40 @@ class Prefetcher:
 
     def _choose(self, made: list[Guess], now: int, now_s: float) -> list[Guess]:
         """Takes stale guesses back; returns what is worth reading now, the most useful first."""
-        likely = self._admission.likely(made)
-        for stale in self._guesses.cancel_except([key for key, _ in likely]):
-            self._admission.take_back(stale)
-        least = self._admission.least_probability
-        absent = self._guesses.absent([guess for guess in likely if guess[1] >= least])
+        admission, guesses = self._admission, self._guesses
+        if guesses.may_be_stale:
+            for stale in guesses.cancel_except([key for key, _ in admission.likely(made)]):
+                admission.take_back(stale)
+        absent = guesses.absent(made, admission.least_probability)
         if not absent:
             return []
-        self._account(now, now_s, self._guesses.link())
-        return self._admission.most_useful(absent, now) if self._admission.room else []
+        if admission.room < len(absent):
+            self._account(now, now_s)
+        return admission.most_useful(absent, now) if admission.room else []
 
-    def _account(self, now: int, now_s: float, link: LinkState) -> None:
-        """Credits the time that demands left of the link since it was last asked for."""
-        last = self._last_layer
+    def _begin_account(self, now_s: float) -> None:
+        """A step begins: its layers are numbered from 0, the last step's below that."""
+        if not self._reads:
+            self._last_look = None
+        elif self._last_look is None:
+            self._last_look = _Look(0, now_s, self._guesses.link())
+        else:
+            self._last_look.layer -= self._num_layers
+            if not self._admission.room:
+                self._account(0, now_s)
+
+    def _account(self, now: int, now_s: float) -> None:
+        """Credits the time that demands left of the link since it was last asked for.
+
+        That takes longer than most of what a layer asks, so it is done when credit is short.
+        """
+        last, link, now = self._last_look, self._guesses.link(), max(now, 0)
         if last is not None:
             idle_s = (now_s - last.now_s) - (link.demand_s - last.link.demand_s)
             layers = max(now - last.layer, 1)
             self._admission.idle(max(idle_s, 0.0), link.transfer_s, layers=layers)
             missing = link.num_missing - last.link.num_missing
             stall_s = link.stall_s - last.link.stall_s
-            self._admission.waited(range(max(last.layer, 0), now), missing, stall_s)
-        self._last_layer = _LayerStart(now, now_s, link)
+            waited = {layer % self._num_layers for layer in range(last.layer, now)}
+            self._admission.waited(waited, missing, stall_s)
+        self._last_look = _Look(now, now_s, link)

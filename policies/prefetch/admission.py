@@ -112,6 +112,8 @@ class Admission:
         """A layer visits these experts: its guesses are judged, and none takes their slots yet."""
         self._last_used[layer] = keys
         judged = self._open[layer]
+        if not judged:
+            return
         for key, probability in judged.items():
             self._earn((1.0 - probability) + self.rules.waste if key in keys else -probability)
         judged.clear()
@@ -135,6 +137,10 @@ class Admission:
             guesses: what may be read.
             now: the last layer that was routed, -1 before the first.
         """
+        least = self.least_probability
+        sure = [guess for guess in guesses if guess[1] >= least]
+        if len(sure) < 2:
+            return sure
         least_s = 1e-3 * max(self._miss_s) or 1.0  # a layer that never waited yet comes last
 
         def impact(guess: Guess) -> float:
@@ -142,8 +148,8 @@ class Admission:
             ahead = (key.layer - now - 1) % self._num_layers + 1
             return max(self._miss_s[key.layer], least_s) * probability / ahead
 
-        least = self.least_probability
-        return sorted((guess for guess in guesses if guess[1] >= least), key=impact, reverse=True)
+        sure.sort(key=impact, reverse=True)
+        return sure
 
     def gives_way(
         self, incoming: ExpertKey, probability: float, chance: Mapping[ExpertKey, float]

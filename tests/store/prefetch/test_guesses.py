@@ -239,13 +239,13 @@ def test_books_balance_whatever_happens(seed: int) -> None:
 
 
 def test_the_link_is_measured_while_it_is_busy() -> None:
-    _, reader, guesses = open_store([2, 2])
-    assert guesses.link().bytes_per_s == 0
+    store, reader, guesses = open_store([2, 2])
+    assert guesses.link().transfer_s == 0
     start(guesses, (K(1, 3), 0.9), (K(1, 4), 0.9))
-    assert guesses.link().waiting_bytes == 2 * 4096
+    assert store._link.under_way == 2
     reader.finish_all()
-    assert guesses.link().waiting_bytes == 0
-    assert guesses.link().bytes_per_s > 0
+    assert store._link.under_way == 0
+    assert guesses.link().transfer_s > 0
 
 
 def test_lease_counts_add_up_with_guesses() -> None:
