@@ -1,4 +1,4 @@
-"""A look-ahead for one token at a time, with its memory where the native code finds it.
+"""A look-ahead for a few tokens at a time, with its memory where the native code finds it.
 
 The object of `policies/prediction/lookahead.py` is the specification: told the same, both say the
 same. Here all that a layer asks is one native call, because prediction must not take longer than
@@ -18,6 +18,8 @@ from torch import Tensor
 from moe_runtime.kernels.gate_ranking.op import GateRanking
 from moe_runtime.kernels.native import require_native
 
+MOST_TOKENS = 16
+"""Tokens of a step that are looked ahead for, one of each sequence: more visit most experts."""
 _ADDRESS = "P"
 
 
@@ -25,7 +27,8 @@ class NativeLookAhead:
     """Names the likely experts of the next layers from what a layer's gate was given.
 
     Attributes:
-        experts: ``layer * E + expert`` of what the last call named, nearest layer first.
+        experts: ``layer * E + expert`` of what the last call named, nearest layer first, and in a
+            layer the likeliest first.
         chances: their probabilities.
     """
 
@@ -68,49 +71,51 @@ class NativeLookAhead:
             np.zeros(lists),
             np.tile(at_first, (num_distances, 1)),
             np.full(num_distances, float(prior)),
-            np.full((*lists, num_ranks), -1, np.int64),
+            np.zeros((*lists, MOST_TOKENS, num_ranks), np.int64),
+            np.zeros(lists, np.int64),
             np.zeros(3, np.int64),
         )
         self._joined = b"".join(record for record in records if record is not None)
-        head = (len(self._joined) // len(records), num_layers, num_distances, num_ranks)
+        head = (len(self._joined) // len(records), num_layers, num_distances, MOST_TOKENS)
         self._gate_bytes = ctypes.create_string_buffer(self._joined, len(self._joined))
         self._state = struct.pack(
-            f"{_ADDRESS}5q3d6{_ADDRESS}",
+            f"{_ADDRESS}6q3d7{_ADDRESS}",
             ctypes.addressof(self._gate_bytes),
             *head,
+            num_ranks,
             num_experts,
             prior,
             remembered,
             least_chance,
             *(array.ctypes.data for array in self._arrays),
         )
-        self.experts = (ctypes.c_int64 * (num_distances * num_ranks))()
-        self.chances = (ctypes.c_double * (num_distances * num_ranks))()
+        self.experts = (ctypes.c_int64 * (num_distances * num_experts))()
+        self.chances = (ctypes.c_double * (num_distances * num_experts))()
         self._look, self._forget = library.look_ahead, library.look_ahead_anew
 
     def begin_step(self) -> None:
         """Forgets what was guessed for a step that ended."""
         self._forget(self._state)
 
-    def look(self, layer: int, ids_1K: Tensor, hidden_1D: Tensor | None, horizon: int) -> int:
-        """Takes note of where a layer sent the token, and looks ahead.
+    def look(self, layer: int, ids_TK: Tensor, hidden_TD: Tensor, horizon: int) -> int:
+        """Takes note of where a layer sent the tokens, and looks ahead.
 
         Args:
             layer: which one.
-            ids_1K: int64, contiguous: the experts that it goes to.
-            hidden_1D: contiguous, what the gate was given; None asks nothing.
+            ids_TK: int64, contiguous: the experts that they go to; at most ``MOST_TOKENS``.
+            hidden_TD: contiguous, what the gate was given.
             horizon: how many layers to look ahead.
 
         Returns:
             How many experts are named in ``experts``.
         """
-        hidden = None if hidden_1D is None else hidden_1D.data_ptr()
         return self._look(
             self._state,
             layer,
-            ids_1K.data_ptr(),
-            ids_1K.numel(),
-            hidden,
+            ids_TK.data_ptr(),
+            *ids_TK.shape,
+            hidden_TD.data_ptr(),
+            hidden_TD.stride(0) * hidden_TD.element_size(),
             horizon,
             self.experts,
             self.chances,

@@ -16,7 +16,7 @@ import torch
 from moe_runtime.errors import MoERuntimeError
 
 LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
-ABI_VERSION = 8
+ABI_VERSION = 9
 # Long enough to bridge the small operations between two products of a model's layer.
 SPIN_S = 300e-6
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -107,10 +107,13 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     ),
     # hidden, gate, ranked
     "moe_rank_experts": (_INT, [_POINTER, _POINTER, _POINTER]),
-    # state, layer, ids, num_ids, hidden, horizon, experts, chances
+    # state, layer, ids, num_tokens, top_k, hidden, hidden_bytes, horizon, experts, chances
     "moe_look_ahead": (
         _INT64,
-        [_POINTER, _INT64, _POINTER, _INT64, _POINTER, _INT64, _POINTER, _POINTER],
+        [
+            *(_POINTER, _INT64, _POINTER, _INT64, _INT64, _POINTER, _INT64, _INT64),
+            *(_POINTER, _POINTER),
+        ],
     ),
     "moe_look_ahead_anew": (None, [_POINTER]),
     "moe_reads_open": (_POINTER, [_INT]),

@@ -1,84 +1,142 @@
-/* Looking ahead from one hidden state, a layer at a time: judges what was guessed for this layer, asks the gates of the next
- * ones, and says which of their experts are more likely than not. `policies/prediction/lookahead.py` says what is computed;
- * a test holds the two together.
+/* Looking ahead from the hidden states of a step's tokens, a layer at a time: judges what was guessed for this layer, asks the
+ * gates of the next ones, and says which of their experts are more likely than not. `policies/prediction/lookahead.py` says
+ * what is computed; a test holds the two together.
  */
 #include <stddef.h>
 #include <string.h>
 
 #include "kernels.h"
 
-/* The memory of a look-ahead as gate_ranking/look_ahead.py lays it out. L layers, D distances, R ranks. */
+enum { MOST_EXPERTS = 1024 };
+
+/* The memory of a look-ahead as gate_ranking/look_ahead.py lays it out. L layers, D distances, N tokens, R ranks. */
 typedef struct {
     const char *gates; /* [D * L] records of rank.c, each gate_bytes long */
     int64_t gate_bytes;
-    int64_t num_layers, num_distances, num_ranks, num_experts;
+    int64_t num_layers, num_distances, most_tokens, num_ranks, num_experts;
     double prior, remembered, least; /* weights of RankRecord, and the least probability that is told */
     double *right;                   /* [D, L, R] */
     double *lists;                   /* [D, L] */
     double *every;                   /* [D, R] */
     double *all_lists;               /* [D] */
-    int64_t *made;                   /* [D, L, R] what was ranked; -1 in the first place where nothing was */
-    int64_t *counts;                 /* [3] visited, guessed, found: of the guesses one layer ahead */
+    int64_t *made;                   /* [D, L, most_tokens, R] what was ranked */
+    int64_t *num_made;               /* [D, L] for how many tokens; 0 where nothing was */
+    int64_t *counts;                 /* [3] experts visited, guessed, found: of the guesses one layer ahead */
 } LookAhead;
 
-static int64_t judge(LookAhead *state, int64_t distance, int64_t layer, const int64_t *ids, int64_t num_ids) {
-    const int64_t ranks = state->num_ranks, at = distance * state->num_layers + layer;
-    int64_t *made = state->made + at * ranks, found = 0;
+static int64_t *made_at(const LookAhead *state, int64_t at) { return state->made + at * state->most_tokens * state->num_ranks; }
+
+/* Takes note of which experts of one token's list were visited, rank by rank. */
+static void judge(LookAhead *state, int64_t distance, int64_t at, const int64_t *made, const int64_t *ids, int64_t top_k) {
+    const int64_t ranks = state->num_ranks;
     double *own = state->right + at * ranks, *every = state->every + distance * ranks;
     for (int64_t rank = 0; rank < ranks; rank++) {
         int is_visited = 0;
-        for (int64_t i = 0; i < num_ids; i++) is_visited |= ids[i] == made[rank];
+        for (int64_t i = 0; i < top_k; i++) is_visited |= ids[i] == made[rank];
         own[rank] = own[rank] * state->remembered + is_visited;
         every[rank] = every[rank] * state->remembered + is_visited;
-        found += is_visited;
     }
     state->lists[at] = state->lists[at] * state->remembered + 1.0;
     state->all_lists[distance] = state->all_lists[distance] * state->remembered + 1.0;
-    made[0] = -1;
-    return found;
 }
 
-static int64_t tell(const LookAhead *state, int64_t distance, int64_t layer, int64_t *experts, double *chances) {
-    const int64_t ranks = state->num_ranks, at = distance * state->num_layers + layer;
+/* Counts the experts of all tokens, no one twice. */
+static void count(LookAhead *state, const int64_t *made, int64_t num_made, const int64_t *ids, int64_t num_ids) {
+    enum { VISITED = 1, GUESSED = 2 };
+    char is[MOST_EXPERTS];
+    memset(is, 0, (size_t)state->num_experts);
+    for (int64_t i = 0; i < num_ids; i++)
+        if (ids[i] >= 0 && ids[i] < state->num_experts) is[ids[i]] |= VISITED;
+    for (int64_t i = 0; i < num_made; i++) is[made[i]] |= GUESSED;
+    for (int64_t expert = 0; expert < state->num_experts; expert++) {
+        state->counts[0] += (is[expert] & VISITED) != 0;
+        state->counts[1] += (is[expert] & GUESSED) != 0;
+        state->counts[2] += is[expert] == (VISITED | GUESSED);
+    }
+}
+
+static double chance_of(const LookAhead *state, int64_t distance, int64_t at, int64_t rank) {
     const double scale = state->prior / state->all_lists[distance], total = state->lists[at] + state->prior;
-    int64_t count = 0;
-    for (int64_t rank = 0; rank < ranks; rank++) {
-        const double right = state->right[at * ranks + rank], every = state->every[distance * ranks + rank];
-        const double chance = (right + scale * every) / total;
-        if (chance < state->least) continue;
-        experts[count] = layer * state->num_experts + state->made[at * ranks + rank];
-        chances[count++] = chance;
-    }
-    return count;
+    return (state->right[at * state->num_ranks + rank] + scale * state->every[distance * state->num_ranks + rank]) / total;
 }
 
-/* A layer sent one token to these experts. Writes layer * num_experts + expert and the probability of every likely expert of
- * the next `horizon` layers, nearest layer first; returns how many. No gates are asked where `hidden` is NULL. */
-MOE_EXPORT int64_t moe_look_ahead(void *of, int64_t layer, const int64_t *ids, int64_t num_ids, const char *hidden,
-                                  int64_t horizon, int64_t *experts, double *chances) {
-    LookAhead *state = of;
-    const int64_t layers = state->num_layers, ranks = state->num_ranks;
-    for (int64_t distance = 0; distance < state->num_distances; distance++) {
-        if (state->made[(distance * layers + layer) * ranks] < 0) continue;
-        const int64_t found = judge(state, distance, layer, ids, num_ids);
-        if (distance > 0) continue;
-        state->counts[0] += num_ids;
-        state->counts[1] += ranks;
-        state->counts[2] += found;
+/* One token: its experts in their order. */
+static int64_t tell_one(const LookAhead *state, int64_t distance, int64_t at, int64_t *experts, double *chances) {
+    const int64_t *made = made_at(state, at);
+    int64_t num_told = 0;
+    for (int64_t rank = 0; rank < state->num_ranks; rank++) {
+        const double chance = chance_of(state, distance, at, rank);
+        if (chance < state->least) continue;
+        experts[num_told] = made[rank];
+        chances[num_told++] = chance;
     }
-    int64_t count = 0;
-    for (int64_t distance = 0; hidden && distance < horizon && distance < state->num_distances; distance++) {
+    return num_told;
+}
+
+/* Several tokens: the chance that one of them visits an expert, the likeliest first, of equals the first. */
+static int64_t tell_all(const LookAhead *state, int64_t distance, int64_t at, int64_t *experts, double *chances) {
+    const int64_t *made = made_at(state, at), total = state->num_made[at] * state->num_ranks;
+    double missed[MOST_EXPERTS];
+    char is_named[MOST_EXPERTS];
+    int64_t num_told = 0;
+    memset(is_named, 0, (size_t)state->num_experts);
+    for (int64_t i = 0; i < total; i++) {
+        const double before = is_named[made[i]] ? missed[made[i]] : 1.0;
+        missed[made[i]] = before * (1.0 - chance_of(state, distance, at, i % state->num_ranks));
+        is_named[made[i]] = 1;
+    }
+    for (int64_t expert = 0; expert < state->num_experts; expert++) {
+        if (!is_named[expert]) continue;
+        const double chance = 1.0 - missed[expert];
+        if (chance < state->least) continue;
+        int64_t place = num_told++;
+        for (; place > 0 && missed[experts[place - 1]] > missed[expert]; place--) {
+            experts[place] = experts[place - 1];
+            chances[place] = chances[place - 1];
+        }
+        experts[place] = expert;
+        chances[place] = chance;
+    }
+    return num_told;
+}
+
+static void judge_layer(LookAhead *state, int64_t layer, const int64_t *ids, int64_t num_tokens, int64_t top_k) {
+    for (int64_t distance = 0; distance < state->num_distances; distance++) {
+        const int64_t at = distance * state->num_layers + layer, *made = made_at(state, at);
+        if (state->num_made[at] != num_tokens) continue;
+        for (int64_t token = 0; token < num_tokens; token++)
+            judge(state, distance, at, made + token * state->num_ranks, ids + token * top_k, top_k);
+        if (distance == 0) count(state, made, num_tokens * state->num_ranks, ids, num_tokens * top_k);
+        state->num_made[at] = 0;
+    }
+}
+
+/* A layer sent tokens to these experts, each to top_k. Writes layer * num_experts + expert and the probability of every likely
+ * expert of the next `horizon` layers, nearest layer first; returns how many. */
+MOE_EXPORT int64_t moe_look_ahead(void *of, int64_t layer, const int64_t *ids, int64_t num_tokens, int64_t top_k,
+                                  const char *hidden, int64_t hidden_bytes, int64_t horizon, int64_t *experts, double *chances) {
+    LookAhead *state = of;
+    const int64_t layers = state->num_layers, furthest = horizon < state->num_distances ? horizon : state->num_distances;
+    judge_layer(state, layer, ids, num_tokens, top_k);
+    if (num_tokens > state->most_tokens || state->num_experts > MOST_EXPERTS) return 0;
+    int64_t total = 0;
+    for (int64_t distance = 0; distance < furthest; distance++) {
         const int64_t next = layer + distance + 1, at = distance * layers + next;
         if (next >= layers) break;
-        if (moe_rank_experts(hidden, state->gates + at * state->gate_bytes, state->made + at * ranks) != STATUS_OK) break;
-        count += tell(state, distance, next, experts + count, chances + count);
+        const char *gate = state->gates + at * state->gate_bytes;
+        for (int64_t token = 0; token < num_tokens; token++)
+            if (moe_rank_experts(hidden + token * hidden_bytes, gate, made_at(state, at) + token * state->num_ranks) != STATUS_OK)
+                return total;
+        state->num_made[at] = num_tokens;
+        const int64_t told = (num_tokens == 1 ? tell_one : tell_all)(state, distance, at, experts + total, chances + total);
+        for (int64_t i = total; i < total + told; i++) experts[i] += next * state->num_experts;
+        total += told;
     }
-    return count;
+    return total;
 }
 
 /* A step begins: what was guessed and not judged is forgotten. */
 MOE_EXPORT void moe_look_ahead_anew(void *of) {
     LookAhead *state = of;
-    const int64_t lists = state->num_distances * state->num_layers;
-    for (int64_t i = 0; i < lists; i++) state->made[i * state->num_ranks] = -1;
+    memset(state->num_made, 0, (size_t)(state->num_distances * state->num_layers) * sizeof *state->num_made);
 }

@@ -1,4 +1,4 @@
-"""The look-ahead of one token in machine code, as the prefetcher asks for it."""
+"""The look-ahead of a few tokens in machine code, as the prefetcher asks for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_runtime.types import ExpertKey
 
 
 class TokenLookAhead:
-    """Guesses from one token's hidden states, by the gates of the coming layers.
+    """Guesses from the tokens' hidden states, by the gates of the coming layers.
 
     Says what ``LookaheadPredictor`` says, less what is too improbable to matter.
     """
@@ -35,11 +35,11 @@ class TokenLookAhead:
         self.take_counts = native.take_counts
 
     def look(
-        self, layer: int, ids_1K: torch.Tensor, hidden_1D: torch.Tensor, horizon: int
+        self, layer: int, ids_TK: torch.Tensor, hidden_TD: torch.Tensor, horizon: int
     ) -> list[Guess]:
         """Takes note of a layer's routing and guesses the next ones', nearest layer first."""
         native = self._native
-        number = native.look(layer, ids_1K, hidden_1D, horizon)
+        number = native.look(layer, ids_TK, hidden_TD, horizon)
         experts, chances = native.experts[:number], native.chances[:number]
         guesses = list(zip(map(self._key, experts), chances, strict=True))
         if self._is_mine is None:
@@ -54,7 +54,7 @@ def make_token_look_ahead(
     least_chance: float,
     share: ExpertShare | None,
 ) -> TokenLookAhead | None:
-    """The look-ahead of one token, if the native code can ask these gates."""
+    """The look-ahead, if the native code can ask these gates."""
     if any(gate.record(dtype) is None for gates in gates_DL for gate in gates):
         return None
     shape = estimator.shape

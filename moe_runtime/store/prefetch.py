@@ -88,16 +88,17 @@ class _Look:
 
 
 class TokenGuesses(Protocol):
-    """A predictor that is asked about one token at a time, without events.
+    """A predictor that is asked about a few tokens at a time, without events.
 
-    How it takes a layer's routing and hidden state is up to who calls ``Prefetcher.token_routed``.
+    How it takes a layer's routing and hidden states is up to who calls
+    ``Prefetcher.tokens_routed``.
     """
 
     def begin_step(self) -> None:
         """A step begins: guesses that were not judged are forgotten."""
         ...
 
-    def look(self, layer: int, ids_1K: Any, hidden_1D: Any, horizon: int) -> list[Guess]:
+    def look(self, layer: int, ids_TK: Any, hidden_TD: Any, horizon: int) -> list[Guess]:
         """Takes note of a layer's routing and guesses the next ones', nearest layer first."""
         ...
 
@@ -138,7 +139,7 @@ class Prefetcher:
             num_layers: layers of the model.
             top_k: experts that a token visits in a layer.
             rules: when a guess is read.
-            token_look_ahead: a quicker predictor of the layers of a single token.
+            token_look_ahead: a quicker predictor for steps of a few tokens.
         """
         self._guesses = guesses
         self._token_look_ahead = token_look_ahead
@@ -247,21 +248,21 @@ class Prefetcher:
             self._admission.used(event.layer, keys)
         self._guess(event.layer, start_s)
 
-    def token_routed(
-        self, layer: int, keys: Collection[ExpertKey], ids_1K: Any, hidden_1D: Any
+    def tokens_routed(
+        self, layer: int, keys: Collection[ExpertKey], ids_TK: Any, hidden_TD: Any
     ) -> None:
-        """``routed`` for a step of one token, by the quicker predictor that was given.
+        """``routed`` for a step of a few tokens, by the quicker predictor that was given.
 
         Args:
             layer: which one.
             keys: the experts that it uses.
-            ids_1K: where it sent the token, as the predictor takes it.
-            hidden_1D: what its gate was given.
+            ids_TK: where it sent the tokens, as the predictor takes it.
+            hidden_TD: what its gate was given.
         """
         start_s = time.perf_counter()
         look_ahead, admission = self._token_look_ahead, self._admission
         assert look_ahead is not None
-        made = look_ahead.look(layer, ids_1K, hidden_1D, self._horizon)
+        made = look_ahead.look(layer, ids_TK, hidden_TD, self._horizon)
         urgent: list[Guess] = []
         if self._reads:
             admission.used(layer, keys)

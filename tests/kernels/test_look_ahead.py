@@ -32,7 +32,11 @@ def make_gates(estimator: NextGate, dtype: torch.dtype) -> list[list[GateRanking
 def test_it_says_what_the_predictor_says(dtype: torch.dtype, least: float) -> None:
     estimator = NextGate(SHAPE)
     gates = make_gates(estimator, dtype)
-    estimator.ranker = lambda hidden, distance, layer: gates[distance - 1][layer](hidden)
+
+    def rank(hidden: torch.Tensor, distance: int, layer: int) -> list[list[int]]:
+        return [gates[distance - 1][layer](row)[0] for row in hidden.split(1)]
+
+    estimator.ranker = rank
     predictor = LookaheadPredictor(estimator)
     native = NativeLookAhead(
         gates,
@@ -47,27 +51,31 @@ def test_it_says_what_the_predictor_says(dtype: torch.dtype, least: float) -> No
     no_weights = np.zeros((0, 0), np.float32)
     counts = [0, 0, 0]
     for _ in range(60):
-        predictor.observe(StepBegins(sequences=np.array([0]), token_ids=np.array([1])))
+        tokens = int(rng.integers(1, 5))
+        predictor.observe(
+            StepBegins(sequences=np.arange(tokens), token_ids=np.ones(tokens, np.int64))
+        )
         native.begin_step()
         expected: set[int] | None = None
         for layer in range(int(rng.integers(1, SHAPE.num_layers + 1))):  # steps may break off
-            hidden = torch.from_numpy(rng.standard_normal((1, DIM))).to(dtype)
-            right = gates[0][layer](hidden)[0][: SHAPE.top_k]
-            ids = right if rng.random() < 0.6 else rng.permutation(9)[:2].tolist()
+            hidden = torch.from_numpy(rng.standard_normal((tokens, DIM))).to(dtype)
+            right = [row[: SHAPE.top_k] for row in rank(hidden, 1, layer)]
+            ids = [r if rng.random() < 0.6 else rng.permutation(9)[:2].tolist() for r in right]
             if expected is not None:
-                found = len(expected & set(ids))
-                counts = [a + b for a, b in zip(counts, (2, len(expected), found), strict=True)]
+                visited = {expert for row in ids for expert in row}
+                new = len(visited), len(expected), len(expected & visited)
+                counts = [a + b for a, b in zip(counts, new, strict=True)]
             horizon = int(rng.integers(1, 5))
             predictor.observe(
                 LayerRouted(
                     layer=layer,
-                    expert_ids=np.array([ids]),
+                    expert_ids=np.array(ids),
                     gate_weights=no_weights,
                     hidden=hidden,
                 )
             )
             made = predictor.predict(layer, horizon)
-            said = native.look(layer, torch.tensor([ids]), hidden, horizon)
+            said = native.look(layer, torch.tensor(ids), hidden, horizon)
             named = [divmod(e, SHAPE.num_experts) for e in native.experts[:said]]
             assert list(zip(named, native.chances[:said], strict=True)) == [
                 (tuple(key), chance) for key, chance in made if chance >= least
