@@ -29,6 +29,9 @@ _FUSED_ACTIVATIONS: dict[str, Activation] = {
 }
 """Classes of activation modules that the kernels compute themselves, by their name there."""
 
+_MOST_BOUND = 2048
+"""Views of slots that are remembered: a few megabytes."""
+
 RoutingWatcher = Callable[
     [int, Sequence[ExpertKey], torch.Tensor, torch.Tensor, torch.Tensor], None
 ]
@@ -187,22 +190,25 @@ def bind_slots(experts: ExpertMap) -> Callable[[ExpertKey, torch.Tensor], Expert
     """The same for slots that stay where they are for as long as the function lives.
 
     Experts whose matrices lie alike in a slot share its views: making them anew for every arrival
-    takes as long as reading a small expert.
+    takes as long as reading a small expert. A slot that goes from layer to layer keeps the views of
+    each, up to ``_MOST_BOUND`` in all.
     """
     bind = bind_weights(experts)
     forms: dict[object, int] = {}
     form_of: dict[ExpertKey, int] = {}
-    bound: dict[int, tuple[int, ExpertWeights]] = {}  # by a slot's address: the last expert's form
+    bound: dict[tuple[int, int], ExpertWeights] = {}  # by a slot's address, and the form
 
     def bind_slot(key: ExpertKey, slot: torch.Tensor) -> ExpertWeights:
         form, address = form_of.get(key), slot.data_ptr()
         if form is None:
             described = experts.matrices[key.layer], experts.layouts[key].form
             form = form_of[key] = forms.setdefault(described, len(forms))
-        known = bound.get(address)
-        if known is None or known[0] != form:
-            known = bound[address] = (form, bind(key, slot))
-        return known[1]
+        known = bound.get((address, form))
+        if known is None:
+            if len(bound) >= _MOST_BOUND:
+                bound.clear()
+            known = bound[address, form] = bind(key, slot)
+        return known
 
     return bind_slot
 

@@ -92,9 +92,14 @@ class ExpertLayout:
     def views(self, slot: torch.Tensor) -> list[torch.Tensor]:
         """The expert's tensors as views into a filled slot (``uint8``, at least ``slot_bytes``)."""
         views = []
+        typed: dict[torch.dtype, torch.Tensor] = {}
         for tensor, start in zip(self.tensors, self.slot_offsets, strict=True):
-            flat = slot[start : start + tensor.span_bytes].view(tensor.dtype)
-            views.append(flat.as_strided(tensor.shape, tensor.stride))
+            assert start + tensor.span_bytes <= slot.numel()
+            if tensor.dtype not in typed:
+                typed[tensor.dtype] = slot[: self.slot_bytes].view(tensor.dtype)
+            base = typed[tensor.dtype]
+            place = base.storage_offset() + start // tensor.dtype.itemsize
+            views.append(base.as_strided(tensor.shape, tensor.stride, place))
         return views
 
 
