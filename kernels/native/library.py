@@ -121,6 +121,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "moe_reads_events": (_POINTER, [_POINTER]),
     # queue, blocks, num_blocks, into, is_ahead
     "moe_reads_submit": (_INT64, [_POINTER, _POINTER, _INT64, _POINTER, _INT]),
+    "moe_reads_start": (None, [_POINTER]),
     "moe_reads_promote": (None, [_POINTER, _INT64]),
     "moe_reads_cancel": (_INT, [_POINTER, _INT64]),
     "moe_reads_take": (_INT64, [_POINTER, _POINTER, _INT64]),
@@ -183,8 +184,8 @@ class NativeLibrary:
         add_rows: `moe_add_rows` of gate.c.
         rank_experts: `moe_rank_experts` of rank.c.
         look_ahead, look_ahead_anew: the functions of look_ahead.c.
-        reads_open, reads_close, reads_events, reads_submit, reads_promote, reads_cancel,
-            reads_take, reads_wait, reads_kick: the functions of reads.c.
+        reads_open, reads_close, reads_events, reads_submit, reads_start, reads_promote,
+            reads_cancel, reads_take, reads_wait, reads_kick: the functions of reads.c.
         cpu_has_amx: Whether the processor multiplies bf16 in matrix units (these kernels do not).
     """
 
@@ -224,6 +225,7 @@ class NativeLibrary:
         self.reads_close = library.moe_reads_close
         self.reads_events = library.moe_reads_events
         self.reads_submit = library.moe_reads_submit
+        self.reads_start = library.moe_reads_start
         self.reads_promote = library.moe_reads_promote
         self.reads_cancel = library.moe_reads_cancel
         self.reads_take = library.moe_reads_take

@@ -15,7 +15,7 @@
 
 #include "kernels.h"
 
-enum { PATIENCE_S = 1, FIELDS = 6, FILE_ENDED = -1 };
+enum { PATIENCE_S = 1, FIELDS = 6, FILE_ENDED = -1, WORTH_A_CALL = 512 << 10 };
 
 /* One positional read: `place` bytes behind the begin of the slot, of which `needed` bytes must arrive. */
 typedef struct {
@@ -86,8 +86,9 @@ static void unlock_and_tell(Queue *queue) {
     if (has_sleepers) pthread_cond_broadcast(&queue->changed);
 }
 
-/* Calls one thread if there is work; that one calls the next. Waking a thread takes a tenth of the time of a small read, so it
- * is done once for reads that are submitted together, and by the threads rather than by who computes. */
+/* Calls one thread if there is work and none was called. Waking a thread takes a tenth of the time of a small read, so who
+ * computes does it once for reads that are submitted together. More are called by a thread that is about to move a large
+ * block, and by who begins to wait. */
 static void unlock_and_call(Queue *queue) {
     const int calls = (queue->demands.first || queue->aheads.first) && queue->num_idle && !queue->is_called;
     queue->is_called |= calls;
@@ -98,7 +99,10 @@ static void unlock_and_call(Queue *queue) {
 static void serve_block(Queue *queue, Read *read, int64_t number) {
     const Block *block = &read->blocks[number];
     int64_t done = 0;
-    unlock_and_call(queue);
+    if (block->size >= WORTH_A_CALL)
+        unlock_and_call(queue);
+    else
+        pthread_mutex_unlock(&queue->lock);
     const int64_t error = fill(block, read->into, &done);
     pthread_mutex_lock(&queue->lock);
     read->bytes += done;
@@ -183,7 +187,8 @@ MOE_EXPORT void *moe_reads_open(int num_threads) {
 /* Where the number of events stands: it only grows. */
 MOE_EXPORT const void *moe_reads_events(void *of) { return &((Queue *)of)->events; }
 
-/* Queues a read into a slot; returns what the other functions call it by, 0 where there is no memory. */
+/* Queues a read into a slot; moe_reads_start must follow. Returns what the other functions call it by, 0 where there is no
+ * memory. */
 MOE_EXPORT int64_t moe_reads_submit(void *of, const void *blocks, int64_t num_blocks, char *into, int is_ahead) {
     Queue *queue = of;
     Read *read = malloc(sizeof *read + (size_t)num_blocks * sizeof(Block));
@@ -192,8 +197,15 @@ MOE_EXPORT int64_t moe_reads_submit(void *of, const void *blocks, int64_t num_bl
     for (int64_t i = 0; i < num_blocks; i++) read->blocks[i] = ((const Block *)blocks)[i];
     pthread_mutex_lock(&queue->lock);
     append(waiting_list(queue, read), read);
-    unlock_and_call(queue);
+    pthread_mutex_unlock(&queue->lock);
     return (int64_t)(intptr_t)read;
+}
+
+/* Has the threads serve what was submitted. */
+MOE_EXPORT void moe_reads_start(void *of) {
+    Queue *queue = of;
+    pthread_mutex_lock(&queue->lock);
+    unlock_and_call(queue);
 }
 
 /* Serves what is left of a read-ahead, which must not have been taken, as a demand. */
@@ -249,6 +261,11 @@ MOE_EXPORT void moe_reads_wait(void *of, int64_t seen) {
     until.tv_sec += PATIENCE_S;
     pthread_mutex_lock(&queue->lock);
     queue->num_sleepers++;
+    int num_calls = 0;
+    for (const Read *read = queue->demands.first; read && num_calls < queue->num_idle; read = read->next) num_calls++;
+    pthread_mutex_unlock(&queue->lock);
+    while (num_calls-- > 0) pthread_cond_signal(&queue->ready);
+    pthread_mutex_lock(&queue->lock);
     while (atomic_load(&queue->events) == seen)
         if (pthread_cond_timedwait(&queue->changed, &queue->lock, &until)) break;
     if (--queue->num_sleepers == 0 && queue->closed) pthread_cond_broadcast(&queue->ready);

@@ -39,8 +39,10 @@ def pack_blocks(blocks: Sequence[tuple[int, int, int, int, int]]) -> bytes:
 class NativeRead(Read):
     """One expert on its way; ``name`` is what the threads call it."""
 
+    __slots__ = ("fault", "name")
+
     def __init__(self, priority: Priority, on_done: OnDone, fault: BlockFault) -> None:
-        super().__init__((), priority, on_done)
+        super().__init__(priority, on_done)
         self.name = 0
         self.fault = fault
 
@@ -48,8 +50,9 @@ class NativeRead(Read):
 class NativeReadQueue:
     """``ReadQueue`` for reads of files: the same order of service, by threads of ``reads.c``.
 
-    A read's ``on_done`` is called, with ``changed`` held, by a thread that takes ``changed`` after
-    the read has ended.
+    What is submitted begins when ``changed`` is let go of, all of it at once: waking a thread takes
+    a tenth of the time of a small read. A read's ``on_done`` is called, with ``changed`` held, by a
+    thread that takes ``changed`` after the read has ended.
 
     Attributes:
         changed: the lock of whoever submits; every method is called with it held.
@@ -74,6 +77,7 @@ class NativeReadQueue:
         self._close.atexit = False
         self._events = ctypes.c_int64.from_address(library.reads_events(queue))
         self._seen = 0
+        self._has_new = False
         self._running: dict[int, NativeRead] = {}
         self._ended = (ctypes.c_int64 * (_FIELDS * _ROOM))()
         self.changed = _Delivery(self)
@@ -98,7 +102,14 @@ class NativeReadQueue:
         if not read.name:
             raise MemoryError("no memory to queue a read")
         self._running[read.name] = read
+        self._has_new = True
         return read
+
+    def start(self) -> None:
+        """Has the threads serve what was submitted, if anything was since the last call."""
+        if self._has_new and self._queue is not None:
+            self._library.reads_start(self._queue)
+        self._has_new = False
 
     def promote(self, read: Read) -> None:
         """Serves what is left of a read-ahead as a demand from now on."""
@@ -152,6 +163,7 @@ class NativeReadQueue:
             MoERuntimeError: nothing will happen any more.
         """
         queue, seen = self._queue, self._seen
+        self.start()
         release()
         if queue is None:
             raise MoERuntimeError("the model's experts were closed while they were waited for")
@@ -192,6 +204,8 @@ class _Delivery(Changes):
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
+        if self._depth == 0:
+            self._queue.start()
         self._lock.release()
 
     def wait(self) -> None:

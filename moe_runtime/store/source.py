@@ -12,7 +12,7 @@ import torch
 from moe_runtime.errors import CheckpointError
 from moe_runtime.kernels.native.library import native_library
 from moe_runtime.store.layout import ExpertLayout
-from moe_runtime.store.native_queue import NativeReadQueue, pack_blocks
+from moe_runtime.store.native_queue import BlockFault, NativeReadQueue, pack_blocks
 from moe_runtime.store.slab import host_view
 from moe_runtime.store.transfer import Changes, OnDone, Priority, Read, ReadQueue
 from moe_runtime.types import ExpertKey
@@ -122,7 +122,7 @@ class ExpertSource:
         self._queue = None if self._native else ReadQueue(io_threads)
         self.changed: Changes = self._native.changed if self._native else threading.Condition()
         self._files: dict[Path, CheckpointFile] = {}
-        self._packed: dict[ExpertKey, bytes] = {}
+        self._packed: dict[ExpertKey, tuple[bytes, BlockFault]] = {}
         try:
             for path in sorted(paths):
                 self._files[path] = CheckpointFile(path, direct=direct)
@@ -139,11 +139,12 @@ class ExpertSource:
         takes ``changed`` next.
         """
         if self._native:
-            if key not in self._packed:
-                self._packed[key] = self._pack(key)
-            assert self._layouts[key].slot_bytes <= slot.nbytes
-            fault = partial(self._fault, key)
-            return self._native.submit(self._packed[key], slot.data_ptr(), priority, on_done, fault)
+            packed = self._packed.get(key)
+            if packed is None:
+                assert self._layouts[key].slot_bytes <= slot.nbytes
+                packed = self._packed[key] = self._pack(key), partial(self._fault, key)
+            blocks, fault = packed
+            return self._native.submit(blocks, slot.data_ptr(), priority, on_done, fault)
         assert self._queue is not None
         buffer = host_view(slot)
         blocks = [

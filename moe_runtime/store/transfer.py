@@ -58,20 +58,30 @@ class Read:
         ended_s: when it ended, as ``time.perf_counter`` has it; 0 before.
     """
 
-    def __init__(self, blocks: Sequence[Block], priority: Priority, on_done: OnDone) -> None:
+    __slots__ = ("_on_done", "ended_s", "error", "num_bytes", "priority")
+
+    def __init__(self, priority: Priority, on_done: OnDone) -> None:
         self.priority = priority
         self.num_bytes = 0
         self.error: MoERuntimeError | None = None
         self.ended_s = 0.0
-        self._blocks = list(blocks)
-        self._num_blocks = len(self._blocks)
-        self._unfinished = len(self._blocks)
         self._on_done = on_done
 
     def end(self, ago_s: float = 0.0) -> None:
         """Tells who submitted it that it has ended, some seconds ago."""
         self.ended_s = time.perf_counter() - ago_s
         self._on_done(self)
+
+
+class _BlockRead(Read):
+    """A read by blocks that the threads of the interpreter move."""
+
+    __slots__ = ("blocks", "num_blocks", "unfinished")
+
+    def __init__(self, blocks: Sequence[Block], priority: Priority, on_done: OnDone) -> None:
+        super().__init__(priority, on_done)
+        self.blocks = list(blocks)
+        self.num_blocks = self.unfinished = len(self.blocks)
 
 
 class ReadQueue:
@@ -85,7 +95,7 @@ class ReadQueue:
         """
         if num_threads < 1:
             raise ValueError(f"io_threads must be at least 1, got {num_threads}")
-        self._work: list[tuple[int, int, Read]] = []
+        self._work: list[tuple[int, int, _BlockRead]] = []
         self._ticket = itertools.count()
         self._ready = threading.Condition()
         self._closed = False
@@ -98,17 +108,18 @@ class ReadQueue:
 
     def submit(self, blocks: Sequence[Block], priority: Priority, on_done: OnDone) -> Read:
         """Queues a read. ``on_done`` is called once, from a reading thread, when it ended."""
-        read = Read(blocks, priority, on_done)
+        read = _BlockRead(blocks, priority, on_done)
         with self._ready:
             self._push(read, len(blocks))
         return read
 
     def promote(self, read: Read) -> None:
         """Serves what is left of a read-ahead as a demand from now on."""
+        assert isinstance(read, _BlockRead)
         with self._ready:
             if read.priority is not Priority.DEMAND:
                 read.priority = Priority.DEMAND
-                self._push(read, len(read._blocks))
+                self._push(read, len(read.blocks))
 
     def cancel(self, read: Read) -> bool:
         """Takes back a read of which no block has been begun; its ``on_done`` is never called.
@@ -116,10 +127,11 @@ class ReadQueue:
         Returns:
             Whether it was taken back. A read under way is finished: its slot is being written to.
         """
+        assert isinstance(read, _BlockRead)
         with self._ready:
-            if len(read._blocks) < read._num_blocks:
+            if len(read.blocks) < read.num_blocks:
                 return False
-            read._blocks.clear()
+            read.blocks.clear()
             return True
 
     def close(self) -> None:
@@ -130,7 +142,7 @@ class ReadQueue:
         for thread in self._threads:
             thread.join()
 
-    def _push(self, read: Read, num_blocks: int) -> None:
+    def _push(self, read: _BlockRead, num_blocks: int) -> None:
         for _ in range(num_blocks):
             heapq.heappush(self._work, (read.priority, next(self._ticket), read))
         self._ready.notify(num_blocks)
@@ -144,11 +156,11 @@ class ReadQueue:
                     return
                 read = heapq.heappop(self._work)[2]
                 # A promoted read stands in the queue twice; its second tickets find nothing to do.
-                block = read._blocks.pop(0) if read._blocks else None
+                block = read.blocks.pop(0) if read.blocks else None
             if block is not None:
                 self._move(read, block)
 
-    def _move(self, read: Read, block: Block) -> None:
+    def _move(self, read: _BlockRead, block: Block) -> None:
         moved, error = 0, None
         try:
             moved = block()
@@ -157,7 +169,7 @@ class ReadQueue:
         with self._ready:
             read.num_bytes += moved
             read.error = read.error or error
-            read._unfinished -= 1
-            done = read._unfinished == 0
+            read.unfinished -= 1
+            done = read.unfinished == 0
         if done:
             read.end()

@@ -36,7 +36,7 @@ class FakeTier:
         self.broken: set[ExpertKey] = set()
 
     def fetch(self, key, slot, priority, on_done) -> Read:
-        read = Read([], priority, on_done)
+        read = Read(priority, on_done)
         self.fetched.append(key)
 
         def finish() -> None:

@@ -34,7 +34,7 @@ class PromptTier:
         self, key: ExpertKey, slot: torch.Tensor, priority: Priority, on_done: OnDone
     ) -> Read:
         slot.fill_(key.layer * 16 + key.expert)
-        read = Read([], priority, on_done)
+        read = Read(priority, on_done)
         read.num_bytes = len(slot)
         threading.Thread(target=read.end).start()
         return read

@@ -22,7 +22,7 @@ class SlowReader:
     def fetch(
         self, key: ExpertKey, slot: torch.Tensor, priority: Priority, on_done: OnDone
     ) -> Read:
-        read = Read([lambda: len(slot)], priority, on_done)
+        read = Read(priority, on_done)
         self.waiting[key] = (read, slot)
         self.asked.append((key, priority))
         return read
