@@ -9,6 +9,7 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, print_json, print_table
+from moe_runtime.cli.strict import StrictCommand
 
 if TYPE_CHECKING:
     from moe_runtime.kernels.grouped_gemm.tuner import Measured
@@ -41,7 +42,7 @@ Table = Annotated[
 def bench_app() -> typer.Typer:
     """The group of commands."""
     app = typer.Typer(help="Measure parts of the runtime on this machine.", no_args_is_help=True)
-    app.command()(kernels)
+    app.command(cls=StrictCommand)(kernels)
     app.callback()(lambda: None)
     return app
 

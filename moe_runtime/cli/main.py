@@ -24,6 +24,7 @@ from moe_runtime.cli.replay import replay
 from moe_runtime.cli.report import report
 from moe_runtime.cli.run import run
 from moe_runtime.cli.simulate import simulate
+from moe_runtime.cli.strict import StrictCommand
 from moe_runtime.cli.train import train
 from moe_runtime.errors import MoERuntimeError
 
@@ -84,15 +85,15 @@ def build_app() -> typer.Typer:
         rich_markup_mode="rich",
     )
     app.callback(invoke_without_command=True)(_first_screen)
-    app.command()(run)
-    app.command()(inspect)
-    app.command()(doctor)
-    app.command()(replay)
-    app.command()(report)
-    app.command()(place)
-    app.command()(simulate)
-    app.command()(train)
-    app.command()(finetune)
+    app.command(cls=StrictCommand)(run)
+    app.command(cls=StrictCommand)(inspect)
+    app.command(cls=StrictCommand)(doctor)
+    app.command(cls=StrictCommand)(replay)
+    app.command(cls=StrictCommand)(report)
+    app.command(cls=StrictCommand)(place)
+    app.command(cls=StrictCommand)(simulate)
+    app.command(cls=StrictCommand)(train)
+    app.command(cls=StrictCommand)(finetune)
     app.add_typer(predictor_app(), name="predictor")
     app.add_typer(bench_app(), name="bench")
     return app

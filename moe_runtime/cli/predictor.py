@@ -7,6 +7,7 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, print_json, print_rows, print_table
+from moe_runtime.cli.strict import StrictCommand
 from moe_runtime.config import nearest
 
 if TYPE_CHECKING:
@@ -49,9 +50,9 @@ def predictor_app() -> typer.Typer:
     app = typer.Typer(
         help="Train and measure predictors of the experts to come.", no_args_is_help=True
     )
-    app.command("list")(show)
-    app.command()(fit)
-    app.command()(evaluate)
+    app.command("list", cls=StrictCommand)(show)
+    app.command(cls=StrictCommand)(fit)
+    app.command(cls=StrictCommand)(evaluate)
     return app
 
 

@@ -213,3 +213,18 @@ def test_the_page_about_the_command_line_knows_every_option_of_run() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
     for option in options_of("run"):
         assert f"`{option}`" in page or option == "--help", option
+
+
+def test_an_option_that_takes_one_value_is_not_given_twice(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace = str(tmp_path / "none.npz")
+    assert main(["replay", trace, "--policy", "lru", "--policy", "sieve"]) == 2
+    err = capsys.readouterr().err
+    assert err.splitlines() == [
+        "moe-runtime: error: Invalid value for --policy: expected once, got 2 times; where several "
+        "values are meant, separate them by commas"
+    ]
+    many = ["--set", "run.steps=1", "--set", "run.steps=2", "--dry-run", "--dry-run"]
+    assert main(["train", trace, *many]) == 2
+    assert "none.npz" in capsys.readouterr().err

@@ -1,0 +1,28 @@
+"""A command that takes an option once, where one value is meant."""
+
+from collections import Counter
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+
+class StrictCommand(TyperCommand):
+    """Refuses what would be dropped without a word: of an option given twice, the first value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Reads the words of the command line.
+
+        Raises:
+            typer.BadParameter: an option that takes one value has two.
+        """
+        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        for option, times in Counter(given).items():
+            takes_many = getattr(option, "multiple", True) or getattr(option, "is_flag", False)
+            if times > 1 and option.param_type_name == "option" and not takes_many:
+                raise typer.BadParameter(
+                    f"expected once, got {times} times; where several values are meant, "
+                    "separate them by commas",
+                    param_hint=option.opts[0],
+                )
+        return super().parse_args(ctx, args)
