@@ -7,7 +7,8 @@ held-out text, and a synthetic checkpoint of a named shape (written once into `-
 tokens repeat as words do. With another eviction policy than LRU, the steps without prefetch are
 those of a second model that evicts by LRU, over the same text. Experts are read with direct I/O, so
 the budget is the cap: the page cache does not help. The mode `auto` runs last, by itself, with its
-own controller, against the blocks without prefetch right before and after.
+own controller, against the blocks without prefetch right before and after. In a last block, whose
+time counts for nothing else, every call of the eviction policy is timed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import statistics
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +63,13 @@ class Tally:
 
 
 class Decoder:
-    """A loaded model that decodes given tokens step by step and keeps the books of every mode."""
+    """A loaded model that decodes given texts step by step and keeps the books of every mode."""
 
-    def __init__(self, model: Any, tokens: list[int]) -> None:
-        self._model, self._tokens = model, tokens
+    def __init__(self, model: Any, texts: list[list[int]]) -> None:
+        self._model, self._tokens_BT = model, torch.tensor(texts)
         self._at = PROMPT_TOKENS
         with torch.inference_mode():
-            out = model(input_ids=torch.tensor([tokens[:PROMPT_TOKENS]]), use_cache=True)
+            out = model(input_ids=self._tokens_BT[:, :PROMPT_TOKENS], use_cache=True)
         self._cache = out.past_key_values
 
     def run(self, mode: PrefetchMode, steps: int, tally: Tally) -> None:
@@ -76,13 +78,10 @@ class Decoder:
         moe.prefetcher.mode = mode
         before, predict_s = moe.stats(), moe.prefetcher.stats().predict_s
         with torch.inference_mode():
-            for token in self._tokens[self._at : self._at + steps]:
+            for at in range(self._at, self._at + steps):
+                token_B1 = self._tokens_BT[:, at : at + 1].contiguous()
                 start_s = time.perf_counter()
-                out = self._model(
-                    input_ids=torch.tensor([[token]]),
-                    past_key_values=self._cache,
-                    use_cache=True,
-                )
+                out = self._model(input_ids=token_B1, past_key_values=self._cache, use_cache=True)
                 self._cache = out.past_key_values
                 tally.step_s.append(time.perf_counter() - start_s)
         self._at += steps
@@ -90,6 +89,49 @@ class Decoder:
         tally.stall_s += after.stall_s - before.stall_s
         tally.bytes_read += after.bytes_read - before.bytes_read
         tally.predict_s += moe.prefetcher.stats().predict_s - predict_s
+
+
+class TimedPolicy:
+    """An eviction policy whose calls are timed, its watchers' too."""
+
+    def __init__(self, policy: Any) -> None:
+        self._policy = policy
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._policy, name)
+        if name == "watcher" and value:
+            return _TimedCalls(value, self)
+        return self.timed(value) if callable(value) else value
+
+    def __len__(self) -> int:
+        return len(self._policy)
+
+    def timed(self, function: Any) -> Any:
+        """The function, whose seconds are added up."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start_s = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - start_s
+
+        return call
+
+
+class _TimedCalls:
+    def __init__(self, of: Any, timed: TimedPolicy) -> None:
+        self.observe, self.finish = timed.timed(of.observe), timed.timed(of.finish)
+
+
+def policy_share(decoder: Decoder, store: Any, steps: int) -> float:
+    """Decodes without prefetch; returns the share of the time that went to the policy."""
+    tally, policy = Tally(), store._policy
+    timed = store._policy = TimedPolicy(policy)
+    decoder.run(PrefetchMode.OFF, steps, tally)
+    store._policy = policy
+    return round(timed.seconds / sum(tally.step_s), 4)
 
 
 def main() -> None:
@@ -107,10 +149,11 @@ def main() -> None:
 
 def measure(name: str, folder: Path, share: float, arguments: argparse.Namespace) -> dict[str, Any]:
     """Decodes with a share of the experts in memory, in all modes; returns the comparison."""
-    blocks = 4 * arguments.rounds + 3
+    blocks, num_texts = 4 * arguments.rounds + 4, arguments.sequences
     num_tokens = PROMPT_TOKENS + WARMUP_STEPS + blocks * arguments.block
-    tokens = pocket_tokens(num_tokens) if name == POCKET else zipf_tokens(name, num_tokens)
-    summary = inspect_checkpoint(folder, max_tokens=num_tokens)
+    make = pocket_tokens if name == POCKET else partial(zipf_tokens, name)
+    texts = np.reshape(make(num_texts * num_tokens), (num_texts, num_tokens)).tolist()
+    summary = inspect_checkpoint(folder, max_tokens=num_texts * num_tokens)
     slots = round(share * summary.total_experts)
     floor = summary.slots_for(summary.smallest_budget_bytes)
     budget = summary.smallest_budget_bytes + max(0, slots - floor) * summary.slot_bytes
@@ -120,7 +163,7 @@ def measure(name: str, folder: Path, share: float, arguments: argparse.Namespace
             folder,
             device="cpu",
             host_memory=budget,
-            max_tokens=num_tokens,
+            max_tokens=num_texts * num_tokens,
             policy=policy,
             prefetch="auto",
             predictor=arguments.predictor,
@@ -130,8 +173,8 @@ def measure(name: str, folder: Path, share: float, arguments: argparse.Namespace
     plain = model if arguments.policy == LRU else load(LRU)
     off, on, auto, beside = Tally(), Tally(), Tally(), Tally()
     with plain.moe, model.moe:
-        decoder = Decoder(model, tokens)
-        without = decoder if plain is model else Decoder(plain, tokens)
+        decoder = Decoder(model, texts)
+        without = decoder if plain is model else Decoder(plain, texts)
         for each in {id(decoder): decoder, id(without): without}.values():
             each.run(PrefetchMode.OFF, WARMUP_STEPS, Tally())
         for _ in range(arguments.rounds):
@@ -148,10 +191,12 @@ def measure(name: str, folder: Path, share: float, arguments: argparse.Namespace
         decoder.run(PrefetchMode.AUTO, 2 * arguments.block, auto)
         verdict = model.moe.prefetcher.describe()
         without.run(PrefetchMode.OFF, half, beside)
+        share_of_policy = policy_share(decoder, model.moe._store, arguments.block)
         model.moe.check()
         slots = model.moe.stats().expert_slots
     return {
         "model": name,
+        "sequences": num_texts,
         "share_of_experts": share,
         "slots": slots,
         "policy": model.moe.facts.choice.policy,
@@ -159,6 +204,7 @@ def measure(name: str, folder: Path, share: float, arguments: argparse.Namespace
         "off": off.summary(),
         "enforce": on.summary(),
         "auto": {**auto.summary(), "verdict": verdict},
+        "policy_share": share_of_policy,
         "decode_ratio": _ratio(statistics.median(off.step_s), statistics.median(on.step_s)),
         "stall_ratio": _ratio(on.stall_s, off.stall_s),
         "traffic_ratio": _ratio(on.bytes_read, off.bytes_read),
@@ -207,10 +253,11 @@ def _print(row: dict[str, Any]) -> None:
         return "-" if value is None else f"{value:.2f}"
 
     print(
-        f"{row['model']:>12} {row['share_of_experts']:>5.0%}: enforce decodes "
+        f"{row['model']:>12} x {row['sequences']} {row['share_of_experts']:>5.0%}: enforce decodes "
         f"{shown(row['decode_ratio'])} x, stall {shown(row['stall_ratio'])} x, traffic "
         f"{shown(row['traffic_ratio'])} x, predicting {row['enforce']['prediction_share']:.1%} "
-        f"of the time; auto {shown(row['auto_decode_ratio'])} x ({row['auto']['verdict']})",
+        f"and the policy {row['policy_share']:.1%} of the time; auto "
+        f"{shown(row['auto_decode_ratio'])} x ({row['auto']['verdict']})",
         flush=True,
     )
 
@@ -240,6 +287,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shares", nargs="+", type=float, default=[0.25, 0.5, 0.75])
     parser.add_argument("--policy", default=LRU, help="as for `run --policy`")
     parser.add_argument("--predictor", default="auto", help="as for `run --predictor`")
+    parser.add_argument("--sequences", type=int, default=1, help="decoded side by side")
     parser.add_argument("--block", type=int, default=32, help="steps of a block")
     parser.add_argument("--rounds", type=int, default=3, help="times off, on, on, off")
     parser.add_argument("--quick", action="store_true", help="one round, half of the experts")
