@@ -333,17 +333,16 @@ class Prefetcher:
         """A step begins: its layers are numbered from 0, the last step's below that."""
         if not self._reads:
             self._last_look = None
-        elif self._last_look is None:
-            self._last_look = _Look(0, now_s, self._guesses.link())
-        else:
+            return
+        if self._last_look is not None:
             self._last_look.layer -= self._num_layers
-            if not self._admission.room:
-                self._account(0, now_s)
+        self._account(0, now_s)
 
     def _account(self, now: int, now_s: float) -> None:
         """Credits the time that demands left of the link since it was last asked for.
 
-        That takes longer than most of what a layer asks, so it is done when credit is short.
+        That takes longer than most of what a layer asks, so it is done as a step begins, and within
+        it when credit is short.
         """
         last, link, now = self._last_look, self._guesses.link(), max(now, 0)
         if last is not None:
@@ -352,6 +351,5 @@ class Prefetcher:
             self._admission.idle(max(idle_s, 0.0), link.transfer_s, layers=layers)
             missing = link.num_missing - last.link.num_missing
             stall_s = link.stall_s - last.link.stall_s
-            waited = {layer % self._num_layers for layer in range(last.layer, now)}
-            self._admission.waited(waited, missing, stall_s)
+            self._admission.waited(range(last.layer, now), missing, stall_s)
         self._last_look = _Look(now, now_s, link)

@@ -119,7 +119,7 @@ class Admission:
         judged.clear()
 
     def waited(self, layers: Iterable[int], num_missing: int, stall_s: float) -> None:
-        """Layers had to wait so long, together, for so many experts."""
+        """Layers had to wait so long, together, for so many experts; -1 is the last one."""
         self._earn(self.rules.waste * num_missing)
         if num_missing:
             new_s = stall_s / num_missing
