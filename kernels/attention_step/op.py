@@ -95,7 +95,7 @@ def _problem(
     """What is wrong with the arguments, or None."""
     if x.ndim != 2 or x.shape[1] != weights.qkv.shape[1]:
         return f"x must be [B, {weights.qkv.shape[1]}], got {list(x.shape)}"
-    batch, length = len(x), key.shape[-2] if key.ndim == 4 else 0
+    batch, length = x.shape[0], key.shape[-2] if key.ndim == 4 else 0
     heads = weights.num_key_heads
     if (
         length == 0
@@ -113,7 +113,7 @@ def _problem(
             f"cos and sin must be [B, R] with R even and at most {weights.key_dim}, got "
             f"{list(cos.shape)} and {list(sin.shape)}"
         )
-    if len(cos) not in (1, batch):
+    if cos.shape[0] not in (1, batch):
         return f"cos and sin must be of 1 or {batch} sequences, got {len(cos)}"
     if mask is not None and (mask.shape != (batch, length) or mask.dtype != torch.float32):
         return f"mask must be fp32 [{batch}, {length}], got {mask.dtype} {list(mask.shape)}"
@@ -132,7 +132,7 @@ def _native_problem(
             return f"it needs CPU tensors of {dtype}, got {tensor.dtype} on {tensor.device}"
     if not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()):
         return "it needs x, cos and sin without gaps"
-    if not 0 < len(x) <= ROWS_PER_CALL:
+    if not 0 < x.shape[0] <= ROWS_PER_CALL:
         return f"it takes 1 to {ROWS_PER_CALL} sequences, got {len(x)}"
     if key.shape[-1] > MAX_COLUMNS:
         return f"keys have at most {MAX_COLUMNS} elements, got {key.shape[-1]}"
@@ -155,21 +155,21 @@ def _run_native(
     value: Tensor,
     mask: Tensor | None,
 ) -> Tensor:
-    batch, size = len(x), x.element_size()
+    batch, size = x.shape[0], x.element_size()
     key_strides, value_strides = key.stride(), value.stride()
     mask = None if mask is None else mask.contiguous()
     # a row of queries, keys and values; queries normalised, and turned; mixed values
     scratch = x.new_empty(
-        batch * (len(weights.qkv) + 2 * weights.num_queries + weights.output.shape[1])
+        batch * (weights.qkv.shape[0] + 2 * weights.num_queries + weights.output.shape[1])
     )
-    out = x.new_empty((batch, len(weights.output)))
+    out = x.new_empty((batch, weights.output.shape[0]))
     status = library.attention_step(
         weights.record,
         x.data_ptr(),
         batch,
         cos.data_ptr(),
         sin.data_ptr(),
-        0 if len(cos) == 1 else cos.shape[1] * size,
+        0 if cos.shape[0] == 1 else cos.shape[1] * size,
         cos.shape[1],
         key.data_ptr(),
         key_strides[0] * size,

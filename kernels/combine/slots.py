@@ -45,7 +45,7 @@ def combine_slots(y_RD: Tensor, weights_TK: Tensor, *, impl: Impl = "auto") -> T
         ValueError: Shapes do not fit, `impl` is unknown, or `impl="native"` cannot take the input.
         NativeUnavailableError: `impl="native"` and the library was not built.
     """
-    if weights_TK.ndim != 2 or y_RD.ndim != 2 or len(y_RD) != weights_TK.numel():
+    if weights_TK.ndim != 2 or y_RD.ndim != 2 or y_RD.shape[0] != weights_TK.numel():
         raise ValueError(
             f"expected y [T * K, D] and weights [T, K], got {list(y_RD.shape)} and "
             f"{list(weights_TK.shape)}"

@@ -37,6 +37,7 @@ class NativeLookAhead:
         gates_DL: Sequence[Sequence[GateRanking]],
         *,
         num_experts: int,
+        top_k: int,
         dtype: torch.dtype,
         prior: float,
         remembered: float,
@@ -48,6 +49,7 @@ class NativeLookAhead:
         Args:
             gates_DL: whom to ask about a layer, by distance and layer.
             num_experts: experts of a layer.
+            top_k: experts that a token visits in a layer.
             dtype: of the hidden states.
             prior: lists of all layers together that weigh as much as one of the layer's own.
             remembered: weight that a list keeps with each further one of its layer.
@@ -75,22 +77,26 @@ class NativeLookAhead:
             np.zeros(lists, np.int64),
             np.zeros(3, np.int64),
         )
+        self.experts = (ctypes.c_int64 * (num_distances * num_experts))()
+        self.chances = (ctypes.c_double * (num_distances * num_experts))()
         self._joined = b"".join(record for record in records if record is not None)
         head = (len(self._joined) // len(records), num_layers, num_distances, MOST_TOKENS)
         self._gate_bytes = ctypes.create_string_buffer(self._joined, len(self._joined))
         self._state = struct.pack(
-            f"{_ADDRESS}6q3d7{_ADDRESS}",
+            f"{_ADDRESS}8q3d9{_ADDRESS}",
             ctypes.addressof(self._gate_bytes),
             *head,
             num_ranks,
             num_experts,
+            top_k,
+            gates_DL[0][0].dim * dtype.itemsize,
             prior,
             remembered,
             least_chance,
             *(array.ctypes.data for array in self._arrays),
+            ctypes.addressof(self.experts),
+            ctypes.addressof(self.chances),
         )
-        self.experts = (ctypes.c_int64 * (num_distances * num_experts))()
-        self.chances = (ctypes.c_double * (num_distances * num_experts))()
         self._look, self._forget = library.look_ahead, library.look_ahead_anew
 
     def begin_step(self) -> None:
@@ -109,17 +115,8 @@ class NativeLookAhead:
         Returns:
             How many experts are named in ``experts``.
         """
-        return self._look(
-            self._state,
-            layer,
-            ids_TK.data_ptr(),
-            *ids_TK.shape,
-            hidden_TD.data_ptr(),
-            hidden_TD.stride(0) * hidden_TD.element_size(),
-            horizon,
-            self.experts,
-            self.chances,
-        )
+        ids, hidden = ids_TK.data_ptr(), hidden_TD.data_ptr()
+        return self._look(self._state, layer, ids, ids_TK.shape[0], hidden, horizon)
 
     def take_counts(self) -> tuple[int, int, int]:
         """Experts visited, guessed, and guessed rightly one layer ahead since the last call."""

@@ -21,6 +21,9 @@ class GateRanking:
     One row on the CPU is one native call: in torch a product, a conversion and a sort of a few
     dozen numbers take longer than the arithmetic. Logits are sums in fp32 in another order than
     torch's, so experts whose logits all but agree may change places.
+
+    Attributes:
+        dim: D, of the hidden states that it takes.
     """
 
     def __init__(self, weight_ED: Tensor, bias_E: Tensor | None, num_ranks: int) -> None:
@@ -43,6 +46,7 @@ class GateRanking:
         self._weight = weight_ED
         self._bias = None if bias_E is None else bias_E.float().contiguous()
         self._num_ranks = num_ranks
+        self.dim = weight_ED.shape[1]
         self._ranked = (ctypes.c_int64 * num_ranks)()
         self._records = self._make_records()
 

@@ -107,14 +107,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     ),
     # hidden, gate, ranked
     "moe_rank_experts": (_INT, [_POINTER, _POINTER, _POINTER]),
-    # state, layer, ids, num_tokens, top_k, hidden, hidden_bytes, horizon, experts, chances
-    "moe_look_ahead": (
-        _INT64,
-        [
-            *(_POINTER, _INT64, _POINTER, _INT64, _INT64, _POINTER, _INT64, _INT64),
-            *(_POINTER, _POINTER),
-        ],
-    ),
+    # state, layer, ids, num_tokens, hidden, horizon
+    "moe_look_ahead": (_INT64, [_POINTER, _INT64, _POINTER, _INT64, _POINTER, _INT64]),
     "moe_look_ahead_anew": (None, [_POINTER]),
     "moe_reads_open": (_POINTER, [_INT]),
     "moe_reads_close": (None, [_POINTER]),

@@ -13,7 +13,7 @@ enum { MOST_EXPERTS = 1024 };
 typedef struct {
     const char *gates; /* [D * L] records of rank.c, each gate_bytes long */
     int64_t gate_bytes;
-    int64_t num_layers, num_distances, most_tokens, num_ranks, num_experts;
+    int64_t num_layers, num_distances, most_tokens, num_ranks, num_experts, top_k, hidden_bytes;
     double prior, remembered, least; /* weights of RankRecord, and the least probability that is told */
     double *right;                   /* [D, L, R] */
     double *lists;                   /* [D, L] */
@@ -22,17 +22,19 @@ typedef struct {
     int64_t *made;                   /* [D, L, most_tokens, R] what was ranked */
     int64_t *num_made;               /* [D, L] for how many tokens; 0 where nothing was */
     int64_t *counts;                 /* [3] experts visited, guessed, found: of the guesses one layer ahead */
+    int64_t *experts;                /* [D * num_experts] what is told: layer * num_experts + expert */
+    double *chances;                 /* [D * num_experts] and how probable it is */
 } LookAhead;
 
 static int64_t *made_at(const LookAhead *state, int64_t at) { return state->made + at * state->most_tokens * state->num_ranks; }
 
 /* Takes note of which experts of one token's list were visited, rank by rank. */
-static void judge(LookAhead *state, int64_t distance, int64_t at, const int64_t *made, const int64_t *ids, int64_t top_k) {
+static void judge(LookAhead *state, int64_t distance, int64_t at, const int64_t *made, const int64_t *ids) {
     const int64_t ranks = state->num_ranks;
     double *own = state->right + at * ranks, *every = state->every + distance * ranks;
     for (int64_t rank = 0; rank < ranks; rank++) {
         int is_visited = 0;
-        for (int64_t i = 0; i < top_k; i++) is_visited |= ids[i] == made[rank];
+        for (int64_t i = 0; i < state->top_k; i++) is_visited |= ids[i] == made[rank];
         own[rank] = own[rank] * state->remembered + is_visited;
         every[rank] = every[rank] * state->remembered + is_visited;
     }
@@ -100,24 +102,24 @@ static int64_t tell_all(const LookAhead *state, int64_t distance, int64_t at, in
     return num_told;
 }
 
-static void judge_layer(LookAhead *state, int64_t layer, const int64_t *ids, int64_t num_tokens, int64_t top_k) {
+static void judge_layer(LookAhead *state, int64_t layer, const int64_t *ids, int64_t num_tokens) {
     for (int64_t distance = 0; distance < state->num_distances; distance++) {
         const int64_t at = distance * state->num_layers + layer, *made = made_at(state, at);
         if (state->num_made[at] != num_tokens) continue;
         for (int64_t token = 0; token < num_tokens; token++)
-            judge(state, distance, at, made + token * state->num_ranks, ids + token * top_k, top_k);
-        if (distance == 0) count(state, made, num_tokens * state->num_ranks, ids, num_tokens * top_k);
+            judge(state, distance, at, made + token * state->num_ranks, ids + token * state->top_k);
+        if (distance == 0) count(state, made, num_tokens * state->num_ranks, ids, num_tokens * state->top_k);
         state->num_made[at] = 0;
     }
 }
 
-/* A layer sent tokens to these experts, each to top_k. Writes layer * num_experts + expert and the probability of every likely
- * expert of the next `horizon` layers, nearest layer first; returns how many. */
-MOE_EXPORT int64_t moe_look_ahead(void *of, int64_t layer, const int64_t *ids, int64_t num_tokens, int64_t top_k,
-                                  const char *hidden, int64_t hidden_bytes, int64_t horizon, int64_t *experts, double *chances) {
+/* A layer sent tokens to these experts, each to top_k. Tells the likely experts of the next `horizon` layers, nearest layer
+ * first; returns how many. */
+MOE_EXPORT int64_t moe_look_ahead(void *of, int64_t layer, const int64_t *ids, int64_t num_tokens, const char *hidden,
+                                  int64_t horizon) {
     LookAhead *state = of;
     const int64_t layers = state->num_layers, furthest = horizon < state->num_distances ? horizon : state->num_distances;
-    judge_layer(state, layer, ids, num_tokens, top_k);
+    judge_layer(state, layer, ids, num_tokens);
     if (num_tokens > state->most_tokens || state->num_experts > MOST_EXPERTS) return 0;
     int64_t total = 0;
     for (int64_t distance = 0; distance < furthest; distance++) {
@@ -125,11 +127,12 @@ MOE_EXPORT int64_t moe_look_ahead(void *of, int64_t layer, const int64_t *ids, i
         if (next >= layers) break;
         const char *gate = state->gates + at * state->gate_bytes;
         for (int64_t token = 0; token < num_tokens; token++)
-            if (moe_rank_experts(hidden + token * hidden_bytes, gate, made_at(state, at) + token * state->num_ranks) != STATUS_OK)
+            if (moe_rank_experts(hidden + token * state->hidden_bytes, gate, made_at(state, at) + token * state->num_ranks) != STATUS_OK)
                 return total;
         state->num_made[at] = num_tokens;
-        const int64_t told = (num_tokens == 1 ? tell_one : tell_all)(state, distance, at, experts + total, chances + total);
-        for (int64_t i = total; i < total + told; i++) experts[i] += next * state->num_experts;
+        int64_t *experts = state->experts + total;
+        const int64_t told = (num_tokens == 1 ? tell_one : tell_all)(state, distance, at, experts, state->chances + total);
+        for (int64_t i = 0; i < told; i++) experts[i] += next * state->num_experts;
         total += told;
     }
     return total;

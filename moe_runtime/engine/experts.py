@@ -144,7 +144,7 @@ class OffloadedExperts(torch.nn.Module):
         routing: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         assert self.store is not None
-        num_tokens, top_k = len(hidden_TD), len(out_RD) // len(hidden_TD)
+        num_tokens, top_k = routing[0].shape
         keys = [self._keys[expert] for expert in rows]
         streaming = num_tokens > 1 and len(keys) > self.store.share(self.layer)
         if self.observer is not None:

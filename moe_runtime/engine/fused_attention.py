@@ -107,7 +107,7 @@ class FusedAttention:
         ):
             return None
         cos, sin = position_embeddings
-        if cos.ndim != 3 or cos.shape[1] != 1 or not self._may_fuse(len(hidden_states), cos):
+        if cos.ndim != 3 or cos.shape[1] != 1 or not self._may_fuse(hidden_states.shape[0], cos):
             return None
         return self._fused(hidden_states, cos, sin, attention_mask, past_key_values)
 
@@ -146,7 +146,7 @@ class FusedAttention:
     ) -> torch.Tensor | None:
         weights = self._weights
         assert weights is not None
-        batch = len(hidden_states)
+        batch = hidden_states.shape[0]
         if mask is not None and (mask.ndim != 4 or mask.shape[:3] != (batch, 1, 1)):
             return None
         if {hidden_states.dtype, cos.dtype, sin.dtype} != {weights.dtype}:
@@ -157,8 +157,8 @@ class FusedAttention:
         out = attention_step(
             hidden_states.reshape(batch, -1),
             weights,
-            cos.reshape(len(cos), -1),
-            sin.reshape(len(sin), -1),
+            cos.reshape(cos.shape[0], -1),
+            sin.reshape(sin.shape[0], -1),
             *place,
             None if mask is None else added_mask(mask[:, 0, 0]),
         )

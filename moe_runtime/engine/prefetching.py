@@ -239,7 +239,7 @@ def attach_prefetcher(
             return
         if (
             look_ahead is not None
-            and len(ids_TK) <= MOST_TOKENS
+            and ids_TK.shape[0] <= MOST_TOKENS
             and hidden_TD.dtype is dtype
             and hidden_TD.is_contiguous()
             and ids_TK.dtype is torch.int64

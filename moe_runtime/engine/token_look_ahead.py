@@ -61,6 +61,7 @@ def make_token_look_ahead(
     native = NativeLookAhead(
         gates_DL,
         num_experts=shape.num_experts,
+        top_k=shape.top_k,
         dtype=dtype,
         prior=PRIOR,
         remembered=REMEMBERED,

@@ -41,6 +41,7 @@ def test_it_says_what_the_predictor_says(dtype: torch.dtype, least: float) -> No
     native = NativeLookAhead(
         gates,
         num_experts=SHAPE.num_experts,
+        top_k=SHAPE.top_k,
         dtype=dtype,
         prior=PRIOR,
         remembered=REMEMBERED,
@@ -91,6 +92,7 @@ def test_gates_that_only_torch_knows_are_refused() -> None:
         NativeLookAhead(
             gates,
             num_experts=SHAPE.num_experts,
+            top_k=SHAPE.top_k,
             dtype=torch.float16,
             prior=PRIOR,
             remembered=REMEMBERED,
