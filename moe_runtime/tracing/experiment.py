@@ -81,7 +81,8 @@ class Experiment:
             raise ValueError("prefetching is a matter of time; say how fast the link is")
         if self.predictor is not None and self.training is None and self.trained is None:
             raise ValueError(
-                f"predictor {self.predictor!r} needs a training trace, other than the replayed one"
+                f"predictor {self.predictor!r} needs a training trace, other than the replayed one "
+                "(--train), or the file of a trained one (`moe-runtime predictor fit`)"
             )
         if "predicted" in self.policies and self.predictor is None:
             raise ValueError("policy 'predicted' needs a predictor; name one")
