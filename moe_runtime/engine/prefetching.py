@@ -15,7 +15,7 @@ from moe_runtime.engine.share import ExpertShare, OwnGuesses
 from moe_runtime.engine.token_look_ahead import make_token_look_ahead
 from moe_runtime.engine.tracing import read_step
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.kernels.gate_ranking import MOST_TOKENS, GateRanking
+from moe_runtime.kernels.gate_ranking import GateRanking
 from moe_runtime.policies.prediction import (
     PREDICTORS,
     Estimator,
@@ -237,14 +237,7 @@ def attach_prefetcher(
     ) -> None:
         if not prefetcher.wants_layers:
             return
-        if (
-            look_ahead is not None
-            and ids_TK.shape[0] <= MOST_TOKENS
-            and hidden_TD.dtype is dtype
-            and hidden_TD.is_contiguous()
-            and ids_TK.dtype is torch.int64
-            and ids_TK.is_contiguous()
-        ):
+        if look_ahead is not None and look_ahead.takes(ids_TK, hidden_TD):
             prefetcher.tokens_routed(layer, keys, ids_TK, hidden_TD)
             return
         event = LayerRouted(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from moe_runtime.engine.share import ExpertShare
-from moe_runtime.kernels.gate_ranking import GateRanking, NativeLookAhead
+from moe_runtime.kernels.gate_ranking import MOST_TOKENS, GateRanking, NativeLookAhead
 from moe_runtime.policies.prediction import Guess, NextGate
 from moe_runtime.policies.prediction.ranks import PRIOR, REMEMBERED, believed_at_first
 from moe_runtime.types import ExpertKey
@@ -20,10 +20,16 @@ class TokenLookAhead:
     """
 
     def __init__(
-        self, estimator: NextGate, native: NativeLookAhead, share: ExpertShare | None
+        self,
+        estimator: NextGate,
+        native: NativeLookAhead,
+        share: ExpertShare | None,
+        dim: int,
+        dtype: torch.dtype,
     ) -> None:
         shape = estimator.shape
         self._native = native
+        self._top_k, self._dim, self._dtype = shape.top_k, dim, dtype
         self._is_mine = None if share is None else share.owns
         keys = [
             ExpertKey(layer, expert)
@@ -33,6 +39,18 @@ class TokenLookAhead:
         self._key = keys.__getitem__
         self.begin_step = native.begin_step
         self.take_counts = native.take_counts
+
+    def takes(self, ids_TK: torch.Tensor, hidden_TD: torch.Tensor) -> bool:
+        """Whether the machine code was made for these: how many, how wide, of which type."""
+        return (
+            ids_TK.shape[0] <= MOST_TOKENS
+            and ids_TK.shape[1] == self._top_k
+            and hidden_TD.shape[1] == self._dim
+            and hidden_TD.dtype is self._dtype
+            and hidden_TD.is_contiguous()
+            and ids_TK.dtype is torch.int64
+            and ids_TK.is_contiguous()
+        )
 
     def look(
         self, layer: int, ids_TK: torch.Tensor, hidden_TD: torch.Tensor, horizon: int
@@ -68,4 +86,4 @@ def make_token_look_ahead(
         believed=believed_at_first(estimator.num_ranks, shape.top_k),
         least_chance=least_chance,
     )
-    return TokenLookAhead(estimator, native, share)
+    return TokenLookAhead(estimator, native, share, gates_DL[0][0].dim, dtype)
