@@ -271,11 +271,13 @@ def test_bad_input_is_one_line(
     text = write_text(tmp_path)
     if change.get("data") == "blank":
         text.write_text(" \n")
-    words = [str(folder), "--context", "16", "--sequences", "2", "-o", str(tmp_path / "out")]
-    if change.get("model") == "missing":
-        words[0] = str(tmp_path / "other")
+    words = change.get("words", [])
+    if "--context" not in words:
+        words = [*words, "--context", "16"]
+    model = str(tmp_path / "other") if change.get("model") == "missing" else str(folder)
     data = str(tmp_path / "other.txt") if change.get("data") == "none" else str(text)
-    assert main(["finetune", words[0], data, *words[1:], *change.get("words", [])]) == 2
+    out = ["--sequences", "2", "-o", str(tmp_path / "out")]
+    assert main(["finetune", model, data, *out, *words]) == 2
     shown = capsys.readouterr().err
     assert "Traceback" not in shown
     (line,) = [line for line in shown.splitlines() if "error:" in line]
