@@ -6,9 +6,9 @@ times, waits, bytes and seconds of predicting are compared. Two models: the bund
 held-out text, and a synthetic checkpoint of a named shape (written once into `--data`) whose
 tokens repeat as words do. With another eviction policy than LRU, the steps without prefetch are
 those of a second model that evicts by LRU, over the same text. Experts are read with direct I/O, so
-the budget is the cap: the page cache does not help. The mode `auto` runs last, by itself, with its
-own controller, against the blocks without prefetch right before and after. In a last block, whose
-time counts for nothing else, every call of the eviction policy is timed.
+the budget is the cap: the page cache does not help. The mode `auto` runs after that, its
+trials included, in turn with blocks without prefetch. In a last block, whose time counts for
+nothing else, every call of the eviction policy is timed.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def main() -> None:
 
 def measure(name: str, folder: Path, share: float, arguments: argparse.Namespace) -> dict[str, Any]:
     """Decodes with a share of the experts in memory, in all modes; returns the comparison."""
-    blocks, num_texts = 4 * arguments.rounds + 4, arguments.sequences
+    blocks, num_texts = 8 * arguments.rounds + 1, arguments.sequences
     num_tokens = PROMPT_TOKENS + WARMUP_STEPS + blocks * arguments.block
     make = pocket_tokens if name == POCKET else partial(zipf_tokens, name)
     texts = np.reshape(make(num_texts * num_tokens), (num_texts, num_tokens)).tolist()
@@ -186,11 +186,11 @@ def measure(name: str, folder: Path, share: float, arguments: argparse.Namespace
             ):
                 (without if mode is PrefetchMode.OFF else decoder).run(mode, arguments.block, tally)
         model.moe.prefetcher.reset_stats()
-        half = arguments.block // 2
-        without.run(PrefetchMode.OFF, half, beside)
-        decoder.run(PrefetchMode.AUTO, 2 * arguments.block, auto)
+        for _ in range(2 * arguments.rounds):
+            without.run(PrefetchMode.OFF, arguments.block, beside)
+            decoder.run(PrefetchMode.AUTO, arguments.block, auto)
+        model.moe.prefetcher.mode = PrefetchMode.AUTO
         verdict = model.moe.prefetcher.describe()
-        without.run(PrefetchMode.OFF, half, beside)
         share_of_policy = policy_share(decoder, model.moe._store, arguments.block)
         model.moe.check()
         slots = model.moe.stats().expert_slots
@@ -288,8 +288,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--policy", default=LRU, help="as for `run --policy`")
     parser.add_argument("--predictor", default="auto", help="as for `run --predictor`")
     parser.add_argument("--sequences", type=int, default=1, help="decoded side by side")
-    parser.add_argument("--block", type=int, default=32, help="steps of a block")
-    parser.add_argument("--rounds", type=int, default=3, help="times off, on, on, off")
+    parser.add_argument("--block", type=int, default=12, help="steps of a block")
+    parser.add_argument("--rounds", type=int, default=4, help="times off, on, on, off")
     parser.add_argument("--quick", action="store_true", help="one round, half of the experts")
     parser.add_argument("--data", type=Path, default=HERE / "data", help="folder for checkpoints")
     parser.add_argument("--out", type=Path, help="folder or file for the results as JSON")
