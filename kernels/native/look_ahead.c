@@ -7,8 +7,6 @@
 
 #include "kernels.h"
 
-enum { MOST_EXPERTS = 1024 };
-
 /* The memory of a look-ahead as gate_ranking/look_ahead.py lays it out. L layers, D distances, N tokens, R ranks. */
 typedef struct {
     const char *gates; /* [D * L] records of rank.c, each gate_bytes long */

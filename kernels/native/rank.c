@@ -8,7 +8,7 @@
 
 #include "kernels.h"
 
-enum { LANES = 16, MOST_EXPERTS = 1024, MOST_DIMS = 16384 };
+enum { LANES = 16 };
 
 /* One gate as rank.py writes it: weight [num_experts, dim] with unit stride, bias [num_experts] or NULL, both of fp32 or bf16. */
 typedef struct {

@@ -260,16 +260,12 @@ class Prefetcher:
             hidden_TD: what its gate was given.
         """
         start_s = time.perf_counter()
-        look_ahead, admission = self._token_look_ahead, self._admission
+        look_ahead = self._token_look_ahead
         assert look_ahead is not None
         made = look_ahead.look(layer, ids_TK, hidden_TD, self._horizon)
-        urgent: list[Guess] = []
         if self._reads:
-            admission.used(layer, keys)
-            urgent = self._choose(made, layer, start_s)
-        self._predict_s += time.perf_counter() - start_s
-        if urgent:
-            self._guesses.start(urgent, dict(made), admission)
+            self._admission.used(layer, keys)
+        self._act_on(made, layer, start_s)
 
     def finish(self, sequence: int) -> None:
         """A request ended."""
@@ -293,7 +289,7 @@ class Prefetcher:
             )
 
     def _guess(self, now: int, now_s: float) -> None:
-        """Asks for the coming layers, and reads what is likely, useful, absent and affordable.
+        """Asks for the coming layers and acts on the answer.
 
         Args:
             now: the last layer that was routed.
@@ -309,9 +305,11 @@ class Prefetcher:
             self._expected[next_layer] = (
                 made if is_near else [guess for guess in made if guess[0].layer == next_layer]
             )
-        urgent: list[Guess] = []
-        if self._reads:
-            urgent = self._choose(made, now, now_s)
+        self._act_on(made, now, now_s)
+
+    def _act_on(self, made: list[Guess], now: int, now_s: float) -> None:
+        """Reads what is likely, useful, absent and affordable."""
+        urgent = self._choose(made, now, now_s) if self._reads else []
         self._predict_s += time.perf_counter() - now_s
         if urgent:  # starting a read costs what it costs when the layer demands it
             self._guesses.start(urgent, dict(made), self._admission)
