@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
+from moe_runtime.models.families import give_experts_interface
 from moe_runtime.store.safetensors_index import TensorEntry, read_checkpoint_index
 
 if TYPE_CHECKING:
@@ -80,7 +81,9 @@ def build_on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
         with ExitStack() as stack:
             for context in contexts:
                 stack.enter_context(context)
-            return model_class(checkpoint.config)
+            model = model_class(checkpoint.config)
+            give_experts_interface(model)
+            return model
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise CheckpointError(
             f"{checkpoint.folder / 'config.json'} does not describe a "

@@ -18,6 +18,7 @@ import torch
 from moe_runtime.engine.checkpoint import TORCH_DTYPES, Checkpoint
 from moe_runtime.engine.provenance import Provenance
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
+from moe_runtime.models.families import checkpoint_renamings
 from moe_runtime.store.layout import ExpertLayout, TensorRange, lay_out
 from moe_runtime.store.safetensors_index import TensorEntry
 from moe_runtime.types import ExpertKey
@@ -86,7 +87,10 @@ def map_experts(model: PreTrainedModel, checkpoint: Checkpoint) -> ExpertMap:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     experts = ExpertMap(find_experts(model))
-    experts.weight_mapping = get_model_conversion_mapping(model)
+    experts.weight_mapping = [
+        *checkpoint_renamings(model),
+        *get_model_conversion_mapping(model),
+    ]
     provenance = Provenance()
     entries = list(checkpoint.entries.values())
     converted = _convert(model, experts, entries, provenance)
@@ -96,12 +100,15 @@ def map_experts(model: PreTrainedModel, checkpoint: Checkpoint) -> ExpertMap:
             name = f"{module.name}.{parameter}"
             if name not in converted:
                 raise CheckpointError(f"{checkpoint.folder} has no tensors for {name}")
-            expected, found = module.module.get_parameter(parameter).shape, converted[name].shape
+            stacked = converted[name]
+            if getattr(module.module, "may_be_padded", False):
+                stacked = stacked[: module.num_experts]
+            expected, found = module.module.get_parameter(parameter).shape, stacked.shape
             if expected != found:
                 raise CheckpointError(
                     f"{name}: expected {tuple(expected)}, the checkpoint gives {tuple(found)}"
                 )
-            slices[parameter] = converted[name]
+            slices[parameter] = stacked
         rows = dict(expert_rows(module.module, slices))
         experts.matrices.append(tuple(name for name in MATRICES if name in rows))
         ranges = {

@@ -120,15 +120,17 @@ def find_gate(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A layer's gate: weight ``[E, D]`` and bias ``[E]``, if it has one.
 
-    A gate is the module beside the experts whose weight has a row for every expert.
+    A gate is the module beside the experts, or a part of one, whose weight has a row for every
+    expert.
 
     Raises:
         UnsupportedModelError: the layer has no such module.
     """
     gates = [
-        (weight, getattr(child, "bias", None))
+        (weight, getattr(part, "bias", None))
         for child in model.get_submodule(block_name).children()
-        if isinstance(weight := getattr(child, "weight", None), torch.Tensor)
+        for part in (child, *child.children())
+        if isinstance(weight := getattr(part, "weight", None), torch.Tensor)
         and weight.ndim == 2
         and len(weight) == shape.num_experts
     ]

@@ -25,10 +25,12 @@ class RoutingRecord:
 
     Args:
         recorders: who is told of every step.
+        num_experts: of a layer; ids from there on are choices of no expert.
     """
 
-    def __init__(self, recorders: Sequence[Recorder]) -> None:
+    def __init__(self, recorders: Sequence[Recorder], num_experts: int) -> None:
         self.recorders = list(recorders)
+        self._num_experts = num_experts
         self._open = self.recorders
 
     @property
@@ -49,8 +51,9 @@ class RoutingRecord:
                 sequences=step.sequences,
             )
 
-    def routing(self, layer: int, expert_ids: npt.ArrayLike, weights: npt.ArrayLike) -> None:
+    def routing(self, layer: int, expert_ids: np.ndarray, weights: npt.ArrayLike) -> None:
         """A layer sent the tokens of the step to experts."""
+        expert_ids = np.where(expert_ids < self._num_experts, expert_ids, -1)
         for recorder in self._open:
             recorder.routing(layer, expert_ids, weights)
 
@@ -92,7 +95,7 @@ def open_record(
         recorders.append(RecentRouting(signature))
     if not recorders:
         return None
-    record = RoutingRecord(recorders)
+    record = RoutingRecord(recorders, signature.num_experts)
 
     def begin_step(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if record.is_done:

@@ -23,6 +23,8 @@ import moe_runtime
 # order one leave an error near 1e-6 of the largest logit; a wrong weight anywhere leaves 1e-2.
 MAX_RELATIVE_ERROR = 1e-5
 
+ALL = [*moe_families.FAMILIES, *moe_families.ADAPTED]
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -100,21 +102,21 @@ def experts_shape(module: torch.nn.Module) -> tuple[int, int]:
     return stacked.shape[0], stacked.shape[1 if module.is_transposed else 2]
 
 
-@pytest.mark.parametrize("family", moe_families.FAMILIES, ids=str)
+@pytest.mark.parametrize("family", ALL, ids=str)
 def test_logits_equal_transformers(family: Family, tmp_path: Path) -> None:
     sample = make_sample(family, tmp_path)
     for layout in sample.layouts:
         assert_same_logits(layout, family, sample)
 
 
-@pytest.mark.parametrize("family", moe_families.FAMILIES, ids=str)
+@pytest.mark.parametrize("family", ALL, ids=str)
 def test_sample_can_tell_a_wrong_expert(family: Family) -> None:
     """Swapping two experts moves the logits by far more than the tolerance."""
     model = tiny_checkpoints.tiny_model(family)
     before = tiny_checkpoints.prompt_and_step_logits(model, family)
-    modules = tiny_checkpoints.experts_modules(model)
+    modules = tiny_checkpoints.stacked_experts(model)
     assert modules
-    for module in modules.values():
+    for module in modules:
         for parameter in module.parameters(recurse=False):
             parameter.data = parameter.data.roll(1, dims=0)
     after = tiny_checkpoints.prompt_and_step_logits(model, family)

@@ -260,20 +260,9 @@ FAMILIES = of_installed_version(
     ]
 )
 
-# Families that have routed experts but do not build them with the experts interface: the runtime
-# has no adapter for them and must say so.
-UNSUPPORTED = of_installed_version(
+# Families without the experts interface that the runtime has an adapter for.
+ADAPTED = of_installed_version(
     [
-        Family(
-            "dbrx",
-            "DbrxForCausalLM",
-            {
-                "n_layers": 2,
-                "n_heads": 4,
-                "attn_config": {"rope_theta": 10000.0},
-                "ffn_config": {"ffn_hidden_size": 24},
-            },
-        ),
         Family("jetmoe", "JetMoeForCausalLM", {"kv_channels": 8}),
         Family(
             "llama4", "Llama4ForCausalLM", {"intermediate_size_mlp": 48, "num_experts_per_tok": 1}
@@ -299,6 +288,23 @@ UNSUPPORTED = of_installed_version(
                 "expert_ffn_hidden_size": 24,
                 "zero_expert_num": 2,
                 **ALL_HEADS,
+            },
+        ),
+    ]
+)
+
+# Families that have routed experts but do not build them with the experts interface: the runtime
+# has no adapter for them and must say so.
+UNSUPPORTED = of_installed_version(
+    [
+        Family(
+            "dbrx",
+            "DbrxForCausalLM",
+            {
+                "n_layers": 2,
+                "n_heads": 4,
+                "attn_config": {"rope_theta": 10000.0},
+                "ffn_config": {"ffn_hidden_size": 24},
             },
         ),
         Family(

@@ -94,6 +94,16 @@ def experts_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     }
 
 
+def stacked_experts(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules that hold feed-forward experts, with the interface or without it."""
+    return [
+        module
+        for name, module in model.named_modules()
+        if hasattr(module, "is_concatenated")
+        or (type(module).__name__.endswith("Experts") and "attention" not in name)
+    ]
+
+
 @torch.no_grad()
 def prompt_and_step_logits(model: PreTrainedModel, family: Family) -> list[torch.Tensor]:
     """Logits for a prompt of eleven tokens, then for one more token with the prompt's cache."""
