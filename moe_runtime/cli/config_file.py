@@ -2,6 +2,7 @@
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -25,14 +26,32 @@ def apply_config(ctx: typer.Context, path: Path | None) -> Path | None:
         raise ValueError(f"{path}: not a TOML file: {error}") from None
     values = {key.replace("-", "_"): value for key, value in entries.items()}
     known = {
-        param.opts[0].removeprefix("--").replace("-", "_"): param.name
+        param.opts[0].removeprefix("--").replace("-", "_"): param
         for param in ctx.command.params
         if param.opts[0].startswith("--") and param.name not in ("config", "help")
     }
+    defaults = {}
     for key, value in values.items():
         if key not in known:
             raise ValueError(f"{path}: unknown key {key!r}; {nearest(key, known)}")
-        if isinstance(value, dict | list):
-            raise ValueError(f"{path}: {key} must be a single value, got {value!r}")
-    ctx.default_map = {known[key]: value for key, value in values.items()}
+        defaults[known[key].name] = _as_given(known[key], value, f"{path}: {key}")
+    ctx.default_map = defaults
     return path
+
+
+def _as_given(option: Any, value: object, name: str) -> bool | str | list[str]:
+    """A value of the file as the words of a command line would give it.
+
+    Raises:
+        ValueError: it is none that the option can have.
+    """
+    if getattr(option, "is_flag", False):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, got {value!r}")
+        return value
+    values = value if isinstance(value, list) and getattr(option, "multiple", False) else [value]
+    if any(isinstance(one, dict | list | bool) for one in values):
+        raise ValueError(f"{name} must be a single value, got {value!r}")
+    # As text, so that 3.5 is as little a whole number as on the command line.
+    words = [str(one) for one in values]
+    return words if getattr(option, "multiple", False) else words[0]

@@ -22,6 +22,7 @@ from moe_runtime.cli.step_speed import (
     warn_of_slow_disk,
     warn_where_much_moves,
 )
+from moe_runtime.cli.strict import refuse_given
 from moe_runtime.cli.train import offload_row, outcome_rows, take_steps
 from moe_runtime.config import format_bytes, parse_budget
 
@@ -161,7 +162,7 @@ def finetune(
             "micro_batches": micro_batches,
         },
         "optimizer": {
-            "peak_rate": rate or (1e-7 if zeroth_order else 1e-5),
+            "peak_rate": (1e-7 if zeroth_order else 1e-5) if rate is None else rate,
             "warmup_steps": warmup,
             **({"weight_decay": 0.0} if zeroth_order else {}),
         },
@@ -177,6 +178,8 @@ def finetune(
     if lora is not None:
         places = [place.strip() for place in lora_on.split(",")]
         tree["lora"] = {"rank": lora, "places": places}
+    else:
+        refuse_given(ctx, ("lora_on",), "says where adapters are; give --lora RANK too")
     quiet_transformers(session)
     preparation = _prepare(build_tree(FinetuneConfig, tree), has_steps=steps is not None)
     if dry_run:

@@ -56,10 +56,12 @@ def main(args: Sequence[str] | None = None) -> int:
     Args:
         args: the words after the program's name; those of the process when omitted.
     """
-    session = Session()
+    words = sys.argv[1:] if args is None else list(args)
+    # Errors in the words themselves come before any command has read its options.
+    session = Session(as_json="--json" in words)
     try:
         code = build_app()(
-            args=None if args is None else list(args),
+            args=words,
             prog_name="moe-runtime",
             standalone_mode=False,
             obj=session,

@@ -7,7 +7,7 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, print_json, print_rows, print_table
-from moe_runtime.cli.strict import StrictCommand
+from moe_runtime.cli.strict import StrictCommand, refuse_given
 from moe_runtime.config import nearest
 
 if TYPE_CHECKING:
@@ -195,6 +195,7 @@ def _read_text(
     for name in names:
         check_trainable(name, from_text=model is not None)
     if model is None or text is None:
+        refuse_given(ctx, ("host_memory",), "is for the model that reads --text; give --model too")
         return None
     from moe_runtime.cli.hidden_routing import read_text
 

@@ -7,6 +7,7 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, loading_bar, print_json, print_table
+from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import format_bytes, parse_bytes
 from moe_runtime.errors import CheckpointError
 
@@ -106,7 +107,8 @@ def replay(
     if shares not in ("even", "adaptive"):
         raise ValueError(f"--shares must be even or adaptive, got {shares!r}")
     if bandwidth is None:
-        _refuse_times(ctx)
+        times = ("latency", "expert_size", "layer_time", "known_ahead", "expert_time")
+        refuse_given(ctx, times, "is about modelled time; give --bandwidth too")
     machine = _machine(bandwidth, latency, expert_size, layer_time, known_ahead, expert_time)
     all_names = [name for name in POLICIES if name != "predicted" or predictor is not None]
     names = all_names if policy == "all" else [name.strip() for name in policy.split(",")]
@@ -164,20 +166,6 @@ def parse_shares(text: str) -> list[float]:
             ) from None
         shares.append(value / 100 if part.strip().endswith("%") else value)
     return shares
-
-
-def _refuse_times(ctx: typer.Context) -> None:
-    """Options about time say nothing where no time is modelled.
-
-    Raises:
-        ValueError: one of them was given.
-    """
-    for name in ("latency", "expert_size", "layer_time", "known_ahead", "expert_time"):
-        source = ctx.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            raise ValueError(
-                f"--{name.replace('_', '-')} is about modelled time; give --bandwidth too"
-            )
 
 
 def _machine(

@@ -7,6 +7,7 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, loading_bar, print_json, print_rows
+from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import parse_bytes
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 
@@ -41,6 +42,17 @@ MaxAccesses = Annotated[
     int, typer.Option(min=1, help="Replay the last so many experts asked for, of a long trace.")
 ]
 
+_OF_TRACES = (
+    "policy",
+    "predictor",
+    "capacity",
+    "bandwidth",
+    "expert_size",
+    "max_accesses",
+    "num_experts",
+)
+"""Parameters that the page of a run has no use for."""
+
 
 def report(
     ctx: typer.Context,
@@ -73,6 +85,7 @@ def report(
     from moe_runtime.reporting.page import write_page, write_plots
 
     if source.suffix == ".json":
+        refuse_given(ctx, _OF_TRACES, f"is about traces, and {source} holds statistics of a run")
         page = _page_of_run(source)
     else:
         page = _page_of_trace(

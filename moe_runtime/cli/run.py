@@ -89,6 +89,7 @@ def run(
                 host_memory=host_memory,
                 device_memory=device_memory,
                 policy=policy,
+                shares=shares,
                 prefetch=prefetch,
                 predictor=predictor,
                 trace=trace,

@@ -1,6 +1,7 @@
 """A command that takes an option once, where one value is meant."""
 
 from collections import Counter
+from collections.abc import Container
 from typing import Any
 
 import typer
@@ -26,3 +27,21 @@ class StrictCommand(TyperCommand):
                     param_hint=option.opts[0],
                 )
         return super().parse_args(ctx, args)
+
+
+def refuse_given(ctx: typer.Context, names: Container[str], why: str) -> None:
+    """Refuses options that would have no effect.
+
+    Args:
+        ctx: of the command.
+        names: the command's parameters.
+        why: goes on after the option's name.
+
+    Raises:
+        ValueError: one was given, on the command line or in a configuration file.
+    """
+    for param in ctx.command.params:
+        source = ctx.get_parameter_source(param.name or "")
+        is_given = source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP")
+        if param.name in names and is_given:
+            raise ValueError(f"{param.opts[0]} {why}")

@@ -79,25 +79,6 @@ def test_json_is_one_object_with_the_promised_keys(
     assert err == ""
 
 
-def test_every_option_reaches_the_runtime(checkpoint: Path, fake_load: Any, tmp_path: Path) -> None:
-    options = {
-        "--host-memory": "7GiB",
-        "--device-memory": "0.5",
-        "--policy": "other",
-        "--device": "cpu",
-        "--dtype": "float32",
-        "--max-tokens": "99",
-        "--trace": str(tmp_path / "trace.npz"),
-        "--timeline": str(tmp_path / "t.json"),
-    }
-    words = [word for pair in options.items() for word in pair]
-    assert run(checkpoint, "-n", "1", *words) == 0
-    given = {name.removeprefix("--").replace("-", "_"): value for name, value in options.items()}
-    given |= {"max_tokens": 99, "trace": tmp_path / "trace.npz", "path": str(checkpoint)}
-    given |= {"timeline": tmp_path / "t.json"}
-    assert {name: fake_load.options[name] for name in given} == given
-
-
 def test_room_is_what_prompt_and_new_tokens_need(checkpoint: Path, fake_load: Any) -> None:
     from transformers import AutoTokenizer
 

@@ -1,0 +1,209 @@
+"""Every option of every command arrives; what would have no effect is refused."""
+
+import ast
+import inspect
+import json
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from synthetic_routes import make_routes
+from traces import trace_of
+from typer.main import get_command
+
+from moe_runtime.cli.main import build_app, main
+from moe_runtime.engine.generation import GenerationResult, generate_text
+from moe_runtime.engine.loading import load
+from moe_runtime.policies.prediction import Shape
+from moe_runtime.tracing import write_trace
+
+CLI = Path(inspect.getfile(main)).parent
+# Read by a callback of its own before the command begins: `apply_config`.
+BEFORE_THE_COMMAND = {"config"}
+
+
+def commands(group: Any = None, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every command of the program with its name, those of groups too."""
+    group = get_command(build_app()) if group is None else group
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{prefix}{name} ")
+        else:
+            yield prefix + name, command
+
+
+COMMANDS = dict(commands())
+
+
+def unread(function: ast.FunctionDef) -> set[str]:
+    """Parameters whose value a function never looks at."""
+    arguments = function.args
+    names = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+    reads = (node for node in ast.walk(function) if isinstance(node, ast.Name))
+    return names - {node.id for node in reads if isinstance(node.ctx, ast.Load)}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_reads_every_option(name: str) -> None:
+    function = inspect.unwrap(COMMANDS[name].callback)
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    assert isinstance(tree, ast.FunctionDef)
+    assert {param.name for param in COMMANDS[name].params} >= unread(tree) - {"ctx"}
+    assert unread(tree) <= BEFORE_THE_COMMAND
+
+
+def test_no_helper_of_the_commands_drops_what_it_is_given() -> None:
+    """What a command hands on may be lost a call further down."""
+    fixed_by_others = {"number", "frame", "ctx", "self"}
+    dropped = {}
+    for file in sorted(CLI.glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                lost = {n for n in unread(node) if not n.startswith("_")} - fixed_by_others
+                if lost - BEFORE_THE_COMMAND:
+                    dropped[f"{file.name}: {node.name}"] = lost
+    assert dropped == {}
+
+
+def parameters(function: Callable[..., Any]) -> set[str]:
+    return set(inspect.signature(function).parameters)
+
+
+def distinctive(name: str, kind: Any, folder: Path) -> tuple[str, Any]:
+    """A value of an option that is not its default: as a word, and as it must arrive."""
+    words = {"host_memory": "7GiB", "device_memory": "5GiB", "device": "cpu", "dtype": "float32"}
+    kinds = set(get_args(kind)) or {kind}
+    if int in kinds:
+        return "237", 237
+    if float in kinds:
+        return "0.375", 0.375
+    if Path in kinds:
+        file = folder / f"{name}.npz"
+        return str(file), file
+    word = words.get(name, f"an-odd-{name}")
+    return word, word
+
+
+def test_every_option_of_run_arrives_where_its_name_is_a_parameter(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, fake_load: Any, tmp_path: Path
+) -> None:
+    """By the signatures: a new option is a parameter of `load`, of `generate_text`, or named here."""
+    of_the_command = {"model", "prompt", "prompt_file", "as_json", "debug", "config"}
+    flags, valued = {"chat"}, {}
+    kinds = get_type_hints(inspect.unwrap(COMMANDS["run"].callback))
+    for param in COMMANDS["run"].params:
+        if param.name not in of_the_command | flags | {"help"}:
+            value = distinctive(param.name, kinds[param.name], tmp_path)
+            valued[param.name] = (param.opts[0], *value)
+    nowhere = valued.keys() - parameters(load) - parameters(generate_text)
+    assert nowhere == set()
+
+    told: dict[str, Any] = {}
+
+    def record(*_: Any, **options: Any) -> GenerationResult:
+        told.update(options)
+        return GenerationResult(
+            text="x",
+            token_ids=(1,),
+            prompt_tokens=1,
+            new_tokens=1,
+            ttft_s=None,
+            decode_tokens_per_s=None,
+            finish_reason="length",
+        )
+
+    monkeypatch.setattr("moe_runtime.engine.generation.generate_text", record)
+    monkeypatch.setattr("moe_runtime.engine.generation.encode_prompt", encoded)
+    words = [word for option, word, _ in valued.values() for word in (option, word)]
+    assert main(["run", str(checkpoint), "--prompt", "Hello", "--chat", *words]) == 0
+    arrived = fake_load.options | told
+    assert {name: arrived[name] for name in valued} == {n: v[2] for n, v in valued.items()}
+    assert told["chat"] is True
+
+
+def encoded(*_: Any, **__: Any) -> dict[str, Any]:
+    """A prompt of no length: whatever room is asked for suffices."""
+    import torch
+
+    return {"input_ids": torch.zeros(1, 0, dtype=torch.long)}
+
+
+def test_wrong_shares_are_refused(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(checkpoint), "--prompt", "Hello", "--shares", "bogus"]) == 2
+    assert "unknown shares 'bogus'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    shape = Shape(num_layers=2, num_experts=8, top_k=2)
+    write_trace(tmp_path / "t.npz", trace_of(make_routes(shape, num_sequences=4, length=20)))
+    return str(tmp_path / "t.npz")
+
+
+def test_options_without_effect_are_refused(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stats, times = tmp_path / "run.json", tmp_path / "times.toml"
+    stats.write_text("{}")
+    times.write_text("latency = 0.5\n")
+    page = ["-o", str(tmp_path / "r.html")]
+    for words, complaint in (
+        (["replay", trace, "--config", str(times)], "--latency is about modelled time"),
+        (["report", str(stats), *page, "--policy", "lur"], "--policy is about traces"),
+        (
+            ["predictor", "evaluate", trace, "--host-memory", "1GiB"],
+            "--host-memory is for the model",
+        ),
+        (["finetune", "m", "d", "--lora-on", "bogus"], "--lora-on says where adapters are"),
+    ):
+        assert main(words) == 2
+        assert complaint in capsys.readouterr().err
+
+
+def test_a_rate_of_zero_is_not_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["finetune", "m", "d", "--rate", "0"]) == 2
+    assert "peak_rate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("max-new-tokens = 3.7", "--max-new-tokens"),
+        ("max-new-tokens = true", "max_new_tokens must be a single value, got True"),
+        ("policy = true", "policy must be a single value, got True"),
+        ("chat = 1", "chat must be true or false, got 1"),
+    ],
+)
+def test_a_configuration_file_takes_no_other_values_than_the_command_line(
+    checkpoint: Path,
+    fake_load: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: str,
+    message: str,
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(content)
+    assert main(["run", str(checkpoint), "--prompt", "x", "--config", str(file)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "--json", "--polcy", "lru"],
+        ["run", "m", "--json", "--max-new-tokens", "many"],
+        ["inspect", "--json"],
+        ["inspect", "m", "--json", "--dtype", "a", "--dtype", "b"],
+        ["predictor", "evaluate", "--json", "--seed", "-1"],
+        ["rnu", "--json"],
+    ],
+)
+def test_a_wrong_option_beside_json_gets_an_object(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert err == f"moe-runtime: error: {json.loads(out)['error']}\n"
