@@ -5,6 +5,7 @@ import os
 import signal
 import tempfile
 
+import hypothesis
 import pytest
 
 # Nothing in this suite may download, even where a network is at hand. Set before any test file
@@ -40,6 +41,27 @@ def _has_cuda() -> bool:
 # when it is imported, so it must be known before the first test file is.
 if not _has_cuda():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give every property the same settings, before the test files take them as their defaults.
+
+    Nothing in them is measured by a clock: a busy machine must not fail a test. CI draws the same
+    examples every time, unless --hypothesis-seed asks for others.
+    """
+    hypothesis.settings.register_profile(
+        "suite",
+        deadline=None,
+        derandomize="CI" in os.environ and config.getoption("--hypothesis-seed") is None,
+        print_blob=True,
+        # The first is a clock. The second is about fixtures that examples change; the folders and
+        # models that properties here take from fixtures are read, or written anew, by each example.
+        suppress_health_check=[
+            hypothesis.HealthCheck.too_slow,
+            hypothesis.HealthCheck.function_scoped_fixture,
+        ],
+    )
+    hypothesis.settings.load_profile("suite")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

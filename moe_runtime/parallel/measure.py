@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,6 +20,7 @@ def time_exchanges(
     sizes: Sequence[int] = SIZES,
     repeats: int = 5,
     device: torch.device | str = "cpu",
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[tuple[int, float]]:
     """Times exchanges in which every rank sends the same number of bytes; a collective call.
 
@@ -28,6 +29,7 @@ def time_exchanges(
         sizes: Bytes that a rank sends to the others together.
         repeats: Exchanges of each size; the first does not count.
         device: Where the bytes lie.
+        clock: Seconds from any moment on.
 
     Returns:
         `(bytes sent by a rank, median seconds of this rank)` for each size: what
@@ -51,11 +53,11 @@ def time_exchanges(
         for _ in range(repeats + 1):
             # Ranks start together: counts are exchanged, which nobody leaves before all have come.
             transport.exchange_numbers(nothing_P1)
-            started = time.perf_counter()
+            started = clock()
             arrived = transport.exchange(payload, route).wait()
             if arrived.is_cuda:
                 torch.cuda.synchronize()
-            times.append(time.perf_counter() - started)
+            times.append(clock() - started)
         measured.append((rows * others, statistics.median(times[1:])))
     return measured
 
@@ -66,13 +68,14 @@ def measure_link(
     sizes: Sequence[int] = SIZES,
     repeats: int = 5,
     device: torch.device | str = "cpu",
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Link:
     """Latency and bandwidth of an exchange between all ranks, the same on all of them.
 
     A collective call; arguments as of `time_exchanges`. Of every size the slowest rank's time
     counts: a collective ends when it does.
     """
-    measured = time_exchanges(transport, sizes=sizes, repeats=repeats, device=device)
+    measured = time_exchanges(transport, sizes=sizes, repeats=repeats, device=device, clock=clock)
     own_N = torch.tensor([round(1e9 * seconds) for _, seconds in measured])
     theirs_PN = transport.exchange_numbers(own_N.expand(transport.size, -1).contiguous())
     slowest_N = theirs_PN.amax(dim=0).tolist()

@@ -1,12 +1,17 @@
 """What a cluster costs: links by latency and bandwidth (alpha-beta), compute by rate.
 
 All numbers are meant to be measured; ``fit_link`` turns timings of messages into a link.
+
+Shape suffixes: N timed messages, C candidates.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+# Of the latency: bytes of the largest message that took less than this are not told from noise.
+_LEAST_SHARE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,15 +102,18 @@ class Cluster:
 def fit_link(
     message_bytes: npt.ArrayLike, seconds: npt.ArrayLike, *, occupies_compute: bool = False
 ) -> Link:
-    """The link whose alpha and beta fit timed messages best, in relative error.
+    """The link whose alpha and beta fit timed messages best: least sum of relative deviations.
+
+    Neither is negative. A busy machine makes some messages late, so a message that does not fit
+    counts by how far it is off, not by the square of that: a minority of late ones moves nothing.
 
     Args:
-        message_bytes: ``[N]`` sizes, at least two different ones.
+        message_bytes: ``[N]`` sizes, at least two different ones, none negative.
         seconds: ``[N]`` time of one message of each size.
         occupies_compute: see ``Link``.
 
     Raises:
-        ValueError: too few sizes, or times from which no bandwidth follows.
+        ValueError: too few sizes, negative ones, or times that are not positive.
     """
     sizes = np.asarray(message_bytes, dtype=np.float64)
     times = np.asarray(seconds, dtype=np.float64)
@@ -113,15 +121,23 @@ def fit_link(
         raise ValueError("needs the times of at least two different sizes")
     if not (np.isfinite(times).all() and times.min() > 0):
         raise ValueError("times must be positive")
-    # Divided by the times, so that the small messages, which say what alpha is, count as well.
-    rows = np.stack([np.ones_like(sizes), sizes], axis=1) / times[:, None]
-    (alpha, per_byte), *_ = np.linalg.lstsq(rows, np.ones_like(times), rcond=None)
-    if alpha < 0:
-        # Latency below the noise: the best line through zero.
-        alpha = 0.0
-        per_byte = (sizes / times).sum() / ((sizes / times) ** 2).sum()
-    if per_byte <= 0:
-        raise ValueError("larger messages did not take longer; measure larger ones")
+    if sizes.min() < 0:
+        raise ValueError(f"sizes must not be negative, got {sizes.min():g}")
+    # The best line passes through two of the points, or through one and has no latency or no cost
+    # of bytes. Relative deviations let the small messages, which say what alpha is, count as well.
+    one, other = np.nonzero(sizes[:, None] < sizes)
+    slopes_C = (times[other] - times[one]) / (sizes[other] - sizes[one])
+    is_some = sizes > 0
+    slopes_C = np.concatenate([slopes_C, times[is_some] / sizes[is_some], np.zeros_like(times)])
+    alphas_C = np.concatenate(
+        [times[one] - slopes_C[: len(one)] * sizes[one], np.zeros(is_some.sum()), times]
+    )
+    deviations_C = np.abs((alphas_C[:, None] + slopes_C[:, None] * sizes) / times - 1).sum(axis=1)
+    deviations_C[(alphas_C < 0) | (slopes_C < 0)] = np.inf
+    best = np.argmin(deviations_C)
+    per_byte = max(slopes_C[best], _LEAST_SHARE * alphas_C[best] / sizes.max())
     return Link(
-        alpha_s=float(alpha), bytes_per_s=1 / float(per_byte), occupies_compute=occupies_compute
+        alpha_s=float(alphas_C[best]),
+        bytes_per_s=1 / float(per_byte),
+        occupies_compute=occupies_compute,
     )

@@ -48,7 +48,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps=STEPS)
 def test_whatever_happens_it_equals_transformers_cache(steps):
     ours, theirs = growing_cache(), DynamicCache()

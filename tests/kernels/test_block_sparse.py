@@ -286,7 +286,7 @@ def check(topology: BlockTopology) -> None:
     assert len(by_row) == num_blocks
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     experts=st.lists(st.tuples(st.integers(0, 70), st.integers(1, 90)), min_size=1, max_size=6),
     tail=st.integers(0, 40),

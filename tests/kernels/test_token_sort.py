@@ -54,7 +54,7 @@ def test_one_expert_takes_everything(impl: TokenSortImpl, dtype: torch.dtype) ->
     check(torch.arange(6, dtype=dtype).view(2, 3).t(), 6, impl)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(ids=st.lists(st.integers(-1, 9), max_size=80), num_experts=st.integers(1, 9), data=st.data())
 def test_any_ids(ids: list[int], num_experts: int, data: st.DataObject) -> None:
     check(torch.tensor(ids, dtype=torch.int64), num_experts, data.draw(st.sampled_from(NAMED)))

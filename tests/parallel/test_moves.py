@@ -259,13 +259,21 @@ def test_parallelism_switched_while_training_changes_no_loss(ranks: Ranks) -> No
             assert_same(torch.stack(losses), torch.stack(expected), "losses")
 
 
-def test_cheapest_degree_follows_the_cost(ranks: Ranks) -> None:
-    """Few tokens and large experts move tokens to all slices; many tokens move weights."""
-    (measured, link), (_, other_link) = ranks(2).run(timings)
-    assert [size for size, _ in measured] == [1 << 10, 1 << 20]
-    assert all(seconds > 0 for _, seconds in measured)
+def test_a_measured_link_is_the_slowest_ranks(ranks: Ranks) -> None:
+    """1 ms for 1 KiB and 2 ms for 1 MiB as the first rank's clock tells, twice that on the other:
+    through two points there is one line."""
+    (measured, link), (theirs, other_link) = ranks(2).run(timings)
+    assert measured == [(1 << 10, pytest.approx(1e-3)), (1 << 20, pytest.approx(2e-3))]
+    assert theirs == [(1 << 10, pytest.approx(2e-3)), (1 << 20, pytest.approx(4e-3))]
+    per_byte = 2e-3 / ((1 << 20) - (1 << 10))
     assert link == other_link
-    beta = 1 / link.bytes_per_s
+    assert link.bytes_per_s == pytest.approx(1 / per_byte)
+    assert link.alpha_s == pytest.approx(2e-3 - (1 << 10) * per_byte)
+
+
+def test_cheapest_degree_follows_the_cost() -> None:
+    """Few tokens and large experts move tokens to all slices; many tokens move weights."""
+    beta = 1e-9
     choose = {"num_experts": 1, "num_ranks": 8, "alpha_s": 1e-6, "beta_s_per_byte": beta}
     degrees = (0, 1, 2, 4, 8)
     assert cheapest_degree(degrees, row_bytes=1e3, expert_bytes=1e8, **choose) == 8

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_runtime.planning.activations import (
@@ -36,7 +36,6 @@ SPEEDS = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(LAYERS, SPEEDS, st.integers(0, 3000), st.integers(0, 500))
 def test_no_plan_within_the_budget_is_faster(
     layers: list[LayerActivations], speeds: StepSpeeds, budget: int, staging: int

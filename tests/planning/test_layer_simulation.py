@@ -1,9 +1,12 @@
 """Predicted layer times against closed forms, and exchanges against a literal count of rows."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moe_runtime.planning.cluster import Cluster, Link, fit_link
 from moe_runtime.planning.layer_simulation import (
@@ -247,7 +250,29 @@ class TestLinks:
         assert link.alpha_s == 0
         assert link.bytes_per_s == pytest.approx(1e9, rel=0.2)
 
+    @pytest.mark.parametrize("late", [0, 1, 2, 3])
+    def test_a_message_that_came_late_is_no_obstacle(self, late: int) -> None:
+        sizes = np.array([1e2, 1e4, 1e6, 1e8])
+        times = (3e-5 + sizes / 2e9) * np.where(np.arange(4) == late, 1000, 1)
+        link = fit_link(sizes, times)
+        assert link.alpha_s == pytest.approx(3e-5)
+        assert link.bytes_per_s == pytest.approx(2e9)
+
+    @given(st.lists(st.floats(1e-6, 10), min_size=4, max_size=4))
+    def test_any_times_make_a_link_that_lies_among_them(self, times: list[float]) -> None:
+        """Also those of which a larger message took less: none is negative or takes no time."""
+        sizes = np.array([4e3, 6e4, 1e6, 8e6])
+        link = fit_link(sizes, times)
+        assert math.isfinite(link.bytes_per_s)
+        predicted = link.seconds(1, sizes)
+        # A line through one of the points at least, which does not fall; a hundredth of the time is
+        # the least that bytes take, rounding is far below that.
+        assert predicted[0] <= 1.01 * max(times)
+        assert predicted[-1] >= min(times) / 1.01
+
     def test_bad_input(self) -> None:
+        with pytest.raises(ValueError, match="must not be negative, got -1"):
+            fit_link([-1, 6], [1.0, 2.0])
         with pytest.raises(ValueError, match="two different sizes"):
             fit_link([5, 5], [1.0, 2.0])
         with pytest.raises(ValueError, match="must be positive"):

@@ -33,7 +33,7 @@ def brute_force(paths: np.ndarray) -> int:
     return best
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000), st.integers(2, 9))
 def test_sizes_hold_nothing_is_lost_and_the_cost_never_rises(seed: int, sequences: int) -> None:
     paths = random_paths(seed, sequences)

@@ -131,7 +131,7 @@ def test_resizing_moves_as_little_as_possible(before: int, after: int) -> None:
     np.testing.assert_array_equal(apply_moves(old, new, moves), new.expert_of_slot)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 1000), sizes=st.lists(st.integers(1, 8), min_size=2, max_size=4))
 def test_growing_and_shrinking_loses_no_expert(seed: int, sizes: list[int]) -> None:
     placement = eplb(seed, Devices(num_nodes=1, gpus_per_node=sizes[0]))

@@ -13,7 +13,7 @@ from moe_runtime.planning.shortcut import (
 SECONDS = st.integers(0, 40).map(float)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(backbone=st.lists(SECONDS, max_size=4), there=SECONDS, experts=SECONDS, back=SECONDS)
 def test_every_position_exposes_what_the_backbone_does_not_hide(
     backbone: list[float], there: float, experts: float, back: float

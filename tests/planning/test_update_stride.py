@@ -46,7 +46,7 @@ def simulated(stride: int | None, speeds: UpdateSpeeds) -> float:
 RATES = st.floats(0.0, 1.0).map(lambda x: 10 ** (9 + 1.5 * x))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(RATES, RATES, RATES, RATES, st.sampled_from([2, 4]))
 def test_the_chosen_stride_is_as_fast_as_any(
     cpu: float, device: float, there: float, home: float, buffers: int

@@ -39,7 +39,7 @@ def served(
     return places
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tokens=st.integers(0, 20),
     top_k=st.integers(1, 4),

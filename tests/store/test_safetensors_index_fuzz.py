@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import safetensors
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moe_runtime.errors import CheckpointError
@@ -22,12 +22,8 @@ from moe_runtime.store.safetensors_index import (
     read_header,
 )
 
-# A loaded machine makes single examples slow; a parser that hangs meets the time limit of the test.
-FUZZ = settings(
-    max_examples=200,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+# A parser that hangs meets the time limit of the test.
+FUZZ = settings(max_examples=200)
 pytestmark = pytest.mark.timeout(120)
 
 # The index is stricter in these places only, as its module says.

@@ -73,7 +73,7 @@ def threads(request) -> str:
         max_size=6,
     )
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_any_ranges_are_read_as_they_lie(file, threads, direct, starts):
     tensors = [half_range(file, 2 * start, count) for start, count in starts]
     layout = lay_out(tensors)

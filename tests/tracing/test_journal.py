@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_runtime.errors import CheckpointError
@@ -106,7 +106,7 @@ def test_a_journal_may_be_too_large(journal: Path) -> None:
         read_trace(journal, max_bytes=1000)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150)
 @given(data=st.data())
 def test_damage_loses_blocks_and_nothing_else(
     whole: Trace, journal: Path, data: st.DataObject

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_routes import make_routes
 
@@ -97,7 +97,7 @@ def test_a_file_may_be_too_large(tmp_path: Path, trained: dict[str, Estimator]) 
         read_predictor(tmp_path / "p.npz", max_bytes=100)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60)
 @given(place=st.floats(0, 1, exclude_max=True), value=st.integers(0, 255), cut=st.booleans())
 def test_damage_anywhere_is_one_error_or_harmless(
     tmp_path: Path, trained: dict[str, Estimator], place: float, value: int, cut: bool
@@ -119,7 +119,7 @@ def test_damage_anywhere_is_one_error_or_harmless(
         np.testing.assert_array_equal(found.state()[name], array)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120)
 @given(data=st.data())
 def test_arrays_that_do_not_fit_never_escape_as_other_errors(
     tmp_path: Path, trained: dict[str, Estimator], data: st.DataObject

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_routes import make_routes
 from traces import trace_of
@@ -142,7 +142,7 @@ def test_missing_files(tmp_path):
             read_any_trace(tmp_path / name)
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120)
 @given(st.data())
 def test_damaged_bytes_are_one_error_or_a_sound_trace(tmp_path, data):
     """Whatever happens to the bytes of a file, the reader answers with its error or a trace."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_runtime.errors import CheckpointError
@@ -328,7 +328,7 @@ def read_or_refuse(path: Path, data: bytes) -> Trace | None:
         return None
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200)
 @given(data=st.data())
 def test_damage_anywhere_is_an_error_or_harmless(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "fuzz.npz"
@@ -347,7 +347,7 @@ def test_damage_anywhere_is_an_error_or_harmless(tmp_path: Path, data: st.DataOb
         assert list(trace.accesses())
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100)
 @given(
     header_text=st.one_of(
         st.binary(max_size=200),

@@ -121,7 +121,7 @@ def test_bad_tokenizers_are_explained(tmp_path: Path) -> None:
 
 
 @given(num_tokens=st.integers(10, 400), context=st.integers(2, 9), seed=st.integers(0, 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_an_epoch_visits_every_window_once(num_tokens: int, context: int, seed: int) -> None:
     ids = np.arange(num_tokens, dtype=np.uint16)
     stream = WindowStream(ids, context=context, seed=(seed,))
@@ -136,7 +136,7 @@ def test_an_epoch_visits_every_window_once(num_tokens: int, context: int, seed: 
 
 
 @given(weights=st.lists(st.floats(0.1, 5.0), min_size=1, max_size=4), steps=st.integers(1, 60))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_mixture_is_exact_and_a_position_restores_it(weights: list[float], steps: int) -> None:
     streams = {str(number): np.full(200, number, dtype=np.uint16) for number in range(len(weights))}
     named = {str(number): weight for number, weight in enumerate(weights)}

@@ -65,7 +65,7 @@ def test_eplb_gives_the_golden_placement() -> None:
     np.testing.assert_allclose(totals.mean(axis=1) / totals.max(axis=1), [0.828, 0.805], atol=5e-4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     nodes=st.integers(1, 3),

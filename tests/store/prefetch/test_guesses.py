@@ -212,7 +212,7 @@ def test_the_queue_takes_back_only_what_was_not_begun() -> None:
     assert moved == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1))
 def test_books_balance_whatever_happens(seed: int) -> None:
     rng = np.random.default_rng(seed)
