@@ -22,7 +22,7 @@ def inspect(
     model: options.Model,
     host_memory: options.Budget = None,
     dtype: options.Dtype = "auto",
-    max_tokens: options.Context = 4096,
+    max_tokens: options.Context = None,
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -65,12 +65,14 @@ class Purchase:
 
     Attributes:
         budget_bytes: host memory given to the runtime.
+        max_tokens: tokens that it suffices for, up to those that were asked for.
         expert_slots: experts resident at once; 0 when the budget does not work.
         slots_per_layer: the same, by layer.
         resident_share: share of all experts.
     """
 
     budget_bytes: int
+    max_tokens: int
     expert_slots: int
     slots_per_layer: float
     resident_share: float
@@ -91,6 +93,7 @@ def _buy(summary: "CheckpointSummary", budget_bytes: int) -> Purchase:
     slots = summary.slots_for(budget_bytes) if works else 0
     return Purchase(
         budget_bytes=budget_bytes,
+        max_tokens=summary.tokens_for(budget_bytes),
         expert_slots=slots,
         slots_per_layer=slots / summary.num_layers,
         resident_share=slots / summary.total_experts,
@@ -127,6 +130,12 @@ def _as_rows(summary: "CheckpointSummary") -> list[tuple[str, str]]:
     ]
 
 
+def _too_small(purchase: Purchase) -> str:
+    if not purchase.max_tokens:
+        return "too small"
+    return f"too small; enough with --max-tokens {purchase.max_tokens}"
+
+
 def _print_purchases(purchases: list[Purchase]) -> None:
     columns = [
         ("--host-memory", "right"),
@@ -142,7 +151,7 @@ def _print_purchases(purchases: list[Purchase]) -> None:
             f"{purchase.resident_share:.0%}",
         )
         if purchase.expert_slots
-        else (format_bytes(purchase.budget_bytes), "too small", "", "")
+        else (format_bytes(purchase.budget_bytes), _too_small(purchase), "", "")
         for purchase in purchases
     ]
     print_table("what a budget buys", columns, rows)

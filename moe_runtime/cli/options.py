@@ -96,7 +96,15 @@ Budget = Annotated[
     str | None,
     typer.Option("--host-memory", help="Also show what this budget buys, such as 7GiB."),
 ]
-Context = Annotated[int, typer.Option("--max-tokens", min=1, help="Longest context, in tokens.")]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens",
+        min=1,
+        help="Tokens to set memory aside for; as many as the model knows when omitted, at most "
+        "4096.",
+    ),
+]
 
 MeasuredPath = Annotated[
     Path, typer.Argument(metavar="[PATH]", help="File or folder whose disk is measured.")

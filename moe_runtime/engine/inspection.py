@@ -15,8 +15,10 @@ from moe_runtime.engine.memory import (
     experts_per_token,
     plan_memory,
     reserve_for,
+    reserve_per_token,
     smallest_budget,
 )
+from moe_runtime.engine.token_limit import tokens_to_plan_for
 from moe_runtime.tracing.choice import Choice
 from moe_runtime.types import ModelSignature
 
@@ -39,7 +41,8 @@ class CheckpointSummary:
         bytes_per_expert: the largest expert.
         slot_bytes: a slot that holds any expert, alignment included.
         reserve_bytes: KV cache and activations of ``max_tokens`` tokens.
-        max_tokens: context that the reserve is for.
+        max_tokens: tokens that the reserve is for.
+        token_bytes: what the reserve is smaller by, at least, for each token less.
         signature: what traces and predictors of this model agree on.
     """
 
@@ -57,12 +60,18 @@ class CheckpointSummary:
     slot_bytes: int
     reserve_bytes: int
     max_tokens: int
+    token_bytes: int
     signature: ModelSignature
 
     @property
     def smallest_budget_bytes(self) -> int:
         """The smallest host budget with which the model runs on a CPU."""
         return smallest_budget(self.dense_bytes, self.reserve_bytes, self.slot_bytes)
+
+    def tokens_for(self, budget_bytes: int) -> int:
+        """Tokens up to ``max_tokens`` that a host budget suffices for; 0 where it never does."""
+        short_bytes = max(0, self.smallest_budget_bytes - budget_bytes)
+        return max(0, self.max_tokens - -(-short_bytes // self.token_bytes))
 
     def choice_for(self, num_slots: int) -> Choice:
         """The eviction policy that ``policy="auto"`` takes where so many experts fit, and why."""
@@ -80,19 +89,20 @@ class CheckpointSummary:
             reserve_bytes=self.reserve_bytes,
             slot_bytes=self.slot_bytes,
             num_experts=self.total_experts,
+            max_tokens=self.max_tokens,
         )
         return plan.num_slots
 
 
 def inspect_checkpoint(
-    path_or_id: str | Path, *, dtype: str | torch.dtype = "auto", max_tokens: int = 4096
+    path_or_id: str | Path, *, dtype: str | torch.dtype = "auto", max_tokens: int | None = None
 ) -> CheckpointSummary:
     """Reads what ``load`` would need to know, without loading any weight.
 
     Args:
         path_or_id: the folder of a checkpoint, or the name of a repository on the hub.
         dtype: the type to compute in, as for ``load``.
-        max_tokens: longest context to reckon with.
+        max_tokens: tokens to reckon with, as for ``load``.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged or incomplete.
@@ -100,6 +110,7 @@ def inspect_checkpoint(
         ValueError: an option is not one of those that exist.
     """
     checkpoint = open_checkpoint(path_or_id, dtype)
+    max_tokens = tokens_to_plan_for(checkpoint.config, max_tokens)
     model = build_on_meta(checkpoint)
     experts = map_experts(model, checkpoint)
     layouts = experts.layouts.values()
@@ -121,6 +132,7 @@ def inspect_checkpoint(
             checkpoint.config, checkpoint.dtype, max_tokens=max_tokens, dense_bytes=dense_bytes
         ),
         max_tokens=max_tokens,
+        token_bytes=reserve_per_token(checkpoint.config, checkpoint.dtype),
         signature=signature_of(checkpoint, experts),
     )
 

@@ -16,12 +16,18 @@ if TYPE_CHECKING:
 
 ROOM_TOKENS = 64
 ROOM_SHARE = 16
-"""A full tensor grows by 64 tokens and a sixteenth of its length."""
+"""A full tensor grows by 64 tokens, of all its sequences, and a sixteenth of its length."""
 
 
-def room_for(num_tokens: int) -> int:
-    """Tokens that memory is set aside for when a cache that holds this many has to grow."""
-    return num_tokens + ROOM_TOKENS + num_tokens // ROOM_SHARE
+def room_for(num_tokens: int, num_sequences: int = 1) -> int:
+    """Tokens of a sequence that memory is set aside for when a cache has to grow.
+
+    Args:
+        num_tokens: of a sequence, that the cache must hold.
+        num_sequences: in the cache. Together they never take more room than a single one with the
+            tokens of all.
+    """
+    return num_tokens + ROOM_TOKENS // num_sequences + num_tokens // ROOM_SHARE
 
 
 def grow_cache_in_place(model: PreTrainedModel) -> None:
@@ -134,7 +140,7 @@ class _Growing:
         num_tokens = num_cached + new.shape[-2]
         room = self._room
         if room is None or cached is not self._view or not _has_place(room, num_tokens):
-            num_room = room_for(num_tokens) if num_cached else num_tokens
+            num_room = room_for(num_tokens, len(new)) if num_cached else num_tokens
             room = self._room = new.new_empty((*new.shape[:-2], num_room, new.shape[-1]))
             if num_cached:
                 room.narrow(-2, 0, num_cached).copy_(cached)

@@ -38,6 +38,7 @@ from moe_runtime.engine.small_batch import use_small_batch_layers
 from moe_runtime.engine.threads import rest_torch_threads
 from moe_runtime.engine.timed_store import TimedStore
 from moe_runtime.engine.timeline import attach_timeline
+from moe_runtime.engine.token_limit import limit_tokens, tokens_to_plan_for
 from moe_runtime.engine.tracing import open_record
 from moe_runtime.kernels.expert_ffn import ExpertWeights
 from moe_runtime.parallel.agreement import (
@@ -76,7 +77,7 @@ def load(
     shares: str = "auto",
     trace: str | Path | None = None,
     timeline: str | Path | None = None,
-    max_tokens: int = 4096,
+    max_tokens: int | None = None,
     io_threads: int = 4,
     progress: Progress | None = None,
     group: Group | None = None,
@@ -109,7 +110,9 @@ def load(
             move to where misses cost most), or ``"auto"``: even, or what ``policy="auto"`` found.
         trace: a file to record the routing in, see ``docs/trace-format.md``.
         timeline: a file for the times of layers, waits and reads, in the Chrome trace format.
-        max_tokens: longest context to set memory aside for.
+        max_tokens: tokens to set memory aside for, prompts and answers of all sequences of a batch
+            together; beams are sequences. What needs more is refused with a ``CapacityError``
+            before it computes. The length that the model knows when omitted, 4096 at most.
         io_threads: reads in flight at once.
         progress: called with what is being done, the bytes done and the bytes in all.
         group: processes that divide the experts between them, each within budgets of its own. All
@@ -135,12 +138,14 @@ def load(
         "device": parse_budget(device_memory, name="device_memory"),
     }
     choosing.check_names(policy, shares, predictor)
-    _check_options(max_tokens, io_threads)
+    _check_threads(io_threads)
     mode = parse_mode(prefetch)
     place = _resolve_device(device)
     transport = as_transport(group)
     checkpoint = open_checkpoint(path_or_id, dtype)
+    max_tokens = tokens_to_plan_for(checkpoint.config, max_tokens)
     model = build_on_meta(checkpoint)
+    limit_tokens(model, max_tokens)
     settle_libraries(checkpoint.dtype)
     # what is imported and set up by now is the libraries'; everything after this line is ours
     baseline = resident_bytes()
@@ -208,9 +213,7 @@ def load(
     return model
 
 
-def _check_options(max_tokens: int, io_threads: int) -> None:
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+def _check_threads(io_threads: int) -> None:
     if io_threads < 1:
         raise ValueError(f"io_threads must be at least 1, got {io_threads}")
 
@@ -296,6 +299,7 @@ def _plan(
             reserve_bytes=reserve if place == dense_place else 0,
             slot_bytes=experts.slot_bytes,
             num_experts=len(experts.layouts),
+            max_tokens=max_tokens,
         )
         for place, free_bytes in free.items()
     }

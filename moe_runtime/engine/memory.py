@@ -69,23 +69,31 @@ def smallest_budget(dense_bytes: int, reserve_bytes: int, slot_bytes: int) -> in
 
 
 def plan_memory(
-    budget_bytes: int, *, dense_bytes: int, reserve_bytes: int, slot_bytes: int, num_experts: int
+    budget_bytes: int,
+    *,
+    dense_bytes: int,
+    reserve_bytes: int,
+    slot_bytes: int,
+    num_experts: int,
+    max_tokens: int | None = None,
 ) -> MemoryPlan:
     """Gives what the dense weights and the reserve leave of a budget to expert slots.
 
     Args:
         num_experts: routed experts in all; more slots than that are never made.
+        max_tokens: tokens that the reserve is for, where an error shall say it.
 
     Raises:
         CapacityError: the budget is too small; names the smallest that works.
     """
     smallest = smallest_budget(dense_bytes, reserve_bytes, slot_bytes)
     if budget_bytes < smallest:
+        tokens = "" if max_tokens is None else f" of {max_tokens} tokens"
         raise CapacityError(
             f"a budget of {format_bytes(budget_bytes)} is too small: the smallest that works is "
             f"{format_bytes(smallest)} ({smallest} bytes): {format_bytes(dense_bytes)} of dense "
-            f"weights, {format_bytes(reserve_bytes)} for KV cache and activations, and {MIN_SLOTS} "
-            f"experts of {format_bytes(slot_bytes)}",
+            f"weights, {format_bytes(reserve_bytes)} for KV cache and activations{tokens}, and "
+            f"{MIN_SLOTS} experts of {format_bytes(slot_bytes)}",
             smallest_bytes=smallest,
         )
     slots = (budget_bytes - dense_bytes - reserve_bytes) // slot_bytes
@@ -101,23 +109,33 @@ def plan_memory(
 def reserve_for(
     config: PreTrainedConfig, dtype: torch.dtype, *, max_tokens: int, dense_bytes: int
 ) -> int:
-    """Bytes to set aside for KV cache and activations of a context of ``max_tokens`` tokens.
+    """Bytes to set aside for KV cache and activations of ``max_tokens`` tokens.
 
-    The KV cache is counted with its room, and twice for one layer, because growing it copies.
-    Activations are those of a prompt as long as the context: a few copies of the hidden states, and
-    the routed rows.
+    These are the tokens of all sequences of a batch together: a cache has ``room_for`` no more of
+    them than for one sequence of as many. The KV cache is counted with its room, and twice for one
+    layer, because growing it copies. Activations are those of prompts of as many tokens: a few
+    copies of the hidden states, and the routed rows.
     """
+    kv_token, activations = _bytes_per_token(config, dtype)
+    logits = 4 * config.get_text_config().vocab_size * 4
+    buffers = FIXED_RESERVE_BYTES + int(BUFFER_SHARE * dense_bytes)
+    return room_for(max_tokens) * kv_token + max_tokens * activations + logits + buffers
+
+
+def reserve_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes by which the reserve is smaller, at least, for each token less."""
+    return sum(_bytes_per_token(config, dtype))
+
+
+def _bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[int, int]:
+    """Of the KV cache, and of activations."""
     text = config.get_text_config()
     hidden = text.hidden_size
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
-    kv_token = 2 * heads * head_dim * dtype.itemsize
-    top_k = experts_per_token(config)
-    activations = hidden * (12 * 4 + top_k * dtype.itemsize)
-    logits = 4 * text.vocab_size * 4
-    kv_cache = room_for(max_tokens) * kv_token * (text.num_hidden_layers + 1)
-    buffers = FIXED_RESERVE_BYTES + int(BUFFER_SHARE * dense_bytes)
-    return kv_cache + max_tokens * activations + logits + buffers
+    kv_layer = 2 * heads * head_dim * dtype.itemsize
+    activations = hidden * (12 * 4 + experts_per_token(config) * dtype.itemsize)
+    return kv_layer * (text.num_hidden_layers + 1), activations
 
 
 def experts_per_token(config: PreTrainedConfig) -> int:

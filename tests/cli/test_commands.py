@@ -130,6 +130,7 @@ def summary_of(path: str, **_: object) -> CheckpointSummary:
         slot_bytes=100,
         reserve_bytes=500,
         max_tokens=4096,
+        token_bytes=1,
         signature=ModelSignature(
             model_type="olmoe", num_layers=4, num_experts=8, top_k=2, vocab_size=100
         ),
