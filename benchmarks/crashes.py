@@ -33,9 +33,9 @@ from harness.machine import commit, describe_machine, machine_name, versions
 from torch import Tensor, nn
 
 from moe_runtime import AdamW, MoELayer, offload_training
+from moe_runtime.files import write_atomically
 from moe_runtime.offload import disk
 from moe_runtime.offload.record_file import RecordFile
-from moe_runtime.store.files import write_atomically
 
 RESULTS = Path(__file__).parent / "results"
 STEPS = 12

@@ -40,3 +40,7 @@ class RankFailureError(MoERuntimeError):
     def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
+
+
+class MoERuntimeWarning(UserWarning):
+    """What a caller should know although nothing failed."""

@@ -8,9 +8,7 @@ one that ships with the package.
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Mapping
 from dataclasses import astuple
 from functools import cache
@@ -19,6 +17,7 @@ from typing import NamedTuple, cast, get_args
 
 import torch
 
+from moe_runtime.files import make_folders, write_atomically
 from moe_runtime.kernels.grouped_gemm.tile import ProductKind, Tile
 
 FORMAT = 1
@@ -110,10 +109,9 @@ def write_table(path: Path, gpu: str, tiles: Mapping[TileKey, Tile]) -> None:
     entries = [{**key._asdict(), "tile": astuple(merged[key])} for key in sorted(merged)]
     lines = ",\n".join("  " + json.dumps(entry) for entry in entries)
     text = f'{{\n "format": {FORMAT},\n "gpu": {json.dumps(gpu)},\n "tiles": [\n{lines}\n ]\n}}\n'
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-        file.write(text)
-    os.replace(file.name, path)
+    make_folders(path.parent)
+    with write_atomically(path) as file:
+        file.write(text.encode())
     measured_tiles.cache_clear()
 
 

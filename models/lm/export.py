@@ -5,17 +5,19 @@ runtime can read a single expert.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from moe_runtime.folders import replace_folder
 from moe_runtime.layer import MoELayer
 from moe_runtime.models.lm.blocks import Block, DenseFeedForward
 from moe_runtime.models.lm.hugging_face import Family, hugging_face_config, hugging_face_family
 from moe_runtime.models.lm.model import LanguageModel
 
+_INDEX_NAME = "model.safetensors.index.json"
 _SHARD_BYTES = 5 * 10**9
 _ARCHITECTURES: Mapping[Family, str] = {
     "qwen3": "Qwen3ForCausalLM",
@@ -31,18 +33,20 @@ def export_hugging_face(
     *,
     dtype: torch.dtype = torch.float32,
     special_tokens: Mapping[str, int | None] | None = None,
+    also: Callable[[Path], object] | None = None,
 ) -> None:
-    """Writes `config.json`, `generation_config.json` and the safetensors files.
+    """Writes `config.json`, `generation_config.json` and the safetensors files, all or none.
 
     Args:
         model: the trained model.
-        folder: made if missing; files of these names are replaced.
+        folder: made if missing; what is in it stays, except for an older model.
         dtype: of the weights; a selection bias stays float32.
         special_tokens: `bos_token_id`, `eos_token_id` and `pad_token_id`; none when omitted.
+        also: writes what else belongs into the folder, such as a tokenizer.
 
     Raises:
         UnsupportedModelError: no architecture expresses the model.
-        OSError: a file cannot be written.
+        OSError: a file cannot be written; an older model stays as it was.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
@@ -52,19 +56,26 @@ def export_hugging_face(
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     config = hugging_face_config(model.config, {**ids, **(special_tokens or {})}, dtype)
     tensors = dict(hugging_face_tensors(model, dtype))
-    folder.mkdir(parents=True, exist_ok=True)
     shards = split_torch_state_dict_into_shards(tensors, max_shard_size=_SHARD_BYTES)
-    for file, names in shards.filename_to_tensors.items():
-        save_file({name: tensors[name] for name in names}, folder / file, {"format": "pt"})
-        # safetensors makes its files readable by their owner only.
-        (folder / file).chmod(0o644)
-    if shards.is_sharded:
-        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
     config.architectures = [_ARCHITECTURES[family]]
-    config.save_pretrained(folder)
-    GenerationConfig.from_model_config(config).save_pretrained(folder)
+    with replace_folder(folder, keeps=lambda path: not _is_of_a_model(path)) as new:
+        for file, names in shards.filename_to_tensors.items():
+            save_file({name: tensors[name] for name in names}, new / file, {"format": "pt"})
+            # safetensors makes its files readable by their owner only.
+            (new / file).chmod(0o644)
+        if shards.is_sharded:
+            index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            (new / _INDEX_NAME).write_text(text, encoding="utf-8")
+        config.save_pretrained(new)
+        GenerationConfig.from_model_config(config).save_pretrained(new)
+        if also is not None:
+            also(new)
+
+
+def _is_of_a_model(path: Path) -> bool:
+    """Whether a file of a checkpoint's folder would contradict a new model beside it."""
+    return path.name == _INDEX_NAME or path.match("model*.safetensors")
 
 
 def hugging_face_tensors(model: LanguageModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -11,6 +11,7 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, print_json, print_table
+from moe_runtime.files import check_output_path, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -84,9 +85,7 @@ def simulate(
     from moe_runtime.planning.scaling import Imbalance, LayerShape, sweep_scaling
 
     if plot is not None:
-        from moe_runtime.tracing import check_trace_path
-
-        check_trace_path(plot)
+        check_output_path(plot, "plot")
     cluster = ASSUMED if machine is None else read_machine(machine)
     shape = LayerShape(
         tokens_per_rank=tokens,
@@ -182,7 +181,8 @@ def draw(points: "list[ScalingPoint]", path: Path) -> None:
         plain_numbers(axes, sorted(numbers))
         axes.legend(fontsize=7, handlelength=3)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with write_atomically(path) as file:
+        figure.savefig(file, format=path.suffix.removeprefix(".") or None, dpi=120)
     pyplot.close(figure)
 
 

@@ -24,7 +24,7 @@ from moe_runtime.engine.checkpoint import TORCH_DTYPES, Checkpoint
 from moe_runtime.engine.expert_map import ExpertMap
 from moe_runtime.engine.expert_tensors import TensorsOf, matrices_of
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.store.files import sync_folder
+from moe_runtime.folders import replace_folder
 from moe_runtime.store.layout import TensorRange
 from moe_runtime.store.safetensors_index import TensorEntry
 
@@ -97,18 +97,10 @@ class LikeCheckpoint:
         Raises:
             OSError: it cannot be written; an older one stays as it was.
         """
-        partial = folder.with_name(f"{folder.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        try:
-            outputs = self._plan(partial, dtype)
+        with replace_folder(folder) as new:
+            outputs = self._plan(new, dtype)
             self._write_tensors(outputs, state, tensors_of)
-            self._write_rest(partial, outputs, dtype)
-            shutil.rmtree(folder, ignore_errors=True)
-            partial.replace(folder)
-            sync_folder(folder.parent)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            self._write_rest(new, outputs, dtype)
 
     def _plan(self, folder: Path, dtype: torch.dtype | None) -> dict[Path, _Output]:
         of_model = {*self._experts.dense_entries, *self._expert_names()}
@@ -150,7 +142,7 @@ class LikeCheckpoint:
         files = {}
         try:
             for file, output in outputs.items():
-                files[file] = os.open(output.path, os.O_RDWR | os.O_CREAT, 0o644)
+                files[file] = os.open(output.path, os.O_RDWR | os.O_CREAT, 0o666)
                 os.truncate(files[file], output.num_bytes)
                 _write_at(files[file], output.header, 0)
             dense = self._dense_tensors(state)
@@ -165,8 +157,6 @@ class LikeCheckpoint:
                     _copy(entry, files[entry.file], offset)
             for place, content in self._expert_matrices(outputs, tensors_of):
                 place.write(files[place.file], content)
-            for descriptor in files.values():
-                os.fsync(descriptor)
         finally:
             for descriptor in files.values():
                 os.close(descriptor)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from moe_runtime.errors import CheckpointError
+from moe_runtime.files import named_failure, write_atomically
 from moe_runtime.planning.remap import Move, Rename, keep_in_place, moves_between
 from moe_runtime.policies.placement import Devices, Placement
 from moe_runtime.types import ModelSignature
@@ -103,18 +104,8 @@ class PlacementMap:
         Raises:
             CheckpointError: it cannot be written.
         """
-        target = Path(path)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            try:
-                temporary.write_text(self._as_json(), encoding="utf-8")
-                temporary.replace(target)
-            finally:
-                temporary.unlink(missing_ok=True)
-        except OSError as error:
-            raise CheckpointError(
-                f"{target}: the placement map cannot be written: {error.strerror}"
-            ) from error
+        with named_failure(path, "placement map"), write_atomically(path) as file:
+            file.write(self._as_json().encode())
 
     def _as_json(self) -> str:
         head = {

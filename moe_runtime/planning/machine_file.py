@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_runtime.config import nearest
+from moe_runtime.files import write_atomically
 from moe_runtime.planning.cluster import Cluster, Link
 
 ASSUMED = Cluster(
@@ -57,7 +58,11 @@ def read_machine(path: str | os.PathLike[str]) -> Cluster:
 
 
 def write_machine(cluster: Cluster, path: str | os.PathLike[str], remark: str) -> None:
-    """Writes a machine that ``read_machine`` reads; the remark says where the numbers are from."""
+    """Writes a machine that ``read_machine`` reads; the remark says where the numbers are from.
+
+    Raises:
+        OSError: the file cannot be written; an older one stays as it was.
+    """
     lines = [f"# {line}" for line in remark.splitlines()]
     rates = {name: getattr(cluster, name) for name in sorted(_RATES)}
     lines += [f"{name} = {value!r}" for name, value in rates.items() if value is not None]
@@ -70,7 +75,8 @@ def write_machine(cluster: Cluster, path: str | os.PathLike[str], remark: str) -
             f"bytes_per_s = {link.bytes_per_s!r}",
             f"occupies_compute = {str(link.occupies_compute).lower()}",
         ]
-    Path(path).write_text("\n".join([*lines, ""]), encoding="utf-8")
+    with write_atomically(path) as file:
+        file.write("\n".join([*lines, ""]).encode())
 
 
 def _check_numbers(

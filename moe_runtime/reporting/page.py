@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_runtime.errors import CheckpointError
+from moe_runtime.files import make_folders, named_failure, write_atomically
 from moe_runtime.reporting.style import to_svg, write_png
 
 if TYPE_CHECKING:
@@ -106,10 +106,8 @@ def write_page(page: Page, path: Path) -> None:
         CheckpointError: it cannot be written there.
     """
     text = render(page)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"{path}: the report cannot be written: {error.strerror}") from error
+    with named_failure(path, "report"), write_atomically(path) as file:
+        file.write(text.encode())
 
 
 def write_plots(page: Page, folder: Path) -> list[Path]:
@@ -122,12 +120,10 @@ def write_plots(page: Page, folder: Path) -> list[Path]:
         CheckpointError: they cannot be written there.
     """
     written = []
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with named_failure(folder, "plots"):
+        make_folders(folder)
         for section in page.sections:
             if section.figure is not None:
                 written.append(folder / f"{section.name}.png")
                 write_png(section.figure, written[-1])
-    except OSError as error:
-        raise CheckpointError(f"{folder}: the plots cannot be written: {error.strerror}") from error
     return written

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_runtime.files import write_atomically
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -102,4 +104,5 @@ def _unique_ids(svg: str, prefix: str) -> str:
 
 def write_png(figure: "Figure", path: Path) -> None:
     """Writes the drawing on white."""
-    figure.savefig(path, format="png", metadata={"Software": None})
+    with write_atomically(path) as file:
+        figure.savefig(file, format="png", metadata={"Software": None})

@@ -16,6 +16,7 @@ import numpy as np
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError
+from moe_runtime.files import named_failure, write_atomically
 from moe_runtime.tracing.archive import Archive
 from moe_runtime.tracing.journal import is_journal, journal_of, whole_blocks
 from moe_runtime.types import ModelSignature
@@ -138,19 +139,8 @@ def write_trace(path: str | os.PathLike[str], trace: Trace) -> None:
     Raises:
         CheckpointError: the file cannot be written.
     """
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        try:
-            with temporary.open("xb") as file:
-                save_columns(file, trace, compressed=True)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{target}: the trace cannot be written: {error.strerror}") from error
+    with named_failure(path, "trace"), write_atomically(path) as file:
+        save_columns(file, trace, compressed=True)
 
 
 def save_columns(file: BinaryIO, trace: Trace, *, compressed: bool) -> None:

@@ -3,12 +3,12 @@
 import dataclasses
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moe_runtime.errors import CheckpointError
+from moe_runtime.files import named_failure, write_atomically
 from moe_runtime.policies.prediction import PREDICTORS, Estimator
 from moe_runtime.tracing.archive import Archive
 from moe_runtime.tracing.format import parse_signature
@@ -30,7 +30,6 @@ def write_predictor(
     Raises:
         CheckpointError: the file cannot be written.
     """
-    target = Path(path)
     state = {name: np.ascontiguousarray(array) for name, array in estimator.state().items()}
     header = {
         "format": PREDICTOR_FORMAT,
@@ -40,20 +39,8 @@ def write_predictor(
         "arrays": {name: array.dtype.str for name, array in state.items()},
     }
     header_bytes = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        try:
-            with temporary.open("xb") as file:
-                np.savez_compressed(file, allow_pickle=False, header=header_bytes, **state)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise CheckpointError(
-            f"{target}: the predictor cannot be written: {error.strerror}"
-        ) from error
+    with named_failure(path, "predictor"), write_atomically(path) as file:
+        np.savez_compressed(file, allow_pickle=False, header=header_bytes, **state)
 
 
 def read_predictor(

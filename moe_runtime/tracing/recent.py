@@ -11,6 +11,7 @@ import numpy.typing as npt
 import platformdirs
 
 from moe_runtime.errors import CheckpointError
+from moe_runtime.files import make_folders
 from moe_runtime.tracing.format import (
     PHASES,
     TRACE_VERSION,
@@ -124,7 +125,7 @@ class RecentRouting:
         requests = np.unique(kept.token_request, return_inverse=True)[1].astype(np.int32)
         path = recent_path(self._signature)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folders(path.parent)
             write_trace(path, replace(kept, token_request=requests))
         except (OSError, CheckpointError):
             return

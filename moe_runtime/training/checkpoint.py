@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.store.files import write_atomically
+from moe_runtime.files import make_folders, write_atomically
 
 FORMAT = 1
 SHARDED_SUFFIX = ".shards"
@@ -75,6 +75,7 @@ def save_checkpoint(folder: Path, state: TrainingState, *, keep: int) -> Path:
     """
     path = folder / f"step-{state.step:08d}.pt"
     content = {name: getattr(state, name) for name in TrainingState.__dataclass_fields__}
+    make_folders(folder)
     try:
         with write_atomically(path) as file:
             torch.save({"format": FORMAT, **content}, file)

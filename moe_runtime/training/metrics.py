@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from moe_runtime.store.files import write_atomically
+from moe_runtime.files import make_folders, write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -94,6 +94,7 @@ class JsonLines:
     def __init__(self, folder: Path, *, first_step: int) -> None:
         path = folder / METRICS_FILE
         kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= first_step]
+        make_folders(folder)
         with write_atomically(path) as file:
             file.writelines(f"{line}\n".encode() for line in kept)
         self._file = path.open("a", encoding="utf-8")

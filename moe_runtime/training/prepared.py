@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.store.files import write_atomically
+from moe_runtime.files import make_folders, write_atomically
 from moe_runtime.training.checkpoint import (
     Progress,
     check_settings,
@@ -124,6 +124,7 @@ def settings_of(config: Any, streams: Mapping[str, TokenStreams]) -> dict[str, A
 def write_summary(preparation: Prepared, trainer: Trainer, folder: Path | None) -> dict[str, Any]:
     """Writes and returns what a run came to; `folder` is that of the exported model."""
     summary = _summary(preparation, trainer, folder)
+    make_folders(preparation.output)
     with write_atomically(preparation.output / SUMMARY_FILE) as file:
         file.write((json.dumps(summary, indent=1) + "\n").encode())
     return summary

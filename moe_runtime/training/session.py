@@ -267,9 +267,14 @@ def finish(preparation: Preparation, trainer: Trainer, *, export: bool) -> dict[
             for name in ("bos", "eos", "pad")
         }
         dtype = DTYPES[preparation.config.run.export_dtype]
-        write = partial(export_hugging_face, folder=folder, dtype=dtype, special_tokens=ids)
+        write = partial(
+            export_hugging_face,
+            folder=folder,
+            dtype=dtype,
+            special_tokens=ids,
+            also=tokenizer.save_pretrained,
+        )
         _with_whole_model(preparation, write)
-        tokenizer.save_pretrained(folder)
     return write_summary(preparation, trainer, folder)
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from moe_runtime.files import make_folders, write_atomically
 from moe_runtime.models.lm.tokenizer import train_tokenizer
-from moe_runtime.store.files import write_atomically
 from moe_runtime.training.config import TokenizerConfig
 from moe_runtime.training.text import Corpus
 
@@ -106,6 +106,7 @@ def encode_corpus(
         path = cache / f"{name}-{side}-{fingerprint}.npy"
         if not path.is_file():
             ids = encode(documents, tokenizer)
+            make_folders(cache)
             with write_atomically(path) as file:
                 np.save(file, ids)
         streams.append(np.load(path, mmap_mode="r" if path.stat().st_size > 1 << 20 else None))

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import moe_runtime
+from moe_runtime.files import write_atomically
 from moe_runtime.layer import MoELayer
 from moe_runtime.offload import OffloadedTraining
 from moe_runtime.offload.dense import DenseAdamW, clip_scale
-from moe_runtime.store.files import write_atomically
 
 WIDTH, HIDDEN, EXPERTS, LAYERS = 16, 24, 6, 3
 

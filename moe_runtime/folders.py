@@ -1,0 +1,189 @@
+"""Folders that are replaced as a whole: a kill at any point leaves the old one or the new one.
+
+The new folder is made beside the old one, brought to the disk, and changes places with it in one
+step (Linux' ``renameat2``). Only then the old content is removed. Where the filesystem cannot
+exchange, the old folder first steps aside as ``NAME.<8 hex digits>.old``; after a kill between the
+two steps the next writer puts it back.
+"""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import shutil
+import stat
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from moe_runtime.errors import MoERuntimeWarning
+from moe_runtime.files import (
+    copy_rights,
+    make_folders,
+    partial_name,
+    partials_of,
+    remove_unless_held,
+    sync_folder,
+)
+
+_ASIDE_SUFFIX = ".old"
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
+_NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
+
+
+@contextlib.contextmanager
+def replace_folder(
+    folder: str | os.PathLike[str], *, keeps: Callable[[Path], bool] | None = None
+) -> Iterator[Path]:
+    """Gives an empty folder, which takes the place of another one once it is whole.
+
+    When the ``with`` block fails, the new folder is removed and the old one stays as it was. What
+    of the old one cannot be removed afterwards is left beside it with a ``MoERuntimeWarning``.
+
+    Args:
+        folder: to be made or replaced; links to it stay.
+        keeps: says which entries of the old folder go over into the new one, where this has none of
+            the name; none when omitted.
+
+    Yields:
+        The folder to write to.
+
+    Raises:
+        NotADirectoryError: something else has the name.
+        OSError: it cannot be written.
+    """
+    place = Path(os.path.realpath(folder))
+    if place.exists() and not place.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    if place.is_mount():
+        raise OSError(errno.EBUSY, "is a mount point; name a folder in it", str(folder))
+    make_folders(place.parent)
+    recover_folder(place)
+    new = partial_name(place)
+    new.mkdir()
+    with contextlib.ExitStack() as stack:
+        stack.callback(_clean_up, place, new)
+        descriptor = stack.enter_context(_held_folder(new))
+        yield new
+        if place.exists():
+            _carry_over(place, new, keeps)
+            copy_rights(place, descriptor)
+        sync_tree(new)
+        if place.exists():
+            _swap(place, new)
+        else:
+            new.rename(place)
+        sync_folder(place.parent)
+
+
+def recover_folder(folder: str | os.PathLike[str]) -> None:
+    """Puts a folder back that stepped aside before a kill, and removes what killed writers left.
+
+    Raises:
+        OSError: it cannot be put back.
+    """
+    place = Path(os.path.realpath(folder))
+    name = re.compile(re.escape(place.name) + r"\.[0-9a-f]{8}" + re.escape(_ASIDE_SUFFIX))
+    for entry in sorted(os.listdir(place.parent)):
+        if name.fullmatch(entry):
+            if place.exists():
+                remove_unless_held(place.parent / entry)
+            else:
+                os.rename(place.parent / entry, place)
+                sync_folder(place.parent)
+    for left in partials_of(place):
+        remove_unless_held(left)
+
+
+def sync_tree(folder: Path) -> None:
+    """Brings every file of a folder, and the folders themselves, to the disk."""
+    for where, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(where, name)
+            if stat.S_ISREG(os.lstat(path).st_mode):
+                descriptor = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+        sync_folder(Path(where))
+
+
+@contextlib.contextmanager
+def _held_folder(folder: Path) -> Iterator[int]:
+    """Shows other processes that this one is using a folder, where its filesystem has locks."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _carry_over(old: Path, new: Path, keeps: Callable[[Path], bool] | None) -> None:
+    """Links what stays of the old folder into the new one; it is in both then."""
+    for entry in sorted(old.iterdir()) if keeps is not None else ():
+        target = new / entry.name
+        if os.path.lexists(target) or keeps is None or not keeps(entry):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.copytree(entry, target, symlinks=True, copy_function=_link)
+        else:
+            _link(entry, target)
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _swap(place: Path, new: Path) -> None:
+    """Puts a new folder in the place of an old one; the old one stays beside it."""
+    if _exchange(place, new):
+        return
+    os.rename(place, _aside(new))
+    sync_folder(place.parent)
+    os.rename(new, place)
+
+
+def _aside(new: Path) -> Path:
+    """Where the old folder steps to make room for a new one."""
+    return new.with_suffix(_ASIDE_SUFFIX)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchanges two names in one step; False where system or filesystem cannot."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    names = os.fsencode(one), os.fsencode(other)
+    if call(_AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _NO_EXCHANGE:
+        return False
+    raise OSError(number, os.strerror(number), str(one), None, str(other))
+
+
+def _clean_up(place: Path, new: Path) -> None:
+    """Removes what is not wanted beside a folder: the old one, or a new one that failed."""
+    aside = _aside(new)
+    if aside.exists() and not place.exists():
+        os.rename(aside, place)
+    for left in (new, aside):
+        shutil.rmtree(left, ignore_errors=True)
+        if left.exists():
+            warnings.warn(
+                f"{left}: could not be removed; {place} does not need it",
+                MoERuntimeWarning,
+                stacklevel=2,
+            )

@@ -1,0 +1,250 @@
+"""An output file is whole or as it was: at every fault and kill, whatever its name leads to."""
+
+import errno
+import itertools
+import os
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from injected_faults import CHANGING, LOOKING, at_call, fail, outcomes_of_kills
+
+from moe_runtime.errors import CheckpointError, MoERuntimeWarning
+from moe_runtime.files import (
+    PartialFile,
+    check_output_path,
+    keep_interrupted,
+    remove_abandoned,
+    write_atomically,
+)
+
+
+def write(path: Path | str, content: bytes = b"new") -> None:
+    with write_atomically(path) as file:
+        file.write(content)
+
+
+def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with write_atomically(path) as file:
+        file.write(b"new")
+        assert not path.exists()
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["file"]
+    with pytest.raises(FileNotFoundError):
+        write(tmp_path / "absent" / "file")
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt, MemoryError, OSError])
+def test_what_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, kind: type[BaseException]
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def write_half() -> None:
+        with write_atomically(path) as file:
+            file.write(b"new")
+            raise kind
+
+    with pytest.raises(kind):
+        write_half()
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_full_disk_at_any_call_leaves_old_or_new(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    seen = set()
+    for number in itertools.count(1):
+        path.write_bytes(b"old")
+        failed = False
+        with at_call(number, fail, (*CHANGING, *LOOKING)) as made:
+            try:
+                write(path)
+            except OSError:
+                failed = True
+        if len(made) < number:
+            break
+        where = (number, made[number - 1])
+        seen.add(made[number - 1])
+        assert path.read_bytes() in (b"old", b"new"), where
+        assert failed or path.read_bytes() == b"new", where
+        # Where removing itself fails, the partial file stays until somebody tidies up.
+        remove_abandoned(tmp_path)
+        assert os.listdir(tmp_path) == ["file"], where
+    assert seen >= {"open", "fdopen", "fsync", "fchmod", "replace", "close"}
+
+
+@pytest.mark.parametrize("call", ["fdopen", "fsync", "replace"])
+def test_a_failed_write_leaves_no_partial_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr(os, call, lambda *_, **__: fail(call))
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path / "file")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_kill_at_any_call_leaves_old_or_new_and_the_next_writer_tidies_up(tmp_path: Path) -> None:
+    program = (
+        "import pathlib\n"
+        "from moe_runtime.files import write_atomically\n"
+        "path = pathlib.Path('file')\n"
+        "def prepare(): path.write_text('old')\n"
+        "def write():\n"
+        "    with write_atomically('file') as file: file.write(b'new')\n"
+        "def state():\n"
+        "    found = path.read_text()\n"
+        "    write()\n"
+        "    return f'{found} {os.listdir()} {path.read_text()}'\n"
+    )
+    found = outcomes_of_kills(program, tmp_path)
+    assert set(found) == {"old ['file'] new", "new ['file'] new"}
+    assert found[-1].startswith("new")
+    assert len(found) > 5
+
+
+def test_links_are_followed_and_stay(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "target").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("second")
+    (tmp_path / "second").symlink_to("there/target")
+    (tmp_path / "dangling").symlink_to(tmp_path / "there" / "absent")
+    write(tmp_path / "link")
+    write(tmp_path / "dangling")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "dangling").is_symlink()
+    assert (tmp_path / "there" / "target").read_bytes() == b"new"
+    assert (tmp_path / "there" / "absent").read_bytes() == b"new"
+
+
+def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(CheckpointError, match="symbolic links"):
+        check_output_path(tmp_path / "a", "report")
+
+
+def test_devices_stay_devices() -> None:
+    write("/dev/null")
+    with pytest.raises(OSError, match="No space left"):
+        write("/dev/full")
+    for name in ("/dev/null", "/dev/full"):
+        assert stat.S_ISCHR(os.stat(name).st_mode)
+        check_output_path(name, "trace")
+
+
+def test_a_pipe_with_a_name_is_written_into(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    (tmp_path / "link").symlink_to(path)
+    got: list[bytes] = []
+    reader = threading.Thread(target=lambda: got.append(path.read_bytes()))
+    reader.start()
+    check_output_path(tmp_path / "link", "trace")
+    write(tmp_path / "link")
+    reader.join()
+    assert got == [b"new"]
+    assert sorted(os.listdir(tmp_path)) == ["link", "pipe"]
+
+
+def test_open_descriptors_go_on_where_they_stand(tmp_path: Path) -> None:
+    """As the shell's `> file` and `>(command)` make them."""
+    with (tmp_path / "out").open("wb", buffering=0) as out:
+        out.write(b"before ")
+        before = os.fstat(out.fileno()).st_ino
+        check_output_path(f"/dev/fd/{out.fileno()}", "trace")
+        write(f"/dev/fd/{out.fileno()}")
+        out.write(b" after")
+    assert (tmp_path / "out").read_bytes() == b"before new after"
+    assert (tmp_path / "out").stat().st_ino == before
+    program = (
+        "from moe_runtime.files import write_atomically\n"
+        "with write_atomically('/dev/stdout') as file: file.write(b'new')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    assert done.stdout == b"new"
+
+
+def test_permissions_stay(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    path.chmod(0o640)
+    write(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    (tmp_path / "by open").write_bytes(b"")
+    write(tmp_path / "new")
+    assert (tmp_path / "new").stat().st_mode == (tmp_path / "by open").stat().st_mode
+
+
+def test_a_long_name_has_room_beside_it(tmp_path: Path) -> None:
+    write(tmp_path / ("é" * 127))
+    assert os.listdir(tmp_path) == ["é" * 127]
+
+
+def test_places_that_cannot_be_written_are_known_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with pytest.raises(CheckpointError, match="is a folder, expected the name of a report file"):
+        check_output_path(tmp_path, "report")
+    with pytest.raises(CheckpointError, match=r"the report cannot be written: there is no folder"):
+        check_output_path(tmp_path / "absent" / "file", "report")
+    real = os.open
+
+    def read_only(name: Path, flags: int, *rest: int) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(name))
+        return real(name, flags, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", read_only)
+        with pytest.raises(CheckpointError, match=r"file: the report cannot be .*: Read-only file"):
+            check_output_path(path, "report")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda *_: False)
+        with pytest.raises(CheckpointError, match="no right to write"):
+            check_output_path(path, "report")
+    check_output_path(path, "report")
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_only_what_nobody_writes_any_more_is_removed(tmp_path: Path) -> None:
+    living = PartialFile(tmp_path / "living")
+    living.file.write(b"new")
+    (tmp_path / "dead.0123abcd.partial").write_bytes(b"half")
+    (tmp_path / "step.shards.partial").mkdir()
+    (tmp_path / "step.shards.partial" / "shard").write_bytes(b"half")
+    (tmp_path / "other").write_bytes(b"stays")
+    remove_abandoned(tmp_path)
+    assert set(os.listdir(tmp_path)) == {living.path.name, "other"}
+    living.finish()
+    assert (tmp_path / "living").read_bytes() == b"new"
+
+
+def test_what_grew_before_a_kill_is_kept_and_named(tmp_path: Path) -> None:
+    draft = tmp_path / "t.npz.part"
+    for number, kept in enumerate(["t.npz.interrupted", "t.npz.interrupted-2"]):
+        draft.write_bytes(b"%d" % number)
+        with pytest.warns(MoERuntimeWarning, match=rf"{kept}: holds what an interrupted run left"):
+            keep_interrupted(tmp_path / "t.npz")
+        assert (tmp_path / kept).read_bytes() == b"%d" % number
+    draft.write_bytes(b"")
+    keep_interrupted(tmp_path / "t.npz")
+    assert not draft.exists()
+
+
+def test_what_a_living_process_writes_is_not_taken(tmp_path: Path) -> None:
+    first = PartialFile(tmp_path / "t.npz", is_draft=True)
+    first.file.write(b"first")
+    with pytest.raises(BlockingIOError, match="another process is writing"):
+        PartialFile(tmp_path / "t.npz", is_draft=True)
+    first.finish()
+    assert (tmp_path / "t.npz").read_bytes() == b"first"
+    assert os.listdir(tmp_path) == ["t.npz"]

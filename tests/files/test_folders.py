@@ -1,0 +1,174 @@
+"""A folder is replaced as a whole or not at all."""
+
+import errno
+import itertools
+import os
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+from injected_faults import CHANGING, LOOKING, at_call, fail, outcomes_of_kills
+
+from moe_runtime import folders
+from moe_runtime.errors import MoERuntimeWarning
+from moe_runtime.folders import recover_folder, replace_folder
+
+
+@pytest.fixture(params=["exchange", "without exchange"])
+def exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param != "exchange":
+        monkeypatch.setattr(folders, "_exchange", lambda one, other: False)
+
+
+@pytest.fixture
+def old(tmp_path: Path, exchange: None) -> Path:
+    folder = tmp_path / "model"
+    fill(folder, "old")
+    return folder
+
+
+def fill(folder: Path, content: str) -> None:
+    (folder / "sub").mkdir(parents=True, exist_ok=True)
+    for name in ("a", "sub/b"):
+        (folder / name).write_text(content)
+
+
+def content(folder: Path) -> set[str]:
+    """What its two files say: one word when the folder is whole."""
+    return {(folder / name).read_text() for name in ("a", "sub/b")}
+
+
+def replace(folder: Path) -> None:
+    with replace_folder(folder) as new:
+        fill(new, "new")
+
+
+def test_a_folder_appears_when_it_is_whole(tmp_path: Path) -> None:
+    with replace_folder(tmp_path / "made" / "model") as new:
+        fill(new, "new")
+        assert not (tmp_path / "made" / "model").exists()
+    assert content(tmp_path / "made" / "model") == {"new"}
+    assert os.listdir(tmp_path / "made") == ["model"]
+
+
+def test_the_old_folder_goes_as_a_whole(old: Path) -> None:
+    (old / "stale").write_text("old")
+    old.chmod(0o750)
+    replace(old)
+    assert content(old) == {"new"}
+    assert not (old / "stale").exists()
+    assert stat.S_IMODE(old.stat().st_mode) == 0o750
+    assert os.listdir(old.parent) == ["model"]
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+def test_what_fails_leaves_the_old_folder(old: Path, kind: type[BaseException]) -> None:
+    def write_half() -> None:
+        with replace_folder(old) as new:
+            (new / "a").write_text("new")
+            raise kind
+
+    with pytest.raises(kind):
+        write_half()
+    assert content(old) == {"old"}
+    assert os.listdir(old.parent) == ["model"]
+
+
+@pytest.mark.filterwarnings("ignore::moe_runtime.errors.MoERuntimeWarning")
+def test_a_full_disk_at_any_call_leaves_old_or_new(old: Path) -> None:
+    seen = set()
+    for number in itertools.count(1):
+        shutil.rmtree(old)
+        fill(old, "old")
+        failed = False
+        with at_call(number, fail, (*CHANGING, *LOOKING)) as made:
+            try:
+                replace(old)
+            except OSError:
+                failed = True
+        if len(made) < number:
+            break
+        where = (number, made[number - 1])
+        seen.add(made[number - 1])
+        recover_folder(old)
+        assert content(old) in ({"old"}, {"new"}), where
+        assert failed or content(old) == {"new"}, where
+        assert os.listdir(old.parent) == ["model"], where
+    assert seen >= {"mkdir", "open", "fsync", "unlink", "rmdir"}
+
+
+@pytest.mark.parametrize("way", ["", "folders._exchange = lambda one, other: False\n"])
+def test_a_kill_at_any_call_leaves_old_or_new(tmp_path: Path, way: str) -> None:
+    program = (
+        "import pathlib, shutil\n"
+        "from moe_runtime import folders\n"
+        f"{way}"
+        "path = pathlib.Path('model')\n"
+        "def fill(folder, text):\n"
+        "    (folder / 'sub').mkdir()\n"
+        "    for name in ('a', 'sub/b'): (folder / name).write_text(text)\n"
+        "def prepare():\n"
+        "    shutil.rmtree(path, ignore_errors=True)\n"
+        "    path.mkdir()\n"
+        "    fill(path, 'old')\n"
+        "def write():\n"
+        "    with folders.replace_folder('model') as new: fill(new, 'new')\n"
+        "def state():\n"
+        "    is_there = path.exists()\n"
+        "    folders.recover_folder(path)\n"
+        "    texts = {(path / name).read_text() for name in ('a', 'sub/b')}\n"
+        "    return f'{is_there} {texts} {os.listdir()}'\n"
+    )
+    found = outcomes_of_kills(program, tmp_path)
+    whole = {f"True {{{text!r}}} ['model']" for text in ("old", "new")}
+    # Without an exchange there is a moment without the name; the next writer gives it back.
+    aside = {"False {'old'} ['model']"} if way else set()
+    assert set(found) == whole | aside
+    assert found[-1] == "True {'new'} ['model']"
+    assert len(found) > 15
+
+
+def test_what_cannot_be_deleted_is_a_warning(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.unlink
+
+    def unlink(path: str, **options: int) -> None:
+        if os.path.basename(path) == "a":
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM), path)
+        real(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", unlink)
+        with pytest.warns(MoERuntimeWarning, match=r"could not be removed; .*model does not need"):
+            replace(old)
+    assert content(old) == {"new"}
+    replace(old)
+    assert os.listdir(old.parent) == ["model"]
+
+
+def test_what_is_kept_goes_over(old: Path) -> None:
+    (old / "kept").mkdir()
+    (old / "kept" / "link").symlink_to("elsewhere")
+    (old / "notes").write_text("mine")
+    (old / "gone").write_text("old")
+    with replace_folder(old, keeps=lambda path: path.name != "gone") as new:
+        fill(new, "new")
+    assert content(old) == {"new"}
+    assert (old / "notes").read_text() == "mine"
+    assert os.readlink(old / "kept" / "link") == "elsewhere"
+    assert not (old / "gone").exists()
+
+
+def test_links_to_a_folder_stay(old: Path) -> None:
+    link = old.with_name("link")
+    link.symlink_to("model")
+    replace(link)
+    assert link.is_symlink()
+    assert content(old) == {"new"}
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("old")
+    with pytest.raises(NotADirectoryError):
+        replace(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "old"
