@@ -163,14 +163,19 @@ def load_tokenizer(model: str) -> Any:
 
     Raises:
         CheckpointError: there is none, or it cannot be loaded.
+        UnsupportedModelError: transformers does not know the architecture.
     """
     folder = Path(model).expanduser()
     if not folder.exists() and (folder.is_absolute() or model.startswith((".", "~"))):
         raise CheckpointError(f"{model}: no such folder")
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{model}: is a file, expected the folder of a checkpoint")
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise CheckpointError(f"{model}: has no config.json, so it is not a checkpoint's folder")
+    if folder.is_dir():
+        from moe_runtime.engine.checkpoint import read_config
+
+        # transformers looks into it for the tokenizer's class: what is wrong there is not the
+        # tokenizer's fault.
+        read_config(folder)
     from transformers import AutoTokenizer
 
     try:

@@ -31,6 +31,9 @@ TORCH_DTYPES = {
 }
 """Element types of safetensors files that dense weights may have."""
 
+COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Types that models are computed in."""
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -62,7 +65,7 @@ def open_checkpoint(path_or_id: str | Path, dtype: str | torch.dtype) -> Checkpo
         ValueError: the dtype is not one to compute in.
     """
     folder = _find(path_or_id)
-    config = _read_config(folder)
+    config = read_config(folder)
     _refuse_quantized(config)
     entries = read_checkpoint_index(folder)
     return Checkpoint(folder, config, entries, _compute_dtype(dtype, config, entries))
@@ -117,7 +120,13 @@ def _download(repository: str) -> Path:
         ) from None
 
 
-def _read_config(folder: Path) -> PreTrainedConfig:
+def read_config(folder: Path) -> PreTrainedConfig:
+    """Reads a checkpoint's configuration.
+
+    Raises:
+        CheckpointError: the folder has none, or it is damaged.
+        UnsupportedModelError: transformers does not know the architecture.
+    """
     from transformers import AutoConfig
 
     file = folder / "config.json"
@@ -147,14 +156,18 @@ def _refuse_quantized(config: PreTrainedConfig) -> None:
 def _compute_dtype(
     dtype: str | torch.dtype, config: PreTrainedConfig, entries: dict[str, TensorEntry]
 ) -> torch.dtype:
-    if isinstance(dtype, str):
-        if dtype == "auto":
-            return _stored_dtype(config, entries)
-        dtype = getattr(torch, dtype, dtype)
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+    if dtype == "auto":
+        stored = _stored_dtype(config, entries)
+        if stored not in COMPUTE_DTYPES:
+            raise UnsupportedModelError(
+                f"the checkpoint's own type is {stored}; name another one to compute in: dtype "
+                "float32, bfloat16 or float16"
+            )
+        return stored
+    named = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    if not isinstance(named, torch.dtype) or named not in COMPUTE_DTYPES:
         raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, got {dtype}")
-    assert isinstance(dtype, torch.dtype)
-    return dtype
+    return named
 
 
 def _stored_dtype(config: PreTrainedConfig, entries: dict[str, TensorEntry]) -> torch.dtype:

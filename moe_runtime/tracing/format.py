@@ -133,6 +133,46 @@ def absent_id(dtype: np.dtype[Any]) -> int:
     return int(np.iinfo(dtype).max)
 
 
+def as_recorded(
+    expert_ids: np.ndarray, weights: np.ndarray, absent: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Choices as a trace holds them.
+
+    Args:
+        expert_ids: of any shape, -1 for a choice of no expert.
+        weights: of the same shape.
+        absent: the id that stands for "not recorded".
+
+    Returns:
+        Ids, and weights as float16. A choice of no expert, and one whose weight is no finite number
+        from 0 on (a model that diverged), was not recorded.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        gates = weights.astype(np.float16)
+        is_choice = (expert_ids >= 0) & (gates >= 0) & (gates < np.inf)
+    return np.where(is_choice, expert_ids, absent), np.where(is_choice, gates, np.float16(0))
+
+
+def check_weights(weights: np.ndarray, name: str, path: Path) -> None:
+    """Refuses gate weights that no gate gives.
+
+    Args:
+        weights: ``[T, L, K]``.
+        name: what the file calls them.
+        path: the file.
+
+    Raises:
+        CheckpointError: one is negative or no finite number; says which.
+    """
+    wrong = np.argwhere(~((weights >= 0) & (weights < np.inf)))
+    if len(wrong):
+        token, layer, choice = wrong[0].tolist()
+        raise CheckpointError(
+            f"{path}: {name} must be finite numbers from 0 on, got {weights[token, layer, choice]} "
+            f"at token {token}, layer {layer}, choice {choice}"
+        )
+
+
 def write_trace(path: str | os.PathLike[str], trace: Trace) -> None:
     """Writes a trace; the file appears under its name only when it is complete.
 
@@ -308,6 +348,7 @@ def _check_values(trace: Trace, path: Path) -> None:
     for expectation, violated in problems.items():
         if violated:
             raise CheckpointError(f"{path}: the trace is damaged: {expectation}")
+    check_weights(trace.gate_weights, "gate_weights", path)
 
 
 def _any(mask: np.ndarray) -> bool:

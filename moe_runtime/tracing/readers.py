@@ -16,7 +16,14 @@ import numpy as np
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError
 from moe_runtime.tracing.archive import Archive
-from moe_runtime.tracing.format import TRACE_VERSION, Trace, absent_id, expert_dtype, read_trace
+from moe_runtime.tracing.format import (
+    TRACE_VERSION,
+    Trace,
+    absent_id,
+    check_weights,
+    expert_dtype,
+    read_trace,
+)
 from moe_runtime.tracing.journal import is_journal
 from moe_runtime.tracing.routes import UNKNOWN_MODEL
 from moe_runtime.types import ModelSignature
@@ -80,6 +87,9 @@ def read_plain_ids(path: str | os.PathLike[str], *, num_experts: int | None = No
             f"{path}: probs must be {list(ids.shape)} and token_ids [{num_tokens}], got "
             f"{list(weights.shape)} and {list(token_ids.shape)}"
         )
+    with np.errstate(over="ignore"):
+        weights = weights.astype(np.float16)
+    check_weights(weights, "probs", Path(path))
     starts = offsets.astype(np.int64)
     if starts.ndim != 1 or len(starts) < 2 or starts[0] != 0 or starts[-1] != num_tokens:
         raise CheckpointError(f"{path}: offsets must run from 0 to {num_tokens}")
@@ -128,7 +138,7 @@ def read_megatron_trace(path: str | os.PathLike[str], *, num_experts: int | None
     ids = np.concatenate(blocks)
     requests = np.concatenate([np.arange(len(block)) for block in blocks])
     starts = np.cumsum([0, *map(len, blocks)])
-    weights = np.where(ids < 0, 0.0, 1 / top_k)
+    weights = np.full(ids.shape, 1 / top_k)
     return _decoded(Path(path), ids, weights, np.full(len(ids), -1), requests, starts, num_experts)
 
 
@@ -169,7 +179,7 @@ def _decoded(
         token_id=token_ids.astype(np.int32),
         token_position=position,
         expert_ids=np.where(ids < 0, absent_id(dtype), ids).astype(dtype),
-        gate_weights=weights.astype(np.float16),
+        gate_weights=np.where(ids < 0, 0, weights).astype(np.float16),
     )
 
 

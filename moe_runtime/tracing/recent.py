@@ -17,6 +17,7 @@ from moe_runtime.tracing.format import (
     TRACE_VERSION,
     Trace,
     absent_id,
+    as_recorded,
     expert_dtype,
     read_trace,
     write_trace,
@@ -103,9 +104,10 @@ class RecentRouting:
     def routing(self, layer: int, expert_ids: npt.ArrayLike, weights: npt.ArrayLike) -> None:
         """Records where a layer sent the tokens of the step."""
         if self._is_open:
-            ids = np.asarray(expert_ids)
+            absent = absent_id(self._dtype)
+            ids, gates = as_recorded(np.asarray(expert_ids), np.asarray(weights), absent)
             self._steps[-1].expert_ids[:, layer, : ids.shape[1]] = ids
-            self._steps[-1].gate_weights[:, layer, : ids.shape[1]] = weights
+            self._steps[-1].gate_weights[:, layer, : ids.shape[1]] = gates
 
     def close(self) -> None:
         """Adds what was recorded to the file; the oldest steps make room for it."""

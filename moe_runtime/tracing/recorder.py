@@ -22,6 +22,7 @@ from moe_runtime.tracing.format import (
     TRAINING_TRACE_VERSION,
     Trace,
     absent_id,
+    as_recorded,
     expert_dtype,
     save_columns,
     write_trace,
@@ -199,8 +200,9 @@ class TraceRecorder:
                 f"expert_ids must lie in [-1, {self._signature.num_experts}), "
                 f"got {ids.min()} to {ids.max()}"
             )
-        self._expert_ids[-1][:, layer, : ids.shape[1]] = np.where(ids < 0, self._absent, ids)
-        self._weights[-1][:, layer, : ids.shape[1]] = np.where(ids < 0, 0, gates)
+        chosen, factors = as_recorded(ids, gates, self._absent)
+        self._expert_ids[-1][:, layer, : ids.shape[1]] = chosen
+        self._weights[-1][:, layer, : ids.shape[1]] = factors
 
     def pause(self) -> None:
         """Ignores all events until ``resume``; for warm-up."""

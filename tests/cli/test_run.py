@@ -215,11 +215,14 @@ def test_a_wrong_folder_gets_one_line(
     (tmp_path / "odd" / "tokenizer.json").write_text("{}")
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "config.json").write_text("{")
+    shutil.copytree(checkpoint, tmp_path / "strange")
+    (tmp_path / "strange" / "config.json").write_text('{"model_type": "nobodys"}')
     cases = {
         tmp_path / "missing": "no such folder",
         tmp_path / "file": "is a file",
         tmp_path: "no config.json",
-        tmp_path / "damaged": "the tokenizer cannot be loaded",
+        tmp_path / "damaged": "config.json cannot be read: ",
+        tmp_path / "strange": "config.json: unknown architecture: ",
         tmp_path / "bare": "no tokenizer files",
         tmp_path / "odd": "its files are damaged",
     }

@@ -161,6 +161,9 @@ def test_a_config_that_contradicts_itself(checkpoint):
         ({"device": "tpu"}, "device must be"),
         ({"device": "cuda"}, "no GPU"),
         ({"dtype": "int3"}, "dtype must be"),
+        ({"dtype": "float64"}, "dtype must be auto, float32, bfloat16 or float16, got float64"),
+        ({"dtype": torch.float64}, "dtype must be auto, float32"),
+        ({"dtype": "nn"}, "dtype must be auto, float32"),
         ({"max_tokens": 0}, "max_tokens must be"),
         ({"io_threads": 0}, "io_threads must be"),
         ({"host_memory": "lots"}, "host_memory"),
@@ -170,6 +173,13 @@ def test_options(checkpoint, option, text):
     if option == {"device": "cuda"} and torch.cuda.is_available():
         pytest.skip("needs a machine without a CUDA device")
     assert text in refused(checkpoint, ValueError, **option)
+
+
+def test_a_checkpoint_of_a_type_that_nothing_computes_in(checkpoint):
+    change_config(checkpoint, dtype="float64")
+    error = refused(checkpoint, UnsupportedModelError)
+    assert "own type is torch.float64; name another one" in error
+    load(checkpoint, dtype="float32").moe.close()
 
 
 def test_too_little_memory(checkpoint):

@@ -88,6 +88,12 @@ def test_our_own_traces_are_told_apart(tmp_path):
     assert trace.signature.model_type == "synthetic"
 
 
+def weights_with(value: float) -> np.ndarray:
+    weights = np.full(ROUTES.expert_ids.shape, 0.5)
+    weights[2, 1, 0] = value
+    return weights
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -95,6 +101,12 @@ def test_our_own_traces_are_told_apart(tmp_path):
         ({"ids": ROUTES.expert_ids.astype(np.float32)}, "'ids' is missing, damaged, or not"),
         ({"ids": np.full((15, 2, 2), 70000)}, "do not fit"),
         ({"probs": ROUTES.gate_weights[:3]}, "probs must be"),
+        (
+            {"probs": weights_with(np.nan)},
+            "probs must be finite.*nan at token 2, layer 1, choice 0",
+        ),
+        ({"probs": weights_with(-1)}, "got -1.0 at token 2, layer 1, choice 0"),
+        ({"probs": weights_with(1e300)}, "got inf at token 2, layer 1, choice 0"),
         ({"token_ids": np.full(15, -2)}, "token_ids lie in"),
         ({"offsets": np.array([0, 9, 4, 15])}, "must not fall"),
         ({"offsets": np.array([0, 4])}, "offsets must run from 0 to 15"),

@@ -91,6 +91,17 @@ def test_layers_that_recorded_less_are_marked_absent(tmp_path: Path) -> None:
     ]
 
 
+def test_weights_of_a_model_that_diverged_are_marked_absent(tmp_path: Path) -> None:
+    """A trace holds no number that its reader would refuse."""
+    with TraceRecorder(tmp_path / "t.npz", SIGNATURE) as recorder:
+        recorder.begin_step(phase="decode", token_ids=[1] * 5, positions=range(5))
+        weights = [[np.nan, 0.5], [np.inf, 0.5], [-0.5, 0.5], [1e6, 0.5], [0.0, 0.5]]
+        recorder.routing(0, [[3, 4]] * 5, weights)
+    trace = read_trace(tmp_path / "t.npz")
+    assert trace.expert_ids[:, 0].tolist() == [[trace.absent, 4]] * 4 + [[3, 4]]
+    assert trace.gate_weights[:, 0].tolist() == [[0.0, 0.5]] * 5
+
+
 def test_warm_up_is_not_recorded(tmp_path: Path) -> None:
     recorder = TraceRecorder(tmp_path / "trace.npz", SIGNATURE)
     recorder.pause()
@@ -237,6 +248,12 @@ def header(**changes: Any) -> np.ndarray:
     return np.frombuffer(json.dumps(content | changes).encode(), dtype=np.uint8)
 
 
+def with_weight(weights: np.ndarray, value: float) -> np.ndarray:
+    changed = weights.copy()
+    changed[4, 2, 1] = value
+    return changed
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -269,6 +286,9 @@ def header(**changes: Any) -> np.ndarray:
         ("gate_weights", lambda a: a.astype(np.float32), "float32"),
         ("gate_weights", lambda a: a[..., :1], "shape"),
         ("gate_weights", lambda _: None, "no array named 'gate_weights'"),
+        ("gate_weights", lambda a: with_weight(a, np.nan), "got nan at token 4, layer 2, choice 1"),
+        ("gate_weights", lambda a: with_weight(a, np.inf), "got inf at token 4, layer 2, choice 1"),
+        ("gate_weights", lambda a: with_weight(a, -0.5), "got -0.5 at token 4, layer 2, choice 1"),
     ],
 )
 def test_wrong_content_gets_a_clear_error(
