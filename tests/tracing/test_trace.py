@@ -92,11 +92,9 @@ def test_layers_that_recorded_less_are_marked_absent(tmp_path: Path) -> None:
 
 
 def test_weights_of_a_model_that_diverged_are_marked_absent(tmp_path: Path) -> None:
-    """A trace holds no number that its reader would refuse."""
     with TraceRecorder(tmp_path / "t.npz", SIGNATURE) as recorder:
         recorder.begin_step(phase="decode", token_ids=[1] * 5, positions=range(5))
-        weights = [[np.nan, 0.5], [np.inf, 0.5], [-0.5, 0.5], [1e6, 0.5], [0.0, 0.5]]
-        recorder.routing(0, [[3, 4]] * 5, weights)
+        recorder.routing(0, [[3, 4]] * 5, [[w, 0.5] for w in (np.nan, np.inf, -0.5, 1e6, 0.0)])
     trace = read_trace(tmp_path / "t.npz")
     assert trace.expert_ids[:, 0].tolist() == [[trace.absent, 4]] * 4 + [[3, 4]]
     assert trace.gate_weights[:, 0].tolist() == [[0.0, 0.5]] * 5
@@ -248,10 +246,9 @@ def header(**changes: Any) -> np.ndarray:
     return np.frombuffer(json.dumps(content | changes).encode(), dtype=np.uint8)
 
 
-def with_weight(weights: np.ndarray, value: float) -> np.ndarray:
-    changed = weights.copy()
-    changed[4, 2, 1] = value
-    return changed
+def one_changed(weights: np.ndarray, value: float) -> np.ndarray:
+    weights[4, 2, 1] = value
+    return weights
 
 
 @pytest.mark.parametrize(
@@ -286,9 +283,9 @@ def with_weight(weights: np.ndarray, value: float) -> np.ndarray:
         ("gate_weights", lambda a: a.astype(np.float32), "float32"),
         ("gate_weights", lambda a: a[..., :1], "shape"),
         ("gate_weights", lambda _: None, "no array named 'gate_weights'"),
-        ("gate_weights", lambda a: with_weight(a, np.nan), "got nan at token 4, layer 2, choice 1"),
-        ("gate_weights", lambda a: with_weight(a, np.inf), "got inf at token 4, layer 2, choice 1"),
-        ("gate_weights", lambda a: with_weight(a, -0.5), "got -0.5 at token 4, layer 2, choice 1"),
+        ("gate_weights", lambda a: one_changed(a, np.nan), "nan at token 4, layer 2, choice 1"),
+        ("gate_weights", lambda a: one_changed(a, np.inf), "inf at token 4, layer 2, choice 1"),
+        ("gate_weights", lambda a: one_changed(a, -0.5), "-0.5 at token 4, layer 2, choice 1"),
     ],
 )
 def test_wrong_content_gets_a_clear_error(
