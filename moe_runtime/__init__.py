@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from moe_runtime.errors import CheckpointError as CheckpointError
     from moe_runtime.errors import MoERuntimeError as MoERuntimeError
     from moe_runtime.errors import UnsupportedModelError as UnsupportedModelError
+    from moe_runtime.errors import UnsupportedUseError as UnsupportedUseError
     from moe_runtime.layer import MoELayer as MoELayer
     from moe_runtime.offload.adamw import AdamW as AdamW
     from moe_runtime.offload.directions import ZerothOrder as ZerothOrder
@@ -35,6 +36,7 @@ _HOMES = {
     "MoELayer": "moe_runtime.layer",
     "MoERuntimeError": "moe_runtime.errors",
     "UnsupportedModelError": "moe_runtime.errors",
+    "UnsupportedUseError": "moe_runtime.errors",
     "ZerothOrder": "moe_runtime.offload.directions",
     "register_with_transformers": "moe_runtime.engine.backend",
     "load": "moe_runtime.engine.loading",
@@ -49,6 +51,7 @@ __all__ = [
     "MoELayer",
     "MoERuntimeError",
     "UnsupportedModelError",
+    "UnsupportedUseError",
     "ZerothOrder",
     "load",
     "offload_training",

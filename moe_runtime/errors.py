@@ -18,6 +18,10 @@ class UnsupportedModelError(MoERuntimeError):
     """The checkpoint is sound, but its model is not one that the runtime can serve."""
 
 
+class UnsupportedUseError(MoERuntimeError):
+    """A loaded model was asked for something that it cannot do; says what to do instead."""
+
+
 class CapacityError(MoERuntimeError):
     """Memory does not suffice.
 

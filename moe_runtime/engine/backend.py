@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -148,7 +149,9 @@ def recognise_activation(module: torch.nn.Module) -> ActivationSpec | None:
 @torch.compiler.assume_constant_result
 def _formula(module: torch.nn.Module) -> str | None:
     if module not in _FORMULAS:
-        spec = _find_formula(module)
+        # in a thread of its own, where no tracing (torch.export) makes values unknown
+        with ThreadPoolExecutor(1) as thread:
+            spec = thread.submit(_find_formula, module).result()
         _FORMULAS[module] = None if spec is None else _as_text(spec)
     return _FORMULAS[module]
 

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moe_runtime.engine.absent import AbsentParameters
 from moe_runtime.engine.expert_map import ExpertMap, ExpertsModule
+from moe_runtime.errors import UnsupportedUseError
 from moe_runtime.kernels.combine import combine_slots
 from moe_runtime.kernels.expert_ffn import Activation, ExpertWeights, expert_ffn
 from moe_runtime.store.cache import ExpertStore
@@ -42,7 +44,7 @@ GateFunction = Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor]
 """Takes gate ``[R, F]`` (None where there is none) and up ``[R, F]``, returns ``[R, F]``."""
 
 
-class OffloadedExperts(torch.nn.Module):
+class OffloadedExperts(AbsentParameters):
     """Routed experts whose weights lie in a store, for the interface that transformers expects.
 
     Takes over the flags, the gate and the other submodules of the module that it replaces, but none
@@ -73,6 +75,7 @@ class OffloadedExperts(torch.nn.Module):
         self._keys = tuple(ExpertKey(layer, expert) for expert in range(self.num_experts))
         self._following = tuple(following)
         self._norms_outputs = bool(getattr(original, "has_post_expert_norm", False))
+        self._shapes = {name: original.get_parameter(name).shape for name in experts.parameters}
         for name in experts.parameters:
             del original._parameters[name]
         for name, parameter in original.named_parameters(recurse=False):
@@ -82,6 +85,10 @@ class OffloadedExperts(torch.nn.Module):
         self._activation: Activation | GateFunction = _activation(original)
         # not registered: its remaining submodules are ours, and its class would be initialised anew
         self.__dict__["replaced"] = original
+
+    def list_parameters(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Lists the experts' parameters under transformers' names, once all others are loaded."""
+        self.add_absent(self._shapes, dtype, device)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -99,7 +106,20 @@ class OffloadedExperts(torch.nn.Module):
         Raises:
             CheckpointError: an expert could not be read.
             RankFailureError: a process that shares the experts died or stalled.
+            UnsupportedUseError: the model is being exported as a graph.
         """
+        if torch.compiler.is_exporting():
+            raise UnsupportedUseError(
+                "a loaded model cannot be exported, because reading its experts is no part of a "
+                "graph: export from_pretrained(..., experts_implementation='moe_runtime') instead"
+            )
+        if torch.compiler.is_compiling():
+            return _beside_graphs(self._forward, hidden_states, top_k_index, top_k_weights)
+        return self._forward(hidden_states, top_k_index, top_k_weights)
+
+    def _forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         if self.recorder is not None:
             self.recorder.routing(
                 self.layer, top_k_index.cpu().numpy(), top_k_weights.float().cpu().numpy()
@@ -173,6 +193,14 @@ class OffloadedExperts(torch.nn.Module):
                     activation=self._activation,
                 )
                 tell()
+
+
+def _call(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    return forward(*inputs)
+
+
+# between two graphs of the compiler, which would follow every read and thread
+_beside_graphs: Any = torch.compiler.disable(_call)
 
 
 def bind_weights(experts: ExpertMap) -> Callable[[ExpertKey, torch.Tensor], ExpertWeights]:

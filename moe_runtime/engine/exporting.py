@@ -12,7 +12,7 @@ import math
 import mmap
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,28 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _NOT_COPIED = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack")
 
 
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """A tensor of a new file.
+
+    Attributes:
+        name: of the tensor.
+        dtype: as safetensors names it.
+        shape: its sizes.
+        num_bytes: of its content.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element."""
+        return self.num_bytes // max(1, math.prod(self.shape))
+
+
 @dataclass
 class _Output:
     """One file of the new checkpoint.
@@ -54,6 +76,25 @@ class _Output:
     offsets: dict[str, int] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype | None] = field(default_factory=dict)
     num_bytes: int = 0
+
+    def lay_out(self, tensors: Iterable[_Field]) -> None:
+        """Puts tensors one behind the other, widest elements first, so that all are aligned."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for tensor in sorted(tensors, key=lambda tensor: -tensor.width):
+            self.offsets[tensor.name] = end
+            header[tensor.name] = {
+                "dtype": tensor.dtype,
+                "shape": tensor.shape,
+                "data_offsets": [end, end + tensor.num_bytes],
+            }
+            end += tensor.num_bytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self.header = len(text).to_bytes(8, "little") + text
+        lead = len(self.header)
+        self.offsets = {name: lead + offset for name, offset in self.offsets.items()}
+        self.num_bytes = lead + end
 
 
 class LikeCheckpoint:
@@ -78,6 +119,16 @@ class LikeCheckpoint:
                 self._sorted.setdefault(entry.file, []).append(entry)
         self._dense_tensors({n: t.to("meta") for n, t in model.state_dict().items()})
 
+    def tensor_bytes(self, state: Mapping[str, Tensor]) -> dict[str, int]:
+        """Bytes of each tensor that `write_around_experts` writes, by its name in the checkpoint.
+
+        Raises:
+            UnsupportedModelError: `state` lacks a tensor.
+        """
+        sizes = {name: entry.num_bytes for name, entry in self._checkpoint.entries.items()}
+        dense = self._dense_tensors(state, same_shapes=False)
+        return sizes | {name: tensor.nbytes for name, tensor in dense.items()}
+
     def write(
         self,
         folder: Path,
@@ -98,71 +149,97 @@ class LikeCheckpoint:
             OSError: it cannot be written; an older one stays as it was.
         """
         with replace_folder(folder) as new:
-            outputs = self._plan(new, dtype)
-            self._write_tensors(outputs, state, tensors_of)
+            of_model = {*self._experts.dense_entries, *self._expert_names()}
+            wanted = {} if dtype is None else dict.fromkeys(of_model, dtype)
+            outputs = self._plan(new, self._own_files(), wanted)
+            self._write_tensors(outputs, self._dense_tensors(state), tensors_of)
             self._write_rest(new, outputs, dtype)
 
-    def _plan(self, folder: Path, dtype: torch.dtype | None) -> dict[Path, _Output]:
-        of_model = {*self._experts.dense_entries, *self._expert_names()}
-        outputs: dict[Path, _Output] = {}
-        for file, entries in self._by_file().items():
-            output = outputs[file] = _Output(folder / file.name)
-            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-            end = 0
-            for entry in entries:
-                kept = TORCH_DTYPES.get(entry.dtype)
-                wanted = kept
-                if dtype is not None and entry.name in of_model and kept is not None:
-                    wanted = dtype if kept.is_floating_point else kept
-                size = entry.num_bytes
-                if wanted is not None:
-                    size = math.prod(entry.shape) * wanted.itemsize
-                name = entry.dtype if wanted is None else _NAMES[wanted]
-                output.offsets[entry.name], output.dtypes[entry.name] = end, wanted
-                header[entry.name] = {
-                    "dtype": name,
-                    "shape": list(entry.shape),
-                    "data_offsets": [end, end + size],
-                }
-                end += size
-            text = json.dumps(header, separators=(",", ":")).encode()
-            text += b" " * (-len(text) % 8)
-            output.header = len(text).to_bytes(8, "little") + text
-            lead = len(output.header)
-            output.offsets = {name: lead + offset for name, offset in output.offsets.items()}
-            output.num_bytes = lead + end
+    def write_around_experts(
+        self, folder: Path, state: Mapping[str, Tensor], file_of: Mapping[str, str]
+    ) -> None:
+        """Writes the files of tensors of a model whose experts are as the checkpoint has them.
+
+        Args:
+            folder: where to; nobody else's.
+            state: everything but the experts, under the names that the model has for it. Written
+                in its own dtypes and shapes; experts keep the bytes that they have.
+            file_of: the name of the file of each tensor of the checkpoint.
+
+        Raises:
+            OSError: it cannot be written.
+            UnsupportedModelError: `state` lacks a tensor.
+        """
+        dense = self._dense_tensors(state, same_shapes=False)
+        outputs = self._plan(folder, file_of, {name: t.dtype for name, t in dense.items()}, dense)
+        self._write_tensors(outputs, dense, None)
+
+    def _own_files(self) -> dict[str, str]:
+        return {name: entry.file.name for name, entry in self._checkpoint.entries.items()}
+
+    def _plan(
+        self,
+        folder: Path,
+        file_of: Mapping[str, str],
+        dtypes: Mapping[str, torch.dtype],
+        dense: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, _Output]:
+        """Where each tensor goes: floating-point ones in the named dtypes, shapes as of `dense`."""
+        files: dict[str, list[_Field]] = {}
+        outputs: dict[str, _Output] = {}
+        for entry in sorted(self._checkpoint.entries.values(), key=lambda entry: entry.offset):
+            kept = TORCH_DTYPES.get(entry.dtype)
+            wanted = kept
+            if kept is not None and kept.is_floating_point:
+                wanted = dtypes.get(entry.name, kept)
+            shape, size = entry.shape, entry.num_bytes
+            if dense is not None and entry.name in dense:
+                shape = tuple(dense[entry.name].shape)
+            if wanted is not None:
+                size = math.prod(shape) * wanted.itemsize
+            file = file_of[entry.name]
+            output = outputs.setdefault(file, _Output(folder / file))
+            output.dtypes[entry.name] = wanted
+            dtype = entry.dtype if wanted is None else _NAMES[wanted]
+            files.setdefault(file, []).append(_Field(entry.name, dtype, shape, size))
+        for file, fields in files.items():
+            outputs[file].lay_out(fields)
         return outputs
 
     def _write_tensors(
         self,
-        outputs: Mapping[Path, _Output],
-        state: Mapping[str, Tensor],
-        tensors_of: TensorsOf,
+        outputs: Mapping[str, _Output],
+        dense: Mapping[str, Tensor],
+        tensors_of: TensorsOf | None,
     ) -> None:
+        """Writes what is given and copies what is not, experts too where nothing gives them."""
+        place_of = {name: output for output in outputs.values() for name in output.offsets}
         files = {}
         try:
-            for file, output in outputs.items():
-                files[file] = os.open(output.path, os.O_RDWR | os.O_CREAT, 0o666)
-                os.truncate(files[file], output.num_bytes)
-                _write_at(files[file], output.header, 0)
-            dense = self._dense_tensors(state)
-            copied = {*self._checkpoint.entries} - dense.keys() - self._expert_names()
+            for output in outputs.values():
+                files[output.path] = os.open(output.path, os.O_RDWR | os.O_CREAT, 0o666)
+                os.truncate(files[output.path], output.num_bytes)
+                _write_at(files[output.path], output.header, 0)
+            copied = {*self._checkpoint.entries} - dense.keys()
+            if tensors_of is not None:
+                copied -= self._expert_names()
             for name, entry in self._checkpoint.entries.items():
-                offset = outputs[entry.file].offsets[name]
+                output = place_of[name]
+                offset = output.offsets[name]
                 if name in dense:
-                    dtype = outputs[entry.file].dtypes[name]
-                    content = dense[name].detach().to("cpu", dtype).contiguous()
-                    _write_tensor(files[entry.file], content, offset)
+                    content = dense[name].detach().to("cpu", output.dtypes[name]).contiguous()
+                    _write_tensor(files[output.path], content, offset)
                 elif name in copied:
-                    _copy(entry, files[entry.file], offset)
-            for place, content in self._expert_matrices(outputs, tensors_of):
-                place.write(files[place.file], content)
+                    _copy(entry, files[output.path], offset)
+            if tensors_of is not None:
+                for place, content in self._expert_matrices(place_of, tensors_of):
+                    place.write(files[place.file], content)
         finally:
             for descriptor in files.values():
                 os.close(descriptor)
 
     def _expert_matrices(
-        self, outputs: Mapping[Path, _Output], tensors_of: TensorsOf
+        self, place_of: Mapping[str, _Output], tensors_of: TensorsOf
     ) -> Iterator[tuple[_Place, Tensor]]:
         """Every matrix of every expert, and where it goes."""
         for key, layout in self._experts.layouts.items():
@@ -170,15 +247,15 @@ class LikeCheckpoint:
             matrices = matrices_of(module, tensors_of(key))
             for name, found in zip(self._experts.matrices[key.layer], layout.tensors, strict=True):
                 entry = self._entry_of(found)
-                output = outputs[entry.file]
+                output = place_of[entry.name]
                 dtype = output.dtypes[entry.name]
                 assert dtype is not None, "experts have a dtype to compute with"
                 first = (found.offset - entry.offset) // found.dtype.itemsize
                 start = output.offsets[entry.name] + first * dtype.itemsize
-                yield _Place(entry.file, start, found, dtype), matrices[name].to("cpu", dtype)
+                yield _Place(output.path, start, found, dtype), matrices[name].to("cpu", dtype)
 
     def _write_rest(
-        self, folder: Path, outputs: Mapping[Path, _Output], dtype: torch.dtype | None
+        self, folder: Path, outputs: Mapping[str, _Output], dtype: torch.dtype | None
     ) -> None:
         """Configuration, tokenizer, index: what is no tensor."""
         source = self._checkpoint.folder
@@ -187,9 +264,7 @@ class LikeCheckpoint:
                 shutil.copyfile(path, folder / path.name)
         if (source / INDEX_NAME).is_file():
             total = sum(output.num_bytes - len(output.header) for output in outputs.values())
-            weight_map = {name: e.file.name for name, e in self._checkpoint.entries.items()}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (folder / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            write_index(folder / INDEX_NAME, self._own_files(), {"total_size": total})
         if dtype is not None:
             path = folder / "config.json"
             config = json.loads(path.read_text(encoding="utf-8"))
@@ -197,7 +272,9 @@ class LikeCheckpoint:
             config["dtype"] = str(dtype).removeprefix("torch.")
             path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
-    def _dense_tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _dense_tensors(
+        self, state: Mapping[str, Tensor], *, same_shapes: bool = True
+    ) -> dict[str, Tensor]:
         """Tensors of the checkpoint that are no experts', by their names there."""
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -209,22 +286,13 @@ class LikeCheckpoint:
         for name, entry in self._experts.dense_entries.items():
             names = (name, f"{prefix}{name}", name.removeprefix(prefix))
             tensor = next((reverted[n] for n in names if n in reverted), state.get(name))
-            if tensor is None or tuple(tensor.shape) != entry.shape:
+            if tensor is None or (same_shapes and tuple(tensor.shape) != entry.shape):
                 raise UnsupportedModelError(
                     f"{self._model.config.model_type}: {name} of the checkpoint cannot be written "
                     "again from the model's parameters; this family cannot be exported"
                 )
             found[name] = tensor
         return found
-
-    def _by_file(self) -> dict[Path, list[TensorEntry]]:
-        """The entries of each file, widest elements first, so that all are aligned."""
-        files: dict[Path, list[TensorEntry]] = {}
-        for entry in self._checkpoint.entries.values():
-            files.setdefault(entry.file, []).append(entry)
-        for entries in files.values():
-            entries.sort(key=lambda e: (-e.num_bytes // max(1, math.prod(e.shape)), e.offset))
-        return files
 
     def _expert_names(self) -> set[str]:
         ranges = (tensor for layout in self._experts.layouts.values() for tensor in layout.tensors)
@@ -236,12 +304,18 @@ class LikeCheckpoint:
         return entries[place - 1]
 
 
+def write_index(path: Path, file_of: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
+    """Writes which file has which tensor."""
+    index = {"metadata": dict(metadata), "weight_map": dict(file_of)}
+    path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Where one matrix of one expert goes.
 
     Attributes:
-        file: of the old checkpoint; the new one has one like it.
+        file: of the new checkpoint.
         start: first byte.
         found: shape and strides.
         dtype: of the new one.

@@ -19,6 +19,7 @@ from moe_runtime.engine.expert_map import ExpertMap, ExpertsModule, map_experts
 from moe_runtime.engine.experts import OffloadedExperts, bind_slots
 from moe_runtime.engine.fused_attention import fuse_attention_layers
 from moe_runtime.engine.kv_cache import grow_cache_in_place
+from moe_runtime.engine.loaded_model import as_loaded_model
 from moe_runtime.engine.memory import (
     MemoryPlan,
     available_device_bytes,
@@ -181,6 +182,8 @@ def load(
     attach_timeline(model, store, events)
     for module in modules:
         module.store, module.share = store, share
+        module.list_parameters(checkpoint.dtype, place)
+    as_loaded_model(model, checkpoint.folder)
     attach_observer(model, modules, [store] if host_store is None else [store, host_store])
     facts = LoadedFacts(
         signature=signature,

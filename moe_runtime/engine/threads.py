@@ -37,6 +37,8 @@ class _OneThread:
         self._before: int | None = None
 
     def begin(self, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # the compiler cannot follow it
         self._before = torch.get_num_threads()
         torch.set_num_threads(1)
 
