@@ -4,6 +4,7 @@ import importlib.util
 import os
 import signal
 import tempfile
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -37,17 +38,49 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-# Without a GPU the Triton kernels run in Triton's interpreter, on CPU tensors. Triton looks at this
-# when it is imported, so it must be known before the first test file is.
-if not _has_cuda():
-    os.environ["TRITON_INTERPRET"] = "1"
+# What else chooses by the processor, so that a forced instruction set stands for a machine that has
+# no better one: torch's own kernels, and the products of MKL and oneDNN that it calls.
+_OTHER_LIBRARIES = {
+    "avx512": ("avx512", "AVX512", "AVX512_CORE"),
+    "avx2": ("avx2", "AVX2", "AVX2"),
+    "portable": ("default", "SSE4_2", "SSE41"),
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--isa",
+        help="instruction set of the native kernels, torch and MKL (avx512, avx2 or portable), of "
+        "the native kernels alone (avx512bf16), or none: as if there were no native library",
+    )
+
+
+def _force_isa(isa: str) -> None:
+    """Before anything imports torch; child processes inherit all of it."""
+    folder = Path(__file__).parent / "support" / "forced_isa"
+    names = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
+    os.environ.update(zip(names, _OTHER_LIBRARIES.get(isa, ()), strict=False))
+    os.environ["MOE_SUITE_ISA"] = isa
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    # Not by its name, under which this Python may have imported another file as it started.
+    spec = importlib.util.spec_from_file_location("forced_isa", folder / "sitecustomize.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    from moe_runtime.kernels.native import describe
+
+    if isa not in (*describe().isas, "none"):
+        raise pytest.UsageError(f"--isa: expected one of {describe().isas} or none, got {isa!r}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give every property the same settings, before the test files take them as their defaults.
+    """Settings that must be there before the first test file is imported.
 
-    Nothing in them is measured by a clock: a busy machine must not fail a test. CI draws the same
-    examples every time, unless --hypothesis-seed asks for others.
+    Every property gets the same settings, which files take as their defaults. Nothing in them is
+    measured by a clock: a busy machine must not fail a test. CI draws the same examples every time,
+    unless --hypothesis-seed asks for others.
     """
     hypothesis.settings.register_profile(
         "suite",
@@ -62,6 +95,12 @@ def pytest_configure(config: pytest.Config) -> None:
         ],
     )
     hypothesis.settings.load_profile("suite")
+    if config.getoption("--isa") is not None:
+        _force_isa(config.getoption("--isa"))
+    # Without a GPU the Triton kernels run in Triton's interpreter, on CPU tensors. Triton looks at
+    # this when it is imported.
+    if not _has_cuda():
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,10 +1,28 @@
 """What the suite promises of itself: no test depends on a clock."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
+from moe_runtime.kernels.native import describe
+from moe_runtime.policies.eviction.compiled import is_available
+
 TESTS = Path(__file__).parent
+LOOK = """
+import torch
+from moe_runtime.kernels.native import describe
+from moe_runtime.policies.eviction.compiled import is_available
+print()
+print("found", describe().isa, is_available(), torch.backends.cpu.get_cpu_capability(), flush=True)
+"""
+LOOK_IN_A_CHILD = f"""
+import subprocess, sys
+subprocess.run([sys.executable, "-P", "-c", {LOOK!r}], check=True)
+"""
 
 
 def test_no_example_of_a_property_is_timed() -> None:
@@ -19,3 +37,25 @@ def test_no_example_of_a_property_is_timed() -> None:
         and any(word in path.read_text() for word in ("deadline=", "suppress_health_check"))
     ]
     assert own == []
+
+
+@pytest.mark.parametrize("isa", ["avx2", "none"])
+def test_an_instruction_set_is_forced_from_the_start(isa: str, tmp_path: Path) -> None:
+    """In the tests and in the programs that they start; torch's own kernels follow."""
+    if isa not in (*describe().isas, "none"):
+        pytest.skip(f"this machine or this build has no {isa}")
+    test = tmp_path / "test_look.py"
+    test.write_text(f"def test_look():\n    exec({LOOK!r})\n    exec({LOOK_IN_A_CHILD!r})\n")
+    command = [sys.executable, "-P", "-m", "pytest", "-sq", "-p", "no:cacheprovider"]
+    command += ["--confcutdir", "/", "-c", str(TESTS.parent / "pyproject.toml")]
+    command += ["--isa", isa, "-p", "conftest", str(test)]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    name = "None" if isa == "none" else isa
+    torch_name = "AVX2" if isa == "avx2" else ""
+    seen = [line.split() for line in done.stdout.splitlines() if line.startswith("found ")]
+    assert len(seen) == 2, done.stdout + done.stderr
+    for _, found, is_compiled, capability in seen:
+        assert found == name
+        assert is_compiled == str(isa != "none" and is_available())
+        assert capability.startswith(torch_name)
