@@ -1,8 +1,9 @@
 """Who is missing: waiting for a collective, and naming the rank that it waits for.
 
 A collective that fails says that a connection closed or that time ran out, not whose fault it was.
-Nothing is exchanged for this while all goes well. A rank that has waited for some time leaves a
-note in the group's key-value store; when the wait ends badly, whoever left no note is missing.
+Nothing is exchanged for this while all goes well. A rank that has waited for some time leaves notes
+in the key-value store (`waiting.py`); when the wait ends badly, whoever leaves none is missing: the
+rank that was stopped, not those that wait for it elsewhere.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_runtime.errors import RankFailureError
+from moe_runtime.parallel.waiting import Inquiry, Notes
 
 # Raised whenever ranks of two versions of this room would not understand each other.
-PROTOCOL = 2
+PROTOCOL = 3
 DEFAULT_TIMEOUT_S = 300.0
-# How long a rank waits in silence before it leaves a note, as a share of the timeout.
+# How long others are given to be seen waiting, as a share of the timeout.
 _NOTE_SHARE = 0.2
+# Notes that a rank leaves in that time while it waits; the first comes after as long.
+_NOTES = 4
 _MAX_NOTE_S = 2.0
 _POLL_S = 0.02
 
@@ -71,7 +75,11 @@ class GroupWatch:
         self._store = group.get_group_store()
         self._step = 0
         self._has_met = False
-        self._store.set(f"moe/process/{rank}", f"{socket.gethostname()} {os.getpid()} {PROTOCOL}")
+        self._process = f"{socket.gethostname()}:{os.getpid()}"
+        self._notes = Notes(self._store, self._process)
+        # A process that forms a new group goes on, whatever it named as missing before.
+        self._notes.take_back()
+        self._store.set(f"moe/process/{rank}", f"{self._process} {PROTOCOL}")
 
     def all_to_all(
         self,
@@ -153,19 +161,21 @@ class GroupWatch:
         deadline = started + self.timeout_s - self._note_s
         while True:
             left = deadline - time.monotonic()
-            slice_s = max(min(self._note_s / 2, left), 0.001)
+            slice_s = max(min(self._note_s / _NOTES, left), 0.001)
             try:
                 work.wait(timedelta(seconds=slice_s))
             except RuntimeError as error:
                 if work.is_completed() or left <= 0:
                     raise self._failure(error, step, started, what) from error
                 try:
-                    self._leave_note(step)
+                    self._notes.wait_for(self._members(), step)
                 except RuntimeError:
                     raise self._failure(error, step, started, what) from error
                 if self.ended_ranks():
                     deadline = min(deadline, time.monotonic() + self._note_s)
             else:
+                if self._notes.is_left:
+                    self._notes.take_back()
                 return
 
     def _meet(self) -> None:
@@ -184,72 +194,104 @@ class GroupWatch:
                 missing = tuple(r for r, key in enumerate(keys) if not self._store.check([key]))
                 raise self._named(missing, f"did not arrive within {self.timeout_s:g} s", "")
             time.sleep(_POLL_S)
-        protocols = [int(self._note(key).split()[2]) for key in keys]
+        protocols = [int(self._value(key).split()[1]) for key in keys]
         theirs_P1 = torch.tensor(protocols).view(-1, 1)
         check_agreement([("the dispatch protocol", PROTOCOL)], theirs_P1, self.rank)
         self._has_met = True
 
     def ended_ranks(self) -> tuple[int, ...]:
-        """Ranks whose processes ran on this machine and are gone."""
+        """Ranks whose processes ran on this machine and are gone, for no other's fault."""
         try:
-            others = [rank for rank in range(self.size) if rank != self.rank]
-            return tuple(rank for rank in others if self._has_ended(rank))
+            return tuple(
+                rank
+                for rank, process in enumerate(self._members())
+                if rank != self.rank and _has_ended(process) and not self._has_given_up(process)
+            )
         except RuntimeError:
             # The store went with the process that kept it.
             return ()
-
-    def _leave_note(self, step: int) -> None:
-        self._store.set(f"moe/waiting/{self.rank}", str(step))
 
     def _failure(
         self, error: RuntimeError, step: int, started: float, what: str
     ) -> RankFailureError:
         try:
-            self._leave_note(step)
-            missing, dead = self._missing(step, started)
+            members = self._members()
+            culprits, did = self._culprits(members, step, started)
         except RuntimeError:
             return RankFailureError(
                 f"exchange {step} ({what}) failed ({_first_line(error)}), and the store of the "
                 "process group does not answer: the process that keeps it (rank 0, unless a "
                 "launcher does) has ended"
             )
-        if dead:
-            who, did = dead, "has ended"
-        elif missing:
-            who, did = missing, f"did not arrive within {self.timeout_s:g} s"
-        else:
+        ranks = tuple(rank for rank, process in enumerate(members) if process in culprits)
+        elsewhere = sorted(culprits - set(members))
+        reason = f"in exchange {step} ({what}): {_first_line(error)}"
+        if ranks:
+            return self._named(ranks, did, f"; rank {self.rank} waited for it {reason}")
+        if elsewhere:
+            # Whom this rank waited for waits in another group.
             return RankFailureError(
-                f"exchange {step} ({what}) failed although every rank reached it: "
-                f"{_first_line(error)}"
+                f"process {', '.join(elsewhere)} (host and number) of another group {did}; rank "
+                f"{self.rank} of {self.size} waited for others that wait for it, {reason}"
             )
-        where = f"; rank {self.rank} waited for it in exchange {step} ({what}): "
-        return self._named(tuple(who), did, where + _first_line(error))
+        return RankFailureError(
+            f"exchange {step} ({what}) failed although every rank reached it: {_first_line(error)}"
+        )
 
     def _named(self, ranks: tuple[int, ...], did: str, where: str) -> RankFailureError:
         noun = "rank" if len(ranks) == 1 else "ranks"
         names = ", ".join(map(str, ranks))
         return RankFailureError(f"{noun} {names} of {self.size} {did}{where}", ranks=ranks)
 
-    def _missing(self, step: int, started: float) -> tuple[list[int], list[int]]:
-        """Ranks that left no note of this step, and ranks whose processes are gone."""
+    def _culprits(self, members: list[str], step: int, started: float) -> tuple[set[str], str]:
+        """The processes at fault, and what they did; none if all reached the exchange."""
+        inquiry = Inquiry(self._process, members, self._notes.of, _has_ended)
         called = time.monotonic()
         deadline = max(started + self.timeout_s, called + self._note_s)
-        others = [rank for rank in range(self.size) if rank != self.rank]
         while True:
-            missing = [rank for rank in others if self._note(f"moe/waiting/{rank}") != str(step)]
-            dead = [rank for rank in others if self._has_ended(rank)]
+            self._notes.wait_for(members, step)
+            inquiry.look()
             # A connection closes a little before its process is seen to be gone.
-            if dead or time.monotonic() > (deadline if missing else called + self._note_s):
-                return missing, dead
+            if inquiry.ended or time.monotonic() > (
+                deadline if inquiry.missing else called + self._note_s
+            ):
+                break
+            time.sleep(_POLL_S)
+        did = "has ended" if inquiry.ended else f"did not arrive within {self.timeout_s:g} s"
+        culprits = inquiry.ended or inquiry.missing or self._at_another_step(members, step)
+        self._notes.give_up_on(culprits, step)
+        self._stay_for(inquiry.waiting)
+        return culprits, did
+
+    def _at_another_step(self, members: list[str], step: int) -> set[str]:
+        """Who waits in another exchange of this group, where everybody waits."""
+        notes = {process: self._notes.of(process) for process in members}
+        return {
+            process
+            for process, note in notes.items()
+            if note is not None and list(note.others) == members and note.step != step
+        }
+
+    def _stay_for(self, waiting: set[str]) -> None:
+        """Lives until those that wait have found out as well, if they do soon: this process may
+        keep the store, and must not be taken for the one that was missing."""
+        until = time.monotonic() + self._note_s
+        while time.monotonic() < until:
+            if all(self._has_given_up(process) or _has_ended(process) for process in waiting):
+                return
             time.sleep(_POLL_S)
 
-    def _note(self, key: str) -> str:
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+    def _has_given_up(self, process: str) -> bool:
+        note = self._notes.of(process)
+        return note is not None and note.has_given_up
 
-    def _has_ended(self, rank: int) -> bool:
-        """Whether a process of this machine is gone; False for other machines."""
-        host, pid, *_ = (*self._note(f"moe/process/{rank}").split(), "", "")
-        return bool(pid) and host == socket.gethostname() and _is_gone(pid)
+    def _members(self) -> list[str]:
+        """The names of the group's processes by rank; of those that did not come, the rank."""
+        found = [self._value(f"moe/process/{rank}").split() for rank in range(self.size)]
+        return [words[0] if words else f"rank-{rank}" for rank, words in enumerate(found)]
+
+    def _value(self, key: str) -> str:
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
 
 class PendingRows:
@@ -303,7 +345,11 @@ def check_agreement(what: Iterable[tuple[str, int]], theirs_PN: Tensor, rank: in
     )
 
 
-def _is_gone(pid: str) -> bool:
+def _has_ended(process: str) -> bool:
+    """Whether a process of this machine is gone; False for other machines."""
+    host, _, pid = process.rpartition(":")
+    if host != socket.gethostname():
+        return False
     try:
         stat = Path("/proc", pid, "stat").read_text()
     except OSError:

@@ -1,6 +1,8 @@
 """A rank that dies, stalls or runs something else: the others end in time and name it."""
 
+import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from parallel_failures import (
     dispatch_with,
     train_until_failure,
     wait_beside_the_dead,
+    wait_for_the_stalled,
 )
 from rank_pool import RankPool
 
@@ -74,9 +77,48 @@ def test_a_rank_that_stalls_is_named_in_time(pool: RankPool) -> None:
         assert f"rank 2 of 3 did not arrive within {TIMEOUT_S:g} s" in message
 
 
+def test_who_waits_elsewhere_is_not_named() -> None:
+    """At another step of the group, and in another group: only the rank that stalls is at fault."""
+    pool = RankPool(4)
+    try:
+        results = pool.run(wait_for_the_stalled)
+        # Ranks of the group of 1, 2 and 3; the pair of 0 and 1 has no number for the culprit.
+        assert [ranks for _, ranks, _ in results] == [(), (2,), (2,), ()]
+        stalled = f":{pool.processes[3].pid} (host and number) of another group did not arrive"
+        assert stalled in results[0][0]
+        for message, _, _ in results[1:3]:
+            assert message.startswith(f"rank 2 of 3 did not arrive within {TIMEOUT_S:g} s")
+    finally:
+        pool.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(12))
+def test_a_rank_stopped_at_any_moment_is_named_alone(
+    seed: int, pool: RankPool, tmp_path: Path
+) -> None:
+    """By SIGSTOP, in forward passes, backward passes and sums of gradients."""
+    draw = random.Random(seed)
+    victim = draw.randrange(3)
+    shape = draw.choice([1, 2, 4]), draw.choice([1, 2])
+    pool.start(train_until_failure, *shape, str(tmp_path), TIMEOUT_S)
+    while len(list(tmp_path.iterdir())) < pool.size:
+        time.sleep(0.01)
+    time.sleep(draw.uniform(0.0, 0.3))
+    pid = pool.processes[victim].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    for rank in {0, 1, 2} - {victim}:
+        is_ok, outcome = pool.collect_of(rank)
+        assert is_ok, outcome
+        message, ranks, _ = outcome
+        assert ranks == (victim,), message
+        assert message.startswith(f"rank {victim} of 3 did not arrive within {TIMEOUT_S:g} s")
+
+
 DIFFERENCES = {
     "width": "the width of the rows: rank 1 has 8, rank 0 has 4",
-    "version": "the dispatch protocol: rank 1 has 3, rank 0 has 2",
+    "version": "the dispatch protocol: rank 1 has 4, rank 0 has 3",
     # Their messages would not even have the same length.
     "placement": "the number of slots of a rank: rank 1 has 4, rank 0 has 2",
 }

@@ -91,14 +91,41 @@ def wait_beside_the_dead(culprit: int, timeout_s: float) -> Failure:
     raise AssertionError("the collective never ends")
 
 
-def train_until_failure(degree: int, panels: int, folder: str) -> Failure:
+def wait_for_the_stalled() -> Failure:
+    """Rank 3 of four stalls, 1 and 2 wait for it at different steps, and 0 waits for 1 alone."""
+    rank = dist.get_rank()
+    pair, others = dist.new_group([0, 1]), dist.new_group([1, 2, 3])
+    group = pair if rank == 0 else others
+    assert isinstance(group, dist.ProcessGroup)
+    waiting = watch.GroupWatch(group, TIMEOUT_S)
+    if rank == 1:
+        # It has come to the pair as well, and is at work in the other group.
+        assert isinstance(pair, dist.ProcessGroup)
+        watch.GroupWatch(pair, TIMEOUT_S)
+    dist.barrier()
+    assert dist.group.WORLD is not None
+    store = dist.group.WORLD.get_group_store()
+    if rank == 3:
+        store.wait([f"gave up/{other}" for other in range(3)])
+        return "", (), 0.0
+    try:
+        waiting.wait(NeverDone(), 1 if rank < 2 else 2, True, "rows")
+    except RankFailureError as error:
+        store.set(f"gave up/{rank}", "")
+        return str(error), error.ranks, 0.0
+    raise AssertionError("the collective never ends")
+
+
+def train_until_failure(
+    degree: int, panels: int, folder: str, timeout_s: float = PATIENCE_S
+) -> Failure:
     """Steps of a layer until another rank is gone: its error, and seconds since the last step.
 
     A file of the rank's number in the folder says that the first step is done.
     """
     groups = LayoutGroups(
         ParallelLayout(world_size=dist.get_world_size(), ep=dist.get_world_size()),
-        timeout_s=PATIENCE_S,
+        timeout_s=timeout_s,
     )
     overlap = Overlap(degree=degree, panels=panels)
     experts = ParallelExperts(6, 8, 16, groups, overlap=overlap)

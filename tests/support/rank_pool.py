@@ -87,6 +87,10 @@ class RankPool:
         deadline = time.monotonic() + DEADLINE_S
         return [self._result(rank, deadline) for rank in range(self.size)]
 
+    def collect_of(self, rank: int) -> tuple[bool, Any]:
+        """Waits for what was started on one rank, whatever the others do."""
+        return self._result(rank, time.monotonic() + DEADLINE_S)
+
     def _result(self, rank: int, deadline: float) -> tuple[bool, Any]:
         pipe = self._pipes[rank]
         try:
