@@ -39,7 +39,7 @@ def test_no_example_of_a_property_is_timed() -> None:
     assert own == []
 
 
-@pytest.mark.parametrize("isa", ["avx2", "none"])
+@pytest.mark.parametrize("isa", ["avx2", pytest.param("none", marks=pytest.mark.long)])
 def test_an_instruction_set_is_forced_from_the_start(isa: str, tmp_path: Path) -> None:
     """In the tests and in the programs that they start; torch's own kernels follow."""
     if isa not in (*describe().isas, "none"):
