@@ -6,10 +6,12 @@ comes to.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
+import torch
 from torch import Tensor
 
 from moe_runtime.engine.absent import AbsentTensor, refuse_copy, require_unchanged
@@ -34,6 +36,7 @@ def as_loaded_model(model: PreTrainedModel, folder: Path) -> None:
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     model.__class__ = type(kind.__name__, (LoadedModel, kind), names)
     cast(Any, model).checkpoint_folder = folder
+    model.register_forward_pre_hook(_require_something_to_train, with_kwargs=True)
 
 
 class LoadedModel:
@@ -150,3 +153,16 @@ class LoadedModel:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_copy()
+
+
+def _require_something_to_train(model: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuses to give a training loop a loss that nothing can be trained by."""
+    if not model.training or kwargs.get("labels") is None or not torch.is_grad_enabled():
+        return
+    given = itertools.chain(args, kwargs.values(), model.parameters())
+    if not any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in given):
+        raise UnsupportedUseError(
+            "a loaded model is frozen, so this loss would train nothing: set requires_grad on "
+            "parameters beside the experts, add adapters to them with PEFT, or train experts with "
+            "`moe-runtime finetune`; to measure the loss alone, call eval() first"
+        )

@@ -35,6 +35,7 @@ from moe_runtime.offload.processes import OneProcess, processes_of
 from moe_runtime.offload.records import RecordLayout, StateFormat
 from moe_runtime.offload.site import ExpertsSite, layer_sites
 from moe_runtime.offload.states import ExpertStates
+from moe_runtime.offload.whole_saves import require_whole_saves
 from moe_runtime.parallel import LayoutGroups
 from moe_runtime.types import ExpertKey
 
@@ -126,6 +127,7 @@ def offload_training(
     policy = _activation_policy(activations, sites, memory, folder, direct)
     elsewhere = _device_updates(model, update_stride)
     copies = memory.copy_bytes or _device_copy_bytes(model, sites, device_memory, memory)
+    require_whole_saves(model, sites)
     return OffloadedTraining(
         model, sites, states, settings, memory, policy, elsewhere, copies, processes
     )

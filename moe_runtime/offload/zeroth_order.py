@@ -46,6 +46,7 @@ from moe_runtime.offload.records import StateFormat
 from moe_runtime.offload.site import ExpertsSite
 from moe_runtime.offload.states import ExpertStates
 from moe_runtime.offload.two_sided import TwoSidedExperts, TwoSidedPasses
+from moe_runtime.offload.whole_saves import require_whole_saves
 from moe_runtime.offload.window import Window
 from moe_runtime.types import ExpertKey
 
@@ -363,4 +364,5 @@ def offload_zeroth_order(
     states = open_states(layouts, memory, folder, io_threads, direct)
     if not resumes:
         fill(states, layouts, initial or stacked_parameters(sites))
+    require_whole_saves(model, sites)
     return ZerothOrderTraining(model, sites, states, optimizer or ZerothOrder(), memory)
