@@ -16,7 +16,7 @@ import torch
 from moe_runtime.errors import MoERuntimeError
 
 LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
-ABI_VERSION = 9
+ABI_VERSION = 10
 # Long enough to bridge the small operations between two products of a model's layer.
 SPIN_S = 300e-6
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -113,12 +113,15 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "moe_reads_open": (_POINTER, [_INT]),
     "moe_reads_close": (None, [_POINTER]),
     "moe_reads_events": (_POINTER, [_POINTER]),
-    # queue, blocks, num_blocks, into, is_ahead
-    "moe_reads_submit": (_INT64, [_POINTER, _POINTER, _INT64, _POINTER, _INT]),
+    "moe_reads_stop": (None, [_POINTER]),
+    # queue, name, blocks, num_blocks, into, is_ahead
+    "moe_reads_submit": (_INT, [_POINTER, _INT64, _POINTER, _INT64, _POINTER, _INT]),
+    "moe_reads_knows": (_INT, [_POINTER, _INT64]),
     "moe_reads_start": (None, [_POINTER]),
     "moe_reads_promote": (None, [_POINTER, _INT64]),
     "moe_reads_cancel": (_INT, [_POINTER, _INT64]),
-    "moe_reads_take": (_INT64, [_POINTER, _POINTER, _INT64]),
+    "moe_reads_ended": (_INT64, [_POINTER, _POINTER, _INT64]),
+    "moe_reads_forget": (None, [_POINTER, _INT64]),
     "moe_reads_wait": (None, [_POINTER, _INT64]),
     "moe_reads_kick": (None, [_POINTER]),
     # experts, num_experts, counts, x, x_stride, num_tokens, token_ids, destinations, out,
@@ -178,8 +181,9 @@ class NativeLibrary:
         add_rows: `moe_add_rows` of gate.c.
         rank_experts: `moe_rank_experts` of rank.c.
         look_ahead, look_ahead_anew: the functions of look_ahead.c.
-        reads_open, reads_close, reads_events, reads_submit, reads_start, reads_promote,
-            reads_cancel, reads_take, reads_wait, reads_kick: the functions of reads.c.
+        reads_open, reads_stop, reads_close, reads_events, reads_submit, reads_knows, reads_start,
+            reads_promote, reads_cancel, reads_ended, reads_forget, reads_wait, reads_kick: the
+            functions of reads.c.
         cpu_has_amx: Whether the processor multiplies bf16 in matrix units (these kernels do not).
     """
 
@@ -216,13 +220,16 @@ class NativeLibrary:
         self.look_ahead = library.moe_look_ahead
         self.look_ahead_anew = library.moe_look_ahead_anew
         self.reads_open = library.moe_reads_open
+        self.reads_stop = library.moe_reads_stop
         self.reads_close = library.moe_reads_close
         self.reads_events = library.moe_reads_events
         self.reads_submit = library.moe_reads_submit
+        self.reads_knows = library.moe_reads_knows
         self.reads_start = library.moe_reads_start
         self.reads_promote = library.moe_reads_promote
         self.reads_cancel = library.moe_reads_cancel
-        self.reads_take = library.moe_reads_take
+        self.reads_ended = library.moe_reads_ended
+        self.reads_forget = library.moe_reads_forget
         self.reads_wait = library.moe_reads_wait
         self.reads_kick = library.moe_reads_kick
         self.cpu_has_amx = bool(library.moe_cpu_has_amx())

@@ -25,6 +25,7 @@ typedef struct {
 typedef struct Read {
     struct Read *previous, *next; /* neighbours in the list that it stands in */
     char *into;
+    int64_t name; /* what the caller calls it; no two reads have the same */
     int64_t num_blocks, next_block, unfinished, bytes, ended_ns;
     int64_t error, error_block, error_offset; /* errno or FILE_ENDED, of the first block that failed */
     int is_ahead;
@@ -39,7 +40,7 @@ typedef struct {
     pthread_mutex_t lock;
     pthread_cond_t ready, changed;
     atomic_llong events; /* reads that ended, and wishes to be looked at */
-    List demands, aheads, finished;
+    List demands, aheads, serving, finished; /* a read stands in one of them: `serving` once its last block was begun */
     int num_idle, is_called; /* threads without work, and whether one of them is on its way */
     int closed, num_sleepers, num_threads;
     pthread_t threads[];
@@ -113,6 +114,7 @@ static void serve_block(Queue *queue, Read *read, int64_t number) {
     }
     if (--read->unfinished == 0) {
         read->ended_ns = now_ns();
+        take_out(&queue->serving, read);
         append(&queue->finished, read);
         unlock_and_tell(queue);
         pthread_mutex_lock(&queue->lock);
@@ -132,11 +134,25 @@ static void *serve(void *of) {
             continue;
         }
         const int64_t number = read->next_block++;
-        if (read->next_block == read->num_blocks) take_out(waiting_list(queue, read), read);
+        if (read->next_block == read->num_blocks) {
+            take_out(waiting_list(queue, read), read);
+            append(&queue->serving, read);
+        }
         serve_block(queue, read, number);
     }
     pthread_mutex_unlock(&queue->lock);
     return NULL;
+}
+
+static Read *find(const List *list, int64_t name) {
+    Read *read = list->first;
+    while (read && read->name != name) read = read->next;
+    return read;
+}
+
+static Read *find_waiting(const Queue *queue, int64_t name) {
+    Read *read = find(&queue->aheads, name);
+    return read ? read : find(&queue->demands, name);
 }
 
 static void free_all(List *list) {
@@ -147,8 +163,9 @@ static void free_all(List *list) {
     }
 }
 
-/* Ends the threads when they are done with the blocks that they are moving, and forgets what waits. */
-MOE_EXPORT void moe_reads_close(void *of) {
+/* Ends the threads when they are done with the blocks that they are moving. What ended can still be taken, the rest never
+ * ends. Once is enough. */
+MOE_EXPORT void moe_reads_stop(void *of) {
     Queue *queue = of;
     pthread_mutex_lock(&queue->lock);
     queue->closed = 1;
@@ -157,9 +174,16 @@ MOE_EXPORT void moe_reads_close(void *of) {
     pthread_cond_broadcast(&queue->ready);
     while (queue->num_sleepers) pthread_cond_wait(&queue->ready, &queue->lock);
     pthread_mutex_unlock(&queue->lock);
-    for (int i = 0; i < queue->num_threads; i++) pthread_join(queue->threads[i], NULL);
+    while (queue->num_threads) pthread_join(queue->threads[--queue->num_threads], NULL);
+}
+
+/* Stops a queue and gives its memory back. */
+MOE_EXPORT void moe_reads_close(void *of) {
+    Queue *queue = of;
+    moe_reads_stop(queue);
     free_all(&queue->demands);
     free_all(&queue->aheads);
+    free_all(&queue->serving);
     free_all(&queue->finished);
     free(queue);
 }
@@ -187,18 +211,26 @@ MOE_EXPORT void *moe_reads_open(int num_threads) {
 /* Where the number of events stands: it only grows. */
 MOE_EXPORT const void *moe_reads_events(void *of) { return &((Queue *)of)->events; }
 
-/* Queues a read into a slot; moe_reads_start must follow. Returns what the other functions call it by, 0 where there is no
- * memory. */
-MOE_EXPORT int64_t moe_reads_submit(void *of, const void *blocks, int64_t num_blocks, char *into, int is_ahead) {
+/* Queues a read into a slot by a name that no other has; moe_reads_start must follow. Returns 0 where there is no memory. */
+MOE_EXPORT int moe_reads_submit(void *of, int64_t name, const void *blocks, int64_t num_blocks, char *into, int is_ahead) {
     Queue *queue = of;
     Read *read = malloc(sizeof *read + (size_t)num_blocks * sizeof(Block));
     if (!read) return 0;
-    *read = (Read){.into = into, .num_blocks = num_blocks, .unfinished = num_blocks, .is_ahead = is_ahead};
+    *read = (Read){.into = into, .name = name, .num_blocks = num_blocks, .unfinished = num_blocks, .is_ahead = is_ahead};
     for (int64_t i = 0; i < num_blocks; i++) read->blocks[i] = ((const Block *)blocks)[i];
     pthread_mutex_lock(&queue->lock);
     append(waiting_list(queue, read), read);
     pthread_mutex_unlock(&queue->lock);
-    return (int64_t)(intptr_t)read;
+    return 1;
+}
+
+/* Whether a read was queued and has been neither taken back nor forgotten. */
+MOE_EXPORT int moe_reads_knows(void *of, int64_t name) {
+    Queue *queue = of;
+    pthread_mutex_lock(&queue->lock);
+    const int knows = find_waiting(queue, name) || find(&queue->serving, name) || find(&queue->finished, name);
+    pthread_mutex_unlock(&queue->lock);
+    return knows;
 }
 
 /* Has the threads serve what was submitted. */
@@ -208,49 +240,60 @@ MOE_EXPORT void moe_reads_start(void *of) {
     unlock_and_call(queue);
 }
 
-/* Serves what is left of a read-ahead, which must not have been taken, as a demand. */
-MOE_EXPORT void moe_reads_promote(void *of, int64_t which) {
+/* Serves what is left of a read-ahead as a demand. */
+MOE_EXPORT void moe_reads_promote(void *of, int64_t name) {
     Queue *queue = of;
-    Read *read = (Read *)(intptr_t)which;
     pthread_mutex_lock(&queue->lock);
-    const int waits = read->next_block < read->num_blocks;
-    if (waits) take_out(waiting_list(queue, read), read);
-    read->is_ahead = 0;
-    if (waits) append(&queue->demands, read);
+    Read *read = find(&queue->aheads, name);
+    if (read) {
+        take_out(&queue->aheads, read);
+        read->is_ahead = 0;
+        append(&queue->demands, read);
+    }
     pthread_mutex_unlock(&queue->lock);
 }
 
 /* Takes back a read of which no block was begun; says whether it could be. */
-MOE_EXPORT int moe_reads_cancel(void *of, int64_t which) {
+MOE_EXPORT int moe_reads_cancel(void *of, int64_t name) {
     Queue *queue = of;
-    Read *read = (Read *)(intptr_t)which;
     pthread_mutex_lock(&queue->lock);
-    const int waits = read->next_block == 0;
-    if (waits) take_out(waiting_list(queue, read), read);
+    Read *read = find_waiting(queue, name);
+    if (read && read->next_block) read = NULL;
+    if (read) take_out(waiting_list(queue, read), read);
     pthread_mutex_unlock(&queue->lock);
-    if (waits) free(read);
-    return waits;
+    free(read);
+    return read != NULL;
 }
 
-/* Hands over what ended, FIELDS numbers for each read: its name, bytes, error, the block and the place in the file that it
- * happened at, and how many ns ago it ended. Returns for how many reads; what there is no room for is handed over later. */
-MOE_EXPORT int64_t moe_reads_take(void *of, int64_t *out, int64_t room) {
+/* Tells what ended, FIELDS numbers for each read: its name, bytes, error, the block and the place in the file that it happened
+ * at, and how many ns ago it ended. Returns for how many reads. They are told of until moe_reads_forget: who is interrupted
+ * while he takes note of them can ask again. */
+MOE_EXPORT int64_t moe_reads_ended(void *of, int64_t *out, int64_t room) {
     Queue *queue = of;
     int64_t count = 0;
     pthread_mutex_lock(&queue->lock);
-    for (Read *read; count < room && (read = queue->finished.first); count++) {
-        take_out(&queue->finished, read);
+    for (const Read *read = queue->finished.first; read && count < room; read = read->next, count++) {
         int64_t *fields = out + FIELDS * count;
-        fields[0] = (int64_t)(intptr_t)read;
+        fields[0] = read->name;
         fields[1] = read->bytes;
         fields[2] = read->error;
         fields[3] = read->error_block;
         fields[4] = read->error_offset;
         fields[5] = now_ns() - read->ended_ns;
-        free(read);
     }
     pthread_mutex_unlock(&queue->lock);
     return count;
+}
+
+/* Forgets the first reads that ended. */
+MOE_EXPORT void moe_reads_forget(void *of, int64_t count) {
+    Queue *queue = of;
+    pthread_mutex_lock(&queue->lock);
+    for (Read *read; count > 0 && (read = queue->finished.first); count--) {
+        take_out(&queue->finished, read);
+        free(read);
+    }
+    pthread_mutex_unlock(&queue->lock);
 }
 
 /* Sleeps until the number of events is another one, or for a while, so that the caller can look for signals. */

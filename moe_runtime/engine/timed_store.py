@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
 from moe_runtime.policies.eviction import LayerShares
 from moe_runtime.store.books import Entry, Fetcher
-from moe_runtime.store.cache import ExpertStore, Lease
+from moe_runtime.store.cache import ExpertStore
+from moe_runtime.store.lease import Lease
 from moe_runtime.store.slab import Slab
 from moe_runtime.store.transfer import Priority, Read
 from moe_runtime.tracing.timeline import Timeline, expert_name
@@ -55,11 +56,16 @@ class TimedStore(ExpertStore[W], Generic[W]):
         self._begun: dict[ExpertKey, tuple[float, int, str]] = {}
         self._dense_since_s: float | None = None
 
-    def lease(self, keys: Sequence[ExpertKey], *, streaming: bool = False) -> Lease[W]:
+    def lease(
+        self,
+        keys: Sequence[ExpertKey],
+        *,
+        streaming: bool = False,
+        priority: Priority = Priority.DEMAND,
+    ) -> Lease[W]:
         """Holds experts, and notes what becomes of them if a layer computes from this store."""
-        if self._tier:
-            return super().lease(keys, streaming=streaming)
-        return TimedLease(self, keys, streaming=streaming)
+        make = Lease if self._tier else TimedLease
+        return make(cast(Any, self), keys, streaming=streaming, priority=priority)
 
     def begin_dense(self) -> None:
         """Dense computation begins."""
@@ -71,25 +77,35 @@ class TimedStore(ExpertStore[W], Generic[W]):
             self._timeline.slice("dense", self._dense_since_s, now_s)
         self._dense_since_s = None
 
-    def _start(self, key: ExpertKey, slot: int, *, keep: bool, priority: Priority) -> Entry[W]:
+    def _start(
+        self, key: ExpertKey, slot: int, *, keep: bool, priority: Priority, passes: bool = False
+    ) -> Entry[W]:
         taken = {lane for _, lane, _ in self._begun.values()}
         lane = next(number for number in range(len(taken) + 1) if number not in taken)
         self._begun[key] = (time.perf_counter(), lane, _KINDS[priority])
-        return super()._start(key, slot, keep=keep, priority=priority)
+        return super()._start(key, slot, keep=keep, priority=priority, passes=passes)
 
-    def _arrive(self, key: ExpertKey, entry: Entry[W], read: Read) -> None:
+    def _arrive(self, key: ExpertKey, read: Read) -> None:
         with self._changed:
             outcome = "failed" if read.error else _KINDS[read.priority]
             self._end_read(key, outcome, read.num_bytes, read.ended_s)
-            super()._arrive(key, entry, read)
+            super()._arrive(key, read)
 
     def _drop(self, key: ExpertKey) -> None:
-        if key in self._begun:
-            self._end_read(key, "taken back", 0, time.perf_counter())
+        self._end_read(key, "taken back", 0, time.perf_counter())
         super()._drop(key)
 
+    def _mend(self) -> None:
+        super()._mend()
+        arriving = {key for key, entry in self._entries.items() if not entry.arrived}
+        self._begun = {key: self._begun[key] for key in self._begun.keys() & arriving}
+
     def _end_read(self, key: ExpertKey, outcome: str, num_bytes: int, end_s: float) -> None:
-        begin_s, lane, kind = self._begun.pop(key)
+        """Notes a read, if it is one whose begin was noted and whose end was not."""
+        begun = self._begun.pop(key, None)
+        if begun is None:
+            return
+        begin_s, lane, kind = begun
         tier = ("reads", "reads below")[self._tier]
         self._timeline.slice(
             f"{kind} {expert_name(key)}",
@@ -105,8 +121,15 @@ class TimedStore(ExpertStore[W], Generic[W]):
 class TimedLease(Lease[W], Generic[W]):
     """A lease whose layer, groups and waits are slices."""
 
-    def __init__(self, store: TimedStore[W], keys: Sequence[ExpertKey], *, streaming: bool) -> None:
-        super().__init__(store, keys, streaming=streaming)
+    def __init__(
+        self,
+        store: TimedStore[W],
+        keys: Sequence[ExpertKey],
+        *,
+        streaming: bool,
+        priority: Priority,
+    ) -> None:
+        super().__init__(store, keys, streaming=streaming, priority=priority)
         self._timed = store
         self._begin_s = 0.0
         self._computing_since_s: float | None = None

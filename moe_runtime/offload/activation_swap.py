@@ -151,7 +151,7 @@ class ActivationSwap:
             partial(move, slot * SLOT_BYTES, view[i * SLOT_BYTES : (i + 1) * SLOT_BYTES])
             for i, slot in enumerate(held.slots)
         ]
-        self._queue.submit(blocks, priority, done)
+        self._queue.submit(blocks, Read(priority, done))
 
     def _leave(self, held: Swapped, write: Read) -> None:
         with self._changed:

@@ -16,7 +16,7 @@ from moe_runtime.offload.records import ORDER, RecordLayout, Sections, checksum
 from moe_runtime.offload.saved import records_path
 from moe_runtime.store.slab import host_view
 from moe_runtime.store.source import READ_BYTES
-from moe_runtime.store.transfer import Block, OnDone, Priority, ReadQueue
+from moe_runtime.store.transfer import Block, OnDone, Priority, Read, ReadQueue
 from moe_runtime.types import ExpertKey
 
 OpenFile = Callable[[Path, int, int], RecordFile]
@@ -95,7 +95,7 @@ class Disk:
                 partial(file.fetch, offset + begin, content[begin : begin + READ_BYTES])
                 for begin in range(0, len(content), READ_BYTES)
             )
-        self._queue.submit(blocks, priority, on_done)
+        self._queue.submit(blocks, Read(priority, on_done))
 
     def write(
         self,
@@ -116,7 +116,7 @@ class Disk:
                 partial(file.write, offset + begin, content[begin : begin + READ_BYTES])
                 for begin in range(0, len(content), READ_BYTES)
             )
-        self._queue.submit(blocks, Priority.READAHEAD, on_done)
+        self._queue.submit(blocks, Read(Priority.READAHEAD, on_done))
 
     def sync(self) -> None:
         """Returns when all versions that were written lie on the disk."""

@@ -5,7 +5,8 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from moe_runtime.store.transfer import Changes, OnDone, Priority, Read
+from moe_runtime.store.changes import Changes
+from moe_runtime.store.transfer import Read
 from moe_runtime.types import ExpertKey, StoreStats
 
 W = TypeVar("W")
@@ -21,10 +22,8 @@ class Fetcher(Protocol):
 
     changed: Changes
 
-    def fetch(
-        self, key: ExpertKey, slot: torch.Tensor, priority: Priority, on_done: OnDone
-    ) -> Read:
-        """Starts to fill a slot; ``on_done`` is called once, later, when that ended."""
+    def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
+        """Starts to fill a slot; the read is told later, when that ended."""
         ...
 
     def promote(self, key: ExpertKey, read: Read) -> None:
@@ -35,8 +34,16 @@ class Fetcher(Protocol):
         """Takes back a read that has not begun; says whether it could be."""
         ...
 
+    def is_under_way(self, read: Read) -> bool:
+        """Whether a read was started and its end is still to be told."""
+        ...
+
+    def let_go(self) -> None:
+        """Gives up the locks, other than ``changed``, that an exception left to this thread."""
+        ...
+
     def close(self) -> None:
-        """Ends what is under way."""
+        """Ends what is under way: every read is told, with its data or an error."""
         ...
 
 
@@ -49,10 +56,10 @@ class Entry(Generic[W]):
     """
 
     slot: int
+    read: Read
     expected: bool = False
     guessed: bool = False
     pins: int = 0
-    read: Read | None = None
     arrived: bool = False
     weights: W | None = None
 
@@ -73,6 +80,11 @@ class Counters:
     late_guesses: int = 0
     wasted_guesses: int = 0
     cancelled_guesses: int = 0
+
+    @property
+    def judged_guesses(self) -> int:
+        """Guesses of which it is known what became of them."""
+        return self.useful_guesses + self.late_guesses + self.wasted_guesses
 
     def stats(self, num_slots: int, slot_bytes: int) -> StoreStats:
         """The counters so far, with the slots of the tier that they are of."""

@@ -1,8 +1,8 @@
 """The expert store: which experts lie in a tier's slots, and the leases that hold them there."""
 
-import time
-from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Generic, TypeVar, cast
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from moe_runtime.policies.eviction import LayerShares
 from moe_runtime.policies.prediction.base import Event
 from moe_runtime.store.books import Counters, Entry, Fetcher
+from moe_runtime.store.lease import Lease
 from moe_runtime.store.link import LinkMeter
 from moe_runtime.store.slab import Slab
 from moe_runtime.store.transfer import Priority, Read
@@ -52,15 +53,24 @@ class ExpertStore(Generic[W]):
         self._entries: dict[ExpertKey, Entry[W]] = {}
         self._passing: set[ExpertKey] = set()  # they only pass through; the policy knows the rest
         self._free = list(range(slab.num_slots - 1, -1, -1))
+        self._leases: set[weakref.ref[Lease[W]] | None] = set()  # those that are open
         self._changed = fetcher.changed
+        self._changed.mend = self._mend
         self._counters = Counters()
+        self._guesses_before = 0  # made before the counters were reset, and not judged by then
         self._link = LinkMeter()
 
     def share(self, layer: int) -> int:
         """Experts of a layer that the tier may hold before the layer has to evict its own."""
         return self._policy.share(layer)
 
-    def lease(self, keys: Sequence[ExpertKey], *, streaming: bool = False) -> "Lease[W]":
+    def lease(
+        self,
+        keys: Sequence[ExpertKey],
+        *,
+        streaming: bool = False,
+        priority: Priority = Priority.DEMAND,
+    ) -> Lease[W]:
         """Holds experts of one layer in their slots while they are used.
 
         Misses are demanded at once, as far as there are slots; iterating over the lease yields the
@@ -70,8 +80,33 @@ class ExpertStore(Generic[W]):
             keys: the experts, no one twice, least recently used first.
             streaming: the call visits most of the layer's experts (a prompt): missing ones pass
                 through a few slots and the cache stays as it is, except that free room is filled.
+            priority: what missing experts are read as.
         """
-        return Lease(self, keys, streaming=streaming)
+        return Lease(self, keys, streaming=streaming, priority=priority)
+
+    def give_up(self, lease: Lease[W]) -> None:
+        """Ends a lease that an exception left, wherever that struck: a ``with`` block that is left
+        regularly needs no more than its own end."""
+        lease.is_whole = False
+        self._changed.disturb()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Gives up the locks that an exception left to this thread, and mends the books."""
+        self._fetcher.let_go()
+        self._changed.let_go()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the one that the store belongs to."""
+        return self._changed.is_forked
+
+    def promote(self, key: ExpertKey) -> None:
+        """Serves an expert's read as a demand from now on, if it is under way."""
+        with self._changed:
+            entry = self._entries.get(key)
+            if entry is not None:
+                self._hasten(key, entry)
 
     def read_ahead(self, keys: Sequence[ExpertKey]) -> None:
         """Starts reading experts that will probably be leased next, behind all demands.
@@ -88,7 +123,9 @@ class ExpertStore(Generic[W]):
                     continue
                 if not self._free or len(self._passing) >= self._stream_slots:
                     return
-                entry = self._start(key, self._free.pop(), keep=False, priority=Priority.READAHEAD)
+                entry = self._start(
+                    key, self._free.pop(), keep=False, priority=Priority.READAHEAD, passes=True
+                )
                 entry.expected = True
 
     def observe(self, event: Event) -> None:
@@ -122,53 +159,70 @@ class ExpertStore(Generic[W]):
         """Sets all counters to zero, as after a warm-up."""
         with self._changed:
             self._counters = Counters()
+            self._guesses_before = self._num_open_guesses()
 
     def check(self) -> None:
-        """Proves that free, resident and arriving slots make up the tier, each exactly once.
+        """Proves that free, resident and arriving slots make up the tier, each exactly once; that
+        open leases hold the pins; that every read will end; and that no lock was left held.
 
         Raises:
             AssertionError: the books do not balance.
         """
+        self._changed.check()
         with self._changed:
-            occupied = [entry.slot for entry in self._entries.values()]
+            entries = self._entries
+            occupied = [entry.slot for entry in entries.values()]
             assert sorted(occupied + self._free) == list(range(self._slab.num_slots))
-            kept = self._entries.keys() - self._passing
-            assert self._passing <= self._entries.keys()
+            kept = entries.keys() - self._passing
+            assert self._passing <= entries.keys()
             assert len(self._policy) == len(kept)
             assert all(key in self._policy for key in kept)
-            assert all(entry.pins >= 0 for entry in self._entries.values())
-            assert all(entry.arrived or entry.read for entry in self._entries.values())
+            assert {key: entry.pins for key, entry in entries.items()} == self._count_pins(
+                self._open_leases()
+            )
+            arriving = [entry for entry in entries.values() if not entry.arrived]
+            assert all(self._fetcher.is_under_way(entry.read) for entry in arriving)
+            assert self._link.under_way == len(arriving)
+            judged, made = self._counters.judged_guesses, self._counters.guesses
+            assert made + self._guesses_before == judged + self._num_open_guesses()
             self._policy.check()
 
     def close(self) -> None:
-        """Ends the reads under way. The store must not be used afterwards."""
+        """Ends the reads under way, with their data or an error. Nothing is read afterwards."""
         self._fetcher.close()
 
     # What follows is called with the lock held.
 
-    def _start(self, key: ExpertKey, slot: int, *, keep: bool, priority: Priority) -> Entry[W]:
-        entry: Entry[W] = Entry(slot)
+    def _start(
+        self, key: ExpertKey, slot: int, *, keep: bool, priority: Priority, passes: bool = False
+    ) -> Entry[W]:
+        entry: Entry[W] = Entry(slot, Read(priority, partial(self._arrive, key), passes=passes))
         self._entries[key] = entry
         if keep:
             self._policy.insert(key)
         else:
             self._passing.add(key)
         self._link.begin(is_demand=priority is Priority.DEMAND)
-        entry.read = self._fetcher.fetch(
-            key, self._slab.slot(slot), priority, lambda read: self._arrive(key, entry, read)
-        )
+        self._fetcher.fetch(key, self._slab.slot(slot), entry.read)
         return entry
 
-    def _arrive(self, key: ExpertKey, entry: Entry[W], read: Read) -> None:
+    def _hasten(self, key: ExpertKey, entry: Entry[W]) -> None:
+        """What was read ahead is waited for."""
+        if entry.read.priority is not Priority.DEMAND and not entry.arrived:
+            self._link.begin_demand()
+        self._fetcher.promote(key, entry.read)
+
+    def _arrive(self, key: ExpertKey, read: Read) -> None:
         with self._changed:
-            entry.read = read
-            entry.arrived = True
+            entry, counters = self._entries.get(key), self._counters
+            if entry is None or entry.read is not read or entry.arrived:
+                return  # told of before an exception cut that short
             is_demand = read.priority is Priority.DEMAND
+            demand = counters.demand_bytes + is_demand * read.num_bytes
+            ahead = counters.readahead_bytes + (not is_demand) * read.num_bytes
+            # all or nothing of one line
+            entry.arrived, counters.demand_bytes, counters.readahead_bytes = True, demand, ahead
             self._link.end(read.num_bytes, is_demand=is_demand, now_s=read.ended_s)
-            if is_demand:
-                self._counters.demand_bytes += read.num_bytes
-            else:
-                self._counters.readahead_bytes += read.num_bytes
             self._drop_if_done(key)
             self._changed.notify_all()
 
@@ -212,7 +266,7 @@ class ExpertStore(Generic[W]):
 
     def _drop_if_done(self, key: ExpertKey) -> None:
         entry = self._entries[key]
-        failed = entry.read is not None and entry.read.error is not None
+        failed = entry.read.error is not None
         passed = key in self._passing and not (entry.expected or entry.guessed)
         if (failed or passed) and self._is_idle(key):
             self._drop(key)
@@ -226,164 +280,45 @@ class ExpertStore(Generic[W]):
         entry = self._entries[cast(ExpertKey, key)]
         return entry.arrived and entry.pins == 0
 
+    def _num_open_guesses(self) -> int:
+        return sum(entry.guessed for entry in self._entries.values())
 
-class Lease(Generic[W]):
-    """A hold on some experts of a layer; made by ``ExpertStore.lease`` and used as a context.
+    def _open_leases(self) -> list[Lease[W]]:
+        leases = [ref() for ref in tuple(self._leases) if ref is not None]
+        return [lease for lease in leases if lease is not None and lease.is_whole]
 
-    Iterating yields lists of ``(key, weights)``: what is resident first, then what arrives,
-    together as it arrives. When streaming, arrivals go first and residents fill the time between
-    them, so that the slots which the stream passes through are free again as soon as possible. The
-    experts of a list are released when the next list is asked for.
-    """
+    def _count_pins(self, leases: Sequence[Lease[W]]) -> dict[ExpertKey, int]:
+        pins = dict.fromkeys(self._entries, 0)
+        for lease in leases:
+            for key in lease.pinned():
+                pins[key] += 1
+        return pins
 
-    def __init__(
-        self, store: ExpertStore[W], keys: Sequence[ExpertKey], *, streaming: bool
-    ) -> None:
-        self._store = store
-        self._keys = keys
-        self._streaming = streaming
-        self._resident: deque[ExpertKey] = deque()
-        self._arriving: list[ExpertKey] = []
-        self._wanted: deque[ExpertKey] = deque()
-        self._held: list[ExpertKey] = []
-        self._keep: set[ExpertKey] = set()
-        # A policy that may decline an expert is asked when the expert was used.
-        self._decides_later = store._policy.may_decline and not streaming
+    def _mend(self) -> None:
+        """Rebuilds the books, which an exception may have left anyhow.
 
-    def __enter__(self) -> "Lease[W]":
-        with self._store._changed:
-            missing = [key for key in self._keys if not self._pin_present(key)]
-            if self._store._passing:
-                for layer in {key.layer for key in self._keys}:
-                    self._store._forget_expected(layer)
-            if missing:
-                self._keep = set(self._worth_keeping(missing))
-                self._wanted.extend(missing)
-                self._store._counters.misses += len(missing)
-                self._admit()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if not (self._held or self._resident or self._arriving or self._wanted):
-            return
-        with self._store._changed:
-            self._release([*self._held, *self._resident, *self._arriving])
-            self._held, self._arriving = [], []
-            self._resident.clear()
-            self._wanted.clear()
-
-    def __iter__(self) -> Iterator[list[tuple[ExpertKey, W]]]:
-        while group := self._next_group():
-            yield [(key, self._weights(key)) for key in group]
-
-    @property
-    def all_started(self) -> bool:
-        """Whether every expert of the lease is resident or on its way."""
-        return not self._wanted
-
-    @property
-    def will_wait(self) -> bool:
-        """Whether some experts are there already and others are not: time to think is after the
-        first group, while nothing could be computed anyway."""
-        is_partial = bool(self._resident and (self._wanted or self._arriving))
-        return is_partial and not self._streaming
-
-    def _next_group(self) -> list[ExpertKey]:
-        store = self._store
-        with store._changed:
-            self._release(self._held)
-            self._held = []
-            while True:
-                self._admit()
-                self._held = self._take_ready()
-                if self._held or not (self._wanted or self._arriving):
-                    return self._held
-                start = time.perf_counter()
-                store._changed.wait()
-                store._counters.stall_s += time.perf_counter() - start
-
-    def _pin_present(self, key: ExpertKey) -> bool:
-        store = self._store
-        entry = store._entries.get(key)
-        if entry is None:
-            return False
-        entry.pins += 1
-        assert entry.read is not None
-        store._counters.useful_guesses += entry.guessed and entry.arrived
-        store._counters.late_guesses += entry.guessed and not entry.arrived
-        entry.guessed = False
-        if entry.arrived and entry.read.error is None:
-            store._counters.hits += 1
-            self._resident.append(key)
-        else:
-            store._counters.late_hits += 1
-            if entry.read.priority is not Priority.DEMAND and not entry.arrived:
-                store._link.begin_demand()
-            store._fetcher.promote(key, entry.read)
-            self._arriving.append(key)
-        if key not in store._passing:
-            store._policy.touch(key)
-        elif not self._decides_later and (not self._streaming or store._policy.room(key.layer) > 0):
-            store._keep(key)
-        return True
-
-    def _release(self, keys: Sequence[ExpertKey]) -> None:
-        store = self._store
-        for key in keys:
-            store._entries[key].pins -= 1
-        for key in keys:
-            entry = store._entries.get(key)
-            if entry is None:  # it made room for another one of the list
-                continue
-            sound = entry.read is None or entry.read.error is None
-            if sound and key not in store._passing:
-                continue
-            if self._decides_later and store._is_idle(key) and sound:
-                store._settle(key)
-            store._drop_if_done(key)
-        if keys:
-            store._changed.notify_all()
-
-    def _worth_keeping(self, missing: Sequence[ExpertKey]) -> Sequence[ExpertKey]:
-        if self._decides_later:
-            return []
-        if not self._streaming or not missing:
-            return missing
-        room = self._store._policy.room(missing[0].layer)
-        return missing[max(0, len(missing) - room) :]
-
-    def _admit(self) -> None:
-        store = self._store
-        while self._wanted:
-            key = self._wanted[0]
-            if key in store._entries:  # another lease asked for it while this one waited for a slot
-                store._entries[key].pins += 1
-            else:
-                keep = key in self._keep
-                slot = store._take_slot(key, keep=keep)
-                if slot is None:
-                    return
-                store._start(key, slot, keep=keep, priority=Priority.DEMAND).pins += 1
-            self._arriving.append(self._wanted.popleft())
-
-    def _take_ready(self) -> list[ExpertKey]:
-        if not self._arriving and not self._streaming:
-            ready, self._resident = list(self._resident), deque()
-            return ready
-        arrived = [key for key in self._arriving if self._store._entries[key].arrived]
-        for key in arrived:
-            read = self._store._entries[key].read
-            if read is not None and read.error is not None:
-                raise read.error
-        self._arriving = [key for key in self._arriving if key not in set(arrived)]
-        if self._streaming:
-            return arrived or ([self._resident.popleft()] if self._resident else [])
-        ready = [*self._resident, *arrived]
-        self._resident.clear()
-        return ready
-
-    def _weights(self, key: ExpertKey) -> W:
-        entry = self._store._entries[key]
-        if entry.weights is None:
-            entry.weights = self._store._bind(key, self._store._slab.slot(entry.slot))
-        return entry.weights
+        What it cannot have touched: which reads are under way, which have told that they ended, and
+        the leases that were not in the midst of an operation.
+        """
+        leases = self._open_leases()
+        self._leases = {lease._ref for lease in leases}
+        self._entries = {
+            key: entry
+            for key, entry in self._entries.items()
+            if entry.arrived or self._fetcher.is_under_way(entry.read)
+        }
+        for key, pins in self._count_pins(leases).items():
+            self._entries[key].pins = pins
+        occupied = {entry.slot for entry in self._entries.values()}
+        self._free = [n for n in reversed(range(self._slab.num_slots)) if n not in occupied]
+        self._passing &= self._entries.keys()
+        self._policy.restore([key for key in self._entries if key not in self._passing])
+        arriving = [entry.read for entry in self._entries.values() if not entry.arrived]
+        demands = sum(read.priority is Priority.DEMAND for read in arriving)
+        self._link.recount(len(arriving), demands)
+        counters = self._counters
+        open_guesses = self._num_open_guesses() - self._guesses_before
+        counters.guesses = counters.judged_guesses + open_guesses
+        for key in list(self._entries):
+            self._drop_if_done(key)
+        self._changed.notify_all()

@@ -75,7 +75,7 @@ class Guesses(Generic[W]):
             for key in [key for key in store._passing if key not in keys]:
                 entry = store._entries[key]
                 waits = entry.guessed and not entry.arrived and entry.pins == 0
-                if waits and entry.read is not None and store._fetcher.cancel(entry.read):
+                if waits and store._fetcher.cancel(entry.read):
                     entry.guessed = False
                     store._link.end(0, is_demand=False, now_s=time.perf_counter())
                     store._drop(key)

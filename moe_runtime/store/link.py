@@ -78,3 +78,10 @@ class LinkMeter:
             self._busy_s = FORGET * self._busy_s + max(0.0, now_s - self._since_s)
             self._bytes = FORGET * self._bytes + num_bytes
             self._since_s = now_s
+
+    def recount(self, under_way: int, demands: int) -> None:
+        """So many transfers are under way, and so many of them demands, whatever was counted."""
+        now_s = time.perf_counter()
+        self._demand_s = self.demand_s
+        self.under_way, self._demands = under_way, demands
+        self._since_s = self._demands_since_s = now_s

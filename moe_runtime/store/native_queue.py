@@ -7,15 +7,17 @@ computing thread is interrupted by nothing, and one that waits is woken by the r
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import struct
-import threading
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
 
 from moe_runtime.errors import CapacityError, MoERuntimeError
 from moe_runtime.kernels.native.library import NativeLibrary
-from moe_runtime.store.transfer import Changes, OnDone, Priority, Read
+from moe_runtime.store.changes import Changes
+from moe_runtime.store.transfer import CLOSED, Priority, Read
 
 _BLOCK = struct.Struct("5q")
 _FIELDS = 6
@@ -36,22 +38,11 @@ def pack_blocks(blocks: Sequence[tuple[int, int, int, int, int]]) -> bytes:
     return b"".join(_BLOCK.pack(*block) for block in blocks)
 
 
-class NativeRead(Read):
-    """One expert on its way; ``name`` is what the threads call it."""
-
-    __slots__ = ("fault", "name")
-
-    def __init__(self, priority: Priority, on_done: OnDone, fault: BlockFault) -> None:
-        super().__init__(priority, on_done)
-        self.name = 0
-        self.fault = fault
-
-
 class NativeReadQueue:
     """``ReadQueue`` for reads of files: the same order of service, by threads of ``reads.c``.
 
     What is submitted begins when ``changed`` is let go of, all of it at once: waking a thread takes
-    a tenth of the time of a small read. A read's ``on_done`` is called, with ``changed`` held, by a
+    a tenth of the time of a small read. A read is told of its end, with ``changed`` held, by a
     thread that takes ``changed`` after the read has ended.
 
     Attributes:
@@ -78,32 +69,33 @@ class NativeReadQueue:
         self._events = ctypes.c_int64.from_address(library.reads_events(queue))
         self._seen = 0
         self._has_new = False
-        self._running: dict[int, NativeRead] = {}
+        self._names = itertools.count(1)
+        self._running: dict[int, tuple[Read, BlockFault]] = {}
         self._ended = (ctypes.c_int64 * (_FIELDS * _ROOM))()
         self.changed = _Delivery(self)
 
-    def submit(
-        self, blocks: bytes, address: int, priority: Priority, on_done: OnDone, fault: BlockFault
-    ) -> Read:
+    def submit(self, blocks: bytes, address: int, read: Read, fault: BlockFault) -> None:
         """Queues a read.
 
         Args:
             blocks: made by ``pack_blocks``.
             address: of the slot, which must stay where it is until the read has ended.
-            priority: what the read is served as.
-            on_done: see above.
+            read: told when it has ended.
             fault: says what went wrong if something does.
+
+        Raises:
+            MoERuntimeError: the queue was closed.
         """
         if self._queue is None:
-            raise MoERuntimeError("the model's experts were closed; load it again")
-        read = NativeRead(priority, on_done, fault)
-        number, is_ahead = len(blocks) // _BLOCK.size, priority is not Priority.DEMAND
-        read.name = self._library.reads_submit(self._queue, blocks, number, address, is_ahead)
-        if not read.name:
-            raise MemoryError("no memory to queue a read")
-        self._running[read.name] = read
+            raise MoERuntimeError(CLOSED)
+        number, is_ahead = len(blocks) // _BLOCK.size, read.priority is not Priority.DEMAND
+        read.name = next(self._names)
+        self._running[read.name] = (read, fault)  # first: no read may be under way that is unknown
         self._has_new = True
-        return read
+        if not self._library.reads_submit(
+            self._queue, read.name, blocks, number, address, is_ahead
+        ):
+            raise MemoryError("no memory to queue a read")
 
     def start(self) -> None:
         """Has the threads serve what was submitted, if anything was since the last call."""
@@ -113,31 +105,44 @@ class NativeReadQueue:
 
     def promote(self, read: Read) -> None:
         """Serves what is left of a read-ahead as a demand from now on."""
-        if isinstance(read, NativeRead) and read.priority is not Priority.DEMAND:
-            read.priority = Priority.DEMAND
-            if self._running.get(read.name) is read:
+        if read.priority is not Priority.DEMAND:
+            if self._queue is not None:
                 self._library.reads_promote(self._queue, read.name)
+            read.priority = Priority.DEMAND
 
     def cancel(self, read: Read) -> bool:
-        """Takes back a read of which no block has been begun; its ``on_done`` is never called.
+        """Takes back a read of which no block has been begun; its end is never told.
 
         Returns:
             Whether it was taken back. A read under way is finished: its slot is being written to.
         """
-        if not isinstance(read, NativeRead) or self._running.get(read.name) is not read:
+        if self._queue is None or not self._library.reads_cancel(self._queue, read.name):
             return False
-        if not self._library.reads_cancel(self._queue, read.name):
-            return False
-        del self._running[read.name]
+        self._running.pop(read.name, None)
         return True
 
+    def is_under_way(self, read: Read) -> bool:
+        """Whether a read was submitted and its end is still to be told."""
+        return read.name in self._running
+
     def close(self) -> None:
-        """Drops what waits, lets the blocks that are being moved finish, and ends the threads."""
+        """Lets the blocks that are being moved finish, and ends the threads and what waits.
+
+        In a forked child there is nothing to end.
+        """
+        if self.changed.is_forked:
+            return
         with self.changed:
+            if self._queue is not None:
+                self._library.reads_stop(self._queue)
+                self.deliver()
             self._queue = None
             self._events = ctypes.c_int64(self._seen)
-            self._running.clear()
-        self._close()
+            for name, (read, _) in list(self._running.items()):
+                read.refuse()
+                self._running.pop(name, None)
+        if not self.changed.has_sleepers:  # else whoever wakes up last gives the memory back
+            self._close()
 
     @property
     def has_news(self) -> bool:
@@ -149,9 +154,22 @@ class NativeReadQueue:
         self._seen = self._events.value
         number = _ROOM
         while number == _ROOM:
-            number = self._library.reads_take(self._queue, self._ended, _ROOM)
+            number = self._library.reads_ended(self._queue, self._ended, _ROOM)
             for first in range(0, number * _FIELDS, _FIELDS):
                 self._end(*self._ended[first : first + _FIELDS])
+            if number:
+                self._library.reads_forget(self._queue, number)
+
+    def mend(self) -> None:
+        """After an exception cut something short: what ended is told of again, and what never
+        reached the threads is not under way."""
+        if self._queue is None:
+            return
+        self._has_new = True
+        self._seen = self._events.value - 1
+        unknown = [n for n in self._running if not self._library.reads_knows(self._queue, n)]
+        for name in unknown:
+            self._running.pop(name, None)
 
     def sleep(self, release: Callable[[], None]) -> None:
         """Waits for something to happen after ``deliver``.
@@ -164,9 +182,9 @@ class NativeReadQueue:
         """
         queue, seen = self._queue, self._seen
         self.start()
-        release()
         if queue is None:
-            raise MoERuntimeError("the model's experts were closed while they were waited for")
+            raise MoERuntimeError(CLOSED)
+        release()
         self._library.reads_wait(queue, seen)
 
     def kick(self) -> None:
@@ -174,55 +192,68 @@ class NativeReadQueue:
         if self._queue is not None:
             self._library.reads_kick(self._queue)
 
+    def leave_to_parent(self) -> None:
+        """This process is a fork: the threads are the parent's, and so is their memory."""
+        self._close.detach()
+        self._events = ctypes.c_int64(self._seen)
+        self._queue = None
+
     def _end(
         self, name: int, num_bytes: int, error: int, block: int, offset: int, age_ns: int
     ) -> None:
-        read = self._running.pop(name)
+        found = self._running.get(name)
+        if found is None:  # told of before an exception cut the delivery short
+            return
+        read, fault = found
         read.num_bytes = num_bytes
         if error == _FILE_ENDED:
-            read.error = read.fault(block, EOFError(f"the file ends at byte {offset}"))
+            read.error = fault(block, EOFError(f"the file ends at byte {offset}"))
         elif error:
-            read.error = read.fault(block, OSError(error, os.strerror(error)))
+            read.error = fault(block, OSError(error, os.strerror(error)))
         read.end(1e-9 * age_ns)
+        self._running.pop(name, None)
 
 
 class _Delivery(Changes):
-    """The condition of a store: taking it, or waking from a wait, delivers what has ended."""
+    """The lock of a store: taking it, or waking from a wait, delivers what has ended."""
 
     def __init__(self, queue: NativeReadQueue) -> None:
+        super().__init__()
         self._queue = queue
-        self._lock = threading.RLock()
-        self._depth = 0
         self._sleepers = 0
-
-    def __enter__(self) -> bool:
-        self._lock.acquire()
-        self._depth += 1
-        if self._depth == 1 and self._queue.has_news:
-            self._queue.deliver()
-        return True
-
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self._queue.start()
-        self._lock.release()
-
-    def wait(self) -> None:
-        """Sleeps without the lock until something may have changed."""
-        assert self._depth == 1, "a wait must let go of the lock"
-        self._sleepers += 1
-        self._depth = 0
-        try:
-            self._queue.sleep(self._lock.release)
-        finally:
-            self._lock.acquire()
-            self._depth = 1
-            self._sleepers -= 1
-        if self._queue.has_news:
-            self._queue.deliver()
 
     def notify_all(self) -> None:
         """Wakes all who wait."""
         if self._sleepers:
             self._queue.kick()
+
+    @property
+    def has_sleepers(self) -> bool:
+        """Whether somebody waits, or is about to."""
+        return self._sleepers > 0
+
+    def leave_to_parent(self) -> None:
+        """This process is a fork."""
+        super().leave_to_parent()
+        self._queue.leave_to_parent()
+
+    def _begin(self, operation: FrameType) -> None:
+        super()._begin(operation)
+        if self._queue.has_news:
+            self._queue.deliver()
+
+    def _end(self) -> None:
+        self._queue.start()
+
+    def _repair(self) -> None:
+        self._queue.mend()
+        super()._repair()
+
+    def _sleep(self) -> None:
+        self._sleepers += 1
+        try:
+            self._queue.sleep(self._lock.release)
+        finally:
+            if not self._lock._is_owned():
+                self._lock.acquire()
+            self._sleepers -= 1

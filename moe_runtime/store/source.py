@@ -1,7 +1,6 @@
 """Experts in the files of a checkpoint: positional reads of whole experts, past the page cache."""
 
 import os
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,10 +10,11 @@ import torch
 
 from moe_runtime.errors import CheckpointError
 from moe_runtime.kernels.native.library import native_library
+from moe_runtime.store.changes import Changes
 from moe_runtime.store.layout import ExpertLayout
 from moe_runtime.store.native_queue import BlockFault, NativeReadQueue, pack_blocks
 from moe_runtime.store.slab import host_view
-from moe_runtime.store.transfer import Changes, OnDone, Priority, Read, ReadQueue
+from moe_runtime.store.transfer import Priority, Read, ReadQueue
 from moe_runtime.types import ExpertKey
 
 READ_BYTES = 4 * 2**20
@@ -120,7 +120,7 @@ class ExpertSource:
         library = native_library()
         self._native = library and NativeReadQueue(library, io_threads)
         self._queue = None if self._native else ReadQueue(io_threads)
-        self.changed: Changes = self._native.changed if self._native else threading.Condition()
+        self.changed: Changes = self._native.changed if self._native else Changes()
         self._files: dict[Path, CheckpointFile] = {}
         self._packed: dict[ExpertKey, tuple[bytes, BlockFault]] = {}
         try:
@@ -130,13 +130,11 @@ class ExpertSource:
             self.close()
             raise
 
-    def fetch(
-        self, key: ExpertKey, slot: torch.Tensor, priority: Priority, on_done: OnDone
-    ) -> Read:
+    def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
         """Starts to read an expert into a slot.
 
-        Threads of the interpreter call ``on_done`` themselves; native ones leave that to whoever
-        takes ``changed`` next.
+        Threads of the interpreter tell the read of its end themselves; native ones leave that to
+        whoever takes ``changed`` next.
         """
         if self._native:
             packed = self._packed.get(key)
@@ -144,14 +142,15 @@ class ExpertSource:
                 assert self._layouts[key].slot_bytes <= slot.nbytes
                 packed = self._packed[key] = self._pack(key), partial(self._fault, key)
             blocks, fault = packed
-            return self._native.submit(blocks, slot.data_ptr(), priority, on_done, fault)
+            self._native.submit(blocks, slot.data_ptr(), read, fault)
+            return
         assert self._queue is not None
         buffer = host_view(slot)
         blocks = [
             partial(self._read_block, key, number, block, buffer)
             for number, block in enumerate(self._blocks(key))
         ]
-        return self._queue.submit(blocks, priority, on_done)
+        self._queue.submit(blocks, read)
 
     def read(self, slots: Mapping[ExpertKey, torch.Tensor]) -> None:
         """Reads experts into slots and returns when all reads have ended.
@@ -164,11 +163,13 @@ class ExpertSource:
             with self.changed:
                 self.changed.notify_all()
 
+        reads = {key: Read(Priority.DEMAND, announce) for key in slots}
         with self.changed:
-            reads = [self.fetch(key, s, Priority.DEMAND, announce) for key, s in slots.items()]
-            while not all(read.ended_s for read in reads):
+            for key, read in reads.items():
+                self.fetch(key, slots[key], read)
+            while not all(read.ended_s for read in reads.values()):
                 self.changed.wait()
-        for read in reads:
+        for read in reads.values():
             if read.error is not None:
                 raise read.error
 
@@ -179,6 +180,15 @@ class ExpertSource:
     def cancel(self, read: Read) -> bool:
         """Takes back a read that has not begun; says whether it could be."""
         return self._threads.cancel(read)
+
+    def is_under_way(self, read: Read) -> bool:
+        """Whether a read was started and its end is still to be told."""
+        return self._threads.is_under_way(read)
+
+    def let_go(self) -> None:
+        """Gives up what an exception left to this thread; native threads share ``changed``."""
+        if self._queue is not None:
+            self._queue.let_go()
 
     def close(self) -> None:
         """Ends the reading threads and closes the files."""

@@ -1,12 +1,12 @@
 """One tier filled from another: experts copied from host slots to device slots."""
 
-import threading
 from functools import partial
 
 import torch
 
 from moe_runtime.store.cache import ExpertStore
-from moe_runtime.store.transfer import Changes, OnDone, Priority, Read, ReadQueue
+from moe_runtime.store.changes import Changes
+from moe_runtime.store.transfer import Read, ReadQueue
 from moe_runtime.types import ExpertKey
 
 COPY_THREADS = 2
@@ -23,15 +23,13 @@ class TierFetcher:
 
     def __init__(self, lower: ExpertStore[torch.Tensor], device: torch.device) -> None:
         self.lower = lower
-        self.changed: Changes = threading.Condition()
+        self.changed = Changes()
         self._queue = ReadQueue(COPY_THREADS)
         self._device = device
 
-    def fetch(
-        self, key: ExpertKey, slot: torch.Tensor, priority: Priority, on_done: OnDone
-    ) -> Read:
+    def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
         """Starts to copy an expert into a slot; it is read first if it is not resident below."""
-        return self._queue.submit([partial(self._copy, key, slot)], priority, on_done)
+        self._queue.submit([partial(self._copy, key, slot)], read)
 
     def promote(self, key: ExpertKey, read: Read) -> None:
         """Serves a waiting copy before all read-aheads."""
@@ -40,6 +38,15 @@ class TierFetcher:
     def cancel(self, read: Read) -> bool:
         """Takes back a read that has not begun; says whether it could be."""
         return self._queue.cancel(read)
+
+    def is_under_way(self, read: Read) -> bool:
+        """Whether a copy was started and its end is still to be told."""
+        return self._queue.is_under_way(read)
+
+    def let_go(self) -> None:
+        """Gives up what an exception left to this thread, here and below."""
+        self._queue.let_go()
+        self.lower.let_go()
 
     def close(self) -> None:
         """Ends the copies, and the tier below."""

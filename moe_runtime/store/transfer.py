@@ -8,37 +8,24 @@ import heapq
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Protocol
+from types import TracebackType
 
 from moe_runtime.errors import MoERuntimeError
+from moe_runtime.store.changes import Changes
 
 Block = Callable[[], int]
-"""Moves one block and returns its number of bytes; raises ``MoERuntimeError`` when it cannot."""
+"""Moves one block and returns its number of bytes; what it raises becomes the error of its read."""
 
 
 OnDone = Callable[["Read"], None]
-"""Called once when a read has ended, from a reading thread or by whoever looks next."""
+"""Called when a read has ended, from a reading thread or by whoever looks next. Once, unless an
+exception struck while it was called."""
 
-
-class Changes(Protocol):
-    """What guards the books of those who submit reads and wakes who waits for a change.
-
-    ``threading.Condition`` is one.
-    """
-
-    def __enter__(self) -> bool: ...
-
-    def __exit__(self, kind: Any, error: Any, trace: Any, /) -> None: ...
-
-    def wait(self) -> object:
-        """Lets go of the lock until something has changed; it may return without a reason."""
-        ...
-
-    def notify_all(self) -> None:
-        """Wakes all who wait; called with the lock held."""
-        ...
+CLOSED = "the model's experts were closed; load it again"
 
 
 class Priority(IntEnum):
@@ -53,18 +40,22 @@ class Read:
 
     Attributes:
         priority: what the blocks that are still waiting are served as.
+        passes: the expert is wanted once (a prompt): a tier on its way need not keep it.
         num_bytes: bytes moved so far.
         error: why the read failed, if it did.
         ended_s: when it ended, as ``time.perf_counter`` has it; 0 before.
+        name: a number that the queue gives it.
     """
 
-    __slots__ = ("_on_done", "ended_s", "error", "num_bytes", "priority")
+    __slots__ = ("_on_done", "ended_s", "error", "name", "num_bytes", "passes", "priority")
 
-    def __init__(self, priority: Priority, on_done: OnDone) -> None:
+    def __init__(self, priority: Priority, on_done: OnDone, *, passes: bool = False) -> None:
         self.priority = priority
+        self.passes = passes
         self.num_bytes = 0
         self.error: MoERuntimeError | None = None
         self.ended_s = 0.0
+        self.name = 0
         self._on_done = on_done
 
     def end(self, ago_s: float = 0.0) -> None:
@@ -72,16 +63,19 @@ class Read:
         self.ended_s = time.perf_counter() - ago_s
         self._on_done(self)
 
+    def refuse(self) -> None:
+        """Ends it without its data, because the threads that would have read it are gone."""
+        self.error = self.error or MoERuntimeError(CLOSED)
+        self.end()
 
-class _BlockRead(Read):
-    """A read by blocks that the threads of the interpreter move."""
 
-    __slots__ = ("blocks", "num_blocks", "unfinished")
+@dataclass(slots=True, eq=False)
+class _Work:
+    """What is left of a read."""
 
-    def __init__(self, blocks: Sequence[Block], priority: Priority, on_done: OnDone) -> None:
-        super().__init__(priority, on_done)
-        self.blocks = list(blocks)
-        self.num_blocks = self.unfinished = len(self.blocks)
+    blocks: deque[Block]  # not begun
+    num_blocks: int
+    unfinished: int
 
 
 class ReadQueue:
@@ -95,9 +89,11 @@ class ReadQueue:
         """
         if num_threads < 1:
             raise ValueError(f"io_threads must be at least 1, got {num_threads}")
-        self._work: list[tuple[int, int, _BlockRead]] = []
-        self._ticket = itertools.count()
-        self._ready = threading.Condition()
+        self._works: dict[Read, _Work] = {}
+        self._tickets: list[tuple[int, int, Read]] = []
+        self._number = itertools.count()
+        self._changed = Changes()
+        self._changed.mend = self._mend
         self._closed = False
         self._threads = [
             threading.Thread(target=self._serve, name=f"moe-read-{i}", daemon=True)
@@ -106,70 +102,153 @@ class ReadQueue:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, blocks: Sequence[Block], priority: Priority, on_done: OnDone) -> Read:
-        """Queues a read. ``on_done`` is called once, from a reading thread, when it ended."""
-        read = _BlockRead(blocks, priority, on_done)
-        with self._ready:
+    def submit(self, blocks: Sequence[Block], read: Read) -> None:
+        """Queues a read, whose end is told from a reading thread.
+
+        Raises:
+            MoERuntimeError: the queue was closed.
+        """
+        with self._changed:
+            if self._closed:
+                raise MoERuntimeError(CLOSED)
+            self._works[read] = _Work(deque(blocks), len(blocks), len(blocks))
             self._push(read, len(blocks))
-        return read
+        if not blocks:
+            self._finish(read)
 
     def promote(self, read: Read) -> None:
         """Serves what is left of a read-ahead as a demand from now on."""
-        assert isinstance(read, _BlockRead)
-        with self._ready:
+        with self._changed:
             if read.priority is not Priority.DEMAND:
                 read.priority = Priority.DEMAND
-                self._push(read, len(read.blocks))
+                work = self._works.get(read)
+                self._push(read, len(work.blocks) if work else 0)
 
     def cancel(self, read: Read) -> bool:
-        """Takes back a read of which no block has been begun; its ``on_done`` is never called.
+        """Takes back a read of which no block has been begun; its end is never told.
 
         Returns:
             Whether it was taken back. A read under way is finished: its slot is being written to.
         """
-        assert isinstance(read, _BlockRead)
-        with self._ready:
-            if len(read.blocks) < read.num_blocks:
+        with self._changed:
+            work = self._works.get(read)
+            if work is None or len(work.blocks) < work.num_blocks:
                 return False
-            read.blocks.clear()
+            del self._works[read]
             return True
 
+    def is_under_way(self, read: Read) -> bool:
+        """Whether a read was submitted and its end is still to be told."""
+        with self._changed:
+            return read in self._works
+
+    def let_go(self) -> None:
+        """Gives up what an exception left to this thread."""
+        self._changed.let_go()
+
     def close(self) -> None:
-        """Drops what waits, lets the blocks that are being moved finish, and ends the threads."""
-        with self._ready:
+        """Lets the blocks that are being moved finish, and ends the threads and what waits.
+
+        In a forked child there is nothing to end.
+        """
+        if self._changed.is_forked:
+            return
+        with self._changed:
             self._closed = True
-            self._ready.notify_all()
+            self._changed.notify_all()
         for thread in self._threads:
             thread.join()
+        for read in list(self._works):
+            self._works.pop(read)
+            read.refuse()
 
-    def _push(self, read: _BlockRead, num_blocks: int) -> None:
+    def _push(self, read: Read, num_blocks: int) -> None:
         for _ in range(num_blocks):
-            heapq.heappush(self._work, (read.priority, next(self._ticket), read))
-        self._ready.notify(num_blocks)
+            heapq.heappush(self._tickets, (read.priority, next(self._number), read))
+        self._changed.notify_all()
+
+    def _mend(self) -> None:
+        """A ticket for every block that waits, in the order in which the reads were submitted."""
+        self._tickets.clear()
+        for read, work in self._works.items():
+            self._push(read, len(work.blocks))
 
     def _serve(self) -> None:
-        while True:
-            with self._ready:
-                while not self._work and not self._closed:
-                    self._ready.wait()
-                if self._closed:
-                    return
-                read = heapq.heappop(self._work)[2]
-                # A promoted read stands in the queue twice; its second tickets find nothing to do.
-                block = read.blocks.pop(0) if read.blocks else None
-            if block is not None:
-                self._move(read, block)
+        while not self._closed:
+            with _Reported():
+                found = self._next_block()
+                if found is not None:
+                    self._move(*found)
 
-    def _move(self, read: _BlockRead, block: Block) -> None:
-        moved, error = 0, None
-        try:
+    def _next_block(self) -> tuple[Read, _Work, Block] | None:
+        with self._changed:
+            while not self._closed:
+                while self._tickets:
+                    read = heapq.heappop(self._tickets)[2]
+                    # A promoted read has tickets twice; the second ones find nothing to do.
+                    work = self._works.get(read)
+                    if work is not None and work.blocks:
+                        return read, work, work.blocks.popleft()
+                self._changed.wait()
+        return None
+
+    def _move(self, read: Read, work: _Work, block: Block) -> None:
+        moved, attempt = 0, _Attempt()
+        with attempt:
             moved = block()
-        except MoERuntimeError as failure:
-            error = failure
-        with self._ready:
+        with self._changed:
             read.num_bytes += moved
-            read.error = read.error or error
-            read.unfinished -= 1
-            done = read.unfinished == 0
+            read.error = read.error or attempt.error
+            work.unfinished -= 1
+            done = work.unfinished == 0
         if done:
+            self._finish(read)
+
+    def _finish(self, read: Read) -> None:
+        try:
             read.end()
+        finally:
+            self._works.pop(read, None)
+
+
+class _Attempt:
+    """Keeps whatever a block raises: it is the error of a read, not the end of a thread."""
+
+    error: MoERuntimeError | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if isinstance(error, MoERuntimeError):
+            self.error = error
+        elif error is not None:
+            reason = str(error) or "no reason given"
+            self.error = MoERuntimeError(
+                f"a read failed with {type(error).__name__}: {reason.splitlines()[0]}"
+            )
+            self.error.__cause__ = error
+        return True
+
+
+class _Reported:
+    """Reports what is raised as the end of a thread would, but lets the thread go on."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if kind is not None:
+            thread = threading.current_thread()
+            threading.excepthook(threading.ExceptHookArgs((kind, error, trace, thread)))
+        return True

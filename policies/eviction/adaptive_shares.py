@@ -2,7 +2,7 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from moe_runtime.policies.eviction.base import EvictionPolicy
 from moe_runtime.policies.eviction.shares import LayerShares
@@ -70,6 +70,12 @@ class AdaptiveShares(LayerShares):
     def access_all(self, events: Sequence[Sequence[ExpertKey]], num_slots: int) -> list[int]:
         """Serves the events in their order: a slot may move from layer to layer in between."""
         return EvictionPolicy.access_all(self, events, num_slots)
+
+    def restore(self, keys: Collection[ExpertKey]) -> None:
+        """Holds just these keys, none of which was evicted."""
+        super().restore(keys)
+        for key in keys:
+            self._ghosts[key.layer].pop(key, None)
 
     def check(self) -> None:
         """Proves that no held key is a ghost and no share too small."""

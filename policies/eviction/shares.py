@@ -5,7 +5,8 @@ computed push out those that come next, although every layer is equally far away
 layer keeps what is useful in all of them.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -41,9 +42,9 @@ class LayerShares(EvictionPolicy[ExpertKey]):
         self, make_policy: Callable[[], EvictionPolicy[ExpertKey]], shares: Sequence[int]
     ) -> None:
         self._shares = list(shares)
+        self._make_policy = make_policy
         self._layers = [make_policy() for _ in shares]
-        watchers = {id(policy.watcher): policy.watcher for policy in self._layers}
-        self.watcher = _Watchers([one for one in watchers.values() if one is not None])
+        self._find_watchers()
         self.may_decline = any(policy.may_decline for policy in self._layers)
         self.foresees = all(policy.foresees for policy in self._layers)
         rules = [policy.rule for policy in self._layers]
@@ -117,6 +118,20 @@ class LayerShares(EvictionPolicy[ExpertKey]):
         """Chooses from one layer only, whatever the shares."""
         return self._layers[layer].victim(evictable, incoming)
 
+    def restore(self, keys: Collection[ExpertKey]) -> None:
+        """Holds just these keys, after an exception may have cut any method short.
+
+        A layer whose policy contradicts itself, or holds others, gets a new one.
+        """
+        for layer in range(len(self._layers)):
+            own = [key for key in keys if key.layer == layer]
+            if not self._holds(layer, own):
+                policy = self._make_policy()
+                for key in own:
+                    policy.insert(key)
+                self._layers[layer] = policy
+        self._find_watchers()
+
     def check(self) -> None:
         """Proves that every key is held by its own layer's policy, and each policy's invariants."""
         for policy in self._layers:
@@ -127,6 +142,18 @@ class LayerShares(EvictionPolicy[ExpertKey]):
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, ExpertKey) and key in self._layers[key.layer]
+
+    def _holds(self, layer: int, keys: Collection[ExpertKey]) -> bool:
+        """Whether a layer's policy is sound and holds just these keys."""
+        policy = self._layers[layer]
+        with contextlib.suppress(Exception):  # what is torn may raise anything
+            policy.check()
+            return len(policy) == len(keys) and all(key in policy for key in keys)
+        return False
+
+    def _find_watchers(self) -> None:
+        watchers = {id(policy.watcher): policy.watcher for policy in self._layers}
+        self.watcher = _Watchers([one for one in watchers.values() if one is not None])
 
     def _surplus(self, layer: int) -> int:
         return len(self._layers[layer]) - self._shares[layer]

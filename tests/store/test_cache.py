@@ -2,97 +2,12 @@
 
 import random
 import threading
-from collections.abc import Callable
 
 import pytest
-import torch
+from fake_tier import NUM_EXPERTS, NUM_LAYERS, SLOT_BYTES, FakeTier, content, keys, make_store, use
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
-from moe_runtime.store.cache import ExpertStore
-from moe_runtime.store.slab import Slab
-from moe_runtime.store.transfer import Changes, Priority, Read
 from moe_runtime.types import ExpertKey
-
-SLOT_BYTES = 64
-NUM_LAYERS = 3
-NUM_EXPERTS = 6
-
-
-def content(key: ExpertKey) -> int:
-    """The byte that fills an expert of the fake tier; never that of an empty slot."""
-    return 1 + key.layer * NUM_EXPERTS + key.expert
-
-
-class FakeTier:
-    """A tier below that answers when told to, in any order, and can be made to fail."""
-
-    def __init__(self, *, at_once: bool = True) -> None:
-        self.at_once = at_once
-        self.changed: Changes = threading.Condition()
-        self.waiting: list[tuple[ExpertKey, Callable[[], None]]] = []
-        self.fetched: list[ExpertKey] = []
-        self.promoted: list[ExpertKey] = []
-        self.broken: set[ExpertKey] = set()
-
-    def fetch(self, key, slot, priority, on_done) -> Read:
-        read = Read(priority, on_done)
-        self.fetched.append(key)
-
-        def finish() -> None:
-            if key in self.broken:
-                read.error = CheckpointError(f"expert {key} is broken")
-            else:
-                slot.fill_(content(key))
-                read.num_bytes = SLOT_BYTES
-            read.end()
-
-        if self.at_once:
-            threading.Thread(target=finish).start()
-        else:
-            self.waiting.append((key, finish))
-        return read
-
-    def promote(self, key, read) -> None:
-        read.priority = Priority.DEMAND
-        self.promoted.append(key)
-
-    def close(self) -> None:
-        pass
-
-    def finish(self, *keys: ExpertKey) -> None:
-        """Lets the named reads end, all when none is named."""
-        for pair in [pair for pair in self.waiting if not keys or pair[0] in keys]:
-            self.waiting.remove(pair)
-            pair[1]()
-
-
-def make_store(
-    tier: FakeTier, num_slots: int, stream_slots: int = 2, policy: LayerShares | None = None
-) -> ExpertStore[torch.Tensor]:
-    slab = Slab(num_slots, SLOT_BYTES)
-    for index in range(num_slots):
-        slab.slot(index).fill_(255)  # poison: no expert has this content
-    policy = policy or LayerShares(LRU, even_shares(num_slots, NUM_LAYERS))
-    return ExpertStore(tier, slab, policy, lambda _, slot: slot, stream_slots=stream_slots)
-
-
-def keys(layer: int, *experts: int) -> list[ExpertKey]:
-    return [ExpertKey(layer, expert) for expert in experts]
-
-
-def use(store: ExpertStore[torch.Tensor], wanted, *, streaming: bool = False) -> list[ExpertKey]:
-    """Leases experts, checks every byte of each, and returns them in the order they came."""
-    seen = []
-    with store.lease(wanted, streaming=streaming) as lease:
-        for group in lease:
-            for key, slot in group:
-                assert (slot == content(key)).all(), f"{key} has another expert's bytes"
-                seen.append(key)
-            store.check()
-    store.check()
-    assert sorted(seen) == sorted(wanted)
-    return seen
 
 
 def test_a_second_use_is_a_hit():

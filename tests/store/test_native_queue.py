@@ -43,9 +43,9 @@ class Pipes:
         priority = Priority.READAHEAD if ahead else Priority.DEMAND
         address = self._slots[name].data_ptr()
         with self.queue.changed:
-            return self.queue.submit(
-                packed, address, priority, lambda read: self.ended.append(name), fault
-            )
+            read = Read(priority, lambda _: self.ended.append(name))
+            self.queue.submit(packed, address, read, fault)
+            return read
 
     def answer(self, name: str) -> None:
         """Writes every block in two parts, so that a short read must be continued."""
@@ -121,13 +121,9 @@ def test_only_what_has_not_begun_is_taken_back(pipes: Pipes) -> None:
 def test_a_read_that_fails_says_which_block(pipes: Pipes) -> None:
     with pipes.queue.changed:
         slot = torch.zeros(SIZE, dtype=torch.uint8)
-        read = pipes.queue.submit(
-            pack_blocks([(-1, 0, 0, SIZE, SIZE)]),
-            slot.data_ptr(),
-            Priority.DEMAND,
-            lambda read: pipes.ended.append("bad"),
-            fault,
-        )
+        read = Read(Priority.DEMAND, lambda _: pipes.ended.append("bad"))
+        packed = pack_blocks([(-1, 0, 0, SIZE, SIZE)])
+        pipes.queue.submit(packed, slot.data_ptr(), read, fault)
     pipes.wait_for("bad")
     assert error_of(read) == "block 0: [Errno 9] Bad file descriptor"
 

@@ -17,8 +17,9 @@ from moe_runtime.policies.prediction import (
     make_estimator,
 )
 from moe_runtime.store.cache import ExpertStore
+from moe_runtime.store.changes import Changes
 from moe_runtime.store.slab import Slab
-from moe_runtime.store.transfer import Changes, OnDone, Priority, Read
+from moe_runtime.store.transfer import Read
 from moe_runtime.types import ExpertKey
 
 SHAPE = Shape(num_layers=3, num_experts=12, top_k=2)
@@ -28,16 +29,24 @@ class PromptTier:
     """Fills a slot with its key at once, and says so from another thread."""
 
     def __init__(self) -> None:
-        self.changed: Changes = threading.Condition()
+        self.changed = Changes()
+        self.under_way: set[Read] = set()
 
-    def fetch(
-        self, key: ExpertKey, slot: torch.Tensor, priority: Priority, on_done: OnDone
-    ) -> Read:
+    def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
         slot.fill_(key.layer * 16 + key.expert)
-        read = Read(priority, on_done)
         read.num_bytes = len(slot)
-        threading.Thread(target=read.end).start()
-        return read
+        self.under_way.add(read)
+        threading.Thread(target=self.finish, args=(read,)).start()
+
+    def finish(self, read: Read) -> None:
+        read.end()
+        self.under_way.discard(read)
+
+    def is_under_way(self, read: Read) -> bool:
+        return read in self.under_way
+
+    def let_go(self) -> None:
+        pass
 
     def promote(self, key: ExpertKey, read: Read) -> None:
         pass

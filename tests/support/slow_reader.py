@@ -1,11 +1,11 @@
 """A fetcher whose reads end when a test says so, and that remembers who asked for what."""
 
-import threading
 from dataclasses import dataclass, field
 
 import torch
 
-from moe_runtime.store.transfer import Changes, OnDone, Priority, Read
+from moe_runtime.store.changes import Changes
+from moe_runtime.store.transfer import Priority, Read
 from moe_runtime.types import ExpertKey
 
 
@@ -17,15 +17,11 @@ class SlowReader:
     asked: list[tuple[ExpertKey, Priority]] = field(default_factory=list)
     promoted: list[ExpertKey] = field(default_factory=list)
     begun: set[ExpertKey] = field(default_factory=set)
-    changed: Changes = field(default_factory=threading.Condition)
+    changed: Changes = field(default_factory=Changes)
 
-    def fetch(
-        self, key: ExpertKey, slot: torch.Tensor, priority: Priority, on_done: OnDone
-    ) -> Read:
-        read = Read(priority, on_done)
+    def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
         self.waiting[key] = (read, slot)
-        self.asked.append((key, priority))
-        return read
+        self.asked.append((key, read.priority))
 
     def promote(self, key: ExpertKey, read: Read) -> None:
         read.priority = Priority.DEMAND
@@ -37,6 +33,12 @@ class SlowReader:
                 del self.waiting[key]
                 return True
         return False
+
+    def is_under_way(self, read: Read) -> bool:
+        return any(waiting is read for waiting, _ in self.waiting.values())
+
+    def let_go(self) -> None:
+        pass
 
     def close(self) -> None:
         self.waiting.clear()

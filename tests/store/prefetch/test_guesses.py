@@ -16,7 +16,7 @@ from moe_runtime.policies.prefetch import Admission, PrefetchRules
 from moe_runtime.store.cache import ExpertStore
 from moe_runtime.store.guesses import Guesses
 from moe_runtime.store.slab import Slab
-from moe_runtime.store.transfer import Priority, ReadQueue
+from moe_runtime.store.transfer import Priority, Read, ReadQueue
 from moe_runtime.types import ExpertKey
 
 K = ExpertKey
@@ -199,13 +199,15 @@ def test_the_queue_takes_back_only_what_was_not_begun() -> None:
         go.wait(120)
         return 1
 
-    first = queue.submit([block], Priority.DEMAND, lambda read: None)
+    first = Read(Priority.DEMAND, lambda read: None)
+    queue.submit([block], first)
     assert begun.wait(120)
     moved = []
-    second = queue.submit([lambda: moved.append(2) or 1], Priority.READAHEAD, lambda read: None)
+    second = Read(Priority.READAHEAD, lambda read: None)
+    queue.submit([lambda: moved.append(2) or 1], second)
     assert not queue.cancel(first)
     assert queue.cancel(second)
-    queue.submit([lambda: 1], Priority.READAHEAD, lambda read: done.set())
+    queue.submit([lambda: 1], Read(Priority.READAHEAD, lambda read: done.set()))
     go.set()
     assert done.wait(120)
     queue.close()
