@@ -89,8 +89,9 @@ def finetuned(config: FinetuneConfig) -> tuple[list[float], dict[str, Any]]:
     return losses, summary
 
 
-def resident(folder: Path) -> PreTrainedModel:
+def resident(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A checkpoint in memory; in fp64 with the experts of transformers."""
     moe_runtime.register_with_transformers()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.set_experts_implementation("moe_runtime")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model.set_experts_implementation("eager" if dtype == torch.float64 else "moe_runtime")
     return model.train()

@@ -70,12 +70,27 @@ def test_every_parameter_as_in_memory(tmp_path: Path, family: Family, sharded: b
     assert summary["offload"]["experts_in_memory"] == 0
     assert summary["offload"]["read_bytes"] > 0
 
-    model = resident(folder)
-    assert losses == in_memory(prepare(config), model, dict(model.named_parameters()))
+    model, exact = resident(folder), resident(folder, torch.float64)
+    first_state = {name: tensor.clone() for name, tensor in exact.state_dict().items()}
+    wanted_losses, exact_losses = (
+        in_memory(prepare(config), m, dict(m.named_parameters())) for m in (model, exact)
+    )
+    # Two runs in fp32 add in different orders, where a library's products depend on how a matrix
+    # lies in memory. AdamW divides by the gradient's size: where sums cancel, rounding becomes a
+    # step. How far the run in memory is from one in fp64 shows what that comes to here; two such
+    # runs lie at most twice as far apart, and twice that for tails. What neither can hold is half a
+    # unit in the last place of its result.
+    rounding = max(abs(a - b) for a, b in zip(wanted_losses, exact_losses, strict=True))
+    atol = 4 * (rounding + 2**-24 * max(exact_losses))
+    np.testing.assert_allclose(losses, wanted_losses, rtol=0, atol=atol)
     exported = AutoModelForCausalLM.from_pretrained(summary["model"], dtype=torch.float32)
-    wanted = model.state_dict()
+    wanted, references = model.state_dict(), exact.state_dict()
     for name, tensor in exported.state_dict().items():
-        torch.testing.assert_close(tensor, wanted[name], rtol=1e-6, atol=1e-7)
+        reference = references[name]
+        bound = 4 * ((wanted[name] - reference).norm() + 2**-24 * reference.norm())
+        assert (tensor - wanted[name]).norm() <= bound, name
+        # The bound is far below what one step does.
+        assert bound < 0.05 * (reference - first_state[name]).norm(), name
     first, last = (sorted(p.name for p in Path(f).iterdir()) for f in (folder, summary["model"]))
     assert first == last
 
