@@ -46,16 +46,12 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     Raises:
         OSError: writing fails, a full disk included.
     """
-    if writes_directly(path):
-        with _opened_directly(Path(path)) as file:
-            yield file
-        return
-    partial = PartialFile(path)
+    output = OutputFile(path)
     try:
-        yield partial.file
-        partial.finish()
+        yield output.file
+        output.finish()
     finally:
-        partial.discard()
+        output.discard()
 
 
 @contextlib.contextmanager
@@ -91,7 +87,7 @@ def check_output_path(path: str | os.PathLike[str], what: str) -> None:
         if not place.parent.is_dir():
             reason = f"there is no folder {place.parent}"
             raise CheckpointError(f"{path}: the {what} cannot be written: {reason}")
-        probe = PartialFile(path)
+        probe = OutputFile(path)
         try:
             probe.file.write(bytes(_PROBE_BYTES))
             probe.file.flush()
@@ -109,38 +105,40 @@ def writes_directly(path: str | os.PathLike[str]) -> bool:
     return _place_of(path) is None
 
 
-class PartialFile:
+class OutputFile:
     """A file beside the place of an output, which it takes when it is whole.
 
     Args:
-        path: the output, a regular file or nothing yet; its folder must exist.
-        is_draft: gives it the one name ``NAME.part``, for an output that grows while it can already
-            be read, and that is kept if the process is killed.
+        path: the output; its folder must exist. A device or a pipe is written straight into.
+        is_draft: gives the file the one name ``NAME.part``, for an output that grows while it can
+            already be read, and that is kept if the process is killed.
 
     Attributes:
         file: to write to.
-        path: where it lies.
 
     Raises:
         BlockingIOError: another process writes this draft.
         OSError: it cannot be made.
     """
 
+    file: BinaryIO
+
     def __init__(self, path: str | os.PathLike[str], *, is_draft: bool = False) -> None:
-        place = _place_of(path)
-        assert place is not None, "devices and pipes are written straight into"
-        self._place = place
+        self._place = place = _place_of(path)
+        self._beside: Path | None = None
+        if place is None:
+            self.file = _open_directly(path)
+            return
         if place.exists():
             _check_right(place)
         if is_draft:
-            self.path = draft_of(path)
             keep_interrupted(path)
+            self._beside = draft_of(path)
         else:
             for left in partials_of(place):
                 remove_unless_held(left)
-            self.path = partial_name(place)
-        self.file = _new_held(self.path)
-        self._is_there = True
+            self._beside = partial_name(place)
+        self.file = _new_held(self._beside)
 
     def finish(self) -> None:
         """Brings the content to the disk and puts the file in its place.
@@ -149,20 +147,20 @@ class PartialFile:
             OSError: that fails; the older file is as it was.
         """
         self.file.flush()
-        copy_rights(self._place, self.file.fileno())
-        os.fsync(self.file.fileno())
-        os.replace(self.path, self._place)
-        self._is_there = False
+        if self._place is not None and self._beside is not None:
+            copy_rights(self._place, self.file.fileno())
+            os.fsync(self.file.fileno())
+            os.replace(self._beside, self._place)
+            self._beside = None
+            sync_folder(self._place.parent)
         self.file.close()
-        sync_folder(self._place.parent)
 
     def discard(self) -> None:
-        """Removes the file. Nothing happens where it was finished or discarded before."""
-        if not self._is_there:
-            return
-        self._is_there = False
-        with contextlib.suppress(OSError):
-            os.unlink(self.path)
+        """Removes the file, unless it is finished, and closes it. May be called again."""
+        beside, self._beside = self._beside, None
+        if beside is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(beside)
         # What is left in the buffer is not wanted, so that it cannot be written is no failure.
         with contextlib.suppress(OSError):
             self.file.close()
@@ -170,8 +168,8 @@ class PartialFile:
 
 def draft_of(path: str | os.PathLike[str]) -> Path:
     """Where an output lies while it grows: beside the file that its name leads to."""
-    place = _place_of(path) or Path(path)
-    return place.with_name(place.name + DRAFT_SUFFIX)
+    end = _end_of_links(path)
+    return end.with_name(end.name + DRAFT_SUFFIX)
 
 
 def keep_interrupted(path: str | os.PathLike[str]) -> None:
@@ -187,7 +185,7 @@ def keep_interrupted(path: str | os.PathLike[str]) -> None:
         OSError: it cannot be renamed.
     """
     draft = draft_of(path)
-    if not draft.exists():
+    if writes_directly(path) or not draft.exists():
         return
     with _held(draft):
         if draft.stat().st_size == 0:
@@ -209,7 +207,7 @@ def check_not_in_progress(path: str | os.PathLike[str], what: str) -> None:
         CheckpointError: one does.
     """
     draft = draft_of(path)
-    if draft.exists():
+    if not writes_directly(path) and draft.exists():
         with named_failure(path, what), _held(draft):
             pass
 
@@ -290,22 +288,18 @@ def _end_of_links(path: str | os.PathLike[str]) -> Path:
     for _ in range(_MOST_LINKS):
         end = Path(os.path.realpath(end.parent), end.name)
         if _DESCRIPTORS.fullmatch(str(end.parent)) or not end.is_symlink():
-            return end
+            break
         end = end.parent / os.readlink(end)
-    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    return end
 
 
-@contextlib.contextmanager
-def _opened_directly(path: Path) -> Iterator[BinaryIO]:
+def _open_directly(path: str | os.PathLike[str]) -> BinaryIO:
     """Opens what is no regular file; nothing is made, and descriptors go on where they stand."""
     end = _end_of_links(path)
     found = _DESCRIPTORS.fullmatch(str(end.parent))
     if found is not None and int(found[1]) == os.getpid() and end.name.isdigit():
-        descriptor = os.dup(int(end.name))
-    else:
-        descriptor = os.open(end, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "wb") as file:
-        yield file
+        return os.fdopen(os.dup(int(end.name)), "wb")
+    return os.fdopen(os.open(end, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC), "wb")
 
 
 def _check_right(path: Path) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moe_runtime.errors import MoERuntimeWarning
+
 Progress = Callable[[str, int, int], None]
 """Called with a stage's name, the bytes done and the bytes in total."""
 
@@ -37,6 +39,8 @@ class Session:
             import warnings
 
             warnings.simplefilter("ignore")
+            warnings.simplefilter("always", MoERuntimeWarning)
+            warnings.showwarning = _show_warning
 
     def fail(self, error: Exception, message: str) -> None:
         """Shows the one line that an error gets."""
@@ -50,6 +54,11 @@ class Session:
         print(f"moe-runtime: error: {message}", file=sys.stderr)
         if self.as_json:
             print_json({"error": message})
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """A warning of ours, as one line."""
+    print(f"moe-runtime: warning: {message}", file=sys.stderr)
 
 
 def launched_rank() -> int | None:

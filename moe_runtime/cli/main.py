@@ -1,7 +1,7 @@
 """Entry point of ``moe-runtime``: commands, and errors as one line with an exit code.
 
 Exit codes: 0 done, 1 a bug of ours, 2 something that the user or the machine can change,
-130 interrupted by Ctrl-C.
+130 interrupted by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP.
 """
 
 import os
@@ -24,6 +24,7 @@ from moe_runtime.cli.replay import replay
 from moe_runtime.cli.report import report
 from moe_runtime.cli.run import run
 from moe_runtime.cli.simulate import simulate
+from moe_runtime.cli.stopping import terminable
 from moe_runtime.cli.strict import StrictCommand
 from moe_runtime.cli.train import train
 from moe_runtime.errors import MoERuntimeError
@@ -46,6 +47,7 @@ For example, with at most 7 GiB of memory:
 
 `moe-runtime COMMAND --help` lists the options of a command."""
 
+_INTERRUPTED = 130
 _OUTSIDE_PACKAGES = frozenset({"huggingface_hub", "httpx", "safetensors", "torch"})
 """Errors that these packages define are about files, networks and memory, not about our code."""
 
@@ -56,6 +58,12 @@ def main(args: Sequence[str] | None = None) -> int:
     Args:
         args: the words after the program's name; those of the process when omitted.
     """
+    with terminable() as request:
+        code = _run_words(args)
+    return request.exit_code if code == _INTERRUPTED and request.is_set else code
+
+
+def _run_words(args: Sequence[str] | None) -> int:
     words = sys.argv[1:] if args is None else list(args)
     # Errors in the words themselves come before any command has read its options.
     session = Session(as_json="--json" in words)
@@ -68,7 +76,7 @@ def main(args: Sequence[str] | None = None) -> int:
         )
         sys.stdout.flush()
     except KeyboardInterrupt:
-        return 130
+        return _INTERRUPTED
     except BrokenPipeError:
         # The reader of our output left, as `| head` does. Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -11,6 +11,7 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, print_json, print_table
+from moe_runtime.files import check_output_path
 
 if TYPE_CHECKING:
     from moe_runtime.parallel.placement_map import MapUpdate, PlacementMap
@@ -104,10 +105,10 @@ def place(
     )
     from moe_runtime.policies.placement import Devices, RoundRobin, RoutingProfile
     from moe_runtime.policies.placement.scoring import score_placement
-    from moe_runtime.tracing import check_trace_path, read_trace
+    from moe_runtime.tracing import read_trace
 
     if output is not None:
-        check_trace_path(output)
+        check_output_path(output, "placement map")
     told = PlacementOptions(
         num_groups=groups, time_limit_s=time_limit, load_slack=load_slack, aligned=align
     )

@@ -9,6 +9,7 @@ from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, print_json, print_rows, print_table
 from moe_runtime.cli.strict import StrictCommand, refuse_given
 from moe_runtime.config import nearest
+from moe_runtime.files import check_output_path
 
 if TYPE_CHECKING:
     from moe_runtime.cli.hidden_routing import ReadText
@@ -87,6 +88,7 @@ def fit(
     _begin(ctx, debug, as_json)
     from moe_runtime.tracing.predictor_file import write_predictor
 
+    check_output_path(output, "predictor")
     read = _read_text(ctx, traces, model, text, host_memory, [predictor])
     if read is None:
         routes, signature = _read(traces or [])

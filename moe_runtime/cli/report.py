@@ -10,6 +10,7 @@ from moe_runtime.cli.console import Session, loading_bar, print_json, print_rows
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import parse_bytes
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
+from moe_runtime.files import check_output_path
 
 if TYPE_CHECKING:
     from moe_runtime.reporting.page import Page
@@ -80,7 +81,7 @@ def report(
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
-    _check_target(output)
+    check_output_path(output, "report")
     _check_drawing()
     from moe_runtime.reporting.page import write_page, write_plots
 
@@ -161,14 +162,6 @@ def _page_of_trace(
 
 def _names(text: str) -> list[str]:
     return [] if text == "none" else [name.strip() for name in text.split(",")]
-
-
-def _check_target(output: Path) -> None:
-    """Refuses a place where no page could be written before minutes of work."""
-    if output.is_dir():
-        raise CheckpointError(f"{output}: is a folder, expected the name of a page")
-    if not output.parent.is_dir():
-        raise CheckpointError(f"{output}: there is no folder {output.parent}")
 
 
 def _check_drawing() -> None:

@@ -21,6 +21,7 @@ from moe_runtime.cli.console import (
 from moe_runtime.cli.processes import at_first, from_first, joined_processes
 from moe_runtime.config import format_bytes, parse_budget
 from moe_runtime.errors import CheckpointError
+from moe_runtime.files import check_not_in_progress, check_output_path, draft_of, writes_directly
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -125,18 +126,14 @@ def _check_budgets_and_files(
     """Refuses what loading would refuse minutes later."""
     parse_budget(host_memory, name="--host-memory")
     parse_budget(device_memory, name="--device-memory")
-    if trace is not None:
-        from moe_runtime.tracing import check_trace_path
-        from moe_runtime.tracing.journal import check_no_journal
-
-        check_trace_path(trace)
-        check_no_journal(trace)
-    if timeline is not None:
-        from moe_runtime.tracing import check_trace_path
-
-        check_trace_path(timeline, what="timeline")
-        if timeline == trace:
-            raise ValueError(f"--trace and --timeline must be different files, got {trace} twice")
+    for path, what in ((trace, "trace"), (timeline, "timeline")):
+        if path is not None:
+            check_output_path(path, what)
+            check_not_in_progress(path, what)
+    if trace is None or timeline is None or writes_directly(trace):
+        return
+    if draft_of(trace) == draft_of(timeline):
+        raise ValueError(f"--trace and --timeline must be different files, got {trace} twice")
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:

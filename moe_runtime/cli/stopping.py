@@ -1,10 +1,13 @@
-"""Ctrl-C that lets the work in hand finish."""
+"""Signals that let the work in hand finish, or end it in good order."""
 
 import contextlib
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from types import FrameType
+
+_TERMINATING = (signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequest:
@@ -33,25 +36,54 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_on_signals(message: str) -> Iterator[StopRequest]:
-    """Within the block the first SIGINT or SIGTERM only sets the request; the second acts at once.
+    """Within the block the first signal only sets the request; the second one acts at once.
+
+    The signals are SIGINT, SIGTERM and SIGHUP; one that is ignored, as under ``nohup``, stays so.
 
     Args:
         message: shown on stderr when the first one comes.
     """
     request = StopRequest()
-    watched = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.getsignal(number) for number in watched}
+    found = {number: signal.getsignal(number) for number in (signal.SIGINT, *_TERMINATING)}
+    before = {number: old for number, old in found.items() if old != signal.SIG_IGN}
 
     def note(number: int, frame: FrameType | None) -> None:
         request.signal_number = number
-        for watched_number in watched:
-            signal.signal(watched_number, before[watched_number])
+        for watched, old in before.items():
+            signal.signal(watched, old)
         print(message, file=sys.stderr, flush=True)
 
-    for number in watched:
+    for number in before:
         signal.signal(number, note)
     try:
         yield request
     finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[StopRequest]:
+    """Within the block SIGTERM and SIGHUP end the work as Ctrl-C does: outputs are finished.
+
+    Once one came, more of them change nothing: what ends already shall not be cut off. A signal
+    that is ignored, or that somebody handles, is left alone.
+    """
+    request = StopRequest()
+    watched: list[signal.Signals] = []
+    if threading.current_thread() is threading.main_thread():
+        watched = [n for n in _TERMINATING if signal.getsignal(n) == signal.SIG_DFL]
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        request.signal_number = number
+        for one in watched:
+            signal.signal(one, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for number in watched:
+        signal.signal(number, interrupt)
+    try:
+        yield request
+    finally:
         for number in watched:
-            signal.signal(number, before[number])
+            signal.signal(number, signal.SIG_DFL)

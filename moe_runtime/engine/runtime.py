@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -128,15 +129,17 @@ class RuntimeHandle:
             self._host_store.check()
 
     def close(self) -> None:
-        """Ends reads under way, closes the checkpoint's files and finishes the trace."""
+        """Ends reads under way, closes the checkpoint's files and finishes trace and timeline."""
         if self._closed:
             return
         self._closed = True
-        self._store.close()
-        if self._timeline is not None:
-            self._timeline.close()
-        if self.recorder is not None:
-            self.recorder.close()
+        with contextlib.ExitStack() as stack:
+            # Each of them, even if another one fails.
+            if self.recorder is not None:
+                stack.callback(self.recorder.close)
+            if self._timeline is not None:
+                stack.callback(self._timeline.close)
+            self._store.close()
 
     def __enter__(self) -> RuntimeHandle:
         return self

@@ -25,13 +25,15 @@ class RoutingRecord:
 
     Args:
         recorders: who is told of every step.
-        num_experts: of a layer; ids from there on are choices of no expert.
+        signature: of the model; ids from its number of experts on are choices of no expert.
     """
 
-    def __init__(self, recorders: Sequence[Recorder], num_experts: int) -> None:
+    def __init__(self, recorders: Sequence[Recorder], signature: ModelSignature) -> None:
         self.recorders = list(recorders)
-        self._num_experts = num_experts
+        self._num_experts = signature.num_experts
+        self._last_layer = signature.num_layers - 1
         self._open = self.recorders
+        self._has_step = False
 
     @property
     def is_done(self) -> bool:
@@ -56,16 +58,19 @@ class RoutingRecord:
         expert_ids = np.where(expert_ids < self._num_experts, expert_ids, -1)
         for recorder in self._open:
             recorder.routing(layer, expert_ids, weights)
+        self._has_step = self._has_step or layer == self._last_layer
 
     def close(self) -> None:
         """Writes what is not written yet, each of them even if another one cannot.
+
+        A model that failed before the end of its first step leaves everything as it was.
 
         Raises:
             CheckpointError: the trace cannot be written.
         """
         with contextlib.ExitStack() as stack:
             for recorder in self.recorders:
-                stack.callback(recorder.close)
+                stack.callback(recorder.close if self._has_step else recorder.discard)
 
 
 def open_record(
@@ -95,7 +100,7 @@ def open_record(
         recorders.append(RecentRouting(signature))
     if not recorders:
         return None
-    record = RoutingRecord(recorders, signature.num_experts)
+    record = RoutingRecord(recorders, signature)
 
     def begin_step(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if record.is_done:

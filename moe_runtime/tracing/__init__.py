@@ -10,14 +10,13 @@ from moe_runtime.tracing.format import (
     read_trace,
     write_trace,
 )
-from moe_runtime.tracing.recorder import TraceRecorder, check_trace_path
+from moe_runtime.tracing.recorder import TraceRecorder
 
 __all__ = [
     "PHASES",
     "TRACE_VERSION",
     "Trace",
     "TraceRecorder",
-    "check_trace_path",
     "read_trace",
     "write_trace",
 ]

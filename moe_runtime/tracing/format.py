@@ -16,9 +16,9 @@ import numpy as np
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError
-from moe_runtime.files import named_failure, write_atomically
+from moe_runtime.files import draft_of, named_failure, write_atomically
 from moe_runtime.tracing.archive import Archive
-from moe_runtime.tracing.journal import is_journal, journal_of, whole_blocks
+from moe_runtime.tracing.journal import is_journal, whole_blocks
 from moe_runtime.types import ModelSignature
 
 TRACE_FORMAT = "moe-runtime-trace"
@@ -209,7 +209,7 @@ def read_trace(path: str | os.PathLike[str], *, max_bytes: int = _DEFAULT_MAX_BY
     try:
         return _read_columns(None, path, max_bytes=max_bytes)
     except CheckpointError as error:
-        left = journal_of(Path(path))
+        left = draft_of(path)
         if Path(path).exists() or not left.exists():
             raise
         raise CheckpointError(f"{error}; an interrupted recording left {left}") from error

@@ -9,36 +9,29 @@ import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
-from moe_runtime.errors import CheckpointError
+from moe_runtime.files import OutputFile, named_failure
 
-JOURNAL_SUFFIX = ".part"
 _MAGIC = b"MOETRACE"
 _FRAME = struct.Struct("<QI")
 _MAX_BLOCK_BYTES = 1 << 30
 
 
 class JournalWriter:
-    """Appends blocks to a new file.
+    """Appends blocks to a new file beside a trace, which no other process can write meanwhile.
 
     Args:
-        path: the file; it must not exist: it may hold what is left of another recording.
+        path: the trace. What a killed process left of its journal gets another name.
 
     Raises:
-        CheckpointError: it exists, or cannot be made.
+        CheckpointError: another process records the trace, or the journal cannot be made.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file: BinaryIO
-        try:
-            self._file = path.open("xb")
-            self._file.write(_MAGIC)
-        except OSError as error:
-            raise CheckpointError(
-                f"{path}: the trace cannot be written: {error.strerror}"
-            ) from error
+        self._path = path
+        with named_failure(path, "trace"):
+            self._output = OutputFile(path, is_draft=True)
+            self._output.file.write(_MAGIC)
 
     def append(self, data: bytes) -> None:
         """Writes a block; when this returns the operating system has it.
@@ -46,37 +39,13 @@ class JournalWriter:
         Raises:
             CheckpointError: it cannot be written.
         """
-        try:
-            self._file.write(_FRAME.pack(len(data), zlib.crc32(data)) + data)
-            self._file.flush()
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.path}: the trace cannot be written: {error.strerror}"
-            ) from error
+        with named_failure(self._path, "trace"):
+            self._output.file.write(_FRAME.pack(len(data), zlib.crc32(data)) + data)
+            self._output.file.flush()
 
     def remove(self) -> None:
         """Closes and deletes the file: what it holds was written elsewhere."""
-        self._file.close()
-        self.path.unlink(missing_ok=True)
-
-
-def journal_of(path: Path) -> Path:
-    """Where the journal of a recording lies."""
-    return path.with_name(path.name + JOURNAL_SUFFIX)
-
-
-def check_no_journal(path: Path) -> None:
-    """Refuses to record where an interrupted recording would be overwritten.
-
-    Raises:
-        CheckpointError: its journal lies there.
-    """
-    left = journal_of(path)
-    if left.exists():
-        raise CheckpointError(
-            f"{left}: holds what an interrupted recording left; read it as a trace, then remove it "
-            "to record under this name again"
-        )
+        self._output.discard()
 
 
 def is_journal(path: str | os.PathLike[str]) -> bool:

@@ -109,6 +109,10 @@ class RecentRouting:
             self._steps[-1].expert_ids[:, layer, : ids.shape[1]] = ids
             self._steps[-1].gate_weights[:, layer, : ids.shape[1]] = gates
 
+    def discard(self) -> None:
+        """Forgets what was recorded."""
+        self._steps, self._is_open = [], False
+
     def close(self) -> None:
         """Adds what was recorded to the file; the oldest steps make room for it."""
         steps, self._steps, self._is_open = self._steps, [], False

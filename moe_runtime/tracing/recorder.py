@@ -15,7 +15,12 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from moe_runtime.errors import CheckpointError
+from moe_runtime.files import (
+    check_output_path,
+    keep_interrupted,
+    named_failure,
+    writes_directly,
+)
 from moe_runtime.tracing.format import (
     PHASES,
     TRACE_VERSION,
@@ -27,7 +32,7 @@ from moe_runtime.tracing.format import (
     save_columns,
     write_trace,
 )
-from moe_runtime.tracing.journal import JournalWriter, check_no_journal, journal_of
+from moe_runtime.tracing.journal import JournalWriter
 from moe_runtime.types import ModelSignature
 
 
@@ -40,15 +45,16 @@ class TraceRecorder:
 
     Args:
         path: file to write, conventionally ``*.npz``. It is replaced only when the recording is
-            closed, and never left half written.
+            closed, and never left half written; a recording without steps leaves it as it was. What
+            a killed recording left beside it gets another name (``MoERuntimeWarning``).
         signature: the model that is recorded.
         trains: whether the forward passes belong to optimizer steps, whose numbers are recorded.
         block_tokens: tokens after which a block of finished steps is appended to the journal.
         block_s: seconds after which one is, whatever its size.
 
     Raises:
-        CheckpointError: the file could not be written there, or the journal of an interrupted
-            recording lies there. Found out now rather than after minutes of generation.
+        CheckpointError: the file could not be written there, or another process is recording it.
+            Found out now rather than after minutes of generation.
         ValueError: the model has more than 65535 experts a layer.
     """
 
@@ -66,8 +72,10 @@ class TraceRecorder:
                 f"a trace holds at most {0xFFFF} experts a layer, got {signature.num_experts}"
             )
         self._path = Path(path)
-        check_trace_path(self._path)
-        check_no_journal(self._path)
+        check_output_path(self._path, "trace")
+        with named_failure(self._path, "trace"):
+            keep_interrupted(self._path)
+        self._keeps_journal = not writes_directly(self._path)
         self._signature = signature
         self._expert_dtype = expert_dtype(signature.num_experts)
         self._absent = absent_id(self._expert_dtype)
@@ -213,27 +221,36 @@ class TraceRecorder:
         self._recording = True
 
     def close(self) -> None:
-        """Writes the file. Later calls do nothing.
+        """Writes the file, if a step was recorded. Later calls do nothing.
 
         Raises:
-            CheckpointError: the file cannot be written.
+            CheckpointError: the file cannot be written; what was finished is in the journal.
         """
         if self._closed:
             return
+        if self._phases:
+            self._closed = True
+            self._recording = False
+            write_trace(self._path, self._trace(0))
+        self.discard()
+
+    def discard(self) -> None:
+        """Ends the recording and leaves the file as it was."""
         self._closed = True
         self._recording = False
-        write_trace(self._path, self._trace(0))
         if self._journal is not None:
             self._journal.remove()
 
     def _journal_if_due(self) -> None:
         """Appends the finished steps to the journal when there are many, or some wait long."""
+        if not self._keeps_journal:
+            return
         now_s = time.monotonic()
         is_due = self._waiting_tokens >= self._block_tokens
         if not is_due and (not self._waiting_tokens or now_s - self._last_block_s < self._block_s):
             return
         if self._journal is None:
-            self._journal = JournalWriter(journal_of(self._path))
+            self._journal = JournalWriter(self._path)
         block = io.BytesIO()
         save_columns(block, self._trace(self._journalled_steps), compressed=False)
         self._journal.append(block.getvalue())
@@ -259,21 +276,4 @@ class TraceRecorder:
             expert_ids=np.concatenate([no_ids, *self._expert_ids[some]]),
             gate_weights=np.concatenate([no_weights, *self._weights[some]]),
             step_update=np.array(self._updates[some], np.int32) if self._trains else None,
-        )
-
-
-def check_trace_path(path: Path, *, what: str = "trace") -> None:
-    """Refuses a place where no file could be written; for callers who load a model first.
-
-    Raises:
-        CheckpointError: it is a folder, or its folder is missing or not writable.
-    """
-    folder = path.parent
-    if path.is_dir():
-        raise CheckpointError(f"{path}: is a folder, expected the name of a {what} file")
-    if not folder.is_dir():
-        raise CheckpointError(f"{path}: the {what} cannot be written: there is no folder {folder}")
-    if not os.access(folder, os.W_OK):
-        raise CheckpointError(
-            f"{path}: the {what} cannot be written: no right to write to {folder}"
         )

@@ -1,18 +1,20 @@
 """A timeline of a run in the Chrome trace format, which Perfetto and chrome://tracing show.
 
-The file is the format's JSON array of complete events ("X"), written as the run goes; viewers also
-read one that a crash left without its closing bracket. Times are microseconds since the start.
+The file is the format's JSON array of complete events ("X"). While a run goes on it lies beside
+its place as ``NAME.part``; viewers also read that after a crash, without its closing bracket. Times
+are microseconds since the start.
 """
 
 import json
 import os
 import threading
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from moe_runtime.errors import CheckpointError
+from moe_runtime.files import OutputFile, check_output_path, keep_interrupted, named_failure
 from moe_runtime.types import ExpertKey
 
 COMPUTE = 1
@@ -26,10 +28,11 @@ class Timeline:
     """Writes events to a file; may be used from several threads.
 
     Args:
-        path: the file; what was there is replaced.
+        path: the file. It is replaced when the timeline is closed, if any events were flushed. What
+            a killed run left beside it gets another name (``MoERuntimeWarning``).
 
     Raises:
-        CheckpointError: it cannot be written there.
+        CheckpointError: it cannot be written there, or another process is writing it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -38,12 +41,11 @@ class Timeline:
         self._lock = threading.Lock()
         self._events: list[dict[str, Any]] = []
         self._tracks: set[int] = set()
-        self._separator = "[\n"
+        self._output: OutputFile | None = None
         self._closed = False
-        try:
-            self._file = self._path.open("w", encoding="utf-8")
-        except OSError as error:
-            raise self._failure(error) from error
+        check_output_path(self._path, "timeline")
+        with self._named_failure():
+            keep_interrupted(self._path)
         self._describe("process_name", COMPUTE, "moe-runtime")
         self._describe("thread_name", COMPUTE, "compute")
 
@@ -85,33 +87,37 @@ class Timeline:
         Raises:
             CheckpointError: it cannot be written.
         """
-        with self._lock:
+        with self._lock, self._named_failure():
             events, self._events = self._events, []
             if self._closed or not events:
                 return
+            separator = "[\n" if self._output is None else ",\n"
+            if self._output is None:
+                self._output = OutputFile(self._path, is_draft=True)
             text = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
-            try:
-                self._file.write(self._separator + text)
-                self._file.flush()
-            except OSError as error:
-                raise self._failure(error) from error
-            self._separator = ",\n"
+            self._output.file.write((separator + text).encode())
+            self._output.file.flush()
 
     def close(self) -> None:
-        """Completes the file. Later calls do nothing.
+        """Completes the file; leaves it as it was where nothing was flushed before.
+
+        Later calls do nothing.
 
         Raises:
             CheckpointError: it cannot be written.
         """
-        if self._closed:
+        if self._output is None or self._closed:
+            self._closed = True
             return
-        self.flush()
-        self._closed = True
         try:
-            self._file.write("\n]\n")
-            self._file.close()
-        except OSError as error:
-            raise self._failure(error) from error
+            self.flush()
+            self._closed = True
+            with self._named_failure():
+                self._output.file.write(b"\n]\n")
+                self._output.finish()
+        finally:
+            self._closed = True
+            self._output.discard()
 
     def __enter__(self) -> Self:
         return self
@@ -129,8 +135,8 @@ class Timeline:
         with self._lock:
             self._events.append(event)
 
-    def _failure(self, error: OSError) -> CheckpointError:
-        return CheckpointError(f"{self._path}: the timeline cannot be written: {error.strerror}")
+    def _named_failure(self) -> AbstractContextManager[None]:
+        return named_failure(self._path, "timeline")
 
 
 def expert_name(key: ExpertKey) -> str:

@@ -131,9 +131,13 @@ def test_wrong_values_get_one_line(
     assert message in err
 
 
-def test_ctrl_c_ends_cleanly_with_the_text_so_far(checkpoint: Path, tmp_path: Path) -> None:
-    trace_file = tmp_path / "trace.npz"
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_cleanly_with_the_text_so_far(
+    checkpoint: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    trace_file, timeline = tmp_path / "trace.npz", tmp_path / "timeline.json"
     words = ["run", str(checkpoint), "--prompt", PROMPT, "-n", "200", "--trace", str(trace_file)]
+    words += ["--timeline", str(timeline)]
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", SLOW_PROGRAM, *words],
         stdout=subprocess.PIPE,
@@ -143,15 +147,19 @@ def test_ctrl_c_ends_cleanly_with_the_text_so_far(checkpoint: Path, tmp_path: Pa
     )
     assert process.stdout is not None
     first = process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=240)
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     text = (first + out).decode()
     assert text.strip()
     assert b"Traceback" not in err
     assert b"what the runtime did" in err
-    assert 0 < read_trace(trace_file).num_steps < 200
-    assert os.listdir(tmp_path) == ["trace.npz"]
+    steps = read_trace(trace_file).num_steps
+    assert 0 < steps < 200
+    events = json.loads(timeline.read_text(encoding="utf-8"))
+    # The step that the signal cut short is in the trace with what it had.
+    assert sum(event["name"] in ("prefill", "decode") for event in events) in (steps - 1, steps)
+    assert sorted(os.listdir(tmp_path)) == ["timeline.json", "trace.npz"]
 
 
 def test_a_reader_that_leaves_is_no_error_to_shout_about(checkpoint: Path) -> None:

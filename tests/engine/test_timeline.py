@@ -143,7 +143,7 @@ def test_what_a_crash_leaves_lacks_only_the_bracket(tmp_path: Path) -> None:
     timeline.flush()
     timeline.slice("decode", 1.0, 2.0, tokens=1)
     timeline.flush()
-    left = (tmp_path / "t.json").read_text(encoding="utf-8")
+    left = (tmp_path / "t.json.part").read_text(encoding="utf-8")
     assert len(json.loads(left + "]")) == 4
     timeline.close()
     timeline.close()

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_runtime.errors import CheckpointError
+from moe_runtime.errors import CheckpointError, MoERuntimeWarning
+from moe_runtime.files import draft_of
 from moe_runtime.tracing import Trace, TraceRecorder, read_trace
-from moe_runtime.tracing.journal import journal_of
 from moe_runtime.tracing.readers import read_any_trace
 from moe_runtime.types import ModelSignature
 
@@ -66,9 +66,30 @@ def test_waiting_steps_are_written_after_a_while(tmp_path: Path) -> None:
 def test_a_recording_that_ends_well_leaves_no_journal(tmp_path: Path, whole: Trace) -> None:
     with TraceRecorder(tmp_path / "t.npz", SIGNATURE, block_tokens=7) as recorder:
         record_steps(recorder, 100)
-        assert journal_of(tmp_path / "t.npz").exists()
+        assert draft_of(tmp_path / "t.npz").exists()
     assert sorted(os.listdir(tmp_path)) == ["t.npz", "whole.npz"]
     assert_begins_as(read_trace(tmp_path / "t.npz"), whole)
+
+
+def test_a_recording_without_steps_leaves_what_was_there(tmp_path: Path) -> None:
+    TraceRecorder(tmp_path / "t.npz", SIGNATURE).close()
+    assert os.listdir(tmp_path) == []
+    with TraceRecorder(tmp_path / "t.npz", SIGNATURE) as recorder:
+        record_steps(recorder, 2)
+    TraceRecorder(tmp_path / "t.npz", SIGNATURE).close()
+    assert read_trace(tmp_path / "t.npz").num_steps == 2
+
+
+def test_the_file_appears_only_when_complete(tmp_path: Path) -> None:
+    path = tmp_path / "trace.npz"
+    path.write_bytes(b"older")
+    recorder = TraceRecorder(path, SIGNATURE)
+    recorder.begin_step(phase="decode", token_ids=[1], positions=[0])
+    assert path.read_bytes() == b"older"
+    recorder.close()
+    recorder.close()
+    assert os.listdir(tmp_path) == ["trace.npz"]
+    assert read_trace(path).num_steps == 1
 
 
 def test_a_failed_write_leaves_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,14 +104,27 @@ def test_a_failed_write_leaves_the_journal(tmp_path: Path, monkeypatch: pytest.M
     assert read_trace(tmp_path / "t.npz.part").num_steps == 28
 
 
-def test_what_was_left_is_named_and_never_overwritten(journal: Path) -> None:
+def test_what_was_left_is_named_and_never_overwritten(journal: Path, whole: Trace) -> None:
     target = journal.with_name("t.npz")
     with pytest.raises(CheckpointError, match=r"an interrupted recording left .*t\.npz\.part"):
         read_trace(target)
-    before = journal.read_bytes()
-    with pytest.raises(CheckpointError, match="interrupted recording"):
-        TraceRecorder(target, SIGNATURE)
-    assert journal.read_bytes() == before
+    with pytest.warns(MoERuntimeWarning, match=r"t\.npz\.interrupted: holds what an interrupted"):
+        recorder = TraceRecorder(target, SIGNATURE, block_tokens=7)
+    record_steps(recorder, 9)
+    recorder.close()
+    assert read_trace(target).num_steps == 9
+    kept = read_trace(journal.with_name("t.npz.interrupted"))
+    assert kept.num_steps == 28
+    assert_begins_as(kept, whole)
+
+
+def test_a_trace_that_is_being_recorded_is_refused_to_others(tmp_path: Path) -> None:
+    first = TraceRecorder(tmp_path / "t.npz", SIGNATURE, block_tokens=7)
+    record_steps(first, 30)
+    with pytest.raises(CheckpointError, match="another process is writing"):
+        TraceRecorder(tmp_path / "t.npz", SIGNATURE)
+    first.close()
+    assert read_trace(tmp_path / "t.npz").num_steps == 30
 
 
 def test_blocks_of_two_models_are_refused(tmp_path: Path, journal: Path) -> None:

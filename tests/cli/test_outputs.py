@@ -1,0 +1,196 @@
+"""What commands write: an old file is lost to no refused, failed or ended command."""
+
+import json
+import os
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic_routes import make_routes
+from traces import trace_of
+
+from moe_runtime.cli.main import main
+from moe_runtime.errors import CheckpointError
+from moe_runtime.files import OutputFile
+from moe_runtime.policies.prediction import Shape
+from moe_runtime.store.source import ExpertSource
+from moe_runtime.tracing import read_trace, write_trace
+from moe_runtime.types import ExpertKey
+
+PROMPT = "The store reads an expert"
+SHAPE = Shape(num_layers=2, num_experts=8, top_k=2)
+
+
+def run(checkpoint: Path, *words: str) -> int:
+    return main(["run", str(checkpoint), "--prompt", PROMPT, "-n", "2", *words])
+
+
+def write_old(folder: Path) -> list[str]:
+    """Outputs of an earlier run, and the words that ask for new ones."""
+    (folder / "trace.npz").write_bytes(b"old trace")
+    (folder / "timeline.json").write_bytes(b"old timeline")
+    return ["--trace", str(folder / "trace.npz"), "--timeline", str(folder / "timeline.json")]
+
+
+def assert_old(folder: Path) -> None:
+    assert (folder / "trace.npz").read_bytes() == b"old trace"
+    assert (folder / "timeline.json").read_bytes() == b"old timeline"
+    assert sorted(os.listdir(folder)) == ["timeline.json", "trace.npz"]
+
+
+def failing_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that gives out when the second layer's experts are read."""
+    real: Callable[..., Any] = ExpertSource.fetch
+
+    def fetch(source: ExpertSource, key: ExpertKey, *rest: Any, **options: Any) -> Any:
+        if key.layer == 1:
+            raise CheckpointError("the disk is gone")
+        return real(source, key, *rest, **options)
+
+    monkeypatch.setattr(ExpertSource, "fetch", fetch)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--max-new-tokens", "100000"],
+        ["--host-memory", "1KiB"],
+        ["--chat"],
+        ["--predictor", "none.npz", "--prefetch", "observe"],
+        ["--max-tokens", "1"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_refused_run_leaves_old_outputs(
+    checkpoint: Path, tmp_path: Path, words: list[str]
+) -> None:
+    outputs = write_old(tmp_path)
+    assert run(checkpoint, *outputs, *words) == 2
+    assert_old(tmp_path)
+
+
+def test_a_run_that_fails_in_its_first_step_leaves_old_outputs(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = write_old(tmp_path)
+    failing_reads(monkeypatch)
+    assert run(checkpoint, *outputs) == 2
+    assert_old(tmp_path)
+
+
+def test_a_run_replaces_both(checkpoint: Path, tmp_path: Path) -> None:
+    assert run(checkpoint, *write_old(tmp_path)) == 0
+    assert read_trace(tmp_path / "trace.npz").num_steps == 2
+    names = [event["name"] for event in json.loads((tmp_path / "timeline.json").read_text())]
+    assert (names.count("prefill"), names.count("decode")) == (1, 1)
+    assert sorted(os.listdir(tmp_path)) == ["timeline.json", "trace.npz"]
+
+
+def test_devices_stay_devices(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(checkpoint, "--trace", "/dev/null", "--timeline", "/dev/null") == 0
+    capsys.readouterr()
+    for option in ("--trace", "--timeline"):
+        assert run(checkpoint, option, "/dev/full") == 2
+        assert capsys.readouterr().err.endswith(
+            f"/dev/full: the {option[2:]} cannot be written: No space left on device\n"
+        )
+    for name in ("/dev/null", "/dev/full"):
+        assert stat.S_ISCHR(os.stat(name).st_mode)
+        assert not os.path.exists(f"{name}.part")
+
+
+def test_outputs_go_through_links_and_pipes(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "link.npz").symlink_to("trace.npz")
+    os.mkfifo(tmp_path / "pipe")
+    got: list[str] = []
+    reader = threading.Thread(target=lambda: got.append((tmp_path / "pipe").read_text()))
+    reader.start()
+    words = ["--trace", str(tmp_path / "link.npz"), "--timeline", str(tmp_path / "pipe")]
+    assert run(checkpoint, *words) == 0
+    reader.join()
+    assert (tmp_path / "link.npz").is_symlink()
+    assert read_trace(tmp_path / "trace.npz").num_steps == 2
+    assert [event["name"] for event in json.loads(got[0])].count("decode") == 1
+    assert sorted(os.listdir(tmp_path)) == ["link.npz", "pipe", "trace.npz"]
+
+
+def test_what_a_killed_run_left_is_kept_and_named(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outputs = write_old(tmp_path)
+    (tmp_path / "trace.npz.part").write_bytes(b"MOETRACE and more")
+    (tmp_path / "timeline.json.part").write_bytes(b"[\n{}")
+    assert run(checkpoint, *outputs) == 0
+    err = capsys.readouterr().err
+    for name, content in (("trace.npz", b"MOETRACE and more"), ("timeline.json", b"[\n{}")):
+        kept = tmp_path / f"{name}.interrupted"
+        assert f"warning: {kept}: holds what an interrupted run left of {name}\n" in err
+        assert kept.read_bytes() == content
+        assert not (tmp_path / f"{name}.part").exists()
+    assert read_trace(tmp_path / "trace.npz").num_steps == 2
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_another_run_is_writing_is_refused(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    outputs = write_old(tmp_path)
+    other = OutputFile(outputs[1 + 2 * number], is_draft=True)
+    assert run(checkpoint, *outputs) == 2
+    assert "another process is writing" in capsys.readouterr().err
+    other.discard()
+    assert_old(tmp_path)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    folder = tmp_path / "input"
+    folder.mkdir()
+    write_trace(folder / "t.npz", trace_of(make_routes(SHAPE, num_sequences=4, length=20)))
+    return folder / "t.npz"
+
+
+DRAW_LITTLE = ["--policy", "lru", "--predictor", "none"]
+COMMANDS = {
+    "report": (["report", "TRACE", "--max-accesses", "50", *DRAW_LITTLE], "-o"),
+    "predictor fit": (["predictor", "fit", "TRACE", "--predictor", "popularity"], "-o"),
+    "place": (["place", "TRACE", "--gpus", "2", "--algorithm", "greedy"], "-o"),
+    "simulate": (["simulate", "--ranks", "8", "--degrees", "1"], "--plot"),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_full_disk_is_known_before_the_work_and_costs_no_output(
+    trace: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    words, option = COMMANDS[name]
+    path = folder / "old.png"
+    path.write_bytes(b"old")
+    words = [word.replace("TRACE", str(trace)) for word in words]
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("moe_runtime.files._new_held", full)
+        # Neither reading nor computing is reached.
+        patch.setattr("moe_runtime.tracing.readers.read_any_trace", None)
+        patch.setattr("moe_runtime.tracing.read_trace", None)
+        patch.setattr("moe_runtime.planning.scaling.sweep_scaling", None)
+        assert main([*words, option, str(path)]) == 2
+    assert capsys.readouterr().err.endswith("cannot be written: No space left on device\n")
+    with monkeypatch.context() as patch:
+        patch.setattr("moe_runtime.files.os.replace", full)
+        assert main([*words, option, str(path)]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert path.read_bytes() == b"old"
+    assert os.listdir(folder) == ["old.png"]

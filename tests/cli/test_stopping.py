@@ -1,0 +1,53 @@
+"""Signals that end a command: once, in good order, with the exit code that a shell expects."""
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from moe_runtime.cli.stopping import stop_on_signals, terminable
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    """As in a process of its own."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_termination_is_an_interrupt_and_more_of_them_are_nothing(number: signal.Signals) -> None:
+    with terminable() as request:
+        assert not request.is_set
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGHUP)
+    assert request.exit_code == 128 + number
+    assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with terminable() as request, stop_on_signals("stopping") as stop:
+        signal.raise_signal(signal.SIGHUP)
+        assert not request.is_set
+        assert not stop.is_set
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def test_work_in_hand_is_finished_at_the_first_and_interrupted_at_the_second(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with terminable() as request, stop_on_signals("stopping") as stop:
+        signal.raise_signal(signal.SIGHUP)
+        assert (stop.is_set, stop.exit_code, request.is_set) == (True, 129, False)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert request.exit_code == 143
+    assert capsys.readouterr().err == "stopping\n"
