@@ -64,9 +64,10 @@ def read_text(session: Session, model: str, text: Path, host_memory: str) -> Rea
         CheckpointError: the model or its tokenizer cannot be loaded.
         ValueError: the text is not UTF-8, or shorter than two windows.
     """
-    from moe_runtime.cli.run import load_tokenizer, read_prompt
+    from moe_runtime.cli.prompts import read_text as read_words
+    from moe_runtime.cli.run import load_tokenizer
 
-    words = read_prompt(None, text)
+    words = read_words(text)
     quiet_transformers(session)
     tokenizer = load_tokenizer(model)
     ids = tokenizer(words)["input_ids"]

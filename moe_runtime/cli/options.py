@@ -24,9 +24,19 @@ Config = Annotated[
     ),
 ]
 
-Prompt = Annotated[str | None, typer.Option("--prompt", "-p", help="Text to continue.")]
+Prompt = Annotated[
+    list[str] | None,
+    typer.Option("--prompt", "-p", help="Text to continue; several times for several prompts."),
+]
 PromptFile = Annotated[
     Path | None, typer.Option(help="File with the prompt; - reads standard input.")
+]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        help="File with a prompt in each line; of a .jsonl file a JSON string, or an object with a "
+        "prompt. - reads standard input."
+    ),
 ]
 Chat = Annotated[
     bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")

@@ -1,10 +1,11 @@
-"""``moe-runtime run``: generate text from a prompt."""
+"""``moe-runtime run``: generate text from prompts."""
 
 import contextlib
 import dataclasses
 import json
 import secrets
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,10 @@ from moe_runtime.cli.console import (
     quiet_transformers,
 )
 from moe_runtime.cli.processes import at_first, from_first, joined_processes
-from moe_runtime.config import format_bytes, parse_budget
+from moe_runtime.cli.prompt_progress import prompt_progress
+from moe_runtime.cli.prompts import read_prompts
+from moe_runtime.cli.run_outcome import outcome_json, outcome_rows
+from moe_runtime.config import parse_budget
 from moe_runtime.errors import CheckpointError
 from moe_runtime.files import check_not_in_progress, check_output_path, draft_of, writes_directly
 
@@ -38,6 +42,7 @@ def run(
     model: options.Model,
     prompt: options.Prompt = None,
     prompt_file: options.PromptFile = None,
+    prompts: options.Prompts = None,
     chat: options.Chat = False,
     max_new_tokens: options.MaxNewTokens = 128,
     temperature: options.Temperature = 0.0,
@@ -61,8 +66,9 @@ def run(
 ) -> None:
     """Generate text; experts that do not fit in memory stream from disk.
 
-    The text goes to stdout as it comes, a table of what the runtime did to stderr. Under `torchrun`
-    the processes divide the experts between them and print the text once.
+    The text goes to stdout as it comes, a table of what the runtime did to stderr. Several prompts
+    are answered one after another, each as if it were alone, by a model that is loaded once. Under
+    `torchrun` the processes divide the experts between them and print the text once.
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
@@ -73,7 +79,11 @@ def run(
         "seed": seed,
     }
     with joined_processes(session) as group:
-        text = from_first(group, "prompt", lambda: read_prompt(prompt, prompt_file))
+        texts: list[str] = json.loads(
+            from_first(
+                group, "prompts", lambda: json.dumps(read_prompts(prompt, prompt_file, prompts))
+            )
+        )
         if group is not None and temperature > 0 and seed is None:
             # Every process samples, and all must draw the same tokens.
             drawn = from_first(group, "seed", lambda: str(secrets.randbelow(2**63)))
@@ -82,7 +92,7 @@ def run(
         with loading_bar() as progress:
             quiet_transformers(session)
             tokenizer = load_tokenizer(model)
-            room = _room_for(tokenizer, text, sampling, max_tokens, chat=chat)
+            room = _room_for(tokenizer, texts, sampling, max_tokens, chat=chat)
             loaded = _load_model(
                 model,
                 device=device,
@@ -101,12 +111,16 @@ def run(
                 **({} if group is None else {"group": group}),
             )
         with contextlib.closing(loaded.moe):
-            result = _generate(loaded, tokenizer, text, show=not as_json, chat=chat, **sampling)
+            results = _generate(loaded, tokenizer, texts, show=not as_json, chat=chat, **sampling)
             stats = loaded.moe.stats()
-        is_interrupted = result.finish_reason == "interrupted"
+        is_interrupted = results[-1].finish_reason == "interrupted"
         if group is not None and not is_interrupted:
             stats = _stats_of_all(group, stats)
-        _show_outcome(model, result, stats, as_json=as_json)
+        if as_json:
+            is_list = prompts is not None or len(texts) > 1
+            print_json(outcome_json(model, results, stats, is_list=is_list))
+        else:
+            print_rows("what the runtime did", outcome_rows(results, stats), to_stderr=True)
     if is_interrupted:
         raise typer.Exit(130)
 
@@ -134,25 +148,6 @@ def _check_budgets_and_files(
         return
     if draft_of(trace) == draft_of(timeline):
         raise ValueError(f"--trace and --timeline must be different files, got {trace} twice")
-
-
-def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """The text of one of the two; ``-`` as a file is standard input.
-
-    Raises:
-        ValueError: neither or both are given, or the file is not UTF-8.
-    """
-    if (prompt is None) == (prompt_file is None):
-        raise ValueError("give either --prompt TEXT or --prompt-file FILE")
-    if prompt is not None:
-        return prompt
-    assert prompt_file is not None
-    if str(prompt_file) == "-":
-        return sys.stdin.read()
-    try:
-        return prompt_file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{prompt_file}: the prompt is not UTF-8 text: {error}") from None
 
 
 def load_tokenizer(model: str) -> Any:
@@ -190,13 +185,20 @@ def load_tokenizer(model: str) -> Any:
 
 
 def _room_for(
-    tokenizer: Any, text: str, sampling: dict[str, Any], max_tokens: int | None, *, chat: bool
+    tokenizer: Any,
+    texts: list[str],
+    sampling: dict[str, Any],
+    max_tokens: int | None,
+    *,
+    chat: bool,
 ) -> int:
     """How many tokens the key-value cache must hold: memory that experts cannot have."""
     from moe_runtime.engine.generation import check_options, encode_prompt
 
     check_options(**sampling)
-    num_prompt_tokens = encode_prompt(tokenizer, text, chat=chat)["input_ids"].shape[1]
+    num_prompt_tokens = max(
+        encode_prompt(tokenizer, text, chat=chat)["input_ids"].shape[1] for text in texts
+    )
     num_new_tokens = sampling["max_new_tokens"]
     needed = num_prompt_tokens + num_new_tokens
     if max_tokens is not None and max_tokens < needed:
@@ -214,20 +216,28 @@ def _load_model(model: str, **settings: Any) -> Any:
 
 
 def _generate(
-    loaded: Any, tokenizer: Any, text: str, *, show: bool, **settings: Any
-) -> "GenerationResult":
+    loaded: Any, tokenizer: Any, texts: list[str], *, show: bool, **settings: Any
+) -> "list[GenerationResult]":
+    """Answers one prompt after another, up to an interruption."""
     from moe_runtime.engine.generation import GenerationInterrupted, generate_text
 
-    output = _Stdout()
-    if show and sys.stdout.isatty():
-        output.show_prompt(text)
-    try:
+    results = []
+    for text in texts:
+        output = _Stdout()
+        if show and results:
+            output.write("\n")
+        shows_prompt = show and sys.stdout.isatty()
         on_text = output.write if show else None
-        return generate_text(loaded, tokenizer, text, on_text=on_text, **settings)
-    except GenerationInterrupted as interrupted:
-        return interrupted.result
-    finally:
-        output.end_line()
+        try:
+            with prompt_progress(
+                loaded, partial(output.show_prompt, text) if shows_prompt else lambda: None
+            ):
+                results.append(generate_text(loaded, tokenizer, text, on_text=on_text, **settings))
+        except GenerationInterrupted as interrupted:
+            return [*results, interrupted.result]
+        finally:
+            output.end_line()
+    return results
 
 
 class _Stdout:
@@ -251,71 +261,3 @@ class _Stdout:
     def end_line(self) -> None:
         if self._used:
             self.write("\n")
-
-
-def _show_outcome(
-    model: str, result: "GenerationResult", stats: "RuntimeStats", *, as_json: bool
-) -> None:
-    if as_json:
-        print_json(_as_json(model, result, stats))
-    else:
-        print_rows("what the runtime did", _as_rows(result, stats), to_stderr=True)
-
-
-def _as_json(model: str, result: "GenerationResult", stats: "RuntimeStats") -> dict[str, Any]:
-    return {
-        "model": model,
-        "text": result.text,
-        "finish_reason": result.finish_reason,
-        "prompt_tokens": result.prompt_tokens,
-        "new_tokens": result.new_tokens,
-        "ttft_s": result.ttft_s,
-        "decode_tokens_per_s": result.decode_tokens_per_s,
-        **dataclasses.asdict(stats),
-    }
-
-
-def _as_rows(result: "GenerationResult", stats: "RuntimeStats") -> list[tuple[str, str]]:
-    asked = stats.hits + stats.late_hits + stats.misses
-    hit_share = f"{stats.hits / asked:.1%}" if asked else "none asked for"
-    rows = [
-        ("tokens", f"{result.prompt_tokens} in the prompt, {result.new_tokens} new"),
-        ("loading", f"{stats.load_s:.2f} s"),
-    ]
-    if result.ttft_s is not None:
-        rows.append(("first token after", f"{result.ttft_s:.2f} s"))
-    if result.decode_tokens_per_s is not None:
-        rows.append(("decoding", f"{result.decode_tokens_per_s:.2f} tokens/s"))
-    used_bytes = stats.peak_rss_bytes - stats.baseline_rss_bytes
-    return [
-        *rows,
-        (
-            "memory",
-            f"{format_bytes(used_bytes)} at the peak, budget {format_bytes(stats.budget_bytes)}, "
-            f"model {format_bytes(stats.dense_bytes + stats.expert_bytes)}",
-        ),
-        ("room in memory", f"{stats.expert_slots} experts of {format_bytes(stats.slot_bytes)}"),
-        (
-            "experts asked for",
-            f"{asked}: {hit_share} in memory, {stats.late_hits} on their way, {stats.misses} read",
-        ),
-        ("read from disk", f"{format_bytes(stats.bytes_read)}, waited {stats.stall_s:.2f} s"),
-        *_policy_rows(stats),
-        *_prefetch_rows(stats),
-    ]
-
-
-def _policy_rows(stats: "RuntimeStats") -> list[tuple[str, str]]:
-    if not stats.policy_reason:
-        return []
-    return [("policy", f"{stats.policy}, {stats.shares} shares: {stats.policy_reason}")]
-
-
-def _prefetch_rows(stats: "RuntimeStats") -> list[tuple[str, str]]:
-    if stats.prefetch == "off":
-        return []
-    outcome = (
-        f"{stats.guesses} experts: {stats.useful_guesses} in time, {stats.late_guesses} late, "
-        f"{stats.wasted_guesses} in vain; guessing took {stats.predict_s:.2f} s"
-    )
-    return [("prefetch", stats.prefetch), ("prefetched", outcome)]

@@ -100,7 +100,8 @@ def split_numbers(
     if not 0 < num_test < num_sequences:
         raise ValueError(
             f"a test share of {test_share} of {num_sequences} sequences leaves nothing to train or "
-            "to test on; record more requests, or choose another share"
+            "to test on; record more prompts, as `run --prompts FILE --trace` does, or choose "
+            "another share"
         )
     return sorted(order[num_test:].tolist()), sorted(order[:num_test].tolist())
 

@@ -174,7 +174,7 @@ def assert_one_line(capsys: pytest.CaptureFixture[str], message: str) -> None:
         (["--seed", "-1"], "--seed"),
         (["--chat"], "no chat template"),
         (["--max-tokens", "4"], "--max-tokens 4 is too small"),
-        (["--prompt-file", "x"], "either --prompt TEXT or --prompt-file FILE"),
+        (["--prompt-file", "x"], "expected one of --prompt TEXT, --prompt-file FILE"),
         (["--max-new-tokens", "9999"], "positions"),
         (["superfluous"], "superfluous"),
     ],
@@ -194,7 +194,7 @@ def test_a_wrong_prompt_gets_one_line(
     checkpoint: Path, fake_load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(checkpoint, prompt=None) == 2
-    assert_one_line(capsys, "either --prompt TEXT or --prompt-file FILE")
+    assert_one_line(capsys, "expected one of --prompt TEXT, --prompt-file FILE")
     assert run(checkpoint, prompt="") == 2
     assert_one_line(capsys, "prompt is empty")
     assert run(checkpoint, "--prompt-file", str(tmp_path / "missing"), prompt=None) == 2

@@ -1,0 +1,67 @@
+"""Where the prompts of a command come from: its words, files, standard input."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+
+def read_prompts(
+    prompts: Sequence[str] | None, prompt_file: Path | None, prompts_file: Path | None
+) -> list[str]:
+    """The texts of one of the three.
+
+    Args:
+        prompts: texts themselves.
+        prompt_file: a file that is one prompt.
+        prompts_file: a file with a prompt in every line that is not blank: text, or in a ``.jsonl``
+            file a JSON string or an object with a text ``prompt``.
+
+    Raises:
+        ValueError: none or several are given, a file is not UTF-8, or a line is no prompt.
+        OSError: a file cannot be read.
+    """
+    if sum((bool(prompts), prompt_file is not None, prompts_file is not None)) != 1:
+        raise ValueError(
+            "expected one of --prompt TEXT, --prompt-file FILE and --prompts FILE; give --prompt "
+            "several times, or --prompts, for several prompts"
+        )
+    if prompt_file is not None:
+        return [read_text(prompt_file)]
+    if prompts_file is not None:
+        return list(_one_a_line(read_text(prompts_file), prompts_file))
+    return list(prompts or ())
+
+
+def read_text(file: Path) -> str:
+    """The text of a file; ``-`` is standard input.
+
+    Raises:
+        ValueError: it is not UTF-8.
+        OSError: the file cannot be read.
+    """
+    try:
+        return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: the prompt is not UTF-8 text: {error}") from None
+
+
+def _one_a_line(text: str, file: Path) -> Iterator[str]:
+    lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if not lines:
+        raise ValueError(f"{file}: holds no prompts, expected one a line")
+    for number, line in lines:
+        yield _prompt_of(line, f"{file}, line {number}") if file.suffix == ".jsonl" else line
+
+
+def _prompt_of(line: str, place: str) -> str:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place}: not JSON: {error}") from None
+    prompt = value.get("prompt") if isinstance(value, dict) else value
+    if not isinstance(prompt, str):
+        raise ValueError(
+            f"{place}: expected a JSON string, or an object with a text 'prompt', got {line:.60}"
+        )
+    return prompt
