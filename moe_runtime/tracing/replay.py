@@ -109,7 +109,7 @@ def ask_policy(
 def _follow_rule(
     workload: Workload, policy: EvictionPolicy[ExpertKey], num_slots: int, bounds: Sequence[int]
 ) -> np.ndarray | None:
-    signature, rule = workload.trace.signature, policy.rule
+    signature, rule = workload.trace.signature, policy.replay_rule
     if rule is None or not workload.num_events:
         return None
     weights = None

@@ -35,7 +35,6 @@ class AdaptiveShares(LayerShares):
         smallest: int,
     ) -> None:
         super().__init__(make_policy, shares)
-        self.rule = None  # no rule tells when slots move
         self._smallest = smallest
         self._ghosts: list[OrderedDict[ExpertKey, None]] = [OrderedDict() for _ in shares]
         self._saved = [0.0] * len(self._shares)

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from moe_runtime.policies.prediction.base import Event
 
@@ -27,6 +27,10 @@ class ReplayRule:
     name: str
     parameter: float = 0.0
     weights: Mapping[Any, float] | None = None
+
+
+_STEPS = frozenset(("touch", "insert", "declines", "decline", "remove", "victim", "may_decline"))
+"""What ``access`` is made of."""
 
 
 class Watcher(Protocol):
@@ -53,13 +57,29 @@ class EvictionPolicy(ABC, Generic[K]):
         watcher: what must be told of every routing event, if the policy needs more than uses.
         foresees: ``access_all`` learns all it needs from the events, so nobody need tell the
             watcher.
-        rule: says all that the policy does, where a replay has a quicker way to the same hits.
+        rule: says all that the policy does, where a replay has a quicker way to the same hits. It
+            counts for the very class that states it (``class LRU(..., has_rule=True)``): a subclass
+            may do something else, so its own methods are asked.
     """
 
     may_decline: bool = False
     watcher: Watcher | None = None
     foresees: bool = False
     rule: ReplayRule | None = None
+    _has_rule: ClassVar[bool] = False
+
+    def __init_subclass__(cls, *, has_rule: bool = False, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._has_rule = has_rule
+        if not has_rule and _STEPS & vars(cls).keys():
+            # the shorter ways of the class above do not ask for what is overridden here
+            for name in {"access", "access_all"} - vars(cls).keys():
+                setattr(cls, name, vars(EvictionPolicy)[name])
+
+    @property
+    def replay_rule(self) -> ReplayRule | None:
+        """The rule, unless a subclass inherited it."""
+        return self.rule if self._has_rule else None
 
     @property
     def slots_by_layer(self) -> Sequence[int] | None:

@@ -63,7 +63,7 @@ def _ranks_by_next_use(events: Sequence[Sequence[Hashable]]) -> list[list[float]
     return ranks[::-1]
 
 
-class Belady(EvictionPolicy[K]):
+class Belady(EvictionPolicy[K], has_rule=True):
     """The fewest misses that a cache can have which keeps everything that it loads.
 
     Args:
@@ -142,7 +142,7 @@ class Belady(EvictionPolicy[K]):
         return key in self._ranking
 
 
-class BeladyBypass(Belady[K]):
+class BeladyBypass(Belady[K], has_rule=True):
     """The fewest misses that any cache can have: what is needed last is used once and not kept."""
 
     may_decline: bool = True

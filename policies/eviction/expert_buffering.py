@@ -28,7 +28,7 @@ class ActiveExperts:
         return key in self._active
 
 
-class ExpertBuffering(EvictionPolicy[ExpertKey]):
+class ExpertBuffering(EvictionPolicy[ExpertKey], has_rule=True):
     """Last in, first out, after the experts that the present batch does not use.
 
     Args:

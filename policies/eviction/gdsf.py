@@ -10,7 +10,7 @@ from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K, Rep
 from moe_runtime.policies.eviction.ranking import Ranking
 
 
-class GDSF(EvictionPolicy[K]):
+class GDSF(EvictionPolicy[K], has_rule=True):
     """Rank = clock + uses * cost / size; the clock is the rank of the last victim.
 
     With equal costs this is LFU with dynamic ageing.

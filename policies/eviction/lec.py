@@ -10,7 +10,7 @@ from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K, Rep
 from moe_runtime.policies.eviction.ranking import Ranking
 
 
-class LeastExpectedCost(EvictionPolicy[K]):
+class LeastExpectedCost(EvictionPolicy[K], has_rule=True):
     """Ranks by uses so far times cost; a newcomer is kept only if it is worth more than a victim.
 
     Args:

@@ -3,7 +3,7 @@
 from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K, ReplayRule
 
 
-class LFRU(EvictionPolicy[K]):
+class LFRU(EvictionPolicy[K], has_rule=True):
     """Frequency-weighted recency: a key is worth its uses while held, over its age.
 
     ``victim`` looks at every held key, since all ages change with every use.

@@ -9,7 +9,7 @@ _ONE_USE = 1 << 48
 """A rank is uses times this plus the time of the last one: one comparison orders by both."""
 
 
-class LFU(EvictionPolicy[K]):
+class LFU(EvictionPolicy[K], has_rule=True):
     """Orders keys by all their uses so far, also those before they were evicted."""
 
     rule = ReplayRule("lfu")

@@ -9,7 +9,7 @@ from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K, Rep
 from moe_runtime.policies.eviction.ranking import Ranking
 
 
-class AgingLFU(EvictionPolicy[K]):
+class AgingLFU(EvictionPolicy[K], has_rule=True):
     """Orders keys by uses whose weight halves over time.
 
     Instead of shrinking every count, a new use weighs more than the ones before; logarithms keep

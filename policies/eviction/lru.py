@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K, ReplayRule
 
 
-class LRU(EvictionPolicy[K]):
+class LRU(EvictionPolicy[K], has_rule=True):
     """Least-recently-used order over keys.
 
     ``touch``, ``insert`` and ``remove`` take constant time; ``victim`` takes one step for every key

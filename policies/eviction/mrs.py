@@ -22,7 +22,8 @@ class RecentScores:
     """
 
     def __init__(self, shape: Shape, *, alpha: float = 0.5) -> None:
-        self.rule = ReplayRule("mrs", parameter=alpha)
+        # a subclass may score otherwise
+        self.rule = ReplayRule("mrs", parameter=alpha) if type(self) is RecentScores else None
         self._alpha = alpha
         self._scores = np.zeros((shape.num_layers, shape.num_experts + 1))
 

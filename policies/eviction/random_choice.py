@@ -7,7 +7,7 @@ _MULTIPLIER, _INCREMENT = 6364136223846793005, 1442695040888963407
 _MODULUS = 1 << 64
 
 
-class RandomChoice(EvictionPolicy[K]):
+class RandomChoice(EvictionPolicy[K], has_rule=True):
     """Evicts any evictable key with equal probability; equal calls give equal victims."""
 
     rule = ReplayRule("random")

@@ -25,7 +25,7 @@ class Scorer(Protocol):
         ...
 
 
-class Scored(EvictionPolicy[ExpertKey]):
+class Scored(EvictionPolicy[ExpertKey], has_rule=True):
     """Orders experts by a score that may change at any time; equals by their last use.
 
     Args:

@@ -27,7 +27,7 @@ def even_shares(num_slots: int, num_layers: int) -> list[int]:
     return [each + (layer < remainder) for layer in range(num_layers)]
 
 
-class LayerShares(EvictionPolicy[ExpertKey]):
+class LayerShares(EvictionPolicy[ExpertKey], has_rule=True):
     """An eviction policy for expert keys that lets a layer grow to its share and no further.
 
     A layer that has used up its share evicts one of its own experts. A layer below its share takes
@@ -47,7 +47,7 @@ class LayerShares(EvictionPolicy[ExpertKey]):
         self._find_watchers()
         self.may_decline = any(policy.may_decline for policy in self._layers)
         self.foresees = all(policy.foresees for policy in self._layers)
-        rules = [policy.rule for policy in self._layers]
+        rules = [policy.replay_rule for policy in self._layers]
         self.rule = rules[0] if all(rule == rules[0] for rule in rules) else None
 
     def access(self, keys: Sequence[ExpertKey], num_slots: int) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K, ReplayRule
 
 
-class SIEVE(EvictionPolicy[K]):
+class SIEVE(EvictionPolicy[K], has_rule=True):
     """Keys in order of insertion; a use only sets a mark, and the hand takes marks away.
 
     ``victim`` moves the hand, so that asking again gives the same key until it is removed.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K, ReplayRule
 
 
-class SLRU(EvictionPolicy[K]):
+class SLRU(EvictionPolicy[K], has_rule=True):
     """Two orders by recency: newcomers on probation, and a protected segment.
 
     Args:

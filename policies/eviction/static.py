@@ -26,7 +26,7 @@ def popularity(routes: Routes) -> dict[ExpertKey, int]:
     }
 
 
-class StaticPopularity(EvictionPolicy[K]):
+class StaticPopularity(EvictionPolicy[K], has_rule=True):
     """Keeps the keys of largest weight; a key below all that are held is not kept.
 
     Among equal weights the lowest slot goes first: slots fill in order, and a newcomer takes the

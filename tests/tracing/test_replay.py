@@ -10,12 +10,15 @@ from traces import trace_of
 
 from moe_runtime.policies.eviction import (
     POLICIES,
+    EvictionPolicy,
+    LayerShares,
     Setting,
     compiled,
     make_global_policy,
     make_policy,
 )
 from moe_runtime.policies.eviction.compiled import RULES, is_available
+from moe_runtime.policies.eviction.lru import LRU
 from moe_runtime.policies.prediction import (
     Shape,
     TrackedPredictor,
@@ -156,3 +159,40 @@ def test_a_library_of_another_version_is_left_aside(monkeypatch):
         assert not is_available()
     finally:
         compiled._library.cache_clear()
+
+
+class _NewestFirst(LRU[ExpertKey]):
+    """Evicts what was inserted last: nearly the opposite of the class that it derives from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[ExpertKey] = []
+
+    def insert(self, key: ExpertKey) -> None:
+        super().insert(key)
+        self.held.append(key)
+
+    def remove(self, key: ExpertKey) -> None:
+        super().remove(key)
+        self.held.remove(key)
+
+    def victim(self, evictable, incoming: ExpertKey) -> ExpertKey | None:
+        return next((key for key in reversed(self.held) if evictable(key)), None)
+
+
+@pytest.mark.parametrize("in_shares", [False, True])
+def test_a_subclass_of_a_compiled_policy_is_asked_itself(in_shares: bool):
+    def make(_) -> EvictionPolicy[ExpertKey]:
+        return LayerShares(_NewestFirst, [4] * SHAPE.num_layers) if in_shares else _NewestFirst()
+
+    workload = workload_of(trace_of(ROUTES))
+    held: dict[object, list[ExpertKey]] = {}
+    expected = []
+    for keys in workload.keys:
+        pool = held.setdefault(keys[0].layer if in_shares else None, [])
+        missing = [key for key in keys if key not in pool]
+        for _ in range(max(0, len(pool) + len(missing) - (4 if in_shares else 12))):
+            pool.remove(next(key for key in reversed(pool) if key not in keys))
+        pool += missing
+        expected.append(len(keys) - len(missing))
+    assert replay_demand(workload, make, 12).hits.tolist() == expected
