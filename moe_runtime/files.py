@@ -28,6 +28,7 @@ PARTIAL_SUFFIX = ".partial"
 DRAFT_SUFFIX = ".part"
 INTERRUPTED_SUFFIX = ".interrupted"
 _DESCRIPTORS = re.compile(r"/proc/(\d+)(/task/\d+)?/fd")
+_OURS = re.compile(rf".+\.([0-9a-f]{{8}}|\d+|shards){re.escape(PARTIAL_SUFFIX)}")
 _MOST_LINKS = 40
 _MOST_NAME_BYTES = 255 - len(".00000000.partial")
 _PROBE_BYTES = 1 << 12
@@ -213,9 +214,16 @@ def check_not_in_progress(path: str | os.PathLike[str], what: str) -> None:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Removes every ``*.partial`` of a folder, files and folders, that no living process holds."""
+    """Removes partial files and folders of this package that no living process holds.
+
+    Those of earlier versions, which had a process's number or nothing before ``.partial``, too.
+
+    Args:
+        folder: where they lie; may be missing.
+    """
     for left in folder.glob(f"*{PARTIAL_SUFFIX}"):
-        remove_unless_held(left)
+        if _OURS.fullmatch(left.name):
+            remove_unless_held(left)
 
 
 def partials_of(place: Path) -> list[Path]:
@@ -225,9 +233,9 @@ def partials_of(place: Path) -> list[Path]:
     return [place.parent / name for name in names if ours.fullmatch(name)]
 
 
-def partial_name(place: Path) -> Path:
-    """A name beside a file or folder for a new version of it."""
-    return place.with_name(f"{_short(place.name)}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
+def partial_name(place: Path, token: str | None = None) -> Path:
+    """A name beside a file or folder for a new version of it; the token is random when omitted."""
+    return place.with_name(f"{_short(place.name)}.{token or secrets.token_hex(4)}{PARTIAL_SUFFIX}")
 
 
 def remove_unless_held(path: Path) -> None:

@@ -37,7 +37,10 @@ _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EXDEV, errno.E
 
 @contextlib.contextmanager
 def replace_folder(
-    folder: str | os.PathLike[str], *, keeps: Callable[[Path], bool] | None = None
+    folder: str | os.PathLike[str],
+    *,
+    keeps: Callable[[Path], bool] | None = None,
+    token: str | None = None,
 ) -> Iterator[Path]:
     """Gives an empty folder, which takes the place of another one once it is whole.
 
@@ -48,6 +51,8 @@ def replace_folder(
         folder: to be made or replaced; links to it stay.
         keeps: says which entries of the old folder go over into the new one, where this has none of
             the name; none when omitted.
+        token: eight hexadecimal digits in the new folder's name (`partial_name`), where other
+            processes write to it too; random when omitted.
 
     Yields:
         The folder to write to.
@@ -63,7 +68,7 @@ def replace_folder(
         raise OSError(errno.EBUSY, "is a mount point; name a folder in it", str(folder))
     make_folders(place.parent)
     recover_folder(place)
-    new = partial_name(place)
+    new = partial_name(place, token)
     new.mkdir()
     with contextlib.ExitStack() as stack:
         stack.callback(_clean_up, place, new)
@@ -97,6 +102,22 @@ def recover_folder(folder: str | os.PathLike[str]) -> None:
                 sync_folder(place.parent)
     for left in partials_of(place):
         remove_unless_held(left)
+
+
+def remove_or_warn(path: Path, why: str) -> None:
+    """Removes a file or folder; warns (``MoERuntimeWarning``) of what cannot be removed.
+
+    Args:
+        path: what to remove; may be missing.
+        why: why nobody misses it, for the warning.
+    """
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    if path.exists():
+        warnings.warn(f"{path}: could not be removed; {why}", MoERuntimeWarning, stacklevel=2)
 
 
 def sync_tree(folder: Path) -> None:
@@ -180,10 +201,4 @@ def _clean_up(place: Path, new: Path) -> None:
     if aside.exists() and not place.exists():
         os.rename(aside, place)
     for left in (new, aside):
-        shutil.rmtree(left, ignore_errors=True)
-        if left.exists():
-            warnings.warn(
-                f"{left}: could not be removed; {place} does not need it",
-                MoERuntimeWarning,
-                stacklevel=2,
-            )
+        remove_or_warn(left, f"{place} does not need it")

@@ -7,7 +7,6 @@ leaves the previous one.
 
 import pickle
 import re
-import shutil
 import zipfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 
 from moe_runtime.errors import CheckpointError
 from moe_runtime.files import make_folders, write_atomically
+from moe_runtime.folders import remove_or_warn
 
 FORMAT = 1
 SHARDED_SUFFIX = ".shards"
@@ -89,10 +89,7 @@ def save_checkpoint(folder: Path, state: TrainingState, *, keep: int) -> Path:
 def remove_oldest(folder: Path, keep: int) -> None:
     """Removes all checkpoints of a folder but the newest ones."""
     for old in checkpoints_in(folder)[:-keep]:
-        if old.is_dir():
-            shutil.rmtree(old)
-        else:
-            old.unlink()
+        remove_or_warn(old, "there are newer checkpoints")
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

@@ -54,6 +54,9 @@ from moe_runtime.training.loop import Trainer, TrainingRun
 from moe_runtime.training.offloaded import optimizer_settings, plan_of
 from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.prepared import (
+    CHECKPOINTS,
+    DATA,
+    check_outputs,
     find_state,
     mixture,
     open_sinks,
@@ -108,7 +111,7 @@ class FinetunePreparation:
     @property
     def checkpoints(self) -> Path:
         """Folder of the run's checkpoints."""
-        return self.output / "checkpoints"
+        return self.output / CHECKPOINTS
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -136,6 +139,8 @@ def prepare(
         ValueError: the text or an option cannot be as given.
         OSError: a file cannot be read or written.
     """
+    output = config.run.output.expanduser()
+    check_outputs(output, config.run.trace and config.run.trace.expanduser())
     on_stage("reading the checkpoint's headers")
     torch.manual_seed(config.run.seed)
     dtype = torch.float32 if config.lora is None else DTYPES[config.run.precision]
@@ -150,9 +155,8 @@ def prepare(
     model = build_on_meta(checkpoint)
     experts = map_experts(model, checkpoint)
     on_stage("encoding the text")
-    output = config.run.output.expanduser()
     streams = {
-        name: encode_corpus(corpus, tokenizer, cache=output / "data", name=name)
+        name: encode_corpus(corpus, tokenizer, cache=output / DATA, name=name)
         for name, corpus in corpora.items()
     }
     _check_vocabulary(checkpoint, streams)

@@ -10,7 +10,12 @@ from typing import Any, Protocol
 import torch
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.files import make_folders, write_atomically
+from moe_runtime.files import (
+    check_output_path,
+    make_folders,
+    remove_abandoned,
+    write_atomically,
+)
 from moe_runtime.training.checkpoint import (
     Progress,
     check_settings,
@@ -25,6 +30,9 @@ from moe_runtime.training.sharded import read_progress
 from moe_runtime.training.tokens import TokenStreams
 
 SUMMARY_FILE = "summary.json"
+CHECKPOINTS = "checkpoints"
+DATA = "data"
+"""Folders in that of a run."""
 
 # What may change when a run goes on: it decides where and how fast, not which numbers come out.
 _FREE_NAMES = (
@@ -80,6 +88,25 @@ class Prepared(Protocol):
 
     @property
     def num_active_parameters(self) -> int: ...
+
+
+def check_outputs(output: Path, trace: Path | None) -> None:
+    """Refuses places where nothing could be written, and removes what killed runs left half there.
+
+    Args:
+        output: the run's folder; may be missing.
+        trace: the file of its trace, if one is wanted.
+
+    Raises:
+        CheckpointError: a file could not be written.
+    """
+    # A trace in the run's folder finds it there when it is begun.
+    if trace is not None and not trace.resolve().is_relative_to(output.resolve()):
+        check_output_path(trace, "trace")
+    for folder in (output, output / CHECKPOINTS, output / DATA):
+        remove_abandoned(folder)
+        if folder.is_dir():
+            check_output_path(folder / SUMMARY_FILE, "run's output")
 
 
 def find_state(

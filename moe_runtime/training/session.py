@@ -37,6 +37,9 @@ from moe_runtime.training.machine import require_compiler, resolve_device
 from moe_runtime.training.offloaded import build_model, export_of_all, offloaded_optimizer
 from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.prepared import (
+    CHECKPOINTS,
+    DATA,
+    check_outputs,
     find_state,
     mixture,
     open_sinks,
@@ -95,7 +98,7 @@ class Preparation:
     @property
     def checkpoints(self) -> Path:
         """Folder of the run's checkpoints."""
-        return self.output / "checkpoints"
+        return self.output / CHECKPOINTS
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -123,6 +126,7 @@ def prepare(
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     output = folder / config.run.output.expanduser()
+    check_outputs(output, config.run.trace and folder / config.run.trace.expanduser())
     on_stage("reading the text")
     corpora = {
         name: read_corpus(name, source, config.data, folder)
@@ -134,7 +138,7 @@ def prepare(
     )
     on_stage("encoding the text")
     streams = {
-        name: encode_corpus(corpus, tokenizer, cache=output / "data", name=name)
+        name: encode_corpus(corpus, tokenizer, cache=output / DATA, name=name)
         for name, corpus in corpora.items()
     }
     config = _with_vocabulary(config, tokenizer)

@@ -7,7 +7,7 @@ slices were. Beside it lies
 it is whole.
 """
 
-import shutil
+import contextlib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.files import sync_folder, write_atomically
+from moe_runtime.files import partial_name, write_atomically
+from moe_runtime.folders import replace_folder
 from moe_runtime.layer.experts import Experts
 from moe_runtime.models.lm.config import LanguageModelConfig
 from moe_runtime.models.lm.model import LanguageModel
@@ -37,6 +38,8 @@ from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.ranks import OneProcess
 
 _PROGRESS_FILE = "progress.pt"
+_TOKEN = "00000000"
+"""In the name of the folder that all processes write to before it is whole."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -74,30 +77,32 @@ class ShardedCheckpoints:
         from torch.distributed.checkpoint.api import CheckpointException
 
         path = folder / f"step-{progress.step:08d}{SHARDED_SUFFIX}"
-        partial = path.with_name(f"{path.name}.partial")
         is_first = self._ranks.rank == 0
+        with contextlib.ExitStack() as stack:
+            if is_first:
+                stack.enter_context(replace_folder(path, token=_TOKEN))
+            self._ranks.barrier()
+            new = partial_name(path, _TOKEN)
+            try:
+                with self._ranks.watched(f"writing {path.name}"):
+                    dcp.save(  # pyright: ignore[reportPrivateImportUsage]
+                        self.tensors(), checkpoint_id=new, process_group=self._ranks.group
+                    )
+            except CheckpointException as error:
+                reason = f"the checkpoint cannot be written: {_reason(error)}"
+                raise OSError(f"{path}: {reason}") from error
+            if is_first:
+                self._save_progress(new / _PROGRESS_FILE, progress)
         if is_first:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        self._ranks.barrier()
-        try:
-            with self._ranks.watched(f"writing {path.name}"):
-                dcp.save(  # pyright: ignore[reportPrivateImportUsage]
-                    self.tensors(), checkpoint_id=partial, process_group=self._ranks.group
-                )
-        except CheckpointException as error:
-            raise OSError(f"{path}: the checkpoint cannot be written: {_reason(error)}") from error
-        if is_first:
-            content = {field.name: getattr(progress, field.name) for field in fields(progress)}
-            steps = [float(state["step"]) for state in self._optimizer.moments().values()]
-            with write_atomically(partial / _PROGRESS_FILE) as file:
-                torch.save({"format": FORMAT, "optimizer_steps": max(steps), **content}, file)
-            shutil.rmtree(path, ignore_errors=True)
-            partial.rename(path)
-            sync_folder(folder)
             remove_oldest(folder, keep)
         self._ranks.barrier()
         return path
+
+    def _save_progress(self, path: Path, progress: Progress) -> None:
+        content = {field.name: getattr(progress, field.name) for field in fields(progress)}
+        steps = [float(state["step"]) for state in self._optimizer.moments().values()]
+        with write_atomically(path) as file:
+            torch.save({"format": FORMAT, "optimizer_steps": max(steps), **content}, file)
 
     def load(self, path: Path) -> None:
         """Reads this process's part of a checkpoint that any number of processes wrote.

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_runtime.files import make_folders, write_atomically
+from moe_runtime.folders import replace_folder
 from moe_runtime.models.lm.tokenizer import train_tokenizer
 from moe_runtime.training.config import TokenizerConfig
 from moe_runtime.training.text import Corpus
@@ -58,7 +59,9 @@ def obtain_tokenizer(
     assert config.vocab_size is not None  # the configuration checks it
     if not (saved / "tokenizer.json").is_file():
         texts = (text for corpus in corpora.values() for text in corpus.training)
-        train_tokenizer(texts, vocab_size=config.vocab_size).save_pretrained(saved)
+        tokenizer = train_tokenizer(texts, vocab_size=config.vocab_size)
+        with replace_folder(saved, keeps=lambda path: True) as new:
+            tokenizer.save_pretrained(new)
     return load_tokenizer(saved)
 
 

@@ -1,0 +1,85 @@
+"""What runs leave behind: nothing half written, and old traces until there are new ones."""
+
+import os
+from pathlib import Path
+
+import pytest
+from training_runs import train, write_run
+
+from moe_runtime.errors import MoERuntimeWarning
+from moe_runtime.files import OutputFile
+from moe_runtime.training.checkpoint import checkpoints_in, remove_oldest
+from moe_runtime.training.prepared import check_outputs
+
+FEW = ("--set", "run.steps=1", "--set", "run.checkpoint_every=1")
+MORE = ("--set", "run.steps=2", "--set", "run.checkpoint_every=1", "--resume", "--reschedule")
+
+
+def partials(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*.partial"))
+
+
+def test_what_killed_runs_left_goes_with_the_next_run(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    output = tmp_path / "out"
+    assert train(path, *FEW) == 0
+    for name in ("step-00000007.pt.4711.partial", "step-00000007.pt.0123abcd.partial"):
+        (output / "checkpoints" / name).write_bytes(b"half")
+    (output / "checkpoints" / "step-00000007.shards.partial").mkdir()
+    (output / "data" / "text-training-0011.npy.89abcdef.partial").write_bytes(b"half")
+    (output / "model.89abcdef.partial").mkdir()
+    (output / "data" / "somebody's.partial").write_bytes(b"stays")
+    living = OutputFile(output / "checkpoints" / "step-00000009.pt")
+    held = [os.path.basename(name) for name in partials(output) if "step-00000009" in name]
+    assert train(path, *MORE) == 0
+    assert partials(output) == sorted([*held, "somebody's.partial"])
+    living.discard()
+
+
+def test_a_refused_run_leaves_the_trace(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    trace = tmp_path / "trace.npz"
+    assert train(path, *FEW) == 0
+    trace.write_bytes(b"old")
+    words = ("--set", "run.trace='trace.npz'")
+    assert train(path, *FEW, *words) == 2
+    assert train(path, *MORE, *words, "--set", "run.host_memory='1KiB'") == 2
+    assert trace.read_bytes() == b"old"
+
+
+def test_a_full_disk_is_known_before_the_text_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_run(tmp_path)
+    (tmp_path / "out").mkdir()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("moe_runtime.files._new_held", full)
+    monkeypatch.setattr("moe_runtime.training.session.read_corpus", None)
+    assert train(path, *FEW) == 2
+    assert "the run's output cannot be written: No space left" in capsys.readouterr().err
+    assert os.listdir(tmp_path / "out") == []
+
+
+def test_a_trace_in_the_run_s_own_folder_may_come_before_the_folder(tmp_path: Path) -> None:
+    check_outputs(tmp_path / "out", tmp_path / "out" / "trace.npz")
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (1, 2):
+        (tmp_path / f"step-0000000{number}.pt").write_bytes(b"")
+
+    def unlink(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", unlink)
+        with pytest.warns(MoERuntimeWarning, match="there are newer checkpoints"):
+            remove_oldest(tmp_path, 1)
+    assert len(checkpoints_in(tmp_path)) == 2
+    remove_oldest(tmp_path, 1)
+    assert [found.name for found in checkpoints_in(tmp_path)] == ["step-00000002.pt"]
