@@ -11,6 +11,9 @@ BIN := $(VENV)/bin
 # Two processes: the tests are many and small, and each runs on one thread.
 PYTEST_ARGS ?= --numprocesses 2
 
+# The rooms whose tests call the native kernels.
+ISA_ROOMS ?= $(addprefix tests/,kernels store layer engine offload training models tracing)
+
 # Empty for the full comparison: an hour, and 28 GB of disk. Peers join in once they are installed:
 # .venv/bin/pip install -c constraints.txt -e ".[peers]"
 BENCH_ARGS ?= --quick
@@ -31,11 +34,12 @@ INSTALLED := $(VENV)/.installed
 NATIVE_SOURCES := $(wildcard setup.py kernels/*/*.[ch] kernels/*/*.cpp policies/*/*.[ch])
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long check bench format clean
+.PHONY: help install demo test test-isa test-long check bench format clean
 
 help:
 	@echo "make demo    install, then generate text with two thirds of the experts left on disk"
 	@echo "make test    install, then run every test"
+	@echo "make test-isa   install, then test what the native kernels reach with each instruction set"
 	@echo "make test-long  install, then run the tests that take minutes: every layout of 8 processes"
 	@echo "make check   install, then ruff and pyright"
 	@echo "make bench   install, then time generation on a tiny checkpoint; BENCH_ARGS= for everything"
@@ -64,6 +68,13 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+# Each instruction set that this machine and this build have, and no native library at all.
+test-isa: $(INSTALLED)
+	@for isa in $$($(BIN)/python -P -c 'from moe_runtime.kernels.native import describe; \
+	  print(*describe().isas, "none")'); do \
+	  echo "== $$isa"; $(BIN)/pytest $(PYTEST_ARGS) --isa $$isa $(ISA_ROOMS) || exit 1; \
+	done
 
 test-long: $(INSTALLED)
 	$(BIN)/pytest -m long

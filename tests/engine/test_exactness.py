@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import moe_runtime
 from moe_runtime.engine.inspection import inspect_checkpoint
+from moe_runtime.kernels.native import native_library
 
 VOCAB = 300
 MAX_TOKENS = 64
@@ -102,7 +103,12 @@ def test_skipped_slots_count_as_nothing(checkpoint):
                 assert not found[token].any()
                 continue
             alone = experts(hidden[token, None], ids[token, kept][None], weights[token, kept][None])
-            assert torch.equal(found[token], alone[0])
+            if native_library() is not None:
+                assert torch.equal(found[token], alone[0])
+            # Torch's products add in an order that depends on the number of rows: three products,
+            # each of sums in fp32 over at most so many terms, rounded to the type.
+            unit = max(torch.finfo(model.dtype).eps, 64 * torch.finfo(torch.float32).eps)
+            assert (found[token] - alone[0]).norm() <= 3 * unit * alone[0].norm()
 
 
 def test_statistics_add_up(checkpoint):

