@@ -16,7 +16,7 @@ from harness.machine import commit
 from harness.memory_cap import CGROUP_ROOT, why_unavailable
 
 PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "generate.py"
-SHORT = ("--quick", "--prompt-tokens", "24", "--new-tokens", "6", "--max-decode-s", "60")
+SHORT = ("--quick", "--prompt-tokens", "24", "--new-tokens", "6", "--max-decode-s", "3600")
 
 
 def command(*arguments: str) -> list[str]:
@@ -66,7 +66,7 @@ def test_interruption_leaves_nothing_behind(tmp_path: Path, number: signal.Signa
     try:
         worker = wait_for_worker(psutil.Process(process.pid))
         process.send_signal(number)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate()
     finally:
         process.kill()
     assert process.returncode == 130, output
@@ -85,8 +85,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def wait_for_worker(parent: psutil.Process) -> psutil.Process:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+    while not has_ended(parent):
         for child in parent.children():
             # Other children come and go while one looks.
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -169,4 +169,4 @@ def test_replaying_needs_no_torch(trace):
         "run_experiment(workload, Experiment(policies=['reuse'], capacities=[0.5]))\n"
         "assert 'torch' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True)

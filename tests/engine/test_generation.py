@@ -1,8 +1,8 @@
 """generate_text produces what transformers produces, and reports it truthfully."""
 
 import itertools
-import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,22 +95,26 @@ def test_an_end_token_stops(model: Any, tokenizer: Any, monkeypatch: pytest.Monk
     assert list(result.token_ids) == expected[:num_until_end]
 
 
-def test_times_are_those_of_the_first_and_the_later_tokens(model: Any, tokenizer: Any) -> None:
+def test_times_are_those_of_the_first_and_the_later_tokens(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that goes on in forward passes alone: 4 s in the first, then 0.5 s."""
     calls = itertools.count()
+    now = 7.0
+    clock = SimpleNamespace(perf_counter=lambda: now)
+    monkeypatch.setattr("moe_runtime.engine.generation.time", clock)
 
-    def slow(*_: Any) -> None:
-        time.sleep(0.1 if next(calls) == 0 else 0.02)
+    def go_on(*_: Any) -> None:
+        nonlocal now
+        now += 4.0 if next(calls) == 0 else 0.5
 
-    hook = model.register_forward_hook(slow)
+    hook = model.register_forward_hook(go_on)
     try:
         result = generate_text(model, tokenizer, PROMPT, max_new_tokens=5)
     finally:
         hook.remove()
-    assert result.ttft_s is not None
-    assert result.decode_tokens_per_s is not None
-    # The sleeps are lower bounds of the times, so these hold however busy the machine is.
-    assert result.ttft_s >= 0.1
-    assert result.decode_tokens_per_s <= 1 / 0.02
+    assert result.ttft_s == 4.0
+    assert result.decode_tokens_per_s == 2.0
 
 
 def test_a_single_token_has_no_rate(model: Any, tokenizer: Any) -> None:

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
     )
 
 
