@@ -70,5 +70,8 @@ def _show_first_pass(model: Any, shown: contextlib.ExitStack) -> Callable[..., N
 
 
 def _blocks(model: Any) -> Any:
-    """The layers that a token passes one after another."""
-    return getattr(model.get_decoder(), "layers", ())
+    """The layers that a token passes one after another; none where they are not found."""
+    from torch.nn import ModuleList
+
+    lists = [part for part in model.get_decoder().children() if isinstance(part, ModuleList)]
+    return max(lists, key=len, default=())

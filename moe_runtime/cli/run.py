@@ -219,8 +219,17 @@ def _generate(
     loaded: Any, tokenizer: Any, texts: list[str], *, show: bool, **settings: Any
 ) -> "list[GenerationResult]":
     """Answers one prompt after another, up to an interruption."""
-    from moe_runtime.engine.generation import GenerationInterrupted, generate_text
+    from moe_runtime.engine.generation import (
+        GenerationInterrupted,
+        check_length,
+        encode_prompt,
+        generate_text,
+    )
 
+    for text in texts:
+        # Before the first is answered, not when its turn has come.
+        tokens = encode_prompt(tokenizer, text, chat=settings["chat"])["input_ids"]
+        check_length(loaded.config, tokens.shape[1], settings["max_new_tokens"])
     results = []
     for text in texts:
         output = _Stdout()

@@ -4,16 +4,16 @@ import ast
 import inspect
 import json
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+from command_line import all_commands
 from synthetic_routes import make_routes
 from traces import trace_of
-from typer.main import get_command
 
-from moe_runtime.cli.main import build_app, main
+from moe_runtime.cli.main import main
 from moe_runtime.engine.generation import GenerationResult, generate_text
 from moe_runtime.engine.loading import load
 from moe_runtime.policies.prediction import Shape
@@ -24,17 +24,7 @@ CLI = Path(inspect.getfile(main)).parent
 BEFORE_THE_COMMAND = {"config"}
 
 
-def commands(group: Any = None, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every command of the program with its name, those of groups too."""
-    group = get_command(build_app()) if group is None else group
-    for name, command in group.commands.items():
-        if hasattr(command, "commands"):
-            yield from commands(command, f"{prefix}{name} ")
-        else:
-            yield prefix + name, command
-
-
-COMMANDS = dict(commands())
+COMMANDS = all_commands()
 
 
 def unread(function: ast.FunctionDef) -> set[str]:

@@ -74,6 +74,15 @@ def test_room_is_what_the_longest_prompt_needs(checkpoint: Path, fake_load: Any)
     assert fake_load.options["max_tokens"] == longest + 2
 
 
+def test_a_prompt_that_is_too_long_is_refused_before_the_first_is_answered(
+    checkpoint: Path, fake_load: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", str(checkpoint), "-p", "short", "-p", "long " * 600]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "positions; shorten the prompt" in err
+
+
 def test_ctrl_c_keeps_the_texts_so_far(
     checkpoint: Path, fake_load: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

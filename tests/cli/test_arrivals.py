@@ -1,0 +1,298 @@
+"""What each command hands on: every option of it arrives, by a table that must be complete."""
+
+import dataclasses
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import all_commands
+from synthetic_routes import make_routes
+from traces import trace_of
+
+from moe_runtime.cli.main import main
+from moe_runtime.policies.prediction import Shape
+from moe_runtime.tracing import write_trace
+
+COMMANDS = all_commands()
+SHOWN_BY_THE_COMMAND = {"as_json", "debug", "config", "help"}
+MIB = 2**20
+ROOT = Path(__file__).resolve().parents[2]
+MACHINE = """
+ranks_per_node = 8
+flops_per_s = 1e14
+[intra]
+alpha_s = 1e-6
+bytes_per_s = 1e11
+[inter]
+alpha_s = 1e-6
+bytes_per_s = 1e10
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """How a command is called, and what its options become.
+
+    Attributes:
+        callees: functions of which one gets each option; the last one ends the command.
+        words: arguments of the command.
+        arrives: by parameter: its words, and a value that the callees are given.
+        elsewhere: parameters that the tests of another file follow.
+    """
+
+    callees: tuple[str, ...]
+    words: tuple[str, ...]
+    arrives: dict[str, tuple[str, Any]]
+    elsewhere: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+CASES = {
+    "inspect": Case(
+        ("moe_runtime.engine.inspection.inspect_checkpoint",),
+        ("models/pocket",),
+        {
+            "model": ("", "models/pocket"),
+            "dtype": ("--dtype float16", "float16"),
+            "max_tokens": ("--max-tokens 237", 237),
+        },
+        {"host_memory": "tests/cli/test_commands.py"},
+    ),
+    "doctor": Case(
+        ("moe_runtime.cli.machine.examine",),
+        ("models",),
+        {"path": ("", Path("models")), "read_size": ("--read-size 5MiB", 5 * MIB)},
+    ),
+    "replay": Case(
+        ("moe_runtime.tracing.readers.read_any_trace", "moe_runtime.tracing.experiment.Experiment"),
+        ("t.npz",),
+        {
+            "trace": ("", Path("t.npz")),
+            "policy": ("--policy lru,reuse", "reuse"),
+            "predictor": ("--predictor previous-token", "previous-token"),
+            "train": ("--train other.npz", Path("other.npz")),
+            "capacity": ("--capacity 37.5%", 0.375),
+            "scope": ("--scope global", "global"),
+            "shares": ("--shares adaptive", ("adaptive", True)),
+            "reset": ("--reset", ("reset_per_sequence", True)),
+            "num_experts": ("--num-experts 237", 237),
+            "bandwidth": ("--bandwidth 3GB", 3 * 10**9),
+            "latency": ("--latency 0.017", 0.017),
+            "expert_size": ("--expert-size 5MiB", 5 * MIB),
+            "layer_time": ("--layer-time 0.19", 0.19),
+            "known_ahead": ("--known-ahead 0.13", 0.13),
+            "expert_time": ("--expert-time 0.011", 0.011),
+        },
+    ),
+    "report": Case(
+        ("moe_runtime.tracing.readers.read_any_trace", "moe_runtime.reporting.findings.find"),
+        ("t.npz",),
+        {
+            "source": ("", Path("t.npz")),
+            "policy": ("--policy lru", "lru"),
+            "predictor": ("--predictor popularity", "popularity"),
+            "capacity": ("--capacity 37.5%", 0.375),
+            "bandwidth": ("--bandwidth 3GB", 3 * 10**9),
+            "expert_size": ("--expert-size 5MiB", 5 * MIB),
+            "max_accesses": ("--max-accesses 237", 237),
+            "num_experts": ("--num-experts 239", 239),
+        },
+        {"output": "tests/reporting/test_report.py", "png": "tests/reporting/test_report.py"},
+    ),
+    "place": Case(
+        (
+            "moe_runtime.tracing.read_trace",
+            "moe_runtime.planning.placement.split_window",
+            "moe_runtime.policies.placement.Devices",
+            "moe_runtime.planning.placement.place_experts",
+        ),
+        ("t.npz",),
+        {
+            "trace": ("", Path("t.npz")),
+            "gpus": ("--gpus 4", ("gpus_per_node", 2)),
+            "nodes": ("--nodes 2", ("num_nodes", 2)),
+            "replicas": ("--replicas 3", ("num_replicas", 3)),
+            "algorithm": ("--algorithm moetuner", "moetuner"),
+            "groups": ("--groups 5", ("num_groups", 5)),
+            "fit": ("--fit 0.375", 0.375),
+            "load_slack": ("--load-slack 0.23", 0.23),
+            "time_limit": ("--time-limit 7.5", 7.5),
+            "align": ("--no-align", ("aligned", False)),
+        },
+        {"output": "tests/cli/test_place.py", "from_map": "tests/cli/test_place.py"},
+    ),
+    "simulate": Case(
+        (
+            "moe_runtime.planning.machine_file.read_machine",
+            "moe_runtime.planning.scaling.sweep_scaling",
+        ),
+        (),
+        {
+            "ranks": ("--ranks 8,24", 24),
+            "degrees": ("--degrees 1,3", 3),
+            "machine": ("--machine m.toml", Path("m.toml")),
+            "tokens": ("--tokens 237", 237),
+            "model_dim": ("--model-dim 239", 239),
+            "expert_hidden": ("--expert-hidden 241", 241),
+            "top_k": ("--top-k 5", ("top_k", 5)),
+            "experts_per_rank": ("--experts-per-rank 7", ("experts_per_rank", 7)),
+            "shared_hidden": ("--shared-hidden 251", 251),
+            "zipf": ("--zipf 0.375", 0.375),
+            "algorithm": ("--algorithm eplb", "eplb"),
+            "replicas_per_rank": ("--replicas-per-rank 2", ("replicas_per_rank", 2)),
+            "straggler": ("--straggler 1.75", 1.75),
+        },
+        {"shortcut": "tests/cli/test_simulate.py", "plot": "tests/cli/test_simulate.py"},
+    ),
+    "finetune": Case(
+        ("moe_runtime.training.finetuning.prepare",),
+        ("models/pocket", "text.txt"),
+        {
+            "model": ("", "models/pocket"),
+            "data": ("", "text.txt"),
+            "output": ("--output there", Path("there")),
+            "lora": ("--lora 3", ("rank", 3)),
+            "lora_on": ("--lora-on experts", "experts"),
+            "steps": ("--steps 237", 237),
+            "rate": ("--rate 0.017", 0.017),
+            "warmup": ("--warmup 23", ("warmup_steps", 23)),
+            "context": ("--context 19", 19),
+            "sequences": ("--sequences 12", 19 * 12),
+            "micro_batches": ("--micro-batches 6", ("micro_batches", 6)),
+            "host_memory": ("--host-memory 7GiB", "7GiB"),
+            "storage_dir": ("--storage-dir fast", Path("fast")),
+            "precision": ("--precision bfloat16", "bfloat16"),
+            "recompute": ("--recompute", ("recompute", True)),
+            "checkpoint_every": ("--checkpoint-every 241", 241),
+            "export_dtype": ("--export-dtype float16", "float16"),
+            "seed": ("--seed 251", 251),
+            "trace": ("--trace t2.npz", Path("t2.npz")),
+        },
+        {
+            "zeroth_order": "tests/training/test_zeroth_order_runs.py",
+            "eps": "tests/training/test_zeroth_order_runs.py",
+            "resume": "tests/training/test_finetuning.py",
+            "dry_run": "tests/training/test_finetuning.py",
+        },
+    ),
+    "train": Case(
+        ("moe_runtime.training.config_tree.read_tree",),
+        ("run.toml",),
+        {
+            "config_file": ("", Path("run.toml")),
+            "settings": ("--set run.steps=237", "run.steps=237"),
+        },
+        {
+            "resume": "tests/training/test_resume.py",
+            "reschedule": "tests/training/test_resume.py",
+            "dry_run": "tests/training/test_runs.py",
+        },
+    ),
+    "predictor evaluate": Case(
+        (
+            "moe_runtime.tracing.readers.read_any_trace",
+            "moe_runtime.tracing.routes.split_numbers",
+            "moe_runtime.tracing.evaluation.evaluate",
+        ),
+        ("t.npz", "other.npz"),
+        {
+            "traces": ("", Path("other.npz")),
+            "predictor": ("--predictor popularity", ("name", "popularity")),
+            "test_share": ("--test-share 0.375", 0.375),
+            "seed": ("--seed 237", 237),
+            "distances": ("--distances 1,7", 7),
+            "max_tokens": ("--max-tokens 239", 239),
+        },
+        dict.fromkeys(("model", "text", "host_memory"), "tests/cli/test_predictor.py"),
+    ),
+    "predictor fit": Case(
+        (
+            "moe_runtime.tracing.readers.read_any_trace",
+            "moe_runtime.tracing.predictor_file.write_predictor",
+        ),
+        ("t.npz",),
+        {
+            "traces": ("", Path("t.npz")),
+            "predictor": ("--predictor popularity", ("name", "popularity")),
+            "output": ("--output p.npz", Path("p.npz")),
+        },
+        dict.fromkeys(("model", "text", "host_memory"), "tests/cli/test_predictor.py"),
+    ),
+    "predictor list": Case((), (), {}),
+    "bench kernels": Case(
+        (), (), {}, dict.fromkeys(("tune", "shape", "table"), "tests/cli/test_bench.py")
+    ),
+}
+FOLLOWED_BY_SIGNATURES = {"run"}  # tests/cli/test_options.py
+
+
+def test_no_option_is_left_out() -> None:
+    assert CASES.keys() | FOLLOWED_BY_SIGNATURES == COMMANDS.keys()
+    for name, case in CASES.items():
+        options = {param.name for param in COMMANDS[name].params} - SHOWN_BY_THE_COMMAND
+        assert case.arrives.keys() | case.elsewhere.keys() == options, name
+        assert not case.arrives.keys() & case.elsewhere.keys()
+        assert all((ROOT / file).is_file() for file in case.elsewhere.values())
+
+
+def parts(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything within a value, with the name of the field that holds it."""
+    yield name, value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from parts(getattr(value, field.name), field.name)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from parts(item, str(key))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from parts(item, name)
+    elif isinstance(getattr(value, "name", None), str) and not isinstance(value, Path):
+        yield "name", value.name
+
+
+def is_given(expected: Any, given: list[tuple[str, Any]]) -> bool:
+    """A value of that type and, if it is a pair, under that name."""
+    name, value = expected if isinstance(expected, tuple) else (None, expected)
+    return any(
+        type(item) is type(value) and item == value and name in (None, held) for held, item in given
+    )
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.callees])
+def test_every_option_arrives(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = CASES[name]
+    put_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    given: list[tuple[str, Any]] = []
+    for callee in case.callees:
+        module, _, function = callee.rpartition(".")
+        real = getattr(importlib.import_module(module), function)
+
+        ends = callee == case.callees[-1]
+
+        def record(*args: Any, real: Any = real, ends: bool = ends, **options: Any) -> Any:
+            given.extend(parts([args, options]))
+            if ends:
+                raise ValueError("this is where it ends")
+            return real(*args, **options)
+
+        monkeypatch.setattr(callee, record)
+    words = [word for words, _ in case.arrives.values() for word in words.split()]
+    assert main([*name.split(), *case.words, *words]) == 2
+    assert "this is where it ends" in capsys.readouterr().err
+    lost = {option for option, (_, value) in case.arrives.items() if not is_given(value, given)}
+    assert lost == set()
+
+
+def put_files(folder: Path) -> None:
+    shape = Shape(num_layers=9, num_experts=16, top_k=2)
+    for seed, name in enumerate(("t.npz", "other.npz")):
+        routes = make_routes(shape, num_sequences=8, length=40, seed=seed)
+        write_trace(folder / name, trace_of(routes))
+    (folder / "m.toml").write_text(MACHINE)
+    (folder / "text.txt").write_text("words")
+    (folder / "models").mkdir()
