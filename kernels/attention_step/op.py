@@ -15,8 +15,10 @@ from moe_runtime.kernels.attention_step.reference import attention_step_referenc
 from moe_runtime.kernels.attention_step.weights import AttentionWeights
 from moe_runtime.kernels.linear import ROWS_PER_CALL
 from moe_runtime.kernels.native import (
+    NO_BACKWARD,
     STATUS_NO_MEMORY,
     NativeLibrary,
+    is_differentiated,
     native_library,
     require_native,
 )
@@ -138,10 +140,8 @@ def _native_problem(
         return f"keys have at most {MAX_COLUMNS} elements, got {key.shape[-1]}"
     if key.stride(-1) != 1 or value.stride(-1) != 1:
         return f"keys and values need unit stride, got {key.stride()} and {value.stride()}"
-    if torch.is_grad_enabled() and (
-        x.requires_grad or any(tensor.requires_grad for tensor in weights.tensors())
-    ):
-        return "it has no backward pass, and a gradient is wanted"
+    if is_differentiated(x, *weights.tensors()):
+        return NO_BACKWARD
     return None
 
 

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from moe_runtime.kernels.native import (
     DTYPE_CODES,
+    NO_BACKWARD,
     STATUS_NO_MEMORY,
     NativeLibrary,
+    is_differentiated,
     native_library,
     require_native,
 )
@@ -87,8 +89,8 @@ def _native_problem(y: Tensor, weights: Tensor) -> str | None:
         return f"it knows fp32, bf16 and fp16, got {y.dtype} and {weights.dtype}"
     if not 0 < weights.shape[1] <= MAX_CHOICES:
         return f"it takes 1 to {MAX_CHOICES} choices a token, got {weights.shape[1]}"
-    if torch.is_grad_enabled() and (y.requires_grad or weights.requires_grad):
-        return "it has no backward pass, and a gradient is wanted"
+    if is_differentiated(y, weights):
+        return NO_BACKWARD
     return None
 
 

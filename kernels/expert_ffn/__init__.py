@@ -1,6 +1,6 @@
 """`expert_ffn`: the routed experts of one layer over rows grouped by expert."""
 
-from moe_runtime.kernels.expert_ffn.op import ACTIVATIONS, Activation, expert_ffn
+from moe_runtime.kernels.expert_ffn.op import ACTIVATIONS, Activation, expert_ffn, frozen_expert
 from moe_runtime.kernels.expert_ffn.weights import ExpertWeights
 
-__all__ = ["ACTIVATIONS", "Activation", "ExpertWeights", "expert_ffn"]
+__all__ = ["ACTIVATIONS", "Activation", "ExpertWeights", "expert_ffn", "frozen_expert"]

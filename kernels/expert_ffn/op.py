@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Literal
 
@@ -17,15 +18,23 @@ from moe_runtime.kernels.expert_ffn.reference import (
     ActivationFn,
     activation_function,
     expert_ffn_reference,
+    one_expert,
 )
 from moe_runtime.kernels.expert_ffn.weights import ExpertWeights
-from moe_runtime.kernels.linear import ROWS_PER_CALL, linear, native_row_limit
+from moe_runtime.kernels.linear import (
+    ROWS_PER_CALL,
+    frozen_linear,
+    linear,
+    native_row_limit,
+)
 from moe_runtime.kernels.native import (
     ACTIVATION_CODES,
     DTYPE_CODES,
+    NO_BACKWARD,
     STATUS_BAD_ROW,
     STATUS_NO_MEMORY,
     NativeLibrary,
+    is_differentiated,
     native_library,
     require_native,
 )
@@ -125,6 +134,28 @@ def expert_ffn(
         first = last
 
 
+def frozen_expert(
+    x_RD: Tensor,
+    weights: ExpertWeights,
+    activation: Activation | Callable[[Tensor | None, Tensor], Tensor],
+) -> Tensor:
+    """One expert's outputs, with a gradient of `x` and of what the activation holds.
+
+    Between the products, values have the dtype of `x`.
+
+    Args:
+        x_RD: `[R, D]`.
+        weights: Of the expert, which has no gradient; they must stay as they are until the
+            gradient is computed.
+        activation: As in `expert_ffn`.
+
+    Returns:
+        `[R, O]` in the dtype of `x`.
+    """
+    function = activation_function(activation) if isinstance(activation, str) else activation
+    return one_expert(x_RD, weights, function, frozen_linear)
+
+
 def _problem(x_TD: Tensor, experts: Sequence[ExpertWeights], out_RO: Tensor) -> str | None:
     """What is wrong with the arguments, or None."""
     shape = experts[0].shape
@@ -156,8 +187,8 @@ def _native_problem(
     for weights in experts:
         if weights.record is None:
             return "weights must be fp32, bf16 or fp16 CPU tensors with unit stride"
-    if torch.is_grad_enabled() and x_TD.requires_grad:
-        return "it has no backward pass, and a gradient is wanted"
+    if is_differentiated(x_TD):
+        return NO_BACKWARD
     return None
 
 
@@ -264,12 +295,7 @@ def _run_by_expert(
         if count:
             rows_here = slice(first, first + count)
             x_RD = x_TD[token_ids[rows_here]]
-            gate = None
-            if weights.gate is not None:
-                gate = linear(x_RD, weights.gate, weights.gate_bias, impl=impl)
-            up = linear(x_RD, weights.up, weights.up_bias, impl=impl)
-            hidden = function(gate, up)
-            out_RO[destinations[rows_here]] = linear(
-                hidden, weights.down, weights.down_bias, impl=impl
+            out_RO[destinations[rows_here]] = one_expert(
+                x_RD, weights, function, partial(linear, impl=impl)
             )
         first += count

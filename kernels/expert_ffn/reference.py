@@ -12,6 +12,7 @@ from moe_runtime.kernels.expert_ffn.weights import ExpertWeights
 from moe_runtime.kernels.linear.reference import linear_reference
 
 ActivationFn = Callable[[Tensor | None, Tensor], Tensor]
+LinearFn = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -52,11 +53,17 @@ def expert_ffn_reference(
     first = 0
     for weights, count in zip(experts, counts, strict=True):
         x_RD = x_TD[token_ids_R[first : first + count]].to(precise)
-        gate = None
-        if weights.gate is not None:
-            gate = linear_reference(x_RD, weights.gate, weights.gate_bias)
-        up = linear_reference(x_RD, weights.up, weights.up_bias)
-        hidden = activation(gate, up)
-        pieces.append(linear_reference(hidden, weights.down, weights.down_bias))
+        pieces.append(one_expert(x_RD, weights, activation, linear_reference))
         first += count
     return torch.cat(pieces).to(x_TD.dtype)
+
+
+def one_expert(
+    x_RD: Tensor, weights: ExpertWeights, activation: ActivationFn, linear: LinearFn
+) -> Tensor:
+    """An expert's outputs `[R, O]` in the dtype that `linear(x, weight, bias)` gives."""
+    gate = None
+    if weights.gate is not None:
+        gate = linear(x_RD, weights.gate, weights.gate_bias)
+    up = linear(x_RD, weights.up, weights.up_bias)
+    return linear(activation(gate, up), weights.down, weights.down_bias)

@@ -1,6 +1,7 @@
 """`linear`: a matrix product with row-major weights, at the speed of memory for few rows."""
 
 from moe_runtime.kernels.linear.bound import BoundLinear
+from moe_runtime.kernels.linear.frozen import frozen_linear
 from moe_runtime.kernels.linear.op import (
     ROWS_PER_CALL,
     UNLIMITED,
@@ -13,6 +14,7 @@ __all__ = [
     "ROWS_PER_CALL",
     "UNLIMITED",
     "BoundLinear",
+    "frozen_linear",
     "is_faster_widened",
     "linear",
     "native_row_limit",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from moe_runtime.kernels.linear.op import (
     ROWS_PER_CALL,
@@ -53,7 +54,8 @@ class BoundLinear:
         """`x @ weight.T + bias`: `[..., K]` to `[..., N]`, in the bits of `linear`.
 
         Returns:
-            None for what has to go through `linear`: many rows, another type, gradients enabled.
+            None for what has to go through `linear`: many rows, another type, gradients enabled or
+            autocast.
         """
         shape = x.shape
         num_rows = x.numel() // max(self._dim_in, 1) if shape and shape[-1] == self._dim_in else 0
@@ -63,6 +65,8 @@ class BoundLinear:
             or not x.is_cpu
             or not x.is_contiguous()
             or torch.is_grad_enabled()
+            or forward_ad._current_level >= 0
+            or torch.is_autocast_enabled("cpu")
             or torch.compiler.is_compiling()
         ):
             return None

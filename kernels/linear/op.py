@@ -12,8 +12,10 @@ from torch import Tensor
 from moe_runtime.kernels.linear.reference import linear_reference
 from moe_runtime.kernels.native import (
     DTYPE_CODES,
+    NO_BACKWARD,
     STATUS_NO_MEMORY,
     NativeLibrary,
+    is_differentiated,
     native_library,
     require_native,
 )
@@ -82,11 +84,11 @@ def linear(
         bias: `[N]` in the dtype of the weights, or None.
         impl: `native` is the C kernel (CPU, inference only), `torch` the ordinary product,
             `reference` the specification. `auto` takes the native kernel where it is faster and
-            able, and torch otherwise; a named implementation never falls back.
+            able, and torch otherwise, also under autocast; a named implementation never falls back.
 
     Returns:
-        `[..., N]` in the dtype of `x`. The native kernel gives the same bits for a row whatever the
-        other rows are and however many threads work.
+        `[..., N]` in the dtype of `x`; torch's, under autocast, in autocast's. The native kernel
+        gives the same bits for a row whatever the other rows are and however many threads work.
 
     Raises:
         ValueError: Shapes do not fit, `impl` is unknown, or `impl="native"` cannot take the input.
@@ -132,16 +134,16 @@ def native_problem(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None
         return f"weights must have unit stride along K, got strides {weight.stride()}"
     if bias is not None and bias.dtype != weight.dtype:
         return f"bias must be {weight.dtype} like the weights, got {bias.dtype}"
-    if torch.is_grad_enabled() and (
-        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    ):
-        return "it has no backward pass, and a gradient is wanted"
+    if is_differentiated(x, weight, bias):
+        return NO_BACKWARD
     return None
 
 
 def _is_worth_it(library: NativeLibrary, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `auto` takes the native kernel; what is invalid is left to torch to report."""
     if native_problem(x, weight, bias) or torch.compiler.is_compiling():
+        return False
+    if torch.is_autocast_enabled("cpu"):
         return False
     x_shape, weight_shape = x.shape, weight.shape
     if len(weight_shape) != 2 or not x_shape or x_shape[-1] != weight_shape[1]:
@@ -153,7 +155,7 @@ def _is_worth_it(library: NativeLibrary, x: Tensor, weight: Tensor, bias: Tensor
 
 
 def _linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if x.dtype == weight.dtype:
+    if x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 

@@ -1,5 +1,6 @@
 """The native CPU library: its C sources, and what finds, loads and describes the built file."""
 
+from moe_runtime.kernels.native.differentiation import NO_BACKWARD, is_differentiated
 from moe_runtime.kernels.native.library import (
     ACTIVATION_CODES,
     DTYPE_CODES,
@@ -16,12 +17,14 @@ from moe_runtime.kernels.native.library import (
 __all__ = [
     "ACTIVATION_CODES",
     "DTYPE_CODES",
+    "NO_BACKWARD",
     "STATUS_BAD_ROW",
     "STATUS_NO_MEMORY",
     "NativeDescription",
     "NativeLibrary",
     "NativeUnavailableError",
     "describe",
+    "is_differentiated",
     "native_library",
     "require_native",
 ]

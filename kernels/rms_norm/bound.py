@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from moe_runtime.kernels.native import DTYPE_CODES, native_library
 from moe_runtime.kernels.rms_norm.op import NATIVE_ROW_LIMIT, native_problem
@@ -43,6 +44,7 @@ class BoundRMSNorm:
             or not x.is_cpu
             or not x.is_contiguous()
             or torch.is_grad_enabled()
+            or forward_ad._current_level >= 0
             or torch.compiler.is_compiling()
         ):
             return None

@@ -7,7 +7,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.native import DTYPE_CODES, NativeLibrary, native_library, require_native
+from moe_runtime.kernels.native import (
+    DTYPE_CODES,
+    NO_BACKWARD,
+    NativeLibrary,
+    is_differentiated,
+    native_library,
+    require_native,
+)
 from moe_runtime.kernels.rms_norm.reference import rms_norm_reference
 
 NATIVE_ROW_LIMIT = 64
@@ -66,8 +73,8 @@ def native_problem(x: Tensor, weight: Tensor) -> str | None:
         return f"it knows fp32, bf16 and fp16, the same for both, got {x.dtype} and {weight.dtype}"
     if not weight.is_contiguous():
         return f"the weight must be contiguous, got stride {weight.stride()}"
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return "it has no backward pass, and a gradient is wanted"
+    if is_differentiated(x, weight):
+        return NO_BACKWARD
     return None
 
 

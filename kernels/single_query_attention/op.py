@@ -12,8 +12,10 @@ from torch import Tensor
 
 from moe_runtime.kernels.native import (
     DTYPE_CODES,
+    NO_BACKWARD,
     STATUS_NO_MEMORY,
     NativeLibrary,
+    is_differentiated,
     native_library,
     require_native,
 )
@@ -116,10 +118,8 @@ def _native_problem(query: Tensor, key: Tensor, value: Tensor) -> str | None:
         return f"keys have at most {MAX_COLUMNS} elements, got {key.shape[-1]}"
     if key.stride(-1) != 1 or value.stride(-1) != 1:
         return f"keys and values need unit stride, got {key.stride()} and {value.stride()}"
-    if torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad
-    ):
-        return "it has no backward pass, and a gradient is wanted"
+    if is_differentiated(query, key, value):
+        return NO_BACKWARD
     return None
 
 

@@ -85,6 +85,7 @@ def _is_single_query(
         and query.shape[1] % key.shape[1] == 0
         and (mask is None or mask.shape == (len(query), 1, 1, key.shape[2]))
         and not changes_attention(options)
+        and not torch.is_autocast_enabled("cpu")
     )
 
 

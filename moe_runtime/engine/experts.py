@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 
 from moe_runtime.engine.absent import AbsentParameters
+from moe_runtime.engine.expert_gradients import (
+    differentiable_experts,
+    is_recomputing,
+    refuse_tangents,
+    wants_gradient,
+)
 from moe_runtime.engine.expert_map import ExpertMap, ExpertsModule
 from moe_runtime.errors import UnsupportedUseError
 from moe_runtime.kernels.combine import combine_slots
-from moe_runtime.kernels.expert_ffn import Activation, ExpertWeights, expert_ffn
+from moe_runtime.kernels.expert_ffn import Activation, ExpertWeights, expert_ffn, frozen_expert
 from moe_runtime.store.cache import ExpertStore
 from moe_runtime.types import ExpertKey
 
@@ -95,6 +103,9 @@ class OffloadedExperts(AbsentParameters):
     ) -> torch.Tensor:
         """Computes the routed experts.
 
+        The experts are frozen; hidden values and gate weights have gradients. Under autocast the
+        sums of products stay in fp32.
+
         Args:
             hidden_states: ``[T, D]``.
             top_k_index: ``[T, K]`` expert ids; ids outside the layer's experts are skipped.
@@ -106,7 +117,8 @@ class OffloadedExperts(AbsentParameters):
         Raises:
             CheckpointError: an expert could not be read.
             RankFailureError: a process that shares the experts died or stalled.
-            UnsupportedUseError: the model is being exported as a graph.
+            UnsupportedUseError: the model is being exported as a graph, or differentiated by other
+                means than a backward pass.
         """
         if torch.compiler.is_exporting():
             raise UnsupportedUseError(
@@ -120,7 +132,20 @@ class OffloadedExperts(AbsentParameters):
     def _forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        if self.recorder is not None:
+        if torch.is_autocast_enabled(hidden_states.device.type):
+            with torch.autocast(hidden_states.device.type, enabled=False):
+                return self._forward(hidden_states, top_k_index, top_k_weights)
+        if forward_ad._current_level >= 0:
+            refuse_tangents(hidden_states, top_k_weights)
+        if torch.is_grad_enabled() and wants_gradient(self, hidden_states, top_k_weights):
+            return differentiable_experts(self, hidden_states, top_k_index, top_k_weights)
+        return self.compute(hidden_states, top_k_index, top_k_weights)
+
+    def compute(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """What ``forward`` computes, without gradients."""
+        if self.recorder is not None and not is_recomputing():
             self.recorder.routing(
                 self.layer, top_k_index.cpu().numpy(), top_k_weights.float().cpu().numpy()
             )
@@ -134,7 +159,7 @@ class OffloadedExperts(AbsentParameters):
     ) -> torch.Tensor:
         """The outputs of the experts before they are summed: ``[T * K, D]``, a row a choice."""
         num_tokens, top_k = top_k_index.shape
-        rows = self._group(top_k_index)
+        rows = self.rows_of(top_k_index)
         num_rows = sum(map(len, rows.values()))
         # rows of skipped slots are summed with the others, so they must be zero
         make = torch.empty if num_rows == num_tokens * top_k else torch.zeros
@@ -148,13 +173,32 @@ class OffloadedExperts(AbsentParameters):
             self.share.exchange(self.layer, rows, out_RD)
         return out_RD
 
-    def _group(self, top_k_index: torch.Tensor) -> dict[int, list[int]]:
+    def rows_of(self, top_k_index: torch.Tensor) -> dict[int, list[int]]:
         """Maps each visited expert to its routed rows, the expert used last in last place."""
         groups: dict[int, list[int]] = {}
         for row, expert in enumerate(top_k_index.flatten().tolist()):
             if 0 <= expert < self.num_experts:
                 groups.setdefault(expert, []).append(row)
         return dict(sorted(groups.items(), key=lambda group: group[1][-1]))
+
+    def each(
+        self, experts: Iterable[int], num_tokens: int
+    ) -> Iterator[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]:
+        """Experts one after another, as they arrive, and what computes rows of each.
+
+        Nobody is told of the reads. What computes is differentiable, and valid until the next one.
+        """
+        assert self.store is not None
+        keys = [self._keys[expert] for expert in experts]
+        streaming = num_tokens > 1 and len(keys) > self.store.share(self.layer)
+        with self.store.lease(keys, streaming=streaming) as lease:
+            for group in lease:
+                for key, weights in group:
+                    yield key.expert, partial(self._rows, weights)
+
+    def _rows(self, weights: ExpertWeights, x_RD: torch.Tensor) -> torch.Tensor:
+        y_RD = frozen_expert(x_RD, weights, self._activation)
+        return self.get_submodule("post_expert_norm")(y_RD) if self._norms_outputs else y_RD
 
     def _compute(
         self,
@@ -167,9 +211,11 @@ class OffloadedExperts(AbsentParameters):
         num_tokens, top_k = routing[0].shape
         keys = [self._keys[expert] for expert in rows]
         streaming = num_tokens > 1 and len(keys) > self.store.share(self.layer)
-        if self.observer is not None:
-            self.observer(self.layer, keys, hidden_TD, *routing)
         watchers = [w for w in (self.late_observer, self.watcher) if w is not None]
+        if (watchers or self.observer is not None) and is_recomputing():
+            watchers = []
+        elif self.observer is not None:
+            self.observer(self.layer, keys, hidden_TD, *routing)
 
         def tell() -> None:
             while watchers:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.autograd import forward_ad
 
 from moe_runtime.engine.attention import ATTENTION, added_mask, changes_attention
 from moe_runtime.engine.kv_cache import growing_cache, take_place
@@ -101,6 +102,8 @@ class FusedAttention:
             or position_embeddings is None
             or past_key_values is None
             or torch.is_grad_enabled()
+            or forward_ad._current_level >= 0
+            or torch.is_autocast_enabled("cpu")
             or torch.compiler.is_compiling()
             or changes_attention(options)
             or self._is_changed()

@@ -57,7 +57,9 @@ def take_place(
     if not layer_index < len(layers) or getattr(cache, "offloading", False):
         return None
     layer = layers[layer_index]
-    if type(layer) is not _growing_layer() or not layer.is_initialized or layer.dtype != dtype:
+    if type(layer) is not _growing_layer() or not layer.is_initialized:
+        return None
+    if layer.keys.dtype is not dtype or layer.values.dtype is not dtype:
         return None
     return layer.take_place()
 
@@ -138,13 +140,23 @@ class _Growing:
         """``torch.cat((cached, new), -2)``; ``cached`` may be empty, of any shape."""
         num_cached = cached.shape[-2] if cached.numel() else 0
         num_tokens = num_cached + new.shape[-2]
+        dtype = new.dtype
+        if num_cached and cached.dtype is not dtype:  # steps under autocast and steps without
+            dtype = torch.promote_types(cached.dtype, dtype)
         room = self._room
-        if room is None or cached is not self._view or not _has_place(room, num_tokens):
+        if (
+            room is None
+            or cached is not self._view
+            or room.dtype is not dtype
+            or not _has_place(room, num_tokens)
+        ):
             num_room = room_for(num_tokens, len(new)) if num_cached else num_tokens
-            room = self._room = new.new_empty((*new.shape[:-2], num_room, new.shape[-1]))
+            shape = (*new.shape[:-2], num_room, new.shape[-1])
+            room = self._room = new.new_empty(shape, dtype=dtype)
             if num_cached:
                 room.narrow(-2, 0, num_cached).copy_(cached)
-        room.narrow(-2, num_cached, new.shape[-2]).copy_(new)
+        # past autograd, which takes this for a change of the views that it kept for a backward pass
+        room.data.narrow(-2, num_cached, new.shape[-2]).copy_(new)
         self._view = room.narrow(-2, 0, num_tokens)
         return self._view
 

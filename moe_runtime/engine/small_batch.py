@@ -59,14 +59,17 @@ class SmallBatchLinear(torch.nn.Linear):
 class SmallBatchRMSNorm(torch.nn.Module):
     """Root-mean-square normalisation in one operation when there are few rows.
 
-    Shares the weight of the layer that it replaces, and computes as that did for more rows.
+    Shares the weight of the layer that it replaces, and computes as that did for more rows. Values
+    of another type than the weight are left to that layer, since families differ in what they
+    round.
     """
 
-    def __init__(self, weight: torch.nn.Parameter, eps: float) -> None:
+    def __init__(self, replaced: torch.nn.Module, eps: float) -> None:
         super().__init__()
-        self.weight = weight
+        self.weight = cast(torch.nn.Parameter, replaced.weight)
         self.eps = eps
         self._bound: BoundRMSNorm | None = None
+        self.__dict__["replaced"] = replaced  # not registered: its weight is this one's
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalises ``[..., D]`` along its last dimension."""
@@ -76,7 +79,13 @@ class SmallBatchRMSNorm(torch.nn.Module):
         if bound is None or not bound.fits(weight):
             bound = self._bound = BoundRMSNorm(weight, self.eps)
         normed = bound(hidden_states)
-        return rms_norm(hidden_states, weight, self.eps) if normed is None else normed
+        if normed is not None:
+            return normed
+        if hidden_states.dtype is weight.dtype:
+            return rms_norm(hidden_states, weight, self.eps)
+        replaced = self.__dict__["replaced"]
+        replaced._parameters["weight"] = weight
+        return replaced(hidden_states)
 
 
 class _SmallBatchWeight(torch.nn.Parameter):
@@ -132,7 +141,7 @@ def _as_rms_norm(
     key = (type(module), own["weight"].shape[0], eps)
     if key not in known:
         known[key] = _computes_rms_norm(module, eps)
-    return SmallBatchRMSNorm(own["weight"], eps) if known[key] else None
+    return SmallBatchRMSNorm(module, eps) if known[key] else None
 
 
 def _computes_rms_norm(module: Any, eps: float) -> bool:

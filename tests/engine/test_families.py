@@ -3,10 +3,10 @@
 For each row of `moe_families` a tiny random checkpoint is written: as one file and sharded, with
 the names of published checkpoints and with the model's own. What `moe_runtime.load` makes of it
 under the smallest budget that works must give the logits that `transformers` gives with all experts
-in memory.
+in memory, and the gradients.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import moe_families
 import pytest
 import tiny_checkpoints
 import torch
+from gradients import gradients_of, parameter_errors, shared, trains_all_but_experts
 from moe_families import Family
 from transformers import PreTrainedModel
 
@@ -23,6 +24,10 @@ import moe_runtime
 # order one leave an error near 1e-6 of the largest logit; a wrong weight anywhere leaves 1e-2.
 MAX_RELATIVE_ERROR = 1e-5
 
+# The backward pass is as long again, and a parameter's gradient is a sum over tokens whose terms
+# cancel: of a tenth of their size at worst here. A slot that holds another expert leaves 1e-1.
+MAX_GRADIENT_ERROR = 1e-4
+
 ALL = [*moe_families.FAMILIES, *moe_families.ADAPTED]
 
 
@@ -30,9 +35,22 @@ ALL = [*moe_families.FAMILIES, *moe_families.ADAPTED]
 class Sample:
     """A checkpoint in every layout, and what transformers computes from it."""
 
+    family: Family
     layouts: dict[str, Path]
     model: PreTrainedModel
     logits: list[torch.Tensor]
+    smallest: dict[str, int] = field(default_factory=dict)
+
+    def smallest_budget(self, layout: str) -> int:
+        """Asks once."""
+        if layout not in self.smallest:
+            self.smallest[layout] = smallest_budget(self.layouts[layout])
+        return self.smallest[layout]
+
+
+@pytest.fixture(scope="module", params=ALL, ids=str)
+def sample(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sample:
+    return make_sample(request.param, tmp_path_factory.mktemp("sample"))
 
 
 def make_sample(family: Family, folder: Path) -> Sample:
@@ -47,7 +65,7 @@ def make_sample(family: Family, folder: Path) -> Sample:
         layouts["one file"], dtype=torch.float32, experts_implementation="eager"
     )
     logits = tiny_checkpoints.prompt_and_step_logits(model.eval(), family)
-    return Sample(layouts, model, logits)
+    return Sample(family, layouts, model, logits)
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -67,9 +85,9 @@ def smallest_budget(path: Path) -> int:
     return caught.value.smallest_bytes
 
 
-def assert_same_logits(layout: str, family: Family, sample: Sample) -> None:
-    path = sample.layouts[layout]
-    starved = load(path, host_memory=smallest_budget(path))
+def assert_same_logits(layout: str, sample: Sample) -> None:
+    path, family = sample.layouts[layout], sample.family
+    starved = load(path, host_memory=sample.smallest_budget(layout))
     with starved.moe:
         logits = tiny_checkpoints.prompt_and_step_logits(starved, family)
         starved.moe.check()
@@ -102,11 +120,24 @@ def experts_shape(module: torch.nn.Module) -> tuple[int, int]:
     return stacked.shape[0], stacked.shape[1 if module.is_transposed else 2]
 
 
-@pytest.mark.parametrize("family", ALL, ids=str)
-def test_logits_equal_transformers(family: Family, tmp_path: Path) -> None:
-    sample = make_sample(family, tmp_path)
+def test_logits_equal_transformers(sample: Sample) -> None:
     for layout in sample.layouts:
-        assert_same_logits(layout, family, sample)
+        assert_same_logits(layout, sample)
+
+
+def test_gradients_equal_transformers(sample: Sample) -> None:
+    """Of every parameter but the experts', through experts that are evicted before the backward
+    pass: of the embedding, so of what goes in, of attention, norms and routers."""
+    path = sample.layouts["one file"]
+    model = load(path, host_memory=sample.smallest_budget("one file"))
+    expected = gradients_of(sample.model.requires_grad_(True), sample.family)
+    with model.moe:
+        found = gradients_of(trains_all_but_experts(model), sample.family)
+        assert model.moe.stats().expert_slots == 2
+        model.moe.check()
+    errors = parameter_errors(found, shared(model, expected))
+    worst = max(errors, key=lambda name: errors[name])
+    assert errors[worst] < MAX_GRADIENT_ERROR, (worst, errors[worst])
 
 
 @pytest.mark.parametrize("family", ALL, ids=str)

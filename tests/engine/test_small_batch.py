@@ -110,7 +110,7 @@ def small_layers(dtype: torch.dtype) -> list[tuple[torch.nn.Module, torch.nn.Mod
         module.requires_grad_(False)
     return [
         (linear_layer, SmallBatchLinear(linear_layer)),
-        (norm, SmallBatchRMSNorm(norm.weight, norm.variance_epsilon)),
+        (norm, SmallBatchRMSNorm(norm, norm.variance_epsilon)),
     ]
 
 
@@ -148,6 +148,17 @@ def test_what_is_bound_computes_the_bits_of_what_is_not(dtype: torch.dtype):
 
 
 @torch.no_grad()
+def test_forward_mode_goes_through_replaced_layers():
+    """The compiled kernels would drop the tangent without a word."""
+    for layer, small in small_layers(torch.float32):
+        x, tangent = torch.randn(3, 24), torch.randn(3, 24)
+        small(x)
+        found = torch.func.jvp(small, (x,), (tangent,))
+        expected = torch.func.jvp(layer, (x,), (tangent,))
+        assert all(map(torch.allclose, found, expected))
+
+
+@torch.no_grad()
 def test_a_weight_that_moved_or_changed_its_type_is_bound_anew():
     for _, small in small_layers(torch.float32):
         x = torch.randn(2, 24)
@@ -164,7 +175,7 @@ def test_a_weight_that_moved_or_changed_its_type_is_bound_anew():
 def fresh(small: torch.nn.Module) -> torch.nn.Module:
     """The same layer, never called."""
     if isinstance(small, SmallBatchRMSNorm):
-        return SmallBatchRMSNorm(small.weight, small.eps)
+        return SmallBatchRMSNorm(small, small.eps)
     assert isinstance(small, SmallBatchLinear)
     return SmallBatchLinear(small)
 

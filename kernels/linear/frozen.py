@@ -1,0 +1,50 @@
+"""`linear` with a weight that is never trained, which its gradient reads where it lies.
+
+Letters: R rows, K summed dimension, N outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.linear.op import is_faster_widened, linear
+from moe_runtime.kernels.native import native_library
+
+
+def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` with a gradient of `x` alone; the same bits whether or not one is wanted.
+
+    Args:
+        x: `[R, K]`.
+        weight: `[N, K]`, of which no copy is kept for the backward pass.
+        bias: `[N]`, or None.
+
+    Returns:
+        `[R, N]` in the dtype of `x`.
+    """
+    return cast(Tensor, _FrozenLinear.apply(x, weight, bias))
+
+
+class _FrozenLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (weight_NK,) = ctx.saved_tensors
+        return _times_weight(grad_RN, weight_NK), None, None
+
+
+def _times_weight(grad_RN: Tensor, weight_NK: Tensor) -> Tensor:
+    """``grad @ weight``, `[R, K]` in the dtype of `grad`, widened where that is exact or faster."""
+    library = native_library() if grad_RN.is_cpu else None
+    widens = library is not None and is_faster_widened(library, weight_NK.dtype)
+    if grad_RN.dtype == weight_NK.dtype and not widens:
+        return grad_RN @ weight_NK
+    wide = torch.promote_types(grad_RN.dtype, torch.float32)
+    return (grad_RN.to(wide) @ weight_NK.to(wide)).to(grad_RN.dtype)
