@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from moe_runtime.errors import CapacityError
 
 if TYPE_CHECKING:
@@ -42,6 +40,7 @@ def limit_tokens(model: PreTrainedModel, max_tokens: int) -> None:
     of a static cache all the places that it has. ``generate`` is refused before it begins where the
     caller says how long the text may become; beams and returned sequences count as sequences.
     """
+    from transformers import StaticCache
 
     def refuse_long_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tokens = kwargs.get("input_ids", args[0] if args else None)
@@ -49,7 +48,7 @@ def limit_tokens(model: PreTrainedModel, max_tokens: int) -> None:
             tokens = kwargs.get("inputs_embeds")
         if tokens is not None:
             num_sequences, num_new = tokens.shape[:2]
-            length = _length_with(kwargs.get("past_key_values"), num_new)
+            length = _length_with(kwargs.get("past_key_values"), num_new, StaticCache)
             if num_sequences * length > max_tokens:
                 raise _too_long(num_sequences, length, max_tokens)
 
@@ -92,19 +91,13 @@ def _longest_text(inputs: Any, config: Any, options: dict[str, Any]) -> tuple[in
     return num_sequences * widened, length or 0
 
 
-def _length_with(cache: Any, num_new: int) -> int:
-    """Tokens of a sequence that a cache has room for, or holds when new ones have come."""
-    layers = getattr(cache, "layers", None)
-    if layers:
-        places = max(getattr(layer, "max_cache_len", 0) for layer in layers)
-        if places:
-            return max(places, num_new)
-    return num_new if cache is None else num_new + _held(cache)
-
-
-def _held(cache: Any) -> int:
-    length = cache.get_seq_length()
-    return int(length) if isinstance(length, torch.Tensor) else length
+def _length_with(cache: Any, num_new: int, static: type) -> int:
+    """Tokens of a sequence that a static cache has places for, or any other will hold."""
+    if cache is None:
+        return num_new
+    if isinstance(cache, static):
+        return max(num_new, *(getattr(layer, "max_cache_len", 0) for layer in cache.layers))
+    return num_new + int(cache.get_seq_length())
 
 
 def _too_long(num_sequences: int, length: int, max_tokens: int) -> CapacityError:
