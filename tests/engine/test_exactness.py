@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import moe_runtime
 from moe_runtime.engine.inspection import inspect_checkpoint
+from moe_runtime.kernels.linear import native_row_limit
 from moe_runtime.kernels.native import native_library
 
 VOCAB = 300
@@ -95,6 +96,7 @@ def test_skipped_slots_count_as_nothing(checkpoint):
     hidden = torch.randn(5, 64).to(model.dtype)
     ids = torch.tensor([[0, 8], [8, 8], [3, 1], [8, 2], [1, 0]])  # 8: no expert of this layer
     weights = torch.rand(5, 2).to(model.dtype)
+    library = native_library()
     with model.moe, torch.inference_mode():
         found = experts(hidden, ids, weights)
         for token in range(5):
@@ -103,10 +105,11 @@ def test_skipped_slots_count_as_nothing(checkpoint):
                 assert not found[token].any()
                 continue
             alone = experts(hidden[token, None], ids[token, kept][None], weights[token, kept][None])
-            if native_library() is not None:
+            if library is not None and len(ids) <= native_row_limit(library, model.dtype):
                 assert torch.equal(found[token], alone[0])
-            # Torch's products add in an order that depends on the number of rows: three products,
-            # each of sums in fp32 over at most so many terms, rounded to the type.
+            # Torch's products, where the kernel is slower or was not built, add in an order that
+            # depends on the number of rows: three of them, each of sums in fp32 over at most so
+            # many terms, rounded to the type.
             unit = max(torch.finfo(model.dtype).eps, 64 * torch.finfo(torch.float32).eps)
             assert (found[token] - alone[0]).norm() <= 3 * unit * alone[0].norm()
 

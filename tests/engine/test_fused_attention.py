@@ -19,6 +19,7 @@ import moe_runtime.engine.fused_attention as fused
 from moe_runtime.engine.attention import ATTENTION, use_single_query_attention
 from moe_runtime.engine.kv_cache import growing_cache
 from moe_runtime.engine.small_batch import use_small_batch_layers
+from moe_runtime.kernels.linear import native_row_limit
 from moe_runtime.kernels.native import native_library
 
 ALL_ATTENTION_FUNCTIONS: Any = REGISTERED
@@ -180,6 +181,13 @@ def own_way(model: Model):
     return lambda **kwargs: type(model.layer).forward(model.layer, **kwargs)
 
 
+def are_fused(num_sequences: int, model: Model) -> bool:
+    """Whether the kernel is meant to take so many rows: without vectors, torch is faster."""
+    library = native_library()
+    assert library is not None
+    return num_sequences <= native_row_limit(library, model.layer.q_proj.weight.dtype)
+
+
 @pytest.fixture
 def fused_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Batch sizes of the fused calls made, those of comparisons (of one sequence) included."""
@@ -202,7 +210,7 @@ def test_the_usual_layers_are_fused_and_keep_their_bits(kind, dtype, fused_steps
         fused_steps.clear()
         found = run(model, model.layer, masked=masked)
         # the first token finds no room behind the prompt
-        assert fused_steps.count(2) == 4
+        assert fused_steps.count(2) == (4 if are_fused(2, model) else 0)
         expected = run(model, own_way(model), masked=masked)
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other)
@@ -273,7 +281,7 @@ def test_weights_written_in_place_count_and_copies_stand_alone(fused_steps):
     model.load_state_dict(state)
     fused_steps.clear()
     found = run(model, model.layer)
-    assert fused_steps.count(2) == 4
+    assert fused_steps.count(2) == (4 if are_fused(2, model) else 0)
     for one, other in zip(found, run(model, own_way(model)), strict=True):
         assert torch.equal(one, other)
     twin = copy.deepcopy(model)
@@ -290,5 +298,5 @@ def test_more_sequences_than_the_norms_take_natively_go_the_layers_own_way(fused
         found = run(model, model.layer, batch=batch, steps=3)
         for one, other in zip(found, run(model, own_way(model), batch=batch, steps=3), strict=True):
             assert torch.equal(one, other)
-    assert 16 in fused_steps
+    assert (16 in fused_steps) == are_fused(16, model)
     assert 17 not in fused_steps
