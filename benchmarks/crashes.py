@@ -33,7 +33,7 @@ from harness.machine import commit, describe_machine, machine_name, versions
 from torch import Tensor, nn
 
 from moe_runtime import AdamW, MoELayer, offload_training
-from moe_runtime.files import write_atomically
+from moe_runtime.files import write_atomically, write_text
 from moe_runtime.offload import disk
 from moe_runtime.offload.record_file import RecordFile
 
@@ -246,7 +246,7 @@ def save(seed: int, counts: dict[str, int]) -> None:
     if result.get("commit") != here:
         result = {"machine": machine, "versions": versions(), "commit": here, "seeds": {}}
     result["seeds"][str(seed)] = counts
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write_text(path, json.dumps(result, indent=1) + "\n")
     total = sum(found["kills"] for found in result["seeds"].values())
     print(f"{path.name}: {total} kills so far")
 

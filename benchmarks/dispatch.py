@@ -30,6 +30,7 @@ from harness.machine import commit, describe_machine, versions
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
+from moe_runtime.files import write_text
 from moe_runtime.kernels.token_sort import token_sort
 from moe_runtime.parallel import FlatTransport, combine, dispatch
 from moe_runtime.parallel.transport import Pending
@@ -221,7 +222,7 @@ def _write(path: Path | None, num_ranks: int, results: list[dict]) -> None:
         "backend": "gloo",
         "results": results,
     }
-    path.write_text(json.dumps(report, indent=2) + "\n")
+    write_text(path, json.dumps(report, indent=2) + "\n")
 
 
 def _slowest(side: Callable[[], Tensor]) -> float:

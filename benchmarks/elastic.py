@@ -31,6 +31,7 @@ from moe_runtime.engine.elastic import (
     GenerationRequest,
     start_local_workers,
 )
+from moe_runtime.files import write_text
 from moe_runtime.models.pocket import pocket_path
 
 PROMPTS = (
@@ -150,7 +151,7 @@ def main() -> None:
     output = options.output
     if output is None:
         output = Path(__file__).parent / "results" / f"elastic-{machine_name(machine)}.json"
-    output.write_text(json.dumps(report, indent=1) + "\n")
+    write_text(output, json.dumps(report, indent=1) + "\n")
     print(f"wrote {output}")
 
 

@@ -24,6 +24,7 @@ from harness.machine import commit, describe_machine, machine_name, versions
 from torch import Tensor
 
 import moe_runtime
+from moe_runtime.files import write_text
 
 PEERS = ("eager", "grouped_mm")
 OURS = "moe_runtime"
@@ -193,7 +194,7 @@ def _save(rows: list[dict[str, Any]], facts: dict[str, object], head: str) -> No
     rows.sort(key=lambda row: (row["shape"], row["dtype"], row["pass"], row["tokens"]))
     command = "python benchmarks/experts.py --save"
     report = {"command": command, "machine": facts, "versions": versions(), "rows": rows}
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    write_text(path, json.dumps(report, indent=1) + "\n")
     print(f"written to {path.name}")
 
 

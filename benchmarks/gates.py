@@ -21,6 +21,7 @@ from harness.machine import commit, describe_machine, machine_name, versions
 from harness.short_training import VOCAB, steps_of_training, training_text
 from torch import Tensor
 
+from moe_runtime.files import write_text
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.routing import GATES
@@ -76,7 +77,7 @@ def main() -> None:
     output = arguments.results or ROOT / "benchmarks" / "results" / (
         f"gates-{machine_name(machine)}.json"
     )
-    output.write_text(json.dumps(results, indent=1) + "\n")
+    write_text(output, json.dumps(results, indent=1) + "\n")
     print(f"wrote {output.relative_to(ROOT) if output.is_relative_to(ROOT) else output}")
 
 
@@ -168,7 +169,7 @@ def _update_docs(results: dict[str, Any], *, only_check: bool) -> None:
     if only_check and text != wanted:
         sys.exit("docs/gates.md is not what its results file says: run with --docs")
     if not only_check:
-        DOCS.write_text(wanted)
+        write_text(DOCS, wanted)
 
 
 def _arguments() -> argparse.Namespace:

@@ -28,6 +28,8 @@ from harness.machine import commit, describe_machine, versions
 from kernel_products import measure_products
 from torch import Tensor
 
+from moe_runtime.files import write_text
+
 BYTES = 2  # of a bf16 number
 OURS = "moe_runtime"
 BACKENDS = ("eager", "grouped_mm", OURS)
@@ -137,7 +139,7 @@ def main() -> int:
         results["aims"] = list(compared(results))
         # After each shape: what was measured stays if the next one does not fit.
         if path is not None:
-            path.write_text(json.dumps(results, indent=1) + "\n")
+            write_text(path, json.dumps(results, indent=1) + "\n")
         del experts
     for aim in results["aims"]:
         print(aim_line(aim))

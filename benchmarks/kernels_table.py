@@ -13,6 +13,7 @@ from typing import Any
 from readme_table import ROOT, replaced
 
 from moe_runtime.config import format_bytes
+from moe_runtime.files import write_text
 
 PAGE = ROOT / "kernels" / "README.md"
 BEGIN, END = "<!-- benchmarks/kernels_table.py: begin -->", "<!-- end -->"
@@ -169,7 +170,7 @@ def main() -> int:
     wanted = replaced(page, BEGIN, END, section(ROOT / "benchmarks/results"))
     if options.check:
         return int(wanted != page)
-    PAGE.write_text(wanted)
+    write_text(PAGE, wanted)
     return 0
 
 

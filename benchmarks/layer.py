@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from harness.machine import commit, describe_machine, machine_name, versions
 from torch import Tensor, nn
 
+from moe_runtime.files import write_text
 from moe_runtime.kernels.expert_mlp.native_path import NativeSteps
 from moe_runtime.kernels.expert_mlp.products import NativeProducts
 from moe_runtime.layer import MoELayer
@@ -86,7 +87,7 @@ def main() -> None:
         "medians": medians,
         "shares_of_ours": share,
     }
-    output.write_text(json.dumps(results, indent=1) + "\n")
+    write_text(output, json.dumps(results, indent=1) + "\n")
 
 
 def report(

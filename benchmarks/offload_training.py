@@ -38,6 +38,7 @@ from torch import Tensor
 
 from moe_runtime.config import format_bytes
 from moe_runtime.engine.memory import peak_resident_bytes, resident_bytes, settle_libraries
+from moe_runtime.files import write_text
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
@@ -332,7 +333,7 @@ def main() -> None:
         }
         kind = "offload-training-systems" if arguments.systems else "offload-training"
         path = RESULTS / f"{kind}-{machine_name(machine)}.json"
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write_text(path, json.dumps(result, indent=1) + "\n")
         print(f"written: {path.name}")
 
 

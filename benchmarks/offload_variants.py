@@ -22,6 +22,7 @@ from harness.machine import commit, describe_machine, machine_name, versions
 from torch import Tensor
 
 from moe_runtime import AdamW, offload_training
+from moe_runtime.files import write_text
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.offload.adamw import bytes_of_step
@@ -158,7 +159,7 @@ def main() -> None:
             "rows": rows,
         }
         path = RESULTS / f"offload-variants-{machine_name(machine)}.json"
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write_text(path, json.dumps(result, indent=1) + "\n")
         print(f"written: {path.name}")
 
 

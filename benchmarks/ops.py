@@ -18,6 +18,7 @@ import torch
 from harness.machine import commit, describe_machine, machine_name, versions
 from torch import Tensor
 
+from moe_runtime.files import write_text
 from moe_runtime.kernels.block_sparse import ExpertColumns, dsd, expert_topology, sdd
 from moe_runtime.kernels.combine import combine
 from moe_runtime.kernels.expert_mlp import ActivationSpec, StackedExperts, expert_mlp
@@ -137,7 +138,7 @@ def main() -> None:
     if options.save:
         path = RESULTS / f"ops-{machine_name(facts)}.json"
     if path is not None:
-        path.write_text(json.dumps(report, indent=1) + "\n")
+        write_text(path, json.dumps(report, indent=1) + "\n")
 
 
 def _arguments() -> argparse.Namespace:

@@ -22,6 +22,7 @@ from harness.machine import commit, describe_machine, machine_name, versions
 from rich.console import Console
 from rich.table import Table
 
+from moe_runtime.files import write_text
 from moe_runtime.planning.placement import (
     ALGORITHMS,
     PlacementOptions,
@@ -65,7 +66,7 @@ def main() -> None:
         name = f"placement-{machine_name(results['machine'])}.json"
         output = Path(__file__).parent / "results" / name
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_text(output, json.dumps(results, indent=1) + "\n")
     console.print(f"wrote {output}")
 
 

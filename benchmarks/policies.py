@@ -18,6 +18,7 @@ from typing import Any
 
 from harness.machine import commit, describe_machine, machine_name, versions
 
+from moe_runtime.files import write_text
 from moe_runtime.policies.eviction import POLICIES
 from moe_runtime.policies.eviction.compiled import RULES, is_available
 from moe_runtime.tracing.experiment import Experiment, Row, run_experiment
@@ -149,7 +150,7 @@ def write(
     path = out / f"policies-{machine_name(facts)}.json" if out.is_dir() else out
     if keep and path.exists():
         keep_earlier(result, json.loads(path.read_text(encoding="utf-8")))
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(result, indent=1) + "\n")
     print(f"written to {path}")
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from harness.machine import commit, describe_machine, machine_name, versions
 
+from moe_runtime.files import write_text
 from moe_runtime.policies.prediction import PREDICTORS, Routes, make_estimator
 from moe_runtime.tracing.evaluation import Evaluation, evaluate
 from moe_runtime.tracing.readers import read_any_trace
@@ -70,7 +71,7 @@ def main() -> None:
         }
         out = arguments.out
         path = out / f"prediction-{machine_name(facts)}.json" if out.is_dir() else out
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(report, indent=1) + "\n")
         print(f"written to {path}")
 
 

@@ -30,6 +30,7 @@ from harness.shapes import SHAPES
 
 import moe_runtime
 from moe_runtime.engine.inspection import inspect_checkpoint
+from moe_runtime.files import write_text
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.store.prefetch import PrefetchMode
 
@@ -275,7 +276,7 @@ def write(out: Path, arguments: argparse.Namespace, rows: list[dict[str, Any]]) 
         "rows": rows,
     }
     path = out / f"prefetch-{machine_name(facts)}.json" if out.is_dir() else out
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(report, indent=1) + "\n")
     print(f"written to {path}")
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from harness.machine import commit, describe_machine, machine_name, versions
 
+from moe_runtime.files import write_text
 from moe_runtime.policies.eviction import POLICIES
 from moe_runtime.policies.prediction import PREDICTORS, Estimator, Routes, make_estimator
 from moe_runtime.tracing.experiment import Experiment, run_experiment
@@ -156,7 +157,7 @@ def write(
     }
     out = arguments.out
     path = out / f"prefetch-replay-{machine_name(facts)}.json" if out.is_dir() else out
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(report, indent=1) + "\n")
     print(f"written to {path}")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_runtime.config import format_bytes
+from moe_runtime.files import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -100,7 +101,7 @@ def main() -> int:
     wanted = with_table(readme, results)
     if options.check:
         return int(wanted != readme)
-    README.write_text(wanted)
+    write_text(README, wanted)
     return 0
 
 

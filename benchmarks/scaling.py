@@ -29,6 +29,7 @@ from harness.machine import commit, describe_machine, machine_name, versions
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
+from moe_runtime.files import write_text
 from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
 from moe_runtime.parallel import (
     ExpertSlots,
@@ -354,7 +355,7 @@ def main() -> None:
     }
     name = f"scaling-{machine_name(report['machine'])}.json"
     output = options.output or Path(__file__).parent / "results" / name
-    output.write_text(json.dumps(report, indent=1) + "\n")
+    write_text(output, json.dumps(report, indent=1) + "\n")
     print(f"wrote {output}")
     if options.write_machine:
         _write_machine(measured[0]["cluster"], options.write_machine)

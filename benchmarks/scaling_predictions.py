@@ -17,6 +17,7 @@ from typing import Any
 from harness.machine import commit, versions
 
 from moe_runtime.cli.simulate import plain_numbers
+from moe_runtime.files import write_atomically, write_text
 from moe_runtime.planning.machine_file import ASSUMED, read_machine
 from moe_runtime.planning.scaling import Imbalance, LayerShape, sweep_scaling
 
@@ -100,7 +101,8 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
     axes[0, 0].set_ylabel("layer time at the best degree (ms)")
     axes[0, -1].legend(fontsize=6, handlelength=3.5)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    with write_atomically(path) as file:
+        figure.savefig(file, format=path.suffix.removeprefix(".") or None, dpi=110)
     pyplot.close(figure)
 
 
@@ -113,7 +115,7 @@ def main() -> None:
     options = parser.parse_args()
     found = predict(options.ranks, options.degrees)
     report = {"versions": versions(), "commit": commit(HERE), "predicted": found}
-    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    write_text(options.output, json.dumps(report, indent=1) + "\n")
     print(f"wrote {options.output}")
     if options.plot:
         draw(found, options.plot)

@@ -21,6 +21,7 @@ from harness.machine import commit, describe_machine, machine_name, versions
 from harness.short_training import VOCAB, steps_of_training, training_text
 from torch import Tensor
 
+from moe_runtime.files import write_text
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.model import LanguageModel
 
@@ -42,7 +43,7 @@ def main() -> None:
     arguments = _arguments()
     if arguments.docs:
         results = json.loads(arguments.docs.read_text())
-        DOCS.write_text(with_table(DOCS.read_text(), results))
+        write_text(DOCS, with_table(DOCS.read_text(), results))
         return
     torch.set_num_threads(arguments.threads)
     machine = describe_machine()
@@ -70,7 +71,7 @@ def main() -> None:
                 "settings": settings,
                 "losses": losses,
             }
-            output.write_text(json.dumps(results, indent=1) + "\n")
+            write_text(output, json.dumps(results, indent=1) + "\n")
 
 
 def final_loss(

@@ -23,6 +23,7 @@ from harness.machine import commit, describe_machine, machine_name, versions
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moe_runtime.files import write_text
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.model import LanguageModel, Losses
@@ -226,7 +227,7 @@ def save(arguments: argparse.Namespace, run: dict[str, Any]) -> None:
         "threads": torch.get_num_threads(),
         "runs": sorted(runs, key=lambda run: list(DTYPES).index(run["dtype"])),
     }
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write_text(path, json.dumps(result, indent=1) + "\n")
     print(f"written: {path.name}")
 
 

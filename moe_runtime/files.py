@@ -55,6 +55,16 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         output.discard()
 
 
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a text as UTF-8, atomically.
+
+    Raises:
+        OSError: as `write_atomically`.
+    """
+    with write_atomically(path) as file:
+        file.write(text.encode())
+
+
 @contextlib.contextmanager
 def named_failure(path: str | os.PathLike[str], what: str) -> Iterator[None]:
     """Turns an ``OSError`` of the block into one line with the file and what it was to be.

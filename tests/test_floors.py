@@ -177,6 +177,50 @@ def test_no_hidden_state() -> None:
     assert wrong == []
 
 
+# Files that write without `files.py` or `folders.py` around it, and why they may.
+OWN_WRITERS = {
+    "moe_runtime/files.py": "writes atomically",
+    "moe_runtime/folders.py": "writes atomically",
+    "moe_runtime/cli/disk.py": "a file without a name, to measure the disk",
+    "moe_runtime/cli/processes.py": "the null device",
+    "moe_runtime/training/metrics.py": "appends lines, of which readers take whole ones",
+    # Into a folder that takes its place as a whole:
+    "moe_runtime/engine/exporting.py": "replace_folder",
+    "moe_runtime/engine/saving.py": "replace_folder",
+    "models/lm/export.py": "replace_folder",
+    "models/pocket/texts.py": "replace_folder",
+}
+
+
+def writes(tree: ast.Module) -> list[int]:
+    """Lines that write files by their names, replace or remove what has a name."""
+    names = {"write_text", "write_bytes", "rmtree", "rename", "NamedTemporaryFile", "mkdtemp"}
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        of_module = isinstance(node.func, ast.Name) or ast.unparse(node.func).startswith("files.")
+        modes = [a.value for a in node.args if isinstance(a, ast.Constant)]
+        opens = name == "open" and any(isinstance(m, str) and set(m) & set("wxa") for m in modes)
+        replaces = name == "replace" and ast.unparse(node.func) == "os.replace"
+        if opens or replaces or (name in names and not of_module):
+            found.append(node.lineno)
+    return found
+
+
+def test_outputs_have_one_writer() -> None:
+    """What is written by name goes through `files.py`, or into a folder of `folders.py`."""
+    wrong = [
+        f"{path}:{line}"
+        for path in PRODUCT
+        if str(path) not in OWN_WRITERS
+        for line in writes(parse(path))
+    ]
+    assert wrong == []
+    assert writes(ast.parse("path.open('w')")) == writes(ast.parse("os.replace(a, b)")) == [1]
+
+
 def committed_texts() -> list[Path]:
     """Text files of the working tree as git sees it: tracked, or new and not ignored."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]

@@ -17,6 +17,7 @@ from harness.kept import with_kept
 from harness.plan import Settings, cannot_work, cap_label
 from harness.replay import misses_per_token
 from harness.session import Findings, RunRecord
+from moe_runtime.files import write_text
 
 MEDIANS = (
     "load_s",
@@ -147,7 +148,7 @@ def write_results(
     if keeps:
         content = with_kept(content, path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def io_bound_fraction(settings: Settings, record: RunRecord) -> float | None:

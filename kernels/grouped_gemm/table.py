@@ -17,7 +17,7 @@ from typing import NamedTuple, cast, get_args
 
 import torch
 
-from moe_runtime.files import make_folders, write_atomically
+from moe_runtime.files import make_folders, write_text
 from moe_runtime.kernels.grouped_gemm.tile import ProductKind, Tile
 
 FORMAT = 1
@@ -110,8 +110,7 @@ def write_table(path: Path, gpu: str, tiles: Mapping[TileKey, Tile]) -> None:
     lines = ",\n".join("  " + json.dumps(entry) for entry in entries)
     text = f'{{\n "format": {FORMAT},\n "gpu": {json.dumps(gpu)},\n "tiles": [\n{lines}\n ]\n}}\n'
     make_folders(path.parent)
-    with write_atomically(path) as file:
-        file.write(text.encode())
+    write_text(path, text)
     measured_tiles.cache_clear()
 
 

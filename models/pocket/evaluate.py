@@ -27,6 +27,8 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
+from moe_runtime.files import write_text
+from moe_runtime.folders import replace_folder
 from moe_runtime.models.pocket.card import render_card
 from moe_runtime.models.pocket.corpus import KINDS, Document, Kind, gather
 from moe_runtime.models.pocket.data import SHARES, Streams, tokenize
@@ -76,9 +78,9 @@ def copy_model(run: Path, folder: Path) -> dict[str, float]:
     Raises:
         FileNotFoundError: the run is not complete.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in CHECKPOINT_FILES:
-        shutil.copyfile(run / "model" / name, folder / name)
+    with replace_folder(folder, keeps=lambda path: True) as new:
+        for name in CHECKPOINT_FILES:
+            shutil.copyfile(run / "model" / name, new / name)
     return spent_by(run)
 
 
@@ -344,8 +346,8 @@ def main(arguments: list[str] | None = None) -> None:
         evaluation["at_equal_tokens"] = at_equal_tokens(before)
     evaluation = _rounded(evaluation)
     text = json.dumps(evaluation, indent=1, ensure_ascii=False) + "\n"
-    (options.output / EVALUATION_FILE).write_text(text, encoding="utf-8")
-    (options.output / "README.md").write_text(card_of(options.output), encoding="utf-8")
+    write_text(options.output / EVALUATION_FILE, text)
+    write_text(options.output / "README.md", card_of(options.output))
 
 
 if __name__ == "__main__":

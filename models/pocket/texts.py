@@ -7,10 +7,10 @@
 """
 
 import argparse
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from moe_runtime.folders import replace_folder
 from moe_runtime.models.pocket.corpus import KINDS, Document, gather
 from moe_runtime.models.pocket.model import CONTEXT
 from moe_runtime.models.pocket.tokenizer import train_tokenizer
@@ -21,24 +21,24 @@ def write_texts(documents: Sequence[Document], folder: Path) -> None:
 
     Args:
         documents: of all kinds; those held out do not train the tokenizer.
-        folder: files of an earlier call are removed first.
+        folder: files of an earlier call are replaced, all or none.
 
     Raises:
         OSError: a file cannot be written.
     """
-    for side in ("training", "held-out"):
-        shutil.rmtree(folder / side, ignore_errors=True)
-        for kind in KINDS:
-            (folder / side / kind).mkdir(parents=True)
-    for number, document in enumerate(documents):
-        side = "held-out" if document.held_out else "training"
-        # The number keeps names apart that differ only in what file systems fold.
-        stem = document.name.partition(":")[2].replace("/", ".")[-80:]
-        path = folder / side / document.kind / f"{number:05}-{stem}.txt"
-        # A docstring may spell a lone surrogate, which UTF-8 cannot hold.
-        path.write_text(document.text, encoding="utf-8", errors="replace")
-    training = [document for document in documents if not document.held_out]
-    train_tokenizer(training, max_length=CONTEXT).save_pretrained(folder / "tokenizer")
+    with replace_folder(folder, keeps=lambda path: True) as new:
+        for side in ("training", "held-out"):
+            for kind in KINDS:
+                (new / side / kind).mkdir(parents=True)
+        for number, document in enumerate(documents):
+            side = "held-out" if document.held_out else "training"
+            # The number keeps names apart that differ only in what file systems fold.
+            stem = document.name.partition(":")[2].replace("/", ".")[-80:]
+            path = new / side / document.kind / f"{number:05}-{stem}.txt"
+            # A docstring may spell a lone surrogate, which UTF-8 cannot hold.
+            path.write_text(document.text, encoding="utf-8", errors="replace")
+        training = [document for document in documents if not document.held_out]
+        train_tokenizer(training, max_length=CONTEXT).save_pretrained(new / "tokenizer")
 
 
 def main(arguments: list[str] | None = None) -> None:

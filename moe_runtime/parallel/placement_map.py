@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.files import named_failure, write_atomically
+from moe_runtime.files import named_failure, write_text
 from moe_runtime.planning.remap import Move, Rename, keep_in_place, moves_between
 from moe_runtime.policies.placement import Devices, Placement
 from moe_runtime.types import ModelSignature
@@ -104,8 +104,8 @@ class PlacementMap:
         Raises:
             CheckpointError: it cannot be written.
         """
-        with named_failure(path, "placement map"), write_atomically(path) as file:
-            file.write(self._as_json().encode())
+        with named_failure(path, "placement map"):
+            write_text(path, self._as_json())
 
     def _as_json(self) -> str:
         head = {

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_runtime.config import nearest
-from moe_runtime.files import write_atomically
+from moe_runtime.files import write_text
 from moe_runtime.planning.cluster import Cluster, Link
 
 ASSUMED = Cluster(
@@ -75,8 +75,7 @@ def write_machine(cluster: Cluster, path: str | os.PathLike[str], remark: str) -
             f"bytes_per_s = {link.bytes_per_s!r}",
             f"occupies_compute = {str(link.occupies_compute).lower()}",
         ]
-    with write_atomically(path) as file:
-        file.write("\n".join([*lines, ""]).encode())
+    write_text(path, "\n".join([*lines, ""]))
 
 
 def _check_numbers(

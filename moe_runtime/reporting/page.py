@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_runtime.files import make_folders, named_failure, write_atomically
+from moe_runtime.files import make_folders, named_failure, write_text
 from moe_runtime.reporting.style import to_svg, write_png
 
 if TYPE_CHECKING:
@@ -106,8 +106,8 @@ def write_page(page: Page, path: Path) -> None:
         CheckpointError: it cannot be written there.
     """
     text = render(page)
-    with named_failure(path, "report"), write_atomically(path) as file:
-        file.write(text.encode())
+    with named_failure(path, "report"):
+        write_text(path, text)
 
 
 def write_plots(page: Page, folder: Path) -> list[Path]:
