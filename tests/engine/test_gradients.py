@@ -101,17 +101,18 @@ def test_inputs_and_adapters_have_the_gradients_of_transformers(checkpoint, reen
         assert relative(ours, theirs) < SAME
 
 
-def test_adapters_of_the_pocket_model_learn_what_they_learn_in_transformers():
-    """The losses of a few steps, through 10 of 96 experts at a time."""
-    path = Path("models/pocket")
-    ours = load(path, host_memory=smallest(path) + 8 * 400 * 1024)
+def test_adapters_of_the_pocket_model_learn_what_they_learn_in_transformers(tmp_path):
+    """The losses of a few steps, through 10 of 96 experts at a time; all of it in fp32."""
+    theirs = AutoModelForCausalLM.from_pretrained(Path("models/pocket"), dtype=torch.float32)
+    theirs.save_pretrained(tmp_path)
+    ours = load(tmp_path, host_memory=smallest(tmp_path) + 8 * 400 * 1024)
     losses = []
-    for model in (ours, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)):
+    for model in (ours, theirs):
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         adapted = with_adapters(model).train()
         trained = [p for p in adapted.parameters() if p.requires_grad]
-        optimizer = torch.optim.SGD(trained, lr=0.1)
+        optimizer = torch.optim.SGD(trained, lr=0.005)
         losses.append([])
         for _ in range(4):
             loss = adapted(input_ids=TOKENS, labels=TOKENS).loss
@@ -120,9 +121,9 @@ def test_adapters_of_the_pocket_model_learn_what_they_learn_in_transformers():
             optimizer.zero_grad()
             losses[-1].append(loss.item())
     with ours.moe:
-        assert ours.moe.stats().expert_slots <= 20
+        assert ours.moe.stats().expert_slots <= 12
         assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-        assert losses[0][-1] < 0.95 * losses[0][0]
+        assert losses[0][-1] < 0.99 * losses[0][0]
 
 
 def test_residency_changes_no_bit_of_a_gradient(checkpoint):
