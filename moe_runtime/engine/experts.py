@@ -221,24 +221,30 @@ class OffloadedExperts(AbsentParameters):
             while watchers:
                 watchers.pop(0)(self.layer, keys, hidden_TD, *routing)
 
-        with self.store.lease(keys, streaming=streaming) as lease:
-            if not lease.will_wait:
-                tell()
-            for group in lease:
-                if streaming and lease.all_started:
-                    self.store.read_ahead(self._following)
-                counts = [len(rows[key.expert]) for key, _ in group]
-                destinations = [row for key, _ in group for row in rows[key.expert]]
-                expert_ffn(
-                    hidden_TD,
-                    [weights for _, weights in group],
-                    counts,
-                    [row // top_k for row in destinations],
-                    destinations,
-                    out_RD,
-                    activation=self._activation,
-                )
-                tell()
+        lease, is_done = self.store.lease(keys, streaming=streaming), False
+        try:
+            with lease:
+                if not lease.will_wait:
+                    tell()
+                for group in lease:
+                    if streaming and lease.all_started:
+                        self.store.read_ahead(self._following)
+                    counts = [len(rows[key.expert]) for key, _ in group]
+                    destinations = [row for key, _ in group for row in rows[key.expert]]
+                    expert_ffn(
+                        hidden_TD,
+                        [weights for _, weights in group],
+                        counts,
+                        [row // top_k for row in destinations],
+                        destinations,
+                        out_RD,
+                        activation=self._activation,
+                    )
+                    tell()
+            is_done = True
+        finally:
+            if not is_done:
+                self.store.give_up(lease)
 
 
 def _call(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:

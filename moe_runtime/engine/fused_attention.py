@@ -133,10 +133,11 @@ class FusedAttention:
             if parameter is not None
         ]
         if addresses != self._addresses or cos.shape[-1] != self._angle_dim:
-            self._addresses, self._angle_dim = addresses, cos.shape[-1]
+            self._addresses = []  # until all that depends on them is known
             self._weights = _bind(self._module)
             agrees = self._weights is not None and self._compare(cos)
             self._most_sequences = _most_sequences(self._weights) if agrees else 0
+            self._addresses, self._angle_dim = addresses, cos.shape[-1]
         return num_sequences <= self._most_sequences
 
     def _fused(

@@ -17,13 +17,14 @@ from torch import Tensor
 from moe_runtime.engine.absent import AbsentTensor, refuse_copy, require_unchanged
 from moe_runtime.engine.attention import ATTENTION
 from moe_runtime.engine.saving import SaveOptions, save_around_experts
+from moe_runtime.engine.steps import Steps
 from moe_runtime.errors import UnsupportedUseError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def as_loaded_model(model: PreTrainedModel, folder: Path) -> None:
+def as_loaded_model(model: PreTrainedModel, folder: Path, steps: Steps) -> None:
     """Makes a model with offloaded experts one that knows what cannot be asked of it.
 
     Its class becomes a subclass of its own class, under the same name.
@@ -31,12 +32,18 @@ def as_loaded_model(model: PreTrainedModel, folder: Path) -> None:
     Args:
         model: the model.
         folder: the checkpoint that its experts are in.
+        steps: what holds around its forward passes.
     """
     kind = type(model)
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     model.__class__ = type(kind.__name__, (LoadedModel, kind), names)
     cast(Any, model).checkpoint_folder = folder
+    vars(model)["_steps"] = steps
     model.register_forward_pre_hook(_require_something_to_train, with_kwargs=True)
+
+
+# locks and listeners are no part of a graph; what is called within may be
+_beside_graphs: Any = torch.compiler.disable(recursive=False)
 
 
 class LoadedModel:
@@ -47,6 +54,12 @@ class LoadedModel:
     """
 
     checkpoint_folder: Path
+    _steps: Steps
+
+    @_beside_graphs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As in torch; calls of several threads take turns."""
+        return self._steps.run(cast(Any, super()).__call__, args, kwargs)
 
     def save_pretrained(
         self,

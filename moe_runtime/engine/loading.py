@@ -36,6 +36,7 @@ from moe_runtime.engine.prefetching import attach_prefetcher
 from moe_runtime.engine.runtime import LoadedFacts, RuntimeHandle
 from moe_runtime.engine.share import ExpertShare, divide_experts
 from moe_runtime.engine.small_batch import use_small_batch_layers
+from moe_runtime.engine.steps import Steps
 from moe_runtime.engine.threads import rest_torch_threads
 from moe_runtime.engine.timed_store import TimedStore
 from moe_runtime.engine.timeline import attach_timeline
@@ -183,8 +184,9 @@ def load(
     for module in modules:
         module.store, module.share = store, share
         module.list_parameters(checkpoint.dtype, place)
-    as_loaded_model(model, checkpoint.folder)
-    attach_observer(model, modules, [store] if host_store is None else [store, host_store])
+    stores: list[ExpertStore[Any]] = [store] if host_store is None else [store, host_store]
+    as_loaded_model(model, checkpoint.folder, steps := Steps(stores))
+    attach_observer(model, modules, stores)
     facts = LoadedFacts(
         signature=signature,
         host_plan=plans["host"],
@@ -205,6 +207,7 @@ def load(
         prefetcher = attach_prefetcher(
             model, blocks, modules, store, guessers.reader, mode, place, share
         )
+        steps.on_failure(prefetcher.forget)
     cast(Any, model).moe = RuntimeHandle(
         store,
         facts,

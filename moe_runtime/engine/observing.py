@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from moe_runtime.engine.experts import OffloadedExperts
+from moe_runtime.engine.steps import RequestNumbers
 from moe_runtime.engine.tracing import read_step
 from moe_runtime.policies.prediction import LayerRouted, StepBegins
 from moe_runtime.store.cache import ExpertStore
@@ -23,17 +24,14 @@ def attach_observer(
     watching = [store for store in stores if store.watches]
     if not watching:
         return
-    first_request = 0
-    num_running = 0
+    requests = RequestNumbers()
 
     def begin_step(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal first_request, num_running
         step = read_step(args, kwargs)
-        if step.is_new:
-            for store in watching:
-                for request in range(first_request, first_request + num_running):
-                    store.finish(request)
-            first_request, num_running = first_request + num_running, step.num_sequences
+        first_request, ended = requests.begin(step)
+        for store in watching:
+            for request in ended:
+                store.finish(request)
         event = StepBegins(sequences=step.sequences + first_request, token_ids=step.token_ids)
         for store in watching:
             store.observe(event)

@@ -12,6 +12,7 @@ import torch
 from moe_runtime.config import nearest
 from moe_runtime.engine.experts import OffloadedExperts
 from moe_runtime.engine.share import ExpertShare, OwnGuesses
+from moe_runtime.engine.steps import RequestNumbers
 from moe_runtime.engine.token_look_ahead import make_token_look_ahead
 from moe_runtime.engine.tracing import read_step
 from moe_runtime.errors import UnsupportedModelError
@@ -214,16 +215,13 @@ def attach_prefetcher(
         rules=rules,
         token_look_ahead=look_ahead,
     )
-    first_request = 0
-    num_running = 0
+    requests = RequestNumbers()
 
     def begin_step(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal first_request, num_running
         step = read_step(args, kwargs)
-        if step.is_new:
-            for request in range(first_request, first_request + num_running):
-                prefetcher.finish(request)
-            first_request, num_running = first_request + num_running, step.num_sequences
+        first_request, ended = requests.begin(step)
+        for request in ended:
+            prefetcher.finish(request)
         sequences = step.sequences + first_request
         prefetcher.step(StepBegins(sequences=sequences, token_ids=step.token_ids))
 

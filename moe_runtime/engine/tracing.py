@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from moe_runtime.engine.experts import OffloadedExperts
+from moe_runtime.engine.steps import RequestNumbers
 from moe_runtime.tracing.recent import RecentRouting
 from moe_runtime.tracing.recorder import TraceRecorder
 from moe_runtime.types import ModelSignature
@@ -34,6 +35,8 @@ class RoutingRecord:
         self._last_layer = signature.num_layers - 1
         self._open = self.recorders
         self._has_step = False
+        self._requests = RequestNumbers()
+        self._latest = 0  # first request of those that began last: recorders count from there
 
     @property
     def is_done(self) -> bool:
@@ -43,6 +46,9 @@ class RoutingRecord:
     def begin_step(self, step: Step) -> None:
         """A forward pass begins; those who have recorded enough hear of no more."""
         self._open = [recorder for recorder in self._open if not recorder.is_done]
+        first_request, _ = self._requests.begin(step)
+        if step.is_new:
+            self._latest = first_request
         for recorder in self._open:
             if step.is_new:
                 recorder.begin_request(num_sequences=step.num_sequences)
@@ -50,7 +56,7 @@ class RoutingRecord:
                 phase=step.phase,
                 token_ids=step.token_ids,
                 positions=step.positions,
-                sequences=step.sequences,
+                sequences=step.sequences + (first_request - self._latest),
             )
 
     def routing(self, layer: int, expert_ids: np.ndarray, weights: npt.ArrayLike) -> None:

@@ -272,6 +272,12 @@ class Prefetcher:
         self._step_start = self._last_look = None
         self._predictor.finish(sequence)
 
+    def forget(self) -> None:
+        """The running step did not come to its end: what was noted for it counts no more."""
+        self._step_start = self._last_look = None
+        self._reads = self._predicts = False
+        self._expected.clear()
+
     def _end_step(self, now_s: float, link: LinkState | None) -> None:
         start = self._step_start
         if start is None:

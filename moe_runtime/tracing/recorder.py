@@ -165,10 +165,10 @@ class TraceRecorder:
                 "token_ids, positions and sequences must be one-dimensional and equally long, got "
                 f"shapes {tokens.shape}, {places.shape} and {rows.shape}"
             )
+        self._drop_half_step()
         self._journal_if_due()
         self._waiting_tokens += len(tokens)
         self._num_requests = max(self._num_requests, 1)
-        self._phases.append(PHASES.index(phase))
         if update is not None:
             self._updates.append(update)
         self._requests.append(rows + np.int32(self._first_request))
@@ -177,6 +177,7 @@ class TraceRecorder:
         block = (len(tokens), self._signature.num_layers, self._signature.top_k)
         self._expert_ids.append(np.full(block, self._absent, dtype=self._expert_dtype))
         self._weights.append(np.zeros(block, dtype=np.float16))
+        self._phases.append(PHASES.index(phase))  # last: now it counts
 
     def routing(self, layer: int, expert_ids: npt.ArrayLike, weights: npt.ArrayLike) -> None:
         """Records where one layer sent the tokens of the current step.
@@ -231,6 +232,7 @@ class TraceRecorder:
         if self._phases:
             self._closed = True
             self._recording = False
+            self._drop_half_step()
             write_trace(self._path, self._trace(0))
         self.discard()
 
@@ -240,6 +242,12 @@ class TraceRecorder:
         self._recording = False
         if self._journal is not None:
             self._journal.remove()
+
+    def _drop_half_step(self) -> None:
+        """Forgets what was noted of a step before an exception struck."""
+        columns = (self._requests, self._token_ids, self._positions, self._expert_ids)
+        for column in (*columns, self._weights, self._updates):
+            del column[len(self._phases) :]
 
     def _journal_if_due(self) -> None:
         """Appends the finished steps to the journal when there are many, or some wait long."""

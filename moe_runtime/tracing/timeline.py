@@ -7,8 +7,8 @@ are microseconds since the start.
 
 import json
 import os
-import threading
 import time
+from collections import deque
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -38,8 +38,7 @@ class Timeline:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
         self._origin_s = time.perf_counter()
-        self._lock = threading.Lock()
-        self._events: list[dict[str, Any]] = []
+        self._events: deque[dict[str, Any]] = deque()  # no lock that an exception could leave held
         self._tracks: set[int] = set()
         self._output: OutputFile | None = None
         self._closed = False
@@ -70,8 +69,7 @@ class Timeline:
             "dur": round(1e6 * max(0.0, end_s - begin_s), 3),
             "args": args,
         }
-        with self._lock:
-            self._events.append(event)
+        self._events.append(event)
 
     def read_track(self, tier: str, number: int, lane: int) -> int:
         """The row of the reads into one tier that are under way beside ``lane`` others."""
@@ -87,8 +85,8 @@ class Timeline:
         Raises:
             CheckpointError: it cannot be written.
         """
-        with self._lock, self._named_failure():
-            events, self._events = self._events, []
+        with self._named_failure():
+            events = [self._events.popleft() for _ in range(len(self._events))]
             if self._closed or not events:
                 return
             separator = "[\n" if self._output is None else ",\n"
@@ -132,8 +130,7 @@ class Timeline:
 
     def _describe(self, what: str, track: int, name: str) -> None:
         event = {"name": what, "ph": "M", "pid": _PROCESS, "tid": track, "args": {"name": name}}
-        with self._lock:
-            self._events.append(event)
+        self._events.append(event)
 
     def _named_failure(self) -> AbstractContextManager[None]:
         return named_failure(self._path, "timeline")

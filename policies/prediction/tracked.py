@@ -99,16 +99,18 @@ class TrackedPredictor:
         for name in names.tolist():
             if name not in self._states:
                 self._states[name] = SequenceState(self.shape)
-        self._running = [self._states[name] for name in names.tolist()]
+        running = [self._states[name] for name in names.tolist()]
         # tokens in the order of their requests' numbers, each request's in order of position
         self._order = np.argsort(event.sequences, kind="stable")
         num_tokens = len(self._order)
         bounds = np.searchsorted(np.asarray(event.sequences)[self._order], names, side="right")
-        self._tokens_of = np.split(np.arange(num_tokens), bounds[:-1])
+        tokens_of = np.split(np.arange(num_tokens), bounds[:-1])
         self._token_ids = np.asarray(event.token_ids, dtype=np.int64)[self._order]
         size = (num_tokens, self.shape.num_layers, self.shape.top_k)
         self._path = np.full(size, self.shape.num_experts, dtype=np.int64)
         self._weights = np.zeros(size, dtype=np.float32)
+        # last and at once: an exception may strike before
+        self._running, self._tokens_of = running, tokens_of
         if len(first) == num_tokens:
             self._contexts = stack_states(self._running, self._token_ids, self._path, self._weights)
 
@@ -128,10 +130,11 @@ class TrackedPredictor:
 
     def _commit(self) -> None:
         """Adds the tokens of the step that ends to their sequences."""
-        for state, tokens in zip(self._running, self._tokens_of, strict=True):
+        running, tokens_of = self._running, self._tokens_of
+        self._running, self._tokens_of, self._contexts = [], [], None
+        for state, tokens in zip(running, tokens_of, strict=True):
             for token in tokens.tolist():
                 state.append(int(self._token_ids[token]), self._path[token])
-        self._running, self._tokens_of, self._contexts = [], [], None
 
     def _next_tokens(self, now: Contexts) -> Contexts:
         """Contexts of the tokens after the running ones: nothing of them is known."""

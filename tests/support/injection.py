@@ -1,0 +1,80 @@
+"""Raises an exception on any line of our files that a call runs through, as Ctrl-C may."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import moe_runtime
+from moe_runtime.errors import MoERuntimeError
+
+ROOT = str(Path(moe_runtime.__file__).parent)
+KINDS = (KeyboardInterrupt, MemoryError, OSError, RuntimeError)
+
+
+class Site(NamedTuple):
+    """A line of a function."""
+
+    code: CodeType
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.code.co_filename[len(ROOT) + 1 :]}:{self.line}"
+
+
+def lines_of(call: Callable[[], Any]) -> Counter[Site]:
+    """The lines that a call runs through in this thread, and how often."""
+    seen: Counter[Site] = Counter()
+
+    def local(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            seen[Site(frame.f_code, frame.f_lineno)] += 1
+        return local
+
+    def enter(frame: FrameType, _event: str, _: Any) -> Any:
+        return local if frame.f_code.co_filename.startswith(ROOT) else None
+
+    sys.settrace(enter)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    return seen
+
+
+def raise_on(
+    site: Site, occurrence: int, kind: type[BaseException], call: Callable[[], Any]
+) -> bool:
+    """Makes a call in which an exception strikes before a line is run, some time.
+
+    Returns:
+        Whether it came to that; how often a line is run may depend on how quick the disk is.
+    """
+    left, struck, is_done = occurrence, False, False
+
+    def local(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left, struck
+        if event == "line" and frame.f_lineno == site.line and not struck:
+            left -= 1
+            if left == 0:
+                struck = True
+                raise kind("injected")
+        return local
+
+    def enter(frame: FrameType, _event: str, _: Any) -> Any:
+        return local if frame.f_code is site.code and not struck else None
+
+    sys.settrace(enter)
+    try:
+        with contextlib.suppress(*KINDS, MoERuntimeError):  # some become errors of the runtime
+            call()
+            is_done = True
+    finally:
+        sys.settrace(None)
+    assert struck or is_done, "the call failed on its own"
+    return struck
