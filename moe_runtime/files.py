@@ -219,7 +219,7 @@ def check_not_in_progress(path: str | os.PathLike[str], what: str) -> None:
     """
     draft = draft_of(path)
     if not writes_directly(path) and draft.exists():
-        with named_failure(path, what), _held(draft):
+        with named_failure(path, what), _held(draft, fcntl.LOCK_SH):
             pass
 
 
@@ -348,8 +348,10 @@ def _new_held(path: Path) -> BinaryIO:
 
 
 @contextlib.contextmanager
-def _held(path: Path) -> Iterator[None]:
+def _held(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
     """Holds what a process left; within the block no other one takes or removes it.
+
+    With ``LOCK_SH`` other processes may hold it in the same way: several look at the same time.
 
     Raises:
         BlockingIOError: a living process holds it, or its filesystem cannot tell.
@@ -358,7 +360,7 @@ def _held(path: Path) -> Iterator[None]:
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_NOFOLLOW)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         except OSError as error:
             reason = f"another process is writing {path} (if none is, remove it)"
             raise BlockingIOError(errno.EAGAIN, reason, str(path)) from error

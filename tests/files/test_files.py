@@ -1,6 +1,7 @@
 """An output file is whole or as it was: at every fault and kill, whatever its name leads to."""
 
 import errno
+import fcntl
 import itertools
 import os
 import stat
@@ -15,6 +16,7 @@ from injected_faults import CHANGING, LOOKING, at_call, fail, outcomes_of_kills
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
 from moe_runtime.files import (
     OutputFile,
+    check_not_in_progress,
     check_output_path,
     keep_interrupted,
     remove_abandoned,
@@ -239,6 +241,18 @@ def test_what_grew_before_a_kill_is_kept_and_named(tmp_path: Path) -> None:
     draft.write_bytes(b"")
     keep_interrupted(tmp_path / "t.npz")
     assert not draft.exists()
+
+
+def test_several_may_look_whether_a_draft_is_in_progress(tmp_path: Path) -> None:
+    """As the processes of one command do at the same time."""
+    draft = tmp_path / "t.npz.part"
+    draft.write_bytes(b"half")
+    with draft.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        check_not_in_progress(tmp_path / "t.npz", "trace")
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(CheckpointError, match="another process is writing"):
+            check_not_in_progress(tmp_path / "t.npz", "trace")
 
 
 def test_what_a_living_process_writes_is_not_taken(tmp_path: Path) -> None:
