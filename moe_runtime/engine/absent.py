@@ -72,9 +72,9 @@ def refuse_content() -> NoReturn:
     """
     raise UnsupportedUseError(
         "the experts of a model from moe_runtime.load are in its checkpoint's files, not in "
-        "memory: their weights cannot be read, changed, trained or given adapters through the "
-        "model; merge adapters on experts into the checkpoint first, train experts with "
-        "`moe-runtime finetune`, write them with save_pretrained, or have them in memory with "
+        "memory: their weights cannot be read, changed, trained, exported or given adapters "
+        "through the model; merge adapters on experts into the checkpoint first, train experts "
+        "with `moe-runtime finetune`, write them with save_pretrained, or have them in memory with "
         "from_pretrained of transformers"
     )
 

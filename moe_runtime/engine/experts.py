@@ -17,7 +17,6 @@ from moe_runtime.engine.expert_gradients import (
     wants_gradient,
 )
 from moe_runtime.engine.expert_map import ExpertMap, ExpertsModule
-from moe_runtime.errors import UnsupportedUseError
 from moe_runtime.kernels.combine import combine_slots
 from moe_runtime.kernels.expert_ffn import Activation, ExpertWeights, expert_ffn, frozen_expert
 from moe_runtime.store.cache import ExpertStore
@@ -117,14 +116,8 @@ class OffloadedExperts(AbsentParameters):
         Raises:
             CheckpointError: an expert could not be read.
             RankFailureError: a process that shares the experts died or stalled.
-            UnsupportedUseError: the model is being exported as a graph, or differentiated by other
-                means than a backward pass.
+            UnsupportedUseError: it is differentiated by other means than a backward pass.
         """
-        if torch.compiler.is_exporting():
-            raise UnsupportedUseError(
-                "a loaded model cannot be exported, because reading its experts is no part of a "
-                "graph: export from_pretrained(..., experts_implementation='moe_runtime') instead"
-            )
         if torch.compiler.is_compiling():
             return _beside_graphs(self._forward, hidden_states, top_k_index, top_k_weights)
         return self._forward(hidden_states, top_k_index, top_k_weights)

@@ -107,6 +107,19 @@ class LoadedModel:
                 model, self.checkpoint_folder, Path(save_directory), state, settings
             )
 
+    def save_distributed_checkpoint(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: see ``save_pretrained``."""
+        raise UnsupportedUseError(
+            "a loaded model is not spread over processes: one process writes the whole checkpoint "
+            "with save_pretrained"
+        )
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers: a model with its experts in memory."""
+        own: Any = cls.__mro__[cls.__mro__.index(LoadedModel) + 1]
+        return own.from_pretrained(*args, **kwargs)
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:

@@ -1,0 +1,264 @@
+"""Methods, saving, copying, conversions, adapters, training: rows of the table of features."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from feature_rows import Feature, outcome
+from tiny_checkpoints import PROMPT
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+FACTS, PARTS = "What the model is", "Parts and settings"
+INTERNAL = "What transformers calls itself"
+WEIGHTS, SAVING, COPYING = "Weights", "Saving", "Copying"
+COMPILING = "Compiling and exporting"
+COPIED = "cannot be copied or pickled"
+NOT_HERE = "are in its checkpoint's files, not in memory"
+STAYS = "give dtype and device to moe_runtime.load"
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    return model(PROMPT).logits
+
+
+def then_logits(change: Callable[[Any], Any]) -> Any:
+    """Logits of the model after a change, and what the change returned if it is plain."""
+
+    def trial(model: Any, _: Path) -> Any:
+        returned = change(model)
+        is_plain = isinstance(returned, (bool, int, str, tuple, type(None)))
+        return logits(model), returned if is_plain else None
+
+    return trial
+
+
+def fact(name: str, read: Callable[[Any], Any] | None = None) -> Feature:
+    get = read or (lambda model: getattr(model, name))
+    return Feature(
+        FACTS, f"`{name}`", lambda m, _: outcome(lambda: get(m)), methods=(name,), leaves_model=True
+    )
+
+
+def called(group: str, name: str, *args: Any) -> Feature:
+    def trial(model: Any, _: Path) -> Any:
+        answered = outcome(lambda: getattr(model, name)(*args))
+        return answered if answered is not model else None, logits(model)
+
+    return Feature(group, f"`{name}`", trial, methods=(name,))
+
+
+def changed(group: str, name: str, change: Callable[[Any], Any], *methods: str) -> Feature:
+    return Feature(group, name, then_logits(change), methods=methods)
+
+
+def refused(group: str, name: str, call: Callable[[Any], Any], line: str, *methods: str) -> Feature:
+    return Feature(group, name, lambda m, _: call(m), line, methods)
+
+
+def kinds(modules: Any) -> list[str]:
+    return [type(module).__name__ for module in modules]
+
+
+def described(state: Any) -> list[Any]:
+    return [(name, tuple(tensor.shape), tensor.dtype, str(tensor.device)) for name, tensor in state]
+
+
+def is_dense(name: str) -> bool:
+    return ".experts." not in name
+
+
+# Saving
+
+
+def saved(model: Any, folder: Path, **options: Any) -> Any:
+    model.save_pretrained(folder, **options)
+    again = AutoModelForCausalLM.from_pretrained(folder, variant=options.get("variant"))
+    return logits(again), sorted(path.name for path in folder.iterdir())
+
+
+def pushed(model: Any, folder: Path) -> Any:
+    found: list[Any] = []
+    hub = mock.Mock()
+    hub.create_repo.return_value.repo_id = "somebody/model"
+
+    def upload(working: Any, *_: Any, **__: Any) -> None:
+        found.append(logits(AutoModelForCausalLM.from_pretrained(working)))
+
+    with (
+        mock.patch("transformers.utils.hub.create_and_tag_model_card"),
+        mock.patch("transformers.utils.hub.hf_api", return_value=hub, create=True),
+        mock.patch("transformers.utils.hub.create_repo", hub.create_repo, create=True),
+        mock.patch.object(type(model), "_upload_modified_files", side_effect=upload),
+    ):
+        model.push_to_hub("somebody/model")
+    return found
+
+
+def compiled(model: Any, _: Path) -> Any:
+    first = logits(torch.compile(model, backend="eager"))
+    model.compile(backend="eager")
+    return first, logits(model)
+
+
+def register(model: Any) -> None:
+    try:
+        model.register_for_auto_class("AutoModelForCausalLM")
+    finally:
+        type(model)._auto_class = None
+
+
+def adjusted(model: Any) -> Any:
+    """What `from_pretrained` calls at its end, of a folder with generation settings."""
+    given = dict.fromkeys(inspect.signature(model.adjust_generation_fn).parameters)
+    given |= {"pretrained_model_name_or_path": model.config._name_or_path}
+    return outcome(lambda: model.adjust_generation_fn(**given)), model.generation_config.to_dict()
+
+
+FEATURES = [
+    *map(fact, (
+        "base_model_prefix", "config_class", "device", "dtype", "dummy_inputs", "ep_plan",
+        "fsdp_plan", "fsdp_size", "generation_config_class", "input_modalities",
+        "is_activation_checkpointing", "is_distributed_loading_by_transformers",
+        "is_gradient_checkpointing", "main_input_name", "model_tags", "output_modalities",
+        "pp_plan", "supports_context_parallel", "supports_gradient_checkpointing",
+        "supports_pp_plan", "supports_tp_plan", "tp_plan", "tp_size", "use_kernels",
+    )),
+    fact("base_model", lambda m: type(m.base_model).__name__),
+    fact("can_generate", lambda m: m.can_generate()),
+    fact("get_expanded_tied_weights_keys", lambda m: m.get_expanded_tied_weights_keys()),
+    fact("get_experts_implementation", lambda m: list(m.get_experts_implementation())),
+    fact("get_memory_footprint", lambda m: m.get_memory_footprint()),
+    fact("is_backend_compatible", lambda m: m.is_backend_compatible()),
+    fact("is_custom_code", lambda m: m.is_custom_code()),
+    fact("is_remote_code", lambda m: m.is_remote_code()),
+    fact("named_non_persistent_buffers", lambda m: described(m.named_non_persistent_buffers())),
+    fact("num_parameters", lambda m: [m.num_parameters(), m.num_parameters(True),
+                                      m.num_parameters(exclude_embeddings=True)]),
+    fact("get_correct_attn_implementation", lambda m: m.get_correct_attn_implementation("eager")),
+    fact("get_correct_experts_implementation",
+         lambda m: m.get_correct_experts_implementation("eager")),
+    called(PARTS, "add_model_tags", ["mine"]),
+    changed(PARTS, "embeddings, read and set",
+            lambda m: (m.set_input_embeddings(m.get_input_embeddings()),
+                       m.set_output_embeddings(m.get_output_embeddings())),
+            "get_input_embeddings", "set_input_embeddings", "get_output_embeddings",
+            "set_output_embeddings"),
+    changed(PARTS, "`resize_token_embeddings`",
+            lambda m: m.resize_token_embeddings(80).num_embeddings, "resize_token_embeddings"),
+    called(PARTS, "get_position_embeddings"),
+    called(PARTS, "resize_position_embeddings", 64),
+    Feature(PARTS, "`get_decoder`, `get_encoder`",
+            lambda m, _: kinds((m.get_decoder(), m.get_encoder())),
+            methods=("get_decoder", "get_encoder")),
+    changed(PARTS, "`set_decoder`", lambda m: m.set_decoder(m.get_decoder()), "set_decoder"),
+    changed(PARTS, "`set_encoder`",
+            lambda m: outcome(lambda: m.set_encoder(m.get_encoder())), "set_encoder"),
+    changed(PARTS, "`tie_weights`", lambda m: m.tie_weights(), "tie_weights"),
+    changed(PARTS, "`init_weights`: changes nothing that is loaded", lambda m: m.init_weights(),
+            "init_weights", "initialize_weights"),
+    changed(PARTS, "`set_experts_implementation`",
+            lambda m: m.set_experts_implementation("eager"), "set_experts_implementation"),
+    changed(PARTS, "`set_use_kernels`", lambda m: outcome(lambda: m.set_use_kernels(False)),
+            "set_use_kernels"),
+    changed(PARTS, "`dequantize`: there is nothing to",
+            lambda m: outcome(lambda: m.dequantize()), "dequantize"),
+    Feature(PARTS, "`heal_tokens`: needs a tokenizer",
+            lambda m, _: outcome(lambda: m.heal_tokens(PROMPT, None)), methods=("heal_tokens",)),
+    Feature(PARTS, "`prepare_inputs_for_generation`",
+            lambda m, _: {name: value for name, value in m.prepare_inputs_for_generation(
+                PROMPT, attention_mask=torch.ones_like(PROMPT), is_first_iteration=True).items()
+                if isinstance(value, Tensor)},
+            methods=("prepare_inputs_for_generation",)),
+    changed(PARTS, "hooks on modules", lambda m: bool(m.model.register_forward_hook(
+        lambda module, inputs, out: None))),
+    Feature(WEIGHTS, "`state_dict`, `parameters`: names, shapes, dtypes, devices",
+            lambda m, _: [described(m.state_dict().items()), described(m.named_parameters())]),
+    Feature(WEIGHTS, "values beside the experts",
+            lambda m, _: {n: p.detach() for n, p in m.named_parameters() if is_dense(n)}),
+    Feature(WEIGHTS, "`get_parameter_or_buffer`",
+            lambda m, _: m.get_parameter_or_buffer("lm_head.weight").detach(),
+            methods=("get_parameter_or_buffer",)),
+    refused(WEIGHTS, "values of experts",
+            lambda m: m.state_dict()["model.layers.0.mlp.experts.down_proj"] + 1, NOT_HERE),
+    changed(WEIGHTS, "`load_state_dict` of values beside the experts",
+            lambda m: m.load_state_dict({"lm_head.weight": torch.ones_like(m.lm_head.weight)},
+                                        strict=False) and None),
+    refused(WEIGHTS, "`load_state_dict` of experts",
+            lambda m: m.load_state_dict({n: torch.zeros(p.shape) for n, p in
+                                         m.named_parameters()}), "cannot be given"),
+    changed(WEIGHTS, "`to`, `cpu`, `float` to the dtype and device that it has",
+            lambda m: m.to("cpu", torch.float32).cpu().float() and None),
+    *(refused(WEIGHTS, f"`{name}`: another dtype or device", call, STAYS) for name, call in {
+        "half": lambda m: m.half(), "bfloat16": lambda m: m.bfloat16(),
+        "double": lambda m: m.double(), "to(torch.float16)": lambda m: m.to(torch.float16),
+        "to(\"meta\")": lambda m: m.to("meta"), "type": lambda m: m.type(torch.float16),
+    }.items()),
+    changed(WEIGHTS, "`share_memory`", lambda m: m.share_memory() and None),
+    Feature(SAVING, "`save_pretrained`", saved, methods=("save_pretrained",)),
+    Feature(SAVING, "`save_pretrained`: `max_shard_size`, `variant`",
+            lambda m, f: saved(m, f, max_shard_size="1GB", variant="best")),
+    Feature(SAVING, "`save_pretrained`: `state_dict`",
+            lambda m, f: saved(m, f, state_dict=m.state_dict())),
+    Feature(SAVING, "`push_to_hub`", pushed, methods=("push_to_hub",)),
+    *(Feature(SAVING, f"`save_pretrained({name})`", trial, line) for name, trial, line in (
+        ("push_to_hub=True", lambda m, f: m.save_pretrained(f, push_to_hub=True),
+         "save first, then call model.push_to_hub"),
+        ("save_original_format=False",
+         lambda m, f: m.save_pretrained(f, save_original_format=False),
+         "names and layout are those of the checkpoint"),
+    )),
+    Feature(SAVING, "`save_distributed_checkpoint`",
+            lambda m, f: m.save_distributed_checkpoint(m, f), "one process writes the whole",
+            ("save_distributed_checkpoint",)),
+    refused(SAVING, "`torch.save(model.state_dict())`",
+            lambda m: torch.save(m.state_dict(), io.BytesIO()), NOT_HERE),
+    refused(COPYING, "`copy.deepcopy`", copy.deepcopy, COPIED),
+    refused(COPYING, "`copy.deepcopy` of a part with experts",
+            lambda m: copy.deepcopy(m.model.layers[0]), COPIED),
+    refused(COPYING, "`pickle.dumps`", pickle.dumps, COPIED),
+    refused(COPYING, "`torch.save(model)`", lambda m: torch.save(m, io.BytesIO()), COPIED),
+    Feature(COMPILING, "`torch.compile`, `model.compile`: experts between graphs", compiled),
+    refused(COMPILING, "`torch.export`",
+            lambda m: torch.export.export(m, (PROMPT,), {"use_cache": False}, strict=False),
+            NOT_HERE),
+    changed(INTERNAL, "`post_init`", lambda m: m.post_init(), "post_init"),
+    Feature(INTERNAL, "`adjust_generation_fn`",
+            lambda m, _: adjusted(m),
+            methods=("adjust_generation_fn",)),
+    called(INTERNAL, "barrier_after_gathered_checkpoint_save", None),
+    Feature(INTERNAL, "`from_pretrained` of its class: a model in memory",
+            lambda m, _: logits(type(m).from_pretrained(m.config._name_or_path).eval()),
+            methods=("from_pretrained",)),
+    Feature(INTERNAL, "`gather_sharded_state_dict_for_save`",
+            lambda m, _: list(m.gather_sharded_state_dict_for_save(
+                m, m.state_dict(), None, save_on_this_rank=True)),
+            methods=("gather_sharded_state_dict_for_save",)),
+    Feature(INTERNAL, "`get_init_context`",
+            lambda m, _: kinds(m.get_init_context(torch.float32, False, False, None)),
+            methods=("get_init_context",)),
+    changed(INTERNAL, "`init_parallel_plans`", lambda m: m.init_parallel_plans(),
+            "init_parallel_plans"),
+    Feature(INTERNAL, "`mark_tied_weights_as_initialized`",
+            lambda m, _: outcome(lambda: m.mark_tied_weights_as_initialized(mock.Mock(
+                missing_keys=set()))), methods=("mark_tied_weights_as_initialized",)),
+    Feature(INTERNAL, "`maybe_distribute_model`, `prepare_distribute_model`",
+            lambda m, _: [kinds([m.maybe_distribute_model(m, None, None)]),
+                          m.prepare_distribute_model(None)],
+            methods=("maybe_distribute_model", "prepare_distribute_model")),
+    Feature(INTERNAL, "`register_for_auto_class`", lambda m, _: register(m),
+            methods=("register_for_auto_class",)),
+    Feature(INTERNAL, "`retrieve_modules_from_names`",
+            lambda m, _: kinds(m.retrieve_modules_from_names(["lm_head"])),
+            methods=("retrieve_modules_from_names",)),
+    called(INTERNAL, "should_save_on_this_rank", True),
+]  # fmt: skip

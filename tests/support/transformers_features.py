@@ -1,0 +1,55 @@
+"""What a loaded model answers like transformers, and what it refuses: one table, tried row by row.
+
+`tests/engine/test_features.py` tries every row on a model of transformers and on the same
+checkpoint loaded by `moe_runtime`. The page of the documentation is written from the rows:
+
+    python tests/support/transformers_features.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import feature_generation
+import feature_models
+import feature_training
+from feature_rows import EQUAL, Feature
+
+FEATURES: list[Feature] = [
+    *feature_generation.FEATURES,
+    *feature_models.FEATURES,
+    *feature_training.FEATURES,
+]
+PAGE = Path(__file__).parents[2] / "docs" / "transformers-features.md"
+
+_HEAD = """# What a loaded model supports
+
+`moe_runtime.load` gives a model of `transformers`. Whatever it is asked, it answers as the model of
+`from_pretrained` does once that is frozen and in evaluation mode, or it refuses in one line that
+says what to do instead (`UnsupportedUseError`). Every row below is tried by
+`tests/engine/test_features.py` on both; every public method and property of `PreTrainedModel` and
+`GenerationMixin` is in one of them. Where transformers itself refuses (a package that is missing, a
+GPU that is not there), the answer is its own error.
+
+This page is written by `python tests/support/transformers_features.py`.
+"""
+
+
+def page() -> str:
+    """The page: a table for each group of rows."""
+    groups: dict[str, list[Feature]] = {}
+    for feature in FEATURES:
+        groups.setdefault(feature.group, []).append(feature)
+    parts = [_HEAD]
+    for group, features in groups.items():
+        rows = "".join(f"| {feature.name} | {_answer(feature)} |\n" for feature in features)
+        parts.append(f"\n## {group}\n\n| asked | answer |\n|---|---|\n{rows}")
+    return "".join(parts)
+
+
+def _answer(feature: Feature) -> str:
+    return EQUAL if feature.answer == EQUAL else f"refused: “… {feature.answer} …”"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
