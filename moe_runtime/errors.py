@@ -5,6 +5,10 @@ Mistakes of the caller are ``ValueError`` or ``TypeError``. What lies outside a 
 below, so that a command line can turn every one of them into a single line and an exit code.
 """
 
+from types import TracebackType
+
+_LONGEST_REASON = 500
+
 
 class MoERuntimeError(Exception):
     """Base of all errors that the runtime raises about the state of the world."""
@@ -48,3 +52,40 @@ class RankFailureError(MoERuntimeError):
 
 class MoERuntimeWarning(UserWarning):
     """What a caller should know although nothing failed."""
+
+
+class blamed_on:
+    """Within the block, what a library raises over the contents of a file is the file's fault.
+
+    Libraries raise whatever their code runs into over a damaged file, a plain ``Exception``
+    included. The block must hold calls of the library alone.
+
+    Args:
+        what: the beginning of the message: the file, and what cannot be done with it.
+        kind: class of the error that is raised instead.
+
+    Raises:
+        CheckpointError, or ``kind``: the library raised anything but an error of ours or a lack of
+            memory.
+    """
+
+    def __init__(self, what: str, kind: type[Exception] = CheckpointError) -> None:
+        self._what = what
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        passes = (MoERuntimeError, MemoryError, self._kind)
+        if isinstance(error, Exception) and not isinstance(error, passes):
+            text = " ".join(str(error).split())[:_LONGEST_REASON]
+            says_enough = text and isinstance(error, ValueError | OSError)
+            name = type(error).__name__
+            reason = text if says_enough else f"{name}: {text}" if text else name
+            raise self._kind(f"{self._what}: {reason}") from error

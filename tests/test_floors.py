@@ -20,6 +20,7 @@ FLOORS = {
     "files": 0,
     "folders": 0,
     "config": 0,
+    "reading": 0,
     "types": 0,
     "kernels": 1,
     "policies": 1,
@@ -40,7 +41,7 @@ FLOORS = {
     "tests": 10,
 }
 # Floor 0 is one room: files that may use one another.
-GROUND = {"errors", "config", "types", "files", "folders"}
+GROUND = {"errors", "config", "types", "files", "folders", "reading"}
 LIGHT = sys.stdlib_module_names | {"moe_runtime"}
 # A policy decides over keys and counts; clocks and threads belong to the store.
 NOT_IN_POLICIES = {"torch", "triton", "transformers", "threading", "time"}

@@ -1,12 +1,12 @@
 """``--config FILE.toml``: a file whose keys are the names of a command's options."""
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from moe_runtime.config import nearest
+from moe_runtime.reading import read_toml
 
 
 def apply_config(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -20,11 +20,7 @@ def apply_config(ctx: typer.Context, path: Path | None) -> Path | None:
     """
     if path is None:
         return None
-    try:
-        entries = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not a TOML file: {error}") from None
-    values = {key.replace("-", "_"): value for key, value in entries.items()}
+    values = {key.replace("-", "_"): value for key, value in read_toml(path).items()}
     known = {
         param.opts[0].removeprefix("--").replace("-", "_"): param
         for param in ctx.command.params

@@ -11,7 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_runtime.errors import MoERuntimeWarning
+from moe_runtime.config import format_bytes
+from moe_runtime.errors import CapacityError, MoERuntimeWarning
+
+_NUMPY_BYTES = 512 << 20
+_TRANSFORMERS_BYTES = 3 << 29
+"""Address space of a process that has imported numpy, and torch with transformers."""
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage's name, the bytes done and the bytes in total."""
@@ -33,6 +38,7 @@ class Session:
 
     def begin(self, *, debug: bool, as_json: bool) -> None:
         """Notes the options of the command and silences the libraries below it."""
+        require_address_space(_NUMPY_BYTES)
         self.debug = debug
         self.as_json = as_json
         if not debug:
@@ -61,6 +67,25 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     print(f"moe-runtime: warning: {message}", file=sys.stderr)
 
 
+def require_address_space(num_bytes: int) -> None:
+    """Refuses a limit on address space (``ulimit -v``) that libraries cannot be imported under.
+
+    OpenBLAS tries for ever to get its buffers, and torch ends the process.
+
+    Raises:
+        CapacityError: the limit is below that many bytes.
+    """
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < num_bytes:
+        raise CapacityError(
+            f"address space is limited to {format_bytes(limit)} (ulimit -v), but the libraries "
+            f"alone take {format_bytes(num_bytes)}; raise the limit",
+            smallest_bytes=num_bytes,
+        )
+
+
 def launched_rank() -> int | None:
     """Number of this process among those that `torchrun` started; None where it did not."""
     rank = os.environ.get("RANK")
@@ -74,6 +99,7 @@ def print_json(value: dict[str, Any]) -> None:
 
 def quiet_transformers(session: Session) -> None:
     """Keeps the log lines and bars of transformers and huggingface_hub out of our output."""
+    require_address_space(_TRANSFORMERS_BYTES)
     if session.debug:
         return
     import huggingface_hub.utils as hub

@@ -4,7 +4,8 @@ Exit codes: 0 done, 1 a bug of ours, 2 something that the user or the machine ca
 130 interrupted by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP.
 """
 
-import os
+import contextlib
+import errno
 import sys
 import traceback
 from collections.abc import Sequence
@@ -24,7 +25,8 @@ from moe_runtime.cli.replay import replay
 from moe_runtime.cli.report import report
 from moe_runtime.cli.run import run
 from moe_runtime.cli.simulate import simulate
-from moe_runtime.cli.stopping import terminable
+from moe_runtime.cli.stopping import StopRequest, terminable
+from moe_runtime.cli.streams import release_broken_streams
 from moe_runtime.cli.strict import StrictCommand
 from moe_runtime.cli.train import train
 from moe_runtime.errors import MoERuntimeError
@@ -48,8 +50,21 @@ For example, with at most 7 GiB of memory:
 `moe-runtime COMMAND --help` lists the options of a command."""
 
 _INTERRUPTED = 130
-_OUTSIDE_PACKAGES = frozenset({"huggingface_hub", "httpx", "safetensors", "torch"})
+_OUTSIDE_PACKAGES = frozenset({"huggingface_hub", "httpx", "httpx2", "safetensors", "torch"})
 """Errors that these packages define are about files, networks and memory, not about our code."""
+
+
+_NO_MEMORY = (
+    "can't allocate memory",
+    "annot allocate memory",
+    "failed to map segment",
+    "can't start new thread",
+    "std::bad_alloc",
+)
+"""How torch, the dynamic linker, Python's threads and C++ say that there is no more memory."""
+
+_WRITING_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+_LONGEST_MESSAGE = 1000
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -59,11 +74,11 @@ def main(args: Sequence[str] | None = None) -> int:
         args: the words after the program's name; those of the process when omitted.
     """
     with terminable() as request:
-        code = _run_words(args)
+        code = _run_words(args, request)
     return request.exit_code if code == _INTERRUPTED and request.is_set else code
 
 
-def _run_words(args: Sequence[str] | None) -> int:
+def _run_words(args: Sequence[str] | None, request: StopRequest) -> int:
     words = sys.argv[1:] if args is None else list(args)
     # Errors in the words themselves come before any command has read its options.
     session = Session(as_json="--json" in words)
@@ -76,13 +91,14 @@ def _run_words(args: Sequence[str] | None) -> int:
         )
         sys.stdout.flush()
     except KeyboardInterrupt:
-        return _INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output left, as `| head` does. Python would complain again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        code = _INTERRUPTED
+    except SystemExit:
+        # rich leaves so where the reader of our output left, as `| head` does: it knows.
+        code = 2
     except Exception as error:
-        return _report(error, session)
+        # Libraries in C, the imports of many among them, turn an interrupt into an error of theirs.
+        code = _INTERRUPTED if request.is_set else _report(error, session)
+    release_broken_streams()
     return code if isinstance(code, int) else 0
 
 
@@ -122,10 +138,14 @@ def _first_screen(
 
 def _report(error: Exception, session: Session) -> int:
     """Says what went wrong in one line, and returns the exit code that goes with it."""
-    if session.debug:
-        traceback.print_exception(error)
+    release_broken_streams()
+    if isinstance(error, BrokenPipeError):
+        return 2
     code, message = describe(error)
-    session.fail(error, message)
+    with contextlib.suppress(OSError):
+        if session.debug:
+            traceback.print_exception(error)
+        session.fail(error, message)
     return code
 
 
@@ -133,20 +153,30 @@ def describe(error: Exception) -> tuple[int, str]:
     """Turns an error into an exit code and one line of text."""
     if isinstance(error, typer.TyperException):
         return 2, _one_line(error.format_message())
+    is_ours = isinstance(error, MoERuntimeError | ValueError)
+    if isinstance(error, MemoryError) or (
+        not is_ours and any(words in str(error) for words in _NO_MEMORY)
+    ):
+        return 2, "memory could not be allocated; try a smaller --host-memory, or a larger ulimit"
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return 2, _one_line(f"{error.filename}: {error.strerror}")
+    if isinstance(error, OSError) and error.errno in _WRITING_FAILED:
+        # Writers of files say which one.
+        return 2, f"stdout or stderr cannot be written: {error.strerror}"
     package = type(error).__module__.partition(".")[0]
-    if isinstance(error, MoERuntimeError | ValueError | OSError) or package in _OUTSIDE_PACKAGES:
+    if is_ours or isinstance(error, OSError) or package in _OUTSIDE_PACKAGES:
         return 2, _one_line(str(error)) or type(error).__name__
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-        # torch reports a failed allocation on a CPU as a plain RuntimeError with these words.
-        return 2, "memory could not be allocated; try a smaller --host-memory"
     message = _one_line(f"{type(error).__name__}: {error}")
     return 1, f"{message} (a bug of moe-runtime; --debug shows where)"
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    """The text without line breaks and without what a terminal would obey, cut where it is long."""
+    words = " ".join(text.split())
+    if len(words) > _LONGEST_MESSAGE:
+        half = _LONGEST_MESSAGE // 2
+        words = f"{words[:half]} ... {words[-half:]}"
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in words)
 
 
 if __name__ == "__main__":

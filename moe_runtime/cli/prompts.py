@@ -1,9 +1,14 @@
 """Where the prompts of a command come from: its words, files, standard input."""
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from moe_runtime.reading import read_stream
+
+_MAX_BYTES = 64 << 20
 
 
 def read_prompts(
@@ -38,10 +43,14 @@ def read_text(file: Path) -> str:
 
     Raises:
         ValueError: it is not UTF-8.
-        OSError: the file cannot be read.
+        OSError: the file cannot be read, or is larger than 64 MiB.
     """
+    is_stdin = str(file) == "-"
+    # A pipe is as good as a file here: it is waited for.
+    with contextlib.nullcontext(sys.stdin.buffer) if is_stdin else file.open("rb") as opened:
+        raw = read_stream(opened, str(file), max_bytes=_MAX_BYTES)
     try:
-        return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: the prompt is not UTF-8 text: {error}") from None
 

@@ -24,7 +24,6 @@ from moe_runtime.cli.prompt_progress import prompt_progress
 from moe_runtime.cli.prompts import read_prompts
 from moe_runtime.cli.run_outcome import outcome_json, outcome_rows
 from moe_runtime.config import parse_budget
-from moe_runtime.errors import CheckpointError
 from moe_runtime.files import check_not_in_progress, check_output_path, draft_of, writes_directly
 
 if TYPE_CHECKING:
@@ -157,31 +156,10 @@ def load_tokenizer(model: str) -> Any:
         CheckpointError: there is none, or it cannot be loaded.
         UnsupportedModelError: transformers does not know the architecture.
     """
-    folder = Path(model).expanduser()
-    if not folder.exists() and (folder.is_absolute() or model.startswith((".", "~"))):
-        raise CheckpointError(f"{model}: no such folder")
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{model}: is a file, expected the folder of a checkpoint")
-    if folder.is_dir():
-        from moe_runtime.engine.checkpoint import read_config
+    from moe_runtime.engine.model_files import find_checkpoint
+    from moe_runtime.engine.model_files import load_tokenizer as load
 
-        # transformers looks into it for the tokenizer's class: what is wrong there is not the
-        # tokenizer's fault.
-        read_config(folder)
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else model)
-    except (OSError, ValueError, ImportError) as error:
-        raise CheckpointError(f"{model}: the tokenizer cannot be loaded: {error}") from error
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{model}: the tokenizer cannot be loaded; its files are damaged ({error!r})"
-        ) from error
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        # transformers makes up an empty tokenizer where there are no files.
-        raise CheckpointError(f"{model}: has no tokenizer files, such as tokenizer.json")
-    return tokenizer
+    return load(find_checkpoint(model, weights=False))
 
 
 def _room_for(

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 _TERMINATING = (signal.SIGTERM, signal.SIGHUP)
 
@@ -66,24 +67,28 @@ def stop_on_signals(message: str) -> Iterator[StopRequest]:
 def terminable() -> Iterator[StopRequest]:
     """Within the block SIGTERM and SIGHUP end the work as Ctrl-C does: outputs are finished.
 
-    Once one came, more of them change nothing: what ends already shall not be cut off. A signal
-    that is ignored, or that somebody handles, is left alone.
+    Once one came, more of them change nothing: what ends already shall not be cut off. Ctrl-C is
+    noted and raises ``KeyboardInterrupt`` every time. A signal that is ignored, or that somebody
+    handles, is left alone.
     """
     request = StopRequest()
-    watched: list[signal.Signals] = []
+    before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        watched = [n for n in _TERMINATING if signal.getsignal(n) == signal.SIG_DFL]
+        found = {number: signal.getsignal(number) for number in (signal.SIGINT, *_TERMINATING)}
+        defaults = (signal.SIG_DFL, signal.default_int_handler)
+        before = {number: old for number, old in found.items() if old in defaults}
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         request.signal_number = number
-        for one in watched:
-            signal.signal(one, signal.SIG_IGN)
+        if number != signal.SIGINT:
+            for one in before.keys() & _TERMINATING:
+                signal.signal(one, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    for number in watched:
+    for number in before:
         signal.signal(number, interrupt)
     try:
         yield request
     finally:
-        for number in watched:
-            signal.signal(number, signal.SIG_DFL)
+        for number, old in before.items():
+            signal.signal(number, old)

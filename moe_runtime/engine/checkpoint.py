@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from moe_runtime.errors import CheckpointError, UnsupportedModelError
+from moe_runtime.engine.model_files import find_checkpoint, read_config
+from moe_runtime.engine.settings_check import check_layers
+from moe_runtime.errors import UnsupportedModelError, blamed_on
 from moe_runtime.models.families import give_experts_interface
 from moe_runtime.store.safetensors_index import TensorEntry, read_checkpoint_index
 
@@ -64,10 +66,11 @@ def open_checkpoint(path_or_id: str | Path, dtype: str | torch.dtype) -> Checkpo
         UnsupportedModelError: the weights are quantised, or the architecture is unknown.
         ValueError: the dtype is not one to compute in.
     """
-    folder = _find(path_or_id)
+    folder = find_checkpoint(path_or_id)
     config = read_config(folder)
     _refuse_quantized(config)
     entries = read_checkpoint_index(folder)
+    check_layers(config, entries, folder / "config.json")
     return Checkpoint(folder, config, entries, _compute_dtype(dtype, config, entries))
 
 
@@ -79,66 +82,14 @@ def build_on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
         CheckpointError: the configuration contradicts itself.
     """
     model_class = _model_class(checkpoint.config)
-    contexts = model_class.get_init_context(checkpoint.dtype, False, False, None)
-    try:
-        with ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context)
+    file = checkpoint.folder / "config.json"
+    with ExitStack() as stack:
+        for context in model_class.get_init_context(checkpoint.dtype, False, False, None):
+            stack.enter_context(context)
+        with blamed_on(f"{file} does not describe a {model_class.__name__}"):
             model = model_class(checkpoint.config)
-            give_experts_interface(model)
-            return model
-    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
-        raise CheckpointError(
-            f"{checkpoint.folder / 'config.json'} does not describe a "
-            f"{model_class.__name__}: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _find(path_or_id: str | Path) -> Path:
-    folder = Path(path_or_id).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise CheckpointError(f"{folder} is a file; expected the folder of a checkpoint")
-    name = str(path_or_id)
-    if isinstance(path_or_id, Path) or name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise CheckpointError(f"{folder} is not a directory")
-    return _download(name)
-
-
-def _download(repository: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    wanted = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.txt", "*.jinja"]
-    try:
-        return Path(snapshot_download(repository, allow_patterns=wanted))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(
-            f"{repository} is neither a directory nor a repository to download: {reason}"
-        ) from None
-
-
-def read_config(folder: Path) -> PreTrainedConfig:
-    """Reads a checkpoint's configuration.
-
-    Raises:
-        CheckpointError: the folder has none, or it is damaged.
-        UnsupportedModelError: transformers does not know the architecture.
-    """
-    from transformers import AutoConfig
-
-    file = folder / "config.json"
-    if not file.is_file():
-        raise CheckpointError(f"{folder} has no config.json; expected a Hugging Face checkpoint")
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if "model_type" in reason or "model type" in reason or "custom code" in reason:
-            raise UnsupportedModelError(f"{file}: unknown architecture: {reason}") from None
-        raise CheckpointError(f"{file} cannot be read: {reason}") from None
+        give_experts_interface(model)
+        return model
 
 
 def _refuse_quantized(config: PreTrainedConfig) -> None:
@@ -186,11 +137,11 @@ def _stored_dtype(config: PreTrainedConfig, entries: dict[str, TensorEntry]) -> 
 
 def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     import transformers
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, PreTrainedModel
 
     for name in config.architectures or ():
         model_class = getattr(transformers, name, None)
-        if model_class is not None:
+        if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
             return model_class
     mapping = AutoModelForCausalLM._model_mapping
     if type(config) in mapping:

@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 from transformers.generation.streamers import TextStreamer
 
+from moe_runtime.errors import CheckpointError, blamed_on
+
 FinishReason = Literal["stop", "length", "interrupted"]
 
 
@@ -82,6 +84,7 @@ def generate_text(
     Raises:
         ValueError: an option is out of range, the prompt has no tokens, or prompt and new tokens
             exceed the positions that the model knows.
+        CheckpointError: the tokenizer, its template or the settings of generation cannot be used.
         GenerationInterrupted: Ctrl-C; carries what was generated so far.
     """
     check_options(max_new_tokens, temperature, top_p, seed)
@@ -89,6 +92,7 @@ def generate_text(
     inputs = encode_prompt(tokenizer, prompt, chat=chat)
     num_prompt_tokens = inputs["input_ids"].shape[1]
     check_length(model.config, num_prompt_tokens, max_new_tokens)
+    check_vocabulary(model.config, inputs["input_ids"])
     stream = _TimedStreamer(tokenizer, on_text)
 
     options: dict[str, Any] = {"do_sample": False}
@@ -96,7 +100,7 @@ def generate_text(
         # top_k = 0 switches off the filter that transformers would otherwise add.
         options = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     try:
-        with _seeded(seed):
+        with _seeded(seed), _before_first_pass(model):
             model.generate(
                 **{name: tensor.to(model.device) for name, tensor in inputs.items()},
                 max_new_tokens=max_new_tokens,
@@ -132,19 +136,24 @@ def encode_prompt(tokenizer: Any, prompt: str, *, chat: bool = False) -> dict[st
     """Turns a prompt into ``input_ids`` and ``attention_mask``, both ``[1, T]`` int64.
 
     Raises:
-        ValueError: the prompt has no tokens, or ``chat`` is asked of a tokenizer without template.
+        CheckpointError: the tokenizer or its chat template fails.
+        ValueError: the prompt has no tokens or is no text, or ``chat`` is asked of a tokenizer
+            without template.
     """
+    prompt.encode()  # half a surrogate pair is no text
     if chat:
         if getattr(tokenizer, "chat_template", None) is None:
             raise ValueError("this model's tokenizer has no chat template; give a plain prompt")
-        encoded = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
+        with blamed_on("this model's chat template cannot be used; give a plain prompt"):
+            encoded = tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}],
+                add_generation_prompt=True,
+                return_tensors="pt",
+                return_dict=True,
+            )
     else:
-        encoded = tokenizer(prompt, return_tensors="pt")
+        with blamed_on("this model's tokenizer cannot encode the prompt"):
+            encoded = tokenizer(prompt, return_tensors="pt")
     if encoded["input_ids"].shape[1] == 0:
         raise ValueError("the prompt is empty, expected at least one token of text")
     input_ids = encoded["input_ids"].long()
@@ -204,12 +213,46 @@ def check_length(config: Any, num_prompt_tokens: int, max_new_tokens: int) -> No
         )
 
 
+def check_vocabulary(config: Any, input_ids: torch.Tensor) -> None:
+    """Refuses tokens that a model does not know.
+
+    Raises:
+        CheckpointError: an id lies beyond the vocabulary: the tokenizer is another model's.
+    """
+    vocab_size, highest = config.get_text_config().vocab_size, int(input_ids.max())
+    if highest >= vocab_size:
+        raise CheckpointError(
+            f"the tokenizer gives token {highest}, but the model has a vocabulary of {vocab_size}; "
+            "the tokenizer's files are another model's"
+        )
+
+
 def end_token_ids(model: Any) -> list[int]:
     """The tokens with which a model ends a text."""
     end = model.generation_config.eos_token_id
     if end is None:
         return []
     return [end] if isinstance(end, int) else list(end)
+
+
+@contextlib.contextmanager
+def _before_first_pass(model: Any) -> Iterator[None]:
+    """Blames the checkpoint's settings for what is raised before the model computes anything.
+
+    Generation prepares itself from them until then, and nothing of the model's runs.
+    """
+    blame = contextlib.ExitStack()
+    blame.enter_context(blamed_on("the checkpoint's settings of generation cannot be used"))
+
+    def begin(module: Any, inputs: Any) -> None:
+        blame.pop_all()
+
+    hook = model.register_forward_pre_hook(begin)
+    with blame:
+        try:
+            yield
+        finally:
+            hook.remove()
 
 
 @contextlib.contextmanager

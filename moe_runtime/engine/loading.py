@@ -31,6 +31,7 @@ from moe_runtime.engine.memory import (
     resolve_budget,
     settle_libraries,
 )
+from moe_runtime.engine.model_files import read_generation_config
 from moe_runtime.engine.observing import attach_observer
 from moe_runtime.engine.prefetching import attach_prefetcher
 from moe_runtime.engine.runtime import LoadedFacts, RuntimeHandle
@@ -387,7 +388,6 @@ def signature_of(checkpoint: Checkpoint, experts: ExpertMap) -> ModelSignature:
 
 
 def _load_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    from transformers import GenerationConfig
-
-    if model.can_generate() and (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    settings = read_generation_config(folder) if model.can_generate() else None
+    if settings is not None:
+        model.generation_config = settings

@@ -17,6 +17,7 @@ from moe_runtime.errors import CheckpointError
 from moe_runtime.files import named_failure, write_text
 from moe_runtime.planning.remap import Move, Rename, keep_in_place, moves_between
 from moe_runtime.policies.placement import Devices, Placement
+from moe_runtime.reading import read_bounded
 from moe_runtime.types import ModelSignature
 
 MAP_FORMAT = "moe-runtime-placement"
@@ -155,12 +156,9 @@ def load_placement_map(path: str | os.PathLike[str]) -> PlacementMap:
     """
     target = Path(path)
     try:
-        with target.open("rb") as file:
-            raw = file.read(_MAX_BYTES + 1)
+        raw = read_bounded(target, max_bytes=_MAX_BYTES)
     except OSError as error:
         raise CheckpointError(f"{target}: cannot be read: {error.strerror}") from error
-    if len(raw) > _MAX_BYTES:
-        raise CheckpointError(f"{target}: larger than {_MAX_BYTES >> 20} MiB, not a placement map")
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError) as error:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import tomllib
-from pathlib import Path
 from typing import Any
 
 from moe_runtime.config import nearest
 from moe_runtime.files import write_text
 from moe_runtime.planning.cluster import Cluster, Link
+from moe_runtime.reading import read_toml
 
 ASSUMED = Cluster(
     num_ranks=1,
@@ -38,11 +37,7 @@ def read_machine(path: str | os.PathLike[str]) -> Cluster:
             that are no rates.
         OSError: the file cannot be read.
     """
-    with Path(path).open("rb") as file:
-        try:
-            value = tomllib.load(file)
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}: not a TOML file: {error}") from None
+    value = read_toml(path)
     _check_numbers(value, _RATES | set(_LINKS), "machine", path)
     missing = {"ranks_per_node", "flops_per_s", *_LINKS} - set(value)
     if missing:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_runtime.errors import CheckpointError
+from moe_runtime.reading import read_bounded
 from moe_runtime.reporting.charts import BYTE_COLOURS, stacked_bars
 
 if TYPE_CHECKING:
@@ -70,11 +71,11 @@ def read_run_stats(path: Path) -> RunStats:
         CheckpointError: the file is missing, too large, not JSON, or not such an object.
     """
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise CheckpointError(f"{path}: is too large for the statistics of a run")
-        value = json.loads(path.read_bytes())
+        raw = read_bounded(path, max_bytes=_MAX_BYTES)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        value = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: neither a trace (.npz, .jsonl) nor the JSON of `run --json`: {error}"

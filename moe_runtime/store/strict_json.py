@@ -19,8 +19,12 @@ _CLIPPED = reprlib.Repr()
 _CLIPPED.maxstring = 200
 
 
-def parse_object(raw: bytes) -> dict[str, Any]:
+def parse_object(raw: bytes, *, has_infinity: bool = False) -> dict[str, Any]:
     """Parses a JSON object as strictly as the safetensors package parses a header, and more so.
+
+    Args:
+        raw: the bytes.
+        has_infinity: ``Infinity`` passes, which Python writes and JSON does not have.
 
     Raises:
         ValueError: the bytes are not UTF-8; not JSON (``NaN`` and half surrogate pairs are not);
@@ -37,7 +41,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
             object_pairs_hook=_unique_keys,
             parse_int=_parse_integer,
             parse_float=_parse_real,
-            parse_constant=_parse_constant,
+            parse_constant=_parse_infinity if has_infinity else _parse_constant,
         )
         if _SURROGATE_ESCAPE.search(text):
             # Half a surrogate pair is no text: encoding it fails, while a whole pair passes.
@@ -103,6 +107,10 @@ def _parse_real(text: str) -> float:
     if abs(value) > 1e308:
         raise ValueError(f"the number {clipped(text)}, beyond double precision")
     return value
+
+
+def _parse_infinity(text: str) -> float:
+    return _parse_constant(text) if text == "NaN" else float(text)
 
 
 def _parse_constant(text: str) -> NoReturn:

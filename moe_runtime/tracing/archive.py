@@ -5,6 +5,7 @@ announced type must be the expected one, and the announced shape must account fo
 member, before anything is allocated; nothing is ever unpickled.
 """
 
+import contextlib
 import math
 import os
 import struct
@@ -18,6 +19,7 @@ import numpy as np
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError
+from moe_runtime.reading import open_regular
 
 _MAX_NPY_HEADER_BYTES = 4096
 _DAMAGE = (
@@ -57,19 +59,22 @@ class Archive:
         content: BinaryIO | None = None,
     ) -> None:
         self.path = Path(path)
-        try:
-            self._zip = zipfile.ZipFile(content or self.path)
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from error
-        except _DAMAGE as error:
-            raise CheckpointError(f"{self.path}: not an .npz file: {error}") from error
-        total_bytes = sum(member.file_size for member in self._zip.infolist())
-        if total_bytes > max_bytes:
-            self._zip.close()
-            raise CheckpointError(
-                f"{self.path}: holds {format_bytes(total_bytes)} when unpacked, expected at most "
-                f"{format_bytes(max_bytes)}"
-            )
+        with contextlib.ExitStack() as opened:
+            try:
+                if content is None:
+                    content = opened.enter_context(open_regular(self.path))
+                self._zip = opened.enter_context(zipfile.ZipFile(content))
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from error
+            except _DAMAGE as error:
+                raise CheckpointError(f"{self.path}: not an .npz file: {error}") from error
+            total_bytes = sum(member.file_size for member in self._zip.infolist())
+            if total_bytes > max_bytes:
+                raise CheckpointError(
+                    f"{self.path}: holds {format_bytes(total_bytes)} when unpacked, expected at "
+                    f"most {format_bytes(max_bytes)}"
+                )
+            self._opened = opened.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -80,7 +85,7 @@ class Archive:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._zip.close()
+        self._opened.close()
 
     def __contains__(self, name: str) -> bool:
         return f"{name}.npy" in self._zip.namelist()

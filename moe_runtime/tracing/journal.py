@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moe_runtime.files import OutputFile, named_failure
+from moe_runtime.reading import open_regular
 
 _MAGIC = b"MOETRACE"
 _FRAME = struct.Struct("<QI")
@@ -51,7 +52,7 @@ class JournalWriter:
 def is_journal(path: str | os.PathLike[str]) -> bool:
     """Whether a file begins as a journal does; False also for what cannot be read."""
     try:
-        with Path(path).open("rb") as file:
+        with open_regular(path) as file:
             return file.read(len(_MAGIC)) == _MAGIC
     except OSError:
         return False

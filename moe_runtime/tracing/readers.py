@@ -6,7 +6,6 @@ fit together is one ``CheckpointError`` with one line.
 
 import json
 import os
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError
+from moe_runtime.reading import open_regular
 from moe_runtime.tracing.archive import Archive
 from moe_runtime.tracing.format import (
     TRACE_VERSION,
@@ -52,10 +52,10 @@ def read_any_trace(path: str | os.PathLike[str], *, num_experts: int | None = No
     if is_journal(path):
         return read_trace(path)
     try:
-        with zipfile.ZipFile(path) as archive:
-            is_plain = "ids.npy" in archive.namelist() and "header.npy" not in archive.namelist()
-    except (OSError, zipfile.BadZipFile, ValueError):
-        return read_trace(path)  # which says what is wrong
+        with Archive(path, max_bytes=_MAX_BYTES) as archive:
+            is_plain = "ids" in archive and "header" not in archive
+    except CheckpointError:
+        return read_trace(path)  # which also says what an interrupted recording left
     return read_plain_ids(path, num_experts=num_experts) if is_plain else read_trace(path)
 
 
@@ -203,7 +203,7 @@ def _optional(archive: Archive, name: str, dtypes: tuple[np.dtype[Any], ...]) ->
 
 def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             number = 0
             while line := file.readline(_MAX_LINE_BYTES + 1):
                 number += 1

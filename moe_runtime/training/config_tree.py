@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moe_runtime.config import nearest
+from moe_runtime.reading import read_toml
 
 _Config = TypeVar("_Config")
 
@@ -27,10 +28,7 @@ def read_tree(cls: type[_Config], path: Path, *, settings: tuple[str, ...] = ())
             has a value of the wrong type or out of range.
         OSError: the file cannot be read.
     """
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not a TOML file: {error}") from None
+    tree = read_toml(path)
     for setting in settings:
         _override(tree, setting)
     try:

@@ -6,10 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_runtime.reading import read_bounded
 from moe_runtime.training.config import DataConfig, SourceConfig
 
 # Fewer documents than this cannot be divided by their names: the share would be none or far off.
 _MIN_DOCUMENTS_TO_DIVIDE = 20
+# Texts are held in memory whole.
+_MAX_FILE_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ def _documents(
     """Name and text of every document that is not blank."""
     for path in paths:
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_bounded(path, max_bytes=_MAX_FILE_BYTES).decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"{path}: not UTF-8 text (byte {error.start}: {error.reason}); convert the file or "

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from moe_runtime.errors import blamed_on
 from moe_runtime.files import make_folders, write_atomically
 from moe_runtime.folders import replace_folder
 from moe_runtime.models.lm.tokenizer import train_tokenizer
@@ -75,10 +76,8 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
 
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(f"{folder}: has no tokenizer.json, so it is not a tokenizer's folder")
-    try:
+    with blamed_on(f"{folder}: the tokenizer cannot be loaded; its files are damaged", ValueError):
         tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"{folder}: the tokenizer has no end-of-text token (eos_token), which divides documents"
@@ -126,7 +125,9 @@ def encode(documents: Iterable[str], tokenizer: "PreTrainedTokenizerBase") -> Id
     for start in range(0, len(remaining), _BATCH):
         batch = remaining[start : start + _BATCH]
         # verbose: a document longer than the context is no reason for a warning, it gets cut.
-        for ids in encoder(batch, add_special_tokens=False, verbose=False)["input_ids"]:
+        with blamed_on("the tokenizer cannot encode the text", ValueError):
+            encoded = encoder(batch, add_special_tokens=False, verbose=False)["input_ids"]
+        for ids in encoded:
             pieces.append(np.array([*ids, end], dtype=dtype))
     return np.concatenate(pieces) if pieces else np.zeros(0, dtype=dtype)
 

@@ -110,7 +110,7 @@ def test_the_prompt_can_come_from_a_file_or_standard_input(
 ) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT)
-    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode())))
     for source in (str(file), "-"):
         assert run(checkpoint, "-n", "6", "--prompt-file", source, prompt=None) == 0
         assert capsys.readouterr().out == reference_text(checkpoint, 6) + "\n"
@@ -218,7 +218,7 @@ def test_a_wrong_folder_gets_one_line(
     shutil.copytree(checkpoint, tmp_path / "strange")
     (tmp_path / "strange" / "config.json").write_text('{"model_type": "nobodys"}')
     cases = {
-        tmp_path / "missing": "no such folder",
+        tmp_path / "missing": "is not a directory",
         tmp_path / "file": "is a file",
         tmp_path: "no config.json",
         tmp_path / "damaged": "config.json cannot be read: ",

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from text_checkpoint import tiny_text_model
+from text_checkpoint import tiny_text_model, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import moe_runtime
+from moe_runtime.engine import loading
+from moe_runtime.engine.generation import generate_text
+from moe_runtime.engine.inspection import inspect_checkpoint
 from moe_runtime.errors import CapacityError, CheckpointError, UnsupportedModelError
 from moe_runtime.store import source as source_module
 
@@ -149,9 +152,136 @@ def test_a_config_of_another_model(checkpoint):
     refused(checkpoint)
 
 
-def test_a_config_that_contradicts_itself(checkpoint):
-    change_config(checkpoint, num_attention_heads=0)
+def test_a_config_that_describes_no_model(checkpoint):
+    change_config(checkpoint, hidden_act="telepathy")
     assert "does not describe" in refused(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_experts_per_tok", 9),
+        ("num_experts_per_tok", -1),
+        ("num_experts_per_tok", 0),
+        ("num_experts_per_tok", "2"),
+        ("num_experts_per_tok", True),
+        ("num_experts", -8),
+        ("hidden_size", 0),
+        ("hidden_size", -64),
+        ("hidden_size", [64]),
+        ("hidden_size", 64.5),
+        ("num_hidden_layers", 0),
+        ("num_hidden_layers", 10**30),
+        ("num_attention_heads", {}),
+        ("num_key_value_heads", 0),
+        ("vocab_size", -1),
+        ("architectures", 7),
+        ("architectures", [None]),
+        ("rope_parameters", "lots"),
+        ("hidden_act", ["silu"]),
+        ("text_config", {"hidden_size": -1}),
+    ],
+)
+def test_odd_values_in_the_config(checkpoint, name, value):
+    change_config(checkpoint, **{name: value})
+    message = refused(checkpoint)
+    assert "config.json" in message or "expected" in message
+    assert name in message or name in ("hidden_size", "hidden_act", "text_config")
+    with pytest.raises(CheckpointError):
+        inspect_checkpoint(checkpoint)
+
+
+def test_more_layers_than_there_are_tensors_for_are_refused_before_they_are_built(
+    checkpoint, monkeypatch
+):
+    def build(checkpoint):
+        raise AssertionError("a model was built")
+
+    change_config(checkpoint, num_hidden_layers=9000)
+    monkeypatch.setattr(loading, "build_on_meta", build)
+    assert "expected num_hidden_layers to be at most 8" in refused(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"", "Expecting value"),
+        (b"[]", "[]"),
+        (b"\xef\xbb\xbf{}", "BOM"),
+        (b'{"model_type": "olmoe\xff"}', "invalid start byte"),
+        (b'{"a": NaN}', "NaN"),
+        (b'{"model_type": "olmoe", "model_type": "x"}', "twice"),
+        (b'{"a": ' + b'{"a": ' * 40_000, "bracket"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "5000 characters"),
+    ],
+)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_files_of_settings_that_are_no_sound_json(checkpoint, name, content, found):
+    (checkpoint / name).write_bytes(content)
+    message = refused(checkpoint, (CheckpointError, UnsupportedModelError))
+    assert name in message
+    if name == "config.json":
+        assert found in message
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors"])
+@pytest.mark.parametrize("target", ["/dev/zero", "itself", "folder"])
+def test_what_is_no_file_in_a_files_place(checkpoint, name, target):
+    (checkpoint / name).unlink(missing_ok=True)
+    if target == "folder":
+        (checkpoint / name).mkdir()
+    else:
+        (checkpoint / name).symlink_to(name if target == "itself" else target)
+    assert name in refused(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("eos_token_id", "</s>"),
+        ("eos_token_id", []),
+        ("eos_token_id", 2**63),
+        ("max_length", {}),
+        ("temperature", "hot"),
+        ("temperature", float("inf")),
+        ("do_sample", 1),
+        ("num_beams", -1),
+        ("cache_implementation", "none of them"),
+    ],
+)
+def test_odd_settings_of_generation(checkpoint, name, value):
+    (checkpoint / "generation_config.json").write_text(json.dumps({name: value}))
+    message = refused(checkpoint)
+    assert "generation_config.json" in message
+    assert name in message
+
+
+def test_settings_that_generation_cannot_begin_with_are_the_checkpoints_fault(checkpoint):
+    (checkpoint / "generation_config.json").write_text(json.dumps({"bad_words_ids": "words"}))
+    model = load(checkpoint)
+    with (
+        model.moe,
+        pytest.raises(CheckpointError, match="settings of generation cannot be used"),
+    ):
+        generate_text(model, tiny_tokenizer(), "a", max_new_tokens=2)
+
+
+def test_what_a_model_raises_is_not_blamed_on_the_checkpoint(checkpoint):
+    def fail(module, inputs):
+        raise TypeError("a fault of ours")
+
+    model = load(checkpoint)
+    model.get_submodule("model.layers.0").register_forward_pre_hook(fail)
+    with model.moe, pytest.raises(TypeError, match="a fault of ours"):
+        generate_text(model, tiny_tokenizer(), "a", max_new_tokens=2)
+
+
+def test_a_tokenizer_of_another_model(checkpoint):
+    model = load(checkpoint)
+    tokenizer = tiny_tokenizer()
+    assert len(tokenizer) > VOCAB
+    with model.moe, pytest.raises(CheckpointError, match=f"vocabulary of {VOCAB}"):
+        generate_text(model, tokenizer, "naïve façades 日本語 argument", max_new_tokens=2)
 
 
 @pytest.mark.parametrize(

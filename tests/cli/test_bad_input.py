@@ -1,0 +1,256 @@
+"""Whatever is wrong with its input, a command ends with one line and exit code 2."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from moe_runtime.cli.main import describe, main
+
+SCRIPT = Path(__file__).resolve().parents[1] / "bad_input.py"
+PROGRAM = [sys.executable, "-P", "-m", "moe_runtime.cli.program"]
+
+
+def run_script(*words: str) -> str:
+    """What the script printed, after checking that no case failed."""
+    done = subprocess.run(
+        [sys.executable, "-P", str(SCRIPT), *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_bad_input_ends_in_one_line_or_in_success() -> None:
+    assert "0 of 60 cases failed" in run_script("--seed", "1", "--cases", "60", "--no-processes")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_a_thousand_bad_inputs_end_in_one_line_or_in_success(seed: str) -> None:
+    assert "0 of 1000 cases failed" in run_script("--seed", seed, "--cases", "1000")
+
+
+def refused(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line with which a command refuses."""
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("moe-runtime: error: ")
+    assert err.count("\n") == 1
+    assert err.rstrip("\n").isprintable()
+    return err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("replay", "FILE"),
+        ("replay", "FILE", "--num-experts", "8"),
+        ("report", "FILE", "-o", "page.html"),
+        ("place", "FILE", "--gpus", "2"),
+        ("predictor", "evaluate", "FILE"),
+        ("train", "FILE"),
+        ("simulate", "--machine", "FILE"),
+        ("run", "MODEL", "-p", "The", "--config", "FILE"),
+    ],
+)
+def test_files_without_an_end_are_refused_unread(
+    words: Sequence[str],
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    endless = {name: Path(name) for name in ("zero.npz", "zero.json", "zero.jsonl", "zero.toml")}
+    for path in endless.values():
+        path.symlink_to("/dev/zero")
+    os.mkfifo("pipe.npz")
+    for name in (*endless, "pipe.npz"):
+        given = {"FILE": name, "MODEL": str(checkpoint)}
+        line = refused([given.get(word, word) for word in words], capsys)
+        assert "a pipe, socket or device, expected a regular file" in line
+    assert sorted(os.listdir()) == sorted([*endless, "pipe.npz"])
+
+
+def test_a_prompt_without_an_end_is_refused(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused(["run", str(checkpoint), "--prompt-file", "/dev/zero"], capsys)
+    assert "/dev/zero: larger than 64 MiB" in line
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["run", "-p", "The"]])
+def test_a_mistyped_folder_is_refused_with_the_nearest_one(
+    command: list[str],
+    checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    import huggingface_hub
+
+    asked = []
+
+    def model_info(self: object, repository: str, *, timeout: float) -> None:
+        asked.append((repository, timeout))
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    (tmp_path / "models" / "pocket").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    line = refused([*command, "models/pockett"], capsys)
+    assert "neither a directory nor a repository to download: " in line
+    assert "no route to host; did you mean models/pocket?" in line
+    assert len(asked) == 1  # not six times, with pauses between
+    assert asked[0][1] <= 10
+    assert "did you mean" in refused([*command, str(tmp_path / "models" / "pockett")], capsys)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('System role\nnot supported') }}", "System role not supported"),
+        ("{% if %}", "TemplateSyntaxError"),
+        ("{{ messages[7].content }}", "UndefinedError"),
+    ],
+)
+def test_a_chat_template_that_raises_is_the_checkpoints_fault(
+    template: str,
+    reason: str,
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    file = tmp_path / "tokenizer_config.json"
+    settings = json.loads(file.read_text()) | {"chat_template": template}
+    file.unlink()
+    file.write_text(json.dumps(settings))
+    line = refused(["run", str(tmp_path), "-p", "The", "--chat", "-n", "1"], capsys)
+    assert "this model's chat template cannot be used" in line
+    assert reason in line
+
+
+def shell(command: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command of the shell in which ``"$@"`` is the program."""
+    return subprocess.run(
+        ["sh", "-c", command, "sh", *PROGRAM, *words], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "line"),
+    [
+        ('"$@" >&-', 2, "moe-runtime: error: stdout is closed, so there is no place for results"),
+        ('"$@" 2>&-', 0, ""),
+        ('"$@" <&-', 0, ""),
+        ('"$@" >&- 2>&- <&-', 2, ""),
+        (
+            '"$@" >/dev/full',
+            2,
+            "moe-runtime: error: stdout or stderr cannot be written: No space left",
+        ),
+        ('{ "$@"; echo $? >&2; } | true', 0, "2"),
+    ],
+)
+def test_streams_that_are_closed_or_full(command: str, code: int, line: str) -> None:
+    done = shell(command, "predictor", "list")
+    assert done.returncode == code
+    assert done.stderr.startswith(line)
+    assert done.stderr.count("\n") == bool(line)
+
+
+def test_a_full_stderr_does_not_hide_the_exit_code(tmp_path: Path) -> None:
+    done = shell('"$@" 2>/dev/full', "replay", str(tmp_path / "none.npz"))
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+def test_an_interrupted_import_is_quiet(tmp_path: Path) -> None:
+    """Whichever module it comes in; ours, or one that has parts in C."""
+    starter = tmp_path / "starter.py"
+    starter.write_text(
+        "import os, signal, sys\n"
+        "where = sys.argv.pop(1)\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == where:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from moe_runtime.cli.program import program\n"
+        "sys.exit(program())\n"
+    )
+    for module in ("typer", "moe_runtime.cli.main", "numpy", "numpy.linalg"):
+        done = subprocess.run(
+            [sys.executable, "-P", str(starter), module, "replay", "none.npz"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", ""), module
+
+
+def test_an_error_that_a_library_makes_of_ctrl_c_is_not_reported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def reading(path: Path, **options: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("initialization failed") from None
+
+    monkeypatch.setattr("moe_runtime.tracing.readers.read_any_trace", reading)
+    assert main(["replay", str(tmp_path / "none.npz")]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+        RuntimeError("can't start new thread"),
+        MemoryError(),
+        OSError(12, "Cannot allocate memory"),
+    ],
+)
+def test_a_lack_of_memory_is_no_bug_of_ours(error: Exception) -> None:
+    code, line = describe(error)
+    assert code == 2
+    assert "memory could not be allocated" in line
+
+
+@pytest.mark.parametrize("kib", [150_000, 1_000_000])
+def test_too_little_address_space_is_refused_before_libraries_hang(
+    kib: int, checkpoint: Path
+) -> None:
+    done = shell(f'ulimit -v {kib}; exec "$@"', "run", str(checkpoint), "-p", "The", "-n", "1")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("moe-runtime: error: address space is limited to ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_message_is_one_printable_line_of_bounded_length() -> None:
+    code, line = describe(ValueError("a\nb\x1b[31m" + "x" * 100_000 + "the end"))
+    assert code == 2
+    assert line.startswith("a b\\x1b[31mxxx")
+    assert line.endswith("the end")
+    assert len(line) < 1100
+
+
+@pytest.mark.parametrize("option", ["--predictor", "--placement"])
+def test_files_of_run_without_an_end_are_refused_unread(
+    option: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "zero.npz").symlink_to("/dev/zero")
+    line = refused(
+        ["run", str(checkpoint), "-p", "The", "-n", "1", option, str(tmp_path / "zero.npz")], capsys
+    )
+    assert "a pipe, socket or device, expected a regular file" in line

@@ -1,0 +1,150 @@
+"""Cases about the words of the command line, and about the streams of a process."""
+
+import shutil
+import signal
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from bad_input_runner import Case, Maker
+from bad_input_values import WORDS
+from typer.main import get_command
+
+from moe_runtime.cli.main import build_app
+
+_SOUND = {
+    "run": ("model", "-p", "The", "-n", "2", "--host-memory", "1GiB"),
+    "inspect": ("model",),
+    "doctor": (".", "--read-size", "4KiB"),
+    "replay": ("trace.npz", "--policy", "lru"),
+    "report": ("trace.npz", "--max-accesses", "100"),
+    "place": ("trace.npz", "--gpus", "2"),
+    "simulate": ("--ranks", "8"),
+    "train": ("train.toml", "--dry-run"),
+    "finetune": ("model", "text.txt", "--dry-run", "--context", "16", "--sequences", "1"),
+    "predictor fit": ("trace.npz", "-o", "new.npz"),
+    "predictor evaluate": ("trace.npz",),
+    "predictor list": (),
+    "bench kernels": (),
+}
+"""Words with which each command works."""
+
+_OUTPUT_OPTIONS = {"--output", "--trace", "--timeline", "--png", "--plot", "--table"}
+_OUTPUTS = ("report.html", "new.npz", "new.json")
+_RUN_FOLDERS = ("trained", "tuned", "finetuned")
+# Doctor measures the disk with a file of half a gigabyte, and for seconds.
+_RARE = {"doctor": 0.02, "bench kernels": 0.3}
+
+
+def options_of(command: str) -> list[tuple[str, bool]]:
+    """The long options of a command and whether they take a value."""
+    node: Any = get_command(build_app())
+    for name in command.split():
+        node = node.commands[name]
+    return [
+        (name, not getattr(param, "is_flag", False))
+        for param in node.params
+        for name in param.opts
+        if name.startswith("--") and name != "--help"
+    ]
+
+
+def commands() -> dict[str, list[tuple[str, bool]]]:
+    """Every command of the program with its options; a new command needs a row in `_SOUND`."""
+    root: Any = get_command(build_app())
+    found = []
+    for name, node in root.commands.items():
+        found += [f"{name} {inner}" for inner in getattr(node, "commands", {})] or [name]
+    assert set(found) == set(_SOUND), "bad_input_words._SOUND lacks a command"
+    return {name: options_of(name) for name in found}
+
+
+def _fill(place: Path, good: Path) -> None:
+    for path in good.iterdir():
+        if path.is_file():
+            shutil.copy(path, place / path.name)
+    shutil.copytree(good / "model", place / "model")
+
+
+def option(rng: Random, place: Path, good: Path) -> Case:
+    """One or two options of any command with odd values."""
+    table = commands()
+    names = sorted(table)
+    command = rng.choices(names, [_RARE.get(name, 1.0) for name in names])[0]
+    _fill(place, good)
+    words, outputs = [*command.split(), *_SOUND[command]], list(_OUTPUTS)
+    options = [(n, v) for n, v in table[command] if n != "--debug"]
+    for name, takes_value in rng.sample(options, min(len(options), rng.choice((1, 1, 2)))):
+        if name in words:
+            at = words.index(name)
+            del words[at : at + (2 if takes_value else 1)]
+        value = rng.choice(WORDS)
+        words += [name, value] if takes_value else [name]
+        if name in _OUTPUT_OPTIONS:
+            outputs.append(value)
+    return Case(words, outputs=outputs, keeps=[*_RUN_FOLDERS, *outputs])
+
+
+def argument(rng: Random, place: Path, good: Path) -> Case:
+    """Odd words where a model or a file belongs, and words too many or too few."""
+    _fill(place, good)
+    command = rng.choice(sorted(set(_SOUND) - {"doctor", "bench kernels", "simulate"}))
+    words = [*command.split(), *_SOUND[command]]
+    at = len(command.split())
+    way = rng.randrange(4)
+    if way == 0 or len(words) == at:
+        words.insert(at, rng.choice(WORDS))
+    elif way == 1:
+        del words[rng.randrange(at, len(words))]
+    else:
+        words[rng.randrange(at, len(words))] = rng.choice(WORDS)
+    return Case(words, outputs=[*_OUTPUTS, *WORDS], keeps=_RUN_FOLDERS)
+
+
+_CHEAP = (
+    ("replay", "trace.npz", "--policy", "lru"),
+    ("predictor", "list"),
+    ("simulate", "--ranks", "8", "--json"),
+    ("run", "model", "-p", "The", "-n", "2", "--host-memory", "1GiB"),
+    ("replay", "no.npz"),
+    ("--version",),
+    ("run", "--help"),
+)
+_STREAMS = (
+    *('"$@" >&-', '"$@" 2>&-', '"$@" <&-', '"$@" >&- 2>&-', '"$@" <&- >&- 2>&-'),
+    *('"$@" >/dev/full', '"$@" 2>/dev/full', '"$@" >/dev/full 2>/dev/full', '"$@" | true'),
+    *('"$@" 2>&1 >&- | cat >&2', '{ sleep 0.05; "$@"; } | head -c 1'),
+)
+
+
+def streams(rng: Random, place: Path, good: Path) -> Case:
+    """Streams that are closed, full, or read by nobody; real processes."""
+    _fill(place, good)
+    shell = rng.choice(_STREAMS)
+    is_silent = "2>" in shell
+    return Case(rng.choice(_CHEAP), shell=shell, lines=(0, 1) if is_silent else (1,))
+
+
+def ulimit(rng: Random, place: Path, good: Path) -> Case:
+    """`ulimit -v` from the start of the process."""
+    _fill(place, good)
+    kib = rng.choice((100_000, 300_000, 600_000, 1_000_000, 1_500_000, 2_500_000))
+    return Case(_CHEAP[3], shell=f'ulimit -v {kib}; exec "$@"')
+
+
+def early_interrupt(rng: Random, place: Path, good: Path) -> Case:
+    """Ctrl-C while a process imports what it needs."""
+    _fill(place, good)
+    words = rng.choice((_CHEAP[0], _CHEAP[2], _CHEAP[3]))
+    return Case(words, shell='exec "$@"', send=(signal.SIGINT, rng.uniform(0.15, 2.5)))
+
+
+WORD_MAKERS: dict[str, tuple[Maker, int]] = {"option": (option, 24), "argument": (argument, 8)}
+"""As `MAKERS`, for the words of the command line."""
+
+PROCESS_MAKERS: dict[str, tuple[Maker, int]] = {
+    "streams": (streams, 4),
+    "ulimit": (ulimit, 1),
+    "early_interrupt": (early_interrupt, 2),
+}
+"""Kinds that start a process, and so take seconds."""
