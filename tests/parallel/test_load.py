@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parallel_load import outputs, refusal, too_many
+from parallel_load import gradients, outputs, refusal, too_many
 from rank_pool import RankPool
 from text_checkpoint import NUM_EXPERTS, NUM_LAYERS, TOP_K, tiny_text_model
 
@@ -45,6 +45,18 @@ def test_processes_give_the_bits_of_one(size: int, checkpoint: Path, ranks: Rank
     parts = [theirs["stats"] for theirs in together]
     assert sum(map(visits, parts)) == visits(alone["stats"])
     assert all(0 < part.bytes_read < alone["stats"].bytes_read for part in parts)
+
+
+def test_processes_give_the_gradients_of_one(checkpoint: Path, ranks: Ranks) -> None:
+    """To the bit; what only one process would know of is refused."""
+    smallest = inspect_checkpoint(checkpoint, max_tokens=64).smallest_budget_bytes
+    options: dict[str, Any] = {"host_memory": smallest + 400_000}
+    *alone, answer = gradients(str(checkpoint), options)
+    assert not answer
+    for *together, answer in ranks(2).run(gradients, str(checkpoint), options):
+        assert all(map(torch.equal, together, alone))
+        assert "several processes cannot train" in answer
+        assert "\n" not in answer
 
 
 def test_a_placement_map_changes_no_bit(checkpoint: Path, tmp_path: Path, ranks: Ranks) -> None:

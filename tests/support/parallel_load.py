@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import moe_runtime
-from moe_runtime.errors import RankFailureError
+from moe_runtime.errors import RankFailureError, UnsupportedUseError
 
 PROMPT = torch.arange(40).mul(37).remainder(300)[None]
 
@@ -31,6 +31,27 @@ def outputs(path: str, options: dict[str, Any]) -> dict[str, Any]:
         model.moe.check()
         stats = model.moe.stats()
     return {"logits": torch.cat(logits), "tokens": tokens, "stats": stats}
+
+
+def gradients(path: str, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """Of a prompt's loss: that of the embeddings and of a router; and what training a parameter
+    of an experts module is answered."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    model: Any = moe_runtime.load(path, device="cpu", max_tokens=64, group=group, **options)
+    with model.moe:
+        embedded = model.get_input_embeddings()(PROMPT).detach().requires_grad_()
+        router = model.model.layers[0].mlp.gate.weight.requires_grad_()
+        loss = model(inputs_embeds=embedded, labels=PROMPT).loss
+        found = torch.autograd.grad(loss, (embedded, router))
+        experts = model.model.layers[0].mlp.experts
+        experts.register_parameter("scale", torch.nn.Parameter(torch.ones(1)))
+        answer = ""
+        try:
+            model(PROMPT)
+        except UnsupportedUseError as error:
+            answer = str(error)
+        model.moe.check()
+    return *found, answer
 
 
 def refusal(path: str, other_dtype_on: int) -> tuple[str, tuple[int, ...]]:
