@@ -37,7 +37,8 @@ from harness.machine import commit, describe_machine, machine_name, versions
 from torch import Tensor
 
 from moe_runtime.config import format_bytes
-from moe_runtime.engine.memory import peak_resident_bytes, resident_bytes, settle_libraries
+from moe_runtime.engine.libraries import settle_libraries
+from moe_runtime.engine.memory import peak_resident_bytes, resident_bytes
 from moe_runtime.files import write_text
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.export import export_hugging_face

@@ -39,6 +39,13 @@ _ROW_LIMITS = {
     "avx2": {torch.bfloat16: UNLIMITED, torch.float16: UNLIMITED, torch.float32: 32},
     "portable": {torch.bfloat16: 1, torch.float16: 0, torch.float32: 16},
 }
+ROWS_OF_A_PRODUCT = (64, 256, 512)
+"""Rows of the products that torch is asked for in half precision: as many at once as the largest,
+the rest padded to the next. oneDNN makes code for every number of rows that it meets and keeps it:
+0.7 to 2.4 MiB for each, so that a prompt that gave each expert another number took 50 MiB."""
+SMALL_WEIGHT = 2**18
+"""Values of a weight up to which torch multiplies half precision as fp32: that keeps no code, and
+making some takes longer than many such products."""
 # Matrix units multiply bf16 far faster than any vector code once memory does not bound it.
 _BF16_LIMIT_WITH_AMX = 16
 
@@ -155,9 +162,41 @@ def _is_worth_it(library: NativeLibrary, x: Tensor, weight: Tensor, bias: Tensor
 
 
 def _linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type):
+    is_autocast = torch.is_autocast_enabled(x.device.type)
+    if x.dtype != weight.dtype and not is_autocast:
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    as_it_is = is_autocast or torch.compiler.is_compiling() or weight.ndim != 2
+    wants_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if as_it_is or wants_gradient or not keeps_code(x):
         return F.linear(x, weight, bias)
-    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    if weight.numel() <= SMALL_WEIGHT and x.numel() > x.shape[-1]:
+        wide_bias = None if bias is None else bias.float()
+        return F.linear(x.float(), weight.float(), wide_bias).to(x.dtype)
+    return _by_portions(x, weight, bias)
+
+
+def keeps_code(x: Tensor) -> bool:
+    """Whether torch multiplies such values by oneDNN, which keeps code for every shape it meets."""
+    if not x.is_cpu or not torch.backends.mkldnn.enabled:
+        return False
+    if x.dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return x.dtype == torch.float16 and torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+def _by_portions(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product in portions of few sizes, whatever the number of rows; one row is its own."""
+    x_RK = x.reshape(-1, x.shape[-1])
+    num_rows = len(x_RK)
+    if num_rows <= 1:
+        return F.linear(x, weight, bias)
+    out = x.new_empty((num_rows, len(weight)))
+    for first in range(0, num_rows, ROWS_OF_A_PRODUCT[-1]):
+        rows = x_RK[first : first + ROWS_OF_A_PRODUCT[-1]]
+        size = next(size for size in ROWS_OF_A_PRODUCT if size >= len(rows))
+        padded = F.pad(rows, (0, 0, 0, size - len(rows))) if size > len(rows) else rows
+        out[first : first + len(rows)] = F.linear(padded, weight, bias)[: len(rows)]
+    return out.view(*x.shape[:-1], len(weight))
 
 
 def _linear_native(

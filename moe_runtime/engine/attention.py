@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 ATTENTION = "moe_runtime"
 """Name under which the attention function is registered with transformers."""
 
+SHORT_CONTEXT = 1024
+"""Tokens up to which attention over half precision is computed in fp32 where it would keep code."""
+
 _CHANGING_OPTIONS = frozenset(
     ("dropout", "output_attentions", "softcap", "position_bias", "s_aux", "cache")
 )
@@ -74,7 +77,25 @@ def attend(
             return mixed.unsqueeze(1), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if not _keeps_code(query, key):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    mask = attention_mask
+    if mask is not None and mask.is_floating_point():
+        mask = mask.float()
+    wide = query.float(), key.float(), value.float()
+    mixed, weights = sdpa_attention_forward(module, *wide, mask, **options)
+    return mixed.to(query.dtype), weights
+
+
+def _keeps_code(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether torch would make and keep code for this very length, for little work.
+
+    With matrix units its products in half precision do, half a mebibyte for each length: more than
+    a short prompt's own memory, and a server would gather it for every length that it meets.
+    """
+    is_half = query.is_cpu and query.dtype in (torch.bfloat16, torch.float16)
+    has_units = is_half and torch.cpu._is_amx_tile_supported()
+    return has_units and query.shape[-2] > 1 and key.shape[-2] <= SHORT_CONTEXT
 
 
 def _is_single_query(

@@ -129,7 +129,11 @@ def inspect_checkpoint(
         bytes_per_expert=max(layout.tensor_bytes for layout in layouts),
         slot_bytes=experts.slot_bytes,
         reserve_bytes=reserve_for(
-            checkpoint.config, checkpoint.dtype, max_tokens=max_tokens, dense_bytes=dense_bytes
+            checkpoint.config,
+            checkpoint.dtype,
+            max_tokens=max_tokens,
+            dense_bytes=dense_bytes,
+            signature=signature_of(checkpoint, experts),
         ),
         max_tokens=max_tokens,
         token_bytes=reserve_per_token(checkpoint.config, checkpoint.dtype),

@@ -19,6 +19,7 @@ from moe_runtime.engine.expert_map import ExpertMap, ExpertsModule, map_experts
 from moe_runtime.engine.experts import OffloadedExperts, bind_slots
 from moe_runtime.engine.fused_attention import fuse_attention_layers
 from moe_runtime.engine.kv_cache import grow_cache_in_place
+from moe_runtime.engine.libraries import settle_libraries
 from moe_runtime.engine.loaded_model import as_loaded_model
 from moe_runtime.engine.memory import (
     MemoryPlan,
@@ -29,7 +30,6 @@ from moe_runtime.engine.memory import (
     reserve_for,
     resident_bytes,
     resolve_budget,
-    settle_libraries,
 )
 from moe_runtime.engine.model_files import read_generation_config
 from moe_runtime.engine.observing import attach_observer
@@ -171,13 +171,14 @@ def load(
     # Everybody has looked how much memory is free before anybody takes some.
     _require_same_model(share, checkpoint, experts, place)
 
-    with touched_meanwhile(slab := Slab(plans["host"].num_slots, plans["host"].slot_bytes)):
-        finish_dense(model, checkpoint, experts, place, progress)
-    source = ExpertSource(experts.layouts, io_threads=io_threads)
+    # Before weights are there: what the choice needs is free again for them.
     fastest = plans.get("device", plans["host"])
     choice = choosing.settle_policy(
         policy, shares, signature, fastest.num_slots, guessers.foreteller, experts.slot_bytes
     )
+    with touched_meanwhile(slab := Slab(plans["host"].num_slots, plans["host"].slot_bytes)):
+        finish_dense(model, checkpoint, experts, place, progress)
+    source = ExpertSource(experts.layouts, io_threads=io_threads)
     new_policy = choosing.policy_maker(choice, signature, guessers.foreteller)
     events = None if timeline is None or transport.rank else Timeline(timeline)
     store, host_store = _open_stores(source, slab, experts, plans, new_policy, place, events)
@@ -295,7 +296,11 @@ def _plan(
 ) -> dict[str, MemoryPlan]:
     """Divides the budgets: all on the host for a CPU, dense weights on the device for a GPU."""
     reserve = table_bytes + reserve_for(
-        checkpoint.config, checkpoint.dtype, max_tokens=max_tokens, dense_bytes=dense_bytes
+        checkpoint.config,
+        checkpoint.dtype,
+        max_tokens=max_tokens,
+        dense_bytes=dense_bytes,
+        signature=signature_of(checkpoint, experts),
     )
     names = {"host": "this machine", "device": "the device"}
     dense_place = "device" if "device" in free else "host"

@@ -12,6 +12,9 @@ import torch
 from moe_runtime.config import Budget, format_bytes
 from moe_runtime.engine.kv_cache import room_for
 from moe_runtime.errors import CapacityError
+from moe_runtime.policies.eviction import most_remembered_bytes
+from moe_runtime.tracing.routes import shape_of
+from moe_runtime.types import ModelSignature
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -22,8 +25,12 @@ AUTO_SHARE = 0.9
 STREAM_BYTES = 64 * 2**20
 """Bytes of experts in flight while a prompt streams through a layer: enough to keep a disk busy."""
 
-FIXED_RESERVE_BYTES = 8 * 2**20
-"""Set aside whatever the model: buffers of the tokenizer, of generation and of the allocator."""
+FIXED_RESERVE_BYTES = 9 * 2**20
+"""Set aside whatever the model: buffers of the tokenizer, of generation and of the allocator,
+records, and pages of libraries' code; 7 MiB were used in the runs that it was measured in."""
+
+BOOKS_BYTES = 8 * 2**10
+"""Set aside for each expert: where it lies in the files, its views and its entries in the books."""
 
 BUFFER_SHARE = 1 / 8
 """Set aside in proportion to the dense weights, for buffers that libraries make and keep for layers
@@ -107,19 +114,27 @@ def plan_memory(
 
 
 def reserve_for(
-    config: PreTrainedConfig, dtype: torch.dtype, *, max_tokens: int, dense_bytes: int
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    *,
+    max_tokens: int,
+    dense_bytes: int,
+    signature: ModelSignature,
 ) -> int:
     """Bytes to set aside for KV cache and activations of ``max_tokens`` tokens.
 
     These are the tokens of all sequences of a batch together: a cache has ``room_for`` no more of
     them than for one sequence of as many. The KV cache is counted with its room, and twice for one
     layer, because growing it copies. Activations are those of prompts of as many tokens: a few
-    copies of the hidden states, and the routed rows.
+    copies of the hidden states, and the routed rows. What policies and predictors remember counts
+    as that of the largest of them, whichever is taken.
     """
     kv_token, activations = _bytes_per_token(config, dtype)
     logits = 4 * config.get_text_config().vocab_size * 4
     buffers = FIXED_RESERVE_BYTES + int(BUFFER_SHARE * dense_bytes)
-    return room_for(max_tokens) * kv_token + max_tokens * activations + logits + buffers
+    num_experts = signature.num_layers * signature.num_experts
+    books = BOOKS_BYTES * num_experts + most_remembered_bytes(shape_of(signature))
+    return room_for(max_tokens) * kv_token + max_tokens * activations + logits + buffers + books
 
 
 def reserve_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
@@ -224,22 +239,6 @@ def _free_in(group: Path, limit: str, usage: str, cache: str) -> int | None:
         return None
     fields = dict(line.split() for line in stat.splitlines())
     return max(0, int(most) - used + int(fields.get(cache, 0)))
-
-
-def settle_libraries(dtype: torch.dtype) -> None:
-    """Has the libraries make what they make at first use, so that it counts as theirs.
-
-    Torch's matrix libraries set themselves up at their first call and page in their code; that is
-    some 17 MiB which no model asked for.
-    """
-    rows = torch.zeros(8, 64, dtype=dtype)
-    heads = rows.view(1, 1, 8, 64)
-    torch.nn.functional.linear(rows, torch.zeros(64, 64, dtype=dtype))
-    torch.nn.functional.linear(rows.float(), torch.zeros(64, 64))
-    torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-    torch.bmm(rows.float().unsqueeze(1), rows.float().unsqueeze(2))
-    torch.topk(torch.softmax(rows.float(), dim=-1), 2)
-    torch.cat((rows, rows)).float().square().mean(-1).rsqrt().cos()
 
 
 def resident_bytes() -> int:

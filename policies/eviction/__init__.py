@@ -9,6 +9,7 @@ from moe_runtime.policies.eviction.registry import (
     Setting,
     make_global_policy,
     make_policy,
+    most_remembered_bytes,
 )
 from moe_runtime.policies.eviction.shares import LayerShares, even_shares
 
@@ -25,4 +26,5 @@ __all__ = [
     "even_shares",
     "make_global_policy",
     "make_policy",
+    "most_remembered_bytes",
 ]

@@ -19,6 +19,15 @@ _LONGEST_STEP = 32
 """Tokens of a request that are remembered of one step: a prompt must not fill the memory."""
 
 
+CAPACITY = 2048
+"""Tokens that are remembered unless told otherwise."""
+
+
+def remembered_bytes(shape: Shape) -> int:
+    """Memory of a full ring: paths (``uint8``) and followers (float32), and who each token was."""
+    return CAPACITY * (shape.num_layers * (shape.num_experts + 1) * 5 + 5 * 8)
+
+
 @dataclass(slots=True)
 class _Request:
     """One running request: its last remembered tokens, the youngest last."""
@@ -40,7 +49,7 @@ class Episodes:
         capacity: tokens to remember; M.
     """
 
-    def __init__(self, shape: Shape, *, capacity: int = 2048) -> None:
+    def __init__(self, shape: Shape, *, capacity: int = CAPACITY) -> None:
         self._shape = shape
         self._capacity = capacity
         self._visited = np.zeros((shape.num_layers, shape.num_experts + 1, capacity), np.uint8)

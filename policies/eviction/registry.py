@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moe_runtime.config import nearest
+from moe_runtime.policies.eviction import episodes
 from moe_runtime.policies.eviction.activation_aware import ActivationMatrices
 from moe_runtime.policies.eviction.adaptive_shares import AdaptiveShares
 from moe_runtime.policies.eviction.base import EvictionPolicy
@@ -25,6 +26,7 @@ from moe_runtime.policies.eviction.sieve import SIEVE
 from moe_runtime.policies.eviction.slru import SLRU
 from moe_runtime.policies.eviction.static import StaticPopularity, popularity
 from moe_runtime.policies.prediction.base import Routes, Shape
+from moe_runtime.policies.prediction.eam import CAPACITY
 from moe_runtime.policies.prediction.tracked import TrackedPredictor
 from moe_runtime.types import ExpertKey
 
@@ -128,6 +130,16 @@ BOUNDS = ("belady", "belady-bypass")
 
 LIVE_POLICIES = tuple(name for name in POLICIES if name not in (*BOUNDS, "random", "static"))
 """Policies that serve a model without a trace; ``predicted`` does so with a predictor."""
+
+
+def most_remembered_bytes(shape: Shape) -> int:
+    """Most that a policy and a predictor that need no training remember of a model's routing.
+
+    The policy ``reuse``, and the collections of activation matrices (float32) of
+    ``activation-aware`` and of the predictor ``eam``.
+    """
+    matrices = 2 * CAPACITY * shape.num_layers * shape.num_experts * 4
+    return episodes.remembered_bytes(shape) + matrices
 
 
 def make_policy(

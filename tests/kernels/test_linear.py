@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.linear import ROWS_PER_CALL, UNLIMITED, linear, native_row_limit
+from moe_runtime.kernels.linear import ROWS_PER_CALL, UNLIMITED, linear, native_row_limit, op
 from moe_runtime.kernels.linear.op import IMPLS, LinearImpl
 from moe_runtime.kernels.native import NativeLibrary
 
@@ -247,3 +247,31 @@ def test_unknown_implementation() -> None:
 def test_auto_leaves_to_torch_what_it_cannot_do() -> None:
     weight = torch.arange(24, dtype=torch.float64).view(4, 6).T
     assert torch.equal(linear(torch.eye(4).double(), weight), weight.T.contiguous())
+
+
+def test_torch_multiplies_half_precision_in_few_numbers_of_rows(monkeypatch):
+    """oneDNN keeps code for each number of rows that it meets, up to 2.4 MiB."""
+    seen = set()
+    product = op.F.linear
+
+    def noted(x, weight, bias=None):
+        if x.dtype == torch.bfloat16:
+            seen.add(len(x))
+        return product(x, weight, bias)
+
+    monkeypatch.setattr(op.F, "linear", noted)
+    monkeypatch.setattr(op, "keeps_code", lambda _: True)
+    generator = torch.Generator().manual_seed(0)
+    for dim_out in (16, op.SMALL_WEIGHT // 256 + 1):
+        weight = torch.randn(dim_out, 256, generator=generator).bfloat16()
+        for num_rows in (1, 2, 63, 65, 300, 513):
+            x = torch.randn(num_rows, 256, generator=generator).bfloat16()
+            with torch.no_grad():
+                found = linear(x, weight, impl="torch").double()
+            expected = x.double() @ weight.double().T
+            # sums of 256 terms in fp32, in any order, then one rounding to bf16 (2**-9 of it)
+            bound = expected.abs() * 2**-8 + 256 * 2**-23 * (
+                x.abs().double() @ weight.abs().double().T
+            )
+            assert ((found - expected).abs() <= bound).all()
+    assert seen <= {1, 64, 256, 512}

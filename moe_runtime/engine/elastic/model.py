@@ -13,8 +13,8 @@ from moe_runtime.engine.elastic.experts import SpreadExperts, SpreadModule
 from moe_runtime.engine.elastic.pages import ExpertPages
 from moe_runtime.engine.expert_map import ExpertMap, map_experts
 from moe_runtime.engine.generation import end_token_ids
+from moe_runtime.engine.libraries import settle_libraries
 from moe_runtime.engine.loading import finish_dense, replace_experts, signature_of
-from moe_runtime.engine.memory import settle_libraries
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.types import ExpertKey, ModelSignature
 
