@@ -126,7 +126,8 @@ def load(
             equal runs of experts by default.
 
     Returns:
-        The model, in evaluation mode and frozen, with a ``RuntimeHandle`` as its ``moe``.
+        The model, in evaluation mode and frozen, with a ``RuntimeHandle`` as its ``moe``. What it
+        cannot do it refuses (``UnsupportedUseError``); see ``docs/transformers-features.md``.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged or incomplete.

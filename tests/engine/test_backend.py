@@ -167,6 +167,16 @@ def test_compiles_without_a_break(folder: str) -> None:
     torch.testing.assert_close(down.grad, expected)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_cold_model_is_exported(mixtral: PreTrainedModel, strict: bool) -> None:
+    """Gates are recognised while torch traces: no values of tensors are known in that thread."""
+    expected = mixtral(PROMPT, use_cache=False).logits
+    mixtral.set_experts_implementation("moe_runtime")
+    program = torch.export.export(mixtral, (PROMPT,), {"use_cache": False}, strict=strict)
+    found = program.module()(PROMPT, use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_lora_beside_frozen_experts(mixtral: PreTrainedModel) -> None:
     peft = pytest.importorskip("peft")
     mixtral.set_experts_implementation("moe_runtime")
