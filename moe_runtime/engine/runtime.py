@@ -123,14 +123,18 @@ class RuntimeHandle:
 
         Raises:
             AssertionError: they do not.
+            MoERuntimeError: the process is a fork of the one that loaded the model.
         """
         self._store.check()
         if self._host_store is not None:
             self._host_store.check()
 
     def close(self) -> None:
-        """Ends reads under way, closes the checkpoint's files and finishes trace and timeline."""
-        if self._closed:
+        """Ends reads under way, closes the checkpoint's files and finishes trace and timeline.
+
+        In a process that was forked from the one that loaded the model there is nothing to end.
+        """
+        if self._closed or self._store.is_forked:
             return
         self._closed = True
         with contextlib.ExitStack() as stack:

@@ -61,11 +61,11 @@ class TimedStore(ExpertStore[W], Generic[W]):
         keys: Sequence[ExpertKey],
         *,
         streaming: bool = False,
-        priority: Priority = Priority.DEMAND,
+        above: Read | None = None,
     ) -> Lease[W]:
         """Holds experts, and notes what becomes of them if a layer computes from this store."""
         make = Lease if self._tier else TimedLease
-        return make(cast(Any, self), keys, streaming=streaming, priority=priority)
+        return make(cast(Any, self), keys, streaming=streaming, above=above)
 
     def begin_dense(self) -> None:
         """Dense computation begins."""
@@ -127,9 +127,9 @@ class TimedLease(Lease[W], Generic[W]):
         keys: Sequence[ExpertKey],
         *,
         streaming: bool,
-        priority: Priority,
+        above: Read | None,
     ) -> None:
-        super().__init__(store, keys, streaming=streaming, priority=priority)
+        super().__init__(store, keys, streaming=streaming, above=above)
         self._timed = store
         self._begin_s = 0.0
         self._computing_since_s: float | None = None

@@ -60,6 +60,11 @@ class ExpertStore(Generic[W]):
         self._guesses_before = 0  # made before the counters were reset, and not judged by then
         self._link = LinkMeter()
 
+    @property
+    def num_slots(self) -> int:
+        """Experts that the tier holds."""
+        return self._slab.num_slots
+
     def share(self, layer: int) -> int:
         """Experts of a layer that the tier may hold before the layer has to evict its own."""
         return self._policy.share(layer)
@@ -69,7 +74,7 @@ class ExpertStore(Generic[W]):
         keys: Sequence[ExpertKey],
         *,
         streaming: bool = False,
-        priority: Priority = Priority.DEMAND,
+        above: Read | None = None,
     ) -> Lease[W]:
         """Holds experts of one layer in their slots while they are used.
 
@@ -80,9 +85,9 @@ class ExpertStore(Generic[W]):
             keys: the experts, no one twice, least recently used first.
             streaming: the call visits most of the layer's experts (a prompt): missing ones pass
                 through a few slots and the cache stays as it is, except that free room is filled.
-            priority: what missing experts are read as.
+            above: the read of the tier above that the experts are for; its priority is theirs.
         """
-        return Lease(self, keys, streaming=streaming, priority=priority)
+        return Lease(self, keys, streaming=streaming, above=above)
 
     def give_up(self, lease: Lease[W]) -> None:
         """Ends a lease that an exception left, wherever that struck: a ``with`` block that is left

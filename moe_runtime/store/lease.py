@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from moe_runtime.errors import MoERuntimeError
-from moe_runtime.store.transfer import Priority
+from moe_runtime.store.transfer import Priority, Read
 from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:
@@ -39,12 +39,12 @@ class Lease(Generic[W]):
         keys: Sequence[ExpertKey],
         *,
         streaming: bool,
-        priority: Priority,
+        above: Read | None,
     ) -> None:
         self._store = store
         self._keys = keys
         self._streaming = streaming
-        self._priority = priority
+        self._above = above
         self.is_whole = True
         self._ref: weakref.ref[Lease[W]] | None = None
         self._resident: deque[ExpertKey] = deque()
@@ -143,12 +143,12 @@ class Lease(Generic[W]):
             self._resident.append(key)
         else:
             store._counters.late_hits += 1
-            if self._priority is Priority.DEMAND:
+            if self._priority() is Priority.DEMAND:
                 store._hasten(key, entry)
             self._arriving.append(key)
         if key not in store._passing:
             store._policy.touch(key)
-        elif not self._decides_later and (not self._streaming or store._policy.room(key.layer) > 0):
+        elif not self._decides_later and (not self._streaming or self._room(key.layer) > 0):
             store._keep(key)
         return True
 
@@ -174,8 +174,16 @@ class Lease(Generic[W]):
             return []
         if not self._streaming or not missing:
             return missing
-        room = self._store._policy.room(missing[0].layer)
-        return missing[max(0, len(missing) - room) :]
+        return missing[max(0, len(missing) - self._room(missing[0].layer)) :]
+
+    def _room(self, layer: int) -> int:
+        """Experts of a layer that may stay of those that pass through.
+
+        The tier above asks for one after another: what the last one passed through is no free room.
+        """
+        store = self._store
+        is_lent = self._above is not None and len(store._free) <= store._stream_slots
+        return 0 if is_lent else store._policy.room(layer)
 
     def _admit(self) -> None:
         store = self._store
@@ -189,10 +197,14 @@ class Lease(Generic[W]):
                 if slot is None:
                     return
                 entry = store._start(
-                    key, slot, keep=keep, priority=self._priority, passes=self._streaming
+                    key, slot, keep=keep, priority=self._priority(), passes=self._streaming
                 )
             entry.pins += 1
             self._arriving.append(self._wanted.popleft())
+
+    def _priority(self) -> Priority:
+        """What missing experts are read as: it may have changed while a slot was waited for."""
+        return Priority.DEMAND if self._above is None else self._above.priority
 
     def _forget(self) -> None:
         self._store._leases.discard(self._ref)

@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from moe_runtime.errors import MoERuntimeError
 from moe_runtime.store.changes import Changes
-from moe_runtime.store.transfer import Priority, Read
+from moe_runtime.store.transfer import CLOSED, Priority, Read
 from moe_runtime.types import ExpertKey
 
 
@@ -17,9 +18,12 @@ class SlowReader:
     asked: list[tuple[ExpertKey, Priority]] = field(default_factory=list)
     promoted: list[ExpertKey] = field(default_factory=list)
     begun: set[ExpertKey] = field(default_factory=set)
+    is_closed: bool = False
     changed: Changes = field(default_factory=Changes)
 
     def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
+        if self.is_closed:
+            raise MoERuntimeError(CLOSED)
         self.waiting[key] = (read, slot)
         self.asked.append((key, read.priority))
 
@@ -41,7 +45,9 @@ class SlowReader:
         pass
 
     def close(self) -> None:
-        self.waiting.clear()
+        self.is_closed = True
+        for key in list(self.waiting):
+            self.waiting.pop(key)[0].refuse()
 
     def finish(self, key: ExpertKey) -> None:
         read, slot = self.waiting.pop(key)
