@@ -102,8 +102,8 @@ class OffloadedExperts(AbsentParameters):
     ) -> torch.Tensor:
         """Computes the routed experts.
 
-        The experts are frozen; hidden values and gate weights have gradients. Under autocast the
-        sums of products stay in fp32.
+        The experts are frozen; hidden values and gate weights have gradients. Under autocast
+        they compute in fp32 from the weights as they are, and round the result.
 
         Args:
             hidden_states: ``[T, D]``.
@@ -126,8 +126,10 @@ class OffloadedExperts(AbsentParameters):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         if torch.is_autocast_enabled(hidden_states.device.type):
+            wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
             with torch.autocast(hidden_states.device.type, enabled=False):
-                return self._forward(hidden_states, top_k_index, top_k_weights)
+                out_TD = self._forward(wide, top_k_index, top_k_weights)
+            return out_TD.to(hidden_states.dtype)
         if forward_ad._current_level >= 0:
             refuse_tangents(hidden_states, top_k_weights)
         if torch.is_grad_enabled() and wants_gradient(self, hidden_states, top_k_weights):

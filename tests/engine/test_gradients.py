@@ -4,6 +4,7 @@ That every parameter of every family has the gradient that transformers computes
 `test_families`; here are adapters, half precision, checkpointing and what else may be asked.
 """
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,8 @@ def check_half_precision(family: Family, folder: Path) -> None:
     """Every experts module by itself, in bf16: a whole model would choose other experts.
 
     Both sides round each product, the gate and the sums to bf16, ours here and there once less:
-    errors are of one size, a sum of hundreds of roundings each. Twice that is a wrong rounding.
+    errors are of one size, a sum of hundreds of roundings each. Twice that is a wrong rounding. A
+    family that computes in fp32 between its products rounds the result alone: one more for ours.
     """
     made = tiny_checkpoints.tiny_model(family).to(torch.bfloat16)
     tiny_checkpoints.save(made, folder, sharded=False)
@@ -165,9 +167,11 @@ def check_half_precision(family: Family, folder: Path) -> None:
             offloaded = ours.get_submodule(name)
             call = random_call(stock)
             found, rounded = module_gradients(offloaded, call), module_gradients(stock, call)
-            exact = module_gradients(stock.double(), [t.double() for t in call])
+            widened = copy.deepcopy(stock).double()  # two modules may share their weights
+            exact = module_gradients(widened, [t.double() for t in call])
             for gradient, theirs_is, truth in zip(found, rounded, exact, strict=True):
-                assert relative(gradient.double(), truth) < 2 * relative(theirs_is.double(), truth)
+                limit = 2 * relative(theirs_is.double(), truth) + torch.finfo(torch.bfloat16).eps
+                assert relative(gradient.double(), truth) < limit
         ours.moe.check()
 
 
