@@ -23,6 +23,8 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
+_TOO_MANY_BYTES = 2**63
+
 MemorySize = int | float | str
 """Bytes (``8_000_000_000``), a size (``"7GiB"``), a share of what is free, or ``"auto"``."""
 
@@ -33,12 +35,15 @@ def parse_bytes(text: str) -> int:
     ``k``, ``m``, ``g`` and ``t`` alone are binary, as memory is commonly given.
 
     Raises:
-        ValueError: the text is not a number followed by a known unit.
+        ValueError: the text is not a number followed by a known unit, or 8 EiB and more.
     """
     match = _SIZE.fullmatch(text)
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f"expected a size such as 7GiB, 800MB or a number of bytes, got {text!r}")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    num_bytes = float(match[1]) * _UNITS[match[2].lower()]
+    if num_bytes >= _TOO_MANY_BYTES:
+        raise ValueError(f"expected a size below 8 EiB, got {text:.40}")
+    return int(num_bytes)
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -89,7 +94,7 @@ def parse_budget(value: MemorySize, *, name: str) -> Budget:
         value = _number(value, name)
     if isinstance(value, float) and 0 < value <= 1:
         return Budget(share=value)
-    if value <= 0 or value != int(value):
+    if not 0 < value < _TOO_MANY_BYTES or value != int(value):
         raise ValueError(
             f"{name} must be a positive number of bytes, a size such as 7GiB, "
             f"a share in (0, 1] or 'auto', got {value!r}"

@@ -117,6 +117,7 @@ def place(
     with _working() as say:
         say(f"reading {trace.name}")
         recorded = read_trace(trace)
+        recorded.require_choices(trace)
         signature = recorded.signature
         current = None if from_map is None else load_placement_map(from_map)
         if current is not None:

@@ -239,6 +239,7 @@ def _read(paths: list[Path]) -> "tuple[Routes, ModelSignature]":
 
     traces = [read_any_trace(path) for path in paths]
     for path, trace in zip(paths, traces, strict=True):
+        trace.require_choices(path)
         if not same_model(trace.signature, traces[0].signature):
             raise CheckpointError(
                 f"{path}: is a trace of {trace.signature}, but {paths[0]} of {traces[0].signature}"

@@ -115,9 +115,11 @@ def replay(
     with loading_bar() as progress:
         progress(f"reading {trace.name}", 0, 0)
         recorded = read_any_trace(trace, num_experts=num_experts)
+        recorded.require_choices(trace)
         training = None
         if train is not None:
             other = read_any_trace(train, num_experts=num_experts)
+            other.require_choices(train)
             _check_same_model(recorded, other, trace, train)
             training = routes_of(other)
         trained = None
@@ -138,8 +140,6 @@ def replay(
             trained=trained,
             machine=machine,
         )
-        if recorded.num_tokens == 0:
-            raise CheckpointError(f"{trace}: holds no tokens, so there is nothing to replay")
         rows = run_experiment(
             workload_of(recorded), experiment, on_progress=lambda what: progress(what, 0, 0)
         )

@@ -9,7 +9,7 @@ from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, loading_bar, print_json, print_rows
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import parse_bytes
-from moe_runtime.errors import CheckpointError, UnsupportedModelError
+from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.files import check_output_path
 
 if TYPE_CHECKING:
@@ -153,8 +153,7 @@ def _page_of_trace(
     with loading_bar() as progress:
         progress(f"reading {source.name}", 0, 0)
         trace = read_any_trace(source, num_experts=num_experts)
-        if trace.num_tokens == 0:
-            raise CheckpointError(f"{source}: holds no tokens, so there is nothing to draw")
+        trace.require_choices(source)
         found = find(trace, settings, on_progress=lambda what: progress(what, 0, 0))
         progress("drawing", 0, 0)
         return trace_page(found, source.name)

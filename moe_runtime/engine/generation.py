@@ -16,6 +16,9 @@ from transformers.generation.streamers import TextStreamer
 
 from moe_runtime.errors import CheckpointError, blamed_on
 
+COLDEST = 1e-20
+"""Lowest temperature but 0: logits, which are divided by it in fp32, stay finite below 1e18."""
+
 FinishReason = Literal["stop", "length", "interrupted"]
 
 
@@ -124,8 +127,10 @@ def check_options(max_new_tokens: int, temperature: float, top_p: float, seed: i
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"temperature must be 0 (greedy) or positive, got {temperature}")
+    if not (temperature == 0 or COLDEST <= temperature < math.inf):
+        raise ValueError(
+            f"temperature must be 0 (greedy) or at least {COLDEST:g}, got {temperature}"
+        )
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
     if seed is not None and not 0 <= seed < 2**63:

@@ -90,6 +90,20 @@ class Trace:
         """The rows of one step in all token columns."""
         return slice(int(self.step_start[step]), int(self.step_start[step + 1]))
 
+    def require_choices(self, path: str | os.PathLike[str]) -> None:
+        """Refuses a trace in which no token visits an expert, which nothing can be learned from.
+
+        Raises:
+            CheckpointError: it has no tokens, or none of their choices was recorded.
+        """
+        if not self.num_tokens:
+            raise CheckpointError(f"{path}: the trace holds no tokens")
+        if not _any(self.expert_ids != self.absent):
+            raise CheckpointError(
+                f"{path}: the trace holds {self.num_tokens} tokens, but no expert of any of them "
+                "was recorded"
+            )
+
     def steps(self, first: int, stop: int) -> "Trace":
         """The steps from ``first`` up to, not including, ``stop``, as a trace of their own."""
         rows = slice(int(self.step_start[first]), int(self.step_start[stop]))

@@ -8,9 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from moe_runtime.cli.main import describe, main
+from moe_runtime.tracing import Trace
+from moe_runtime.tracing.format import write_trace
+from moe_runtime.types import ModelSignature
 
 SCRIPT = Path(__file__).resolve().parents[1] / "bad_input.py"
 PROGRAM = [sys.executable, "-P", "-m", "moe_runtime.cli.program"]
@@ -254,3 +258,78 @@ def test_files_of_run_without_an_end_are_refused_unread(
         ["run", str(checkpoint), "-p", "The", "-n", "1", option, str(tmp_path / "zero.npz")], capsys
     )
     assert "a pipe, socket or device, expected a regular file" in line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("inspect", "MODEL", "--host-memory", "9" * 400),
+        ("run", "MODEL", "-p", "The", "--host-memory", "9" * 400),
+        ("run", "MODEL", "-p", "The", "--host-memory", "9" * 400 + ".5"),
+        ("run", "MODEL", "-p", "The", "--device-memory", "9999999999GiB"),
+        ("doctor", "--read-size", "9" * 400),
+        ("replay", "TRACE", "--bandwidth", "9" * 400 + "GB"),
+        ("run", "MODEL", "-p", "The", "--temperature", "1e-40"),
+        ("run", "MODEL", "-p", "The", "--temperature", "nan"),
+        ("run", "MODEL", "-p", "The", "--temperature", "inf"),
+        ("run", "MODEL", "-p", "The", "--temperature", "1", "--top-p", "nan"),
+    ],
+)
+def test_numbers_beyond_all_bounds(
+    words: Sequence[str], checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"MODEL": str(checkpoint), "TRACE": str(tmp_path / "none.npz")}
+    refused([given.get(word, word) for word in words], capsys)
+
+
+def test_the_coldest_temperature_takes_the_likeliest_token(checkpoint: Path) -> None:
+    import moe_runtime
+    from moe_runtime.engine.generation import COLDEST, generate_text
+    from moe_runtime.engine.model_files import load_tokenizer
+
+    model = moe_runtime.load(checkpoint, host_memory="1GiB")
+    tokenizer = load_tokenizer(checkpoint)
+    with model.moe:
+        texts = [
+            generate_text(model, tokenizer, "The", max_new_tokens=4, temperature=cold, seed=1).text
+            for cold in (0.0, COLDEST)
+        ]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("replay", "TRACE", "--capacity", "50%"),
+        ("replay", "TRACE", "--capacity", "50%", "--bandwidth", "3GB"),
+        ("report", "TRACE", "-o", "page.html"),
+        ("place", "TRACE", "--gpus", "2", "-o", "map.json"),
+        ("predictor", "fit", "TRACE", "-o", "new.npz"),
+        ("predictor", "evaluate", "TRACE"),
+    ],
+)
+def test_a_trace_without_a_recorded_choice(
+    words: Sequence[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ids = np.full((6, 2, 2), 255, np.uint8)
+    trace = Trace(
+        version=1,
+        signature=ModelSignature(
+            model_type="none", num_layers=2, num_experts=8, top_k=2, vocab_size=9
+        ),
+        step_phase=np.ones(6, np.uint8),
+        step_start=np.arange(7),
+        token_request=np.zeros(6, np.int32),
+        token_id=np.zeros(6, np.int32),
+        token_position=np.arange(6, dtype=np.int32),
+        expert_ids=ids,
+        gate_weights=np.zeros(ids.shape, np.float16),
+    )
+    write_trace("absent.npz", trace)
+    line = refused([{"TRACE": "absent.npz"}.get(word, word) for word in words], capsys)
+    assert "holds 6 tokens, but no expert of any of them was recorded" in line
+    assert os.listdir() == ["absent.npz"]
