@@ -108,7 +108,7 @@ def wrapped(model: Any, **options: Any) -> Any:
 
 
 def adapted(model: Any, folder: Path) -> Any:
-    """Trained, saved, loaded once more, merged."""
+    """Trained, saved, loaded once more, merged, saved as a whole."""
     import peft
 
     ours = wrapped(model).train()
@@ -118,7 +118,10 @@ def adapted(model: Any, folder: Path) -> Any:
     base = ours.unload()
     before = logits(base)
     again = peft.PeftModel.from_pretrained(base, folder)
-    return losses, alone, before, logits(again), logits(again.merge_and_unload())
+    merged = again.merge_and_unload()
+    merged.save_pretrained(folder / "merged")
+    reloaded = AutoModelForCausalLM.from_pretrained(folder / "merged")
+    return losses, alone, before, logits(again), logits(merged), logits(reloaded)
 
 
 def own_adapters(model: Any, folder: Path) -> Any:
@@ -180,7 +183,7 @@ FEATURES = [
     Feature(TRAINING, "`Trainer` without anything to train", trained, "is frozen"),
     refused(TRAINING, "`requires_grad_()` of the whole model", lambda m: m.requires_grad_(),
             "would train the experts too"),
-    Feature(ADAPTERS, "LoRA beside the experts: train, save, load, merge", adapted),
+    Feature(ADAPTERS, "LoRA beside the experts: train, save, load, merge, save merged", adapted),
     Feature(ADAPTERS, "adapters of transformers, beside the experts", own_adapters,
             methods=("add_adapter", "active_adapters", "disable_adapters", "enable_adapters",
                      "set_adapter", "get_adapter_state_dict", "delete_adapter", "load_adapter")),
