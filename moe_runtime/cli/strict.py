@@ -1,5 +1,6 @@
-"""A command that takes an option once, where one value is meant."""
+"""A command that takes an option once, where one value is meant, and finite numbers."""
 
+import math
 from collections import Counter
 from collections.abc import Container
 from typing import Any
@@ -15,7 +16,8 @@ class StrictCommand(TyperCommand):
         """Reads the words of the command line.
 
         Raises:
-            typer.BadParameter: an option that takes one value has two.
+            typer.BadParameter: an option that takes one value has two, or a number is infinite or
+                none.
         """
         _, _, given = self.make_parser(ctx).parse_args(args=list(args))
         for option, times in Counter(given).items():
@@ -26,7 +28,14 @@ class StrictCommand(TyperCommand):
                     "separate them by commas",
                     param_hint=option.opts[0],
                 )
-        return super().parse_args(ctx, args)
+        rest = super().parse_args(ctx, args)
+        for param in self.params:
+            value = ctx.params.get(param.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise typer.BadParameter(
+                    f"expected a finite number, got {value}", param_hint=param.opts[0]
+                )
+        return rest
 
 
 def refuse_given(ctx: typer.Context, names: Container[str], why: str) -> None:

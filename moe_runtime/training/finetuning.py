@@ -26,6 +26,7 @@ from moe_runtime.engine.expert_tensors import CheckpointExperts
 from moe_runtime.engine.exporting import LikeCheckpoint
 from moe_runtime.engine.loading import signature_of
 from moe_runtime.engine.memory import MemoryPlan
+from moe_runtime.engine.model_files import read_generation_config
 from moe_runtime.offload.adapters import AdapterTraining
 from moe_runtime.offload.directions import ZerothOrder
 from moe_runtime.offload.frozen import ExpertAdapters, FrozenPasses, adapters_for
@@ -151,6 +152,7 @@ def prepare(
         name: read_corpus(name, source, config.data, Path())
         for name, source in config.data.sources.items()
     }
+    read_generation_config(checkpoint.folder)  # copied in the end; faults are found now
     tokenizer = load_tokenizer(checkpoint.folder)
     model = build_on_meta(checkpoint)
     experts = map_experts(model, checkpoint)

@@ -273,6 +273,9 @@ def test_files_of_run_without_an_end_are_refused_unread(
         ("run", "MODEL", "-p", "The", "--temperature", "nan"),
         ("run", "MODEL", "-p", "The", "--temperature", "inf"),
         ("run", "MODEL", "-p", "The", "--temperature", "1", "--top-p", "nan"),
+        ("place", "TRACE", "--gpus", "2", "--fit", "inf"),
+        ("replay", "TRACE", "--bandwidth", "3GB", "--latency", "inf"),
+        ("simulate", "--zipf", "nan"),
     ],
 )
 def test_numbers_beyond_all_bounds(
@@ -333,3 +336,21 @@ def test_a_trace_without_a_recorded_choice(
     line = refused([{"TRACE": "absent.npz"}.get(word, word) for word in words], capsys)
     assert "holds 6 tokens, but no expert of any of them was recorded" in line
     assert os.listdir() == ["absent.npz"]
+
+
+def test_finetuning_looks_at_the_settings_before_it_trains(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are copied at the end; one of 40 GiB took minutes and the disk."""
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in checkpoint.iterdir():
+        (model / file.name).symlink_to(file)
+    (model / "generation_config.json").unlink(missing_ok=True)
+    with (model / "generation_config.json").open("wb") as file:
+        file.truncate(40 << 30)
+    (tmp_path / "text.txt").write_text("The store reads an expert from the disk. " * 40)
+    words = ["finetune", str(model), str(tmp_path / "text.txt"), "-o", str(tmp_path / "tuned")]
+    line = refused([*words, "--context", "16", "--sequences", "1", "--dry-run"], capsys)
+    assert "generation_config.json: larger than 64 MiB" in line
+    assert not (tmp_path / "tuned").exists()
