@@ -39,10 +39,11 @@ _ROW_LIMITS = {
     "avx2": {torch.bfloat16: UNLIMITED, torch.float16: UNLIMITED, torch.float32: 32},
     "portable": {torch.bfloat16: 1, torch.float16: 0, torch.float32: 16},
 }
-ROWS_OF_A_PRODUCT = (64, 256, 512)
+ROWS_OF_A_PRODUCT = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 """Rows of the products that torch is asked for in half precision: as many at once as the largest,
-the rest padded to the next. oneDNN makes code for every number of rows that it meets and keeps it:
-0.7 to 2.4 MiB for each, so that a prompt that gave each expert another number took 50 MiB."""
+the rest padded to the next. oneDNN makes code for every number of rows that it meets and keeps it,
+0.7 to 2.4 MiB for each, so that a prompt that gave each expert another number took 50 MiB; and it
+lays the weight out anew for every product, so that few large ones cost least."""
 SMALL_WEIGHT = 2**18
 """Values of a weight up to which torch multiplies half precision as fp32: that keeps no code, and
 making some takes longer than many such products."""
