@@ -34,8 +34,8 @@ from torch import Tensor, nn
 
 from moe_runtime import AdamW, MoELayer, offload_training
 from moe_runtime.files import write_atomically, write_text
-from moe_runtime.offload import disk
-from moe_runtime.offload.record_file import RecordFile
+from moe_runtime.training.offload.states import disk
+from moe_runtime.training.offload.states.record_file import RecordFile
 
 RESULTS = Path(__file__).parent / "results"
 STEPS = 12

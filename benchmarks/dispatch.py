@@ -33,7 +33,7 @@ from torch.multiprocessing.spawn import spawn
 from moe_runtime.files import write_text
 from moe_runtime.kernels.token_sort import token_sort
 from moe_runtime.parallel import FlatTransport, combine, dispatch
-from moe_runtime.parallel.transport import Pending
+from moe_runtime.parallel.communication.transport import Pending
 from moe_runtime.routing import Routing
 
 LOADS = ("balanced", "uniform", "zipf")

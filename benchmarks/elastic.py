@@ -25,14 +25,14 @@ import torch
 from harness.machine import commit, describe_machine, machine_name, versions
 
 import moe_runtime
-from moe_runtime.engine.elastic import (
+from moe_runtime.files import write_text
+from moe_runtime.models.pocket import pocket_path
+from moe_runtime.research.elastic import (
     ChangeReport,
     ElasticService,
     GenerationRequest,
     start_local_workers,
 )
-from moe_runtime.files import write_text
-from moe_runtime.models.pocket import pocket_path
 
 PROMPTS = (
     "The for statement is used to iterate",

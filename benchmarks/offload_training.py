@@ -37,16 +37,16 @@ from harness.machine import commit, describe_machine, machine_name, versions
 from torch import Tensor
 
 from moe_runtime.config import format_bytes
-from moe_runtime.engine.libraries import settle_libraries
-from moe_runtime.engine.memory import peak_resident_bytes, resident_bytes
 from moe_runtime.files import write_text
+from moe_runtime.inference.budget import peak_resident_bytes, resident_bytes
+from moe_runtime.inference.libraries import settle_libraries
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
-from moe_runtime.offload import AdamW, OffloadedTraining
-from moe_runtime.offload.initial import StreamedInit
-from moe_runtime.offload.offloading import find_sites, offload_training
 from moe_runtime.training.config import OptimizerConfig
+from moe_runtime.training.offload import AdamW, OffloadedTraining
+from moe_runtime.training.offload.offloading import find_sites, offload_training
+from moe_runtime.training.offload.states.initial import StreamedInit
 from moe_runtime.training.optimizer import Optimizer
 
 RESULTS = Path(__file__).parent / "results"

@@ -25,8 +25,8 @@ from moe_runtime import AdamW, offload_training
 from moe_runtime.files import write_text
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.model import LanguageModel
-from moe_runtime.offload.adamw import bytes_of_step
-from moe_runtime.offload.records import ExpertTensor, RecordLayout
+from moe_runtime.training.offload.optimizers.adamw import bytes_of_step
+from moe_runtime.training.offload.states.records import ExpertTensor, RecordLayout
 
 RESULTS = Path(__file__).parent / "results"
 VOCAB, CONTEXT, SEQUENCES = 64, 32, 16

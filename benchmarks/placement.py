@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_runtime.files import write_text
+from moe_runtime.lab.traces import read_trace
 from moe_runtime.planning.placement import (
     ALGORITHMS,
     PlacementOptions,
@@ -33,7 +34,6 @@ from moe_runtime.planning.placement import (
 from moe_runtime.policies.placement import PACKINGS, Devices, RoutingProfile, rebalance
 from moe_runtime.policies.placement.reference import rebalance_loop
 from moe_runtime.policies.placement.scoring import score_placement
-from moe_runtime.tracing import read_trace
 
 REPLICATING = ("eplb",)
 COLUMNS = {

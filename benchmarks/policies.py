@@ -19,11 +19,11 @@ from typing import Any
 from harness.machine import commit, describe_machine, machine_name, versions
 
 from moe_runtime.files import write_text
+from moe_runtime.lab.replay.experiment import Experiment, Row, run_experiment
+from moe_runtime.lab.traces.readers import read_any_trace
+from moe_runtime.lab.traces.workload import Workload, workload_of
 from moe_runtime.policies.eviction import POLICIES
 from moe_runtime.policies.eviction.compiled import RULES, is_available
-from moe_runtime.tracing.experiment import Experiment, Row, run_experiment
-from moe_runtime.tracing.readers import read_any_trace
-from moe_runtime.tracing.workload import Workload, workload_of
 
 GOLDEN_NAMES = {"belady_bypass": "belady-bypass", "static_oracle_pop": "static"}
 

@@ -19,10 +19,10 @@ from typing import Any
 from harness.machine import commit, describe_machine, machine_name, versions
 
 from moe_runtime.files import write_text
+from moe_runtime.lab.replay.evaluation import Evaluation, evaluate
+from moe_runtime.lab.traces.readers import read_any_trace
+from moe_runtime.lab.traces.routes import join_routes, routes_of, split_sequences, without_repeats
 from moe_runtime.policies.prediction import PREDICTORS, Routes, make_estimator
-from moe_runtime.tracing.evaluation import Evaluation, evaluate
-from moe_runtime.tracing.readers import read_any_trace
-from moe_runtime.tracing.routes import join_routes, routes_of, split_sequences, without_repeats
 
 DOCUMENT_TOKENS = 128
 

@@ -20,16 +20,16 @@ import numpy as np
 from harness.machine import commit, describe_machine, machine_name, versions
 
 from moe_runtime.files import write_text
+from moe_runtime.lab.replay.experiment import Experiment, run_experiment
+from moe_runtime.lab.replay.link_model import Machine
+from moe_runtime.lab.replay.timed import TimedReplay
+from moe_runtime.lab.traces.format import Trace
+from moe_runtime.lab.traces.predictor_file import read_predictor, write_predictor
+from moe_runtime.lab.traces.readers import read_any_trace, read_plain_ids
+from moe_runtime.lab.traces.routes import routes_of, split_sequences, without_repeats
+from moe_runtime.lab.traces.workload import workload_of
 from moe_runtime.policies.eviction import POLICIES
 from moe_runtime.policies.prediction import PREDICTORS, Estimator, Routes, make_estimator
-from moe_runtime.tracing.experiment import Experiment, run_experiment
-from moe_runtime.tracing.format import Trace
-from moe_runtime.tracing.link_model import Machine
-from moe_runtime.tracing.predictor_file import read_predictor, write_predictor
-from moe_runtime.tracing.readers import read_any_trace, read_plain_ids
-from moe_runtime.tracing.routes import routes_of, split_sequences, without_repeats
-from moe_runtime.tracing.timed_replay import TimedReplay
-from moe_runtime.tracing.workload import workload_of
 from moe_runtime.types import ModelSignature
 
 EXPERT_BYTES = 16 << 20

@@ -31,6 +31,8 @@ from torch.multiprocessing.spawn import spawn
 
 from moe_runtime.files import write_text
 from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
+from moe_runtime.lab.simulate.layer_simulation import LayerSchedule, LayerWorkload, predict_layer
+from moe_runtime.lab.simulate.machine_file import write_machine
 from moe_runtime.parallel import (
     ExpertSlots,
     FlatTransport,
@@ -42,8 +44,6 @@ from moe_runtime.parallel import (
     expert_parallel,
 )
 from moe_runtime.planning.cluster import Cluster, Link, fit_link
-from moe_runtime.planning.layer_simulation import LayerSchedule, LayerWorkload, predict_layer
-from moe_runtime.planning.machine_file import write_machine
 from moe_runtime.planning.placement import place_experts
 from moe_runtime.policies.placement import Devices, RoutingProfile
 from moe_runtime.routing import Routing

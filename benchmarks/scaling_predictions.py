@@ -16,10 +16,10 @@ from typing import Any
 
 from harness.machine import commit, versions
 
-from moe_runtime.cli.simulate import plain_numbers
+from moe_runtime.cli.commands.simulate import plain_numbers
 from moe_runtime.files import write_atomically, write_text
-from moe_runtime.planning.machine_file import ASSUMED, read_machine
-from moe_runtime.planning.scaling import Imbalance, LayerShape, sweep_scaling
+from moe_runtime.lab.simulate.machine_file import ASSUMED, read_machine
+from moe_runtime.lab.simulate.scaling import Imbalance, LayerShape, sweep_scaling
 
 LARGEST_SKEWED = 512
 HERE = Path(__file__).parent

@@ -11,37 +11,39 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moe_runtime.engine.backend import (
-        register_with_transformers as register_with_transformers,
-    )
-    from moe_runtime.engine.loading import load as load
     from moe_runtime.errors import CapacityError as CapacityError
     from moe_runtime.errors import CheckpointError as CheckpointError
     from moe_runtime.errors import MoERuntimeError as MoERuntimeError
     from moe_runtime.errors import UnsupportedModelError as UnsupportedModelError
     from moe_runtime.errors import UnsupportedUseError as UnsupportedUseError
+    from moe_runtime.inference.hugging_face.backend import (
+        register_with_transformers as register_with_transformers,
+    )
+    from moe_runtime.inference.loading import load as load
     from moe_runtime.layer import MoELayer as MoELayer
-    from moe_runtime.offload.adamw import AdamW as AdamW
-    from moe_runtime.offload.directions import ZerothOrder as ZerothOrder
-    from moe_runtime.offload.offloading import offload_training as offload_training
-    from moe_runtime.offload.zeroth_order import offload_zeroth_order as offload_zeroth_order
+    from moe_runtime.training.offload.directions import ZerothOrder as ZerothOrder
+    from moe_runtime.training.offload.offloading import offload_training as offload_training
+    from moe_runtime.training.offload.optimizers.adamw import AdamW as AdamW
+    from moe_runtime.training.offload.zeroth_order import (
+        offload_zeroth_order as offload_zeroth_order,
+    )
 
 __version__ = "0.1.0"
 
 # Public name -> the module that defines it.
 _HOMES = {
-    "AdamW": "moe_runtime.offload.adamw",
+    "AdamW": "moe_runtime.training.offload.optimizers.adamw",
     "CapacityError": "moe_runtime.errors",
     "CheckpointError": "moe_runtime.errors",
     "MoELayer": "moe_runtime.layer",
     "MoERuntimeError": "moe_runtime.errors",
     "UnsupportedModelError": "moe_runtime.errors",
     "UnsupportedUseError": "moe_runtime.errors",
-    "ZerothOrder": "moe_runtime.offload.directions",
-    "register_with_transformers": "moe_runtime.engine.backend",
-    "load": "moe_runtime.engine.loading",
-    "offload_training": "moe_runtime.offload.offloading",
-    "offload_zeroth_order": "moe_runtime.offload.zeroth_order",
+    "ZerothOrder": "moe_runtime.training.offload.directions",
+    "register_with_transformers": "moe_runtime.inference.hugging_face.backend",
+    "load": "moe_runtime.inference.loading",
+    "offload_training": "moe_runtime.training.offload.offloading",
+    "offload_zeroth_order": "moe_runtime.training.offload.zeroth_order",
 }
 
 __all__ = [

@@ -102,9 +102,9 @@ def _import_everything() -> "Main":
     import transformers.models.olmoe.modeling_olmoe  # noqa: F401
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
-    import moe_runtime.engine.inspection
-    import moe_runtime.reporting.trace_page
-    import moe_runtime.training.finetuning
+    import moe_runtime.inference.inspection
+    import moe_runtime.lab.report.trace_page
+    import moe_runtime.training.finetune.finetuning
     import moe_runtime.training.session  # noqa: F401
     from moe_runtime.cli.main import main as program
 

@@ -25,20 +25,20 @@ FLOORS = {
     "kernels": 1,
     "policies": 1,
     "routing": 2,
-    "store": 2,
-    "tracing": 2,
+    "memory": 2,
     "planning": 2,
-    "reporting": 3,
-    "parallel": 3,
-    "layer": 4,
-    "models": 5,
-    "engine": 6,
-    "offload": 7,
+    "checkpoints": 3,
+    "parallel": 4,
+    "lab": 4,
+    "layer": 5,
+    "models": 6,
+    "inference": 7,
     "training": 8,
-    "cli": 9,
-    "serve": 9,
-    "benchmarks": 10,
-    "tests": 10,
+    "research": 9,
+    "cli": 10,
+    "serving": 10,
+    "benchmarks": 11,
+    "tests": 11,
 }
 # Floor 0 is one room: files that may use one another.
 GROUND = {"errors", "config", "types", "files", "folders", "reading"}
@@ -86,7 +86,7 @@ def imported_modules(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, alias.name
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             yield node.lineno, node.module
-            # `from moe_runtime import engine` imports a room as well.
+            # `from moe_runtime import inference` imports a room as well.
             for alias in node.names:
                 yield node.lineno, f"{node.module}.{alias.name}"
 
@@ -121,12 +121,12 @@ def test_imports_go_down() -> None:
 
 
 def test_rule_can_fail() -> None:
-    tree = ast.parse("def f():\n    from moe_runtime import engine")
+    tree = ast.parse("def f():\n    from moe_runtime import inference")
     targets = {room_of_module(module) for _, module in imported_modules(tree)} - {None}
-    assert targets == {"engine"}
-    assert not may_import("store", "engine")
-    assert not may_import("store", "tracing")
-    assert may_import("engine", "store")
+    assert targets == {"inference"}
+    assert not may_import("memory", "inference")
+    assert not may_import("memory", "routing")
+    assert may_import("inference", "memory")
 
 
 def test_light_rooms_stay_light() -> None:
@@ -186,8 +186,8 @@ OWN_WRITERS = {
     "moe_runtime/cli/processes.py": "the null device",
     "moe_runtime/training/metrics.py": "appends lines, of which readers take whole ones",
     # Into a folder that takes its place as a whole:
-    "moe_runtime/engine/exporting.py": "replace_folder",
-    "moe_runtime/engine/saving.py": "replace_folder",
+    "moe_runtime/checkpoints/export.py": "replace_folder",
+    "moe_runtime/inference/hugging_face/saving.py": "replace_folder",
     "models/lm/export.py": "replace_folder",
     "models/pocket/texts.py": "replace_folder",
 }

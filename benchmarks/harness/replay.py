@@ -27,7 +27,7 @@ class Routes:
 
 def read_routes(trace_file: Path, num_decode: int) -> Routes:
     """Takes the last prompt and the last `num_decode` decoded tokens of a recorded trace."""
-    from moe_runtime.tracing import PHASES, read_trace
+    from moe_runtime.lab.traces import PHASES, read_trace
 
     trace = read_trace(trace_file)
     phases = trace.step_phase.tolist()

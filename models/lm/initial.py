@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_runtime.checkpoints.safetensors_index import read_checkpoint_index
 from moe_runtime.errors import CheckpointError
 from moe_runtime.models.lm.export import hugging_face_views
 from moe_runtime.models.lm.hugging_face import hugging_face_config, hugging_face_family
 from moe_runtime.models.lm.model import LanguageModel
-from moe_runtime.store.safetensors_index import read_checkpoint_index
 
 # What decides the numbers, or the shapes; a checkpoint's other settings do not matter here.
 _DECISIVE = (

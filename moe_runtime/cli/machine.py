@@ -173,7 +173,11 @@ def _triton(*, needed: bool) -> Finding:
 
 
 def _memory() -> Finding:
-    from moe_runtime.engine.memory import AUTO_SHARE, available_host_bytes, control_group_free_bytes
+    from moe_runtime.inference.budget import (
+        AUTO_SHARE,
+        available_host_bytes,
+        control_group_free_bytes,
+    )
 
     machine = psutil.virtual_memory()
     value = f"{format_bytes(machine.available)} of {format_bytes(machine.total)} free"

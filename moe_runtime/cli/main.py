@@ -14,21 +14,21 @@ from typing import Annotated
 import typer
 
 import moe_runtime
-from moe_runtime.cli.bench import bench_app
+from moe_runtime.cli.commands.bench import bench_app
+from moe_runtime.cli.commands.doctor import doctor
+from moe_runtime.cli.commands.finetune import finetune
+from moe_runtime.cli.commands.inspect import inspect
+from moe_runtime.cli.commands.place import place
+from moe_runtime.cli.commands.predictor import predictor_app
+from moe_runtime.cli.commands.replay import replay
+from moe_runtime.cli.commands.report import report
+from moe_runtime.cli.commands.run import run
+from moe_runtime.cli.commands.simulate import simulate
+from moe_runtime.cli.commands.train import train
 from moe_runtime.cli.console import Session
-from moe_runtime.cli.doctor import doctor
-from moe_runtime.cli.finetune import finetune
-from moe_runtime.cli.inspect import inspect
-from moe_runtime.cli.place import place
-from moe_runtime.cli.predictor import predictor_app
-from moe_runtime.cli.replay import replay
-from moe_runtime.cli.report import report
-from moe_runtime.cli.run import run
-from moe_runtime.cli.simulate import simulate
 from moe_runtime.cli.stopping import StopRequest, terminable
 from moe_runtime.cli.streams import release_broken_streams
 from moe_runtime.cli.strict import StrictCommand
-from moe_runtime.cli.train import train
 from moe_runtime.errors import MoERuntimeError
 
 _FIRST_SCREEN = """\

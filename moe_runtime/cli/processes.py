@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
-    from moe_runtime.parallel.watch import GroupWatch
+    from moe_runtime.parallel.communication.watch import GroupWatch
 
 _ERRORS = "moe/errors"
 # Collectives of ours have a limit of their own, which is shorter and names who is missing.
@@ -50,7 +50,7 @@ def joined_processes(session: Session) -> Iterator["ProcessGroup | None"]:
     import torch
     import torch.distributed as dist
 
-    from moe_runtime.parallel.watch import GroupWatch
+    from moe_runtime.parallel.communication.watch import GroupWatch
 
     has_devices = torch.cuda.is_available()
     if has_devices:

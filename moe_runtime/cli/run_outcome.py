@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from moe_runtime.config import format_bytes
 
 if TYPE_CHECKING:
-    from moe_runtime.engine.generation import GenerationResult
+    from moe_runtime.inference.generation import GenerationResult
     from moe_runtime.types import RuntimeStats
 
 _OF_A_TEXT = (

@@ -1,12 +1,15 @@
 """Experts spread over processes: dispatch, layouts, placements."""
 
-from moe_runtime.parallel.adaptive import AdaptiveParallelism, cheapest_degree
+from moe_runtime.parallel.communication.measure import measure_link, time_exchanges
+from moe_runtime.parallel.communication.transport import (
+    FlatTransport,
+    HierarchicalTransport,
+    Transport,
+)
 from moe_runtime.parallel.dispatch import Dispatched, combine, dispatch
 from moe_runtime.parallel.experts import ExpertGroup, ExpertSpread, ParallelExperts
-from moe_runtime.parallel.fssdp import CopyRules, SparseExperts, hidden_experts, reshard_layers
 from moe_runtime.parallel.groups import LayoutGroups
 from moe_runtime.parallel.layout import ParallelLayout, legal_layouts
-from moe_runtime.parallel.measure import measure_link, time_exchanges
 from moe_runtime.parallel.panels import PanelExperts, StackedPanels
 from moe_runtime.parallel.pipeline import Overlap, expert_parallel
 from moe_runtime.parallel.rebalancing import Rebalanced, Rebalancer
@@ -14,13 +17,8 @@ from moe_runtime.parallel.replicas import ExpertMove, keep_in_place, sum_replica
 from moe_runtime.parallel.slices import slice_experts
 from moe_runtime.parallel.slot_exchange import SlotExchange
 from moe_runtime.parallel.slots import ExpertSlots
-from moe_runtime.parallel.sparse import SparseMaterialisation, sparse_expert_parallel
-from moe_runtime.parallel.switching import SwitchingExperts
-from moe_runtime.parallel.transport import FlatTransport, HierarchicalTransport, Transport
 
 __all__ = [
-    "AdaptiveParallelism",
-    "CopyRules",
     "Dispatched",
     "ExpertGroup",
     "ExpertMove",
@@ -36,22 +34,15 @@ __all__ = [
     "Rebalanced",
     "Rebalancer",
     "SlotExchange",
-    "SparseExperts",
-    "SparseMaterialisation",
     "StackedPanels",
-    "SwitchingExperts",
     "Transport",
-    "cheapest_degree",
     "combine",
     "dispatch",
     "expert_parallel",
-    "hidden_experts",
     "keep_in_place",
     "legal_layouts",
     "measure_link",
-    "reshard_layers",
     "slice_experts",
-    "sparse_expert_parallel",
     "sum_replica_gradients",
     "time_exchanges",
 ]

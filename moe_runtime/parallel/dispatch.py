@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_runtime.parallel.communication.transport import FlatTransport, LocalTransport, Transport
+from moe_runtime.parallel.communication.wire import WireName, wires
 from moe_runtime.parallel.exchange import Flight
 from moe_runtime.parallel.plan import DispatchPlan, Stage, plan_dispatch
 from moe_runtime.parallel.rows import (
@@ -26,8 +28,6 @@ from moe_runtime.parallel.rows import (
     tie_rows,
 )
 from moe_runtime.parallel.slots import ExpertSlots
-from moe_runtime.parallel.transport import FlatTransport, LocalTransport, Transport
-from moe_runtime.parallel.wire import WireName, wires
 from moe_runtime.routing import Routing
 
 Group = dist.ProcessGroup | Transport

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from moe_runtime.parallel.communication.transport import Pending, Transport
+from moe_runtime.parallel.communication.wire import ExactWire, Wire
 from moe_runtime.parallel.rows import alias
-from moe_runtime.parallel.transport import Pending, Transport
-from moe_runtime.parallel.wire import ExactWire, Wire
 
 
 class Flight:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
 from moe_runtime.kernels.expert_mlp.activation import Activation
 from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
+from moe_runtime.parallel.communication.wire import WireName
 from moe_runtime.parallel.dispatch import Group, as_transport
 from moe_runtime.parallel.groups import LayoutGroups
 from moe_runtime.parallel.layout import ParallelLayout
@@ -30,7 +31,6 @@ from moe_runtime.parallel.pipeline import ExpertsFn, Overlap, expert_parallel
 from moe_runtime.parallel.replicas import ExpertMove, sum_replica_gradients
 from moe_runtime.parallel.slices import one_expert, slice_experts
 from moe_runtime.parallel.slots import ExpertSlots
-from moe_runtime.parallel.wire import WireName
 from moe_runtime.routing import Routing
 
 ExpertGroup = LayoutGroups | ParallelLayout | Group

@@ -10,10 +10,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from moe_runtime.parallel.communication.transport import FlatTransport
+from moe_runtime.parallel.communication.watch import (
+    DEFAULT_TIMEOUT_S,
+    GroupWatch,
+    backend_limit,
+    device_of,
+)
 from moe_runtime.parallel.layout import DENSE_DIMENSIONS, EXPERT_DIMENSIONS, ParallelLayout, Side
 from moe_runtime.parallel.slots import ExpertSlots
-from moe_runtime.parallel.transport import FlatTransport
-from moe_runtime.parallel.watch import DEFAULT_TIMEOUT_S, GroupWatch, backend_limit, device_of
 
 # Name of the dimension of a mesh that FSDP2 shards over.
 FSDP = "fsdp"

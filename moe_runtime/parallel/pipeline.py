@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_runtime.parallel.communication.wire import WireName
 from moe_runtime.parallel.dispatch import Dispatch, Group, Returning
 from moe_runtime.parallel.panels import PanelExperts
 from moe_runtime.parallel.rows import tie_rows
 from moe_runtime.parallel.slots import ExpertSlots
-from moe_runtime.parallel.wire import WireName
 from moe_runtime.routing import Routing
 
 ExpertsFn = Callable[[Tensor, Tensor], Tensor]

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.token_sort import token_sort
-from moe_runtime.parallel.transport import Transport
-from moe_runtime.parallel.watch import check_agreement
+from moe_runtime.parallel.communication.transport import Transport
+from moe_runtime.parallel.communication.watch import check_agreement
 
 # The message that carries settings and counts has this length on all ranks, whatever they are: what
 # must agree is compared before messages of another length than expected can arrive, which would end

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moe_runtime.parallel.communication.transport import Transport
+from moe_runtime.parallel.communication.wire import ExactWire
 from moe_runtime.parallel.exchange import Flight
 from moe_runtime.parallel.rows import Expansion, merge_rows
-from moe_runtime.parallel.transport import Transport
-from moe_runtime.parallel.wire import ExactWire
 
 Wanted = Sequence[Sequence[tuple[int, int]]]
 """For every rank, the `(rank, slot)` that it wants copies of, in its own order."""

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from moe_runtime.engine.memory import experts_per_token
+from moe_runtime.inference.budget import experts_per_token
 from moe_runtime.models.lm.model import Losses
-from moe_runtime.offload.memory import SPARE_BYTES, expert_buffer_bytes
-from moe_runtime.training.finetune_config import LoraConfig
+from moe_runtime.training.finetune.settings import LoraConfig
+from moe_runtime.training.offload.memory import SPARE_BYTES, expert_buffer_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from moe_runtime.models.lm.config import LanguageModelConfig
-from moe_runtime.offload.activations import Activations
-from moe_runtime.offload.adamw import AdamW, Untouched
-from moe_runtime.offload.moments import MomentStorage
+from moe_runtime.training.offload.execution.activations import Activations
+from moe_runtime.training.offload.optimizers.adamw import AdamW, Untouched
+from moe_runtime.training.offload.optimizers.moments import MomentStorage
 
 Precision = Literal["float32", "bfloat16"]
 PipelineSchedule = Literal["1f1b", "gpipe"]

@@ -15,10 +15,6 @@ import torch
 from torch import Tensor
 
 from moe_runtime.models.lm.model import Losses
-from moe_runtime.offload.adapters import AdapterTraining
-from moe_runtime.offload.handle import OffloadedTraining
-from moe_runtime.offload.zeroth_order import ZerothOrderTraining
-from moe_runtime.training.batches import Batches, DataPosition, shorten
 from moe_runtime.training.checkpoint import (
     Progress,
     TrainingState,
@@ -27,8 +23,12 @@ from moe_runtime.training.checkpoint import (
     save_checkpoint,
 )
 from moe_runtime.training.config import LoopConfig
+from moe_runtime.training.data.batches import Batches, DataPosition, shorten
 from moe_runtime.training.machine import autocast_of
 from moe_runtime.training.metrics import EvaluationRecord, MetricsSink, Record, StepRecord
+from moe_runtime.training.offload.execution.adapters import AdapterTraining
+from moe_runtime.training.offload.handle import OffloadedTraining
+from moe_runtime.training.offload.zeroth_order import ZerothOrderTraining
 from moe_runtime.training.offloaded import offload_report
 from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.ranks import OneProcess

@@ -16,29 +16,29 @@ from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.models.lm.config import LanguageModelConfig
 from moe_runtime.models.lm.loss import CHUNK_BYTES
 from moe_runtime.models.lm.model import LanguageModel
-from moe_runtime.offload.adamw import AdamW, bytes_of_step
-from moe_runtime.offload.adapters import AdapterTraining
-from moe_runtime.offload.handle import OffloadedTraining
-from moe_runtime.offload.initial import StreamedInit
-from moe_runtime.offload.memory import (
+from moe_runtime.parallel import ExpertSlots
+from moe_runtime.training.checkpoint import TrainingState
+from moe_runtime.training.config import LoopConfig, TrainConfig
+from moe_runtime.training.offload.execution.adapters import AdapterTraining
+from moe_runtime.training.offload.handle import OffloadedTraining
+from moe_runtime.training.offload.memory import (
     SPARE_BYTES,
     TrainingMemory,
     dense_bytes,
     expert_buffer_bytes,
     smallest_budget,
 )
-from moe_runtime.offload.offloading import (
+from moe_runtime.training.offload.offloading import (
     find_sites,
     layouts_of,
     offload_training,
     plan_memory,
 )
-from moe_runtime.offload.records import RecordLayout
-from moe_runtime.offload.saved import remove_own_files
-from moe_runtime.offload.zeroth_order import ZerothOrderTraining
-from moe_runtime.parallel import ExpertSlots
-from moe_runtime.training.checkpoint import TrainingState
-from moe_runtime.training.config import LoopConfig, TrainConfig
+from moe_runtime.training.offload.optimizers.adamw import AdamW, bytes_of_step
+from moe_runtime.training.offload.states.initial import StreamedInit
+from moe_runtime.training.offload.states.records import RecordLayout
+from moe_runtime.training.offload.states.saved import remove_own_files
+from moe_runtime.training.offload.zeroth_order import ZerothOrderTraining
 from moe_runtime.training.ranks import OneProcess
 from moe_runtime.training.tracing import signature_of_config, trace_bytes
 from moe_runtime.types import ExpertKey

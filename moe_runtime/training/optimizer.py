@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from moe_runtime.offload.dense import DenseAdamW, StepOutcome, clip_scale
 from moe_runtime.training.config import OptimizerConfig
+from moe_runtime.training.offload.optimizers.dense_adamw import DenseAdamW, StepOutcome, clip_scale
 from moe_runtime.training.ranks import OneProcess
 
 S = TypeVar("S")

@@ -123,8 +123,8 @@ class SeveralProcesses(OneProcess):
         import torch.distributed as dist
 
         from moe_runtime.parallel import FlatTransport, LayoutGroups, ParallelLayout
-        from moe_runtime.parallel.agreement import require_same, software_facts
-        from moe_runtime.parallel.watch import GroupWatch
+        from moe_runtime.parallel.communication.agreement import require_same, software_facts
+        from moe_runtime.parallel.communication.watch import GroupWatch
 
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         own = config.parallel

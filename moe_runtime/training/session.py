@@ -21,22 +21,14 @@ from moe_runtime.models.lm.blocks import check_experts
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.initial import import_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
-from moe_runtime.offload.dense import state_order
-from moe_runtime.offload.handle import OffloadedTraining
-from moe_runtime.offload.initial import StreamedInit
-from moe_runtime.offload.offloading import find_sites
-from moe_runtime.training.batches import Batches, check_groups, windows_of
 from moe_runtime.training.checkpoint import (
     TrainingState,
     checkpoints_in,
     load_checkpoint,
 )
 from moe_runtime.training.config import TrainConfig
-from moe_runtime.training.loop import Trainer, TrainingRun
-from moe_runtime.training.machine import require_compiler, resolve_device
-from moe_runtime.training.offloaded import build_model, export_of_all, offloaded_optimizer
-from moe_runtime.training.optimizer import Optimizer
-from moe_runtime.training.prepared import (
+from moe_runtime.training.data.batches import Batches, check_groups, windows_of
+from moe_runtime.training.data.prepared import (
     CHECKPOINTS,
     DATA,
     check_outputs,
@@ -46,10 +38,18 @@ from moe_runtime.training.prepared import (
     settings_of,
     write_summary,
 )
+from moe_runtime.training.data.text import read_corpus
+from moe_runtime.training.data.tokens import TokenStreams, encode_corpus, obtain_tokenizer
+from moe_runtime.training.loop import Trainer, TrainingRun
+from moe_runtime.training.machine import require_compiler, resolve_device
+from moe_runtime.training.offload.handle import OffloadedTraining
+from moe_runtime.training.offload.offloading import find_sites
+from moe_runtime.training.offload.optimizers.dense_adamw import state_order
+from moe_runtime.training.offload.states.initial import StreamedInit
+from moe_runtime.training.offloaded import build_model, export_of_all, offloaded_optimizer
+from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.ranks import OneProcess
 from moe_runtime.training.sharded import ShardedCheckpoints, whole_model
-from moe_runtime.training.text import read_corpus
-from moe_runtime.training.tokens import TokenStreams, encode_corpus, obtain_tokenizer
 from moe_runtime.training.tracing import (
     TrainingTrace,
     open_trace,

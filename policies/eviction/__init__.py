@@ -1,7 +1,6 @@
 """Eviction policies by name."""
 
 from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, Watcher
-from moe_runtime.policies.eviction.lru import LRU
 from moe_runtime.policies.eviction.registry import (
     BOUNDS,
     LIVE_POLICIES,
@@ -11,6 +10,7 @@ from moe_runtime.policies.eviction.registry import (
     make_policy,
     most_remembered_bytes,
 )
+from moe_runtime.policies.eviction.rules.lru import LRU
 from moe_runtime.policies.eviction.shares import LayerShares, even_shares
 
 __all__ = [

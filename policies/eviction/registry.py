@@ -1,31 +1,30 @@
 """Eviction policies by name, and what each of them needs to be made."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from moe_runtime.config import nearest
 from moe_runtime.policies.eviction import episodes
-from moe_runtime.policies.eviction.activation_aware import ActivationMatrices
 from moe_runtime.policies.eviction.adaptive_shares import AdaptiveShares
 from moe_runtime.policies.eviction.base import EvictionPolicy
 from moe_runtime.policies.eviction.belady import Belady, BeladyBypass, Future
-from moe_runtime.policies.eviction.expert_buffering import ActiveExperts, ExpertBuffering
-from moe_runtime.policies.eviction.gdsf import GDSF
-from moe_runtime.policies.eviction.lec import LeastExpectedCost
-from moe_runtime.policies.eviction.lfru import LFRU
-from moe_runtime.policies.eviction.lfu import LFU
-from moe_runtime.policies.eviction.lfu_aging import AgingLFU
-from moe_runtime.policies.eviction.lru import LRU
-from moe_runtime.policies.eviction.mrs import RecentScores
-from moe_runtime.policies.eviction.predicted_use import PredictedUse
-from moe_runtime.policies.eviction.random_choice import RandomChoice
-from moe_runtime.policies.eviction.reuse import ReuseEstimator
+from moe_runtime.policies.eviction.rules.activation_aware import ActivationMatrices
+from moe_runtime.policies.eviction.rules.expert_buffering import ActiveExperts, ExpertBuffering
+from moe_runtime.policies.eviction.rules.gdsf import GDSF
+from moe_runtime.policies.eviction.rules.lec import LeastExpectedCost
+from moe_runtime.policies.eviction.rules.lfru import LFRU
+from moe_runtime.policies.eviction.rules.lfu import LFU
+from moe_runtime.policies.eviction.rules.lfu_aging import AgingLFU
+from moe_runtime.policies.eviction.rules.lru import LRU
+from moe_runtime.policies.eviction.rules.mrs import RecentScores
+from moe_runtime.policies.eviction.rules.predicted_use import PredictedUse
+from moe_runtime.policies.eviction.rules.random_choice import RandomChoice
+from moe_runtime.policies.eviction.rules.reuse import ReuseEstimator
+from moe_runtime.policies.eviction.rules.sieve import SIEVE
+from moe_runtime.policies.eviction.rules.slru import SLRU
+from moe_runtime.policies.eviction.rules.static import StaticPopularity, popularity
 from moe_runtime.policies.eviction.scored import Scored
 from moe_runtime.policies.eviction.shares import LayerShares, even_shares
-from moe_runtime.policies.eviction.sieve import SIEVE
-from moe_runtime.policies.eviction.slru import SLRU
-from moe_runtime.policies.eviction.static import StaticPopularity, popularity
 from moe_runtime.policies.prediction.base import Routes, Shape
 from moe_runtime.policies.prediction.eam import CAPACITY
 from moe_runtime.policies.prediction.tracked import TrackedPredictor
@@ -47,15 +46,12 @@ class Setting:
         future: the keys of every event to come, for the policies that bound all others.
         predictor: foretells visits, for the policies that evict by predictions. It must not be
             shared with anyone else: the policy tells it of every event.
-        costs: what a miss of each expert costs, such as the bytes to be read; only ratios matter.
-            None where all cost the same.
     """
 
     shape: Shape
     training: Routes | None = None
     future: Events | None = None
     predictor: TrackedPredictor | None = None
-    costs: Mapping[ExpertKey, float] | None = None
 
 
 def _belady(setting: Setting) -> Maker:
@@ -72,10 +68,6 @@ def _future(setting: Setting) -> Future:
     if setting.future is None:
         raise ValueError("Belady's policies must be told the future, which only a replay can")
     return Future(setting.future)
-
-
-def _cost_of(setting: Setting) -> Callable[[ExpertKey], float] | None:
-    return None if setting.costs is None else setting.costs.__getitem__
 
 
 def _static(setting: Setting) -> Maker:
@@ -119,8 +111,8 @@ POLICIES: dict[str, Callable[[Setting], Maker]] = {
     "lfru": lambda _: LFRU,
     "slru": lambda _: SLRU,
     "sieve": lambda _: SIEVE,
-    "gdsf": lambda setting: partial(GDSF, _cost_of(setting)),
-    "lec": lambda setting: partial(LeastExpectedCost, _cost_of(setting)),
+    "gdsf": lambda _: GDSF,
+    "lec": lambda _: LeastExpectedCost,
     "mrs": _mrs,
     "activation-aware": _activation_aware,
     "expert-buffering": _expert_buffering,
@@ -172,8 +164,7 @@ def make_policy(
         num_slots -= min(reserve, setting.shape.top_k, num_slots // 4)
     shares = even_shares(num_slots, setting.shape.num_layers)
     if adaptive:
-        worths = None if setting.costs is None else _layer_costs(setting.costs, setting.shape)
-        return AdaptiveShares(make, shares, smallest=setting.shape.top_k, worths=worths)
+        return AdaptiveShares(make, shares, smallest=setting.shape.top_k)
     return LayerShares(make, shares)
 
 
@@ -184,14 +175,6 @@ def make_global_policy(name: str, *, setting: Setting) -> EvictionPolicy[ExpertK
         ValueError: as for ``make_policy``.
     """
     return _maker(name, setting)()
-
-
-def _layer_costs(costs: Mapping[ExpertKey, float], shape: Shape) -> list[float]:
-    """Mean cost of each layer's experts."""
-    of_layer: list[list[float]] = [[] for _ in range(shape.num_layers)]
-    for key, cost in costs.items():
-        of_layer[key.layer].append(cost)
-    return [sum(known) / len(known) if known else 0.0 for known in of_layer]
 
 
 def _maker(name: str, setting: Setting) -> Maker:

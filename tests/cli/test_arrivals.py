@@ -12,8 +12,8 @@ from synthetic_routes import make_routes
 from traces import trace_of
 
 from moe_runtime.cli.main import main
+from moe_runtime.lab.traces import write_trace
 from moe_runtime.policies.prediction import Shape
-from moe_runtime.tracing import write_trace
 
 COMMANDS = all_commands()
 SHOWN_BY_THE_COMMAND = {"as_json", "debug", "config", "help"}
@@ -50,7 +50,7 @@ class Case:
 
 CASES = {
     "inspect": Case(
-        ("moe_runtime.engine.inspection.inspect_checkpoint",),
+        ("moe_runtime.inference.inspection.inspect_checkpoint",),
         ("models/pocket",),
         {
             "model": ("", "models/pocket"),
@@ -65,7 +65,10 @@ CASES = {
         {"path": ("", Path("models")), "read_size": ("--read-size 5MiB", 5 * MIB)},
     ),
     "replay": Case(
-        ("moe_runtime.tracing.readers.read_any_trace", "moe_runtime.tracing.experiment.Experiment"),
+        (
+            "moe_runtime.lab.traces.readers.read_any_trace",
+            "moe_runtime.lab.replay.experiment.Experiment",
+        ),
         ("t.npz",),
         {
             "trace": ("", Path("t.npz")),
@@ -86,7 +89,7 @@ CASES = {
         },
     ),
     "report": Case(
-        ("moe_runtime.tracing.readers.read_any_trace", "moe_runtime.reporting.findings.find"),
+        ("moe_runtime.lab.traces.readers.read_any_trace", "moe_runtime.lab.report.findings.find"),
         ("t.npz",),
         {
             "source": ("", Path("t.npz")),
@@ -98,11 +101,11 @@ CASES = {
             "max_accesses": ("--max-accesses 237", 237),
             "num_experts": ("--num-experts 239", 239),
         },
-        {"output": "tests/reporting/test_report.py", "png": "tests/reporting/test_report.py"},
+        {"output": "tests/lab/test_report.py", "png": "tests/lab/test_report.py"},
     ),
     "place": Case(
         (
-            "moe_runtime.tracing.read_trace",
+            "moe_runtime.lab.traces.read_trace",
             "moe_runtime.planning.placement.split_window",
             "moe_runtime.policies.placement.Devices",
             "moe_runtime.planning.placement.place_experts",
@@ -124,8 +127,8 @@ CASES = {
     ),
     "simulate": Case(
         (
-            "moe_runtime.planning.machine_file.read_machine",
-            "moe_runtime.planning.scaling.sweep_scaling",
+            "moe_runtime.lab.simulate.machine_file.read_machine",
+            "moe_runtime.lab.simulate.scaling.sweep_scaling",
         ),
         (),
         {
@@ -146,7 +149,7 @@ CASES = {
         {"shortcut": "tests/cli/test_simulate.py", "plot": "tests/cli/test_simulate.py"},
     ),
     "finetune": Case(
-        ("moe_runtime.training.finetuning.prepare",),
+        ("moe_runtime.training.finetune.finetuning.prepare",),
         ("models/pocket", "text.txt"),
         {
             "model": ("", "models/pocket"),
@@ -191,9 +194,9 @@ CASES = {
     ),
     "predictor evaluate": Case(
         (
-            "moe_runtime.tracing.readers.read_any_trace",
-            "moe_runtime.tracing.routes.split_numbers",
-            "moe_runtime.tracing.evaluation.evaluate",
+            "moe_runtime.lab.traces.readers.read_any_trace",
+            "moe_runtime.lab.traces.routes.split_numbers",
+            "moe_runtime.lab.replay.evaluation.evaluate",
         ),
         ("t.npz", "other.npz"),
         {
@@ -208,8 +211,8 @@ CASES = {
     ),
     "predictor fit": Case(
         (
-            "moe_runtime.tracing.readers.read_any_trace",
-            "moe_runtime.tracing.predictor_file.write_predictor",
+            "moe_runtime.lab.traces.readers.read_any_trace",
+            "moe_runtime.lab.traces.predictor_file.write_predictor",
         ),
         ("t.npz",),
         {

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from moe_runtime.cli.main import describe, main
-from moe_runtime.tracing import Trace
-from moe_runtime.tracing.format import write_trace
+from moe_runtime.lab.traces import Trace
+from moe_runtime.lab.traces.format import write_trace
 from moe_runtime.types import ModelSignature
 
 SCRIPT = Path(__file__).resolve().parents[1] / "bad_input.py"
@@ -210,7 +210,7 @@ def test_an_error_that_a_library_makes_of_ctrl_c_is_not_reported(
         except KeyboardInterrupt:
             raise ImportError("initialization failed") from None
 
-    monkeypatch.setattr("moe_runtime.tracing.readers.read_any_trace", reading)
+    monkeypatch.setattr("moe_runtime.lab.traces.readers.read_any_trace", reading)
     assert main(["replay", str(tmp_path / "none.npz")]) == 130
     assert capsys.readouterr() == ("", "")
 
@@ -287,8 +287,8 @@ def test_numbers_beyond_all_bounds(
 
 def test_the_coldest_temperature_takes_the_likeliest_token(checkpoint: Path) -> None:
     import moe_runtime
-    from moe_runtime.engine.generation import COLDEST, generate_text
-    from moe_runtime.engine.model_files import load_tokenizer
+    from moe_runtime.checkpoints.model_files import load_tokenizer
+    from moe_runtime.inference.generation import COLDEST, generate_text
 
     model = moe_runtime.load(checkpoint, host_memory="1GiB")
     tokenizer = load_tokenizer(checkpoint)

@@ -12,8 +12,8 @@ import pytest
 from moe_runtime.cli import machine
 from moe_runtime.cli.disk import measure_disk
 from moe_runtime.cli.main import build_app, describe, main
-from moe_runtime.engine.inspection import CheckpointSummary
 from moe_runtime.errors import CheckpointError
+from moe_runtime.inference.inspection import CheckpointSummary
 from moe_runtime.types import ModelSignature
 
 COMMANDS = ("run", "inspect", "doctor", "replay", "train")
@@ -139,7 +139,7 @@ def summary_of(path: str, **_: object) -> CheckpointSummary:
 
 @pytest.fixture
 def fake_summary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_runtime.engine.inspection.inspect_checkpoint", summary_of)
+    monkeypatch.setattr("moe_runtime.inference.inspection.inspect_checkpoint", summary_of)
 
 
 @pytest.mark.usefixtures("fake_summary")

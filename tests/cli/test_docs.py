@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from moe_runtime.cli.main import main
+from moe_runtime.lab.traces import read_trace
 from moe_runtime.models.pocket import pocket_path
-from moe_runtime.tracing import read_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,7 +12,7 @@ import pytest
 import moe_runtime
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CapacityError
-from moe_runtime.tracing import read_trace
+from moe_runtime.lab.traces import read_trace
 
 COMMAND = [sys.executable, "-P", "-m", "moe_runtime.cli.main"]
 PROMPT = "The store reads an expert"

@@ -14,10 +14,10 @@ from synthetic_routes import make_routes
 from traces import trace_of
 
 from moe_runtime.cli.main import main
-from moe_runtime.engine.generation import GenerationResult, generate_text
-from moe_runtime.engine.loading import load
+from moe_runtime.inference.generation import GenerationResult, generate_text
+from moe_runtime.inference.loading import load
+from moe_runtime.lab.traces import write_trace
 from moe_runtime.policies.prediction import Shape
-from moe_runtime.tracing import write_trace
 
 CLI = Path(inspect.getfile(main)).parent
 # Read by a callback of its own before the command begins: `apply_config`.
@@ -104,8 +104,8 @@ def test_every_option_of_run_arrives_where_its_name_is_a_parameter(
             finish_reason="length",
         )
 
-    monkeypatch.setattr("moe_runtime.engine.generation.generate_text", record)
-    monkeypatch.setattr("moe_runtime.engine.generation.encode_prompt", encoded)
+    monkeypatch.setattr("moe_runtime.inference.generation.generate_text", record)
+    monkeypatch.setattr("moe_runtime.inference.generation.encode_prompt", encoded)
     words = [word for option, word, _ in valued.values() for word in (option, word)]
     assert main(["run", str(checkpoint), "--prompt", "Hello", "--chat", *words]) == 0
     arrived = fake_load.options | told

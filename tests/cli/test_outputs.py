@@ -15,9 +15,9 @@ from traces import trace_of
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError
 from moe_runtime.files import OutputFile
+from moe_runtime.lab.traces import read_trace, write_trace
+from moe_runtime.memory.source import ExpertSource
 from moe_runtime.policies.prediction import Shape
-from moe_runtime.store.source import ExpertSource
-from moe_runtime.tracing import read_trace, write_trace
 from moe_runtime.types import ExpertKey
 
 PROMPT = "The store reads an expert"
@@ -183,9 +183,9 @@ def test_a_full_disk_is_known_before_the_work_and_costs_no_output(
     with monkeypatch.context() as patch:
         patch.setattr("moe_runtime.files._new_held", full)
         # Neither reading nor computing is reached.
-        patch.setattr("moe_runtime.tracing.readers.read_any_trace", None)
-        patch.setattr("moe_runtime.tracing.read_trace", None)
-        patch.setattr("moe_runtime.planning.scaling.sweep_scaling", None)
+        patch.setattr("moe_runtime.lab.traces.readers.read_any_trace", None)
+        patch.setattr("moe_runtime.lab.traces.read_trace", None)
+        patch.setattr("moe_runtime.lab.simulate.scaling.sweep_scaling", None)
         assert main([*words, option, str(path)]) == 2
     assert capsys.readouterr().err.endswith("cannot be written: No space left on device\n")
     with monkeypatch.context() as patch:

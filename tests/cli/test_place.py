@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from moe_runtime.cli.main import main
+from moe_runtime.lab.traces import TraceRecorder
 from moe_runtime.parallel.placement_map import load_placement_map
-from moe_runtime.tracing import TraceRecorder
 from moe_runtime.types import ModelSignature
 
 LAYERS, EXPERTS, TOP_K = 4, 16, 2

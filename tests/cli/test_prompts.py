@@ -13,8 +13,8 @@ import pytest
 import moe_runtime
 from moe_runtime.cli.main import main
 from moe_runtime.cli.prompts import read_prompts
+from moe_runtime.lab.traces import read_trace
 from moe_runtime.models.pocket import pocket_path
-from moe_runtime.tracing import read_trace
 
 PROMPTS = ["The store reads", "An expert computes", "A third text that is longer than the others"]
 

@@ -20,9 +20,7 @@ from moe_runtime.kernels.native import (
     native_library,
     require_native,
 )
-from moe_runtime.kernels.native import (
-    library as library_module,
-)
+from moe_runtime.kernels.native import library as library_module
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,9 +19,13 @@ from offloaded_models import (
 
 import moe_runtime
 from moe_runtime.errors import CapacityError
-from moe_runtime.offload import activation_swap
-from moe_runtime.offload.activation_swap import SLOT_BYTES, ActivationSwap, Swapped
-from moe_runtime.offload.activations import ActivationPolicy, Pass
+from moe_runtime.training.offload.execution import activation_swap
+from moe_runtime.training.offload.execution.activation_swap import (
+    SLOT_BYTES,
+    ActivationSwap,
+    Swapped,
+)
+from moe_runtime.training.offload.execution.activations import ActivationPolicy, Pass
 
 SETTINGS = moe_runtime.AdamW(weight_decay=0.1)
 

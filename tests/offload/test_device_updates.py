@@ -16,9 +16,13 @@ from offloaded_models import (
 )
 
 import moe_runtime
-from moe_runtime.offload.device_updates import DeviceUpdates, measure_speeds, planned_updates
-from moe_runtime.offload.records import Sections
 from moe_runtime.planning.update_stride import best_stride
+from moe_runtime.training.offload.optimizers.device_updates import (
+    DeviceUpdates,
+    measure_speeds,
+    planned_updates,
+)
+from moe_runtime.training.offload.states.records import Sections
 from moe_runtime.types import ExpertKey
 
 CPU = torch.device("cpu")

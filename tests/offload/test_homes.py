@@ -20,8 +20,8 @@ from offloaded_models import (
 )
 
 import moe_runtime
-from moe_runtime.offload.compute_copies import ComputeCopies
 from moe_runtime.planning.homes import REHOME_STEPS
+from moe_runtime.training.offload.execution.compute_copies import ComputeCopies
 from moe_runtime.types import ExpertKey
 
 SETTINGS = moe_runtime.AdamW(weight_decay=0.1, betas=(0.9, 0.95))

@@ -19,11 +19,20 @@ from offloaded_models import (
 
 import moe_runtime
 from moe_runtime.errors import CheckpointError
-from moe_runtime.offload.adamw import bytes_of_step
-from moe_runtime.offload.dense import DenseAdamW
-from moe_runtime.offload.moments import CHUNK_ELEMENTS, MomentCodec, moment_codec
-from moe_runtime.offload.records import ExpertTensor, RecordLayout, Sections, StateFormat
-from moe_runtime.offload.updates import leading_vectors
+from moe_runtime.training.offload.optimizers.adamw import bytes_of_step
+from moe_runtime.training.offload.optimizers.dense_adamw import DenseAdamW
+from moe_runtime.training.offload.optimizers.moments import (
+    CHUNK_ELEMENTS,
+    MomentCodec,
+    moment_codec,
+)
+from moe_runtime.training.offload.optimizers.updates import leading_vectors
+from moe_runtime.training.offload.states.records import (
+    ExpertTensor,
+    RecordLayout,
+    Sections,
+    StateFormat,
+)
 
 BLOCK = 4096
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_runtime.kernels.expert_mlp import ActivationSpec
 from moe_runtime.layer import MoELayer
 from moe_runtime.parallel import ExpertSpread, Overlap, ParallelExperts, expert_parallel
-from moe_runtime.parallel.transport import Arrived, LocalTransport
+from moe_runtime.parallel.communication.transport import Arrived, LocalTransport
 from moe_runtime.routing import Routing
 
 

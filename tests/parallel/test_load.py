@@ -12,11 +12,11 @@ from parallel_load import gradients, outputs, refusal, too_many
 from rank_pool import RankPool
 from text_checkpoint import NUM_EXPERTS, NUM_LAYERS, TOP_K, tiny_text_model
 
-from moe_runtime.engine.inspection import inspect_checkpoint
-from moe_runtime.engine.share import ExpertShare, add_up
 from moe_runtime.errors import CheckpointError
+from moe_runtime.inference.expert_partition import ExpertShare, add_up
+from moe_runtime.inference.inspection import inspect_checkpoint
+from moe_runtime.parallel.communication.transport import LocalTransport
 from moe_runtime.parallel.placement_map import PlacementMap
-from moe_runtime.parallel.transport import LocalTransport
 from moe_runtime.policies.placement import Devices, Placement
 from moe_runtime.types import ExpertKey, ModelSignature
 

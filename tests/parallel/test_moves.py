@@ -29,18 +29,16 @@ from rank_pool import RankPool
 from thread_transport import ThreadGroup
 
 from moe_runtime.parallel import (
-    CopyRules,
     ExpertSlots,
     Overlap,
     ParallelExperts,
     Rebalancer,
-    SparseExperts,
-    cheapest_degree,
     expert_parallel,
-    hidden_experts,
     keep_in_place,
 )
 from moe_runtime.planning.cluster import Link
+from moe_runtime.research.hecate.fssdp import CopyRules, SparseExperts, hidden_experts
+from moe_runtime.research.parallelism_switching.adaptive import cheapest_degree
 from moe_runtime.routing import Routing
 
 Ranks = Callable[[int], RankPool]

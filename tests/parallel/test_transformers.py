@@ -10,8 +10,8 @@ from parallel_transformers import outputs
 from rank_pool import RankPool
 from tiny_checkpoints import save, tiny_model
 
-from moe_runtime.engine.expert_parallel import register_expert_parallelism
 from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.inference.hugging_face.dispatcher import register_expert_parallelism
 
 
 def has_interface() -> bool:

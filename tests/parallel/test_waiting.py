@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from moe_runtime.parallel.waiting import Inquiry, Note, Notes
+from moe_runtime.parallel.communication.waiting import Inquiry, Note, Notes
 
 
 def waits(*others: str, step: int = 1) -> Callable[[int], Note]:

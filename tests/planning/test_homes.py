@@ -6,6 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_runtime.lab.report.training_reuse import training_reuse
+from moe_runtime.lab.traces import Trace
 from moe_runtime.planning.homes import (
     REHOME_MARGIN,
     REHOME_STEPS,
@@ -13,8 +15,6 @@ from moe_runtime.planning.homes import (
     replay_homes,
     spread,
 )
-from moe_runtime.reporting.training_reuse import training_reuse
-from moe_runtime.tracing import Trace
 from moe_runtime.types import ExpertKey, ModelSignature
 
 KEYS = [ExpertKey(layer, expert) for layer in range(2) for expert in range(4)]

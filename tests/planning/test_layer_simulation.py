@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_runtime.planning.cluster import Cluster, Link, fit_link
-from moe_runtime.planning.layer_simulation import (
+from moe_runtime.lab.simulate.layer_simulation import (
     LayerSchedule,
     LayerWorkload,
     _phases,
     predict_layer,
 )
-from moe_runtime.planning.scaling import Imbalance, LayerShape, rank_shares, sweep_scaling
+from moe_runtime.lab.simulate.scaling import Imbalance, LayerShape, rank_shares, sweep_scaling
+from moe_runtime.planning.cluster import Cluster, Link, fit_link
 
 FAST = Link(alpha_s=0.0, bytes_per_s=1.0)
 

@@ -8,22 +8,22 @@ import pytest
 from decode_families import SHAPE, make_family
 from traces import trace_of
 
+from moe_runtime.lab.replay.untimed import replay_demand
+from moe_runtime.lab.traces.workload import workload_of
 from moe_runtime.policies.eviction import LRU, Setting, make_global_policy
-from moe_runtime.policies.eviction.activation_aware import ActivationMatrices
 from moe_runtime.policies.eviction.adaptive_shares import AdaptiveShares
-from moe_runtime.policies.eviction.expert_buffering import ActiveExperts, ExpertBuffering
-from moe_runtime.policies.eviction.gdsf import GDSF
-from moe_runtime.policies.eviction.lec import LeastExpectedCost
-from moe_runtime.policies.eviction.lfru import LFRU
-from moe_runtime.policies.eviction.lfu_aging import AgingLFU
-from moe_runtime.policies.eviction.mrs import RecentScores
-from moe_runtime.policies.eviction.predicted_use import PredictedUse
+from moe_runtime.policies.eviction.rules.activation_aware import ActivationMatrices
+from moe_runtime.policies.eviction.rules.expert_buffering import ActiveExperts, ExpertBuffering
+from moe_runtime.policies.eviction.rules.gdsf import GDSF
+from moe_runtime.policies.eviction.rules.lec import LeastExpectedCost
+from moe_runtime.policies.eviction.rules.lfru import LFRU
+from moe_runtime.policies.eviction.rules.lfu_aging import AgingLFU
+from moe_runtime.policies.eviction.rules.mrs import RecentScores
+from moe_runtime.policies.eviction.rules.predicted_use import PredictedUse
+from moe_runtime.policies.eviction.rules.sieve import SIEVE
+from moe_runtime.policies.eviction.rules.slru import SLRU
 from moe_runtime.policies.eviction.scored import Scored
-from moe_runtime.policies.eviction.sieve import SIEVE
-from moe_runtime.policies.eviction.slru import SLRU
 from moe_runtime.policies.prediction import LayerRouted, Shape, StepBegins
-from moe_runtime.tracing.replay import replay_demand
-from moe_runtime.tracing.workload import workload_of
 from moe_runtime.types import ExpertKey
 
 
@@ -89,7 +89,7 @@ def test_sieve_spares_what_was_used_since_the_hand_came_by():
 
 
 def test_gdsf_pays_attention_to_cost_and_ages_the_idle():
-    policy = GDSF[str](cost=lambda key: 10.0 if key == "dear" else 1.0)
+    policy = GDSF[str](cost_per_byte=lambda key: 10.0 if key == "dear" else 1.0)
     policy.insert("dear")
     for key in ("a", "b", "c"):
         policy.insert(key)

@@ -6,11 +6,11 @@ from collections.abc import Callable
 import torch
 
 from moe_runtime.errors import CheckpointError
+from moe_runtime.memory.changes import Changes
+from moe_runtime.memory.io_queue import Priority, Read
+from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.memory.slab import Slab
 from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
-from moe_runtime.store.cache import ExpertStore
-from moe_runtime.store.changes import Changes
-from moe_runtime.store.slab import Slab
-from moe_runtime.store.transfer import Priority, Read
 from moe_runtime.types import ExpertKey
 
 SLOT_BYTES = 64

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import moe_runtime
 from moe_runtime.errors import CapacityError
 from moe_runtime.training.config_tree import build_tree
-from moe_runtime.training.finetune_config import FinetuneConfig
-from moe_runtime.training.finetuning import finish, prepare, start
+from moe_runtime.training.finetune.finetuning import finish, prepare, start
+from moe_runtime.training.finetune.settings import FinetuneConfig
 from moe_runtime.training.loop import Trainer
 
 STEPS, CONTEXT, SEQUENCES, PARTS = 3, 16, 4, 2

@@ -8,7 +8,7 @@ from moe_families import Family
 from tiny_checkpoints import PROMPT
 from torch import Tensor
 
-from moe_runtime.engine.absent import AbsentTensor
+from moe_runtime.inference.hugging_face.absent import AbsentTensor
 
 
 def loss_of(model: Any, family: Family, prompt: Tensor = PROMPT) -> Tensor:

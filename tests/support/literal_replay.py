@@ -1,4 +1,4 @@
-"""An expert cache replayed as literally as it can be written; the reference of tests/tracing."""
+"""An expert cache replayed as literally as it can be written; the reference of tests/lab."""
 
 import math
 from collections import Counter

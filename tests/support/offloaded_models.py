@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import moe_runtime
 from moe_runtime.files import write_atomically
 from moe_runtime.layer import MoELayer
-from moe_runtime.offload import OffloadedTraining
-from moe_runtime.offload.dense import DenseAdamW, clip_scale
+from moe_runtime.training.offload import OffloadedTraining
+from moe_runtime.training.offload.optimizers.dense_adamw import DenseAdamW, clip_scale
 
 WIDTH, HIDDEN, EXPERTS, LAYERS = 16, 24, 6, 3
 
@@ -91,8 +91,8 @@ def train_in_memory(
 
 def budget_for(model: nn.Module, settings: moe_runtime.AdamW, *, experts_in_memory: float) -> int:
     """Bytes that hold a share of the experts that this process has."""
-    from moe_runtime.offload.memory import dense_bytes
-    from moe_runtime.offload.offloading import find_sites, layouts_of
+    from moe_runtime.training.offload.memory import dense_bytes
+    from moe_runtime.training.offload.offloading import find_sites, layouts_of
 
     sites = find_sites(model)
     layouts = layouts_of(sites, settings.state_format)

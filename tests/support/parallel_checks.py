@@ -21,9 +21,9 @@ from moe_runtime.parallel import (
     combine,
     dispatch,
 )
+from moe_runtime.parallel.communication.transport import Pending
+from moe_runtime.parallel.communication.wire import WireName
 from moe_runtime.parallel.dispatch import Group
-from moe_runtime.parallel.transport import Pending
-from moe_runtime.parallel.wire import WireName
 from moe_runtime.routing import Capacity, Gate, make_gate
 
 

@@ -20,8 +20,8 @@ from moe_runtime.parallel import (
     ParallelExperts,
     ParallelLayout,
     dispatch,
-    watch,
 )
+from moe_runtime.parallel.communication import watch
 from moe_runtime.routing import Routing
 
 # Ranks that do come may be late by most of it.

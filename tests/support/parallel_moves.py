@@ -14,8 +14,6 @@ from parallel_layer import Answer, Problem, rank_parameters, rank_routing, run_e
 from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.layer import MoELayer
 from moe_runtime.parallel import (
-    AdaptiveParallelism,
-    CopyRules,
     ExpertMove,
     ExpertSlots,
     FlatTransport,
@@ -26,23 +24,25 @@ from moe_runtime.parallel import (
     Rebalanced,
     Rebalancer,
     SlotExchange,
-    SparseExperts,
-    SparseMaterialisation,
     StackedPanels,
-    SwitchingExperts,
     Transport,
     expert_parallel,
     keep_in_place,
     measure_link,
-    reshard_layers,
     slice_experts,
-    sparse_expert_parallel,
     sum_replica_gradients,
     time_exchanges,
 )
-from moe_runtime.parallel.sparse import loads_of_all
-from moe_runtime.parallel.wire import WireName
+from moe_runtime.parallel.communication.wire import WireName
 from moe_runtime.planning.cluster import Link
+from moe_runtime.research.hecate.fssdp import CopyRules, SparseExperts, reshard_layers
+from moe_runtime.research.hecate.sparse import (
+    SparseMaterialisation,
+    loads_of_all,
+    sparse_expert_parallel,
+)
+from moe_runtime.research.parallelism_switching.adaptive import AdaptiveParallelism
+from moe_runtime.research.parallelism_switching.switching import SwitchingExperts
 
 
 def world() -> dist.ProcessGroup:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import moe_runtime
 from moe_runtime.errors import MoERuntimeError
-from moe_runtime.offload import OffloadedTraining
-from moe_runtime.offload.dense import DenseAdamW
 from moe_runtime.parallel import LayoutGroups, Overlap, ParallelExperts, ParallelLayout
+from moe_runtime.training.offload import OffloadedTraining
+from moe_runtime.training.offload.optimizers.dense_adamw import DenseAdamW
 from moe_runtime.types import ExpertKey
 
 PARTS = 4

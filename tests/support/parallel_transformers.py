@@ -13,7 +13,7 @@ def load(model_class: str, path: str, *, is_parallel: bool) -> Any:
     import transformers
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    from moe_runtime.engine.expert_parallel import register_expert_parallelism
+    from moe_runtime.inference.hugging_face.dispatcher import register_expert_parallelism
     from moe_runtime.parallel import Overlap
 
     options = {}

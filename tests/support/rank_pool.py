@@ -20,9 +20,13 @@ from typing import Any
 # Imported once, in the server that processes are forked from, and not in each of them.
 PRELOAD = [
     *("torch", "torch.distributed", "torch.distributed.checkpoint", "torch.distributed.tensor"),
-    *("moe_runtime.parallel", "moe_runtime.kernels.expert_mlp", "moe_runtime.engine.loading"),
+    *("moe_runtime.parallel", "moe_runtime.kernels.expert_mlp", "moe_runtime.inference.loading"),
     *("transformers.generation.utils", "transformers.models.olmoe.modeling_olmoe"),
-    *("moe_runtime.engine.elastic.worker", "moe_runtime.cli.run", "moe_runtime.training.session"),
+    *(
+        "moe_runtime.research.elastic.worker",
+        "moe_runtime.cli.commands.run",
+        "moe_runtime.training.session",
+    ),
     *("moe_runtime.models.lm.parallel", "torch.distributed.fsdp"),
 ]
 # Imports of the first processes alone take a minute on a busy machine.

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import safetensors
 
+from moe_runtime.checkpoints.safetensors_index import (
+    TensorEntry,
+    read_checkpoint_index,
+    read_header,
+)
 from moe_runtime.errors import CheckpointError
-from moe_runtime.store.safetensors_index import TensorEntry, read_checkpoint_index, read_header
 
 SOUND = '"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}'
 

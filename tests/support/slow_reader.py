@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import torch
 
 from moe_runtime.errors import MoERuntimeError
-from moe_runtime.store.changes import Changes
-from moe_runtime.store.transfer import CLOSED, Priority, Read
+from moe_runtime.memory.changes import Changes
+from moe_runtime.memory.io_queue import CLOSED, Priority, Read
 from moe_runtime.types import ExpertKey
 
 

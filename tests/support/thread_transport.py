@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_runtime.parallel.transport import Arrived, Pending
+from moe_runtime.parallel.communication.transport import Arrived, Pending
 
 
 class ThreadGroup:

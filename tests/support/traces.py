@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from moe_runtime.lab.traces import Trace
 from moe_runtime.policies.prediction import Routes
-from moe_runtime.tracing import Trace
 from moe_runtime.types import ModelSignature
 
 

@@ -1,6 +1,6 @@
 """What a loaded model answers like transformers, and what it refuses: one table, tried row by row.
 
-`tests/engine/test_features.py` tries every row on a model of transformers and on the same
+`tests/inference/test_features.py` tries every row on a model of transformers and on the same
 checkpoint loaded by `moe_runtime`. The page of the documentation is written from the rows:
 
     python tests/support/transformers_features.py
@@ -27,9 +27,9 @@ _HEAD = """# What a loaded model supports
 `moe_runtime.load` gives a model of `transformers`. Whatever it is asked, it answers as the model of
 `from_pretrained` does once that is frozen and in evaluation mode, or it refuses in one line that
 says what to do instead (`UnsupportedUseError`). Every row below is tried by
-`tests/engine/test_features.py` on both; every public method and property of `PreTrainedModel` and
-`GenerationMixin` is in one of them. Where transformers itself refuses (a package that is missing, a
-GPU that is not there), the answer is its own error.
+`tests/inference/test_features.py` on both; every public method and property of `PreTrainedModel`
+and `GenerationMixin` is in one of them. Where transformers itself refuses (a package that is
+missing, a GPU that is not there), the answer is its own error.
 
 This page is written by `python tests/support/transformers_features.py`.
 """

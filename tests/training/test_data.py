@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_runtime.models.lm.tokenizer import train_tokenizer
-from moe_runtime.training.batches import (
+from moe_runtime.training.config import DataConfig, SourceConfig
+from moe_runtime.training.data.batches import (
     Batches,
     WindowStream,
     held_out_windows,
     shorten,
 )
-from moe_runtime.training.config import DataConfig, SourceConfig
-from moe_runtime.training.text import Corpus, read_corpus
-from moe_runtime.training.tokens import encode_corpus, load_tokenizer
+from moe_runtime.training.data.text import Corpus, read_corpus
+from moe_runtime.training.data.tokens import encode_corpus, load_tokenizer
 
 
 def data_config(share: float = 0.1, separator: str | None = None) -> DataConfig:

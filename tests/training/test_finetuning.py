@@ -32,9 +32,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import moe_runtime
 from moe_runtime.cli.main import main
-from moe_runtime.offload.dense import DenseAdamW
-from moe_runtime.tracing import read_trace
-from moe_runtime.training.finetuning import FinetunePreparation, finish, prepare, start
+from moe_runtime.lab.traces import read_trace
+from moe_runtime.training.finetune.finetuning import FinetunePreparation, finish, prepare, start
+from moe_runtime.training.offload.optimizers.dense_adamw import DenseAdamW
 from moe_runtime.training.schedule import learning_rate
 
 

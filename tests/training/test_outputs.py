@@ -9,7 +9,7 @@ from training_runs import train, write_run
 from moe_runtime.errors import MoERuntimeWarning
 from moe_runtime.files import OutputFile
 from moe_runtime.training.checkpoint import checkpoints_in, remove_oldest
-from moe_runtime.training.prepared import check_outputs
+from moe_runtime.training.data.prepared import check_outputs
 
 FEW = ("--set", "run.steps=1", "--set", "run.checkpoint_every=1")
 MORE = ("--set", "run.steps=2", "--set", "run.checkpoint_every=1", "--resume", "--reschedule")

@@ -22,8 +22,8 @@ from finetuning_runs import (
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from moe_runtime.offload.directions import direction
-from moe_runtime.training.finetuning import FinetunePreparation, prepare, start
+from moe_runtime.training.finetune.finetuning import FinetunePreparation, prepare, start
+from moe_runtime.training.offload.directions import direction
 from moe_runtime.training.schedule import learning_rate
 
 

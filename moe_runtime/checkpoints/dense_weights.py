@@ -1,0 +1,172 @@
+"""Everything of a model but its routed experts: loaded by transformers, tensor by tensor.
+
+The dense weights go through transformers' own conversion and initialisation. Only where their bytes
+come from is ours: each tensor is read straight into memory of its own, so that loading never maps
+the checkpoint and needs no more memory than the weights themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from moe_runtime.checkpoints.expert_map import ExpertMap
+from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
+from moe_runtime.checkpoints.safetensors_index import TensorEntry
+from moe_runtime.errors import CheckpointError, UnsupportedModelError
+from moe_runtime.memory.layout import BLOCK_BYTES
+from moe_runtime.memory.slab import aligned_bytes, host_view
+from moe_runtime.memory.source import READ_BYTES, CheckpointFile
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, the bytes done and the bytes in all."""
+
+
+class _LazyTensor:
+    """A tensor of the checkpoint that is read when transformers asks for it.
+
+    Stands where transformers expects a slice of an open safetensors file: indexing reads.
+    """
+
+    def __init__(self, entry: TensorEntry, reader: _Reader) -> None:
+        self._entry = entry
+        self._reader = reader
+
+    def __getitem__(self, index: object) -> torch.Tensor:
+        tensor = self._reader.read(self._entry)
+        return tensor if index is Ellipsis else tensor[index]  # type: ignore[index]
+
+    def get_shape(self) -> list[int]:
+        """Sizes of the tensor."""
+        return list(self._entry.shape)
+
+    def get_dtype(self) -> str:
+        """Element type, as safetensors names it."""
+        return self._entry.dtype
+
+
+class _Reader:
+    """Reads dense tensors from the checkpoint's files and reports how far it is."""
+
+    def __init__(self, entries: Iterable[TensorEntry], progress: Progress | None) -> None:
+        entries = list(entries)
+        self._files: dict[Path, CheckpointFile] = {}
+        for entry in entries:
+            if entry.file not in self._files:
+                self._files[entry.file] = CheckpointFile(entry.file)
+        self._progress = progress
+        self._done = 0
+        self._total = sum(entry.num_bytes for entry in entries)
+
+    def read(self, entry: TensorEntry) -> torch.Tensor:
+        dtype = TORCH_DTYPES.get(entry.dtype)
+        if dtype is None:
+            raise UnsupportedModelError(
+                f"{entry.name} is {entry.dtype}: quantised weights are not supported yet; "
+                "expected BF16, F16 or F32"
+            )
+        if entry.num_bytes == 0:
+            return torch.empty(entry.shape, dtype=dtype)
+        start = entry.offset // BLOCK_BYTES * BLOCK_BYTES
+        lead = entry.offset - start
+        needed = lead + entry.num_bytes
+        memory = aligned_bytes(-(-needed // BLOCK_BYTES) * BLOCK_BYTES)
+        buffer = host_view(memory)
+        try:
+            for begin in range(0, len(buffer), READ_BYTES):
+                part = buffer[begin : begin + READ_BYTES]
+                wanted = min(len(part), needed - begin)
+                self._files[entry.file].read(start + begin, part, wanted)
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"cannot read {entry.name} from {entry.file}: {error}") from None
+        self._done += entry.num_bytes
+        if self._progress is not None:
+            self._progress("loading dense weights", self._done, self._total)
+        return memory[lead:needed].view(dtype).view(entry.shape)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+def load_dense(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    experts: ExpertMap,
+    device: torch.device,
+    progress: Progress | None,
+) -> None:
+    """Loads all weights that are not routed experts into a model on the meta device.
+
+    Raises:
+        CheckpointError: a weight is missing, unreadable or of another shape than the model's.
+        UnsupportedModelError: a weight has an element type that transformers cannot use as it is.
+    """
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    reader = _Reader(experts.dense_entries.values(), progress)
+    config = LoadStateDictConfig(
+        pretrained_model_name_or_path=str(checkpoint.folder),
+        device_map={"": device},
+        dtype=checkpoint.dtype,
+        dtype_plan=model._get_dtype_plan(checkpoint.dtype),
+        weight_mapping=cast(Any, experts.weight_mapping),
+    )
+    lazy = {name: _LazyTensor(entry, reader) for name, entry in experts.dense_entries.items()}
+    try:
+        info, _ = convert_and_load_state_dict_in_model(model, lazy, config)
+    finally:
+        reader.close()
+    for name, found, expected in sorted(info.mismatched_keys, key=str):
+        raise CheckpointError(
+            f"{name}: expected {tuple(expected)}, the checkpoint has {tuple(found)}"
+        )
+    for name, error in info.conversion_errors.items():
+        raise CheckpointError(f"{name} cannot be converted: {error.strip().splitlines()[-1]}")
+    _forget_expert_parameters(model, experts)
+    info = model._finalize_model_loading(model, config, info)
+    if info.missing_keys:
+        names = sorted(info.missing_keys)
+        raise CheckpointError(
+            f"{checkpoint.folder} lacks {len(names)} tensors of {type(model).__name__}, "
+            f"among them {', '.join(names[:3])}"
+        )
+
+
+def load_around_experts(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    experts: ExpertMap,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> None:
+    """As `load_dense`, for a model whose experts modules stay, on the meta device.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: as `load_dense`.
+    """
+    for module in experts.modules:
+        model.set_submodule(module.name, torch.nn.Identity())
+    try:
+        load_dense(model, checkpoint, experts, device, progress)
+    finally:
+        for module in experts.modules:
+            model.set_submodule(module.name, module.module)
+
+
+def _forget_expert_parameters(model: PreTrainedModel, experts: ExpertMap) -> None:
+    """Keeps transformers from initialising or tying expert parameters, which the model has not."""
+    for module in experts.modules:
+        # some families initialise their experts from the block around them
+        block = model.get_submodule(module.name.rpartition(".")[0])
+        cast(Any, block)._is_hf_initialized = True
+    gone = {f"{module.name}.{name}" for module in experts.modules for name in module.parameters}
+    tied = model.all_tied_weights_keys
+    model.all_tied_weights_keys = {key: tied[key] for key in tied if key not in gone}

@@ -1,0 +1,105 @@
+"""Experts of a checkpoint as the tensors that their module in transformers would have.
+
+A module stacks gate and up in one parameter, transposed or interleaved as its flags say; files hold
+them as they like. Both are met here as six matrices of `[out, in]`, see `expert_map.MATRICES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_runtime.checkpoints.expert_map import ExpertMap, expert_rows
+from moe_runtime.memory.io_queue import Read
+from moe_runtime.memory.slab import aligned_bytes
+from moe_runtime.memory.source import ExpertSource
+from moe_runtime.types import ExpertKey
+
+
+def matrices_of(module: Any, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """An expert's matrices as views into its slices of a module's parameters.
+
+    Args:
+        module: the experts module of transformers, for its flags.
+        named: one expert's slice of each parameter, by the parameter's name.
+
+    Returns:
+        By the names of `expert_map.MATRICES`: `[out, in]`, biases `[out]`.
+    """
+    stacked = {name: tensor[None] for name, tensor in named.items()}
+    found = {}
+    for name, rows in expert_rows(module, stacked):
+        tensor = named[rows.parameter]
+        by_rows = tensor.T if rows.out_dim == 2 else tensor
+        found[name] = by_rows[rows.start :: rows.step][: rows.count]
+    return found
+
+
+class CheckpointExperts:
+    """Reads the experts of a checkpoint one after another.
+
+    Args:
+        experts: where they lie.
+        parameters: for each layer, the parameters in the order in which tensors are wanted.
+        dtype: of the tensors.
+        io_threads: reads in flight at once.
+    """
+
+    def __init__(
+        self,
+        experts: ExpertMap,
+        parameters: Sequence[Sequence[str]],
+        dtype: torch.dtype,
+        *,
+        io_threads: int = 4,
+    ) -> None:
+        self._experts = experts
+        self._parameters = parameters
+        self._dtype = dtype
+        self._source = ExpertSource(experts.layouts, io_threads=io_threads)
+        self._slot = aligned_bytes(experts.slot_bytes)
+
+    def tensors_of(self, key: ExpertKey) -> list[Tensor]:
+        """One expert's slices of its module's parameters.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        self._source.read({key: self._slot})
+        named = self._empty(key.layer)
+        fill_matrices(self._experts, key, self._slot, named)
+        return list(named.values())
+
+    def close(self) -> None:
+        """Ends the reading threads."""
+        self._source.close()
+
+    def _empty(self, layer: int) -> dict[str, Tensor]:
+        module = self._experts.modules[layer].module
+        return {
+            name: torch.empty(module.get_parameter(name).shape[1:], dtype=self._dtype)
+            for name in self._parameters[layer]
+        }
+
+
+def fill_matrices(
+    experts: ExpertMap, key: ExpertKey, slot: Tensor, named: Mapping[str, Tensor]
+) -> None:
+    """Copies an expert from a filled slot into its slices of a module's parameters."""
+    into = matrices_of(experts.modules[key.layer].module, named)
+    views = experts.layouts[key].views(slot)
+    for name, view in zip(experts.matrices[key.layer], views, strict=True):
+        into[name].copy_(view)
+
+
+def raise_error(read: Read) -> None:
+    """Raises what a finished read failed with, if it did."""
+    if read.error is not None:
+        raise read.error
+
+
+TensorsOf = Callable[[ExpertKey], Mapping[str, Tensor]]
+"""Gives one expert's slices of its module's parameters, by name."""

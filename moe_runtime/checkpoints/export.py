@@ -1,0 +1,362 @@
+"""A changed model as a checkpoint like the one it was read from: same names, same files.
+
+The places that the experts were read from are the places that they are written to, so a checkpoint
+is written expert by expert, whatever its layout, and never is in memory as a whole.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+import mmap
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moe_runtime.checkpoints.expert_map import ExpertMap
+from moe_runtime.checkpoints.expert_tensors import TensorsOf, matrices_of
+from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
+from moe_runtime.checkpoints.safetensors_index import TensorEntry
+from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.folders import replace_folder
+from moe_runtime.memory.layout import TensorRange
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+INDEX_NAME = "model.safetensors.index.json"
+COPY_BYTES = 2**24
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_NOT_COPIED = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack")
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """A tensor of a new file.
+
+    Attributes:
+        name: of the tensor.
+        dtype: as safetensors names it.
+        shape: its sizes.
+        num_bytes: of its content.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element."""
+        return self.num_bytes // max(1, math.prod(self.shape))
+
+
+@dataclass
+class _Output:
+    """One file of the new checkpoint.
+
+    Attributes:
+        path: the file.
+        header: as safetensors has it, with its length before it.
+        offsets: first byte of each tensor, by name.
+        dtypes: of each tensor.
+        num_bytes: of the file.
+    """
+
+    path: Path
+    header: bytes = b""
+    offsets: dict[str, int] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype | None] = field(default_factory=dict)
+    num_bytes: int = 0
+
+    def lay_out(self, tensors: Iterable[_Field]) -> None:
+        """Puts tensors one behind the other, widest elements first, so that all are aligned."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for tensor in sorted(tensors, key=lambda tensor: -tensor.width):
+            self.offsets[tensor.name] = end
+            header[tensor.name] = {
+                "dtype": tensor.dtype,
+                "shape": tensor.shape,
+                "data_offsets": [end, end + tensor.num_bytes],
+            }
+            end += tensor.num_bytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self.header = len(text).to_bytes(8, "little") + text
+        lead = len(self.header)
+        self.offsets = {name: lead + offset for name, offset in self.offsets.items()}
+        self.num_bytes = lead + end
+
+
+class LikeCheckpoint:
+    """Writes checkpoints of a model with the names and files of the one that it was read from.
+
+    Args:
+        model: transformers' model, as it was when the experts were mapped.
+        checkpoint: what it was read from.
+        experts: where its experts lie there.
+
+    Raises:
+        UnsupportedModelError: a dense tensor of the checkpoint cannot be had from the model.
+    """
+
+    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, experts: ExpertMap) -> None:
+        self._model = model
+        self._checkpoint = checkpoint
+        self._experts = experts
+        self._sorted: dict[Path, list[TensorEntry]] = {}
+        for entry in sorted(checkpoint.entries.values(), key=lambda entry: entry.offset):
+            if entry.num_bytes:
+                self._sorted.setdefault(entry.file, []).append(entry)
+        self._dense_tensors({n: t.to("meta") for n, t in model.state_dict().items()})
+
+    def tensor_bytes(self, state: Mapping[str, Tensor]) -> dict[str, int]:
+        """Bytes of each tensor that `write_around_experts` writes, by its name in the checkpoint.
+
+        Raises:
+            UnsupportedModelError: `state` lacks a tensor.
+        """
+        sizes = {name: entry.num_bytes for name, entry in self._checkpoint.entries.items()}
+        dense = self._dense_tensors(state, same_shapes=False)
+        return sizes | {name: tensor.nbytes for name, tensor in dense.items()}
+
+    def write(
+        self,
+        folder: Path,
+        state: Mapping[str, Tensor],
+        tensors_of: TensorsOf,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Writes a changed model.
+
+        Args:
+            folder: of the new checkpoint; replaced once the new one is whole.
+            state: everything but the experts, under the names that the model has for it.
+            tensors_of: gives one expert's slices of its module's parameters.
+            dtype: of floating-point tensors; None keeps each as it was.
+
+        Raises:
+            OSError: it cannot be written; an older one stays as it was.
+        """
+        with replace_folder(folder) as new:
+            of_model = {*self._experts.dense_entries, *self._expert_names()}
+            wanted = {} if dtype is None else dict.fromkeys(of_model, dtype)
+            outputs = self._plan(new, self._own_files(), wanted)
+            self._write_tensors(outputs, self._dense_tensors(state), tensors_of)
+            self._write_rest(new, outputs, dtype)
+
+    def write_around_experts(
+        self, folder: Path, state: Mapping[str, Tensor], file_of: Mapping[str, str]
+    ) -> None:
+        """Writes the files of tensors of a model whose experts are as the checkpoint has them.
+
+        Args:
+            folder: where to; nobody else's.
+            state: everything but the experts, under the names that the model has for it. Written
+                in its own dtypes and shapes; experts keep the bytes that they have.
+            file_of: the name of the file of each tensor of the checkpoint.
+
+        Raises:
+            OSError: it cannot be written.
+            UnsupportedModelError: `state` lacks a tensor.
+        """
+        dense = self._dense_tensors(state, same_shapes=False)
+        outputs = self._plan(folder, file_of, {name: t.dtype for name, t in dense.items()}, dense)
+        self._write_tensors(outputs, dense, None)
+
+    def _own_files(self) -> dict[str, str]:
+        return {name: entry.file.name for name, entry in self._checkpoint.entries.items()}
+
+    def _plan(
+        self,
+        folder: Path,
+        file_of: Mapping[str, str],
+        dtypes: Mapping[str, torch.dtype],
+        dense: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, _Output]:
+        """Where each tensor goes: floating-point ones in the named dtypes, shapes as of `dense`."""
+        files: dict[str, list[_Field]] = {}
+        outputs: dict[str, _Output] = {}
+        for entry in sorted(self._checkpoint.entries.values(), key=lambda entry: entry.offset):
+            kept = TORCH_DTYPES.get(entry.dtype)
+            wanted = kept
+            if kept is not None and kept.is_floating_point:
+                wanted = dtypes.get(entry.name, kept)
+            shape, size = entry.shape, entry.num_bytes
+            if dense is not None and entry.name in dense:
+                shape = tuple(dense[entry.name].shape)
+            if wanted is not None:
+                size = math.prod(shape) * wanted.itemsize
+            file = file_of[entry.name]
+            output = outputs.setdefault(file, _Output(folder / file))
+            output.dtypes[entry.name] = wanted
+            dtype = entry.dtype if wanted is None else _NAMES[wanted]
+            files.setdefault(file, []).append(_Field(entry.name, dtype, shape, size))
+        for file, fields in files.items():
+            outputs[file].lay_out(fields)
+        return outputs
+
+    def _write_tensors(
+        self,
+        outputs: Mapping[str, _Output],
+        dense: Mapping[str, Tensor],
+        tensors_of: TensorsOf | None,
+    ) -> None:
+        """Writes what is given and copies what is not, experts too where nothing gives them."""
+        place_of = {name: output for output in outputs.values() for name in output.offsets}
+        files = {}
+        try:
+            for output in outputs.values():
+                files[output.path] = os.open(output.path, os.O_RDWR | os.O_CREAT, 0o666)
+                os.truncate(files[output.path], output.num_bytes)
+                _write_at(files[output.path], output.header, 0)
+            copied = {*self._checkpoint.entries} - dense.keys()
+            if tensors_of is not None:
+                copied -= self._expert_names()
+            for name, entry in self._checkpoint.entries.items():
+                output = place_of[name]
+                offset = output.offsets[name]
+                if name in dense:
+                    content = dense[name].detach().to("cpu", output.dtypes[name]).contiguous()
+                    _write_tensor(files[output.path], content, offset)
+                elif name in copied:
+                    _copy(entry, files[output.path], offset)
+            if tensors_of is not None:
+                for place, content in self._expert_matrices(place_of, tensors_of):
+                    place.write(files[place.file], content)
+        finally:
+            for descriptor in files.values():
+                os.close(descriptor)
+
+    def _expert_matrices(
+        self, place_of: Mapping[str, _Output], tensors_of: TensorsOf
+    ) -> Iterator[tuple[_Place, Tensor]]:
+        """Every matrix of every expert, and where it goes."""
+        for key, layout in self._experts.layouts.items():
+            module = self._experts.modules[key.layer].module
+            matrices = matrices_of(module, tensors_of(key))
+            for name, found in zip(self._experts.matrices[key.layer], layout.tensors, strict=True):
+                entry = self._entry_of(found)
+                output = place_of[entry.name]
+                dtype = output.dtypes[entry.name]
+                assert dtype is not None, "experts have a dtype to compute with"
+                first = (found.offset - entry.offset) // found.dtype.itemsize
+                start = output.offsets[entry.name] + first * dtype.itemsize
+                yield _Place(output.path, start, found, dtype), matrices[name].to("cpu", dtype)
+
+    def _write_rest(
+        self, folder: Path, outputs: Mapping[str, _Output], dtype: torch.dtype | None
+    ) -> None:
+        """Configuration, tokenizer, index: what is no tensor."""
+        source = self._checkpoint.folder
+        for path in sorted(source.iterdir()):
+            if path.is_file() and path.suffix not in _NOT_COPIED and path.name != INDEX_NAME:
+                shutil.copyfile(path, folder / path.name)
+        if (source / INDEX_NAME).is_file():
+            total = sum(output.num_bytes - len(output.header) for output in outputs.values())
+            write_index(folder / INDEX_NAME, self._own_files(), {"total_size": total})
+        if dtype is not None:
+            path = folder / "config.json"
+            config = json.loads(path.read_text(encoding="utf-8"))
+            config.pop("torch_dtype", None)
+            config["dtype"] = str(dtype).removeprefix("torch.")
+            path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    def _dense_tensors(
+        self, state: Mapping[str, Tensor], *, same_shapes: bool = True
+    ) -> dict[str, Tensor]:
+        """Tensors of the checkpoint that are no experts', by their names there."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        targets = {f"{m.name}.{name}" for m in self._experts.modules for name in m.parameters}
+        state = {name: tensor for name, tensor in state.items() if name not in targets}
+        reverted = revert_weight_conversion(self._model, dict(state))
+        prefix = f"{self._model.base_model_prefix}."
+        found = {}
+        for name, entry in self._experts.dense_entries.items():
+            names = (name, f"{prefix}{name}", name.removeprefix(prefix))
+            tensor = next((reverted[n] for n in names if n in reverted), state.get(name))
+            if tensor is None or (same_shapes and tuple(tensor.shape) != entry.shape):
+                raise UnsupportedModelError(
+                    f"{self._model.config.model_type}: {name} of the checkpoint cannot be written "
+                    "again from the model's parameters; this family cannot be exported"
+                )
+            found[name] = tensor
+        return found
+
+    def _expert_names(self) -> set[str]:
+        ranges = (tensor for layout in self._experts.layouts.values() for tensor in layout.tensors)
+        return {self._entry_of(found).name for found in ranges}
+
+    def _entry_of(self, found: TensorRange) -> TensorEntry:
+        entries = self._sorted[found.file]
+        place = bisect.bisect_right(entries, found.offset, key=lambda entry: entry.offset)
+        return entries[place - 1]
+
+
+def write_index(path: Path, file_of: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
+    """Writes which file has which tensor."""
+    index = {"metadata": dict(metadata), "weight_map": dict(file_of)}
+    path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where one matrix of one expert goes.
+
+    Attributes:
+        file: of the new checkpoint.
+        start: first byte.
+        found: shape and strides.
+        dtype: of the new one.
+    """
+
+    file: Path
+    start: int
+    found: TensorRange
+    dtype: torch.dtype
+
+    def write(self, descriptor: int, content: Tensor) -> None:
+        """Writes the elements one after another, or between those of other matrices."""
+        shape, stride = self.found.shape, self.found.stride
+        if torch.empty(shape, device="meta").stride() == stride:
+            _write_tensor(descriptor, content.contiguous(), self.start)
+            return
+        last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        begin = self.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        lead, size = self.start - begin, (last + 1) * self.dtype.itemsize
+        memory = mmap.mmap(descriptor, lead + size, offset=begin)
+        flat = torch.frombuffer(memory, dtype=torch.uint8)[lead : lead + size].view(self.dtype)
+        flat.as_strided(shape, stride, flat.storage_offset()).copy_(content)
+
+
+def _write_tensor(descriptor: int, content: Tensor, offset: int) -> None:
+    if content.numel():
+        flat: Any = content.reshape(-1).view(torch.uint8).numpy()
+        _write_at(descriptor, memoryview(flat), offset)
+
+
+def _write_at(descriptor: int, content: bytes | memoryview, offset: int) -> None:
+    view = memoryview(content)
+    while len(view):
+        done = os.pwrite(descriptor, view[:COPY_BYTES], offset)
+        view, offset = view[done:], offset + done
+
+
+def _copy(entry: TensorEntry, descriptor: int, offset: int) -> None:
+    """A tensor that the model has no use for stays as it was."""
+    with entry.file.open("rb") as file:
+        for begin in range(0, entry.num_bytes, COPY_BYTES):
+            file.seek(entry.offset + begin)
+            part = file.read(min(COPY_BYTES, entry.num_bytes - begin))
+            _write_at(descriptor, part, offset + begin)

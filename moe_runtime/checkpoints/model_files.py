@@ -1,0 +1,166 @@
+"""The small files of a checkpoint: where its folder is, its configuration, tokenizer and settings.
+
+Nobody vouches for them. They are judged as far as the runtime relies on them before transformers
+sees them, and whatever transformers raises over the rest is blamed on the file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_runtime.checkpoints.settings_check import check_config, check_generation_settings
+from moe_runtime.checkpoints.strict_json import one_line, parse_object
+from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
+from moe_runtime.reading import read_bounded
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig
+
+_MAX_BYTES = 64 << 20
+# A hub that is there answers within a second; without a limit a dead one is waited for in silence.
+_HUB_LIMIT_S = 10.0
+_SMALL_FILES = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
+
+
+def find_checkpoint(path_or_id: str | Path, *, weights: bool = True) -> Path:
+    """The folder of a checkpoint, downloaded from the hub if the name is that of a repository.
+
+    Args:
+        path_or_id: a folder, or the name of a repository.
+        weights: also download the weights.
+
+    Raises:
+        CheckpointError: neither a folder nor a repository that can be reached is there.
+    """
+    name = str(path_or_id)
+    try:
+        folder = Path(path_or_id).expanduser()
+        is_folder, is_there = folder.is_dir(), folder.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{one_line(name)}: not the name of a folder: {error}") from None
+    if is_folder:
+        return folder
+    if is_there:
+        raise CheckpointError(f"{folder} is a file; expected the folder of a checkpoint")
+    if isinstance(path_or_id, Path) or name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise CheckpointError(f"{one_line(name)} is not a directory{_suggestion(folder)}")
+    return _download(name, [*_SMALL_FILES, *(["*.safetensors"] if weights else [])])
+
+
+def read_config(folder: Path) -> PreTrainedConfig:
+    """Reads ``config.json``.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or has sizes that no model has.
+        UnsupportedModelError: transformers does not know the architecture.
+    """
+    from transformers import AutoConfig
+
+    file = folder / "config.json"
+    if not os.path.lexists(file):
+        raise CheckpointError(f"{folder} has no config.json; expected a Hugging Face checkpoint")
+    check_config(_read_object(file), file)
+    try:
+        with blamed_on(f"{file} cannot be read"):
+            return AutoConfig.from_pretrained(
+                folder, trust_remote_code=False, local_files_only=True
+            )
+    except CheckpointError as error:
+        reason = str(error)
+        if "model_type" in reason or "model type" in reason or "custom code" in reason:
+            raise UnsupportedModelError(f"{file}: unknown architecture: {reason}") from None
+        raise
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Loads the tokenizer of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or its files or the configuration beside it are damaged.
+        UnsupportedModelError: transformers does not know the architecture.
+    """
+    from transformers import AutoTokenizer
+
+    read_config(folder)  # what is wrong with it is not the tokenizer's fault
+    for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
+        if os.path.lexists(file):
+            _read_whole(file)
+    with blamed_on(f"{folder}: the tokenizer cannot be loaded; its files are damaged"):
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=False, local_files_only=True
+        )
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        # transformers makes up an empty tokenizer where there are no files.
+        raise CheckpointError(f"{folder}: has no tokenizer files, such as tokenizer.json")
+    return tokenizer
+
+
+def read_generation_config(folder: Path) -> GenerationConfig | None:
+    """Reads ``generation_config.json``; None where there is none.
+
+    Raises:
+        CheckpointError: it is damaged, or has values that no generation can use.
+    """
+    from transformers import GenerationConfig
+
+    file = folder / "generation_config.json"
+    if not os.path.lexists(file):
+        return None
+    check_generation_settings(_read_object(file), file)
+    with blamed_on(f"{file} cannot be read"):
+        return GenerationConfig.from_pretrained(folder)
+
+
+def _read_whole(file: Path) -> bytes:
+    try:
+        return read_bounded(file, max_bytes=_MAX_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror}") from error
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        return parse_object(_read_whole(file), has_infinity=True)
+    except ValueError as error:
+        found = one_line(str(error))
+        raise CheckpointError(
+            f"{file} cannot be read: expected a JSON object in UTF-8, found {found}"
+        ) from None
+
+
+def _download(repository: str, patterns: list[str]) -> Path:
+    from huggingface_hub import HfApi, snapshot_download
+
+    unreachable = None
+    try:
+        # The download itself asks six times, waiting longer each time.
+        with blamed_on("the hub"):
+            HfApi().model_info(repository, timeout=_HUB_LIMIT_S)
+    except CheckpointError as error:
+        unreachable = str(error)
+    try:
+        with blamed_on(repository):
+            # What was downloaded before serves where the hub cannot be reached.
+            return Path(
+                snapshot_download(
+                    repository, allow_patterns=patterns, local_files_only=bool(unreachable)
+                )
+            )
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{one_line(repository)} is neither a directory nor a repository to download: "
+            f"{unreachable or error}{_suggestion(Path(repository))}"
+        ) from None
+
+
+def _suggestion(folder: Path) -> str:
+    """The folder beside it whose name is nearest, for the end of a message."""
+    try:
+        names = [path.name for path in folder.parent.iterdir() if path.is_dir()]
+    except OSError:
+        return ""
+    nearest = difflib.get_close_matches(folder.name, names, n=1)
+    return f"; did you mean {folder.parent / nearest[0]}?" if nearest else ""

@@ -1,0 +1,150 @@
+"""A checkpoint and the model that transformers would make of it, without its weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from moe_runtime.checkpoints.families import give_experts_interface
+from moe_runtime.checkpoints.model_files import find_checkpoint, read_config
+from moe_runtime.checkpoints.safetensors_index import TensorEntry, read_checkpoint_index
+from moe_runtime.checkpoints.settings_check import check_layers
+from moe_runtime.errors import UnsupportedModelError, blamed_on
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+TORCH_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Element types of safetensors files that dense weights may have."""
+
+COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Types that models are computed in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint folder whose headers have been read.
+
+    Attributes:
+        folder: where the files lie.
+        config: the model's configuration.
+        entries: every tensor of the checkpoint by name.
+        dtype: the type in which the model computes.
+    """
+
+    folder: Path
+    config: PreTrainedConfig
+    entries: dict[str, TensorEntry]
+    dtype: torch.dtype
+
+
+def open_checkpoint(path_or_id: str | Path, dtype: str | torch.dtype) -> Checkpoint:
+    """Finds a checkpoint and reads its configuration and headers.
+
+    Args:
+        path_or_id: a folder, or the name of a repository on the hub.
+        dtype: a torch type, its name, or ``"auto"`` for the checkpoint's own.
+
+    Raises:
+        CheckpointError: nothing readable is there.
+        UnsupportedModelError: the weights are quantised, or the architecture is unknown.
+        ValueError: the dtype is not one to compute in.
+    """
+    folder = find_checkpoint(path_or_id)
+    config = read_config(folder)
+    _refuse_quantized(config)
+    entries = read_checkpoint_index(folder)
+    check_layers(config, entries, folder / "config.json")
+    return Checkpoint(folder, config, entries, _compute_dtype(dtype, config, entries))
+
+
+def build_on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
+    """Makes the checkpoint's model with all its parameters on the meta device.
+
+    Raises:
+        UnsupportedModelError: transformers knows no model for the configuration.
+        CheckpointError: the configuration contradicts itself.
+    """
+    model_class = _model_class(checkpoint.config)
+    file = checkpoint.folder / "config.json"
+    with ExitStack() as stack:
+        for context in model_class.get_init_context(checkpoint.dtype, False, False, None):
+            stack.enter_context(context)
+        with blamed_on(f"{file} does not describe a {model_class.__name__}"):
+            model = model_class(checkpoint.config)
+        give_experts_interface(model)
+        return model
+
+
+def _refuse_quantized(config: PreTrainedConfig) -> None:
+    for part in (config, config.get_text_config()):
+        quantization = getattr(part, "quantization_config", None)
+        if quantization is not None:
+            get = quantization.get if isinstance(quantization, dict) else vars(quantization).get
+            method = get("quant_method", "quantised")
+            raise UnsupportedModelError(
+                f"{config.model_type}: {method} experts are not supported yet; "
+                "expected a checkpoint in bf16, fp16 or fp32"
+            )
+
+
+def _compute_dtype(
+    dtype: str | torch.dtype, config: PreTrainedConfig, entries: dict[str, TensorEntry]
+) -> torch.dtype:
+    if dtype == "auto":
+        stored = _stored_dtype(config, entries)
+        if stored not in COMPUTE_DTYPES:
+            raise UnsupportedModelError(
+                f"the checkpoint's own type is {stored}; name another one to compute in: dtype "
+                "float32, bfloat16 or float16"
+            )
+        return stored
+    named = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    if not isinstance(named, torch.dtype) or named not in COMPUTE_DTYPES:
+        raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, got {dtype}")
+    return named
+
+
+def _stored_dtype(config: PreTrainedConfig, entries: dict[str, TensorEntry]) -> torch.dtype:
+    declared = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    if isinstance(declared, torch.dtype):
+        return declared
+    sizes: Counter[torch.dtype] = Counter()
+    for entry in entries.values():
+        stored = TORCH_DTYPES.get(entry.dtype)
+        if stored is not None and stored.is_floating_point:
+            sizes[stored] += entry.num_bytes
+    if not sizes:
+        raise UnsupportedModelError("the checkpoint has no tensor in bf16, fp16 or fp32")
+    return sizes.most_common(1)[0][0]
+
+
+def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    import transformers
+    from transformers import AutoModelForCausalLM, PreTrainedModel
+
+    for name in config.architectures or ():
+        model_class = getattr(transformers, name, None)
+        if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
+            return model_class
+    mapping = AutoModelForCausalLM._model_mapping
+    if type(config) in mapping:
+        return cast("type[PreTrainedModel]", mapping[type(config)])
+    named = ", ".join(config.architectures or ()) or config.model_type
+    raise UnsupportedModelError(f"transformers {transformers.__version__} knows no model {named}")

@@ -1,0 +1,138 @@
+"""Judges values of ``config.json`` and ``generation_config.json`` that the runtime relies on."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_runtime.checkpoints.strict_json import clipped
+from moe_runtime.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_MOST_LAYERS = 10_000
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+_TOP_KS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_SMALLEST = {
+    **dict.fromkeys((*_LAYERS, *_TOP_KS), 1),
+    **dict.fromkeys(("hidden_size", "num_attention_heads", "vocab_size"), 1),
+    # A family's dense members have none of these.
+    **dict.fromkeys((*_EXPERTS, "intermediate_size", "moe_intermediate_size"), 0),
+    **dict.fromkeys(("num_key_value_heads", "head_dim"), 1),
+}
+"""Sizes of a model and the least that each can be; one for each layer is a list of them."""
+
+_WHOLE = frozenset(
+    {"max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "top_k"}
+    | {"no_repeat_ngram_size", "num_return_sequences", "num_beam_groups", "prefill_chunk_size"}
+)
+_REAL = frozenset(
+    {"temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "max_time"}
+    | {"repetition_penalty", "length_penalty", "diversity_penalty", "penalty_alpha"}
+    | {"guidance_scale", "encoder_repetition_penalty"}
+)
+_FLAGS = frozenset(
+    {"do_sample", "use_cache", "renormalize_logits", "remove_invalid_values", "token_healing"}
+    | {"output_scores", "output_logits", "output_attentions", "output_hidden_states"}
+    | {"return_dict_in_generate", "low_memory", "disable_compile"}
+)
+_TOKENS = frozenset(
+    {"eos_token_id", "pad_token_id", "bos_token_id", "forced_bos_token_id", "forced_eos_token_id"}
+    | {"decoder_start_token_id", "suppress_tokens", "begin_suppress_tokens"}
+)
+
+
+def check_config(values: dict[str, Any], file: Path) -> None:
+    """Refuses a configuration with sizes that no model has, at whatever depth.
+
+    Raises:
+        CheckpointError: names the key, what was expected and what came.
+    """
+    for part in _parts(values):
+        for name, smallest in _SMALLEST.items():
+            value = part.get(name)
+            for size in value if isinstance(value, list) else [value]:
+                if size is not None and (type(size) is not int or size < smallest):
+                    _refuse(file, name, f"a whole number of at least {smallest}", value)
+            if name in _LAYERS and isinstance(value, int) and value > _MOST_LAYERS:
+                _refuse(file, name, f"at most {_MOST_LAYERS}", value)
+        classes = part.get("architectures") or []
+        if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+            _refuse(file, "architectures", "a list of class names", classes)
+        num_experts = max(_counts(part, _EXPERTS), default=None)
+        for name in _TOP_KS:
+            top_k = max(_counts(part, (name,)), default=0)
+            if num_experts is not None and top_k > num_experts:
+                _refuse(file, name, f"at most the {num_experts} experts", part[name])
+
+
+def check_layers(config: PreTrainedConfig, names: Iterable[str], file: Path) -> None:
+    """Refuses more layers than the numbers in the names of a checkpoint's tensors can count.
+
+    Building a model with a million layers takes hours, to find that the weights are not there.
+
+    Raises:
+        CheckpointError: the configuration has more.
+    """
+    highest = max((int(number) for name in names for number in _numbers_in(name)), default=0)
+    num_layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
+    if isinstance(num_layers, int) and num_layers > highest + 1:
+        expected = f"at most {highest + 1}, the highest number in a tensor's name and one"
+        _refuse(file, "num_hidden_layers", expected, num_layers)
+
+
+def check_generation_settings(values: dict[str, Any], file: Path) -> None:
+    """Refuses settings of generation of another kind than they must be.
+
+    Raises:
+        CheckpointError: names the key, what was expected and what came.
+    """
+    for name, value in values.items():
+        if value is None:
+            continue
+        if name in _WHOLE and not (type(value) is int and 0 <= value < 2**31):
+            _refuse(file, name, "a whole number", value)
+        if name in _REAL and not _is_real(value):
+            _refuse(file, name, "a number", value)
+        if name in _FLAGS and not isinstance(value, bool):
+            _refuse(file, name, "true or false", value)
+        if name in _TOKENS:
+            ids = value if isinstance(value, list) and value else [value]
+            if not all(type(item) is int and -(2**31) <= item < 2**31 for item in ids):
+                _refuse(file, name, "the number of a token, or a list of them", value)
+
+
+def _parts(value: Any) -> Iterator[dict[str, Any]]:
+    """All objects of a JSON value."""
+    waiting = [value]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict):
+            yield node
+            waiting.extend(node.values())
+        elif isinstance(node, list):
+            waiting.extend(node)
+
+
+def _counts(part: dict[str, Any], names: Iterable[str]) -> Iterator[int]:
+    for name in names:
+        value = part.get(name)
+        yield from (v for v in (value if isinstance(value, list) else [value]) if type(v) is int)
+
+
+def _numbers_in(name: str) -> list[str]:
+    return re.findall(r"(?:^|\.)(\d{1,9})(?=\.|$)", name)
+
+
+def _is_real(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= 1e308 and math.isfinite(value)
+
+
+def _refuse(file: Path, name: str, expected: str, found: Any) -> None:
+    raise CheckpointError(f"{file}: expected {name} to be {expected}, found {clipped(found)}")

@@ -1,0 +1,286 @@
+"""``moe-runtime finetune``: train a transformers checkpoint further on text files."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moe_runtime.cli import options
+from moe_runtime.cli.commands.train import offload_row, outcome_rows, take_steps
+from moe_runtime.cli.console import (
+    Session,
+    launched_rank,
+    loading_bar,
+    print_json,
+    print_rows,
+    quiet_transformers,
+)
+from moe_runtime.cli.step_speed import (
+    predict_step,
+    speed_row,
+    warn_of_slow_disk,
+    warn_where_much_moves,
+)
+from moe_runtime.cli.strict import refuse_given
+from moe_runtime.config import format_bytes, parse_budget
+
+if TYPE_CHECKING:
+    from moe_runtime.training.finetune.finetuning import FinetunePreparation
+    from moe_runtime.training.finetune.settings import FinetuneConfig
+
+Data = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="DATA...", help="Text files, folders of .txt files, or patterns such as 'a/*.md'."
+    ),
+]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Folder of the run.")]
+Lora = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="RANK", help="Train adapters of this rank, nothing else."),
+]
+LoraOn = Annotated[
+    str, typer.Option(help="What has adapters: attention, experts, or both with a comma.")
+]
+Steps = Annotated[
+    int | None, typer.Option(min=1, help="Optimizer steps; once over the text when omitted.")
+]
+ZerothOrder = Annotated[
+    bool,
+    typer.Option(
+        "--zeroth-order", help="Train by forward passes alone: no gradients, no optimizer states."
+    ),
+]
+Eps = Annotated[
+    float | None, typer.Option(help="With --zeroth-order: how far to either side it measures.")
+]
+Rate = Annotated[
+    float | None,
+    typer.Option(
+        help="Learning rate after the warm-up; a cosine follows. 1e-5, or 1e-7 with --zeroth-order."
+    ),
+]
+Warmup = Annotated[int, typer.Option(min=0, help="Steps of linear warm-up.")]
+SequenceTokens = Annotated[int, typer.Option("--context", min=1, help="Tokens of a sequence.")]
+Sequences = Annotated[int, typer.Option(min=1, help="Sequences of a step.")]
+MicroBatches = Annotated[
+    int, typer.Option(min=1, help="Parts that a step is computed in; fewer need more memory.")
+]
+StorageDir = Annotated[
+    Path | None,
+    typer.Option(help="Folder on a fast disk for the experts' states; the run's own if omitted."),
+]
+Precision = Annotated[
+    str, typer.Option(help="Of products: float32 or bfloat16; trained weights stay float32.")
+]
+Recompute = Annotated[
+    bool, typer.Option("--recompute", help="Keep a block's input alone, and compute it twice.")
+]
+CheckpointEvery = Annotated[int, typer.Option(min=0, help="Steps between checkpoints.")]
+ExportDtype = Annotated[
+    str, typer.Option(help="Of the result: auto (as it was), float32, bfloat16 or float16.")
+]
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace", metavar="FILE.npz", help="Record where the gates send tokens, for `report`."
+    ),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would happen, and stop.")]
+
+
+def finetune(
+    ctx: typer.Context,
+    model: options.Model,
+    data: Data,
+    output: Output = Path("finetuned"),
+    lora: Lora = None,
+    lora_on: LoraOn = "attention,experts",
+    steps: Steps = None,
+    zeroth_order: ZerothOrder = False,
+    eps: Eps = None,
+    rate: Rate = None,
+    warmup: Warmup = 0,
+    context: SequenceTokens = 512,
+    sequences: Sequences = 8,
+    micro_batches: MicroBatches = 1,
+    host_memory: options.HostMemory = "auto",
+    storage_dir: StorageDir = None,
+    precision: Precision = "float32",
+    recompute: Recompute = False,
+    checkpoint_every: CheckpointEvery = 100,
+    export_dtype: ExportDtype = "auto",
+    seed: options.Seed = None,
+    trace: Trace = None,
+    resume: Resume = False,
+    dry_run: DryRun = False,
+    config: options.Config = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Train a Mixture-of-Experts checkpoint further; its experts may exceed the memory.
+
+    Without --lora every parameter is trained: experts live with their optimizer states in memory as
+    far as --host-memory goes and on the disk beyond it. With --lora experts are read from the
+    checkpoint and never written. With --zeroth-order every parameter is trained, along random
+    directions, and an expert takes the room of its weights. Ctrl-C saves a checkpoint and stops;
+    --resume goes on. At the end the folder's model/ holds a checkpoint with the names and layout of
+    the first one.
+    """
+    session: Session = ctx.obj
+    session.begin(debug=debug, as_json=as_json)
+    if launched_rank() is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "finetune works in one process; start it without torchrun (train takes several)"
+        )
+    parse_budget(host_memory, name="--host-memory")
+    from moe_runtime.training.config_tree import build_tree
+    from moe_runtime.training.finetune.settings import FinetuneConfig
+
+    tree: dict[str, Any] = {
+        "model": model,
+        "export_dtype": export_dtype,
+        "run": {
+            "output": str(output),
+            "steps": steps or 1,
+            "seed": seed or 0,
+            "precision": precision,
+            "recompute": recompute,
+            "host_memory": host_memory,
+            "log_every": 1,
+            "checkpoint_every": checkpoint_every,
+        },
+        "data": {
+            "sources": {"text": {"files": [_pattern(name) for name in data]}},
+            "context": context,
+            "tokens_per_step": context * sequences,
+            "micro_batches": micro_batches,
+        },
+        "optimizer": {
+            "peak_rate": (1e-7 if zeroth_order else 1e-5) if rate is None else rate,
+            "warmup_steps": warmup,
+            **({"weight_decay": 0.0} if zeroth_order else {}),
+        },
+    }
+    if zeroth_order:
+        tree["zeroth_order"] = {} if eps is None else {"eps": eps}
+    elif eps is not None:
+        raise ValueError("--eps belongs to --zeroth-order; give both, or neither")
+    if storage_dir is not None:
+        tree["run"]["storage_dir"] = str(storage_dir)
+    if trace is not None:
+        tree["run"]["trace"] = str(trace)
+    if lora is not None:
+        places = [place.strip() for place in lora_on.split(",")]
+        tree["lora"] = {"rank": lora, "places": places}
+    else:
+        refuse_given(ctx, ("lora_on",), "says where adapters are; give --lora RANK too")
+    quiet_transformers(session)
+    preparation = _prepare(build_tree(FinetuneConfig, tree), has_steps=steps is not None)
+    if dry_run:
+        _show_plan(preparation, as_json=as_json)
+        return
+    summary, exit_code = _finetune(preparation, resume=resume)
+    if as_json:
+        print_json(summary)
+    else:
+        print_rows("what was trained", outcome_rows(summary), to_stderr=True)
+    if exit_code:
+        raise typer.Exit(exit_code)
+
+
+def _prepare(config: "FinetuneConfig", *, has_steps: bool) -> "FinetunePreparation":
+    with loading_bar() as progress:
+        from moe_runtime.training.finetune.finetuning import prepare
+
+        return prepare(
+            config,
+            epochs=None if has_steps else 1,
+            on_stage=lambda stage: progress(stage, 0, 0),
+        )
+
+
+def _finetune(preparation: "FinetunePreparation", *, resume: bool) -> tuple[dict[str, Any], int]:
+    """Trains and exports; returns the summary and the exit code."""
+    from moe_runtime.training.finetune.finetuning import finish, plan, start
+
+    found = plan(preparation)
+    with loading_bar() as progress:
+        trainer = start(preparation, resume=resume, progress=progress)
+    try:
+        warn_where_much_moves(
+            found,
+            _place_of_experts(preparation),
+            tokens=preparation.config.data.tokens_per_step,
+            active_parameters=preparation.num_active_parameters,
+        )
+        exit_code = take_steps(trainer, preparation.config.run)
+        summary = finish(preparation, trainer, export=exit_code == 0)
+    finally:
+        trainer.close()
+    return {"complete": exit_code == 0, **summary}, exit_code
+
+
+def _pattern(name: str) -> str:
+    """A folder stands for the text files in it."""
+    path = Path(name).expanduser()
+    return str(path / "**" / "*.txt") if path.is_dir() else name
+
+
+def _place_of_experts(preparation: "FinetunePreparation") -> Path:
+    """The folder that experts are read from."""
+    is_frozen = preparation.config.lora is not None
+    return preparation.checkpoint.folder if is_frozen else preparation.storage
+
+
+def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
+    from moe_runtime.training.finetune.finetuning import plan
+
+    config, found = preparation.config, plan(preparation)
+    tokens = config.data.tokens_per_step
+    place = _place_of_experts(preparation)
+    predicted = predict_step(
+        found, place, tokens=tokens, active_parameters=preparation.num_active_parameters
+    )
+    warn_of_slow_disk(predicted, place)
+    lora = None if config.lora is None else dataclasses.asdict(config.lora)
+    if as_json:
+        print_json(
+            {
+                "parameters": preparation.num_parameters,
+                "active_parameters": preparation.num_active_parameters,
+                "lora": lora,
+                "zeroth_order": config.zeroth_order is not None,
+                "steps": config.run.steps,
+                "tokens_per_step": config.data.tokens_per_step,
+                "output": str(preparation.output),
+                "offload": {**found, **predicted},
+            }
+        )
+        return
+    trained = "every parameter" if lora is None else f"adapters of rank {lora['rank']}"
+    if config.zeroth_order is not None:
+        trained += ", by forward passes alone"
+    rows = [
+        (
+            "model",
+            f"{preparation.num_parameters:,} parameters, "
+            f"{preparation.num_active_parameters:,} active a token",
+        ),
+        ("trained", trained),
+        ("run", f"{config.run.steps:,} steps of {config.data.tokens_per_step:,} tokens"),
+        (
+            "memory",
+            f"{format_bytes(found['host_budget_bytes'])}, "
+            f"{format_bytes(found['activation_bytes'])} of it for activations",
+        ),
+        ("experts", offload_row(found)),
+        ("speed", speed_row(predicted, tokens)),
+        ("folder", str(preparation.output)),
+    ]
+    print_rows("what would be trained", rows, to_stderr=False)

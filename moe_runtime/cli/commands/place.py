@@ -1,0 +1,218 @@
+"""``moe-runtime place``: where a model's experts should lie, from a recorded trace."""
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moe_runtime.cli import options
+from moe_runtime.cli.console import Session, print_json, print_table
+from moe_runtime.files import check_output_path
+
+if TYPE_CHECKING:
+    from moe_runtime.parallel.placement_map import MapUpdate, PlacementMap
+    from moe_runtime.policies.placement.scoring import PlacementScore
+
+TraceFile = Annotated[
+    Path, typer.Argument(metavar="TRACE", help="Recorded by `run --trace`, of the same model.")
+]
+Gpus = Annotated[int, typer.Option(min=1, help="Devices (ranks) over all nodes.")]
+Nodes = Annotated[int, typer.Option(min=1, help="Machines that the devices are in.")]
+Replicas = Annotated[
+    int, typer.Option(min=0, help="Slots of a layer for second copies of hot experts.")
+]
+Algorithm = Annotated[
+    str,
+    typer.Option(
+        help="eplb balances with replicas; greedy and anti-correlation without; exflow saves hops "
+        "between devices; moetuner balances and saves hops; round-robin is what runs without a map."
+    ),
+]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Write the map here; only scores without it.")
+]
+FromMap = Annotated[
+    Path | None,
+    typer.Option("--from", help="The map in use: arrange the new one for the fewest transfers."),
+]
+Groups = Annotated[int, typer.Option(min=1, help="Groups of experts that stay on one node (eplb).")]
+Fit = Annotated[
+    float, typer.Option(help="Share of the trace to place by; the rest is what it is scored on.")
+]
+Slack = Annotated[
+    float,
+    typer.Option(min=0.0, help="Load beyond the best balance that may buy fewer hops (moetuner)."),
+]
+TimeLimit = Annotated[
+    float,
+    typer.Option(
+        min=0.1,
+        help="Seconds for the search (exflow, moetuner); the best placement found by then counts.",
+    ),
+]
+Align = Annotated[
+    bool, typer.Option(help="Rename devices layer by layer to save hops; balance stays as it is.")
+]
+
+_COLUMNS = {
+    "balancedness": "balance",
+    "mean_max_load": "peak load",
+    "hops": "hops",
+    "node_hops": "node hops",
+    "devices_per_token": "devices/token",
+}
+
+
+def place(
+    ctx: typer.Context,
+    trace: TraceFile,
+    gpus: Gpus,
+    nodes: Nodes = 1,
+    replicas: Replicas = 0,
+    algorithm: Algorithm = "eplb",
+    output: Output = None,
+    from_map: FromMap = None,
+    groups: Groups = 1,
+    fit: Fit = 0.5,
+    load_slack: Slack = 0.1,
+    time_limit: TimeLimit = 30.0,
+    align: Align = True,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Choose where experts and their replicas lie, and score the choice on the rest of the trace.
+
+    Balance is mean over largest load of the devices (1 is perfect). Hops are ways of tokens from
+    layer to layer that lead to another device. Both are counted on tokens that the placement was
+    not made from.
+    """
+    session: Session = ctx.obj
+    session.begin(debug=debug, as_json=as_json)
+    if gpus % nodes:
+        raise ValueError(f"--gpus {gpus} is not a multiple of --nodes {nodes}")
+    from moe_runtime.lab.traces import read_trace
+    from moe_runtime.parallel.placement_map import PlacementMap, load_placement_map
+    from moe_runtime.planning.placement import (
+        SEARCHING,
+        PlacementOptions,
+        check_algorithm,
+        place_experts,
+        random_score,
+        split_window,
+    )
+    from moe_runtime.policies.placement import Devices, RoundRobin, RoutingProfile
+    from moe_runtime.policies.placement.scoring import score_placement
+
+    if output is not None:
+        check_output_path(output, "placement map")
+    told = PlacementOptions(
+        num_groups=groups, time_limit_s=time_limit, load_slack=load_slack, aligned=align
+    )
+    check_algorithm(algorithm)
+    devices = Devices(num_nodes=nodes, gpus_per_node=gpus // nodes)
+    with _working() as say:
+        say(f"reading {trace.name}")
+        recorded = read_trace(trace)
+        recorded.require_choices(trace)
+        signature = recorded.signature
+        current = None if from_map is None else load_placement_map(from_map)
+        if current is not None:
+            current.require(signature)
+        past, future = split_window(recorded.expert_ids, fit)
+        say(f"counting the routing of {len(past)} tokens")
+        profile = RoutingProfile.from_ids(past, signature.num_experts)
+        limit = f", {time_limit:g} s at most" if algorithm in SEARCHING else ""
+        say(f"placing by {algorithm}{limit}")
+        placement = place_experts(algorithm, profile, devices, num_replicas=replicas, options=told)
+        new = PlacementMap(
+            signature=signature, devices=devices, placement=placement, algorithm=algorithm
+        )
+        update = None if current is None else current.update(new)
+        if update is not None:
+            new = update.target
+        say(f"scoring on {len(future)} tokens")
+        scores = {algorithm: score_placement(new.placement, future, devices)}
+        if signature.num_experts % gpus == 0 and algorithm != "round-robin":
+            plain = RoundRobin()(profile, devices, num_replicas=0)
+            scores["round-robin"] = score_placement(plain, future, devices)
+        scores["random"] = random_score(
+            future,
+            signature.num_experts,
+            devices,
+            on_draw=lambda number: say(
+                f"scoring random placement {number} on {len(future)} tokens"
+            ),
+        )
+    if output is not None:
+        new.save(output)
+    if as_json:
+        print_json(_as_json(new, scores, update, output, len(past), len(future)))
+    else:
+        _print(new, scores, update, output, len(past), len(future))
+
+
+@contextlib.contextmanager
+def _working() -> Iterator[Callable[[str], None]]:
+    """Says on a terminal what is being done and how long; each step of a long trace takes a
+    while."""
+    if not sys.stderr.isatty():
+        yield lambda what: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task("")
+        yield lambda what: shown.update(task, description=what)
+
+
+def _as_json(
+    new: "PlacementMap",
+    scores: "dict[str, PlacementScore]",
+    update: "MapUpdate | None",
+    output: Path | None,
+    num_fit: int,
+    num_scored: int,
+) -> dict[str, Any]:
+    return {
+        "algorithm": new.algorithm,
+        "signature": dataclasses.asdict(new.signature),
+        "num_nodes": new.devices.num_nodes,
+        "num_gpus": new.devices.num_gpus,
+        "slots_per_gpu": new.placement.slots_per_gpu,
+        "output": None if output is None else str(output),
+        "fit_tokens": num_fit,
+        "scored_tokens": num_scored,
+        "scores": {name: dataclasses.asdict(score) for name, score in scores.items()},
+        "moves": None if update is None else len(update.moves),
+        "transfers": None if update is None else update.num_transfers,
+    }
+
+
+def _print(
+    new: "PlacementMap",
+    scores: "dict[str, PlacementScore]",
+    update: "MapUpdate | None",
+    output: Path | None,
+    num_fit: int,
+    num_scored: int,
+) -> None:
+    columns = [("placement", "left"), *((title, "right") for title in _COLUMNS.values())]
+    rows = [
+        (name, *(f"{getattr(score, column):.3f}" for column in _COLUMNS))
+        for name, score in scores.items()
+    ]
+    title = (
+        f"{new.devices.num_gpus} devices, {new.placement.slots_per_gpu} slots each; placed by "
+        f"{num_fit} tokens, scored on the next {num_scored}"
+    )
+    print_table(title, columns, rows)
+    if update is not None:
+        print(f"from the map in use: {update.num_transfers} experts move between devices")
+    if output is not None:
+        print(f"wrote {output}")

@@ -1,0 +1,304 @@
+"""``moe-runtime predictor``: train predictors from traces, and measure them honestly."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moe_runtime.cli import options
+from moe_runtime.cli.console import Session, print_json, print_rows, print_table
+from moe_runtime.cli.strict import StrictCommand, refuse_given
+from moe_runtime.config import nearest
+from moe_runtime.files import check_output_path
+
+if TYPE_CHECKING:
+    from moe_runtime.cli.hidden_routing import ReadText
+    from moe_runtime.lab.replay.evaluation import Evaluation
+    from moe_runtime.policies.prediction import Estimator, Routes
+    from moe_runtime.types import ModelSignature
+
+Traces = Annotated[
+    list[Path] | None,
+    typer.Argument(metavar="[TRACE...]", help="Recorded traces of one model (.npz)."),
+]
+ModelName = Annotated[
+    str | None,
+    typer.Option("--model", help="Instead of traces: a checkpoint, which reads --text."),
+]
+Text = Annotated[
+    Path | None, typer.Option(help="Text that the model reads, for what hidden states tell.")
+]
+Name = Annotated[
+    str, typer.Option("--predictor", help="Which predictor; `predictor list` shows them.")
+]
+Names = Annotated[
+    list[str] | None,
+    typer.Option("--predictor", help="Which predictor, several times if wanted; all by default."),
+]
+Output = Annotated[Path, typer.Option("--output", "-o", help="File to write (.npz).")]
+TestShare = Annotated[
+    float, typer.Option(min=0.01, max=0.99, help="Share of the sequences kept from training.")
+]
+Seed = Annotated[int, typer.Option(min=0, help="Of the split into training and test sequences.")]
+Distances = Annotated[str, typer.Option(help="Layers to look ahead, with commas between.")]
+MaxTokens = Annotated[
+    int | None, typer.Option("--max-tokens", min=1, help="Measure a sample of this many tokens.")
+]
+
+
+def predictor_app() -> typer.Typer:
+    """The group of commands."""
+    app = typer.Typer(
+        help="Train and measure predictors of the experts to come.", no_args_is_help=True
+    )
+    app.command("list", cls=StrictCommand)(show)
+    app.command(cls=StrictCommand)(fit)
+    app.command(cls=StrictCommand)(evaluate)
+    return app
+
+
+def show(ctx: typer.Context, as_json: options.Json = False, debug: options.Debug = False) -> None:
+    """List the predictors and what they look at."""
+    _begin(ctx, debug, as_json)
+    from moe_runtime.policies.prediction import PREDICTORS
+
+    about = {name: (kind.__doc__ or "").split("\n")[0] for name, kind in PREDICTORS.items()}
+    if as_json:
+        print_json({"predictors": about})
+    else:
+        print_rows("predictors", list(about.items()), to_stderr=False)
+
+
+def fit(
+    ctx: typer.Context,
+    output: Output,
+    traces: Traces = None,
+    predictor: Name = "combined",
+    model: ModelName = None,
+    text: Text = None,
+    host_memory: options.HostMemory = "auto",
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Train a predictor on all sequences of traces, for `run --predictor FILE`.
+
+    With --model and --text instead of traces the model reads the text, and hidden-lookahead, which
+    learns from hidden states, can be trained too.
+    """
+    _begin(ctx, debug, as_json)
+    from moe_runtime.lab.traces.predictor_file import write_predictor
+
+    check_output_path(output, "predictor")
+    read = _read_text(ctx, traces, model, text, host_memory, [predictor])
+    if read is None:
+        routes, signature = _read(traces or [])
+        estimator = _make(predictor, routes)
+    else:
+        routes, signature = read.routes, read.signature
+        estimator = read.trained(predictor, list(range(routes.num_sequences)))
+    write_predictor(output, estimator, signature)
+    facts = {
+        "predictor": predictor,
+        "file": str(output),
+        "file_bytes": output.stat().st_size,
+        "tokens": routes.num_tokens,
+        "sequences": routes.num_sequences,
+    }
+    if as_json:
+        print_json(facts)
+    else:
+        print_rows("trained", [(k, str(v)) for k, v in facts.items()], to_stderr=False)
+
+
+def evaluate(
+    ctx: typer.Context,
+    traces: Traces = None,
+    predictor: Names = None,
+    model: ModelName = None,
+    text: Text = None,
+    host_memory: options.HostMemory = "auto",
+    test_share: TestShare = 0.5,
+    seed: Seed = 0,
+    distances: Distances = "1,2,4",
+    max_tokens: MaxTokens = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Measure predictors on sequences held out from their training, without repeated prompts.
+
+    recall@K and @2K say which share of the visited experts was among the K or 2K likeliest. The
+    control knows the answer: a measurement in which it does not read 100 % is wrong. With --model
+    and --text instead of traces the predictors that look at hidden states are measured too.
+    """
+    _begin(ctx, debug, as_json)
+    from moe_runtime.lab.replay.evaluation import evaluate as measure
+    from moe_runtime.lab.traces.routes import split_numbers, unrepeated
+    from moe_runtime.policies.prediction import PREDICTORS
+
+    names = predictor or [
+        name for name, kind in PREDICTORS.items() if model is not None or not kind.needs_hidden
+    ]
+    ahead = _parse_distances(distances)
+    read = _read_text(ctx, traces, model, text, host_memory, names)
+    routes = _read(traces or [])[0] if read is None else read.routes
+    kept = unrepeated(routes)
+    unique = routes.select(kept)
+    chosen = split_numbers(len(kept), test_share=test_share, seed=seed)
+    train, test = (routes.select([kept[number] for number in part]) for part in chosen)
+    hidden = None
+    if read is None:
+        estimators = [_make(name, train) for name in names]
+    else:
+        windows, held_out = ([kept[number] for number in part] for part in chosen)
+        estimators = [read.trained(name, windows) for name in names]
+        hidden = read.part(held_out)[1]
+    results = measure(
+        estimators, test, distances=ahead, max_tokens=max_tokens, seed=seed, hidden_TLD=hidden
+    )
+    facts = {
+        "sequences": routes.num_sequences,
+        "repeated_sequences": routes.num_sequences - unique.num_sequences,
+        "training_sequences": train.num_sequences,
+        "test_sequences": test.num_sequences,
+        **_coverage(estimators, test),
+    }
+    if as_json:
+        print_json({**facts, "results": [_as_json(result) for result in results]})
+        return
+    print_rows("data", [(k, f"{value:g}") for k, value in facts.items()], to_stderr=False)
+    numbers = ("layers ahead", "@K", "@2K", "gate mass @2K", "calibr. error", "us per call")
+    header = [("predictor", "left"), *((number, "right") for number in numbers)]
+    rows = [row for result in results for row in _as_rows(result)]
+    print_table("recall on held-out sequences", header, rows)
+
+
+def _begin(ctx: typer.Context, debug: bool, as_json: bool) -> None:
+    session: Session = ctx.obj
+    session.begin(debug=debug, as_json=as_json)
+
+
+def _read_text(
+    ctx: typer.Context,
+    traces: list[Path] | None,
+    model: str | None,
+    text: Path | None,
+    host_memory: str,
+    names: list[str],
+) -> "ReadText | None":
+    """Has a model read the text, if there is one; None where traces are to be read.
+
+    Raises:
+        ValueError: neither or both are given, or traces do not suffice for a predictor.
+    """
+    if (model is None) != (text is None):
+        raise ValueError("--model and --text belong together: the model reads the text")
+    if bool(traces) == (model is not None):
+        raise ValueError("give either traces, or --model MODEL with --text FILE")
+    for name in names:
+        check_trainable(name, from_text=model is not None)
+    if model is None or text is None:
+        refuse_given(ctx, ("host_memory",), "is for the model that reads --text; give --model too")
+        return None
+    from moe_runtime.cli.hidden_routing import read_text
+
+    return read_text(ctx.obj, model, text, host_memory)
+
+
+def check_trainable(name: str, *, from_text: bool = False) -> str:
+    """Returns the name of a predictor that traces, or a model and a text, suffice to train.
+
+    Raises:
+        ValueError: there is none of this name, or it needs hidden states.
+    """
+    from moe_runtime.policies.prediction import PREDICTORS
+
+    if name not in PREDICTORS:
+        raise ValueError(f"--predictor: unknown predictor {name!r}: {nearest(name, PREDICTORS)}")
+    if PREDICTORS[name].needs_hidden and not from_text:
+        raise ValueError(
+            f"--predictor {name} looks at hidden states, which traces do not hold; give --model "
+            "and --text instead"
+        )
+    return name
+
+
+def _parse_distances(text: str) -> tuple[int, ...]:
+    try:
+        ahead = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        ahead = ()
+    if not ahead or min(ahead) < 1:
+        raise ValueError(f"--distances must be positive numbers such as 1,2,4, got {text!r}")
+    return ahead
+
+
+def _read(paths: list[Path]) -> "tuple[Routes, ModelSignature]":
+    from moe_runtime.errors import CheckpointError
+    from moe_runtime.lab.traces.readers import read_any_trace
+    from moe_runtime.lab.traces.routes import join_routes, routes_of, same_model
+
+    traces = [read_any_trace(path) for path in paths]
+    for path, trace in zip(paths, traces, strict=True):
+        trace.require_choices(path)
+        if not same_model(trace.signature, traces[0].signature):
+            raise CheckpointError(
+                f"{path}: is a trace of {trace.signature}, but {paths[0]} of {traces[0].signature}"
+            )
+    return join_routes([routes_of(trace) for trace in traces]), traces[0].signature
+
+
+def _make(name: str, routes: "Routes") -> "Estimator":
+    from moe_runtime.policies.prediction import make_estimator
+
+    estimator = make_estimator(name, routes.shape)
+    estimator.fit(routes)
+    return estimator
+
+
+def _coverage(estimators: "list[Estimator]", test: "Routes") -> dict[str, float]:
+    from moe_runtime.policies.prediction import EamCollection
+
+    found = [e.coverage(test) for e in estimators if isinstance(e, EamCollection)]
+    return {"eam_coverage": found[0]} if found else {}
+
+
+def _as_rows(result: "Evaluation") -> list[tuple[str, ...]]:
+    cost = f"{1e6 * result.call_s:.0f}"
+    return [
+        (
+            result.name,
+            str(recall.distance),
+            f"{recall.mean_at_k:.3f}",
+            f"{recall.mean_at_2k:.3f}",
+            f"{recall.mean_mass_at_2k:.3f}",
+            f"{result.calibration_error:.4f}",
+            cost,
+        )
+        for recall in result.recalls
+    ]
+
+
+def _as_json(result: "Evaluation") -> dict[str, Any]:
+    return {
+        "predictor": result.name,
+        "tokens": result.num_tokens,
+        "call_s": result.call_s,
+        "calibration_error": result.calibration_error,
+        "calibration": [list(row) for row in result.calibration],
+        "recalls": [
+            {
+                "distance": recall.distance,
+                "mean_at_k": recall.mean_at_k,
+                "mean_at_2k": recall.mean_at_2k,
+                "mean_mass_at_2k": recall.mean_mass_at_2k,
+                "at_k": _without_nan(recall.at_k),
+                "at_2k": _without_nan(recall.at_2k),
+                "mass_at_2k": _without_nan(recall.mass_at_2k),
+            }
+            for recall in result.recalls
+        ],
+    }
+
+
+def _without_nan(values: Any) -> list[float | None]:
+    return [value if value == value else None for value in values.tolist()]

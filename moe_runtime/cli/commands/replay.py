@@ -1,0 +1,291 @@
+"""``moe-runtime replay``: what a recorded trace would have cost with other policies."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moe_runtime.cli import options
+from moe_runtime.cli.console import Session, loading_bar, print_json, print_table
+from moe_runtime.cli.strict import refuse_given
+from moe_runtime.config import format_bytes, parse_bytes
+from moe_runtime.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from moe_runtime.lab.replay.experiment import Experiment, Row
+    from moe_runtime.lab.replay.link_model import Machine
+    from moe_runtime.lab.traces.format import Trace
+
+TraceFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="TRACE",
+        help="A trace of `run --trace`, a plain .npz of ids, or Megatron's router trace (.jsonl).",
+    ),
+]
+Policies = Annotated[
+    str, typer.Option("--policy", help="Eviction policies, separated by commas; or all.")
+]
+PredictorName = Annotated[
+    str | None,
+    typer.Option(
+        "--predictor",
+        help="Also prefetch by this predictor: a name (needs --train), or the .npz file of a "
+        "trained one.",
+    ),
+]
+Train = Annotated[
+    Path | None, typer.Option(help="Trace that predictors and static pinning learn from.")
+]
+Capacity = Annotated[
+    str, typer.Option(help="Shares of the experts that fit, such as 12.5%,25%,50%.")
+]
+Scope = Annotated[
+    str, typer.Option(help="per-layer: a share for every layer; global: one pool for all.")
+]
+Shares = Annotated[str, typer.Option(help="even, or adaptive: slots move to where misses cost.")]
+Reset = Annotated[
+    bool, typer.Option("--reset", help="Empty the cache whenever another request begins.")
+]
+NumExperts = Annotated[
+    int | None, typer.Option(min=1, help="Experts of a layer, for files that do not say.")
+]
+Bandwidth = Annotated[
+    str | None, typer.Option(help="Bytes per second of the link, such as 3GB; models time.")
+]
+Latency = Annotated[float, typer.Option(min=0.0, help="Seconds of a transfer beside its bytes.")]
+ExpertSize = Annotated[str, typer.Option(help="Bytes of one expert.")]
+LayerTime = Annotated[
+    float, typer.Option(min=0.0, help="Seconds a layer computes without experts.")
+]
+KnownAhead = Annotated[
+    float,
+    typer.Option(
+        min=0.0,
+        help="Of --layer-time, seconds after the experts are chosen that need none of them, as "
+        "with ScMoE's shortcut.",
+    ),
+]
+ExpertTime = Annotated[float, typer.Option(min=0.0, help="Seconds that one expert computes.")]
+
+
+def replay(
+    ctx: typer.Context,
+    trace: TraceFile,
+    policy: Policies = "reuse",
+    predictor: PredictorName = None,
+    train: Train = None,
+    capacity: Capacity = "12.5%,25%,50%",
+    scope: Scope = "per-layer",
+    shares: Shares = "even",
+    reset: Reset = False,
+    num_experts: NumExperts = None,
+    bandwidth: Bandwidth = None,
+    latency: Latency = 1e-4,
+    expert_size: ExpertSize = "16MiB",
+    layer_time: LayerTime = 5e-4,
+    known_ahead: KnownAhead = 0.0,
+    expert_time: ExpertTime = 1e-4,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+    config: options.Config = None,
+) -> None:
+    """Replay a recorded trace: hits, bytes and time with other policies and capacities.
+
+    LRU, random eviction and Belady's optimum (with and without bypass) always stand beside. With
+    --bandwidth the link and the computation are modelled too.
+    """
+    session: Session = ctx.obj
+    session.begin(debug=debug, as_json=as_json)
+    from moe_runtime.lab.replay.experiment import Experiment, run_experiment
+    from moe_runtime.lab.traces.predictor_file import read_predictor
+    from moe_runtime.lab.traces.readers import read_any_trace
+    from moe_runtime.lab.traces.routes import routes_of
+    from moe_runtime.lab.traces.workload import workload_of
+    from moe_runtime.policies.eviction import POLICIES
+
+    if shares not in ("even", "adaptive"):
+        raise ValueError(f"--shares must be even or adaptive, got {shares!r}")
+    if bandwidth is None:
+        times = ("latency", "expert_size", "layer_time", "known_ahead", "expert_time")
+        refuse_given(ctx, times, "is about modelled time; give --bandwidth too")
+    machine = _machine(bandwidth, latency, expert_size, layer_time, known_ahead, expert_time)
+    all_names = [name for name in POLICIES if name != "predicted" or predictor is not None]
+    names = all_names if policy == "all" else [name.strip() for name in policy.split(",")]
+    with loading_bar() as progress:
+        progress(f"reading {trace.name}", 0, 0)
+        recorded = read_any_trace(trace, num_experts=num_experts)
+        recorded.require_choices(trace)
+        training = None
+        if train is not None:
+            other = read_any_trace(train, num_experts=num_experts)
+            other.require_choices(train)
+            _check_same_model(recorded, other, trace, train)
+            training = routes_of(other)
+        trained = None
+        if predictor is not None and predictor.endswith(".npz"):
+            trained = read_predictor(predictor, recorded.signature)
+            if training is not None and "static" not in names:
+                raise ValueError(
+                    f"--train has nothing to train: {predictor} is trained already; leave one out"
+                )
+        experiment = Experiment(
+            policies=names,
+            capacities=parse_shares(capacity),
+            scope=scope,
+            adaptive=shares == "adaptive",
+            reset_per_sequence=reset,
+            training=training,
+            predictor=predictor if trained is None else trained.name,
+            trained=trained,
+            machine=machine,
+        )
+        rows = run_experiment(
+            workload_of(recorded), experiment, on_progress=lambda what: progress(what, 0, 0)
+        )
+    if as_json:
+        print_json(_as_json(trace, recorded, experiment, rows))
+    else:
+        _print(trace, recorded, experiment, rows)
+
+
+def parse_shares(text: str) -> list[float]:
+    """Reads ``12.5%,0.25`` as shares.
+
+    Raises:
+        ValueError: a part is not a number.
+    """
+    shares = []
+    for part in text.split(","):
+        number = part.strip().removesuffix("%")
+        try:
+            value = float(number)
+        except ValueError:
+            raise ValueError(
+                f"--capacity must be shares such as 12.5%,25%,50%, got {part.strip()!r}"
+            ) from None
+        shares.append(value / 100 if part.strip().endswith("%") else value)
+    return shares
+
+
+def _machine(
+    bandwidth: str | None,
+    latency: float,
+    expert_size: str,
+    layer_time: float,
+    known_ahead: float,
+    expert_time: float,
+) -> "Machine | None":
+    if bandwidth is None:
+        return None
+    from moe_runtime.lab.replay.link_model import Machine
+
+    return Machine(
+        bytes_per_s=parse_bytes(bandwidth.removesuffix("/s")),
+        latency_s=latency,
+        expert_bytes=parse_bytes(expert_size),
+        layer_s=layer_time,
+        known_ahead_s=known_ahead,
+        expert_s=expert_time,
+    )
+
+
+def _check_same_model(trace: "Trace", other: "Trace", path: Path, train: Path) -> None:
+    from moe_runtime.lab.traces.routes import same_model
+
+    ours, theirs = trace.signature, other.signature
+    if not same_model(ours, theirs):
+        raise CheckpointError(
+            f"{train} was recorded from another model than {path}: {theirs} and {ours}"
+        )
+
+
+def _as_json(
+    path: Path, trace: "Trace", experiment: "Experiment", rows: "list[Row]"
+) -> dict[str, Any]:
+    signature = trace.signature
+    expert_bytes = experiment.machine.expert_bytes if experiment.machine else 0
+
+    def timing(row: "Row") -> dict[str, Any]:
+        return {
+            name: {
+                "tokens_per_s": replay.tokens_per_s,
+                "seconds": replay.seconds,
+                **replay.total.summary(expert_bytes),
+                "by_layer": [layer.summary(expert_bytes) for layer in replay.layers],
+            }
+            for name, replay in row.timed.items()
+        }
+
+    return {
+        "trace": str(path),
+        "tokens": trace.num_tokens,
+        "layers": signature.num_layers,
+        "experts": signature.num_experts,
+        "top_k": signature.top_k,
+        "scope": experiment.scope,
+        "reset_per_sequence": experiment.reset_per_sequence,
+        "rows": [
+            {**row.__dict__, "uniform_random_hit_rate": row.capacity, "timed": timing(row)}
+            for row in rows
+        ],
+    }
+
+
+def _print(path: Path, trace: "Trace", experiment: "Experiment", rows: "list[Row]") -> None:
+    signature = trace.signature
+    columns = [("policy", "left")] + [
+        (header, "right")
+        for header in ("capacity", "hits", "of LRU to optimum", "no load needed", "loads/layer")
+    ]
+    cells = [
+        [
+            _label(row, experiment),
+            f"{row.capacity:.1%}",
+            f"{row.hit_rate:.2%}",
+            "" if row.gap_closed is None else f"{row.gap_closed:+.0%}",
+            f"{row.all_resident_rate:.1%}",
+            f"{row.loads_per_layer_token:.3f}",
+        ]
+        for row in rows
+    ]
+    title = (
+        f"{path.name}: {trace.num_tokens} tokens, {signature.num_layers} layers of "
+        f"{signature.num_experts} experts, {signature.top_k} for each token; {experiment.scope}"
+    )
+    print_table(title, columns, cells)
+    if any("*" in row[0] for row in cells):
+        print("* told the whole trace beforehand; --train gives it another one to learn from")
+    if experiment.machine is not None:
+        _print_timing(experiment.machine.expert_bytes, rows)
+
+
+def _print_timing(expert_bytes: int, rows: "list[Row]") -> None:
+    columns = [("policy", "left"), ("prefetch", "left")] + [
+        (header, "right")
+        for header in ("capacity", "tokens/s", "stall", "loads/layer", "late", "demand", "wasted")
+    ]
+    cells = []
+    for row in rows:
+        for name, replay in row.timed.items():
+            total = replay.total.summary(expert_bytes)
+            cells.append(
+                [
+                    row.policy,
+                    name,
+                    f"{row.capacity:.1%}",
+                    f"{replay.tokens_per_s:.2f}",
+                    f"{total['stall_s']:.2f} s",
+                    f"{total['loads_per_layer_token']:.3f}",
+                    f"{total['late_hit_rate']:.2%}",
+                    format_bytes(total["demand_bytes"]),
+                    format_bytes(total["wasted_bytes"]),
+                ]
+            )
+    print_table("modelled time", columns, cells)
+
+
+def _label(row: "Row", experiment: "Experiment") -> str:
+    if row.policy == "static" and experiment.training is None:
+        return "static*"
+    return row.policy

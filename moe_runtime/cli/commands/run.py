@@ -1,0 +1,250 @@
+"""``moe-runtime run``: generate text from prompts."""
+
+import contextlib
+import dataclasses
+import json
+import secrets
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from moe_runtime.cli import options
+from moe_runtime.cli.console import (
+    Session,
+    loading_bar,
+    print_json,
+    print_rows,
+    quiet_transformers,
+)
+from moe_runtime.cli.processes import at_first, from_first, joined_processes
+from moe_runtime.cli.prompt_progress import prompt_progress
+from moe_runtime.cli.prompts import read_prompts
+from moe_runtime.cli.run_outcome import outcome_json, outcome_rows
+from moe_runtime.config import parse_budget
+from moe_runtime.files import check_not_in_progress, check_output_path, draft_of, writes_directly
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from moe_runtime.inference.generation import GenerationResult
+    from moe_runtime.types import RuntimeStats
+
+_NO_CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+"""Removes what a terminal would obey: a model can write escape sequences as well as text."""
+
+
+def run(
+    ctx: typer.Context,
+    model: options.Model,
+    prompt: options.Prompt = None,
+    prompt_file: options.PromptFile = None,
+    prompts: options.Prompts = None,
+    chat: options.Chat = False,
+    max_new_tokens: options.MaxNewTokens = 128,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    seed: options.Seed = None,
+    host_memory: options.HostMemory = "auto",
+    device_memory: options.DeviceMemory = "auto",
+    max_tokens: options.MaxTokens = None,
+    policy: options.Policy = "auto",
+    shares: options.Shares = "auto",
+    prefetch: options.Prefetch = "auto",
+    predictor: options.Predictor = "auto",
+    placement: options.PlacementFile = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    trace: options.Trace = None,
+    timeline: options.Timeline = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+    config: options.Config = None,
+) -> None:
+    """Generate text; experts that do not fit in memory stream from disk.
+
+    The text goes to stdout as it comes, a table of what the runtime did to stderr. Several prompts
+    are answered one after another, each as if it were alone, by a model that is loaded once. Under
+    `torchrun` the processes divide the experts between them and print the text once.
+    """
+    session: Session = ctx.obj
+    session.begin(debug=debug, as_json=as_json)
+    sampling = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+    }
+    with joined_processes(session) as group:
+        texts: list[str] = json.loads(
+            from_first(
+                group, "prompts", lambda: json.dumps(read_prompts(prompt, prompt_file, prompts))
+            )
+        )
+        if group is not None and temperature > 0 and seed is None:
+            # Every process samples, and all must draw the same tokens.
+            drawn = from_first(group, "seed", lambda: str(secrets.randbelow(2**63)))
+            sampling["seed"] = int(drawn)
+        _check_budgets_and_files(host_memory, device_memory, trace, timeline)
+        with loading_bar() as progress:
+            quiet_transformers(session)
+            tokenizer = load_tokenizer(model)
+            room = _room_for(tokenizer, texts, sampling, max_tokens, chat=chat)
+            loaded = _load_model(
+                model,
+                device=device,
+                dtype=dtype,
+                host_memory=host_memory,
+                device_memory=device_memory,
+                policy=policy,
+                shares=shares,
+                prefetch=prefetch,
+                predictor=predictor,
+                trace=trace,
+                timeline=timeline,
+                max_tokens=room,
+                progress=progress,
+                **({} if placement is None else {"placement": placement}),
+                **({} if group is None else {"group": group}),
+            )
+        with contextlib.closing(loaded.moe):
+            results = _generate(loaded, tokenizer, texts, show=not as_json, chat=chat, **sampling)
+            stats = loaded.moe.stats()
+        is_interrupted = results[-1].finish_reason == "interrupted"
+        if group is not None and not is_interrupted:
+            stats = _stats_of_all(group, stats)
+        if as_json:
+            is_list = prompts is not None or len(texts) > 1
+            print_json(outcome_json(model, results, stats, is_list=is_list))
+        else:
+            print_rows("what the runtime did", outcome_rows(results, stats), to_stderr=True)
+    if is_interrupted:
+        raise typer.Exit(130)
+
+
+def _stats_of_all(group: "ProcessGroup", stats: "RuntimeStats") -> "RuntimeStats":
+    """What all processes did together, in the first one; in the others what they did."""
+    from moe_runtime.inference.expert_partition import add_up
+    from moe_runtime.types import RuntimeStats
+
+    parts = at_first(group, "stats", json.dumps(dataclasses.asdict(stats)))
+    return add_up([RuntimeStats(**json.loads(part)) for part in parts]) if parts else stats
+
+
+def _check_budgets_and_files(
+    host_memory: str, device_memory: str, trace: Path | None, timeline: Path | None
+) -> None:
+    """Refuses what loading would refuse minutes later."""
+    parse_budget(host_memory, name="--host-memory")
+    parse_budget(device_memory, name="--device-memory")
+    for path, what in ((trace, "trace"), (timeline, "timeline")):
+        if path is not None:
+            check_output_path(path, what)
+            check_not_in_progress(path, what)
+    if trace is None or timeline is None or writes_directly(trace):
+        return
+    if draft_of(trace) == draft_of(timeline):
+        raise ValueError(f"--trace and --timeline must be different files, got {trace} twice")
+
+
+def load_tokenizer(model: str) -> Any:
+    """Loads the tokenizer first: it is quick, and tells how much room the prompt needs.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be loaded.
+        UnsupportedModelError: transformers does not know the architecture.
+    """
+    from moe_runtime.checkpoints.model_files import find_checkpoint
+    from moe_runtime.checkpoints.model_files import load_tokenizer as load
+
+    return load(find_checkpoint(model, weights=False))
+
+
+def _room_for(
+    tokenizer: Any,
+    texts: list[str],
+    sampling: dict[str, Any],
+    max_tokens: int | None,
+    *,
+    chat: bool,
+) -> int:
+    """How many tokens the key-value cache must hold: memory that experts cannot have."""
+    from moe_runtime.inference.generation import check_options, encode_prompt
+
+    check_options(**sampling)
+    num_prompt_tokens = max(
+        encode_prompt(tokenizer, text, chat=chat)["input_ids"].shape[1] for text in texts
+    )
+    num_new_tokens = sampling["max_new_tokens"]
+    needed = num_prompt_tokens + num_new_tokens
+    if max_tokens is not None and max_tokens < needed:
+        raise ValueError(
+            f"--max-tokens {max_tokens} is too small: the prompt has {num_prompt_tokens} tokens "
+            f"and {num_new_tokens} new ones are asked for, together {needed}"
+        )
+    return max_tokens or needed
+
+
+def _load_model(model: str, **settings: Any) -> Any:
+    import moe_runtime
+
+    return moe_runtime.load(model, **settings)
+
+
+def _generate(
+    loaded: Any, tokenizer: Any, texts: list[str], *, show: bool, **settings: Any
+) -> "list[GenerationResult]":
+    """Answers one prompt after another, up to an interruption."""
+    from moe_runtime.inference.generation import (
+        GenerationInterrupted,
+        check_length,
+        encode_prompt,
+        generate_text,
+    )
+
+    for text in texts:
+        # Before the first is answered, not when its turn has come.
+        tokens = encode_prompt(tokenizer, text, chat=settings["chat"])["input_ids"]
+        check_length(loaded.config, tokens.shape[1], settings["max_new_tokens"])
+    results = []
+    for text in texts:
+        output = _Stdout()
+        if show and results:
+            output.write("\n")
+        shows_prompt = show and sys.stdout.isatty()
+        on_text = output.write if show else None
+        try:
+            with prompt_progress(
+                loaded, partial(output.show_prompt, text) if shows_prompt else lambda: None
+            ):
+                results.append(generate_text(loaded, tokenizer, text, on_text=on_text, **settings))
+        except GenerationInterrupted as interrupted:
+            return [*results, interrupted.result]
+        finally:
+            output.end_line()
+    return results
+
+
+class _Stdout:
+    """Text as it comes, and a line break after it, also when an error cuts it short."""
+
+    def __init__(self) -> None:
+        self._used = False
+        self._is_terminal = sys.stdout.isatty()
+
+    def show_prompt(self, text: str) -> None:
+        """Shows the prompt dimmed, so that the text reads as its continuation."""
+        sys.stdout.write("\033[2m")
+        self.write(text)
+        sys.stdout.write("\033[0m")
+
+    def write(self, piece: str) -> None:
+        self._used = True
+        sys.stdout.write(piece.translate(_NO_CONTROL) if self._is_terminal else piece)
+        sys.stdout.flush()
+
+    def end_line(self) -> None:
+        if self._used:
+            self.write("\n")

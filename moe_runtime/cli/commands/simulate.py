@@ -1,0 +1,303 @@
+"""``moe-runtime simulate``: time of an expert-parallel layer on ranks that one need not have."""
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moe_runtime.cli import options
+from moe_runtime.cli.console import Session, print_json, print_table
+from moe_runtime.files import check_output_path, write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from moe_runtime.lab.simulate.scaling import ScalingPoint
+    from moe_runtime.lab.simulate.shortcut import ShortcutSchedule
+
+Ranks = Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")]
+Degrees = Annotated[str, typer.Option(help="Numbers of chunks that rows are cut into.")]
+Machine = Annotated[
+    Path | None,
+    typer.Option(help="TOML file with measured links and rates; see docs/scaling.md."),
+]
+Tokens = Annotated[int, typer.Option(min=1, help="Tokens of each rank.")]
+ModelDim = Annotated[int, typer.Option(min=1, help="Width of the model.")]
+ExpertHidden = Annotated[int, typer.Option(min=1, help="Hidden width of an expert.")]
+TopK = Annotated[int, typer.Option(min=1, help="Experts of each token.")]
+ExpertsPerRank = Annotated[int, typer.Option(min=1, help="Experts that each rank owns.")]
+SharedHidden = Annotated[int, typer.Option(min=0, help="Hidden width of shared experts.")]
+Zipf = Annotated[float, typer.Option(min=0.0, help="Skew of the experts' loads; 0 is none.")]
+Algorithm = Annotated[str, typer.Option(help="Placement, as in `moe-runtime place`.")]
+Replicas = Annotated[int, typer.Option(min=0, help="Slots of each rank for second copies.")]
+Straggler = Annotated[float, typer.Option(min=1.0, help="How much slower rank 0 computes.")]
+Shortcut = Annotated[
+    str | None,
+    typer.Option(
+        help="Seconds of what ScMoE's shortcut lets compute beside the exchange, in order: "
+        "feed-forward, attention and shared expert, such as 3e-4,1e-3,2e-4."
+    ),
+]
+Plot = Annotated[
+    Path | None, typer.Option(help="Draw layer time and exposed communication (.png, .svg, .pdf).")
+]
+
+MOST_RANKS = 1 << 13
+
+
+def simulate(
+    ctx: typer.Context,
+    ranks: Ranks = "8,64,512",
+    degrees: Degrees = "1,2,4,8",
+    machine: Machine = None,
+    tokens: Tokens = 8192,
+    model_dim: ModelDim = 4096,
+    expert_hidden: ExpertHidden = 14336,
+    top_k: TopK = 2,
+    experts_per_rank: ExpertsPerRank = 4,
+    shared_hidden: SharedHidden = 0,
+    zipf: Zipf = 0.0,
+    algorithm: Algorithm = "round-robin",
+    replicas_per_rank: Replicas = 0,
+    straggler: Straggler = 1.0,
+    shortcut: Shortcut = None,
+    plot: Plot = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Predict the time of one Mixture-of-Experts layer spread over many ranks.
+
+    Compares one flat all-to-all with two levels, and degrees of chunking. Exposed is communication
+    that no computation hides; its ratio is to one flat all-to-all without overlap.
+    """
+    session: Session = ctx.obj
+    session.begin(debug=debug, as_json=as_json)
+    numbers = _numbers(ranks, "--ranks", MOST_RANKS)
+    chunks = _numbers(degrees, "--degrees", 64)
+    backbone_s = None if shortcut is None else _seconds(shortcut, "--shortcut")
+    if backbone_s is not None and 1 not in chunks:
+        raise ValueError("--shortcut hides the exchange in one piece: --degrees must have 1")
+    from moe_runtime.lab.simulate.machine_file import ASSUMED, read_machine
+    from moe_runtime.lab.simulate.scaling import Imbalance, LayerShape, sweep_scaling
+
+    if plot is not None:
+        check_output_path(plot, "plot")
+    cluster = ASSUMED if machine is None else read_machine(machine)
+    shape = LayerShape(
+        tokens_per_rank=tokens,
+        model_dim=model_dim,
+        expert_hidden=expert_hidden,
+        top_k=top_k,
+        experts_per_rank=experts_per_rank,
+        shared_hidden=shared_hidden,
+    )
+    imbalance = Imbalance(
+        zipf=zipf, algorithm=algorithm, replicas_per_rank=replicas_per_rank, straggler=straggler
+    )
+    with _bar() as on_point:
+        points = list(
+            sweep_scaling(
+                cluster, shape, imbalance, ranks=numbers, degrees=chunks, on_point=on_point
+            )
+        )
+    if plot is not None:
+        draw(points, plot)
+    schedules = {} if backbone_s is None else _shortcut_schedules(points, backbone_s)
+    if as_json:
+        print_json(
+            {
+                "machine": dataclasses.asdict(cluster),
+                "is_assumed": machine is None,
+                "shape": dataclasses.asdict(shape),
+                "imbalance": dataclasses.asdict(imbalance),
+                "points": [dataclasses.asdict(point) for point in points],
+                "shortcut": [
+                    {"num_ranks": num_ranks, **dataclasses.asdict(schedule)}
+                    for num_ranks, schedule in schedules.items()
+                ],
+            }
+        )
+    else:
+        _print(points, assumed=machine is None, plot=plot)
+        if schedules:
+            _print_shortcuts(schedules)
+
+
+def draw(points: "list[ScalingPoint]", path: Path) -> None:
+    """Draws layer time over ranks, and exposed communication over degree at the most ranks."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (times, exposed) = pyplot.subplots(1, 2, figsize=(11, 4))
+    for hierarchical, style in ((False, "--"), (True, "-")):
+        name = "two levels" if hierarchical else "flat"
+        for number, degree in enumerate(sorted({point.degree for point in points})):
+            mine = [
+                point
+                for point in points
+                if point.degree == degree and point.hierarchical == hierarchical
+            ]
+            times.plot(
+                [point.num_ranks for point in mine],
+                [1e3 * point.prediction.layer_s for point in mine],
+                style,
+                color=f"C{number}",
+                marker="o",
+                markersize=4,
+                label=f"{name}, {degree} chunk{'s' if degree > 1 else ''}",
+            )
+        for number, size in enumerate(sorted({point.num_ranks for point in points})):
+            mine = [
+                point
+                for point in points
+                if point.num_ranks == size and point.hierarchical == hierarchical
+            ]
+            exposed.plot(
+                [point.degree for point in mine],
+                [100 * point.exposed_ratio for point in mine],
+                style,
+                color=f"C{number}",
+                marker="o",
+                markersize=4,
+                label=f"{name}, {size} ranks",
+            )
+    times.set(xscale="log", yscale="log", xlabel="ranks", ylabel="layer time (ms)")
+    exposed.set(
+        xscale="log",
+        xlabel="chunks",
+        ylabel="exposed communication\n(% of flat without overlap)",
+        ylim=(0, 150),
+    )
+    for axes, numbers in (
+        (times, {point.num_ranks for point in points}),
+        (exposed, {point.degree for point in points}),
+    ):
+        plain_numbers(axes, sorted(numbers))
+        axes.legend(fontsize=7, handlelength=3)
+    figure.tight_layout()
+    with write_atomically(path) as file:
+        figure.savefig(file, format=path.suffix.removeprefix(".") or None, dpi=120)
+    pyplot.close(figure)
+
+
+def plain_numbers(axes: "Axes", shown: Sequence[int]) -> None:
+    """Marks what was computed on a logarithmic axis below, and writes numbers without powers."""
+    from matplotlib.ticker import NullFormatter, ScalarFormatter
+
+    axes.set_xticks(shown, [str(number) for number in shown])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_minor_formatter(ScalarFormatter())
+    axes.grid(alpha=0.3)
+
+
+def _numbers(text: str, name: str, most: int) -> list[int]:
+    try:
+        numbers = [int(word) for word in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(1 <= number <= most for number in numbers):
+        raise ValueError(f"{name} must be numbers from 1 to {most} with commas, got {text!r}")
+    return sorted(set(numbers))
+
+
+def _seconds(text: str, name: str) -> tuple[float, ...]:
+    try:
+        seconds = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        seconds = (-1.0,)
+    if not all(0 <= value < float("inf") for value in seconds):
+        raise ValueError(f"{name} must be seconds with commas, such as 3e-4,1e-3, got {text!r}")
+    return seconds
+
+
+def _shortcut_schedules(
+    points: "list[ScalingPoint]", backbone_s: tuple[float, ...]
+) -> "dict[int, ShortcutSchedule]":
+    """The best place of the experts for each number of ranks, by the faster exchange of one piece.
+
+    The exchange takes as long on its way back as there, and the rest of the layer computes.
+    """
+    from moe_runtime.lab.simulate.shortcut import ShortcutCosts, best_shortcut_schedule
+
+    found = {}
+    for num_ranks in sorted({point.num_ranks for point in points}):
+        layer = min(
+            (p.prediction for p in points if p.num_ranks == num_ranks and p.degree == 1),
+            key=lambda prediction: prediction.layer_s,
+        )
+        travel_s = (layer.layer_s - layer.compute_s) / 2
+        found[num_ranks] = best_shortcut_schedule(
+            ShortcutCosts(
+                backbone_s=backbone_s,
+                there_s=travel_s,
+                experts_s=layer.compute_s,
+                back_s=travel_s,
+            )
+        )
+    return found
+
+
+def _print_shortcuts(schedules: "dict[int, ShortcutSchedule]") -> None:
+    columns = [
+        (name, "right") for name in ("ranks", "experts after operation", "block ms", "exposed ms")
+    ]
+    rows = [
+        (
+            str(num_ranks),
+            str(schedule.position),
+            f"{1e3 * schedule.block_s:.3f}",
+            f"{1e3 * schedule.exposed_s:.3f}",
+        )
+        for num_ranks, schedule in schedules.items()
+    ]
+    print_table("with a shortcut", columns, rows)
+
+
+@contextlib.contextmanager
+def _bar() -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr while points are simulated; nothing where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("simulating", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _print(points: "list[ScalingPoint]", *, assumed: bool, plot: Path | None) -> None:
+    columns = [
+        ("ranks", "right"),
+        ("all-to-all", "left"),
+        ("chunks", "right"),
+        ("layer ms", "right"),
+        ("compute ms", "right"),
+        ("exposed ms", "right"),
+        ("ratio", "right"),
+    ]
+    rows = [
+        (
+            str(point.num_ranks),
+            "two levels" if point.hierarchical else "flat",
+            str(point.degree),
+            f"{1e3 * point.prediction.layer_s:.3f}",
+            f"{1e3 * point.prediction.compute_s:.3f}",
+            f"{1e3 * point.prediction.exposed_s:.3f}",
+            f"{point.exposed_ratio:.0%}",
+        )
+        for point in points
+    ]
+    balance = min(point.balancedness for point in points)
+    source = "assumed links and rates" if assumed else "measured links and rates"
+    print_table(f"one layer, {source}, balance of ranks {balance:.3f} or better", columns, rows)
+    if plot is not None:
+        print(f"wrote {plot}")

@@ -1,0 +1,274 @@
+"""What the machine has, and how a budget is divided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from moe_runtime.config import Budget, format_bytes
+from moe_runtime.errors import CapacityError
+from moe_runtime.inference.kv_cache import room_for
+from moe_runtime.lab.traces.routes import shape_of
+from moe_runtime.policies.eviction import most_remembered_bytes
+from moe_runtime.types import ModelSignature
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+AUTO_SHARE = 0.9
+"""Share of the free memory that an ``auto`` budget takes; the rest is left to the system."""
+
+STREAM_BYTES = 64 * 2**20
+"""Bytes of experts in flight while a prompt streams through a layer: enough to keep a disk busy."""
+
+FIXED_RESERVE_BYTES = 9 * 2**20
+"""Set aside whatever the model: buffers of the tokenizer, of generation and of the allocator,
+records, and pages of libraries' code; 7 MiB were used in the runs that it was measured in."""
+
+BOOKS_BYTES = 8 * 2**10
+"""Set aside for each expert: where it lies in the files, its views and its entries in the books."""
+
+BUFFER_SHARE = 1 / 8
+"""Set aside in proportion to the dense weights, for buffers that libraries make and keep for layers
+of their size; half of it was used in the runs that it was measured in."""
+
+LARGE_BLOCK_BYTES = 2**19
+"""Blocks from which on memory is given back when it is freed."""
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Settings of `mallopt`, by their numbers in `malloc.h`."""
+
+MIN_SLOTS = 2
+"""Fewest slots that work: one expert computes while the next one is read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    """How a tier's budget is divided.
+
+    Attributes:
+        budget_bytes: what the tier may use in all.
+        dense_bytes: weights that are always resident.
+        reserve_bytes: KV cache, activations and what the allocator keeps.
+        slot_bytes: one slot.
+        num_slots: experts that fit at once.
+    """
+
+    budget_bytes: int
+    dense_bytes: int
+    reserve_bytes: int
+    slot_bytes: int
+    num_slots: int
+
+    @property
+    def stream_slots(self) -> int:
+        """Slots that a streamed prompt may take from the cache."""
+        return max(MIN_SLOTS, min(self.num_slots // 4, STREAM_BYTES // self.slot_bytes))
+
+
+def smallest_budget(dense_bytes: int, reserve_bytes: int, slot_bytes: int) -> int:
+    """The smallest budget in bytes with which a model runs."""
+    return dense_bytes + reserve_bytes + MIN_SLOTS * slot_bytes
+
+
+def plan_memory(
+    budget_bytes: int,
+    *,
+    dense_bytes: int,
+    reserve_bytes: int,
+    slot_bytes: int,
+    num_experts: int,
+    max_tokens: int | None = None,
+) -> MemoryPlan:
+    """Gives what the dense weights and the reserve leave of a budget to expert slots.
+
+    Args:
+        num_experts: routed experts in all; more slots than that are never made.
+        max_tokens: tokens that the reserve is for, where an error shall say it.
+
+    Raises:
+        CapacityError: the budget is too small; names the smallest that works.
+    """
+    smallest = smallest_budget(dense_bytes, reserve_bytes, slot_bytes)
+    if budget_bytes < smallest:
+        tokens = "" if max_tokens is None else f" of {max_tokens} tokens"
+        raise CapacityError(
+            f"a budget of {format_bytes(budget_bytes)} is too small: the smallest that works is "
+            f"{format_bytes(smallest)} ({smallest} bytes): {format_bytes(dense_bytes)} of dense "
+            f"weights, {format_bytes(reserve_bytes)} for KV cache and activations{tokens}, and "
+            f"{MIN_SLOTS} experts of {format_bytes(slot_bytes)}",
+            smallest_bytes=smallest,
+        )
+    slots = (budget_bytes - dense_bytes - reserve_bytes) // slot_bytes
+    return MemoryPlan(
+        budget_bytes=budget_bytes,
+        dense_bytes=dense_bytes,
+        reserve_bytes=reserve_bytes,
+        slot_bytes=slot_bytes,
+        num_slots=min(slots, num_experts),
+    )
+
+
+def reserve_for(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    *,
+    max_tokens: int,
+    dense_bytes: int,
+    signature: ModelSignature,
+) -> int:
+    """Bytes to set aside for KV cache and activations of ``max_tokens`` tokens.
+
+    These are the tokens of all sequences of a batch together: a cache has ``room_for`` no more of
+    them than for one sequence of as many. The KV cache is counted with its room, and twice for one
+    layer, because growing it copies. Activations are those of prompts of as many tokens: a few
+    copies of the hidden states, and the routed rows. What policies and predictors remember counts
+    as that of the largest of them, whichever is taken.
+    """
+    kv_token, activations = _bytes_per_token(config, dtype)
+    logits = 4 * config.get_text_config().vocab_size * 4
+    buffers = FIXED_RESERVE_BYTES + int(BUFFER_SHARE * dense_bytes)
+    num_experts = signature.num_layers * signature.num_experts
+    books = BOOKS_BYTES * num_experts + most_remembered_bytes(shape_of(signature))
+    return room_for(max_tokens) * kv_token + max_tokens * activations + logits + buffers + books
+
+
+def reserve_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes by which the reserve is smaller, at least, for each token less."""
+    return sum(_bytes_per_token(config, dtype))
+
+
+def _bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[int, int]:
+    """Of the KV cache, and of activations."""
+    text = config.get_text_config()
+    hidden = text.hidden_size
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
+    kv_layer = 2 * heads * head_dim * dtype.itemsize
+    activations = hidden * (12 * 4 + experts_per_token(config) * dtype.itemsize)
+    return kv_layer * (text.num_hidden_layers + 1), activations
+
+
+def experts_per_token(config: PreTrainedConfig) -> int:
+    """Experts that a token visits in a layer, by whatever name the configuration has it."""
+    text = config.get_text_config()
+    for name in ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_top_k", "top_k"):
+        value = getattr(text, name, None)
+        if isinstance(value, list):
+            value = max(value)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 1
+
+
+def resolve_budget(budget: Budget, available_bytes: int, place: str) -> int:
+    """The bytes that a budget stands for, given what a place has free.
+
+    Raises:
+        CapacityError: the budget exceeds what is free.
+    """
+    resolved = budget.resolve(available_bytes, auto_share=AUTO_SHARE)
+    if resolved > available_bytes:
+        raise CapacityError(
+            f"a budget of {format_bytes(resolved)} exceeds the {format_bytes(available_bytes)} "
+            f"that are free on {place}; give less, or 'auto'"
+        )
+    return resolved
+
+
+def available_device_bytes(device: torch.device) -> int:
+    """Memory of a GPU that is free for us."""
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def available_host_bytes() -> int:
+    """Host memory that this process may still take: the machine's, or its control group's."""
+    free = psutil.virtual_memory().available
+    group = control_group_free_bytes()
+    return free if group is None else min(free, group)
+
+
+def control_group_free_bytes() -> int | None:
+    """What the process's control group has left, its page cache counted as free.
+
+    Returns:
+        Bytes, or None where no group limits memory. A group's limit also binds the groups below it,
+        so the least of all levels counts.
+    """
+    memberships = Path("/proc/self/cgroup")
+    if not memberships.is_file():
+        return None
+    free = []
+    for line in memberships.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "memory":
+            root, limit, usage = "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "usage_in_bytes"
+            free += _levels(Path(root), path, limit, f"memory.{usage}", "total_inactive_file")
+        elif controllers == "":
+            for root in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"):
+                files = ("memory.max", "memory.current", "inactive_file")
+                free += _levels(Path(root), path, *files)
+    return min(free, default=None)
+
+
+def _levels(root: Path, path: str, limit: str, usage: str, cache: str) -> list[int]:
+    group = root / path.lstrip("/")
+    free = []
+    for level in (group, *group.parents):
+        if not level.is_relative_to(root):
+            break
+        found = _free_in(level, limit, usage, cache)
+        if found is not None:
+            free.append(found)
+    return free
+
+
+def _free_in(group: Path, limit: str, usage: str, cache: str) -> int | None:
+    try:
+        most = (group / limit).read_text().strip()
+        used = int((group / usage).read_text())
+        stat = (group / "memory.stat").read_text()
+    except (OSError, ValueError):
+        return None
+    # the first version of control groups writes "no limit" as a number near 2**63
+    if most == "max" or int(most) >= 2**60:
+        return None
+    fields = dict(line.split() for line in stat.splitlines())
+    return max(0, int(most) - used + int(fields.get(cache, 0)))
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process now."""
+    return psutil.Process().memory_info().rss
+
+
+def peak_resident_bytes() -> int:
+    """Highest resident memory of this process so far, by the kernel's own counter."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    status = Path("/proc/self/status")
+    if status.is_file():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return peak * 1024
+
+
+def return_freed_blocks() -> None:
+    """Has the C library give large blocks back to the system as soon as they are freed.
+
+    glibc raises the size from which it does so whenever such a block is freed, up to 32 MiB, and
+    keeps the others in a heap full of holes: activations of changing sizes then take about twice
+    the memory that is in use. Holds for the whole process; does nothing with another C library.
+    """
+    import ctypes
+
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for setting in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
+            mallopt(setting, LARGE_BLOCK_BYTES)

@@ -1,0 +1,183 @@
+"""What ``auto`` stands for: eviction policy, shares and predictor for a model and a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from moe_runtime.config import nearest
+from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.inference.budget import MemoryPlan
+from moe_runtime.inference.prefetching import (
+    check_predictor,
+    find_gate,
+    learned_bytes,
+    make_live_estimator,
+)
+from moe_runtime.lab.replay.choice import Choice, choose_policy
+from moe_runtime.lab.traces.recent import read_recent
+from moe_runtime.lab.traces.routes import shape_of
+from moe_runtime.memory.prefetcher import PrefetchMode
+from moe_runtime.policies.eviction import LIVE_POLICIES, LayerShares, Setting, make_policy
+from moe_runtime.policies.prediction import (
+    Estimator,
+    NextGate,
+    RunningCounts,
+    TrackedPredictor,
+    make_estimator,
+)
+from moe_runtime.types import ModelSignature
+
+AUTO = "auto"
+SHARES = (AUTO, "even", "adaptive")
+
+
+@dataclass(frozen=True)
+class Guessers:
+    """Who guesses what will be routed to.
+
+    Attributes:
+        reader: for reads ahead of demand; None where there are none.
+        foreteller: for the policy ``predicted``, if the named predictor guesses from routing alone.
+            An object of its own: each learns from what it is shown.
+        table_bytes: memory that their tables take.
+    """
+
+    reader: Estimator | None
+    foreteller: Estimator | None
+    table_bytes: int
+
+
+def settle_guessers(
+    mode: PrefetchMode,
+    policy: str,
+    predictor: str | Path,
+    model: torch.nn.Module,
+    block_names: Sequence[str],
+    signature: ModelSignature,
+) -> Guessers:
+    """The estimators that a way of prefetching and a policy need.
+
+    Args:
+        mode: of prefetching.
+        policy: a name, or ``auto``.
+        predictor: a name, the file of a trained one, or ``auto`` for one that needs no training.
+        model: whose gates may be asked.
+        block_names: of the layers' blocks in the model.
+        signature: the model.
+
+    Raises:
+        CheckpointError: the predictor's file cannot be used, or belongs to another model.
+    """
+    reader, table_bytes = None, 0
+    if mode is not PrefetchMode.OFF:
+        named = _settle_predictor(predictor, model, block_names, signature)
+        reader = make_live_estimator(named, signature)
+        table_bytes = learned_bytes(named, reader)
+    foreteller = _routing_estimator(policy, predictor, signature)
+    return Guessers(reader, foreteller, table_bytes + learned_bytes(predictor, foreteller))
+
+
+def check_names(policy: str, shares: str, predictor: str | Path) -> None:
+    """Refuses names that nothing has, before anything is loaded.
+
+    Raises:
+        CheckpointError: the predictor's file is missing, or is not a predictor.
+        ValueError: no policy, predictor or kind of shares has this name.
+    """
+    if policy not in (AUTO, *LIVE_POLICIES):
+        raise ValueError(f"unknown policy {policy!r}: {nearest(policy, (AUTO, *LIVE_POLICIES))}")
+    if shares not in SHARES:
+        raise ValueError(f"unknown shares {shares!r}: {nearest(shares, SHARES)}")
+    if predictor != AUTO:
+        check_predictor(predictor)
+
+
+def settle_policy(
+    policy: str,
+    shares: str,
+    signature: ModelSignature,
+    num_slots: int,
+    trained: Estimator | None = None,
+    expert_bytes: int | None = None,
+) -> Choice:
+    """The policy and shares that were named, or for ``auto`` the ones that replay best.
+
+    Args:
+        policy: a name, or ``auto``.
+        shares: ``even``, ``adaptive``, or ``auto``: even unless the policy's choice says otherwise.
+        signature: the model.
+        num_slots: experts that fit where they are computed from.
+        trained: a predictor of routing that was given, for the policy ``predicted``.
+        expert_bytes: bytes of an expert.
+    """
+    chosen = Choice(policy=policy, adaptive=False, reason="")
+    if policy == AUTO:
+        recent = read_recent(signature)
+        chosen = choose_policy(signature, recent, num_slots, trained, expert_bytes)
+    elif policy == "predicted":
+        name = RunningCounts.name if trained is None else trained.name
+        chosen = replace(chosen, predictor=name)
+    if shares == AUTO:
+        return chosen
+    return replace(chosen, adaptive=shares == "adaptive")
+
+
+def _routing_estimator(
+    policy: str, predictor: str | Path, signature: ModelSignature
+) -> Estimator | None:
+    """The named predictor, if it guesses from routing alone and the policy may ask one."""
+    if predictor == AUTO or policy not in (AUTO, "predicted"):
+        return None
+    estimator = make_live_estimator(predictor, signature)
+    return None if estimator.needs_hidden else estimator
+
+
+def policy_maker(
+    choice: Choice, signature: ModelSignature, foreteller: Estimator | None
+) -> Callable[[MemoryPlan], LayerShares]:
+    """Makes the chosen policy for a tier; each has a memory of its own.
+
+    Args:
+        choice: policy, shares and, for ``predicted``, the predictor's name.
+        signature: the model.
+        foreteller: the predictor, if it is not one that needs no training.
+    """
+    shape = shape_of(signature)
+
+    def make(plan: MemoryPlan) -> LayerShares:
+        predictor = None
+        if choice.predictor:
+            is_given = foreteller is not None and foreteller.name == choice.predictor
+            estimator = foreteller if is_given else make_estimator(choice.predictor, shape)
+            predictor = TrackedPredictor(cast(Estimator, estimator))
+        return make_policy(
+            choice.policy,
+            num_slots=plan.num_slots,
+            setting=Setting(shape=shape, predictor=predictor),
+            adaptive=choice.adaptive,
+            reserve=plan.stream_slots,
+        )
+
+    return make
+
+
+def _settle_predictor(
+    predictor: str | Path,
+    model: torch.nn.Module,
+    block_names: Sequence[str],
+    signature: ModelSignature,
+) -> str | Path:
+    """For ``auto`` the model's own gates, which tell most; counts where they are not found."""
+    if predictor != AUTO:
+        return predictor
+    try:
+        for name in block_names:
+            find_gate(model, name, shape_of(signature))
+    except UnsupportedModelError:
+        return RunningCounts.name
+    return NextGate.name

@@ -1,0 +1,1 @@
+"""Layers of transformers in the form in which a CPU computes small batches fastest."""

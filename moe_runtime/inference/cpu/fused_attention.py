@@ -1,0 +1,327 @@
+"""Attention layers in steps of one token: one call of the kernels instead of forty operations.
+
+A layer is recognised by what it does, not by its family. Its ``forward`` may name nothing but what
+the usual attention layer consists of, and before the fused call is used it has to give the bits of
+the layer's own way on inputs that would show any difference. Everything but a step of one token,
+and every layer that somebody looks into or changes, goes the layer's own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.autograd import forward_ad
+
+from moe_runtime.inference.cpu.attention import ATTENTION, added_mask, changes_attention
+from moe_runtime.inference.cpu.small_batch import SmallBatchLinear, SmallBatchRMSNorm
+from moe_runtime.inference.kv_cache import growing_cache, take_place
+from moe_runtime.kernels.attention_step import AttentionWeights, HeadNorm, attention_step
+from moe_runtime.kernels.linear import ROWS_PER_CALL, native_row_limit
+from moe_runtime.kernels.native import native_library
+from moe_runtime.kernels.rms_norm import NATIVE_ROW_LIMIT
+from moe_runtime.memory.slab import aligned_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_NORMS = ("q_norm", "k_norm")
+
+_PARAMETERS = [
+    *("self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values"),
+    "kwargs",
+]
+
+_NAMES = frozenset(
+    (
+        *_PROJECTIONS,
+        *_NORMS,
+        *("shape", "view", "reshape", "transpose", "contiguous", "training", "update", "getattr"),
+        *("config", "_attn_implementation", "get_interface", "eager_attention_forward"),
+        *("ALL_ATTENTION_FUNCTIONS", "apply_rotary_pos_emb", "attention_dropout", "layer_idx"),
+        *("head_dim", "scaling", "sliding_window", "is_sliding", "use_qk_norm", "force_rope"),
+        *("clip_qkv", "clamp_"),
+    )
+)
+"""All that a recognised ``forward`` names. With these it can depend on hidden values, angles, mask,
+cache and constants of the layer only; which it does with them, the comparison shows."""
+
+_SCALES = (1.0, 1e3)
+"""Sizes of the hidden values of the comparison; values that are clipped show in large ones."""
+
+
+def fuse_attention_layers(model: PreTrainedModel) -> None:
+    """Gives the attention layers of a loaded model on the CPU that qualify a fused single step.
+
+    The weights of queries, keys and values move into one buffer, of which the layers' parameters
+    are parts from then on.
+    """
+    library = native_library()
+    if library is None or model.config._attn_implementation != ATTENTION:
+        return
+    for module in model.modules():
+        if _qualifies(module):
+            _merge(*(_linear(module, name) for name in _PROJECTIONS[:3]))
+            cast(Any, module).forward = FusedAttention(module)
+
+
+class FusedAttention:
+    """The ``forward`` of an attention layer, with a way of its own for steps of one token."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        """Takes the place of the method; the layer's own stays in its class."""
+        self._module: Any = module
+        names = [name for name in (*_PROJECTIONS, *_NORMS) if name in module._modules]
+        self._parts = [(name, module.get_submodule(name)) for name in names]
+        self._addresses: list[int] = []
+        self._weights: AttentionWeights | None = None
+        self._angle_dim = 0
+        self._most_sequences = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the layer computes: hidden values ``[B, Q, D]``, and None for attention weights."""
+        out = None if args else self._step(**kwargs)
+        if out is not None:
+            return out, None
+        return type(self._module).forward(self._module, *args, **kwargs)
+
+    def _step(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **options: Any,
+    ) -> torch.Tensor | None:
+        """The fused step, or None where the layer has to go its own way."""
+        if (
+            hidden_states.ndim != 3
+            or hidden_states.shape[1] != 1
+            or position_embeddings is None
+            or past_key_values is None
+            or torch.is_grad_enabled()
+            or forward_ad._current_level >= 0
+            or torch.is_autocast_enabled("cpu")
+            or torch.compiler.is_compiling()
+            or changes_attention(options)
+            or self._is_changed()
+        ):
+            return None
+        cos, sin = position_embeddings
+        if cos.ndim != 3 or cos.shape[1] != 1 or not self._may_fuse(hidden_states.shape[0], cos):
+            return None
+        return self._fused(hidden_states, cos, sin, attention_mask, past_key_values)
+
+    def _is_changed(self) -> bool:
+        """Whether the layer trains, is looked into, or is not made of what it was made of."""
+        module = self._module
+        if module.training or module.config._attn_implementation != ATTENTION:
+            return True
+        if torch.nn.modules.module._has_any_global_hook():
+            return True
+        parts = module._modules
+        return any(parts[name] is not part or _is_observed(part) for name, part in self._parts)
+
+    def _may_fuse(self, num_sequences: int, cos: torch.Tensor) -> bool:
+        """Whether a step of so many sequences has been found to give the layer's own bits."""
+        addresses = [
+            parameter.data_ptr()
+            for _, part in self._parts
+            for parameter in part._parameters.values()
+            if parameter is not None
+        ]
+        if addresses != self._addresses or cos.shape[-1] != self._angle_dim:
+            self._addresses = []  # until all that depends on them is known
+            self._weights = _bind(self._module)
+            agrees = self._weights is not None and self._compare(cos)
+            self._most_sequences = _most_sequences(self._weights) if agrees else 0
+            self._addresses, self._angle_dim = addresses, cos.shape[-1]
+        return num_sequences <= self._most_sequences
+
+    def _fused(
+        self,
+        hidden_states: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        mask: torch.Tensor | None,
+        cache: Any,
+    ) -> torch.Tensor | None:
+        weights = self._weights
+        assert weights is not None
+        batch = hidden_states.shape[0]
+        if mask is not None and (mask.ndim != 4 or mask.shape[:3] != (batch, 1, 1)):
+            return None
+        if {hidden_states.dtype, cos.dtype, sin.dtype} != {weights.dtype}:
+            return None
+        place = take_place(cache, self._module.layer_idx, weights.dtype)
+        if place is None:
+            return None
+        out = attention_step(
+            hidden_states.reshape(batch, -1),
+            weights,
+            cos.reshape(cos.shape[0], -1),
+            sin.reshape(sin.shape[0], -1),
+            *place,
+            None if mask is None else added_mask(mask[:, 0, 0]),
+        )
+        return out.view(batch, 1, -1)
+
+    @torch.inference_mode()
+    def _compare(self, cos: torch.Tensor) -> bool:
+        """Whether the fused step gives the bits of the layer's own way."""
+        weights = self._weights
+        assert weights is not None
+        generator = torch.Generator().manual_seed(0)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(weights.dtype)
+
+        angles = (random(1, 1, cos.shape[-1]), random(1, 1, cos.shape[-1]))
+        keys = (1, weights.num_key_heads, 2, weights.key_dim)
+        cached = random(*keys), random(*keys[:3], weights.value_dim)
+        for scale in _SCALES:
+            hidden = random(1, 1, weights.qkv.shape[1]) * scale
+            caches = growing_cache(), growing_cache()
+            for cache in caches:
+                for token in zip(*(part.split(1, dim=-2) for part in cached), strict=True):
+                    cache.update(*token, self._module.layer_idx)
+            own, others = type(self._module).forward(
+                self._module,
+                hidden_states=hidden,
+                position_embeddings=angles,
+                attention_mask=None,
+                past_key_values=caches[0],
+            )
+            ours = self._fused(hidden, *angles, None, caches[1])
+            if others is not None or ours is None or not _same_bits(own, ours):
+                return False
+            rows = zip(*(_cached(cache, self._module.layer_idx) for cache in caches), strict=True)
+            if not all(_same_bits(one, other) for one, other in rows):
+                return False
+        return True
+
+
+def _qualifies(module: torch.nn.Module) -> bool:
+    """Whether a layer has the parts of the usual attention and names nothing else."""
+    children = module._modules
+    if not children.keys() >= set(_PROJECTIONS) or "forward" in vars(module):
+        return False
+    linears = [children[name] for name in _PROJECTIONS]
+    norms = [children.get(name) for name in _NORMS]
+    if not all(type(part) is SmallBatchLinear for part in linears):
+        return False
+    if not all(part is None or type(part) is SmallBatchRMSNorm for part in norms):
+        return False
+    q, k, v, _ = (_linear(module, name) for name in _PROJECTIONS)
+    if len({(part.weight.dtype, part.bias is None, part.in_features) for part in (q, k, v)}) != 1:
+        return False
+    if not isinstance(getattr(module, "head_dim", None), int) or not hasattr(module, "layer_idx"):
+        return False
+    code = getattr(type(module).forward, "__code__", None)
+    if code is None:  # something that is called, but no function
+        return False
+    names = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    return [*names, "kwargs"] == _PARAMETERS and _NAMES.issuperset(code.co_names)
+
+
+def _linear(module: torch.nn.Module, name: str) -> SmallBatchLinear:
+    return cast(SmallBatchLinear, module._modules[name])
+
+
+def _merge(*parts: SmallBatchLinear) -> None:
+    """Moves the weights of linear layers into one buffer, one behind the other; biases likewise."""
+    for name in ("weight", "bias"):
+        parameters = [parameter for part in parts if (parameter := getattr(part, name)) is not None]
+        if not parameters:
+            continue
+        memory = aligned_bytes(sum(parameter.nbytes for parameter in parameters))
+        for parameter in parameters:
+            place = memory[: parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+            place.copy_(parameter.data)
+            parameter.data = place
+            memory = memory[parameter.nbytes :]
+
+
+def _joined(parameters: list[torch.Tensor | None]) -> torch.Tensor | None:
+    """Tensors that lie one behind the other as one, or None where they do not."""
+    first = parameters[0]
+    if first is None:
+        return None
+    end = first.data_ptr()
+    for parameter in parameters:
+        if parameter is None or parameter.data_ptr() != end or not parameter.is_contiguous():
+            return None
+        end += parameter.nbytes
+    rows = sum(len(parameter) for parameter in parameters if parameter is not None)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def _bind(module: Any) -> AttentionWeights | None:
+    """The layer's weights for the kernel, or None where they do not lie together any more."""
+    q, k, v, o = (_linear(module, name) for name in _PROJECTIONS)
+    qkv = _joined([q.weight, k.weight, v.weight])
+    qkv_bias = _joined([q.bias, k.bias, v.bias])
+    if qkv is None or (qkv_bias is None) != (q.bias is None):
+        return None
+    heads, key_heads = q.out_features // module.head_dim, k.out_features // module.head_dim
+    if not key_heads or heads % key_heads or v.out_features % key_heads:
+        return None
+    value_dim = v.out_features // key_heads
+    if o.in_features != heads * value_dim or q.out_features != heads * module.head_dim:
+        return None
+    norms = {name: _head_norm(module._modules.get(name)) for name in _NORMS}
+    sizes = {None, module.head_dim}
+    for norm, size in zip(norms.values(), (q.out_features, k.out_features), strict=True):
+        if (None if norm is None else len(norm.weight)) not in {*sizes, size}:
+            return None
+    return AttentionWeights(
+        qkv=qkv,
+        output=o.weight.detach(),
+        qkv_bias=qkv_bias,
+        output_bias=None if o.bias is None else o.bias.detach(),
+        **norms,
+        num_heads=heads,
+        num_key_heads=key_heads,
+        key_dim=module.head_dim,
+        value_dim=value_dim,
+        scale=float(module.scaling),
+    )
+
+
+def _head_norm(part: torch.nn.Module | None) -> HeadNorm | None:
+    if not isinstance(part, SmallBatchRMSNorm):
+        return None
+    return HeadNorm(part.weight.detach(), part.eps)
+
+
+def _most_sequences(weights: AttentionWeights | None) -> int:
+    """Up to how many sequences the layer's own products and norms are the native ones too."""
+    library = native_library()
+    if weights is None or library is None:
+        return 0
+    most = min(native_row_limit(library, weights.dtype), ROWS_PER_CALL)
+    for norm, heads in (
+        (weights.q_norm, weights.num_heads),
+        (weights.k_norm, weights.num_key_heads),
+    ):
+        if norm is not None:
+            rows = heads if len(norm.weight) == weights.key_dim else 1
+            most = min(most, NATIVE_ROW_LIMIT // rows)
+    return most
+
+
+def _is_observed(part: torch.nn.Module) -> bool:
+    """Whether somebody wants to see or to change what goes through a part of the layer."""
+    return bool(part._forward_hooks or part._forward_pre_hooks) or "forward" in vars(part)
+
+
+def _cached(cache: Any, layer_index: int) -> Iterator[torch.Tensor]:
+    layer = cache.layers[layer_index]
+    yield from (layer.keys, layer.values)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal, a NaN like a NaN."""
+    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)

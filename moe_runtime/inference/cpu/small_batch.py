@@ -1,0 +1,158 @@
+"""Dense layers of a model on the CPU that are fast in steps of few tokens.
+
+Such a step is bound by how fast weights are read and by the number of small operations. Linear
+layers read their weights by our kernel; normalisations become one operation instead of six.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any, cast
+
+import torch
+
+from moe_runtime.kernels.linear import BoundLinear, linear
+from moe_runtime.kernels.rms_norm import BoundRMSNorm, rms_norm
+
+
+def use_small_batch_layers(model: torch.nn.Module) -> None:
+    """Replaces the linear layers, normalisations and router weights of a loaded model.
+
+    A layer that is not known to compute just what its replacement computes is left alone.
+    """
+    known_norms: dict[tuple[type, int, float], bool] = {}
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is torch.nn.Linear:
+                setattr(module, name, SmallBatchLinear(child))
+            elif _is_router(child):
+                child.weight = _SmallBatchWeight.of(cast(torch.nn.Parameter, child.weight))
+            elif (norm := _as_rms_norm(child, known_norms)) is not None:
+                setattr(module, name, norm)
+
+
+class SmallBatchLinear(torch.nn.Linear):
+    """A linear layer that reads its weight at the speed of memory when there are few rows.
+
+    Shares the parameters of the layer that it replaces, under the same names.
+    """
+
+    def __init__(self, replaced: torch.nn.Linear) -> None:
+        super().__init__(replaced.in_features, replaced.out_features, bias=False, device="meta")
+        self.weight = replaced.weight
+        self.bias = replaced.bias
+        self._bound: BoundLinear | None = None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Applies the layer: ``[..., in_features]`` to ``[..., out_features]``."""
+        # past the module's own lookup of attributes, which takes longer than all that follows
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        assert weight is not None
+        bound = self._bound
+        if bound is None or not bound.fits(weight):
+            bound = self._bound = BoundLinear(weight, bias)
+        y = bound(input)
+        return linear(input, weight, bias) if y is None else y
+
+
+class SmallBatchRMSNorm(torch.nn.Module):
+    """Root-mean-square normalisation in one operation when there are few rows.
+
+    Shares the weight of the layer that it replaces, and computes as that did for more rows. Values
+    of another type than the weight are left to that layer, since families differ in what they
+    round.
+    """
+
+    def __init__(self, replaced: torch.nn.Module, eps: float) -> None:
+        super().__init__()
+        self.weight = cast(torch.nn.Parameter, replaced.weight)
+        self.eps = eps
+        self._bound: BoundRMSNorm | None = None
+        self.__dict__["replaced"] = replaced  # not registered: its weight is this one's
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Normalises ``[..., D]`` along its last dimension."""
+        weight = self._parameters["weight"]
+        assert weight is not None
+        bound = self._bound
+        if bound is None or not bound.fits(weight):
+            bound = self._bound = BoundRMSNorm(weight, self.eps)
+        normed = bound(hidden_states)
+        if normed is not None:
+            return normed
+        if hidden_states.dtype is weight.dtype:
+            return rms_norm(hidden_states, weight, self.eps)
+        replaced = self.__dict__["replaced"]
+        replaced._parameters["weight"] = weight
+        return replaced(hidden_states)
+
+
+class _SmallBatchWeight(torch.nn.Parameter):
+    """A matrix that its module multiplies by calling ``torch.nn.functional.linear``.
+
+    That is how routers are written: not as a linear layer that could be replaced.
+    """
+
+    bound: BoundLinear | None = None
+
+    @staticmethod
+    def of(weight: torch.nn.Parameter) -> torch.nn.Parameter:
+        own = weight.detach().as_subclass(cast(Any, _SmallBatchWeight))
+        return cast(torch.nn.Parameter, own.requires_grad_(weight.requires_grad))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear and not kwargs:
+            func = _multiply
+        # torch's own way to leave subclasses aside: no exception can leave it switched on
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+
+
+def _multiply(x: torch.Tensor, weight: Any, *bias: Any) -> torch.Tensor:
+    if bias or not isinstance(weight, _SmallBatchWeight):
+        return linear(x, weight, *bias)
+    if weight.bound is None or not weight.bound.fits(weight):
+        weight.bound = BoundLinear(weight, None)
+    y = weight.bound(x)
+    return linear(x, weight) if y is None else y
+
+
+def _is_router(module: Any) -> bool:
+    """Whether a module is a router whose only own parameter is its matrix."""
+    own = dict(module.named_parameters(recurse=False))
+    is_matrix = list(own) == ["weight"] and own["weight"].ndim == 2
+    return is_matrix and type(module).__name__.endswith("Router")
+
+
+def _as_rms_norm(
+    module: Any, known: dict[tuple[type, int, float], bool]
+) -> SmallBatchRMSNorm | None:
+    """The replacement of a module that computes just what ``rms_norm`` does, else None.
+
+    Families write normalisation in their own classes, some with ``1 + weight`` or in another order
+    of rounding, so the module is asked rather than its name; ``known`` keeps the answers.
+    """
+    own = dict(module.named_parameters(recurse=False))
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if list(own) != ["weight"] or own["weight"].ndim != 1 or not isinstance(eps, float):
+        return None
+    if next(module.children(), None) is not None or next(module.buffers(), None) is not None:
+        return None
+    if len(inspect.signature(module.forward).parameters) != 1:  # it takes a gate too
+        return None
+    key = (type(module), own["weight"].shape[0], eps)
+    if key not in known:
+        known[key] = _computes_rms_norm(module, eps)
+    return SmallBatchRMSNorm(module, eps) if known[key] else None
+
+
+def _computes_rms_norm(module: Any, eps: float) -> bool:
+    sample = copy.deepcopy(module)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        sample.weight.normal_(generator=generator)
+        x = torch.randn(3, len(sample.weight), generator=generator)
+        x[1] *= eps**0.5  # where the epsilon is added shows in rows whose mean square is near it
+        x = x.to(sample.weight.dtype)
+        return torch.equal(sample(x), rms_norm(x, sample.weight, eps, impl="reference"))

@@ -1,0 +1,314 @@
+"""The module that stands where a model had its experts, and computes them out of the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import forward_ad
+
+from moe_runtime.checkpoints.expert_map import ExpertMap, ExpertsModule
+from moe_runtime.inference.expert_gradients import (
+    differentiable_experts,
+    is_recomputing,
+    refuse_tangents,
+    wants_gradient,
+)
+from moe_runtime.inference.hugging_face.absent import AbsentParameters
+from moe_runtime.kernels.combine import combine_slots
+from moe_runtime.kernels.expert_ffn import Activation, ExpertWeights, expert_ffn, frozen_expert
+from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.types import ExpertKey
+
+if TYPE_CHECKING:
+    from moe_runtime.inference.expert_partition import ExpertShare
+    from moe_runtime.inference.routing_record import RoutingRecord
+
+# T tokens, D model, F hidden, E experts, K top-k, R routed rows = T * K
+
+_FUSED_ACTIVATIONS: dict[str, Activation] = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "ReLU": "relu",
+    "ReLUSquaredActivation": "relu2",
+}
+"""Classes of activation modules that the kernels compute themselves, by their name there."""
+
+_MOST_BOUND = 2048
+"""Views of slots that are remembered: a few megabytes."""
+
+RoutingWatcher = Callable[
+    [int, Sequence[ExpertKey], torch.Tensor, torch.Tensor, torch.Tensor], None
+]
+"""Told of a layer's routing once its demands are queued: layer, the experts that this process
+computes, hidden values, ids, gate weights."""
+
+GateFunction = Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor]
+"""Takes gate ``[R, F]`` (None where there is none) and up ``[R, F]``, returns ``[R, F]``."""
+
+
+class OffloadedExperts(AbsentParameters):
+    """Routed experts whose weights lie in a store, for the interface that transformers expects.
+
+    Takes over the flags, the gate and the other submodules of the module that it replaces, but none
+    of the expert parameters. Every expert is computed for its rows alone and the copies of a token
+    are summed in the order of its top-k, so the result does not depend on which experts were
+    resident or in which order the others arrived.
+    """
+
+    def __init__(self, experts: ExpertsModule, layer: int, following: Sequence[ExpertKey]) -> None:
+        """Takes a module's place.
+
+        Args:
+            experts: the module to replace; it loses its expert parameters.
+            layer: its index among the layers with experts.
+            following: the experts of the layer that is computed next, none after the last one.
+        """
+        super().__init__()
+        original = experts.module
+        self.config = original.config
+        self.num_experts = experts.num_experts
+        self.layer = layer
+        self.store: ExpertStore[ExpertWeights] | None = None
+        self.share: ExpertShare | None = None
+        self.recorder: RoutingRecord | None = None
+        self.watcher: RoutingWatcher | None = None
+        self.observer: RoutingWatcher | None = None
+        self.late_observer: RoutingWatcher | None = None
+        self._keys = tuple(ExpertKey(layer, expert) for expert in range(self.num_experts))
+        self._following = tuple(following)
+        self._norms_outputs = bool(getattr(original, "has_post_expert_norm", False))
+        self._shapes = {name: original.get_parameter(name).shape for name in experts.parameters}
+        for name in experts.parameters:
+            del original._parameters[name]
+        for name, parameter in original.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        for name, child in original.named_children():
+            self.add_module(name, child)
+        self._activation: Activation | GateFunction = _activation(original)
+        # not registered: its remaining submodules are ours, and its class would be initialised anew
+        self.__dict__["replaced"] = original
+
+    def list_parameters(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Lists the experts' parameters under transformers' names, once all others are loaded."""
+        self.add_absent(self._shapes, dtype, device)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Computes the routed experts.
+
+        The experts are frozen; hidden values and gate weights have gradients. Under autocast
+        they compute in fp32 from the weights as they are, and round the result.
+
+        Args:
+            hidden_states: ``[T, D]``.
+            top_k_index: ``[T, K]`` expert ids; ids outside the layer's experts are skipped.
+            top_k_weights: ``[T, K]`` gate weights.
+
+        Returns:
+            ``[T, D]``, in the dtype of ``hidden_states``.
+
+        Raises:
+            CheckpointError: an expert could not be read.
+            RankFailureError: a process that shares the experts died or stalled.
+            UnsupportedUseError: it is differentiated by other means than a backward pass.
+        """
+        if torch.compiler.is_compiling():
+            return _beside_graphs(self._forward, hidden_states, top_k_index, top_k_weights)
+        return self._forward(hidden_states, top_k_index, top_k_weights)
+
+    def _forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        if torch.is_autocast_enabled(hidden_states.device.type):
+            wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+            with torch.autocast(hidden_states.device.type, enabled=False):
+                out_TD = self._forward(wide, top_k_index, top_k_weights)
+            return out_TD.to(hidden_states.dtype)
+        if forward_ad._current_level >= 0:
+            refuse_tangents(hidden_states, top_k_weights)
+        if torch.is_grad_enabled() and wants_gradient(self, hidden_states, top_k_weights):
+            return differentiable_experts(self, hidden_states, top_k_index, top_k_weights)
+        return self.compute(hidden_states, top_k_index, top_k_weights)
+
+    def compute(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """What ``forward`` computes, without gradients."""
+        if self.recorder is not None and not is_recomputing():
+            self.recorder.routing(
+                self.layer, top_k_index.cpu().numpy(), top_k_weights.float().cpu().numpy()
+            )
+        out_RD = self.expert_rows(hidden_states, top_k_index, top_k_weights)
+        if self._norms_outputs:
+            out_RD = self.get_submodule("post_expert_norm")(out_RD)
+        return combine_slots(out_RD, top_k_weights)
+
+    def expert_rows(
+        self, hidden_TD: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The outputs of the experts before they are summed: ``[T * K, D]``, a row a choice."""
+        num_tokens, top_k = top_k_index.shape
+        rows = self.rows_of(top_k_index)
+        num_rows = sum(map(len, rows.values()))
+        # rows of skipped slots are summed with the others, so they must be zero
+        make = torch.empty if num_rows == num_tokens * top_k else torch.zeros
+        out_RD = make(
+            num_tokens * top_k, hidden_TD.shape[-1], dtype=hidden_TD.dtype, device=hidden_TD.device
+        )
+        own_rows = rows if self.share is None else self.share.own_rows(self.layer, rows)
+        if num_rows:
+            self._compute(hidden_TD, own_rows, out_RD, (top_k_index, top_k_weights))
+        if num_rows and self.share is not None:
+            self.share.exchange(self.layer, rows, out_RD)
+        return out_RD
+
+    def rows_of(self, top_k_index: torch.Tensor) -> dict[int, list[int]]:
+        """Maps each visited expert to its routed rows, the expert used last in last place."""
+        groups: dict[int, list[int]] = {}
+        for row, expert in enumerate(top_k_index.flatten().tolist()):
+            if 0 <= expert < self.num_experts:
+                groups.setdefault(expert, []).append(row)
+        return dict(sorted(groups.items(), key=lambda group: group[1][-1]))
+
+    def each(
+        self, experts: Iterable[int], num_tokens: int
+    ) -> Iterator[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]:
+        """Experts one after another, as they arrive, and what computes rows of each.
+
+        Nobody is told of the reads. What computes is differentiable, and valid until the next one.
+        """
+        assert self.store is not None
+        keys = [self._keys[expert] for expert in experts]
+        streaming = num_tokens > 1 and len(keys) > self.store.share(self.layer)
+        with self.store.lease(keys, streaming=streaming) as lease:
+            for group in lease:
+                for key, weights in group:
+                    yield key.expert, partial(self._rows, weights)
+
+    def _rows(self, weights: ExpertWeights, x_RD: torch.Tensor) -> torch.Tensor:
+        y_RD = frozen_expert(x_RD, weights, self._activation)
+        return self.get_submodule("post_expert_norm")(y_RD) if self._norms_outputs else y_RD
+
+    def _compute(
+        self,
+        hidden_TD: torch.Tensor,
+        rows: dict[int, list[int]],
+        out_RD: torch.Tensor,
+        routing: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        assert self.store is not None
+        num_tokens, top_k = routing[0].shape
+        keys = [self._keys[expert] for expert in rows]
+        streaming = num_tokens > 1 and len(keys) > self.store.share(self.layer)
+        watchers = [w for w in (self.late_observer, self.watcher) if w is not None]
+        if (watchers or self.observer is not None) and is_recomputing():
+            watchers = []
+        elif self.observer is not None:
+            self.observer(self.layer, keys, hidden_TD, *routing)
+
+        def tell() -> None:
+            while watchers:
+                watchers.pop(0)(self.layer, keys, hidden_TD, *routing)
+
+        lease, is_done = self.store.lease(keys, streaming=streaming), False
+        try:
+            with lease:
+                if not lease.will_wait:
+                    tell()
+                for group in lease:
+                    if streaming and lease.all_started:
+                        self.store.read_ahead(self._following)
+                    counts = [len(rows[key.expert]) for key, _ in group]
+                    destinations = [row for key, _ in group for row in rows[key.expert]]
+                    expert_ffn(
+                        hidden_TD,
+                        [weights for _, weights in group],
+                        counts,
+                        [row // top_k for row in destinations],
+                        destinations,
+                        out_RD,
+                        activation=self._activation,
+                    )
+                    tell()
+            is_done = True
+        finally:
+            if not is_done:
+                self.store.give_up(lease)
+
+
+def _call(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    return forward(*inputs)
+
+
+# between two graphs of the compiler, which would follow every read and thread
+_beside_graphs: Any = torch.compiler.disable(_call)
+
+
+def bind_weights(experts: ExpertMap) -> Callable[[ExpertKey, torch.Tensor], ExpertWeights]:
+    """Makes the function by which a store turns a filled slot into an expert's weights."""
+
+    def bind(key: ExpertKey, slot: torch.Tensor) -> ExpertWeights:
+        views = experts.layouts[key].views(slot)
+        named = dict(zip(experts.matrices[key.layer], views, strict=True))
+        return ExpertWeights(gate=named.pop("gate", None), **named)
+
+    return bind
+
+
+def bind_slots(experts: ExpertMap) -> Callable[[ExpertKey, torch.Tensor], ExpertWeights]:
+    """The same for slots that stay where they are for as long as the function lives.
+
+    Experts whose matrices lie alike in a slot share its views: making them anew for every arrival
+    takes as long as reading a small expert. A slot that goes from layer to layer keeps the views of
+    each, up to ``_MOST_BOUND`` in all.
+    """
+    bind = bind_weights(experts)
+    forms: dict[object, int] = {}
+    form_of: dict[ExpertKey, int] = {}
+    bound: dict[tuple[int, int], ExpertWeights] = {}  # by a slot's address, and the form
+
+    def bind_slot(key: ExpertKey, slot: torch.Tensor) -> ExpertWeights:
+        form, address = form_of.get(key), slot.data_ptr()
+        if form is None:
+            described = experts.matrices[key.layer], experts.layouts[key].form
+            form = form_of[key] = forms.setdefault(described, len(forms))
+        known = bound.get((address, form))
+        if known is None:
+            if len(bound) >= _MOST_BOUND:
+                bound.clear()
+            known = bound[address, form] = bind(key, slot)
+        return known
+
+    return bind_slot
+
+
+def _activation(experts: Any) -> Activation | GateFunction:
+    """The kernels' name for what a module does between its projections, or the module's own way.
+
+    A gate that the model overrides is never guessed at: it is called on gate and up laid out as the
+    model expects them.
+    """
+    from transformers.integrations.moe import _default_apply_gate
+
+    fused = _FUSED_ACTIVATIONS.get(type(experts.act_fn).__name__) if _has_act_fn(experts) else None
+    if fused is not None and type(experts)._apply_gate is _default_apply_gate:
+        return fused
+
+    def own_gate(gate: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
+        if gate is None:
+            return experts.act_fn(up)
+        if experts.is_concatenated:
+            return experts._apply_gate(torch.cat((gate, up), dim=-1))
+        return experts._apply_gate(torch.stack((gate, up), dim=-1).flatten(-2))
+
+    return own_gate
+
+
+def _has_act_fn(experts: Any) -> bool:
+    return isinstance(getattr(experts, "act_fn", None), torch.nn.Module)

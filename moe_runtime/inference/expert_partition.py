@@ -1,0 +1,207 @@
+"""A model's experts divided among processes that all run the same forward passes.
+
+Every process holds the dense part and computes the same tokens, but reads, keeps and computes its
+own experts only; the rows of the others arrive by one exchange a layer. A row is computed by the
+same kernel from the same inputs as in a single process, and rows are summed by every process in the
+order of a token's choices, so neither the number of processes nor the placement of the experts
+changes a bit of the output.
+
+Shape suffixes: R routed rows, D model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_runtime.checkpoints.expert_map import ExpertMap
+from moe_runtime.parallel.communication.transport import Transport
+from moe_runtime.parallel.placement_map import PlacementMap, load_placement_map
+from moe_runtime.policies.prediction import Event, Guess, Predictor
+from moe_runtime.types import ExpertKey, ModelSignature, RuntimeStats
+
+_SUMMED = (
+    *("hits", "late_hits", "misses", "bytes_read", "readahead_bytes", "expert_slots"),
+    *("budget_bytes", "baseline_rss_bytes", "peak_rss_bytes"),
+    *("guesses", "useful_guesses", "late_guesses", "wasted_guesses"),
+)
+_SLOWEST = ("stall_s", "load_s", "predict_s")
+
+
+class ExpertShare:
+    """Which experts this process computes, and how it gets the rows of the others.
+
+    Attributes:
+        transport: the processes.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        experts_of_layer: Sequence[int],
+        placement: PlacementMap | None = None,
+    ) -> None:
+        """Divides the experts as a map says, or the experts of every layer into runs of equal
+        length, up to one.
+
+        Args:
+            transport: the processes.
+            experts_of_layer: number of experts of each layer.
+            placement: which process has which experts, of this model and this number of processes.
+
+        Raises:
+            ValueError: there are more processes than experts, or the map leaves one without any.
+        """
+        size = transport.size
+        self.transport = transport
+        # The processes that hold each expert of each layer.
+        self._holders: list[list[list[int]]]
+        if placement is not None:
+            self._holders = [
+                _holders_in(placement.experts_of_ranks(layer), number)
+                for layer, number in enumerate(experts_of_layer)
+            ]
+        elif size > min(experts_of_layer):
+            raise ValueError(
+                f"{size} processes cannot share the {min(experts_of_layer)} experts of a "
+                f"layer; start at most {min(experts_of_layer)}"
+            )
+        else:
+            self._holders = [
+                [[expert * size // number] for expert in range(number)]
+                for number in experts_of_layer
+            ]
+        busy = {rank for layer in self._holders for held_by in layer for rank in held_by}
+        if len(busy) < size:
+            idle = min(set(range(size)) - busy)
+            raise ValueError(f"the placement map leaves process {idle} of {size} without experts")
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What all processes must agree on."""
+        return {"the placement of the experts": str(self._holders)}
+
+    def owns(self, key: ExpertKey) -> bool:
+        """Whether this process holds an expert."""
+        return self.transport.rank in self._holders[key.layer][key.expert]
+
+    def own_rows(self, layer: int, rows: Mapping[int, list[int]]) -> dict[int, list[int]]:
+        """Those of a layer's visited experts that this process computes, with their rows."""
+        computed_by = self._computed_by(layer, rows)
+        return {e: rows[e] for e in rows if computed_by[e] == self.transport.rank}
+
+    def _computed_by(self, layer: int, rows: Mapping[int, list[int]]) -> dict[int, int]:
+        """The process that computes each visited expert: of those that hold it, the one with the
+        fewest rows so far, the largest experts first.
+
+        All rows of an expert stay together, since a product of fewer rows may round differently.
+        """
+        holders = self._holders[layer]
+        chosen = {expert: holders[expert][0] for expert in rows}
+        replicated = [expert for expert in rows if len(holders[expert]) > 1]
+        if not replicated:
+            return chosen
+        num_rows = [0] * self.transport.size
+        for expert in rows:
+            if len(holders[expert]) == 1:
+                num_rows[chosen[expert]] += len(rows[expert])
+        for expert in sorted(replicated, key=lambda e: (-len(rows[e]), e)):
+            rank = chosen[expert] = min(holders[expert], key=lambda r: (num_rows[r], r))
+            num_rows[rank] += len(rows[expert])
+        return chosen
+
+    def exchange(self, layer: int, rows: Mapping[int, list[int]], out_RD: Tensor) -> None:
+        """Completes a layer's rows with those that other processes computed; a collective call.
+
+        Args:
+            layer: number of the layer.
+            rows: rows of each visited expert, the same in all processes.
+            out_RD: ``[R, D]`` where this process's own rows are in their places.
+
+        Raises:
+            RankFailureError: another process died or stalled.
+        """
+        rank, size = self.transport.rank, self.transport.size
+        rows_of_rank: list[list[int]] = [[] for _ in range(size)]
+        computed_by = self._computed_by(layer, rows)
+        for expert, rows_here in rows.items():
+            rows_of_rank[computed_by[expert]] += rows_here
+        own = rows_of_rank[rank]
+        sent = [0 if other == rank else len(own) for other in range(size)]
+        received = [0 if p == rank else len(theirs) for p, theirs in enumerate(rows_of_rank)]
+        (route,) = self.transport.routes(torch.tensor([sent]), torch.tensor([received]))
+        own_RD = out_RD[torch.tensor(own, dtype=torch.int64, device=out_RD.device)]
+        arrived_RD = self.transport.exchange(own_RD.repeat(size - 1, 1), route).wait()
+        arriving = [row for p, theirs in enumerate(rows_of_rank) if p != rank for row in theirs]
+        out_RD[torch.tensor(arriving, dtype=torch.int64, device=out_RD.device)] = arrived_RD
+
+
+def divide_experts(
+    transport: Transport,
+    experts: ExpertMap,
+    signature: ModelSignature,
+    placement: str | Path | None,
+) -> ExpertShare | None:
+    """This process's share of a model's experts, to which `experts` is narrowed; None for one
+    process alone.
+
+    Args:
+        transport: the processes.
+        experts: where the experts of the model are.
+        signature: of the model.
+        placement: file of a placement map; None divides the experts evenly.
+
+    Raises:
+        CheckpointError: the map cannot be read, or is of another model or number of processes.
+        ValueError: a process would have no experts.
+    """
+    placed = None
+    if placement is not None:
+        placed = load_placement_map(placement)
+        placed.require(signature, num_ranks=transport.size)
+    if transport.size == 1:
+        return None
+    share = ExpertShare(transport, [module.num_experts for module in experts.modules], placed)
+    experts.layouts = {key: lay for key, lay in experts.layouts.items() if share.owns(key)}
+    return share
+
+
+def _holders_in(experts_of_ranks: Sequence[Sequence[int]], num_experts: int) -> list[list[int]]:
+    """The ranks that hold each expert of a layer, in ascending order."""
+    return [
+        [rank for rank, held in enumerate(experts_of_ranks) if expert in held]
+        for expert in range(num_experts)
+    ]
+
+
+class OwnGuesses:
+    """A predictor's guesses about the experts of one process."""
+
+    def __init__(self, predictor: Predictor, share: ExpertShare) -> None:
+        self.needs_history = predictor.needs_history
+        self._predictor = predictor
+        self._share = share
+
+    def observe(self, event: Event) -> None:
+        """See ``Predictor.observe``: routing is known to all processes."""
+        self._predictor.observe(event)
+
+    def predict(self, now: int, horizon: int) -> list[Guess]:
+        """See ``Predictor.predict``."""
+        made = self._predictor.predict(now, horizon)
+        return [guess for guess in made if self._share.owns(guess[0])]
+
+    def finish(self, sequence: int) -> None:
+        """See ``Predictor.finish``."""
+        self._predictor.finish(sequence)
+
+
+def add_up(parts: Sequence[RuntimeStats]) -> RuntimeStats:
+    """What all processes of a model did together: sums, and the longest of the times."""
+    changes = {name: sum(getattr(part, name) for part in parts) for name in _SUMMED}
+    times = {name: max(getattr(part, name) for part in parts) for name in _SLOWEST}
+    return replace(parts[0], **changes, **times)

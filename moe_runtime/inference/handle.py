@@ -1,0 +1,160 @@
+"""The handle of a loaded model: what its experts do, and how to let go of them."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from moe_runtime.inference.budget import MemoryPlan, peak_resident_bytes
+from moe_runtime.kernels.expert_ffn import ExpertWeights
+from moe_runtime.lab.replay.choice import Choice
+from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.types import ModelSignature, RuntimeStats, StoreStats
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moe_runtime.inference.routing_record import RoutingRecord
+    from moe_runtime.lab.traces.timeline import Timeline
+    from moe_runtime.memory.prefetcher import Prefetcher
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedFacts:
+    """What is known of a model once it is loaded.
+
+    Attributes:
+        signature: what traces and predictors of this model agree on.
+        host_plan: how the host's memory was divided.
+        device_plan: how the device's memory was divided, for a model on a device.
+        dense_bytes: bytes of everything but the routed experts.
+        expert_bytes: bytes of all routed experts.
+        baseline_rss_bytes: resident memory of the process after its imports, before loading.
+        load_s: seconds that loading took.
+        choice: the eviction policy, and why it was taken where it was not named.
+    """
+
+    signature: ModelSignature
+    host_plan: MemoryPlan
+    device_plan: MemoryPlan | None
+    dense_bytes: int
+    expert_bytes: int
+    baseline_rss_bytes: int
+    load_s: float
+    choice: Choice
+
+
+class RuntimeHandle:
+    """``model.moe``: statistics, self-check and the end of a model with offloaded experts.
+
+    A context manager: leaving it closes the store. The model cannot compute afterwards.
+    """
+
+    def __init__(
+        self,
+        store: ExpertStore[ExpertWeights],
+        facts: LoadedFacts,
+        *,
+        host_store: ExpertStore[Tensor] | None = None,
+        recorder: RoutingRecord | None = None,
+        prefetcher: Prefetcher | None = None,
+        timeline: Timeline | None = None,
+    ) -> None:
+        """Takes over the stores, the recorder and the prefetcher.
+
+        Args:
+            store: the tier that experts are computed from.
+            facts: what loading found out.
+            host_store: the tier below ``store``, for a model on a device.
+            recorder: where routing is recorded, if it is.
+            prefetcher: what reads experts before they are asked for, if anything does.
+            timeline: where the times of what happens go, if anywhere.
+        """
+        self.facts = facts
+        self.recorder = recorder
+        self.prefetcher = prefetcher
+        self._store = store
+        self._host_store = host_store
+        self._timeline = timeline
+        self._closed = False
+
+    def stats(self) -> RuntimeStats:
+        """What the model did since it was loaded or its counters were reset."""
+        facts = self.facts
+        fastest, slowest = self._store.stats(), self._disk_stats()
+        return RuntimeStats(
+            hits=fastest.hits,
+            late_hits=fastest.late_hits,
+            misses=fastest.misses,
+            stall_s=fastest.stall_s,
+            bytes_read=slowest.bytes_read,
+            readahead_bytes=slowest.readahead_bytes,
+            expert_slots=fastest.expert_slots,
+            slot_bytes=fastest.slot_bytes,
+            budget_bytes=facts.host_plan.budget_bytes,
+            dense_bytes=facts.dense_bytes,
+            expert_bytes=facts.expert_bytes,
+            baseline_rss_bytes=facts.baseline_rss_bytes,
+            peak_rss_bytes=peak_resident_bytes(),
+            load_s=facts.load_s,
+            policy=facts.choice.policy,
+            shares="adaptive" if facts.choice.adaptive else "even",
+            policy_reason=facts.choice.reason,
+            guesses=fastest.guesses,
+            useful_guesses=fastest.useful_guesses,
+            late_guesses=fastest.late_guesses,
+            wasted_guesses=fastest.wasted_guesses,
+            prefetch="off" if self.prefetcher is None else self.prefetcher.describe(),
+            predict_s=0.0 if self.prefetcher is None else self.prefetcher.stats().predict_s,
+        )
+
+    def reset_stats(self) -> None:
+        """Sets the counters to zero, as after a warm-up."""
+        self._store.reset_stats()
+        if self.prefetcher is not None:
+            self.prefetcher.reset_stats()
+        if self._host_store is not None:
+            self._host_store.reset_stats()
+
+    def check(self) -> None:
+        """Proves that the books of every tier balance.
+
+        Raises:
+            AssertionError: they do not.
+            MoERuntimeError: the process is a fork of the one that loaded the model.
+        """
+        self._store.check()
+        if self._host_store is not None:
+            self._host_store.check()
+
+    def close(self) -> None:
+        """Ends reads under way, closes the checkpoint's files and finishes trace and timeline.
+
+        In a process that was forked from the one that loaded the model there is nothing to end.
+        """
+        if self._closed or self._store.is_forked:
+            return
+        self._closed = True
+        with contextlib.ExitStack() as stack:
+            # Each of them, even if another one fails.
+            if self.recorder is not None:
+                stack.callback(self.recorder.close)
+            if self._timeline is not None:
+                stack.callback(self._timeline.close)
+            self._store.close()
+
+    def __enter__(self) -> RuntimeHandle:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _disk_stats(self) -> StoreStats:
+        return (self._host_store or self._store).stats()

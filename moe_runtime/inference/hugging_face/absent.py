@@ -1,0 +1,170 @@
+"""Parameters whose content stays in the checkpoint's files: name, shape and dtype, nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+
+from moe_runtime.errors import UnsupportedUseError
+
+_PROPERTIES = (
+    *("shape", "dtype", "device", "ndim", "layout", "itemsize", "nbytes", "requires_grad"),
+    *("grad", "grad_fn", "is_leaf", "is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized"),
+    "_backward_hooks",
+)
+_METHODS = (
+    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "__len__"),
+    *("is_floating_point", "is_complex", "is_inference", "is_contiguous", "storage_offset"),
+    "get_device",
+)
+_DESCRIBING = frozenset(
+    (
+        *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
+        *(getattr(Tensor, name) for name in _METHODS),
+        *(torch.is_floating_point, torch.is_complex, torch.numel),
+    )
+)
+"""What may be asked of a parameter that is not here."""
+
+_SETTING_GRADIENTS = (Tensor.requires_grad_, cast(Any, Tensor.requires_grad).__set__)
+
+
+class AbsentTensor(torch.Tensor):
+    """Experts of a layer as transformers stacks them, of which only the description is in memory.
+
+    It may be counted, listed in a state dictionary and asked for shape, dtype and device. Whatever
+    would need, copy, save or change its content raises an ``UnsupportedUseError`` that says so.
+    """
+
+    @staticmethod
+    def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> AbsentTensor:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, dtype=dtype, device=device
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [*args[1:], *(kwargs or {}).values()]
+        if func in _DESCRIBING or (func in _SETTING_GRADIENTS and given == [False]):
+            # torch's own way to leave subclasses aside: no exception can leave it switched on
+            return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+        if func is Tensor.detach:
+            return AbsentTensor(args[0].shape, args[0].dtype, args[0].device)
+        refuse_content()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refuse_content()
+
+    def __repr__(self, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"AbsentTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def refuse_content() -> NoReturn:
+    """Says that the weights of experts are not in memory.
+
+    Raises:
+        UnsupportedUseError: always.
+    """
+    raise UnsupportedUseError(
+        "the experts of a model from moe_runtime.load are in its checkpoint's files, not in "
+        "memory: their weights cannot be read, changed, trained, exported or given adapters "
+        "through the model; merge adapters on experts into the checkpoint first, train experts "
+        "with `moe-runtime finetune`, write them with save_pretrained, or have them in memory with "
+        "from_pretrained of transformers"
+    )
+
+
+def absent_parameter(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """A frozen parameter of a module, without its content."""
+    return nn.Parameter(AbsentTensor(shape, dtype, device), requires_grad=False)
+
+
+def refuse_copy() -> NoReturn:
+    """Says that a loaded model, or a part of it that has experts, cannot be copied.
+
+    Raises:
+        UnsupportedUseError: always.
+    """
+    raise UnsupportedUseError(
+        "a model from moe_runtime.load cannot be copied or pickled, because its experts are in "
+        "the checkpoint's files: call moe_runtime.load once more where it is wanted, or write it "
+        "with save_pretrained"
+    )
+
+
+def require_unchanged(parameter: Tensor, fn: Callable[[Tensor], Tensor]) -> None:
+    """Refuses a conversion that would give a parameter another dtype or device.
+
+    Raises:
+        UnsupportedUseError: it would.
+    """
+    probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    converted = fn(probe)
+    if converted.dtype != probe.dtype or converted.device != probe.device:
+        raise UnsupportedUseError(
+            f"a loaded model stays in {probe.dtype} on {probe.device}, with its experts: give "
+            f"dtype and device to moe_runtime.load (here {converted.dtype} on {converted.device})"
+        )
+
+
+class AbsentParameters(nn.Module):
+    """A module some of whose parameters are not here; torch's walks over modules pass them over."""
+
+    def add_absent(
+        self, shapes: Mapping[str, torch.Size], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Lists parameters that are not here, frozen, by their names."""
+        for name, shape in shapes.items():
+            self.register_parameter(name, absent_parameter(shape, dtype, device))
+
+    @contextlib.contextmanager
+    def _without_absent(self) -> Iterator[Mapping[str, Tensor]]:
+        every = dict(self._parameters)
+        absent = {n: p for n, p in every.items() if isinstance(p, AbsentTensor)}
+        for name in absent:
+            del self._parameters[name]
+        try:
+            yield absent
+        finally:
+            self._parameters.update(absent)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        with self._without_absent() as absent:
+            for parameter in absent.values():
+                require_unchanged(parameter, fn)
+            return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        with self._without_absent() as absent:
+            super()._load_from_state_dict(
+                cast(Any, state_dict), prefix, local_metadata, strict,
+                missing_keys, unexpected_keys, error_msgs,
+            )  # fmt: skip
+        for name in absent:
+            key = f"{prefix}{name}"
+            if key in unexpected_keys:
+                unexpected_keys.remove(key)
+            if key not in state_dict:
+                missing_keys.extend([key] if strict else [])
+            elif not isinstance(state_dict[key], AbsentTensor):
+                error_msgs.append(f"{key} is in the checkpoint's files and cannot be given")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        refuse_copy()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_copy()

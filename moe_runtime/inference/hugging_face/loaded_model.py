@@ -1,0 +1,194 @@
+"""What a loaded model answers otherwise than other transformers models, or refuses to.
+
+Everything that is not here is transformers' own. ``docs/transformers-features.md`` lists what that
+comes to.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from moe_runtime.errors import UnsupportedUseError
+from moe_runtime.inference.cpu.attention import ATTENTION
+from moe_runtime.inference.hugging_face.absent import AbsentTensor, refuse_copy, require_unchanged
+from moe_runtime.inference.hugging_face.saving import SaveOptions, save_around_experts
+from moe_runtime.inference.steps import Steps
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def as_loaded_model(model: PreTrainedModel, folder: Path, steps: Steps) -> None:
+    """Makes a model with offloaded experts one that knows what cannot be asked of it.
+
+    Its class becomes a subclass of its own class, under the same name.
+
+    Args:
+        model: the model.
+        folder: the checkpoint that its experts are in.
+        steps: what holds around its forward passes.
+    """
+    kind = type(model)
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    model.__class__ = type(kind.__name__, (LoadedModel, kind), names)
+    cast(Any, model).checkpoint_folder = folder
+    vars(model)["_steps"] = steps
+    model.register_forward_pre_hook(_require_something_to_train, with_kwargs=True)
+
+
+# locks and listeners are no part of a graph; what is called within may be
+_beside_graphs: Any = torch.compiler.disable(recursive=False)
+
+
+class LoadedModel:
+    """Comes before the class of a model from transformers whose experts are in files.
+
+    Attributes:
+        checkpoint_folder: where they are.
+    """
+
+    checkpoint_folder: Path
+    _steps: Steps
+
+    @_beside_graphs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As in torch; calls of several threads take turns."""
+        return self._steps.run(cast(Any, super()).__call__, args, kwargs)
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        **options: Any,
+    ) -> None:
+        """Writes the whole checkpoint, experts included, which are copied from their files.
+
+        Args:
+            save_directory: the folder; files of other names in it stay.
+            is_main_process: whether this process writes.
+            state_dict: what to write instead of the model's own parameters; nothing for experts.
+            options: ``max_shard_size``, ``variant`` and others of transformers; those that have no
+                meaning here are refused by name.
+
+        Raises:
+            OSError: it cannot be written; what was there stays.
+            UnsupportedUseError: an option cannot be honoured.
+        """
+        model = cast(Any, self)
+        if getattr(self, "_hf_peft_config_loaded", False):
+            # adapters alone are written then, which are all in memory
+            super_save = cast(Any, super()).save_pretrained
+            super_save(save_directory, is_main_process, state_dict, **options)
+            return
+        settings = SaveOptions.of(options)
+        if any(".base_layer." in name for name in model.state_dict()):
+            raise UnsupportedUseError(
+                "adapters wrap parts of this model: save them through the PeftModel, or call its "
+                "unload or merge_and_unload before save_pretrained"
+            )
+        state = model.state_dict() if state_dict is None else state_dict
+        own = set(model.state_dict()).difference(model.all_tied_weights_keys)
+        lacking = sorted(own.difference(state))
+        if lacking:
+            raise UnsupportedUseError(
+                f"state_dict has no {lacking[0]}: a loaded model is written as a whole; "
+                "leave state_dict out, or give all of model.state_dict()"
+            )
+        self._require_own_experts(state)
+        if is_main_process:
+            save_around_experts(
+                model, self.checkpoint_folder, Path(save_directory), state, settings
+            )
+
+    def save_distributed_checkpoint(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: see ``save_pretrained``."""
+        raise UnsupportedUseError(
+            "a loaded model is not spread over processes: one process writes the whole checkpoint "
+            "with save_pretrained"
+        )
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers: a model with its experts in memory."""
+        own: Any = cls.__mro__[cls.__mro__.index(LoadedModel) + 1]
+        return own.from_pretrained(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As in torch, for everything but the experts: those stay as the checkpoint has them.
+
+        Raises:
+            UnsupportedUseError: the state has weights of experts.
+        """
+        self._require_own_experts(state_dict)
+        return cast(Any, super()).load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """As in torch, but refused where it would ask for gradients of experts."""
+        if requires_grad:
+            raise UnsupportedUseError(
+                "requires_grad_() would train the experts too, which are in the checkpoint's "
+                "files: call it on the parameters or modules to train, add adapters with PEFT, or "
+                "train experts with `moe-runtime finetune`"
+            )
+        return cast(Any, super()).requires_grad_(requires_grad)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, which knows SDPA by its own name only."""
+        model, made = cast(Any, self), cast(Any, super()).init_continuous_batching
+        if model.config._attn_implementation != ATTENTION:
+            return made(*args, **kwargs)
+        model.set_attn_implementation("sdpa")
+        manager = None
+        try:
+            manager = made(*args, **kwargs)
+            if manager._original_attn_impl is None:
+                # what the manager sets when it is stopped
+                manager._original_attn_impl = ATTENTION
+        finally:
+            if manager is None:
+                model.set_attn_implementation(ATTENTION)
+        return manager
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Conversions of all parameters, which must leave those of experts as they are."""
+        for _, parameter in cast(Any, self).named_parameters():
+            if isinstance(parameter, AbsentTensor):
+                require_unchanged(parameter, fn)
+        return cast(Any, super())._apply(fn, recurse)
+
+    def _require_own_experts(self, state: Mapping[str, Any]) -> None:
+        own = {n for n, t in cast(Any, self).state_dict().items() if isinstance(t, AbsentTensor)}
+        given = [n for n in state if n in own and not isinstance(state[n], AbsentTensor)]
+        if given:
+            raise UnsupportedUseError(
+                f"{given[0]}: the experts of a loaded model are those of its checkpoint's files "
+                "and cannot be given; leave them out, or call from_pretrained of transformers"
+            )
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        refuse_copy()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_copy()
+
+
+def _require_something_to_train(model: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuses to give a training loop a loss that nothing can be trained by."""
+    if not model.training or kwargs.get("labels") is None or not torch.is_grad_enabled():
+        return
+    given = itertools.chain(args, kwargs.values(), model.parameters())
+    if not any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in given):
+        raise UnsupportedUseError(
+            "a loaded model is frozen, so this loss would train nothing: set requires_grad on "
+            "parameters beside the experts, add adapters to them with PEFT, or train experts with "
+            "`moe-runtime finetune`; to measure the loss alone, call eval() first"
+        )

@@ -1,0 +1,131 @@
+"""A loaded model as a checkpoint: its dense weights as they are, its experts out of their files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from moe_runtime.checkpoints.expert_map import map_experts
+from moe_runtime.checkpoints.export import LikeCheckpoint, write_index
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.errors import UnsupportedUseError
+from moe_runtime.folders import replace_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_MEANINGLESS = {
+    "push_to_hub": "save first, then call model.push_to_hub",
+    "distributed_checkpoint": "leave it out: one process writes the whole checkpoint",
+}
+_NEEDED = {
+    "safe_serialization": "the files are safetensors",
+    "save_original_format": "names and layout are those of the checkpoint that was loaded",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """How to divide and name the files of a checkpoint.
+
+    Attributes:
+        max_shard_size: bytes of a file, or a size such as ``"5GB"``.
+        variant: a word in the names of the files, or None.
+    """
+
+    max_shard_size: int | str = "50GB"
+    variant: str | None = None
+
+    @staticmethod
+    def of(options: Mapping[str, Any]) -> SaveOptions:
+        """From the options of ``save_pretrained``.
+
+        Raises:
+            UnsupportedUseError: one is unknown, or has no meaning for a loaded model.
+        """
+        rest = dict(options)
+        known = {name: rest.pop(name) for name in ("max_shard_size", "variant") if name in rest}
+        rest.pop("token", None)  # is for the hub
+        rest.pop("save_peft_format", None)  # is for adapters
+        for name, value in rest.items():
+            if name in _MEANINGLESS and not value:
+                continue
+            if name in _NEEDED and value:
+                continue
+            reason = _MEANINGLESS.get(name) or _NEEDED.get(name) or "there is no such option"
+            raise UnsupportedUseError(
+                f"save_pretrained of a loaded model does not take {name}={value!r}: {reason}"
+            )
+        return SaveOptions(**known)
+
+    def weights_name(self) -> str:
+        """Name of the file when there is one."""
+        middle = "" if self.variant is None else f".{self.variant}"
+        return f"model{middle}.safetensors"
+
+    def index_name(self) -> str:
+        """Name of the index when there are several."""
+        middle = "" if self.variant is None else f".{self.variant}"
+        return f"model.safetensors.index{middle}.json"
+
+    def is_weights(self, name: str) -> bool:
+        """Whether a save with other sizes would have made this file."""
+        stem = re.escape(self.weights_name().removesuffix(".safetensors"))
+        of_series = re.fullmatch(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors", name)
+        return name == self.index_name() or of_series is not None
+
+
+def save_around_experts(
+    model: PreTrainedModel,
+    checkpoint_folder: Path,
+    folder: Path,
+    state: Mapping[str, Tensor],
+    options: SaveOptions,
+) -> None:
+    """Writes a loaded model as a checkpoint that transformers loads.
+
+    The folder is replaced when all is whole; what is in it beside weights goes over.
+
+    Args:
+        model: gives configuration and generation settings.
+        checkpoint_folder: has the experts.
+        folder: where to.
+        state: everything else, by the model's names.
+        options: for the files.
+
+    Raises:
+        CheckpointError: the checkpoint is not what it was when it was loaded.
+        OSError: it cannot be written; what was there stays.
+    """
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    exporter = exporter_of(model, checkpoint_folder)
+    stem = options.weights_name().removesuffix(".safetensors")
+    shards: Any = split_state_dict_into_shards_factory(
+        exporter.tensor_bytes(state),  # type: ignore[arg-type]
+        get_storage_size=lambda num_bytes: num_bytes,  # type: ignore[arg-type,return-value]
+        get_storage_id=lambda _: None,
+        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        max_shard_size=options.max_shard_size,
+    )
+    with replace_folder(folder, keeps=lambda path: not options.is_weights(path.name)) as new:
+        exporter.write_around_experts(new, state, shards.tensor_to_filename)
+        model.config.dtype = model.dtype
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(new)
+        if model.can_generate():
+            model.generation_config.save_pretrained(new)
+        if shards.is_sharded:
+            write_index(new / options.index_name(), shards.tensor_to_filename, shards.metadata)
+
+
+def exporter_of(model: PreTrainedModel, checkpoint_folder: Path) -> LikeCheckpoint:
+    """What writes checkpoints like the one that a model was loaded from, read once more."""
+    checkpoint = open_checkpoint(checkpoint_folder, model.dtype)
+    bare = build_on_meta(checkpoint)
+    return LikeCheckpoint(bare, checkpoint, map_experts(bare, checkpoint))

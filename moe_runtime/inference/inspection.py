@@ -1,0 +1,146 @@
+"""What a checkpoint holds and what a budget buys, from its headers alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.inference.budget import (
+    experts_per_token,
+    plan_memory,
+    reserve_for,
+    reserve_per_token,
+    smallest_budget,
+)
+from moe_runtime.inference.choosing import AUTO, settle_policy
+from moe_runtime.inference.loading import signature_of
+from moe_runtime.inference.token_limit import tokens_to_plan_for
+from moe_runtime.lab.replay.choice import Choice
+from moe_runtime.types import ModelSignature
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointSummary:
+    """A Mixture-of-Experts checkpoint as its headers describe it.
+
+    Attributes:
+        path: the checkpoint's folder.
+        model_type: family, as the configuration names it.
+        architecture: class of the model in transformers.
+        num_layers: layers with routed experts.
+        num_experts: routed experts in the widest layer.
+        total_experts: routed experts of all layers.
+        top_k: experts that a token visits in a layer.
+        expert_dtype: element type of the experts in the files.
+        dense_bytes: everything but the routed experts, in the type it computes in.
+        expert_bytes: all routed experts.
+        bytes_per_expert: the largest expert.
+        slot_bytes: a slot that holds any expert, alignment included.
+        reserve_bytes: KV cache and activations of ``max_tokens`` tokens.
+        max_tokens: tokens that the reserve is for.
+        token_bytes: what the reserve is smaller by, at least, for each token less.
+        signature: what traces and predictors of this model agree on.
+    """
+
+    path: Path
+    model_type: str
+    architecture: str
+    num_layers: int
+    num_experts: int
+    total_experts: int
+    top_k: int
+    expert_dtype: str
+    dense_bytes: int
+    expert_bytes: int
+    bytes_per_expert: int
+    slot_bytes: int
+    reserve_bytes: int
+    max_tokens: int
+    token_bytes: int
+    signature: ModelSignature
+
+    @property
+    def smallest_budget_bytes(self) -> int:
+        """The smallest host budget with which the model runs on a CPU."""
+        return smallest_budget(self.dense_bytes, self.reserve_bytes, self.slot_bytes)
+
+    def tokens_for(self, budget_bytes: int) -> int:
+        """Tokens up to ``max_tokens`` that a host budget suffices for; 0 where it never does."""
+        short_bytes = max(0, self.smallest_budget_bytes - budget_bytes)
+        return max(0, self.max_tokens - -(-short_bytes // self.token_bytes))
+
+    def choice_for(self, num_slots: int) -> Choice:
+        """The eviction policy that ``policy="auto"`` takes where so many experts fit, and why."""
+        return settle_policy(AUTO, AUTO, self.signature, num_slots, expert_bytes=self.slot_bytes)
+
+    def slots_for(self, budget_bytes: int) -> int:
+        """Experts that a host budget keeps resident at once.
+
+        Raises:
+            CapacityError: the budget is too small to run.
+        """
+        plan = plan_memory(
+            budget_bytes,
+            dense_bytes=self.dense_bytes,
+            reserve_bytes=self.reserve_bytes,
+            slot_bytes=self.slot_bytes,
+            num_experts=self.total_experts,
+            max_tokens=self.max_tokens,
+        )
+        return plan.num_slots
+
+
+def inspect_checkpoint(
+    path_or_id: str | Path, *, dtype: str | torch.dtype = "auto", max_tokens: int | None = None
+) -> CheckpointSummary:
+    """Reads what ``load`` would need to know, without loading any weight.
+
+    Args:
+        path_or_id: the folder of a checkpoint, or the name of a repository on the hub.
+        dtype: the type to compute in, as for ``load``.
+        max_tokens: tokens to reckon with, as for ``load``.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged or incomplete.
+        UnsupportedModelError: the checkpoint is sound but not one that can be served.
+        ValueError: an option is not one of those that exist.
+    """
+    checkpoint = open_checkpoint(path_or_id, dtype)
+    max_tokens = tokens_to_plan_for(checkpoint.config, max_tokens)
+    model = build_on_meta(checkpoint)
+    experts = map_experts(model, checkpoint)
+    layouts = experts.layouts.values()
+    dense_bytes = experts.dense_bytes(checkpoint.dtype)
+    return CheckpointSummary(
+        path=checkpoint.folder,
+        model_type=checkpoint.config.model_type,
+        architecture=type(model).__name__,
+        num_layers=len(experts.modules),
+        num_experts=max(module.num_experts for module in experts.modules),
+        total_experts=len(experts.layouts),
+        top_k=experts_per_token(checkpoint.config),
+        expert_dtype=_expert_dtypes(experts),
+        dense_bytes=dense_bytes,
+        expert_bytes=sum(layout.tensor_bytes for layout in layouts),
+        bytes_per_expert=max(layout.tensor_bytes for layout in layouts),
+        slot_bytes=experts.slot_bytes,
+        reserve_bytes=reserve_for(
+            checkpoint.config,
+            checkpoint.dtype,
+            max_tokens=max_tokens,
+            dense_bytes=dense_bytes,
+            signature=signature_of(checkpoint, experts),
+        ),
+        max_tokens=max_tokens,
+        token_bytes=reserve_per_token(checkpoint.config, checkpoint.dtype),
+        signature=signature_of(checkpoint, experts),
+    )
+
+
+def _expert_dtypes(experts: ExpertMap) -> str:
+    found = {tensor.dtype for layout in experts.layouts.values() for tensor in layout.tensors}
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))

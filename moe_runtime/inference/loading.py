@@ -1,0 +1,399 @@
+"""``load``: an ordinary transformers model whose routed experts stay in the checkpoint's files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+
+from moe_runtime.checkpoints.dense_weights import Progress, load_dense
+from moe_runtime.checkpoints.expert_map import ExpertMap, ExpertsModule, map_experts
+from moe_runtime.checkpoints.model_files import read_generation_config
+from moe_runtime.checkpoints.opening import Checkpoint, build_on_meta, open_checkpoint
+from moe_runtime.config import Budget, MemorySize, parse_budget
+from moe_runtime.inference import choosing
+from moe_runtime.inference.budget import (
+    MemoryPlan,
+    available_device_bytes,
+    available_host_bytes,
+    experts_per_token,
+    plan_memory,
+    reserve_for,
+    resident_bytes,
+    resolve_budget,
+)
+from moe_runtime.inference.cpu.attention import use_single_query_attention
+from moe_runtime.inference.cpu.fused_attention import fuse_attention_layers
+from moe_runtime.inference.cpu.small_batch import use_small_batch_layers
+from moe_runtime.inference.expert_layer import OffloadedExperts, bind_slots
+from moe_runtime.inference.expert_partition import ExpertShare, divide_experts
+from moe_runtime.inference.handle import LoadedFacts, RuntimeHandle
+from moe_runtime.inference.hugging_face.loaded_model import as_loaded_model
+from moe_runtime.inference.kv_cache import grow_cache_in_place
+from moe_runtime.inference.layer_times import attach_timeline
+from moe_runtime.inference.libraries import settle_libraries
+from moe_runtime.inference.observing import attach_observer
+from moe_runtime.inference.prefetching import attach_prefetcher
+from moe_runtime.inference.routing_record import open_record
+from moe_runtime.inference.steps import Steps
+from moe_runtime.inference.threads import rest_torch_threads
+from moe_runtime.inference.timed_store import TimedStore
+from moe_runtime.inference.token_limit import limit_tokens, tokens_to_plan_for
+from moe_runtime.kernels.expert_ffn import ExpertWeights
+from moe_runtime.lab.traces.timeline import Timeline
+from moe_runtime.memory.prefault import touched_meanwhile
+from moe_runtime.memory.prefetcher import parse_mode
+from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.memory.slab import Slab
+from moe_runtime.memory.source import ExpertSource
+from moe_runtime.memory.tiers import TierFetcher
+from moe_runtime.parallel.communication.agreement import (
+    arithmetic_facts,
+    processes_here,
+    require_same,
+    software_facts,
+)
+from moe_runtime.parallel.dispatch import Group, as_transport
+from moe_runtime.policies.eviction import LayerShares
+from moe_runtime.types import ExpertKey, ModelSignature
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ExpertsT = TypeVar("ExpertsT", bound=torch.nn.Module)
+
+
+def load(
+    path_or_id: str | Path,
+    *,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    host_memory: MemorySize = "auto",
+    device_memory: MemorySize = "auto",
+    policy: str = "lru",
+    prefetch: str = "off",
+    predictor: str | Path = "next-gate",
+    shares: str = "auto",
+    trace: str | Path | None = None,
+    timeline: str | Path | None = None,
+    max_tokens: int | None = None,
+    io_threads: int = 4,
+    progress: Progress | None = None,
+    group: Group | None = None,
+    placement: str | Path | None = None,
+) -> PreTrainedModel:
+    """Loads a Mixture-of-Experts checkpoint and leaves its routed experts on disk.
+
+    The result is the model that ``transformers`` would give: ``forward``, ``generate``, pipelines
+    and chat templates work. Its experts are read from the original safetensors files when they are
+    routed to, and kept in memory as far as the budget goes. Neither the budget nor the policy nor
+    the number of threads changes a bit of what it computes.
+
+    Args:
+        path_or_id: the folder of a checkpoint, or the name of a repository on the hub.
+        device: where to compute: ``"cpu"``, ``"cuda"``, or ``"auto"`` for a GPU if there is one.
+        dtype: the type to compute in, or ``"auto"`` for the checkpoint's own.
+        host_memory: what the runtime may allocate of the host's memory, dense weights, KV cache
+            and activations included: bytes, ``"7GiB"``, a share such as ``0.25``, or ``"auto"`` for
+            most of what the machine or the process's control group has free.
+        device_memory: the same for the memory of a GPU; unused on a CPU.
+        policy: the eviction policy, by name; ``"auto"`` replays what was kept of the model's latest
+            routing, if anything was, takes the policy that misses least, and keeps the routing of
+            this run for the next one (unless a ``trace`` is recorded).
+        prefetch: whether experts are read before they are asked for: ``"off"``; ``"observe"``
+            guesses and counts, but reads nothing; ``"enforce"`` reads what is likely, as far as the
+            link is idle; ``"auto"`` does so as long as it is faster than not doing it.
+        predictor: who guesses: the name of a predictor, the file of a trained one, or ``"auto"``
+            for the model's own gates where they are found.
+        shares: how a tier's slots are divided over the layers: ``"even"``, ``"adaptive"`` (they
+            move to where misses cost most), or ``"auto"``: even, or what ``policy="auto"`` found.
+        trace: a file to record the routing in, see ``docs/trace-format.md``.
+        timeline: a file for the times of layers, waits and reads, in the Chrome trace format.
+        max_tokens: tokens to set memory aside for, prompts and answers of all sequences of a batch
+            together; beams are sequences. What needs more is refused with a ``CapacityError``
+            before it computes. The length that the model knows when omitted, 4096 at most.
+        io_threads: reads in flight at once.
+        progress: called with what is being done, the bytes done and the bytes in all.
+        group: processes that divide the experts between them, each within budgets of its own. All
+            load the same model with the same options and then make the same calls; the output has
+            the bits of a single process. Shares of memory and ``"auto"`` are of what is free when
+            the processes of one machine have divided it equally.
+        placement: a placement map, the file that says which of the processes have which experts;
+            equal runs of experts by default.
+
+    Returns:
+        The model, in evaluation mode and frozen, with a ``RuntimeHandle`` as its ``moe``. What it
+        cannot do it refuses (``UnsupportedUseError``); see ``docs/transformers-features.md``.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged or incomplete.
+        UnsupportedModelError: the checkpoint is sound but not one that can be served.
+        CapacityError: the budget is too small, or memory cannot be had.
+        RankFailureError: another process of the group died, stalled, or differs in something.
+        ValueError: an option is not one of those that exist.
+    """
+    start = time.perf_counter()
+    budgets = {
+        "host": parse_budget(host_memory, name="host_memory"),
+        "device": parse_budget(device_memory, name="device_memory"),
+    }
+    choosing.check_names(policy, shares, predictor)
+    _check_threads(io_threads)
+    mode = parse_mode(prefetch)
+    place = _resolve_device(device)
+    transport = as_transport(group)
+    checkpoint = open_checkpoint(path_or_id, dtype)
+    max_tokens = tokens_to_plan_for(checkpoint.config, max_tokens)
+    model = build_on_meta(checkpoint)
+    limit_tokens(model, max_tokens)
+    settle_libraries(checkpoint.dtype)
+    # what is imported and set up by now is the libraries'; everything after this line is ours
+    baseline = resident_bytes()
+    experts = map_experts(model, checkpoint)
+    expert_bytes = sum(layout.tensor_bytes for layout in experts.layouts.values())
+    signature = signature_of(checkpoint, experts)
+    share = divide_experts(transport, experts, signature, placement)
+    modules = replace_experts(
+        model,
+        experts,
+        lambda module, layer: OffloadedExperts(
+            module, layer, [key for key in experts.layouts if key.layer == layer + 1]
+        ),
+    )
+    dense_bytes = experts.dense_bytes(checkpoint.dtype)
+    blocks = [module.name.rpartition(".")[0] for module in experts.modules]
+    guessers = choosing.settle_guessers(mode, policy, predictor, model, blocks, signature)
+    free = _free_bytes(place, processes_here(transport))
+    plans = _plan(checkpoint, experts, budgets, free, dense_bytes, max_tokens, guessers.table_bytes)
+    # Everybody has looked how much memory is free before anybody takes some.
+    _require_same_model(share, checkpoint, experts, place)
+
+    # Before weights are there: what the choice needs is free again for them.
+    fastest = plans.get("device", plans["host"])
+    choice = choosing.settle_policy(
+        policy, shares, signature, fastest.num_slots, guessers.foreteller, experts.slot_bytes
+    )
+    with touched_meanwhile(slab := Slab(plans["host"].num_slots, plans["host"].slot_bytes)):
+        finish_dense(model, checkpoint, experts, place, progress)
+    source = ExpertSource(experts.layouts, io_threads=io_threads)
+    new_policy = choosing.policy_maker(choice, signature, guessers.foreteller)
+    events = None if timeline is None or transport.rank else Timeline(timeline)
+    store, host_store = _open_stores(source, slab, experts, plans, new_policy, place, events)
+    attach_timeline(model, store, events)
+    for module in modules:
+        module.store, module.share = store, share
+        module.list_parameters(checkpoint.dtype, place)
+    stores: list[ExpertStore[Any]] = [store] if host_store is None else [store, host_store]
+    as_loaded_model(model, checkpoint.folder, steps := Steps(stores))
+    attach_observer(model, modules, stores)
+    facts = LoadedFacts(
+        signature=signature,
+        host_plan=plans["host"],
+        device_plan=plans.get("device"),
+        dense_bytes=dense_bytes,
+        expert_bytes=expert_bytes,
+        baseline_rss_bytes=baseline,
+        load_s=time.perf_counter() - start,
+        choice=choice,
+    )
+    recorder = None
+    if transport.rank == 0:
+        recorder = open_record(
+            model, modules, signature, trace, keeps_recent=policy == choosing.AUTO
+        )
+    prefetcher = None
+    if guessers.reader is not None:
+        prefetcher = attach_prefetcher(
+            model, blocks, modules, store, guessers.reader, mode, place, share
+        )
+        steps.on_failure(prefetcher.forget)
+    cast(Any, model).moe = RuntimeHandle(
+        store,
+        facts,
+        host_store=host_store,
+        recorder=recorder,
+        prefetcher=prefetcher,
+        timeline=events,
+    )
+    return model
+
+
+def _check_threads(io_threads: int) -> None:
+    if io_threads < 1:
+        raise ValueError(f"io_threads must be at least 1, got {io_threads}")
+
+
+def _resolve_device(device: str | torch.device) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device must be auto, cpu or cuda, got {device!r}") from None
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for, but torch sees no GPU; use cpu or auto")
+    if place.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu or cuda, got {device!r}")
+    return place
+
+
+def replace_experts(
+    model: PreTrainedModel,
+    experts: ExpertMap,
+    make: Callable[[ExpertsModule, int], ExpertsT],
+) -> list[ExpertsT]:
+    """Puts a module made of each experts module and its layer in that module's place."""
+    replaced = []
+    for layer, module in enumerate(experts.modules):
+        parent, _, name = module.name.rpartition(".")
+        replaced.append(make(module, layer))
+        setattr(model.get_submodule(parent), name, replaced[-1])
+    return replaced
+
+
+def _free_bytes(place: torch.device, num_processes: int) -> dict[str, int]:
+    """What this process may take of each kind of memory that the model uses."""
+    free = {"host": available_host_bytes() // num_processes}
+    if place.type != "cpu":
+        free["device"] = available_device_bytes(place)
+    return free
+
+
+def finish_dense(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    experts: ExpertMap,
+    place: torch.device,
+    progress: Progress | None = None,
+) -> None:
+    """Loads everything but the experts, and makes the model ready to generate.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or incomplete.
+    """
+    load_dense(model, checkpoint, experts, place, progress)
+    if place.type == "cpu":
+        use_small_batch_layers(model)
+        use_single_query_attention(model)
+        fuse_attention_layers(model)
+        rest_torch_threads(model)
+        grow_cache_in_place(model)
+    _load_generation_config(model, checkpoint.folder)
+    model.eval().requires_grad_(False)
+
+
+def _plan(
+    checkpoint: Checkpoint,
+    experts: ExpertMap,
+    budgets: dict[str, Budget],
+    free: dict[str, int],
+    dense_bytes: int,
+    max_tokens: int,
+    table_bytes: int,
+) -> dict[str, MemoryPlan]:
+    """Divides the budgets: all on the host for a CPU, dense weights on the device for a GPU."""
+    reserve = table_bytes + reserve_for(
+        checkpoint.config,
+        checkpoint.dtype,
+        max_tokens=max_tokens,
+        dense_bytes=dense_bytes,
+        signature=signature_of(checkpoint, experts),
+    )
+    names = {"host": "this machine", "device": "the device"}
+    dense_place = "device" if "device" in free else "host"
+    return {
+        place: plan_memory(
+            resolve_budget(budgets[place], free_bytes, names[place]),
+            dense_bytes=dense_bytes if place == dense_place else 0,
+            reserve_bytes=reserve if place == dense_place else 0,
+            slot_bytes=experts.slot_bytes,
+            num_experts=len(experts.layouts),
+            max_tokens=max_tokens,
+        )
+        for place, free_bytes in free.items()
+    }
+
+
+def _require_same_model(
+    share: ExpertShare | None, checkpoint: Checkpoint, experts: ExpertMap, place: torch.device
+) -> None:
+    """Makes sure that all processes of a group compute the same model in the same way."""
+    if share is None:
+        return
+    import transformers
+
+    config = checkpoint.config.to_dict()
+    require_same(
+        share.transport,
+        {
+            **software_facts(),
+            **arithmetic_facts(),
+            **share.facts,
+            "the version of transformers": transformers.__version__,
+            "the kind of device": place.type,
+            "the dtype": str(checkpoint.dtype),
+            "the model's configuration": str(
+                sorted((k, str(v)) for k, v in config.items() if k != "_name_or_path")
+            ),
+            "the model's dense tensors": str(
+                sorted((name, e.dtype, e.shape) for name, e in experts.dense_entries.items())
+            ),
+        },
+    )
+
+
+def _open_stores(
+    source: ExpertSource,
+    slab: Slab,
+    experts: ExpertMap,
+    plans: dict[str, MemoryPlan],
+    new_policy: Callable[[MemoryPlan], LayerShares],
+    place: torch.device,
+    timeline: Timeline | None,
+) -> tuple[ExpertStore[ExpertWeights], ExpertStore[torch.Tensor] | None]:
+    """The store that experts are computed from and, for a device, the one below it."""
+    new: Any = ExpertStore if timeline is None else partial(TimedStore, timeline=timeline)
+
+    bind = bind_slots(experts)
+    host = plans["host"]
+    if "device" not in plans:
+        return new(source, slab, new_policy(host), bind, stream_slots=host.stream_slots), None
+    slab.pin()
+    lower: Any = new if timeline is None else partial(new, tier=1)
+    below: ExpertStore[torch.Tensor] = lower(
+        source, slab, new_policy(host), _raw_slot, stream_slots=host.stream_slots
+    )
+    device = plans["device"]
+    above = new(
+        TierFetcher(below, place),
+        Slab(device.num_slots, device.slot_bytes, device=place),
+        new_policy(device),
+        bind,
+        stream_slots=device.stream_slots,
+    )
+    return above, below
+
+
+def _raw_slot(key: ExpertKey, slot: torch.Tensor) -> torch.Tensor:
+    return slot
+
+
+def signature_of(checkpoint: Checkpoint, experts: ExpertMap) -> ModelSignature:
+    """What traces, predictors and placements of a model agree on."""
+    return ModelSignature(
+        model_type=checkpoint.config.model_type,
+        num_layers=len(experts.modules),
+        num_experts=max(module.num_experts for module in experts.modules),
+        top_k=experts_per_token(checkpoint.config),
+        vocab_size=checkpoint.config.get_text_config().vocab_size,
+    )
+
+
+def _load_generation_config(model: PreTrainedModel, folder: Path) -> None:
+    settings = read_generation_config(folder) if model.can_generate() else None
+    if settings is not None:
+        model.generation_config = settings

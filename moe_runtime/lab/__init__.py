@@ -1,0 +1,1 @@
+"""Recorded routing: traces, their replay under other policies, reports, and simulated machines."""

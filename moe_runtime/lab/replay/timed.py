@@ -1,0 +1,281 @@
+"""Replays a workload with a modelled link and modelled compute, with or without prefetching.
+
+The policy, the predictor and the admission of guesses are the objects that run live.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+from moe_runtime.lab.replay.link_model import LinkModel, Machine
+from moe_runtime.lab.traces.workload import Workload
+from moe_runtime.policies.eviction import EvictionPolicy
+from moe_runtime.policies.prediction.base import Predictor
+from moe_runtime.policies.prefetch import Admission, PrefetchRules
+from moe_runtime.types import ExpertKey
+
+
+@dataclass(eq=False)
+class LayerCounts:
+    """What happened in one layer, or in all of them.
+
+    Attributes:
+        events: steps in which the layer was visited.
+        hits: experts that were resident when they were asked for.
+        late_hits: experts whose prefetch was under way.
+        misses: experts that had to be demanded.
+        all_resident: events all of whose experts were hits.
+        prefetches: guesses whose transfer began.
+        useful: guesses that were asked for while they were held, late ones included.
+        stall_s: seconds that computation waited.
+    """
+
+    events: int = 0
+    hits: int = 0
+    late_hits: int = 0
+    misses: int = 0
+    all_resident: int = 0
+    prefetches: int = 0
+    useful: int = 0
+    stall_s: float = 0.0
+
+    def add(self, other: "LayerCounts") -> None:
+        """Adds another layer's counts."""
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def summary(self, expert_bytes: int) -> dict[str, float]:
+        """Rates and bytes, as reports show them."""
+        asked = max(1, self.hits + self.late_hits + self.misses)
+        events = max(1, self.events)
+        return {
+            "hit_rate": self.hits / asked,
+            "late_hit_rate": self.late_hits / asked,
+            "all_resident_rate": self.all_resident / events,
+            "loads_per_layer_token": (self.misses + self.prefetches) / events,
+            "demand_bytes": self.misses * expert_bytes,
+            "prefetch_bytes": self.prefetches * expert_bytes,
+            "useful_bytes": self.useful * expert_bytes,
+            "wasted_bytes": (self.prefetches - self.useful) * expert_bytes,
+            "stall_s": self.stall_s,
+        }
+
+
+@dataclass(eq=False)
+class TimedReplay:
+    """The outcome of a timed replay.
+
+    Attributes:
+        layers: counts of every layer.
+        total: counts of all layers.
+        seconds: modelled time of the whole workload.
+        num_tokens: tokens of the workload.
+        stalls: ``(step, layer, begin, end)`` of every wait, in modelled seconds.
+    """
+
+    layers: list[LayerCounts]
+    total: LayerCounts = field(default_factory=LayerCounts)
+    seconds: float = 0.0
+    num_tokens: int = 0
+    stalls: list[tuple[int, int, float, float]] = field(default_factory=list)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Predicted speed; 0 where nothing took any time."""
+        return self.num_tokens / self.seconds if self.seconds else 0.0
+
+
+def replay_timed(
+    workload: Workload,
+    policy: EvictionPolicy[ExpertKey],
+    num_slots: int,
+    machine: Machine,
+    *,
+    predictor: Predictor | None = None,
+    rules: PrefetchRules | None = None,
+) -> TimedReplay:
+    """Replays a workload in modelled time.
+
+    Args:
+        workload: the events.
+        policy: an empty policy over all layers (``LayerShares`` for a share each).
+        num_slots: experts that fit at once, over all layers.
+        machine: what moving and computing costs.
+        predictor: what to prefetch by; nothing is prefetched without one.
+        rules: when a guess is read.
+    """
+    return _Replayer(
+        workload, policy, num_slots, machine, predictor, rules or PrefetchRules()
+    ).run()
+
+
+class _Replayer:
+    def __init__(
+        self,
+        workload: Workload,
+        policy: EvictionPolicy[ExpertKey],
+        num_slots: int,
+        machine: Machine,
+        predictor: Predictor | None,
+        rules: PrefetchRules,
+    ) -> None:
+        self._workload = workload
+        self._policy = policy
+        self._num_slots = num_slots
+        self._machine = machine
+        self._predictor = predictor
+        self._link = LinkModel(machine)
+        num_layers = workload.trace.signature.num_layers
+        self._top_k = workload.trace.signature.top_k
+        self._admission = Admission(rules, num_layers)
+        self._counts = [LayerCounts() for _ in range(num_layers)]
+        self._guesses: dict[ExpertKey, bool] = {}  # prefetched; whether its layer is to come
+        self._now_s = 0.0
+
+    def run(self) -> TimedReplay:
+        workload = self._workload
+        result = TimedReplay(self._counts, num_tokens=workload.trace.num_tokens)
+        routing = workload.routing(0, workload.num_events)
+        watchers = [w for w in (self._policy.watcher, self._predictor) if w]
+        for number, (begins, routed) in enumerate(routing):
+            if begins is not None:
+                for watcher in watchers:
+                    watcher.observe(begins)
+                self._guess(-1)
+            for watcher in watchers:
+                watcher.observe(routed)
+            keys = workload.keys[number]
+            stalled_s = self._serve(routed.layer, keys)
+            if stalled_s:
+                step = int(workload.step[number])
+                result.stalls.append((step, routed.layer, self._now_s, self._now_s + stalled_s))
+            self._guess(routed.layer)
+            compute_s = self._machine.layer_s + len(keys) * self._machine.expert_s
+            self._now_s += stalled_s + compute_s
+            self._admission.idle(compute_s, self._machine.transfer_s)
+        for counts in self._counts:
+            result.total.add(counts)
+        result.seconds = self._now_s
+        return result
+
+    def _serve(self, layer: int, keys: list[ExpertKey]) -> float:
+        """Looks up an event's experts and loads the missing; returns the seconds waited."""
+        self._link.advance(self._now_s)
+        counts, policy = self._counts[layer], self._policy
+        late, missing = [], []
+        for key in keys:
+            if key in policy:
+                counts.hits += 1
+            elif key in self._guesses and self._link.has_arrived(key):
+                counts.hits += 1
+                counts.useful += 1
+            elif key in self._guesses and self._link.has_begun(key):
+                late.append(key)
+                counts.late_hits += 1
+                counts.useful += 1
+            else:
+                missing.append(key)
+                counts.misses += 1
+                counts.prefetches -= key in self._guesses  # never begun: it is a demand
+        counts.events += 1
+        counts.all_resident += not late and not missing
+        done_s = self._link.demand(late + missing, self._now_s)
+        resident_s = (len(keys) - len(late) - len(missing)) * self._machine.expert_s
+        hidden_s = self._machine.known_ahead_s + resident_s
+        stalled_s = max(0.0, done_s - self._now_s - hidden_s)
+        counts.stall_s += stalled_s
+        self._keep(keys)
+        for key in self._guesses:
+            if key.layer == layer:
+                self._guesses[key] = False
+        self._admission.used(layer, keys)
+        self._admission.waited([layer], len(late) + len(missing), stalled_s)
+        return stalled_s
+
+    def _keep(self, keys: list[ExpertKey]) -> None:
+        """Settles after the use who of the event's experts stays."""
+        policy = self._policy
+        for key in keys:
+            self._guesses.pop(key, None)
+            self._link.cancel(key)
+        missing = [key for key in keys if key not in policy]
+        if policy.may_decline:
+            for key in keys:
+                if key in policy:
+                    policy.touch(key)
+            for key in missing:
+                if self._make_room(key, frozenset()):
+                    policy.insert(key)
+                else:
+                    policy.decline(key)
+            return
+        in_use = frozenset(keys)
+        kept: set[ExpertKey] = set()
+        for key in missing:
+            if self._make_room(key, in_use, reserved=len(kept)):
+                kept.add(key)
+        for key in keys:
+            if key in kept:
+                policy.insert(key)
+            elif key in policy:
+                policy.touch(key)
+
+    def _make_room(
+        self, incoming: ExpertKey, in_use: frozenset[ExpertKey], *, reserved: int = 0
+    ) -> bool:
+        """Finds a slot for an expert that was used; says whether there is one."""
+        if self._room() > reserved or self._drop_stale_guess():
+            return True
+        victim = self._policy.victim(lambda held: held not in in_use, incoming)
+        if victim is None or self._policy.declines(incoming, victim):
+            return False
+        self._policy.remove(victim)
+        return True
+
+    def _room(self) -> int:
+        return self._num_slots - len(self._policy) - len(self._guesses)
+
+    def _drop_stale_guess(self) -> bool:
+        stale = next((key for key, is_expected in self._guesses.items() if not is_expected), None)
+        if stale is not None:
+            self._drop_guess(stale)
+        return stale is not None
+
+    def _drop_guess(self, key: ExpertKey) -> None:
+        if not self._link.has_arrived(key) and not self._link.has_begun(key):
+            self._counts[key.layer].prefetches -= 1
+            self._admission.take_back(key)
+        self._link.cancel(key)
+        del self._guesses[key]
+
+    def _guess(self, now: int) -> None:
+        """Prefetches what is likely, absent and affordable, the most useful first."""
+        admission = self._admission
+        if self._predictor is None or not admission.room:
+            return
+        made = self._predictor.predict(now, admission.horizon(self._top_k))
+        likely = admission.likely(made)
+        wanted = {key for key, _ in likely}
+        for key in [k for k, expected in self._guesses.items() if expected and k not in wanted]:
+            if not self._link.has_arrived(key) and not self._link.has_begun(key):
+                self._drop_guess(key)
+        chance = dict(made)
+        for key, probability in admission.most_useful(likely, now):
+            if not admission.room or sum(self._guesses.values()) >= admission.rules.window:
+                return
+            if key in self._policy or key in self._guesses:
+                continue
+            if self._free_slot_for(key, admission.gives_way(key, probability, chance)):
+                self._guesses[key] = True
+                self._link.prefetch(key)
+                self._counts[key.layer].prefetches += 1
+                admission.spend((key, probability))
+
+    def _free_slot_for(self, incoming: ExpertKey, gives_way: Callable[[ExpertKey], bool]) -> bool:
+        if self._room() > 0 or self._drop_stale_guess():
+            return True
+        victim = self._policy.victim(lambda held: gives_way(cast(ExpertKey, held)), incoming)
+        if victim is None:
+            return False
+        self._policy.remove(victim)
+        return True

@@ -1,0 +1,327 @@
+"""What a trace's findings are called, and what one learns from each of them."""
+
+import numpy as np
+
+from moe_runtime.lab.replay.experiment import Row
+from moe_runtime.lab.replay.timed import LayerCounts
+from moe_runtime.lab.report import charts
+from moe_runtime.lab.report.findings import TraceFindings
+from moe_runtime.lab.report.page import Page, Section, Table
+from moe_runtime.lab.report.training_section import training_section
+
+_COLD = (
+    "Replayed from an empty cache, every layer with an equal share of the slots; each miss is "
+    "loaded when it is asked for."
+)
+
+
+def trace_page(found: TraceFindings, name: str) -> Page:
+    """Lays out the findings of one trace."""
+    signature = found.signature
+    sections = [_load_section(found), _popularity_section(found), _reuse_section(found)]
+    sections += [_hit_section(found), _recall_section(found)]
+    sections += [_traffic_section(found), _timeline_section(found)]
+    if found.training is not None:
+        sections.insert(0, training_section(found.training))
+    facts = [
+        (f"{found.num_tokens:,}", f"tokens in {found.num_requests:,} requests"),
+        (
+            f"{signature.num_layers} × {signature.num_experts}",
+            f"layers × experts, {signature.top_k} for each token",
+        ),
+        (f"{_busiest(found):.2f} ×", "the busiest expert's load over an even one, mean of layers"),
+    ]
+    if not np.isnan(found.overlap).all():
+        facts.append(
+            (f"{np.nanmean(found.overlap):.0%}", "of a token's experts served the token before")
+        )
+    middle = _row(found, "lru")
+    model = "" if signature.model_type == "unknown" else f" of a {signature.model_type} model"
+    facts.append(
+        (f"{middle.hit_rate:.0%}", f"found by LRU with room for {middle.capacity:.0%} of experts")
+    )
+    return Page(
+        title="Where the tokens go",
+        subtitle=f"{name} – routing trace{model}",
+        facts=facts,
+        sections=sections,
+    )
+
+
+def _load_section(found: TraceFindings) -> Section:
+    relative = found.loads * found.loads.shape[1] / found.signature.top_k
+    layer, expert = np.unravel_index(int(relative.argmax()), relative.shape)
+    idle = int((found.loads == 0).sum())
+    return Section(
+        name="activation",
+        title="Which experts the tokens visit",
+        lesson=(
+            f"An even load would be one colour. Here expert {expert} of layer {layer} is visited "
+            f"{relative.max():.1f} times as often as an average one, and "
+            + (f"{idle} of {relative.size} experts never." if idle else "every expert is used.")
+            + " Bright spots are what a cache should keep; dark ones are cheap to leave on disk."
+        ),
+        how=f"All {found.num_tokens:,} recorded tokens. The scale ends at the 99.5th percentile.",
+        figure=charts.heat_map(found),
+        alt="Heat map of expert loads, one row for each layer and one column for each expert.",
+        table=Table(
+            header=("layer", "busiest expert", "its load (×)", "idle experts", "overlap"),
+            rows=[
+                (
+                    str(number),
+                    str(int(row.argmax())),
+                    f"{row.max():.2f}",
+                    str(int((row == 0).sum())),
+                    "–" if np.isnan(found.overlap[number]) else f"{found.overlap[number]:.1%}",
+                )
+                for number, row in enumerate(relative)
+            ],
+        ),
+    )
+
+
+def _popularity_section(found: TraceFindings) -> Section:
+    curves = found.popularity
+    quarter, half = (round(share * (curves.shape[1] - 1)) for share in (0.25, 0.5))
+    return Section(
+        name="popularity",
+        title="How uneven the load is",
+        lesson=(
+            f"In the median layer the busiest quarter of the experts serves "
+            f"{np.median(curves[:, quarter]):.0%} of the visits and the busier half "
+            f"{np.median(curves[:, half]):.0%}. This is the most that pinning experts by their "
+            "popularity could ever find in memory; the distance to the hit rates below is what "
+            "watching the text adds."
+        ),
+        figure=charts.popularity(found),
+        alt="Share of visits over share of most visited experts: median layer, range, even load.",
+        table=Table(
+            header=("most visited experts", "least skewed layer", "median", "most skewed layer"),
+            rows=[
+                (
+                    f"{n / (curves.shape[1] - 1):.0%}",
+                    *(f"{f(curves[:, n]):.1%}" for f in (np.min, np.median, np.max)),
+                )
+                for n in sorted({*range(0, curves.shape[1], max(1, curves.shape[1] // 8))})
+            ],
+        ),
+    )
+
+
+def _reuse_section(found: TraceFindings) -> Section:
+    counts = found.distances
+    num_experts = counts.shape[1] - 1
+    total = max(1, int(counts.sum()))
+    reached = np.cumsum(counts[:, :-1].sum(axis=0)) / total
+    half = int(np.searchsorted(reached, 0.5)) + 1
+    return Section(
+        name="reuse",
+        title="How soon experts come back",
+        lesson=(
+            (
+                f"Half of all accesses return to one of the {half} experts that their layer used "
+                "last. "
+                if half <= num_experts
+                else "Fewer than half of the accesses return to an expert used before. "
+            )
+            + "Read a number of slots on the horizontal axis: the height is the hit rate of an "
+            "LRU cache of that size in the layer. A steep start rewards even a small cache."
+        ),
+        how=(
+            f"Reuse distances of {found.replayed_tokens:,} tokens; all experts of a layer's visit "
+            f"are looked up at once. {counts[:, -1].sum() / total:.2%} of the accesses are first "
+            "uses, which no cache can find."
+        ),
+        figure=charts.reuse(found),
+        alt="Share of accesses over reuse distance, for the first, middle and last layer.",
+        table=Table(
+            header=("within so many experts", "accesses"),
+            rows=[
+                (str(n), f"{reached[n - 1]:.1%}")
+                for n in range(1, num_experts + 1, max(1, num_experts // 12))
+            ],
+        ),
+    )
+
+
+def _hit_section(found: TraceFindings) -> Section:
+    lru, best = _row(found, "lru"), _row(found, "belady-bypass")
+    others = [
+        row
+        for row in found.rows
+        if row.capacity == lru.capacity
+        and row.policy not in ("belady", "belady-bypass", "random", "lru")
+    ]
+    lesson = (
+        f"With room for {lru.capacity:.0%} of the experts LRU finds {lru.hit_rate:.1%} of what is "
+        f"asked for and Belady's optimum, which knows the future, {best.hit_rate:.1%}: no policy "
+        "can do better without prefetching."
+    )
+    if others:
+        top = max(others, key=lambda row: row.hit_rate)
+        lesson += f" {top.policy} reaches {top.hit_rate:.1%}"
+        if top.gap_closed is not None:
+            lesson += f", {top.gap_closed:.0%} of the way"
+        lesson += "."
+    return Section(
+        name="hit-rates",
+        title="What a cache of each size finds",
+        lesson=lesson,
+        how=(
+            f"{_COLD} {found.replayed_tokens:,} tokens. Uniform random routing finds exactly the "
+            "share that fits, whatever the policy."
+        ),
+        figure=charts.hit_rates(found),
+        alt="Hit rate over cache capacity for each policy, random eviction and Belady's optimum.",
+        table=Table(
+            header=("policy", "capacity", "hits", "no load needed", "loads/layer", "of LRU → opt."),
+            rows=[
+                (
+                    row.policy,
+                    f"{row.capacity:.1%}",
+                    f"{row.hit_rate:.2%}",
+                    f"{row.all_resident_rate:.1%}",
+                    f"{row.loads_per_layer_token:.3f}",
+                    "–" if row.gap_closed is None else f"{row.gap_closed:+.0%}",
+                )
+                for row in found.rows
+            ],
+        ),
+    )
+
+
+def _recall_section(found: TraceFindings) -> Section:
+    title = "How well the next experts can be foretold"
+    if not found.evaluations:
+        return Section(
+            name="recall",
+            title=title,
+            lesson="Not measured: predictors are judged on whole requests that they were not "
+            "trained on, and this trace has too few different ones. Record several prompts.",
+        )
+    control, *results = found.evaluations
+    best = max(results, key=lambda one: one.recalls[0].mean_at_2k)
+    near, far = best.recalls[0], best.recalls[-1]
+    lesson = (
+        f"{best.name} names {near.mean_at_2k:.1%} of the visited experts among its "
+        f"{2 * found.signature.top_k} likeliest of the next layer"
+    )
+    if far is not near:
+        lesson += f", and {far.mean_at_2k:.1%} {far.distance} layers ahead"
+    return Section(
+        name="recall",
+        title=title,
+        lesson=lesson + ". What is foretold early enough can be read while others compute.",
+        how=(
+            f"Trained and measured on different requests ({found.test_sequences} held out, "
+            f"{best.num_tokens:,} tokens, repeated prompts left out); K is "
+            f"{found.signature.top_k}. The control knows the answer and must read 100 %. Layers "
+            "with no known layer so far back are predicted from the tokens alone."
+        ),
+        figure=charts.recall(found),
+        alt="Recall at 2K by layer for each predictor, one panel for each look-ahead distance.",
+        table=Table(
+            header=("predictor", "ahead", "@K", "@2K", "gate mass @2K", "calibr. error", "µs"),
+            rows=[
+                (
+                    result.name,
+                    str(one.distance),
+                    f"{one.mean_at_k:.1%}",
+                    f"{one.mean_at_2k:.1%}",
+                    f"{one.mean_mass_at_2k:.1%}",
+                    f"{result.calibration_error:.4f}",
+                    f"{1e6 * result.call_s:.0f}",
+                )
+                for result in (control, *results)
+                for one in result.recalls
+            ],
+        ),
+    )
+
+
+def _traffic_section(found: TraceFindings) -> Section:
+    names = list(found.timed)
+    off = found.timed["off"].total
+    lesson = (
+        f"With LRU and room for {found.settings.capacity:.0%} of the experts, "
+        f"{_loads(off):.2f} experts are loaded for a layer's visit."
+    )
+    if len(names) > 1:
+        ours = found.timed[names[1]].total
+        lesson += (
+            f" Prefetching by {names[1]} loads {_loads(ours):.2f}, "
+            f"{_loads(ours) / max(_loads(off), 1e-9):.2f} times as many, and "
+            f"{_share(ours.useful, ours.prefetches):.0%} of what it reads ahead is used."
+        )
+    return Section(
+        name="traffic",
+        title="What is moved, and why",
+        lesson=lesson,
+        how=_machine_words(found),
+        figure=charts.traffic(found),
+        alt="Bars of bytes moved for each token: demanded, prefetched and used, in vain.",
+        table=Table(
+            header=("", "demanded", "prefetched", "used", "in vain", "late", "stall (s)"),
+            rows=[
+                (
+                    name,
+                    f"{replay.total.misses:,}",
+                    f"{replay.total.prefetches:,}",
+                    f"{replay.total.useful:,}",
+                    f"{replay.total.prefetches - replay.total.useful:,}",
+                    f"{replay.total.late_hits:,}",
+                    f"{replay.total.stall_s:.2f}",
+                )
+                for name, replay in found.timed.items()
+            ],
+        ),
+    )
+
+
+def _timeline_section(found: TraceFindings) -> Section:
+    off = found.timed["off"]
+    waited = _share(off.total.stall_s, off.seconds)
+    lesson = f"Without prefetch {waited:.0%} of the modelled time is waiting for experts."
+    for name, replay in list(found.timed.items())[1:]:
+        lesson += (
+            f" With {name} it is {_share(replay.total.stall_s, replay.seconds):.0%}: "
+            f"{_share(replay.total.stall_s, off.total.stall_s):.2f} of the wait, "
+            f"{replay.tokens_per_s:.1f} instead of {off.tokens_per_s:.1f} tokens/s."
+        )
+    return Section(
+        name="timeline",
+        title="Where the time goes",
+        lesson=lesson,
+        how="The first steps of the same replay. `run --timeline` records the real one.",
+        figure=charts.timeline(found),
+        alt="Time of each step, computing and waiting, without and with prefetch.",
+    )
+
+
+def _machine_words(found: TraceFindings) -> str:
+    machine = found.settings.machine
+    return (
+        f"A modelled machine: experts of {machine.expert_bytes / 2**20:.3g} MiB over a link of "
+        f"{machine.bytes_per_s / 1e9:.3g} GB/s, {1e3 * machine.layer_s:.3g} ms for a layer and "
+        f"{1e3 * machine.expert_s:.3g} ms for each expert. "
+        f"{found.timed['off'].num_tokens:,} tokens of the later requests; predictors learned "
+        "from the earlier ones."
+    )
+
+
+def _row(found: TraceFindings, policy: str) -> Row:
+    """The policy at the replayed capacity nearest to the one asked for."""
+    mine = [row for row in found.rows if row.policy == policy]
+    return min(mine, key=lambda row: abs(row.capacity - found.settings.capacity))
+
+
+def _busiest(found: TraceFindings) -> float:
+    return float((found.loads.max(axis=1) / np.maximum(found.loads.mean(axis=1), 1e-12)).mean())
+
+
+def _loads(counts: LayerCounts) -> float:
+    return _share(counts.misses + counts.prefetches, counts.events)
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,1 @@
+"""What a layer would cost on machines that are not at hand."""

@@ -1,0 +1,289 @@
+"""Predicts the time of one expert-parallel layer: all-to-all, experts, all-to-all, in chunks.
+
+Every rank is a processor (or shares one) and two links (within its machine, to others); every chunk
+of rows is a dispatch, an expert computation and a combine, tied together as the runtime does it. A
+collective starts on a rank when all ranks that take part have got there.
+
+Legend: P ranks, N machines, M ranks of a machine (P = N * M).
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moe_runtime.lab.simulate.events import FREE, TaskGraph
+from moe_runtime.planning.cluster import Cluster, Link
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class LayerWorkload:
+    """What one layer has to do.
+
+    Attributes:
+        rows_PP: ``[P, P]`` rows (token copies) that each rank sends to each.
+        row_bytes: bytes of one row on the wire.
+        flops_per_row: operations of one expert for one row; ``6 * D * F`` for gated experts.
+        gate_s: seconds of the gate, before anything can be sent.
+        shared_s: seconds of shared experts, which need no communication.
+        slowdown_P: ``[P]`` factor on each rank's compute time; stragglers have more than 1.
+    """
+
+    rows_PP: np.ndarray
+    row_bytes: float
+    flops_per_row: float
+    gate_s: float = 0.0
+    shared_s: float = 0.0
+    slowdown_P: np.ndarray | None = None
+
+    @classmethod
+    def from_shares(
+        cls,
+        shares_P: np.ndarray,
+        *,
+        tokens_per_rank: int,
+        top_k: int,
+        model_dim: int,
+        expert_hidden: int,
+        bytes_per_number: int = 2,
+        shared_hidden: int = 0,
+        flops_per_s: float = float("inf"),
+        slowdown_P: np.ndarray | None = None,
+    ) -> "LayerWorkload":
+        """Equal tokens on all ranks, sent to ranks by their share of the load.
+
+        Args:
+            shares_P: ``[P]`` load of each rank under its placement; need not sum to 1.
+            tokens_per_rank: tokens of each rank.
+            top_k: experts of each token.
+            model_dim: width of the model.
+            expert_hidden: hidden width of a gated expert.
+            bytes_per_number: of the rows on the wire.
+            shared_hidden: hidden width of the shared experts together.
+            flops_per_s: rate that prices the shared experts.
+            slowdown_P: see the class.
+        """
+        shares = np.asarray(shares_P, dtype=np.float64)
+        if shares.ndim != 1 or not shares.sum() > 0:
+            raise ValueError(f"shares_P must be [ranks] with a positive sum, got {shares.shape}")
+        sent = np.broadcast_to(tokens_per_rank * top_k * shares / shares.sum(), (len(shares),) * 2)
+        return cls(
+            rows_PP=sent,
+            row_bytes=model_dim * bytes_per_number,
+            flops_per_row=6.0 * model_dim * expert_hidden,
+            shared_s=6.0 * tokens_per_rank * model_dim * shared_hidden / flops_per_s,
+            slowdown_P=slowdown_P,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSchedule:
+    """How communication and computation are interleaved.
+
+    Attributes:
+        degree: chunks that the rows are cut into; chunk i + 1 travels while chunk i is computed.
+        hierarchical: two all-to-alls, within machines and then between equal local ranks, instead
+            of one between all: fewer and larger messages on the slow link, more bytes on the fast.
+        is_local_first: rows that stay on their rank are computed while the others travel (Comet).
+        is_shared_first: shared experts are computed while rows travel; otherwise after them.
+    """
+
+    degree: int = 1
+    hierarchical: bool = False
+    is_local_first: bool = False
+    is_shared_first: bool = False
+
+    def __post_init__(self) -> None:
+        if self.degree < 1:
+            raise ValueError(f"degree must be at least 1, got {self.degree}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerPrediction:
+    """Predicted times of one layer.
+
+    Attributes:
+        layer_s: from the gate to the last combined row on the slowest rank.
+        compute_s: the same with communication that costs nothing; imbalance and stragglers count.
+        exposed_s: their difference: communication that nothing hides.
+        communication_s: what the busiest link works.
+    """
+
+    layer_s: float
+    compute_s: float
+    exposed_s: float
+    communication_s: float
+
+
+def predict_layer(
+    cluster: Cluster, workload: LayerWorkload, schedule: LayerSchedule
+) -> LayerPrediction:
+    """Simulates one layer on all ranks.
+
+    Args:
+        cluster: links and compute, measured or assumed.
+        workload: rows between ranks and their cost.
+        schedule: chunks, hierarchy and order.
+
+    Raises:
+        ValueError: workload and cluster have different numbers of ranks.
+    """
+    shape = (cluster.num_ranks, cluster.num_ranks)
+    if workload.rows_PP.shape != shape:
+        raise ValueError(f"rows_PP must have shape {shape}, got {workload.rows_PP.shape}")
+    graph, links = _layer_graph(cluster, workload, schedule)
+    timeline = graph.run()
+    nothing = Link(alpha_s=0.0, bytes_per_s=float("inf"))
+    free, _ = _layer_graph(replace(cluster, intra=nothing, inter=nothing), workload, schedule)
+    compute_s = free.run().makespan_s
+    busy = np.bincount(
+        timeline.resource[links], weights=(timeline.finish_s - timeline.start_s)[links]
+    )
+    return LayerPrediction(
+        layer_s=timeline.makespan_s,
+        compute_s=compute_s,
+        exposed_s=timeline.makespan_s - compute_s,
+        communication_s=float(busy.max(initial=0.0)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Phase:
+    """One exchange: seconds of each rank on its link, and which ranks take part together."""
+
+    seconds_P: np.ndarray
+    groups: np.ndarray
+    is_inter: bool
+
+
+def _phases(
+    cluster: Cluster, rows_PP: np.ndarray, row_bytes: float, hierarchical: bool
+) -> list[list[_Phase]]:
+    """Stages of an all-to-all; the phases of a stage use different links at the same time."""
+    num_nodes, local = cluster.num_nodes, cluster.local_ranks
+    blocks = rows_PP.reshape(num_nodes, local, num_nodes, local)
+    diagonal = np.einsum("iajb->iab" if num_nodes == 1 else "iaib->iab", blocks)
+    own = np.einsum("iaa->ia", diagonal).reshape(-1)
+    everybody = np.zeros(cluster.num_ranks, dtype=np.int64)
+    nodes = np.repeat(np.arange(num_nodes), local)
+    if not hierarchical or num_nodes == 1:
+        sent, received = rows_PP.sum(axis=1), rows_PP.sum(axis=0)
+        near = np.maximum(diagonal.sum(axis=2), diagonal.sum(axis=1)).reshape(-1) - own
+        far = np.maximum(
+            sent - diagonal.sum(axis=2).reshape(-1), received - diagonal.sum(axis=1).reshape(-1)
+        )
+        stage = []
+        if local > 1:
+            seconds = cluster.intra.seconds(local - 1, near * row_bytes)
+            stage.append(_Phase(seconds, everybody, False))
+        if num_nodes > 1:
+            messages = cluster.num_ranks - local
+            stage.append(_Phase(cluster.inter.seconds(messages, far * row_bytes), everybody, True))
+        return [stage]
+    # Within the machine, rows go to the rank that has the local number of their destination.
+    regrouped = blocks.sum(axis=2)
+    kept = np.einsum("iaa->ia", regrouped)
+    near = np.maximum(regrouped.sum(axis=2), regrouped.sum(axis=1)) - kept
+    # Between machines, from there to the same local number.
+    carried = blocks.sum(axis=1)
+    stay = np.einsum("iib->ib", carried)
+    far = np.maximum(carried.sum(axis=1), carried.sum(axis=0)) - stay
+    first = cluster.intra.seconds(local - 1, near.reshape(-1) * row_bytes)
+    second = cluster.inter.seconds(num_nodes - 1, far.reshape(-1) * row_bytes)
+    columns = np.tile(np.arange(local), num_nodes)
+    return [[_Phase(first, nodes, False)], [_Phase(second, columns, True)]]
+
+
+def _layer_graph(
+    cluster: Cluster, workload: LayerWorkload, schedule: LayerSchedule
+) -> tuple[TaskGraph, np.ndarray]:
+    """The tasks of one layer, and the numbers of those that occupy links."""
+    graph, links = TaskGraph(), []
+    ranks = range(cluster.num_ranks)
+    slow = np.ones(cluster.num_ranks) if workload.slowdown_P is None else workload.slowdown_P
+    rows_PP = workload.rows_PP
+    local_rows = np.diagonal(rows_PP).copy()
+    received = rows_PP.sum(axis=0)
+    remote = rows_PP - np.diag(local_rows) if schedule.is_local_first else rows_PP
+    part = remote / schedule.degree
+
+    processors = [cluster.processor_of(rank) for rank in ranks]
+    gate = [graph.add(workload.gate_s * slow[rank], resource=processors[rank]) for rank in ranks]
+    sort_s = _copy_s(cluster, workload, rows_PP.sum(axis=1)) * slow
+    sort = [
+        graph.add(sort_s[rank], resource=processors[rank], after=[gate[rank]]) for rank in ranks
+    ]
+    # Counts travel first: messages of a few bytes.
+    counts = _phases(cluster, np.zeros_like(rows_PP), 0.0, schedule.hierarchical)
+    arrived = _exchange(graph, cluster, counts, gate, links)
+    ready = [graph.add(0.0, after=pair) for pair in zip(sort, arrived, strict=True)]
+
+    done = list(ready)
+    if schedule.is_shared_first:
+        done = _compute(graph, processors, workload.shared_s * slow, gate, ready)
+    if schedule.is_local_first:
+        own_s = _expert_s(cluster, workload, local_rows) * slow
+        done = _compute(graph, processors, own_s, ready, done)
+    there = _phases(cluster, part, workload.row_bytes, schedule.hierarchical)
+    back = _phases(cluster, part.T, workload.row_bytes, schedule.hierarchical)
+    expert_s = _expert_s(cluster, workload, part.sum(axis=0)) * slow
+    returned = []
+    for _ in range(schedule.degree):
+        arrived = _exchange(graph, cluster, there, ready, links)
+        computed = _compute(graph, processors, expert_s, arrived, done)
+        returned.append(_exchange(graph, cluster, back, computed, links))
+    combine_s = _copy_s(cluster, workload, received) * slow
+    shared_s = np.zeros(cluster.num_ranks) if schedule.is_shared_first else workload.shared_s * slow
+    for rank in ranks:
+        after = [chunk[rank] for chunk in returned] + [done[rank]]
+        graph.add(combine_s[rank] + shared_s[rank], resource=processors[rank], after=after)
+    return graph, np.array(links, dtype=np.int64)
+
+
+def _exchange(
+    graph: TaskGraph,
+    cluster: Cluster,
+    stages: list[list[_Phase]],
+    ready: list[int],
+    links: list[int],
+) -> list[int]:
+    """Adds a collective; returns the task of each rank after which it has everything."""
+    for stage in stages:
+        ends: list[list[int]] = [[] for _ in ready]
+        for phase in stage:
+            members: dict[int, list[int]] = {}
+            for rank, group in enumerate(phase.groups.tolist()):
+                members.setdefault(group, []).append(rank)
+            link = cluster.inter if phase.is_inter else cluster.intra
+            offset = cluster.num_ranks * (1 + phase.is_inter)
+            for ranks in members.values():
+                everyone = graph.add(0.0, resource=FREE, after=[ready[rank] for rank in ranks])
+                for rank in ranks:
+                    own = cluster.processor_of(rank) if link.occupies_compute else rank + offset
+                    task = graph.add(float(phase.seconds_P[rank]), resource=own, after=[everyone])
+                    links.append(task)
+                    ends[rank].append(task)
+        ready = [graph.add(0.0, after=[*tasks, ready[rank]]) for rank, tasks in enumerate(ends)]
+    return ready
+
+
+def _compute(
+    graph: TaskGraph,
+    processors: list[int],
+    seconds_P: np.ndarray,
+    ready: list[int],
+    previous: list[int],
+) -> list[int]:
+    """Adds a computation on every rank, after its data and after what was computed before."""
+    return [
+        graph.add(float(seconds_P[rank]), resource=processor, after={ready[rank], previous[rank]})
+        for rank, processor in enumerate(processors)
+    ]
+
+
+def _expert_s(cluster: Cluster, workload: LayerWorkload, rows_P: np.ndarray) -> np.ndarray:
+    return cluster.launch_s + rows_P * workload.flops_per_row / cluster.flops_per_s
+
+
+def _copy_s(cluster: Cluster, workload: LayerWorkload, rows_P: np.ndarray) -> np.ndarray:
+    """Reading and writing each row once."""
+    return 2 * rows_P * workload.row_bytes / cluster.copy_bytes_per_s

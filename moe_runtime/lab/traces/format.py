@@ -1,0 +1,369 @@
+"""The trace file: one ``.npz`` without pickles, described array by array in docs/trace-format.md.
+
+Legend: S steps, T tokens over all steps, L Mixture-of-Experts layers, K experts a token visits.
+"""
+
+import dataclasses
+import io
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from moe_runtime.config import format_bytes
+from moe_runtime.errors import CheckpointError
+from moe_runtime.files import draft_of, named_failure, write_atomically
+from moe_runtime.lab.traces.archive import Archive
+from moe_runtime.lab.traces.journal import is_journal, whole_blocks
+from moe_runtime.types import ModelSignature
+
+TRACE_FORMAT = "moe-runtime-trace"
+TRACE_VERSION = 1
+TRAINING_TRACE_VERSION = 2
+"""Of traces of training, whose forward passes belong to optimizer steps."""
+PHASES = ("prefill", "decode", "train")
+"""Names of the phases; the file stores a phase as its index here. The last is of version 2."""
+
+_MAX_HEADER_BYTES = 1 << 16
+_DEFAULT_MAX_BYTES = 16 << 30
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trace:
+    """Every routing event of a recording, as columns.
+
+    A step is one forward pass; its tokens are the rows ``step_start[s]:step_start[s + 1]`` of all
+    token columns. An entry of ``expert_ids`` equal to ``absent`` was not recorded; its weight is 0.
+
+    Attributes:
+        version: version of the file format.
+        signature: the model that was recorded.
+        step_phase: ``[S]`` uint8, index into ``PHASES``.
+        step_start: ``[S + 1]`` int64, first token of each step, then T.
+        token_request: ``[T]`` int32, number of the request (sequence) that the token belongs to.
+        token_id: ``[T]`` int32, id in the vocabulary; -1 where the caller had none.
+        token_position: ``[T]`` int32, position in its sequence.
+        expert_ids: ``[T, L, K]`` uint8 or uint16, experts in the gate's order.
+        gate_weights: ``[T, L, K]`` float16, what the experts' outputs were multiplied by.
+        step_update: ``[S]`` int32, number of the optimizer step that a forward pass is part of, the
+            first is 1; None where nothing is trained. Forward passes of the same number are the
+            micro-batches of one step.
+    """
+
+    version: int
+    signature: ModelSignature
+    step_phase: np.ndarray
+    step_start: np.ndarray
+    token_request: np.ndarray
+    token_id: np.ndarray
+    token_position: np.ndarray
+    expert_ids: np.ndarray
+    gate_weights: np.ndarray
+    step_update: np.ndarray | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Number of forward passes."""
+        return len(self.step_phase)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens over all steps."""
+        return len(self.token_id)
+
+    @property
+    def absent(self) -> int:
+        """The expert id that stands for "not recorded"."""
+        return absent_id(self.expert_ids.dtype)
+
+    @property
+    def token_step(self) -> np.ndarray:
+        """The step of every token: ``[T]`` int32."""
+        steps = np.arange(self.num_steps, dtype=np.int32)
+        return np.repeat(steps, np.diff(self.step_start))
+
+    def tokens_of(self, step: int) -> slice:
+        """The rows of one step in all token columns."""
+        return slice(int(self.step_start[step]), int(self.step_start[step + 1]))
+
+    def require_choices(self, path: str | os.PathLike[str]) -> None:
+        """Refuses a trace in which no token visits an expert, which nothing can be learned from.
+
+        Raises:
+            CheckpointError: it has no tokens, or none of their choices was recorded.
+        """
+        if not self.num_tokens:
+            raise CheckpointError(f"{path}: the trace holds no tokens")
+        if not _any(self.expert_ids != self.absent):
+            raise CheckpointError(
+                f"{path}: the trace holds {self.num_tokens} tokens, but no expert of any of them "
+                "was recorded"
+            )
+
+    def steps(self, first: int, stop: int) -> "Trace":
+        """The steps from ``first`` up to, not including, ``stop``, as a trace of their own."""
+        rows = slice(int(self.step_start[first]), int(self.step_start[stop]))
+        return Trace(
+            version=self.version,
+            signature=self.signature,
+            step_phase=self.step_phase[first:stop],
+            step_start=self.step_start[first : stop + 1] - self.step_start[first],
+            token_request=self.token_request[rows],
+            token_id=self.token_id[rows],
+            token_position=self.token_position[rows],
+            expert_ids=self.expert_ids[rows],
+            gate_weights=self.gate_weights[rows],
+            step_update=None if self.step_update is None else self.step_update[first:stop],
+        )
+
+    def accesses(self) -> Iterator[tuple[int, int, np.ndarray]]:
+        """What an expert store was asked for, in order of time.
+
+        Yields:
+            ``(step, layer, experts)``: the distinct experts that this layer used in this step,
+            ascending. Layers that recorded nothing in a step are left out.
+        """
+        absent = self.absent
+        for step in range(self.num_steps):
+            block = self.expert_ids[self.tokens_of(step)]
+            for layer in range(self.signature.num_layers):
+                experts = np.unique(block[:, layer])
+                experts = experts[experts != absent]
+                if experts.size:
+                    yield step, layer, experts
+
+
+def expert_dtype(num_experts: int) -> np.dtype[Any]:
+    """The smallest type that holds every expert id and one value more, for "not recorded"."""
+    return np.dtype("|u1") if num_experts <= 0xFF else np.dtype("<u2")
+
+
+def absent_id(dtype: np.dtype[Any]) -> int:
+    """The value that stands for "not recorded" in a column of expert ids."""
+    return int(np.iinfo(dtype).max)
+
+
+def as_recorded(
+    expert_ids: np.ndarray, weights: np.ndarray, absent: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Choices as a trace holds them.
+
+    Args:
+        expert_ids: of any shape, -1 for a choice of no expert.
+        weights: of the same shape.
+        absent: the id that stands for "not recorded".
+
+    Returns:
+        Ids, and weights as float16. A choice of no expert, and one whose weight is no finite number
+        from 0 on (a model that diverged), was not recorded.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        gates = weights.astype(np.float16)
+        is_choice = (expert_ids >= 0) & (gates >= 0) & (gates < np.inf)
+    return np.where(is_choice, expert_ids, absent), np.where(is_choice, gates, np.float16(0))
+
+
+def check_weights(weights: np.ndarray, name: str, path: Path) -> None:
+    """Refuses gate weights that no gate gives.
+
+    Args:
+        weights: ``[T, L, K]``.
+        name: what the file calls them.
+        path: the file.
+
+    Raises:
+        CheckpointError: one is negative or no finite number; says which.
+    """
+    wrong = np.argwhere(~((weights >= 0) & (weights < np.inf)))
+    if len(wrong):
+        token, layer, choice = wrong[0].tolist()
+        raise CheckpointError(
+            f"{path}: {name} must be finite numbers from 0 on, got {weights[token, layer, choice]} "
+            f"at token {token}, layer {layer}, choice {choice}"
+        )
+
+
+def write_trace(path: str | os.PathLike[str], trace: Trace) -> None:
+    """Writes a trace; the file appears under its name only when it is complete.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
+    with named_failure(path, "trace"), write_atomically(path) as file:
+        save_columns(file, trace, compressed=True)
+
+
+def save_columns(file: BinaryIO, trace: Trace, *, compressed: bool) -> None:
+    """Writes the arrays of a trace as an ``.npz`` into an open file."""
+    signature = dataclasses.asdict(trace.signature)
+    header = {"format": TRACE_FORMAT, "version": trace.version, "signature": signature}
+    columns = {name: getattr(trace, name) for name in _column_specs(trace.signature, trace.version)}
+    header_bytes = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
+    save = np.savez_compressed if compressed else np.savez
+    save(file, allow_pickle=False, header=header_bytes, **columns)
+
+
+def read_trace(path: str | os.PathLike[str], *, max_bytes: int = _DEFAULT_MAX_BYTES) -> Trace:
+    """Reads and verifies a trace.
+
+    Args:
+        path: a file that ``TraceRecorder`` wrote, or the journal that an interrupted one left.
+        max_bytes: largest size of all columns together, unpacked, that is accepted.
+
+    Raises:
+        CheckpointError: the file is missing, unreadable, not a trace, of another version, larger
+            than ``max_bytes``, or its columns contradict each other.
+    """
+    if is_journal(path):
+        return _read_journal(path, max_bytes=max_bytes)
+    try:
+        return _read_columns(None, path, max_bytes=max_bytes)
+    except CheckpointError as error:
+        left = draft_of(path)
+        if Path(path).exists() or not left.exists():
+            raise
+        raise CheckpointError(f"{error}; an interrupted recording left {left}") from error
+
+
+def _read_journal(path: str | os.PathLike[str], *, max_bytes: int) -> Trace:
+    """Joins the blocks of an interrupted recording, up to the first that is not whole."""
+    blocks: list[Trace] = []
+    size = os.stat(path).st_size
+    if size > max_bytes:
+        raise CheckpointError(
+            f"{path}: holds {format_bytes(size)}, expected at most {format_bytes(max_bytes)}"
+        )
+    for number, data in enumerate(whole_blocks(path)):
+        content, name = io.BytesIO(data), f"{path}, block {number}"
+        blocks.append(_read_columns(content, name, max_bytes=max_bytes))
+        if (blocks[-1].signature, blocks[-1].version) != (blocks[0].signature, blocks[0].version):
+            raise CheckpointError(
+                f"{name}: is of {blocks[-1].signature}, but the first block of "
+                f"{blocks[0].signature}"
+            )
+    if not blocks:
+        raise CheckpointError(f"{path}: the recording was interrupted before a block was whole")
+    lengths = np.concatenate([np.diff(block.step_start) for block in blocks])
+    columns = {
+        name: np.concatenate([getattr(block, name) for block in blocks])
+        for name in _column_specs(blocks[0].signature, blocks[0].version)
+        if name != "step_start"
+    }
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    version, signature = blocks[0].version, blocks[0].signature
+    return Trace(version=version, signature=signature, step_start=starts, **columns)
+
+
+def _read_columns(
+    content: BinaryIO | None, path: str | os.PathLike[str], *, max_bytes: int
+) -> Trace:
+    with Archive(path, max_bytes=max_bytes, content=content) as archive:
+        version, signature = _read_header(archive)
+        specs = _column_specs(signature, version)
+        columns = {name: archive.read(name, dtype) for name, (dtype, _) in specs.items()}
+    sizes = {"L": signature.num_layers, "K": signature.top_k}
+    sizes |= {"S": columns["step_phase"].size, "T": columns["token_id"].size}
+    for name, (_, axes) in specs.items():
+        expected = tuple(sizes[axis] if axis != "S+1" else sizes["S"] + 1 for axis in axes)
+        if columns[name].shape != expected:
+            raise CheckpointError(
+                f"{archive.path}: column {name} has shape {columns[name].shape}, "
+                f"expected {list(axes)} = {expected}"
+            )
+    trace = Trace(version=version, signature=signature, **columns)
+    _check_values(trace, archive.path)
+    return trace
+
+
+def _column_specs(
+    signature: ModelSignature, version: int
+) -> dict[str, tuple[np.dtype[Any], tuple[str, ...]]]:
+    """Type and axes of every column, in the order of the file."""
+    updates = {"step_update": (np.dtype("<i4"), ("S",))}
+    return {
+        "step_phase": (np.dtype("|u1"), ("S",)),
+        "step_start": (np.dtype("<i8"), ("S+1",)),
+        "token_request": (np.dtype("<i4"), ("T",)),
+        "token_id": (np.dtype("<i4"), ("T",)),
+        "token_position": (np.dtype("<i4"), ("T",)),
+        "expert_ids": (expert_dtype(signature.num_experts), ("T", "L", "K")),
+        "gate_weights": (np.dtype("<f2"), ("T", "L", "K")),
+        **(updates if version == TRAINING_TRACE_VERSION else {}),
+    }
+
+
+def _read_header(archive: Archive) -> tuple[int, ModelSignature]:
+    """The version, and what was recorded."""
+    raw = archive.read("header", np.dtype("|u1"), max_bytes=_MAX_HEADER_BYTES)
+    try:
+        header = json.loads(raw.tobytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{archive.path}: the trace's header is not JSON: {error}") from None
+    if not isinstance(header, dict) or header.get("format") != TRACE_FORMAT:
+        raise CheckpointError(f"{archive.path}: not a routing trace of moe-runtime")
+    version = header.get("version")
+    if type(version) is not int or version not in (TRACE_VERSION, TRAINING_TRACE_VERSION):
+        raise CheckpointError(
+            f"{archive.path}: trace version {version!r} is not known, expected {TRACE_VERSION} or "
+            f"{TRAINING_TRACE_VERSION}; read it with the moe-runtime that wrote it, or record it "
+            "again"
+        )
+    return version, parse_signature(header.get("signature"), archive.path)
+
+
+def parse_signature(value: object, path: Path) -> ModelSignature:
+    """Reads a model's signature out of a header.
+
+    Raises:
+        CheckpointError: it lacks a field, or a value is not possible.
+    """
+    fields = {field.name: field.type for field in dataclasses.fields(ModelSignature)}
+    if not isinstance(value, dict) or set(value) != set(fields):
+        raise CheckpointError(f"{path}: the signature must have exactly {sorted(fields)}")
+    for name, kind in fields.items():
+        item = value[name]
+        if kind is str and isinstance(item, str):
+            continue
+        if kind is int and type(item) is int and 0 < item < 2**31:
+            continue
+        raise CheckpointError(f"{path}: the signature has {name} = {item!r}")
+    signature = ModelSignature(**value)
+    if signature.num_experts > 0xFFFF or signature.top_k > signature.num_experts:
+        raise CheckpointError(
+            f"{path}: the signature has {signature.num_experts} experts, "
+            f"top {signature.top_k}; expected at most {0xFFFF} experts and no larger top"
+        )
+    return signature
+
+
+def _check_values(trace: Trace, path: Path) -> None:
+    """Verifies what the columns say about each other."""
+    starts = trace.step_start
+    known = trace.expert_ids[trace.expert_ids != trace.absent]
+    num_phases = len(PHASES) - (trace.step_update is None)
+    updates = np.ones(0, np.int32) if trace.step_update is None else trace.step_update
+    problems = {
+        "step_start must rise from 0 to the number of tokens": starts[0] != 0
+        or starts[-1] != trace.num_tokens
+        or bool(np.any(starts[1:] < starts[:-1])),
+        f"step_phase must be below {num_phases}": _any(trace.step_phase >= num_phases),
+        "step_update must rise from at least 1": _any(updates < 1)
+        or _any(updates[1:] < updates[:-1]),
+        "token_request must not be negative": _any(trace.token_request < 0),
+        "token_position must not be negative": _any(trace.token_position < 0),
+        "token_id must lie in [-1, vocab_size)": _any(trace.token_id < -1)
+        or _any(trace.token_id >= trace.signature.vocab_size),
+        "expert_ids must be below num_experts": _any(known >= trace.signature.num_experts),
+    }
+    for expectation, violated in problems.items():
+        if violated:
+            raise CheckpointError(f"{path}: the trace is damaged: {expectation}")
+    check_weights(trace.gate_weights, "gate_weights", path)
+
+
+def _any(mask: np.ndarray) -> bool:
+    return bool(mask.any())

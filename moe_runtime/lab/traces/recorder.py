@@ -1,0 +1,287 @@
+"""Collects routing events while a model runs and writes them when it is done.
+
+Finished steps go to a journal beside the file as they come, so that a crash loses only the last.
+
+Legend: T tokens of one step, L layers, K experts a token visits.
+"""
+
+import io
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_runtime.files import (
+    check_output_path,
+    keep_interrupted,
+    named_failure,
+    writes_directly,
+)
+from moe_runtime.lab.traces.format import (
+    PHASES,
+    TRACE_VERSION,
+    TRAINING_TRACE_VERSION,
+    Trace,
+    absent_id,
+    as_recorded,
+    expert_dtype,
+    save_columns,
+    write_trace,
+)
+from moe_runtime.lab.traces.journal import JournalWriter
+from moe_runtime.types import ModelSignature
+
+
+class TraceRecorder:
+    """Records the routing of every token of every step into one file.
+
+    Call ``begin_request`` for each prompt, ``begin_step`` for each forward pass and ``routing`` for
+    each layer of it. An event costs two small array copies; a token takes ``L * K * 3`` bytes (4
+    when a layer has more than 255 experts) until the file is written by ``close``.
+
+    Args:
+        path: file to write, conventionally ``*.npz``. It is replaced only when the recording is
+            closed, and never left half written; a recording without steps leaves it as it was. What
+            a killed recording left beside it gets another name (``MoERuntimeWarning``).
+        signature: the model that is recorded.
+        trains: whether the forward passes belong to optimizer steps, whose numbers are recorded.
+        block_tokens: tokens after which a block of finished steps is appended to the journal.
+        block_s: seconds after which one is, whatever its size.
+
+    Raises:
+        CheckpointError: the file could not be written there, or another process is recording it.
+            Found out now rather than after minutes of generation.
+        ValueError: the model has more than 65535 experts a layer.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        signature: ModelSignature,
+        *,
+        trains: bool = False,
+        block_tokens: int = 256,
+        block_s: float = 1.0,
+    ) -> None:
+        if signature.num_experts > 0xFFFF:
+            raise ValueError(
+                f"a trace holds at most {0xFFFF} experts a layer, got {signature.num_experts}"
+            )
+        self._path = Path(path)
+        check_output_path(self._path, "trace")
+        with named_failure(self._path, "trace"):
+            keep_interrupted(self._path)
+        self._keeps_journal = not writes_directly(self._path)
+        self._signature = signature
+        self._expert_dtype = expert_dtype(signature.num_experts)
+        self._absent = absent_id(self._expert_dtype)
+        self._recording = True
+        self._closed = False
+        self._first_request = 0
+        self._num_requests = 0
+        self._block_tokens = block_tokens
+        self._block_s = block_s
+        self._journal: JournalWriter | None = None
+        self._journalled_steps = 0
+        self._waiting_tokens = 0
+        self._last_block_s = time.monotonic()
+        self._trains = trains
+        self._updates: list[int] = []
+        self._phases: list[int] = []
+        self._requests: list[np.ndarray] = []
+        self._token_ids: list[np.ndarray] = []
+        self._positions: list[np.ndarray] = []
+        self._expert_ids: list[np.ndarray] = []
+        self._weights: list[np.ndarray] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def is_done(self) -> bool:
+        """Never: everything is recorded."""
+        return False
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps recorded so far."""
+        return len(self._phases)
+
+    def begin_request(self, *, num_sequences: int = 1) -> None:
+        """Starts a prompt, or a batch of them: each sequence gets the next request number."""
+        if num_sequences < 1:
+            raise ValueError(f"num_sequences must be at least 1, got {num_sequences}")
+        if self._recording:
+            self._first_request = self._num_requests
+            self._num_requests += num_sequences
+
+    def begin_step(
+        self,
+        *,
+        phase: str,
+        token_ids: npt.ArrayLike,
+        positions: npt.ArrayLike,
+        sequences: npt.ArrayLike | None = None,
+        update: int | None = None,
+    ) -> None:
+        """Starts a forward pass.
+
+        Args:
+            phase: ``"prefill"``, ``"decode"`` or, of training, ``"train"``.
+            token_ids: ``[T]`` ids in the vocabulary, -1 where there is none.
+            positions: ``[T]`` positions in their sequences.
+            sequences: ``[T]`` sequence of the batch that each token belongs to; all 0 when omitted.
+            update: in training, the number of the optimizer step, from 1 on and never falling.
+
+        Raises:
+            ValueError: the phase is not known, the lengths differ, or the optimizer step does not
+                fit.
+        """
+        if phase not in PHASES:
+            raise ValueError(f"phase must be one of {', '.join(PHASES)}, got {phase!r}")
+        last = self._updates[-1] if self._updates else 1
+        if self._trains != (update is not None) or (update is not None and update < last):
+            wanted = f"a number from {last} on" if self._trains else "None outside of training"
+            raise ValueError(f"update must be {wanted}, got {update}")
+        if not self._recording:
+            return
+        tokens = np.array(token_ids, dtype=np.int32)
+        places = np.array(positions, dtype=np.int32)
+        rows = np.zeros_like(tokens) if sequences is None else np.array(sequences, dtype=np.int32)
+        if tokens.ndim != 1 or tokens.shape != places.shape or tokens.shape != rows.shape:
+            raise ValueError(
+                "token_ids, positions and sequences must be one-dimensional and equally long, got "
+                f"shapes {tokens.shape}, {places.shape} and {rows.shape}"
+            )
+        self._drop_half_step()
+        self._journal_if_due()
+        self._waiting_tokens += len(tokens)
+        self._num_requests = max(self._num_requests, 1)
+        if update is not None:
+            self._updates.append(update)
+        self._requests.append(rows + np.int32(self._first_request))
+        self._token_ids.append(tokens)
+        self._positions.append(places)
+        block = (len(tokens), self._signature.num_layers, self._signature.top_k)
+        self._expert_ids.append(np.full(block, self._absent, dtype=self._expert_dtype))
+        self._weights.append(np.zeros(block, dtype=np.float16))
+        self._phases.append(PHASES.index(phase))  # last: now it counts
+
+    def routing(self, layer: int, expert_ids: npt.ArrayLike, weights: npt.ArrayLike) -> None:
+        """Records where one layer sent the tokens of the current step.
+
+        Args:
+            layer: index among the Mixture-of-Experts layers.
+            expert_ids: ``[T, K]`` (or fewer columns, for a layer that uses fewer experts), -1 for
+                a choice of no expert.
+            weights: ``[T, K]`` what the experts' outputs are multiplied by.
+
+        Raises:
+            ValueError: no step was begun, or layer, shape or ids do not fit the model.
+        """
+        if not self._recording:
+            return
+        if not self._phases:
+            raise ValueError("routing was called before begin_step")
+        if not 0 <= layer < self._signature.num_layers:
+            raise ValueError(f"layer must be below {self._signature.num_layers}, got {layer}")
+        ids, gates = np.asarray(expert_ids), np.asarray(weights)
+        num_tokens, _, top_k = self._expert_ids[-1].shape
+        if ids.shape != gates.shape or len(ids) != num_tokens or not 0 < ids.shape[-1] <= top_k:
+            raise ValueError(
+                f"expert_ids and weights must be [{num_tokens}, {top_k}], "
+                f"got {ids.shape} and {gates.shape}"
+            )
+        if ids.size and not -1 <= ids.min() <= ids.max() < self._signature.num_experts:
+            raise ValueError(
+                f"expert_ids must lie in [-1, {self._signature.num_experts}), "
+                f"got {ids.min()} to {ids.max()}"
+            )
+        chosen, factors = as_recorded(ids, gates, self._absent)
+        self._expert_ids[-1][:, layer, : ids.shape[1]] = chosen
+        self._weights[-1][:, layer, : ids.shape[1]] = factors
+
+    def pause(self) -> None:
+        """Ignores all events until ``resume``; for warm-up."""
+        self._recording = False
+
+    def resume(self) -> None:
+        """Records again after ``pause``."""
+        self._recording = True
+
+    def close(self) -> None:
+        """Writes the file, if a step was recorded. Later calls do nothing.
+
+        Raises:
+            CheckpointError: the file cannot be written; what was finished is in the journal.
+        """
+        if self._closed:
+            return
+        if self._phases:
+            self._closed = True
+            self._recording = False
+            self._drop_half_step()
+            write_trace(self._path, self._trace(0))
+        self.discard()
+
+    def discard(self) -> None:
+        """Ends the recording and leaves the file as it was."""
+        self._closed = True
+        self._recording = False
+        if self._journal is not None:
+            self._journal.remove()
+
+    def _drop_half_step(self) -> None:
+        """Forgets what was noted of a step before an exception struck."""
+        columns = (self._requests, self._token_ids, self._positions, self._expert_ids)
+        for column in (*columns, self._weights, self._updates):
+            del column[len(self._phases) :]
+
+    def _journal_if_due(self) -> None:
+        """Appends the finished steps to the journal when there are many, or some wait long."""
+        if not self._keeps_journal:
+            return
+        now_s = time.monotonic()
+        is_due = self._waiting_tokens >= self._block_tokens
+        if not is_due and (not self._waiting_tokens or now_s - self._last_block_s < self._block_s):
+            return
+        if self._journal is None:
+            self._journal = JournalWriter(self._path)
+        block = io.BytesIO()
+        save_columns(block, self._trace(self._journalled_steps), compressed=False)
+        self._journal.append(block.getvalue())
+        self._journalled_steps = len(self._phases)
+        self._waiting_tokens = 0
+        self._last_block_s = now_s
+
+    def _trace(self, first_step: int) -> Trace:
+        some = slice(first_step, None)
+        lengths = [len(tokens) for tokens in self._token_ids[some]]
+        layers, top_k = self._signature.num_layers, self._signature.top_k
+        no_tokens = np.zeros(0, dtype=np.int32)
+        no_ids = np.zeros((0, layers, top_k), dtype=self._expert_dtype)
+        no_weights = np.zeros((0, layers, top_k), dtype=np.float16)
+        return Trace(
+            version=TRAINING_TRACE_VERSION if self._trains else TRACE_VERSION,
+            signature=self._signature,
+            step_phase=np.array(self._phases[some], dtype=np.uint8),
+            step_start=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            token_request=np.concatenate([no_tokens, *self._requests[some]]),
+            token_id=np.concatenate([no_tokens, *self._token_ids[some]]),
+            token_position=np.concatenate([no_tokens, *self._positions[some]]),
+            expert_ids=np.concatenate([no_ids, *self._expert_ids[some]]),
+            gate_weights=np.concatenate([no_weights, *self._weights[some]]),
+            step_update=np.array(self._updates[some], np.int32) if self._trains else None,
+        )

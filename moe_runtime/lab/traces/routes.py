@@ -1,0 +1,134 @@
+"""Recorded traces as the sequences that predictors learn from: joined, split, without repeats."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from moe_runtime.lab.traces.format import Trace
+from moe_runtime.policies.prediction.base import Routes, Shape
+from moe_runtime.types import ModelSignature
+
+GRAM_TOKENS = 8
+"""Tokens in a row that two texts do not share by accident."""
+UNKNOWN_MODEL = "unknown"
+"""Model type of files from elsewhere that do not say it."""
+REPEATED_SHARE = 0.5
+"""A sequence is a repetition when this share of its grams stands in one earlier sequence."""
+
+
+def shape_of(signature: ModelSignature) -> Shape:
+    """The sizes that predictors of a model are made for."""
+    return Shape(
+        num_layers=signature.num_layers,
+        num_experts=signature.num_experts,
+        top_k=signature.top_k,
+    )
+
+
+def same_model(one: ModelSignature, other: ModelSignature) -> bool:
+    """Whether files belong together; of one that does not name its model only sizes are known."""
+    if UNKNOWN_MODEL in (one.model_type, other.model_type):
+        return shape_of(one) == shape_of(other)
+    return one == other
+
+
+def routes_of(trace: Trace) -> Routes:
+    """Orders the tokens of a trace by request and position.
+
+    Requests that were served together lie interleaved in the trace; here each is one sequence.
+    """
+    order = np.lexsort((trace.token_position, trace.token_request))
+    requests = trace.token_request[order]
+    starts = np.flatnonzero(np.diff(requests, prepend=-1))
+    ids = trace.expert_ids[order].astype(np.int64)
+    ids[trace.expert_ids[order] == trace.absent] = trace.signature.num_experts
+    return Routes(
+        shape=shape_of(trace.signature),
+        expert_ids=ids,
+        gate_weights=trace.gate_weights[order].astype(np.float32),
+        token_ids=trace.token_id[order].astype(np.int64),
+        offsets=np.append(starts, trace.num_tokens).astype(np.int64),
+    )
+
+
+def without_repeats(routes: Routes) -> Routes:
+    """Leaves out sequences that mostly repeat an earlier one."""
+    return routes.select(unrepeated(routes))
+
+
+def unrepeated(routes: Routes) -> list[int]:
+    """The numbers of the sequences that do not mostly repeat an earlier one.
+
+    Half of a sequence's runs of eight tokens in one other sequence make it a repetition: a prompt
+    asked twice would otherwise be trained on and tested on. Sequences without token ids are
+    compared by the experts of their first layer.
+    """
+    seen: dict[bytes, set[int]] = {}
+    kept: list[int] = []
+    for sequence in range(routes.num_sequences):
+        grams = _grams(routes, sequence)
+        shared = Counter(other for gram in grams for other in seen.get(gram, ()))
+        if shared and max(shared.values()) > REPEATED_SHARE * len(grams):
+            continue
+        kept.append(sequence)
+        for gram in grams:
+            seen.setdefault(gram, set()).add(sequence)
+    return kept
+
+
+def split_sequences(routes: Routes, *, test_share: float, seed: int = 0) -> tuple[Routes, Routes]:
+    """Splits whole sequences at random into training and test.
+
+    Raises:
+        ValueError: either part would be empty.
+    """
+    train, test = split_numbers(routes.num_sequences, test_share=test_share, seed=seed)
+    return routes.select(train), routes.select(test)
+
+
+def split_numbers(
+    num_sequences: int, *, test_share: float, seed: int = 0
+) -> tuple[list[int], list[int]]:
+    """The numbers of the sequences to train on, and of those to test on.
+
+    Raises:
+        ValueError: either part would be empty.
+    """
+    order = np.random.default_rng(seed).permutation(num_sequences)
+    num_test = round(test_share * num_sequences)
+    if not 0 < num_test < num_sequences:
+        raise ValueError(
+            f"a test share of {test_share} of {num_sequences} sequences leaves nothing to train or "
+            "to test on; record more prompts, as `run --prompts FILE --trace` does, or choose "
+            "another share"
+        )
+    return sorted(order[num_test:].tolist()), sorted(order[:num_test].tolist())
+
+
+def join_routes(parts: Sequence[Routes]) -> Routes:
+    """The sequences of several recordings of one model.
+
+    Raises:
+        ValueError: there is none, or the shapes differ.
+    """
+    if not parts or any(part.shape != parts[0].shape for part in parts):
+        raise ValueError(f"expected traces of one model, got shapes {[p.shape for p in parts]}")
+    lengths = np.concatenate([np.diff(part.offsets) for part in parts])
+    return Routes(
+        shape=parts[0].shape,
+        expert_ids=np.concatenate([part.expert_ids for part in parts]),
+        gate_weights=np.concatenate([part.gate_weights for part in parts]),
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+    )
+
+
+def _grams(routes: Routes, sequence: int) -> set[bytes]:
+    rows = routes.tokens_of(sequence)
+    symbols = routes.token_ids[rows]
+    if (symbols < 0).any():
+        symbols = np.ascontiguousarray(routes.expert_ids[rows, 0])
+    symbols = symbols.reshape(len(symbols), -1)
+    last = max(1, len(symbols) - GRAM_TOKENS + 1)
+    return {symbols[start : start + GRAM_TOKENS].tobytes() for start in range(last)}

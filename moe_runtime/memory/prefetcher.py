@@ -1,0 +1,359 @@
+"""Live prefetch: what a predictor says, as far as the link has time for it and as long as it pays.
+
+Nothing here changes what is computed: a guess only changes when an expert is read.
+"""
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+from moe_runtime.config import nearest
+from moe_runtime.memory.link_meter import LinkState
+from moe_runtime.memory.prefetch_slots import Guesses
+from moe_runtime.policies.prediction.base import Guess, LayerRouted, Predictor, StepBegins
+from moe_runtime.policies.prefetch import Admission, Controller, PrefetchRules, StepCost
+from moe_runtime.types import ExpertKey
+
+
+class PrefetchMode(StrEnum):
+    """How far guesses go."""
+
+    OFF = "off"
+    OBSERVE = "observe"
+    ENFORCE = "enforce"
+    AUTO = "auto"
+
+
+def parse_mode(name: str) -> PrefetchMode:
+    """The mode of this name.
+
+    Raises:
+        ValueError: there is none; the message suggests the nearest one.
+    """
+    known = [mode.value for mode in PrefetchMode]
+    if name not in known:
+        raise ValueError(f"unknown prefetch mode {name!r}: {nearest(name, known)}")
+    return PrefetchMode(name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefetchStats:
+    """What prefetching did since it was attached or its counters were reset.
+
+    Attributes:
+        mode: off, observe, enforce or auto.
+        is_active: whether guesses are being read now; in ``auto`` the controller decides.
+        verdict: the controller's last comparison, in words.
+        recall: share of the experts visited one layer later that were among the guesses made for
+            that layer; nan before the first.
+        precision: share of those guesses that were visited.
+        predict_s: seconds spent observing, predicting and choosing what to read.
+        decode_s: seconds of all decode steps.
+        active_steps: decode steps in which guesses were made.
+        decode_steps: all decode steps.
+    """
+
+    mode: str
+    is_active: bool
+    verdict: str
+    recall: float
+    precision: float
+    predict_s: float
+    decode_s: float
+    active_steps: int
+    decode_steps: int
+
+
+@dataclass(slots=True)
+class _StepStart:
+    """What the clocks and counters said when a decode step began."""
+
+    now_s: float
+    predict_s: float
+    link: LinkState | None  # looked at only where the controller asks
+
+
+@dataclass(slots=True)
+class _Look:
+    """When the link was last accounted for: a layer had queued its demands, or a step began.
+
+    Layers of earlier steps have negative numbers.
+    """
+
+    layer: int
+    now_s: float
+    link: LinkState
+
+
+class TokenGuesses(Protocol):
+    """A predictor that is asked about a few tokens at a time, without events.
+
+    How it takes a layer's routing and hidden states is up to who calls
+    ``Prefetcher.tokens_routed``.
+    """
+
+    def begin_step(self) -> None:
+        """A step begins: guesses that were not judged are forgotten."""
+        ...
+
+    def look(self, layer: int, ids_TK: Any, hidden_TD: Any, horizon: int) -> list[Guess]:
+        """Takes note of a layer's routing and guesses the next ones', nearest layer first."""
+        ...
+
+    def take_counts(self) -> tuple[int, int, int]:
+        """Experts visited, guessed, and guessed rightly one layer ahead since the last call."""
+        ...
+
+
+class Prefetcher:
+    """Watches a model's steps and reads experts before their layer asks for them.
+
+    Used from the thread that computes. ``step`` is called before a forward pass, ``routed`` in each
+    layer after the demands were queued. While guesses are not wanted, neither does anything but
+    keep the time, and the history of predictors that need it.
+
+    Attributes:
+        mode: off asks nothing, observe asks and reads nothing, enforce reads, auto reads as long
+            as it pays.
+    """
+
+    def __init__(
+        self,
+        guesses: Guesses,
+        predictor: Predictor,
+        mode: PrefetchMode,
+        *,
+        num_layers: int,
+        top_k: int = 1,
+        rules: PrefetchRules | None = None,
+        token_look_ahead: TokenGuesses | None = None,
+    ) -> None:
+        """Joins a store's prefetches with a predictor.
+
+        Args:
+            guesses: the prefetches of the store that experts are computed from.
+            predictor: what to ask.
+            mode: see above.
+            num_layers: layers of the model.
+            top_k: experts that a token visits in a layer.
+            rules: when a guess is read.
+            token_look_ahead: a quicker predictor for steps of a few tokens.
+        """
+        self._guesses = guesses
+        self._token_look_ahead = token_look_ahead
+        self._predictor = predictor
+        self.mode = mode
+        self._controller = Controller()
+        self._admission = Admission(rules or PrefetchRules(), num_layers)
+        self._num_layers = num_layers
+        self._top_k = top_k
+        self._expected: dict[int, list[Guess]] = {}  # by the layer that comes next
+        self._reads = self._predicts = False
+        self._horizon = 1
+        self._step_start: _StepStart | None = None
+        self._last_look: _Look | None = None
+        self.reset_stats()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether guesses are read at the moment."""
+        return self.mode is PrefetchMode.ENFORCE or (
+            self.mode is PrefetchMode.AUTO and self._controller.is_active
+        )
+
+    @property
+    def wants_layers(self) -> bool:
+        """Whether ``routed`` has anything to do in the running step."""
+        return self._predicts or self._predictor.needs_history
+
+    def reset_stats(self) -> None:
+        """Sets the counters to zero, as after a warm-up; what was learned stays."""
+        self._predict_s = 0.0
+        self._decode_s = 0.0
+        self._active_steps, self._decode_steps = 0, 0
+        self._visited, self._guessed, self._found = 0, 0, 0
+        if self._token_look_ahead is not None:
+            self._token_look_ahead.take_counts()
+        self._step_start = self._last_look = None
+
+    def stats(self) -> PrefetchStats:
+        """The counters so far."""
+        if self._token_look_ahead is not None:
+            visited, guessed, found = self._token_look_ahead.take_counts()
+            self._visited += visited
+            self._guessed += guessed
+            self._found += found
+        is_auto = self.mode is PrefetchMode.AUTO
+        return PrefetchStats(
+            mode=self.mode.value,
+            is_active=self.is_active,
+            verdict=self._controller.verdict if is_auto else f"always {self.mode.value}",
+            recall=self._found / self._visited if self._visited else float("nan"),
+            precision=self._found / self._guessed if self._guessed else float("nan"),
+            predict_s=self._predict_s,
+            decode_s=self._decode_s,
+            active_steps=self._active_steps,
+            decode_steps=self._decode_steps,
+        )
+
+    def describe(self) -> str:
+        """The mode, and in ``auto`` what the controller made of it."""
+        if self.mode is PrefetchMode.AUTO:
+            share = f"{self._active_steps} of {self._decode_steps} steps"
+            return f"auto, {self._controller.verdict}; in use for {share}"
+        return self.mode.value
+
+    def step(self, event: StepBegins) -> None:
+        """A forward pass begins: the last one is judged, and its first layers are guessed."""
+        start_s = time.perf_counter()
+        sequences = event.sequences
+        is_prompt = len(sequences) > 1 and len(set(sequences.tolist())) < len(sequences)
+        if is_prompt:
+            # before a prompt nobody may have computed for hours: the last step has no end
+            self._step_start = None
+        else:
+            link = self._guesses.link() if self.mode is PrefetchMode.AUTO else None
+            self._end_step(start_s, link)
+            self._step_start = _StepStart(start_s, self._predict_s, link)
+            self._decode_steps += 1
+        # what goes for all layers of the step
+        self._reads = not is_prompt and self.is_active
+        self._predicts = self._reads or (not is_prompt and self.mode is PrefetchMode.OBSERVE)
+        self._active_steps += self._predicts
+        self._begin_account(start_s)
+        self._horizon = self._admission.horizon(self._top_k)
+        if self._token_look_ahead is not None and self._predicts:
+            self._token_look_ahead.begin_step()
+        if self.wants_layers:
+            self._predictor.observe(event)
+            self._guess(-1, start_s)
+
+    def routed(self, event: LayerRouted, keys: Collection[ExpertKey]) -> None:
+        """A layer was routed and has queued its demands; not to be told unless ``wants_layers``.
+
+        Args:
+            event: the routing.
+            keys: the experts that the layer uses, no one twice.
+        """
+        start_s = time.perf_counter()
+        expected = self._expected.pop(event.layer, None)
+        if expected is not None:
+            self._visited += len(keys)
+            self._guessed += len(expected)
+            self._found += sum(key in keys for key, _ in expected)
+        self._predictor.observe(event)
+        if self._predicts:
+            self._admission.used(event.layer, keys)
+        self._guess(event.layer, start_s)
+
+    def tokens_routed(
+        self, layer: int, keys: Collection[ExpertKey], ids_TK: Any, hidden_TD: Any
+    ) -> None:
+        """``routed`` for a step of a few tokens, by the quicker predictor that was given.
+
+        Args:
+            layer: which one.
+            keys: the experts that it uses.
+            ids_TK: where it sent the tokens, as the predictor takes it.
+            hidden_TD: what its gate was given.
+        """
+        start_s = time.perf_counter()
+        look_ahead = self._token_look_ahead
+        assert look_ahead is not None
+        made = look_ahead.look(layer, ids_TK, hidden_TD, self._horizon)
+        if self._reads:
+            self._admission.used(layer, keys)
+        self._act_on(made, layer, start_s)
+
+    def finish(self, sequence: int) -> None:
+        """A request ended."""
+        self._step_start = self._last_look = None
+        self._predictor.finish(sequence)
+
+    def forget(self) -> None:
+        """The running step did not come to its end: what was noted for it counts no more."""
+        self._step_start = self._last_look = None
+        self._reads = self._predicts = False
+        self._expected.clear()
+
+    def _end_step(self, now_s: float, link: LinkState | None) -> None:
+        start = self._step_start
+        if start is None:
+            return
+        seconds = now_s - start.now_s
+        self._decode_s += seconds
+        if link is not None and start.link is not None:
+            self._controller.step(
+                StepCost(
+                    seconds=seconds,
+                    stall_s=link.stall_s - start.link.stall_s,
+                    predict_s=self._predict_s - start.predict_s,
+                    saved_s=(link.came_true - start.link.came_true) * link.transfer_s,
+                )
+            )
+
+    def _guess(self, now: int, now_s: float) -> None:
+        """Asks for the coming layers and acts on the answer.
+
+        Args:
+            now: the last layer that was routed.
+            now_s: when the work for this layer began.
+        """
+        if not self._predicts:
+            self._predict_s += time.perf_counter() - now_s
+            return
+        made = self._predictor.predict(now, self._horizon)
+        if made:
+            next_layer = made[0][0].layer
+            is_near = made[-1][0].layer == next_layer
+            self._expected[next_layer] = (
+                made if is_near else [guess for guess in made if guess[0].layer == next_layer]
+            )
+        self._act_on(made, now, now_s)
+
+    def _act_on(self, made: list[Guess], now: int, now_s: float) -> None:
+        """Reads what is likely, useful, absent and affordable."""
+        urgent = self._choose(made, now, now_s) if self._reads else []
+        self._predict_s += time.perf_counter() - now_s
+        if urgent:  # starting a read costs what it costs when the layer demands it
+            self._guesses.start(urgent, dict(made), self._admission)
+
+    def _choose(self, made: list[Guess], now: int, now_s: float) -> list[Guess]:
+        """Takes stale guesses back; returns what is worth reading now, the most useful first."""
+        admission, guesses = self._admission, self._guesses
+        if guesses.may_be_stale:
+            for stale in guesses.cancel_except([key for key, _ in admission.likely(made)]):
+                admission.take_back(stale)
+        absent = guesses.absent(made, admission.least_probability)
+        if not absent:
+            return []
+        if admission.room < len(absent):
+            self._account(now, now_s)
+        return admission.most_useful(absent, now) if admission.room else []
+
+    def _begin_account(self, now_s: float) -> None:
+        """A step begins: its layers are numbered from 0, the last step's below that."""
+        if not self._reads:
+            self._last_look = None
+            return
+        if self._last_look is not None:
+            self._last_look.layer -= self._num_layers
+        self._account(0, now_s)
+
+    def _account(self, now: int, now_s: float) -> None:
+        """Credits the time that demands left of the link since it was last asked for.
+
+        That takes longer than most of what a layer asks, so it is done as a step begins, and within
+        it when credit is short.
+        """
+        last, link, now = self._last_look, self._guesses.link(), max(now, 0)
+        if last is not None:
+            idle_s = (now_s - last.now_s) - (link.demand_s - last.link.demand_s)
+            layers = max(now - last.layer, 1)
+            self._admission.idle(max(idle_s, 0.0), link.transfer_s, layers=layers)
+            missing = link.num_missing - last.link.num_missing
+            stall_s = link.stall_s - last.link.stall_s
+            self._admission.waited(range(last.layer, now), missing, stall_s)
+        self._last_look = _Look(now, now_s, link)

@@ -1,0 +1,238 @@
+"""Experts in the files of a checkpoint: positional reads of whole experts, past the page cache."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from moe_runtime.errors import CheckpointError
+from moe_runtime.kernels.native.library import native_library
+from moe_runtime.memory.changes import Changes
+from moe_runtime.memory.io_queue import Priority, Read, ReadQueue
+from moe_runtime.memory.layout import ExpertLayout
+from moe_runtime.memory.native_io_queue import BlockFault, NativeReadQueue, pack_blocks
+from moe_runtime.memory.slab import host_view
+from moe_runtime.types import ExpertKey
+
+READ_BYTES = 4 * 2**20
+"""Bytes of one positional read: large enough for full bandwidth, small enough to be overtaken."""
+
+
+class CheckpointFile:
+    """One open file. Reads go past the page cache where the file system allows it.
+
+    The page cache would hold a second copy of every expert that the store keeps, and count against
+    the same memory limit.
+    """
+
+    def __init__(self, path: Path, *, direct: bool = True) -> None:
+        """Opens the file.
+
+        Raises:
+            CheckpointError: the file cannot be opened.
+        """
+        self.path = path
+        self.direct = direct and hasattr(os, "O_DIRECT")
+        try:
+            self._fd = self._open()
+        except OSError as error:
+            raise CheckpointError(f"cannot open {path}: {error.strerror}") from None
+
+    def read(self, offset: int, into: memoryview, needed_bytes: int) -> int:
+        """Fills a buffer from the file.
+
+        Args:
+            offset: where to begin; whole blocks, as the buffer's address and length.
+            into: the buffer.
+            needed_bytes: how many bytes must arrive; the file may end after them.
+
+        Returns:
+            The number of bytes read.
+
+        Raises:
+            OSError: the disk reports an error.
+            EOFError: the file ends too early.
+        """
+        done = 0
+        while done < needed_bytes:
+            moved = os.preadv(self._fd, [into[done:]], offset + done)
+            if moved == 0:
+                raise EOFError(f"the file ends at byte {offset + done}")
+            done += moved
+        return done
+
+    @property
+    def fileno(self) -> int:
+        """The open file's descriptor."""
+        return self._fd
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._fd)
+
+    def _open(self) -> int:
+        if self.direct:
+            try:
+                return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            except OSError:
+                # tmpfs and some network file systems know no direct I/O
+                self.direct = False
+        return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Block:
+    """One positional read of an expert, and its place in the slot."""
+
+    file: Path
+    offset: int
+    place: int
+    size: int
+    needed: int
+
+
+class ExpertSource:
+    """The slowest tier: the experts of a checkpoint, read by byte range from its original files.
+
+    Attributes:
+        changed: guards the books of the tier that is filled.
+    """
+
+    def __init__(
+        self, layouts: Mapping[ExpertKey, ExpertLayout], *, io_threads: int = 4, direct: bool = True
+    ) -> None:
+        """Opens the files that hold the experts.
+
+        Args:
+            layouts: where each expert lies.
+            io_threads: how many reads are in flight at once.
+            direct: go past the page cache where possible.
+
+        Raises:
+            CheckpointError: a file cannot be opened.
+            ValueError: there would be no reading thread.
+        """
+        self._layouts = dict(layouts)
+        paths = {extent.file for layout in layouts.values() for extent in layout.extents}
+        library = native_library()
+        self._native = library and NativeReadQueue(library, io_threads)
+        self._queue = None if self._native else ReadQueue(io_threads)
+        self.changed: Changes = self._native.changed if self._native else Changes()
+        self._files: dict[Path, CheckpointFile] = {}
+        self._packed: dict[ExpertKey, tuple[bytes, BlockFault]] = {}
+        try:
+            for path in sorted(paths):
+                self._files[path] = CheckpointFile(path, direct=direct)
+        except CheckpointError:
+            self.close()
+            raise
+
+    def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
+        """Starts to read an expert into a slot.
+
+        Threads of the interpreter tell the read of its end themselves; native ones leave that to
+        whoever takes ``changed`` next.
+        """
+        if self._native:
+            packed = self._packed.get(key)
+            if packed is None:
+                assert self._layouts[key].slot_bytes <= slot.nbytes
+                packed = self._packed[key] = self._pack(key), partial(self._fault, key)
+            blocks, fault = packed
+            self._native.submit(blocks, slot.data_ptr(), read, fault)
+            return
+        assert self._queue is not None
+        buffer = host_view(slot)
+        blocks = [
+            partial(self._read_block, key, number, block, buffer)
+            for number, block in enumerate(self._blocks(key))
+        ]
+        self._queue.submit(blocks, read)
+
+    def read(self, slots: Mapping[ExpertKey, torch.Tensor]) -> None:
+        """Reads experts into slots and returns when all reads have ended.
+
+        Raises:
+            CheckpointError: an expert could not be read.
+        """
+
+        def announce(_: Read) -> None:
+            with self.changed:
+                self.changed.notify_all()
+
+        reads = {key: Read(Priority.DEMAND, announce) for key in slots}
+        with self.changed:
+            for key, read in reads.items():
+                self.fetch(key, slots[key], read)
+            while not all(read.ended_s for read in reads.values()):
+                self.changed.wait()
+        for read in reads.values():
+            if read.error is not None:
+                raise read.error
+
+    def promote(self, key: ExpertKey, read: Read) -> None:
+        """Serves the rest of a read before all read-aheads."""
+        self._threads.promote(read)
+
+    def cancel(self, read: Read) -> bool:
+        """Takes back a read that has not begun; says whether it could be."""
+        return self._threads.cancel(read)
+
+    def is_under_way(self, read: Read) -> bool:
+        """Whether a read was started and its end is still to be told."""
+        return self._threads.is_under_way(read)
+
+    def let_go(self) -> None:
+        """Gives up what an exception left to this thread; native threads share ``changed``."""
+        if self._queue is not None:
+            self._queue.let_go()
+
+    def close(self) -> None:
+        """Ends the reading threads and closes the files."""
+        self._threads.close()
+        for file in self._files.values():
+            file.close()
+
+    @property
+    def _threads(self) -> NativeReadQueue | ReadQueue:
+        threads = self._native or self._queue
+        assert threads is not None
+        return threads
+
+    def _blocks(self, key: ExpertKey) -> list[_Block]:
+        return [
+            _Block(
+                file=extent.file,
+                offset=extent.offset + begin,
+                place=extent.slot_offset + begin,
+                size=min(READ_BYTES, extent.num_bytes - begin),
+                needed=max(0, min(READ_BYTES, extent.needed_bytes - begin)),
+            )
+            for extent in self._layouts[key].extents
+            for begin in range(0, extent.num_bytes, READ_BYTES)
+        ]
+
+    def _pack(self, key: ExpertKey) -> bytes:
+        return pack_blocks(
+            [
+                (self._files[b.file].fileno, b.offset, b.place, b.size, b.needed)
+                for b in self._blocks(key)
+            ]
+        )
+
+    def _read_block(self, key: ExpertKey, number: int, block: _Block, buffer: memoryview) -> int:
+        into = buffer[block.place : block.place + block.size]
+        try:
+            return self._files[block.file].read(block.offset, into, block.needed)
+        except (OSError, EOFError) as error:
+            raise self._fault(key, number, error) from None
+
+    def _fault(self, key: ExpertKey, number: int, error: OSError | EOFError) -> CheckpointError:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        return CheckpointError(
+            f"cannot read expert {key.expert} of MoE layer {key.layer} "
+            f"from {self._blocks(key)[number].file}: {reason}"
+        )

@@ -1,0 +1,96 @@
+"""One tier filled from another: experts copied from host slots to device slots."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from moe_runtime.memory.changes import Changes
+from moe_runtime.memory.io_queue import Priority, Read, ReadQueue
+from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.types import ExpertKey
+
+COPY_THREADS = 2
+"""Demanded copies under way at once: one waits for its expert to be read while another uses the
+link. As many more are read ahead, by threads of their own."""
+
+
+class TierFetcher:
+    """Fills the slots of a tier from the store of the tier below, which it owns.
+
+    An expert is leased below for the time of its copy, so it cannot be evicted half-way. What is
+    read ahead here is read ahead there, what only passes through here passes through there, and a
+    demand waits for neither: it has threads and a slot below that no read-ahead takes.
+
+    Copies to a CUDA device run on a stream of their own, after the computation that was queued
+    before them: it may still read what the slot held until now.
+    """
+
+    def __init__(self, lower: ExpertStore[torch.Tensor], device: torch.device) -> None:
+        self.lower = lower
+        self.changed = Changes()
+        self._demands = ReadQueue(COPY_THREADS)
+        self._aheads = ReadQueue(max(1, min(COPY_THREADS, lower.num_slots - COPY_THREADS)))
+        self._copies: dict[Read, Callable[[], int]] = {}  # those that may still be promoted
+        self._device = device
+
+    def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
+        """Starts to copy an expert into a slot; it is read first if it is not resident below."""
+        copy = partial(self._copy, key, slot, read)
+        if read.priority is Priority.DEMAND:
+            self._demands.submit([copy], read)
+        else:
+            self._copies[read] = copy
+            self._aheads.submit([copy], read)
+
+    def promote(self, key: ExpertKey, read: Read) -> None:
+        """Serves a copy before all read-aheads, here and below."""
+        if read.priority is Priority.DEMAND:
+            return
+        read.priority = Priority.DEMAND  # first: who has begun it looks at this
+        if self._aheads.cancel(read):
+            self._demands.submit([self._copies.pop(read)], read)
+        else:
+            self._copies.pop(read, None)
+            self.lower.promote(key)
+
+    def cancel(self, read: Read) -> bool:
+        """Takes back a read that has not begun; says whether it could be."""
+        is_cancelled = self._aheads.cancel(read) or self._demands.cancel(read)
+        if is_cancelled:
+            self._copies.pop(read, None)
+        return is_cancelled
+
+    def is_under_way(self, read: Read) -> bool:
+        """Whether a copy was started and its end is still to be told."""
+        return self._aheads.is_under_way(read) or self._demands.is_under_way(read)
+
+    def let_go(self) -> None:
+        """Gives up what an exception left to this thread, here and below."""
+        self._demands.let_go()
+        self._aheads.let_go()
+        self.lower.let_go()
+
+    def close(self) -> None:
+        """Ends the tier below, and with it what waits for that; then the copies."""
+        self.lower.close()
+        self._aheads.close()
+        self._demands.close()
+
+    def _copy(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> int:
+        with self.lower.lease([key], streaming=read.passes, above=read) as lease:
+            for group in lease:
+                for _, source in group:
+                    self._move(source[: len(slot)], slot)
+        self._copies.pop(read, None)
+        return len(slot)
+
+    def _move(self, source: torch.Tensor, slot: torch.Tensor) -> None:
+        if slot.device.type != "cuda":
+            slot.copy_(source)
+            return
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.default_stream(self._device))
+        with torch.cuda.stream(stream):
+            slot.copy_(source, non_blocking=True)
+        stream.synchronize()

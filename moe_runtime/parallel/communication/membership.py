@@ -1,0 +1,118 @@
+"""Process groups that come and go while their processes live: the ground of elasticity.
+
+The default group of `torch.distributed` is fixed when a process starts. Groups made here belong to
+no default group, so a group of another size can be made, and used, while the old one still serves.
+All of it goes through gloo, for tensors on the CPU.
+
+Shape suffixes: P ranks, N numbers, R bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_runtime.errors import RankFailureError
+from moe_runtime.parallel.communication.transport import FlatTransport, LocalTransport, Transport
+
+Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]
+"""What processes share before they have a group: a place for keys and values."""
+
+
+def open_store(host: str, port: int, *, is_keeper: bool, timeout_s: float) -> Store:
+    """What all processes of a service share: opened by one, which keeps it, joined by the others.
+
+    Args:
+        host: Address of the keeper.
+        port: 0 takes a free one, for the keeper.
+        is_keeper: Whether this process keeps it.
+        timeout_s: Seconds to wait for the keeper, and for every answer.
+    """
+    limit = timedelta(seconds=timeout_s)
+    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        host, port, is_master=is_keeper, wait_for_workers=False, timeout=limit
+    )
+
+
+def open_group(
+    store: Store, name: str, rank: int, size: int, *, timeout_s: float
+) -> dist.ProcessGroup:
+    """Makes a gloo group of the processes that call this with the same store and name.
+
+    Returns when all of them have come. The group is independent of the default group.
+
+    Args:
+        store: What the processes share, for example a `TCPStore`.
+        name: Of the group; used once in the life of the store.
+        rank: This process's rank in the group.
+        size: Number of processes.
+        timeout_s: Seconds to wait for the others, here and in the group's collectives.
+
+    Raises:
+        RankFailureError: Somebody did not come.
+    """
+    own = dist.PrefixStore(  # pyright: ignore[reportPrivateImportUsage]
+        name, store
+    )
+    limit = timedelta(seconds=timeout_s)
+    try:
+        backend = dist.ProcessGroupGloo(own, rank, size, limit)
+    except RuntimeError as error:
+        raise RankFailureError(
+            f"the group {name!r} of {size} processes did not come together within "
+            f"{timeout_s:g} s: {str(error).splitlines()[0]}"
+        ) from error
+    group = dist.ProcessGroup(own, rank, size)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._register_backend(torch.device("cpu"), kind, backend)
+    group._set_default_backend(kind)
+    return group
+
+
+def open_transport(store: Store, name: str, rank: int, size: int, *, timeout_s: float) -> Transport:
+    """As `open_group`, as the transport that dispatch takes; nothing is made for one process."""
+    if size == 1:
+        return LocalTransport()
+    group = open_group(store, name, rank, size, timeout_s=timeout_s)
+    return FlatTransport(group, timeout_s=timeout_s)
+
+
+def exchange_bytes(
+    transport: Transport, letters: Mapping[int, bytes], note: int = 0
+) -> tuple[dict[int, bytes], list[int]]:
+    """Sends bytes to some ranks; a collective call.
+
+    Where nobody has anything to send, only a few numbers travel.
+
+    Args:
+        transport: The group.
+        letters: What goes to which rank, this one included.
+        note: A number for everybody.
+
+    Returns:
+        The bytes that came by the rank they came from, and every rank's note.
+    """
+    numbers_PN = torch.zeros((transport.size, 3), dtype=torch.int64)
+    for rank, letter in letters.items():
+        numbers_PN[rank, 0] = len(letter)
+    numbers_PN[:, 1] = numbers_PN[:, 0].sum()
+    numbers_PN[:, 2] = note
+    received_PN = transport.exchange_numbers(numbers_PN)
+    notes = received_PN[:, 2].tolist()
+    if not bool(received_PN[:, 1].any()):
+        return {}, notes
+    (route,) = transport.routes(numbers_PN[None, :, 0], received_PN[None, :, 0])
+    sent = b"".join(letters[rank] for rank in sorted(letters))
+    arrived_R1 = transport.exchange(_as_rows(sent), route).wait()
+    parts = arrived_R1.flatten().split(received_PN[:, 0].tolist())
+    return {rank: part.numpy().tobytes() for rank, part in enumerate(parts) if part.numel()}, notes
+
+
+def _as_rows(data: bytes) -> Tensor:
+    if not data:
+        return torch.empty((0, 1), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).unsqueeze(1)

@@ -1,0 +1,276 @@
+"""How rows travel between the ranks of an expert-parallel group.
+
+A transport moves variable numbers of rows between all pairs of ranks. Dispatch and combine use
+only the protocol below, so another way of moving rows (shared memory, one-sided writes) fits under
+them without change: it is told what every rank sends and receives (`routes`), and then moves rows
+along a route, forwards or back, any number of times.
+
+Shape suffixes: P ranks, C chunks, N numbers, R rows, D model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_runtime.parallel.communication.watch import DEFAULT_TIMEOUT_S, GroupWatch, device_of
+
+
+class Pending(Protocol):
+    """Rows on their way."""
+
+    def wait(self) -> Tensor:
+        """The rows that arrived, in the order of the ranks that sent them."""
+        ...
+
+
+class Transport(Protocol):
+    """Moves rows between the ranks of a group. All ranks call it in the same order.
+
+    Attributes:
+        rank: this process's rank in the group.
+        size: number of ranks.
+    """
+
+    rank: int
+    size: int
+
+    def exchange_numbers(self, numbers_PN: Tensor) -> Tensor:
+        """Sends row `p` to rank `p`; `[P, N]` int64 in and out, row `p` from rank `p`.
+
+        They may lie on any device, whatever the backend takes, and arrive where they were.
+        """
+        ...
+
+    def routes(self, sent_CP: Tensor, received_CP: Tensor) -> Sequence[object]:
+        """Prepares the exchanges of `C` chunks, given the rows per rank of each (on the CPU)."""
+        ...
+
+    def exchange(
+        self, rows_RD: Tensor, route: object, *, reverse: bool = False, out: Tensor | None = None
+    ) -> Pending:
+        """Starts moving rows, ordered by destination; `reverse` takes them back.
+
+        Args:
+            rows_RD: What to move.
+            route: The way.
+            reverse: Whether the rows travel from the end of the route to its beginning.
+            out: Where to write what arrives, to save a copy; may be ignored.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _FlatRoute:
+    send: list[int]
+    receive: list[int]
+
+
+class FlatTransport:
+    """One variable all-to-all over the whole group: NCCL or gloo, whichever the group has.
+
+    Rows that stay on their rank never reach it. Bytes sent by a rank are exactly its rows for other
+    ranks times the bytes of a row.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Raises `ValueError` if this process is not in the group or the timeout is not positive.
+
+        Args:
+            group: The ranks among which experts are spread.
+            timeout_s: Seconds after which waiting for another rank is an error that names it. On a
+                GPU the backend's own timeout holds.
+        """
+        self._group = group
+        self._watch = GroupWatch(group, timeout_s)
+        self.rank = self._watch.rank
+        self.size = self._watch.size
+
+    def exchange_numbers(self, numbers_PN: Tensor) -> Tensor:
+        splits = [1] * self.size
+        sent_PN = numbers_PN.contiguous().to(device_of(self._group, numbers_PN.device))
+        arrived = self._watch.all_to_all(self._group, sent_PN, splits, splits, "counts")
+        return arrived.wait().to(numbers_PN.device)
+
+    def routes(self, sent_CP: Tensor, received_CP: Tensor) -> list[_FlatRoute]:
+        pairs = zip(sent_CP.tolist(), received_CP.tolist(), strict=True)
+        return [_FlatRoute(send, receive) for send, receive in pairs]
+
+    def exchange(
+        self, rows_RD: Tensor, route: object, *, reverse: bool = False, out: Tensor | None = None
+    ) -> Pending:
+        assert isinstance(route, _FlatRoute)
+        send, receive = (route.receive, route.send) if reverse else (route.send, route.receive)
+        return self._watch.all_to_all(self._group, rows_RD.contiguous(), send, receive, "rows", out)
+
+
+class LocalTransport:
+    """A group of one process, which needs no process group."""
+
+    rank = 0
+    size = 1
+
+    def exchange_numbers(self, numbers_PN: Tensor) -> Tensor:
+        return numbers_PN
+
+    def routes(self, sent_CP: Tensor, received_CP: Tensor) -> list[None]:
+        return [None] * sent_CP.shape[0]
+
+    def exchange(
+        self, rows_RD: Tensor, route: object, *, reverse: bool = False, out: Tensor | None = None
+    ) -> Pending:
+        return Arrived(rows_RD)
+
+
+class Arrived:
+    """Rows that need not travel."""
+
+    def __init__(self, rows_RD: Tensor) -> None:
+        self._rows_RD = rows_RD
+
+    def wait(self) -> Tensor:
+        return self._rows_RD
+
+
+@dataclass(frozen=True, slots=True)
+class _GridRoute:
+    """Rows of one chunk as blocks.
+
+    Attributes:
+        sent_NM: rows for each (node, local rank).
+        middle_MN: rows of each local rank of this node for each node's rank of this local number.
+        received_NM: rows from each (node, local rank).
+    """
+
+    sent_NM: Tensor
+    middle_MN: Tensor
+    received_NM: Tensor
+
+
+class HierarchicalTransport:
+    """Two-dimensional all-to-all: within the node first, then between equal local ranks.
+
+    Between nodes there are `m` times fewer messages, each `m` times larger, than in the flat
+    exchange (`m` ranks per node). What arrives is the same, in the same order. From Tutel, here
+    for ragged rows: the counts of the middle step travel with one small exchange per layer.
+    """
+
+    def __init__(
+        self,
+        inside: dist.ProcessGroup,
+        across: dist.ProcessGroup,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Raises `ValueError` as `FlatTransport` does.
+
+        Args:
+            inside: The ranks of this node.
+            across: The ranks of the same local number on all nodes. The rank in the whole group is
+                `rank across * ranks inside + rank inside`.
+            timeout_s: As in `FlatTransport`.
+        """
+        self._inside, self._across = inside, across
+        self._watch_inside = GroupWatch(inside, timeout_s)
+        self._watch_across = GroupWatch(across, timeout_s)
+        self._num_inside, self._num_nodes = self._watch_inside.size, self._watch_across.size
+        self.size = self._num_inside * self._num_nodes
+        self.rank = self._watch_across.rank * self._num_inside + self._watch_inside.rank
+
+    def exchange_numbers(self, numbers_PN: Tensor) -> Tensor:
+        ones_NM = torch.ones((self._num_nodes, self._num_inside), dtype=torch.int64)
+        sent_PN = numbers_PN.to(device_of(self._inside, numbers_PN.device))
+        arrived = self.exchange(sent_PN, _GridRoute(ones_NM, ones_NM.T, ones_NM))
+        return arrived.wait().to(numbers_PN.device)
+
+    def routes(self, sent_CP: Tensor, received_CP: Tensor) -> list[_GridRoute]:
+        num_chunks = sent_CP.shape[0]
+        grid = (num_chunks, self._num_nodes, self._num_inside)
+        sent_CNM, received_CNM = sent_CP.reshape(grid), received_CP.reshape(grid)
+        splits = [1] * self._num_inside
+        device = device_of(self._inside, sent_CNM.device)
+        sent_MCN = sent_CNM.permute(2, 0, 1).contiguous().to(device)
+        middle_MCN = self._watch_inside.all_to_all(
+            self._inside, sent_MCN, splits, splits, "counts of the middle step"
+        )
+        middle_MCN = middle_MCN.wait().cpu()
+        return [
+            _GridRoute(sent_CNM[c], middle_MCN[:, c], received_CNM[c]) for c in range(num_chunks)
+        ]
+
+    def exchange(
+        self, rows_RD: Tensor, route: object, *, reverse: bool = False, out: Tensor | None = None
+    ) -> Pending:
+        assert isinstance(route, _GridRoute)
+        if reverse:
+            return self._exchange_back(rows_RD, route)
+        first = self._watch_inside.all_to_all(
+            self._inside,
+            _swap_blocks(rows_RD, route.sent_NM),
+            route.sent_NM.sum(dim=0).tolist(),
+            route.middle_MN.sum(dim=1).tolist(),
+            "rows inside the node",
+        )
+
+        def finish() -> Tensor:
+            return self._watch_across.all_to_all(
+                self._across,
+                _swap_blocks(first.wait(), route.middle_MN),
+                route.middle_MN.sum(dim=0).tolist(),
+                route.received_NM.sum(dim=1).tolist(),
+                "rows between nodes",
+            ).wait()
+
+        return _TwoSteps(finish)
+
+    def _exchange_back(self, rows_RD: Tensor, route: _GridRoute) -> Pending:
+        first = self._watch_across.all_to_all(
+            self._across,
+            rows_RD.contiguous(),
+            route.received_NM.sum(dim=1).tolist(),
+            route.middle_MN.sum(dim=0).tolist(),
+            "rows between nodes",
+        )
+
+        def finish() -> Tensor:
+            arrived = self._watch_inside.all_to_all(
+                self._inside,
+                _swap_blocks(first.wait(), route.middle_MN.T),
+                route.middle_MN.sum(dim=1).tolist(),
+                route.sent_NM.sum(dim=0).tolist(),
+                "rows inside the node",
+            ).wait()
+            return _swap_blocks(arrived, route.sent_NM.T)
+
+        return _TwoSteps(finish)
+
+
+class _TwoSteps:
+    """The first step is under way; the second one starts when somebody waits."""
+
+    def __init__(self, finish: FinishRows) -> None:
+        self._finish: FinishRows | None = finish
+        self._rows: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        if self._finish is not None:
+            self._rows = self._finish()
+            self._finish = None
+        assert self._rows is not None
+        return self._rows
+
+
+class FinishRows(Protocol):
+    def __call__(self) -> Tensor: ...
+
+
+def _swap_blocks(rows_RD: Tensor, sizes_AB: Tensor) -> Tensor:
+    """Rows in blocks ordered `(a, b)`, of the given sizes, reordered to `(b, a)`; contiguous."""
+    blocks = rows_RD.split(sizes_AB.flatten().tolist())
+    num_a, num_b = sizes_AB.shape
+    return torch.cat([blocks[a * num_b + b] for b in range(num_b) for a in range(num_a)])

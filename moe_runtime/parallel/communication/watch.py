@@ -1,0 +1,368 @@
+"""Who is missing: waiting for a collective, and naming the rank that it waits for.
+
+A collective that fails says that a connection closed or that time ran out, not whose fault it was.
+Nothing is exchanged for this while all goes well. A rank that has waited for some time leaves notes
+in the key-value store (`waiting.py`); when the wait ends badly, whoever leaves none is missing: the
+rank that was stopped, not those that wait for it elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_runtime.errors import RankFailureError
+from moe_runtime.parallel.communication.waiting import Inquiry, Notes
+
+# Raised whenever ranks of two versions of this room would not understand each other.
+PROTOCOL = 3
+DEFAULT_TIMEOUT_S = 300.0
+# How long others are given to be seen waiting, as a share of the timeout.
+_NOTE_SHARE = 0.2
+# Notes that a rank leaves in that time while it waits; the first comes after as long.
+_NOTES = 4
+_MAX_NOTE_S = 2.0
+_POLL_S = 0.02
+
+
+def backend_limit(timeout_s: float) -> timedelta:
+    """How long a group's own collectives may wait, if who is missing is to be known in time."""
+    return timedelta(seconds=timeout_s - min(_MAX_NOTE_S, timeout_s * _NOTE_SHARE))
+
+
+def device_of(group: dist.ProcessGroup, preferred: torch.device) -> torch.device:
+    """Where a group's backend takes a tensor: where it lies if it may (NCCL knows GPUs only)."""
+    kinds = [device.type for device in group._device_types]
+    if preferred.type in kinds:
+        return preferred
+    kind = kinds[0]
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
+class GroupWatch:
+    """Waits for the collectives of one process group.
+
+    Attributes:
+        rank: this process's rank in the group.
+        size: number of processes.
+        timeout_s: seconds after which a wait ends with `RankFailureError`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Leaves this process's address in the store.
+
+        Raises:
+            ValueError: The timeout is not positive, or this process is not in the group.
+        """
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+        if not isinstance(group, dist.ProcessGroup):
+            raise ValueError("this process is not a member of the process group")
+        # Asked of the group itself, which need not be part of the default group.
+        rank = self.rank = group.rank()
+        self.size = group.size()
+        self.timeout_s = timeout_s
+        self._note_s = min(_MAX_NOTE_S, timeout_s * _NOTE_SHARE)
+        self._store = group.get_group_store()
+        self._step = 0
+        self._has_met = False
+        self._process = f"{socket.gethostname()}:{os.getpid()}"
+        self._notes = Notes(self._store, self._process)
+        # A process that forms a new group goes on, whatever it named as missing before.
+        self._notes.take_back()
+        self._store.set(f"moe/process/{rank}", f"{self._process} {PROTOCOL}")
+
+    def all_to_all(
+        self,
+        group: dist.ProcessGroup,
+        rows: Tensor,
+        send_splits: list[int],
+        receive_splits: list[int],
+        what: str,
+        out: Tensor | None = None,
+    ) -> PendingRows:
+        """Starts a variable all-to-all of the rows (the first dimension) of a contiguous tensor."""
+        self._meet()
+        if out is None:
+            out = rows.new_empty((sum(receive_splits), *rows.shape[1:]))
+        self._step += 1
+        try:
+            work = dist.all_to_all_single(
+                out, rows, receive_splits, send_splits, group=group, async_op=True
+            )
+        except RuntimeError as error:
+            raise self._failure(error, self._step, time.monotonic(), what) from error
+        assert work is not None
+        return PendingRows(self, work, out, rows, self._step, what)
+
+    def all_reduce(self, group: dist.ProcessGroup, values: Tensor, what: str) -> None:
+        """Sums a tensor over the ranks, in place.
+
+        Raises:
+            RankFailureError: A rank died, stalled or is at another collective.
+        """
+        self._meet()
+        self._step += 1
+        try:
+            work = dist.all_reduce(values, group=group, async_op=True)
+        except RuntimeError as error:
+            raise self._failure(error, self._step, time.monotonic(), what) from error
+        assert work is not None
+        self.wait(work, self._step, values.device.type == "cpu", what)
+
+    @contextlib.contextmanager
+    def over_torch(self, what: str) -> Iterator[None]:
+        """Names who is missing when a collective of torch's own fails within the block.
+
+        FSDP2, `DTensor`s and checkpoints wait as long as the backend lets them, which
+        `backend_limit` makes shorter than `timeout_s`. All ranks enter the block.
+
+        Args:
+            what: What is done in the block.
+
+        Raises:
+            RankFailureError: A rank died or stalled.
+        """
+        self._step += 1
+        started = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            if not _is_of_an_exchange(error):
+                raise
+            raise self._failure(error, self._step, started, what) from error
+
+    def wait(self, work: dist.Work, step: int, on_cpu: bool, what: str) -> None:
+        """Waits for a collective.
+
+        The death of a process is looked for, too: what is missing here may be kept back by a rank
+        that lives and waits for the dead one. It is not an error at once, as a process may also
+        have ended in good order, with its part of this collective done.
+
+        Raises:
+            RankFailureError: It failed, took longer than `timeout_s`, or a process has ended and
+                what is missing does not come soon.
+        """
+        if not on_cpu:
+            # Puts a dependency on the stream; the backend has a watchdog of its own.
+            work.wait()
+            return
+        started = time.monotonic()
+        # The last part of the time is for reading the others' notes.
+        deadline = started + self.timeout_s - self._note_s
+        while True:
+            left = deadline - time.monotonic()
+            slice_s = max(min(self._note_s / _NOTES, left), 0.001)
+            try:
+                work.wait(timedelta(seconds=slice_s))
+            except RuntimeError as error:
+                if work.is_completed() or left <= 0:
+                    raise self._failure(error, step, started, what) from error
+                try:
+                    self._notes.wait_for(self._members(), step)
+                except RuntimeError:
+                    raise self._failure(error, step, started, what) from error
+                if self.ended_ranks():
+                    deadline = min(deadline, time.monotonic() + self._note_s)
+            else:
+                if self._notes.is_left:
+                    self._notes.take_back()
+                return
+
+    def _meet(self) -> None:
+        """Waits for everybody's address, once: who speaks another protocol is told before messages
+        of other sizes than expected are on their way.
+
+        Raises:
+            RankFailureError: A rank has another protocol, or does not come.
+        """
+        if self._has_met:
+            return
+        deadline = time.monotonic() + self.timeout_s
+        keys = [f"moe/process/{rank}" for rank in range(self.size)]
+        while not self._store.check(keys):
+            if time.monotonic() > deadline:
+                missing = tuple(r for r, key in enumerate(keys) if not self._store.check([key]))
+                raise self._named(missing, f"did not arrive within {self.timeout_s:g} s", "")
+            time.sleep(_POLL_S)
+        protocols = [int(self._value(key).split()[1]) for key in keys]
+        theirs_P1 = torch.tensor(protocols).view(-1, 1)
+        check_agreement([("the dispatch protocol", PROTOCOL)], theirs_P1, self.rank)
+        self._has_met = True
+
+    def ended_ranks(self) -> tuple[int, ...]:
+        """Ranks whose processes ran on this machine and are gone, for no other's fault."""
+        try:
+            return tuple(
+                rank
+                for rank, process in enumerate(self._members())
+                if rank != self.rank and _has_ended(process) and not self._has_given_up(process)
+            )
+        except RuntimeError:
+            # The store went with the process that kept it.
+            return ()
+
+    def _failure(
+        self, error: RuntimeError, step: int, started: float, what: str
+    ) -> RankFailureError:
+        try:
+            members = self._members()
+            culprits, did = self._culprits(members, step, started)
+        except RuntimeError:
+            return RankFailureError(
+                f"exchange {step} ({what}) failed ({_first_line(error)}), and the store of the "
+                "process group does not answer: the process that keeps it (rank 0, unless a "
+                "launcher does) has ended"
+            )
+        ranks = tuple(rank for rank, process in enumerate(members) if process in culprits)
+        elsewhere = sorted(culprits - set(members))
+        reason = f"in exchange {step} ({what}): {_first_line(error)}"
+        if ranks:
+            return self._named(ranks, did, f"; rank {self.rank} waited for it {reason}")
+        if elsewhere:
+            # Whom this rank waited for waits in another group.
+            return RankFailureError(
+                f"process {', '.join(elsewhere)} (host and number) of another group {did}; rank "
+                f"{self.rank} of {self.size} waited for others that wait for it, {reason}"
+            )
+        return RankFailureError(
+            f"exchange {step} ({what}) failed although every rank reached it: {_first_line(error)}"
+        )
+
+    def _named(self, ranks: tuple[int, ...], did: str, where: str) -> RankFailureError:
+        noun = "rank" if len(ranks) == 1 else "ranks"
+        names = ", ".join(map(str, ranks))
+        return RankFailureError(f"{noun} {names} of {self.size} {did}{where}", ranks=ranks)
+
+    def _culprits(self, members: list[str], step: int, started: float) -> tuple[set[str], str]:
+        """The processes at fault, and what they did; none if all reached the exchange."""
+        inquiry = Inquiry(self._process, members, self._notes.of, _has_ended)
+        called = time.monotonic()
+        deadline = max(started + self.timeout_s, called + self._note_s)
+        while True:
+            self._notes.wait_for(members, step)
+            inquiry.look()
+            # A connection closes a little before its process is seen to be gone.
+            if inquiry.ended or time.monotonic() > (
+                deadline if inquiry.missing else called + self._note_s
+            ):
+                break
+            time.sleep(_POLL_S)
+        did = "has ended" if inquiry.ended else f"did not arrive within {self.timeout_s:g} s"
+        culprits = inquiry.ended or inquiry.missing or self._at_another_step(members, step)
+        self._notes.give_up_on(culprits, step)
+        self._stay_for(inquiry.waiting)
+        return culprits, did
+
+    def _at_another_step(self, members: list[str], step: int) -> set[str]:
+        """Who waits in another exchange of this group, where everybody waits."""
+        notes = {process: self._notes.of(process) for process in members}
+        return {
+            process
+            for process, note in notes.items()
+            if note is not None and list(note.others) == members and note.step != step
+        }
+
+    def _stay_for(self, waiting: set[str]) -> None:
+        """Lives until those that wait have found out as well, if they do soon: this process may
+        keep the store, and must not be taken for the one that was missing."""
+        until = time.monotonic() + self._note_s
+        while time.monotonic() < until:
+            if all(self._has_given_up(process) or _has_ended(process) for process in waiting):
+                return
+            time.sleep(_POLL_S)
+
+    def _has_given_up(self, process: str) -> bool:
+        note = self._notes.of(process)
+        return note is not None and note.has_given_up
+
+    def _members(self) -> list[str]:
+        """The names of the group's processes by rank; of those that did not come, the rank."""
+        found = [self._value(f"moe/process/{rank}").split() for rank in range(self.size)]
+        return [words[0] if words else f"rank-{rank}" for rank, words in enumerate(found)]
+
+    def _value(self, key: str) -> str:
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+
+class PendingRows:
+    """Rows on their way. Keeps what is being sent alive until it has left."""
+
+    def __init__(
+        self, watch: GroupWatch, work: dist.Work, out: Tensor, sent: Tensor, step: int, what: str
+    ) -> None:
+        self._watch = watch
+        self._work = work
+        self._sent: Tensor | None = sent
+        self.rows = out
+        self._step = step
+        self._what = what
+
+    def wait(self) -> Tensor:
+        """The rows that arrived, in the order of the ranks that sent them.
+
+        Raises:
+            RankFailureError: A rank died, stalled or is at another collective.
+        """
+        if self._sent is not None:
+            self._watch.wait(self._work, self._step, self.rows.device.type == "cpu", self._what)
+            self._sent = None
+        return self.rows
+
+
+def check_agreement(what: Iterable[tuple[str, int]], theirs_PN: Tensor, rank: int) -> None:
+    """Compares this rank's numbers with those of all ranks.
+
+    Args:
+        what: Name and own value of each number.
+        theirs_PN: `[P, N]` int64 on the CPU: the numbers of every rank.
+        rank: This rank.
+
+    Raises:
+        RankFailureError: Some rank has other numbers.
+    """
+    names, own = zip(*what, strict=True)
+    differs = theirs_PN != torch.tensor(own, dtype=torch.int64)
+    if not bool(differs.any()):
+        return
+    ranks = tuple(differs.any(dim=1).nonzero().flatten().tolist())
+    first = ranks[0]
+    column = int(differs[first].nonzero()[0])
+    raise RankFailureError(
+        f"ranks disagree about {names[column]}: rank {first} has "
+        f"{int(theirs_PN[first, column])}, rank {rank} has {own[column]}; start all ranks with the "
+        "same version, model and settings",
+        ranks=ranks,
+    )
+
+
+def _has_ended(process: str) -> bool:
+    """Whether a process of this machine is gone; False for other machines."""
+    host, _, pid = process.rpartition(":")
+    if host != socket.gethostname():
+        return False
+    try:
+        stat = Path("/proc", pid, "stat").read_text()
+    except OSError:
+        return Path("/proc").is_dir()
+    # The state follows the command's closing bracket; Z is a process nobody has collected yet.
+    return stat.rpartition(")")[2].split()[0] in "ZX"
+
+
+def _is_of_an_exchange(error: RuntimeError) -> bool:
+    """Whether a collective failed; gloo says so in its text alone."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
+def _first_line(error: RuntimeError) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0].strip() if lines else type(error).__name__

@@ -1,0 +1,1 @@
+"""Sparse materialisation of experts for every batch (Hecate)."""

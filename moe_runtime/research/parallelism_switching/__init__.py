@@ -1,0 +1,1 @@
+"""The degree of expert slicing chosen anew for every batch (Tutel)."""

@@ -1,0 +1,1 @@
+"""Text, tokens and the batches that are drawn from them."""

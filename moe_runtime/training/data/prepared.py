@@ -1,0 +1,204 @@
+"""What all runs have in common, whatever they train: settings, checkpoints, records, summary."""
+
+import dataclasses
+import json
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from moe_runtime.errors import CheckpointError
+from moe_runtime.files import (
+    check_output_path,
+    make_folders,
+    remove_abandoned,
+    write_atomically,
+)
+from moe_runtime.training.checkpoint import (
+    Progress,
+    check_settings,
+    checkpoints_in,
+    load_checkpoint,
+)
+from moe_runtime.training.config import LoopConfig, ParallelConfig
+from moe_runtime.training.config_tree import leaves
+from moe_runtime.training.data.tokens import TokenStreams
+from moe_runtime.training.loop import Trainer
+from moe_runtime.training.metrics import JsonLines, MetricsSink, TensorBoard, read_records
+from moe_runtime.training.sharded import read_progress
+
+SUMMARY_FILE = "summary.json"
+CHECKPOINTS = "checkpoints"
+DATA = "data"
+"""Folders in that of a run."""
+
+# What may change when a run goes on: it decides where and how fast, not which numbers come out.
+_FREE_NAMES = (
+    *("output", "device", "threads", "recompute", "compile", "log_every", "evaluate_every"),
+    *(
+        "host_memory",
+        "device_memory",
+        "evaluate_tokens",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "tensorboard",
+        "export_dtype",
+        "trace",
+        "trace_steps",
+    ),
+)
+_FREE = frozenset(
+    {
+        *(f"run.{name}" for name in _FREE_NAMES),
+        *("model.moe.impl", "model.moe.recompute"),
+        *(f"parallel.{field.name}" for field in dataclasses.fields(ParallelConfig)),
+    }
+)
+# What only the steps to come depend on: a resumed run may change it if asked to.
+_SCHEDULE = frozenset(
+    {
+        *("run.steps", "data.short_context", "data.short_share"),
+        *(f"optimizer.{name}" for name in ("peak_rate", "warmup_steps", "final_share")),
+    }
+)
+
+
+class Prepared(Protocol):
+    """What is asked of a prepared run, whatever it trains."""
+
+    @property
+    def config(self) -> LoopConfig: ...
+
+    @property
+    def output(self) -> Path: ...
+
+    @property
+    def checkpoints(self) -> Path: ...
+
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
+
+    @property
+    def streams(self) -> Mapping[str, TokenStreams]: ...
+
+    @property
+    def num_parameters(self) -> int: ...
+
+    @property
+    def num_active_parameters(self) -> int: ...
+
+
+def check_outputs(output: Path, trace: Path | None) -> None:
+    """Refuses places where nothing could be written, and removes what killed runs left half there.
+
+    Args:
+        output: the run's folder; may be missing.
+        trace: the file of its trace, if one is wanted.
+
+    Raises:
+        CheckpointError: a file could not be written.
+    """
+    # A trace in the run's folder finds it there when it is begun.
+    if trace is not None and not trace.resolve().is_relative_to(output.resolve()):
+        check_output_path(trace, "trace")
+    for folder in (output, output / CHECKPOINTS, output / DATA):
+        remove_abandoned(folder)
+        if folder.is_dir():
+            check_output_path(folder / SUMMARY_FILE, "run's output")
+
+
+def find_state(
+    preparation: Prepared, *, resume: bool, reschedule: bool = False
+) -> tuple[Path | None, Progress | None]:
+    """The newest checkpoint of a run and what it holds; None twice where a run begins.
+
+    Raises:
+        CheckpointError: as `start`.
+    """
+    found = checkpoints_in(preparation.checkpoints)
+    if not found:
+        return None, None
+    last = found[-1]
+    if not resume:
+        raise CheckpointError(
+            f"{preparation.output}: holds a run already (the last checkpoint is "
+            f"{last.name}); --resume goes on with it, another run.output begins anew"
+        )
+    state = read_progress(last) if last.is_dir() else load_checkpoint(last)
+    check_settings(
+        last, state.settings, preparation.settings, schedule=_SCHEDULE, reschedule=reschedule
+    )
+    steps = preparation.config.run.steps
+    if state.step > steps:
+        raise CheckpointError(
+            f"{last}: has taken {state.step} steps already, run.steps asks for {steps}; "
+            f"set at least {state.step}"
+        )
+    return last, state
+
+
+def settings_of(config: Any, streams: Mapping[str, TokenStreams]) -> dict[str, Any]:
+    """What of a configuration must be the same when a run goes on, by dotted name."""
+    flat = dict(leaves(dataclasses.asdict(config), ""))
+    kept = {name: value for name, value in flat.items() if name not in _FREE}
+    for name, stream in streams.items():
+        kept[f"text of source {name!r}"] = stream.fingerprint
+    return kept
+
+
+def write_summary(preparation: Prepared, trainer: Trainer, folder: Path | None) -> dict[str, Any]:
+    """Writes and returns what a run came to; `folder` is that of the exported model."""
+    summary = _summary(preparation, trainer, folder)
+    make_folders(preparation.output)
+    with write_atomically(preparation.output / SUMMARY_FILE) as file:
+        file.write((json.dumps(summary, indent=1) + "\n").encode())
+    return summary
+
+
+def _summary(preparation: Prepared, trainer: Trainer, folder: Path | None) -> dict[str, Any]:
+    import transformers
+
+    records = read_records(preparation.output)
+    losses = [record["loss"] for record in records if "loss" in record]
+    held_out = [record for record in records if "held_out" in record]
+    return {
+        "steps": trainer.step,
+        "tokens": trainer.tokens,
+        "elapsed_s": round(trainer.elapsed_s, 3),
+        "tokens_per_s": round(trainer.tokens / trainer.elapsed_s, 1) if trainer.elapsed_s else None,
+        "skipped_steps": trainer.num_skipped,
+        "loss": losses[-1] if losses else None,
+        "held_out": held_out[-1]["held_out"] if held_out else {},
+        "held_out_mean": held_out[-1]["held_out_mean"] if held_out else None,
+        "parameters": preparation.num_parameters,
+        "active_parameters": preparation.num_active_parameters,
+        "offload": trainer.report(),
+        "trace": None if trainer.trace is None else str(trainer.trace.path),
+        "output": str(preparation.output),
+        "model": None if folder is None else str(folder),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+def mixture(preparation: Prepared) -> dict[str, float]:
+    """Share of each source, as the batches have it: by weight, else by size."""
+    sources = preparation.config.data.sources
+    return {
+        name: sources[name].weight or float(len(stream.training))
+        for name, stream in preparation.streams.items()
+    }
+
+
+def open_sinks(preparation: Prepared, first_step: int) -> list[MetricsSink]:
+    """Where a run's records go; records from `first_step` on are forgotten."""
+    sinks: list[MetricsSink] = []
+    if preparation.config.run.tensorboard:
+        sinks.append(TensorBoard(preparation.output / "tensorboard", first_step=first_step))
+    sinks.append(JsonLines(preparation.output, first_step=first_step))
+    return sinks

@@ -1,0 +1,137 @@
+"""Documents as streams of token ids, kept on disk so that a resumed run need not encode again."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_runtime.errors import blamed_on
+from moe_runtime.files import make_folders, write_atomically
+from moe_runtime.folders import replace_folder
+from moe_runtime.models.lm.tokenizer import train_tokenizer
+from moe_runtime.training.config import TokenizerConfig
+from moe_runtime.training.data.text import Corpus
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Ids = npt.NDArray[np.unsignedinteger[Any]]
+"""A stream of token ids: uint16 where the vocabulary allows, uint32 otherwise."""
+
+# Documents encoded at a time: enough for the tokenizer's threads, little next to the text itself.
+_BATCH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStreams:
+    """One source as token ids, every document followed by the end-of-text token.
+
+    Attributes:
+        training: ids to train on.
+        held_out: ids to measure on; may be empty.
+        fingerprint: of the text, its division and the tokenizer.
+    """
+
+    training: Ids
+    held_out: Ids
+    fingerprint: str
+
+
+def obtain_tokenizer(
+    config: TokenizerConfig, corpora: Mapping[str, Corpus], *, folder: Path, saved: Path
+) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a run: loaded from its folder, or trained once and saved with the run.
+
+    Args:
+        config: where it comes from.
+        corpora: the text, to train on.
+        folder: what a relative path starts from.
+        saved: folder in the run's output where a trained one is kept.
+
+    Raises:
+        ValueError: the folder holds no usable tokenizer, or the tokenizer has no end-of-text token.
+    """
+    if config.path is not None:
+        return load_tokenizer(folder / config.path.expanduser())
+    assert config.vocab_size is not None  # the configuration checks it
+    if not (saved / "tokenizer.json").is_file():
+        texts = (text for corpus in corpora.values() for text in corpus.training)
+        tokenizer = train_tokenizer(texts, vocab_size=config.vocab_size)
+        with replace_folder(saved, keeps=lambda path: True) as new:
+            tokenizer.save_pretrained(new)
+    return load_tokenizer(saved)
+
+
+def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
+    """Loads a Hugging Face tokenizer from a folder.
+
+    Raises:
+        ValueError: as `obtain_tokenizer`.
+    """
+    from transformers import AutoTokenizer
+
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"{folder}: has no tokenizer.json, so it is not a tokenizer's folder")
+    with blamed_on(f"{folder}: the tokenizer cannot be loaded; its files are damaged", ValueError):
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"{folder}: the tokenizer has no end-of-text token (eos_token), which divides documents"
+        )
+    return tokenizer
+
+
+def encode_corpus(
+    corpus: Corpus, tokenizer: "PreTrainedTokenizerBase", *, cache: Path, name: str
+) -> TokenStreams:
+    """The token streams of a corpus, read from the cache where they lie there already.
+
+    Args:
+        corpus: the text.
+        tokenizer: a fast tokenizer with an end-of-text token.
+        cache: folder for encoded streams.
+        name: of the source, for file names.
+
+    Raises:
+        OSError: the cache cannot be written.
+    """
+    identity = hashlib.sha256()
+    identity.update(corpus.fingerprint.encode())
+    identity.update(_tokenizer_identity(tokenizer))
+    fingerprint = identity.hexdigest()[:16]
+    streams: list[Ids] = []
+    for side, documents in (("training", corpus.training), ("held-out", corpus.held_out)):
+        path = cache / f"{name}-{side}-{fingerprint}.npy"
+        if not path.is_file():
+            ids = encode(documents, tokenizer)
+            make_folders(cache)
+            with write_atomically(path) as file:
+                np.save(file, ids)
+        streams.append(np.load(path, mmap_mode="r" if path.stat().st_size > 1 << 20 else None))
+    return TokenStreams(streams[0], streams[1], fingerprint)
+
+
+def encode(documents: Iterable[str], tokenizer: "PreTrainedTokenizerBase") -> Ids:
+    """All documents as one stream, each followed by the end-of-text token."""
+    encoder: Any = tokenizer
+    end = encoder.eos_token_id
+    dtype = np.uint16 if len(encoder) <= 1 << 16 else np.uint32
+    pieces: list[npt.NDArray[Any]] = []
+    remaining = list(documents)
+    for start in range(0, len(remaining), _BATCH):
+        batch = remaining[start : start + _BATCH]
+        # verbose: a document longer than the context is no reason for a warning, it gets cut.
+        with blamed_on("the tokenizer cannot encode the text", ValueError):
+            encoded = encoder(batch, add_special_tokens=False, verbose=False)["input_ids"]
+        for ids in encoded:
+            pieces.append(np.array([*ids, end], dtype=dtype))
+    return np.concatenate(pieces) if pieces else np.zeros(0, dtype=dtype)
+
+
+def _tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> bytes:
+    backend: Any = tokenizer
+    return f"{backend.backend_tokenizer.to_str()}{backend.eos_token_id}".encode()

@@ -1,0 +1,1 @@
+"""Fine-tuning of checkpoints whose experts are off memory."""

@@ -1,0 +1,386 @@
+"""Fine-tuning of a transformers checkpoint whose experts do not fit.
+
+With all parameters trained, the experts are read from the checkpoint once and live with their
+optimizer states where `offload_training` puts them. With adapters (LoRA), the experts are read from
+the checkpoint whenever they are needed, and never written. At the end a checkpoint like the first
+one is written, expert by expert.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moe_runtime.checkpoints.dense_weights import Progress, load_around_experts
+from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
+from moe_runtime.checkpoints.expert_tensors import CheckpointExperts
+from moe_runtime.checkpoints.export import LikeCheckpoint
+from moe_runtime.checkpoints.model_files import read_generation_config
+from moe_runtime.checkpoints.opening import Checkpoint, build_on_meta, open_checkpoint
+from moe_runtime.inference.budget import MemoryPlan
+from moe_runtime.inference.loading import signature_of
+from moe_runtime.lab.traces.routes import shape_of
+from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.memory.slab import Slab
+from moe_runtime.memory.source import ExpertSource
+from moe_runtime.policies.eviction import Setting, make_policy
+from moe_runtime.training.checkpoint import TrainingState
+from moe_runtime.training.checkpoint_model import (
+    CheckpointModel,
+    MergedAdapters,
+    add_attention_adapters,
+    float_parameters,
+    require_positions,
+)
+from moe_runtime.training.data.batches import Batches, windows_of
+from moe_runtime.training.data.prepared import (
+    CHECKPOINTS,
+    DATA,
+    check_outputs,
+    find_state,
+    mixture,
+    open_sinks,
+    settings_of,
+    write_summary,
+)
+from moe_runtime.training.data.text import read_corpus
+from moe_runtime.training.data.tokens import TokenStreams, encode_corpus, load_tokenizer
+from moe_runtime.training.finetune.memory import divide_budget, slots_plan, state_format
+from moe_runtime.training.finetune.settings import FinetuneConfig
+from moe_runtime.training.loop import Trainer, TrainingRun
+from moe_runtime.training.offload.directions import ZerothOrder
+from moe_runtime.training.offload.execution.adapters import AdapterTraining
+from moe_runtime.training.offload.execution.frozen import ExpertAdapters, FrozenPasses, adapters_for
+from moe_runtime.training.offload.handle import OffloadedTraining
+from moe_runtime.training.offload.memory import TrainingMemory
+from moe_runtime.training.offload.offloading import find_sites, layouts_of, offload_training
+from moe_runtime.training.offload.site import ExpertsSite
+from moe_runtime.training.offload.zeroth_order import ZerothOrderTraining, offload_zeroth_order
+from moe_runtime.training.offloaded import optimizer_settings, plan_of
+from moe_runtime.training.optimizer import Optimizer
+from moe_runtime.training.tracing import TrainingTrace, open_trace
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetunePreparation:
+    """Everything that a run needs before weights are read.
+
+    Attributes:
+        config: with the number of steps.
+        output: the run's folder.
+        storage: folder of the experts' states.
+        streams: encoded text by source.
+        batches: windows of it.
+        held_out: held-out windows by source.
+        checkpoint: the one that is fine-tuned.
+        model: on the meta device.
+        experts: where its experts lie.
+        exporter: writes checkpoints like it.
+        sites: the experts, as training sees them.
+        memory: how the budget is divided.
+        num_parameters, num_active_parameters: of the model.
+    """
+
+    config: FinetuneConfig
+    output: Path
+    storage: Path
+    streams: Mapping[str, TokenStreams]
+    batches: Batches
+    held_out: Mapping[str, npt.NDArray[np.int64]]
+    checkpoint: Checkpoint
+    model: PreTrainedModel
+    experts: ExpertMap
+    exporter: LikeCheckpoint
+    sites: list[ExpertsSite]
+    memory: TrainingMemory | MemoryPlan
+    num_parameters: int
+    num_active_parameters: int
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the run's checkpoints."""
+        return self.output / CHECKPOINTS
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What must be the same when the run goes on, by dotted name."""
+        return settings_of(self.config, self.streams)
+
+
+def prepare(
+    config: FinetuneConfig,
+    *,
+    epochs: float | None = None,
+    on_stage: Callable[[str], None] = lambda stage: None,
+) -> FinetunePreparation:
+    """Reads headers and text, and divides the budget; reads no weights yet.
+
+    Args:
+        config: of the run.
+        epochs: how often all text is trained on; replaces `config.run.steps`.
+        on_stage: called with a word on what is being done.
+
+    Raises:
+        CapacityError: the budget is too small; names the smallest that works.
+        CheckpointError: the checkpoint cannot be read.
+        UnsupportedModelError: it is no Mixture-of-Experts model that can be trained so.
+        ValueError: the text or an option cannot be as given.
+        OSError: a file cannot be read or written.
+    """
+    output = config.run.output.expanduser()
+    check_outputs(output, config.run.trace and config.run.trace.expanduser())
+    on_stage("reading the checkpoint's headers")
+    torch.manual_seed(config.run.seed)
+    dtype = torch.float32 if config.lora is None else DTYPES[config.run.precision]
+    checkpoint = open_checkpoint(config.model, dtype)
+    require_positions(checkpoint.config, config.data.context)
+    on_stage("reading the text")
+    corpora = {
+        name: read_corpus(name, source, config.data, Path())
+        for name, source in config.data.sources.items()
+    }
+    read_generation_config(checkpoint.folder)  # copied in the end; faults are found now
+    tokenizer = load_tokenizer(checkpoint.folder)
+    model = build_on_meta(checkpoint)
+    experts = map_experts(model, checkpoint)
+    on_stage("encoding the text")
+    streams = {
+        name: encode_corpus(corpus, tokenizer, cache=output / DATA, name=name)
+        for name, corpus in corpora.items()
+    }
+    _check_vocabulary(checkpoint, streams)
+    batches, held_out = windows_of(streams, config)
+    if epochs is not None:
+        windows = epochs * batches.windows_per_epoch
+        steps = max(1, round(windows / config.data.sequences_per_step))
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, steps=steps))
+    sites = find_sites(model)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    signature = signature_of(checkpoint, experts)
+    in_experts = sum(p.numel() for m in experts.modules for p in _parameters(m))
+    idle = 1 - signature.top_k / signature.num_experts
+    return FinetunePreparation(
+        config=config,
+        output=output,
+        storage=config.run.storage_dir or output / "experts",
+        streams=streams,
+        batches=batches,
+        held_out={name: windows for name, windows in held_out.items() if len(windows)},
+        checkpoint=checkpoint,
+        model=model,
+        experts=experts,
+        exporter=LikeCheckpoint(model, checkpoint, experts),
+        sites=sites,
+        memory=divide_budget(config, checkpoint, model, experts, sites),
+        num_parameters=total,
+        num_active_parameters=total - round(in_experts * idle),
+    )
+
+
+def start(
+    preparation: FinetunePreparation,
+    *,
+    resume: bool,
+    reschedule: bool = False,
+    progress: Progress | None = None,
+) -> Trainer:
+    """Reads the weights; a trainer at the beginning of the run, or at its last checkpoint.
+
+    Args:
+        preparation: as `prepare` gave it.
+        resume: go on from the newest checkpoint; without one, begin.
+        reschedule: the number of steps and the rate's course may be others than before.
+        progress: called with what is being done, the bytes done and the bytes in all.
+
+    Raises:
+        CheckpointError: the folder holds checkpoints and `resume` was not asked for, or the newest
+            is damaged or was made with other settings; or the model's checkpoint is damaged.
+        CapacityError: the disk is too small for the experts' states.
+        ValueError: a package is missing, or nothing can have adapters.
+    """
+    config, model = preparation.config, preparation.model
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    _, state = find_state(preparation, resume=resume, reschedule=reschedule)
+    place = torch.device("cpu")
+    load_around_experts(model, preparation.checkpoint, preparation.experts, place, progress)
+    model.train()
+    if config.run.recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.manual_seed(config.run.seed)
+    optimizer = _optimizer(preparation, resumes=state is not None)
+    first_step = 0 if state is None else state.step
+    trainer = Trainer(
+        TrainingRun(
+            config=config,
+            model=CheckpointModel(model),
+            optimizer=optimizer,
+            batches=preparation.batches,
+            held_out=preparation.held_out,
+            held_out_weights=mixture(preparation),
+            device=place,
+            checkpoints=preparation.checkpoints,
+            settings=preparation.settings,
+            sinks=open_sinks(preparation, first_step),
+            trace=_open_trace(preparation, first_step),
+        )
+    )
+    if isinstance(state, TrainingState):
+        trainer.restore(state)
+    return trainer
+
+
+def finish(preparation: FinetunePreparation, trainer: Trainer, *, export: bool) -> dict[str, Any]:
+    """Writes the fine-tuned checkpoint into `model/` and `summary.json`; returns the summary.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    folder = preparation.output / "model" if export else None
+    if folder is not None:
+        wanted = preparation.config.export_dtype
+        optimizer = trainer.optimizer
+        assert not isinstance(optimizer, Optimizer)
+        with MergedAdapters(preparation.model) as state:
+            preparation.exporter.write(
+                folder,
+                state,
+                optimizer.expert,
+                dtype=None if wanted == "auto" else DTYPES[wanted],
+            )
+    return write_summary(preparation, trainer, folder)
+
+
+def plan(preparation: FinetunePreparation) -> dict[str, Any]:
+    """Where experts would live, and the bytes of a step in which every expert gets tokens."""
+    memory = preparation.memory
+    if isinstance(memory, MemoryPlan):
+        return slots_plan(memory, len(preparation.experts.layouts))
+    config = preparation.config
+    settings = optimizer_settings(config)
+    return plan_of(memory, layouts_of(preparation.sites, state_format(config)), settings)
+
+
+def _optimizer(
+    preparation: FinetunePreparation, *, resumes: bool
+) -> OffloadedTraining | AdapterTraining | ZerothOrderTraining:
+    if preparation.config.lora is not None:
+        return _frozen(preparation)
+    return _offloaded(preparation, resumes=resumes)
+
+
+def _offloaded(
+    preparation: FinetunePreparation, *, resumes: bool
+) -> OffloadedTraining | ZerothOrderTraining:
+    """All parameters are trained; experts begin with what the checkpoint has."""
+    config, memory = preparation.config, preparation.memory
+    assert isinstance(memory, TrainingMemory)
+    for parameter in float_parameters(preparation.model):
+        parameter.requires_grad_()
+    if config.run.storage_dir is None:
+        preparation.storage.mkdir(parents=True, exist_ok=True)
+    with _reading(preparation) as source:
+        homes: dict[str, Any] = {
+            "host_memory": memory.budget_bytes,
+            "storage_dir": preparation.storage,
+            "activation_memory": memory.activation_bytes,
+            "initial": source.tensors_of,
+            "resumes": resumes,
+        }
+        if config.zeroth_order is not None:
+            settings = ZerothOrder(
+                weight_decay=config.optimizer.weight_decay,
+                seed=config.run.seed,
+                **dataclasses.asdict(config.zeroth_order),
+            )
+            return offload_zeroth_order(preparation.model, optimizer=settings, **homes)
+        settings = optimizer_settings(config)
+        return offload_training(preparation.model, optimizer=settings, **homes)
+
+
+def _open_trace(preparation: FinetunePreparation, first_step: int) -> TrainingTrace | None:
+    run = preparation.config.run
+    if run.trace is None:
+        return None
+    return open_trace(
+        run.trace.expanduser(),
+        signature_of(preparation.checkpoint, preparation.experts),
+        preparation.model,
+        [site.name for site in preparation.sites],
+        first_step=first_step,
+        num_steps=run.trace_steps,
+    )
+
+
+@contextmanager
+def _reading(preparation: FinetunePreparation) -> Iterator[CheckpointExperts]:
+    names = [site.parameter_names for site in preparation.sites]
+    source = CheckpointExperts(preparation.experts, names, torch.float32)
+    try:
+        yield source
+    finally:
+        source.close()
+
+
+def _frozen(preparation: FinetunePreparation) -> AdapterTraining:
+    """Adapters are trained; experts stay in the checkpoint."""
+    config, memory, model = preparation.config, preparation.memory, preparation.model
+    assert config.lora is not None
+    assert isinstance(memory, MemoryPlan)
+    for parameter in float_parameters(model):
+        parameter.requires_grad_(False)
+    if "attention" in config.lora.places:
+        add_attention_adapters(model, config.lora)
+    adapters: list[ExpertAdapters] = []
+    if "experts" in config.lora.places:
+        adapters = adapters_for(preparation.sites, config.lora.rank, config.lora.scale)
+    store = _open_store(preparation, memory)
+    passes = FrozenPasses(preparation.sites, preparation.experts, store, adapters)
+    return AdapterTraining(
+        model, preparation.sites, passes, adapters, store, optimizer_settings(config), memory
+    )
+
+
+def _open_store(preparation: FinetunePreparation, memory: MemoryPlan) -> ExpertStore[torch.Tensor]:
+    """The store that serves inference, with what it reads as it is."""
+    signature = signature_of(preparation.checkpoint, preparation.experts)
+    policy = make_policy(
+        "lru",
+        num_slots=memory.num_slots,
+        setting=Setting(shape=shape_of(signature)),
+        adaptive=False,
+        reserve=memory.stream_slots,
+    )
+    return ExpertStore(
+        ExpertSource(preparation.experts.layouts),
+        Slab(memory.num_slots, memory.slot_bytes),
+        policy,
+        lambda key, slot: slot,
+        stream_slots=memory.stream_slots,
+    )
+
+
+def _parameters(module: Any) -> list[torch.nn.Parameter]:
+    return [module.module.get_parameter(name) for name in module.parameters]
+
+
+def _check_vocabulary(checkpoint: Checkpoint, streams: Mapping[str, TokenStreams]) -> None:
+    size = checkpoint.config.get_text_config().vocab_size
+    largest = max((int(s.training.max()) for s in streams.values() if len(s.training)), default=0)
+    if largest >= size:
+        raise ValueError(
+            f"{checkpoint.folder}: its tokenizer gives id {largest}, the model has {size} tokens"
+        )

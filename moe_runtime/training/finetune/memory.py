@@ -1,0 +1,109 @@
+"""How a budget is divided between what is fine-tuned and the experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moe_runtime.checkpoints.expert_map import ExpertMap
+from moe_runtime.checkpoints.opening import Checkpoint
+from moe_runtime.config import parse_budget
+from moe_runtime.inference.budget import MemoryPlan, available_host_bytes, resolve_budget
+from moe_runtime.inference.budget import plan_memory as plan_slots
+from moe_runtime.inference.loading import signature_of
+from moe_runtime.training.checkpoint_model import activation_bytes, trained_bytes
+from moe_runtime.training.finetune.settings import FinetuneConfig
+from moe_runtime.training.offload.execution.frozen import adapters_for
+from moe_runtime.training.offload.memory import TrainingMemory
+from moe_runtime.training.offload.offloading import layouts_of, plan_memory
+from moe_runtime.training.offload.site import ExpertsSite
+from moe_runtime.training.offload.states.records import StateFormat
+from moe_runtime.training.offload.zeroth_order import PARAMETERS_ALONE
+from moe_runtime.training.offloaded import optimizer_settings
+from moe_runtime.training.tracing import trace_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def divide_budget(
+    config: FinetuneConfig,
+    checkpoint: Checkpoint,
+    model: PreTrainedModel,
+    experts: ExpertMap,
+    sites: list[ExpertsSite],
+) -> TrainingMemory | MemoryPlan:
+    """The budget's division, before anything of the model is in memory.
+
+    Raises:
+        CapacityError: it is too small; names the smallest that works.
+    """
+    # without gradients, both sides go through the model at once, and blocks keep nothing
+    sides = 1 if config.zeroth_order is None else 2
+    activations = activation_bytes(
+        checkpoint.config,
+        sides * config.data.tokens_per_step,
+        sides * config.data.micro_batches,
+        recompute=config.run.recompute or config.zeroth_order is not None,
+    )
+    if config.run.trace is not None:
+        activations += trace_bytes(config, signature_of(checkpoint, experts))
+    host_memory = config.run.host_memory or "auto"
+    if config.lora is None:
+        return plan_memory(
+            model, sites, host_memory, activations,
+            has_disk=True, state=state_format(config),
+        )  # fmt: skip
+    budget = resolve_budget(
+        parse_budget(host_memory, name="host_memory"), available_host_bytes(), "the host"
+    )
+    largest = max(layout.record_bytes for layout in layouts_of(sites).values())
+    trained = _adapter_bytes(config, model, sites)
+    return plan_slots(
+        budget,
+        dense_bytes=experts.dense_bytes(checkpoint.dtype),
+        # the expert in use: its weights in fp32 and in another type, and their gradients
+        reserve_bytes=activations + largest + trained,
+        slot_bytes=experts.slot_bytes,
+        num_experts=len(experts.layouts),
+    )
+
+
+def state_format(config: FinetuneConfig) -> StateFormat:
+    """What experts' records hold where every parameter is trained."""
+    if config.zeroth_order is not None:
+        return PARAMETERS_ALONE
+    return optimizer_settings(config).state_format
+
+
+def _adapter_bytes(config: FinetuneConfig, model: PreTrainedModel, sites: list[ExpertsSite]) -> int:
+    """Weights, gradients and moments of adapters, counted for every matrix of two dimensions."""
+    assert config.lora is not None
+    total = 0
+    if "experts" in config.lora.places:
+        with torch.device("meta"):
+            for adapters in adapters_for(sites, config.lora.rank, config.lora.scale):
+                total += trained_bytes(list(adapters.parameters()))
+    if "attention" in config.lora.places:
+        linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+        widths = sum(layer.in_features + layer.out_features for layer in linear)
+        total += 16 * config.lora.rank * widths
+    return total
+
+
+def slots_plan(memory: MemoryPlan, num_experts: int) -> dict[str, Any]:
+    """What the division means for a step that visits every expert; as `offloaded.plan_of`."""
+    away = max(0, num_experts - memory.num_slots)
+    return {
+        "experts": num_experts,
+        "experts_in_memory": memory.num_slots,
+        "host_budget_bytes": memory.budget_bytes,
+        "dense_bytes": memory.dense_bytes,
+        "activation_bytes": memory.reserve_bytes,
+        "slot_bytes": memory.num_slots * memory.slot_bytes,
+        "disk_bytes": 0,
+        # forward and backward
+        "read_bytes_per_step": 2 * away * memory.slot_bytes,
+        "written_bytes_per_step": 0,
+    }

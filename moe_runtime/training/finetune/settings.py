@@ -1,0 +1,86 @@
+"""What a fine-tuning run is made of."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_runtime.training.config import DataConfig, OptimizerConfig, RunConfig
+from moe_runtime.training.offload.directions import Untouched, ZerothOrder
+
+LORA_PLACES = ("attention", "experts")
+ExportDtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraConfig:
+    """Adapters of low rank; everything else of the model stays as it is.
+
+    Attributes:
+        rank: of every adapter.
+        scale: factor of an adapter's product; PEFT calls it alpha over rank.
+        places: what has adapters: `attention`, `experts`, or both.
+    """
+
+    rank: int
+    scale: float = 2.0
+    places: tuple[str, ...] = LORA_PLACES
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"the rank of adapters must be at least 1, got {self.rank}")
+        if not (self.scale > 0 and math.isfinite(self.scale)):
+            raise ValueError(f"the scale of adapters must be positive, got {self.scale}")
+        unknown = [place for place in self.places if place not in LORA_PLACES]
+        if unknown or not self.places:
+            raise ValueError(
+                f"adapters are for {' and '.join(LORA_PLACES)}, got {', '.join(unknown) or 'none'}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZerothOrderConfig:
+    """Training by forward passes alone (MeZO, as ZO2 does it).
+
+    Attributes:
+        eps: distance at which the loss is measured to both sides.
+        untouched: experts without tokens: dense_exact moves them as MeZO does, sparse_skip leaves
+            them alone.
+    """
+
+    eps: float = 1e-3
+    untouched: Untouched = "dense_exact"
+
+    def __post_init__(self) -> None:
+        # the optimizer knows what its settings may be
+        ZerothOrder(eps=self.eps, untouched=self.untouched)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinetuneConfig:
+    """A whole fine-tuning run.
+
+    Attributes:
+        model: folder of a checkpoint, or the name of a repository on the hub.
+        run: how long, where to, how.
+        data: text and batches.
+        optimizer: AdamW and its schedule.
+        lora: train adapters only; None trains every parameter.
+        zeroth_order: train without gradients; None trains with them.
+        export_dtype: of the exported checkpoint; `auto` keeps each tensor's.
+    """
+
+    model: str
+    run: RunConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    lora: LoraConfig | None = None
+    zeroth_order: ZerothOrderConfig | None = None
+    export_dtype: ExportDtype = "auto"
+
+    def __post_init__(self) -> None:
+        if self.lora is not None and self.zeroth_order is not None:
+            raise ValueError("lora and zeroth_order are two ways to train; leave one of them out")
+        if self.zeroth_order is not None and self.run.recompute:
+            raise ValueError("zeroth_order has no backward pass to recompute for; leave it out")

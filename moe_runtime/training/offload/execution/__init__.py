@@ -1,0 +1,1 @@
+"""Forward and backward passes over experts that are read as they are needed."""

@@ -1,0 +1,189 @@
+"""Training of what lies around experts that stay as the checkpoint has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from moe_runtime.errors import MoERuntimeError
+from moe_runtime.inference.budget import MemoryPlan, peak_resident_bytes, return_freed_blocks
+from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.training.offload.execution.compute_copies import LinkTraffic
+from moe_runtime.training.offload.execution.frozen import ExpertAdapters, FrozenPasses
+from moe_runtime.training.offload.execution.offloaded_experts import OffloadedTrainingExperts
+from moe_runtime.training.offload.execution.window import Window, run_window
+from moe_runtime.training.offload.handle import OffloadStats
+from moe_runtime.training.offload.optimizers.adamw import AdamW
+from moe_runtime.training.offload.optimizers.dense_adamw import DenseAdamW, StepOutcome, clip_scale
+from moe_runtime.training.offload.site import ExpertsSite
+from moe_runtime.training.offload.states.entries import Traffic
+from moe_runtime.types import ExpertKey
+
+S = TypeVar("S")
+
+
+class AdapterTraining:
+    """The optimizer of a model whose experts are frozen and stay in the checkpoint's files.
+
+    Used as `OffloadedTraining`; a step's micro-batches meet at the experts, which are read once for
+    all of them in either direction.
+
+    Args:
+        model: everything that shall be trained requires gradients, and nothing else; its experts
+            are replaced.
+        sites: its experts.
+        passes: computes them.
+        adapters: of the experts, layer by layer; empty if they have none. They become parts of the
+            model.
+        store: where experts come from; closed at the end.
+        settings: of AdamW.
+        memory: how the budget was divided.
+
+    Attributes:
+        model, store, memory: as given.
+        dense: of the trained parameters.
+
+    Raises:
+        ValueError: there is nothing to train.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: Sequence[ExpertsSite],
+        passes: FrozenPasses,
+        adapters: Sequence[ExpertAdapters],
+        store: ExpertStore[Tensor],
+        settings: AdamW,
+        memory: MemoryPlan,
+    ) -> None:
+        return_freed_blocks()
+        self.model = model
+        self.store = store
+        self.memory = memory
+        self._steps = self._skipped = 0
+        self._num_experts = sum(site.num_experts for site in sites)
+        self._passes = passes
+        self._settings = settings
+        self._modules: list[OffloadedTrainingExperts] = []
+        for layer, site in enumerate(sites):
+            module = OffloadedTrainingExperts(site, layer, passes)
+            if adapters:
+                module.add_module("adapters", adapters[layer])
+            model.set_submodule(site.name, module)
+            self._modules.append(module)
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not named:
+            raise ValueError("there is nothing to train: no parameter requires gradients")
+        self.dense = DenseAdamW(
+            named,
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )
+
+    def backward(
+        self, parts: Sequence[Callable[[], Tensor]], *, rate: float | None = None
+    ) -> list[Tensor]:
+        """Forward and backward passes of a step's micro-batches; returns the losses, detached.
+
+        Raises:
+            MoERuntimeError: an expert could not be read.
+        """
+        del rate  # for optimizers that update inside the backward pass
+        self._passes.begin()
+        try:
+            return run_window(self.model, [partial(_part, p) for p in parts], self._set_window)
+        except MoERuntimeError:
+            self.dense.forget()
+            raise
+
+    def step(self, rate: float | None = None) -> StepOutcome:
+        """Clips, updates and forgets the gradients; one that is not finite changes nothing."""
+        norm = self.dense.norm()
+        bad = () if math.isfinite(norm) else self.dense.bad_gradients()
+        if not bad:
+            rate = self._settings.lr if rate is None else rate
+            self.dense.step(rate, clip_scale(norm, self._settings.clip_norm))
+        self.dense.forget()
+        self._steps += not bad
+        self._skipped += bool(bad)
+        return StepOutcome(norm, bad)
+
+    def stats(self) -> OffloadStats:
+        """Counters since the training was made."""
+        found = self.store.stats()
+        return OffloadStats(
+            steps=self._steps,
+            skipped_steps=self._skipped,
+            traffic=Traffic(read_bytes=found.bytes_read, stall_s=found.stall_s),
+            link=LinkTraffic(),
+            num_experts=self._num_experts,
+            resident_experts=self.memory.num_slots,
+            budget_bytes=self.memory.budget_bytes,
+            disk_bytes=0,
+            peak_rss_bytes=peak_resident_bytes(),
+        )
+
+    def expert(self, key: ExpertKey) -> dict[str, Tensor]:
+        """A copy of one expert's parameters in fp32, adapters included, by name."""
+        return self._passes.expert(key)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments and step counts."""
+        return self.dense.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what `state_dict` gave.
+
+        Raises:
+            ValueError: the state belongs to other parameters.
+        """
+        self.dense.load_state_dict(state)
+
+    def write(
+        self, state: S, own: Callable[[S], Mapping[str, Any]], job: Callable[[S], object]
+    ) -> None:
+        """Has a job write a state that holds what `state_dict` gave."""
+        del own
+        job(state)
+
+    def transfers(self) -> dict[str, Any]:
+        """Seconds of waiting and bytes so far, by name."""
+        stats = self.store.stats()
+        return {
+            "stall_s": stats.stall_s,
+            "memory_bytes": (stats.hits + stats.late_hits) * self.memory.slot_bytes,
+            "read_bytes": stats.bytes_read,
+            "written_bytes": 0,
+        }
+
+    def check(self) -> None:
+        """Proves that the store's books balance.
+
+        Raises:
+            AssertionError: they do not.
+        """
+        self.store.check()
+
+    def wait(self) -> None:
+        """Returns when the last checkpoint is written, as it is here."""
+
+    def close(self) -> None:
+        """Ends the reads; the model is of no use then."""
+        self.store.close()
+
+    def _set_window(self, window: Window[Any] | None) -> None:
+        for module in self._modules:
+            module.window = window
+
+
+def _part(part: Callable[[], Tensor]) -> Tensor:
+    loss = part()
+    loss.backward()
+    return loss.detach()

@@ -1,0 +1,348 @@
+"""Training of a model whose routed experts live in host memory and on the disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from moe_runtime.errors import CheckpointError
+from moe_runtime.inference.budget import peak_resident_bytes
+from moe_runtime.training.offload.checkpoint import ExpertCheckpoints
+from moe_runtime.training.offload.execution.activations import ActivationPolicy
+from moe_runtime.training.offload.execution.compute_copies import LinkTraffic
+from moe_runtime.training.offload.execution.offloaded_experts import OffloadedTrainingExperts
+from moe_runtime.training.offload.execution.passes import ExpertPasses
+from moe_runtime.training.offload.execution.window import Window, run_window
+from moe_runtime.training.offload.memory import TrainingMemory
+from moe_runtime.training.offload.optimizers.adamw import AdamW
+from moe_runtime.training.offload.optimizers.dense_adamw import DenseAdamW, StepOutcome
+from moe_runtime.training.offload.optimizers.device_updates import DeviceUpdates
+from moe_runtime.training.offload.optimizers.optimizer import ExpertOptimizer
+from moe_runtime.training.offload.processes import OneProcess
+from moe_runtime.training.offload.site import ExpertsSite
+from moe_runtime.training.offload.states.entries import Traffic
+from moe_runtime.training.offload.states.records import RecordLayout, Sections
+from moe_runtime.training.offload.states.states import ExpertStates
+from moe_runtime.types import ExpertKey
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadStats:
+    """What a training run did so far.
+
+    Attributes:
+        steps: steps taken.
+        skipped_steps: steps left out because gradients were not finite.
+        traffic: bytes by way, and seconds of waiting.
+        link: bytes between homes in memory and where products are computed.
+        num_experts: routed experts.
+        resident_experts: those whose home is host memory.
+        budget_bytes: of host memory.
+        disk_bytes: bytes of the files.
+        peak_rss_bytes: highest resident memory of the process, by the kernel's counter.
+    """
+
+    steps: int
+    skipped_steps: int
+    traffic: Traffic
+    link: LinkTraffic
+    num_experts: int
+    resident_experts: int
+    budget_bytes: int
+    disk_bytes: int
+    peak_rss_bytes: int
+
+
+class OffloadedTraining:
+    """The optimizer of a model whose experts live elsewhere; `offload_training` makes it.
+
+    A step is `backward` and `step`:
+
+        losses = training.backward([lambda part=part: loss_of(part) for part in micro_batches])
+        outcome = training.step(rate)
+
+    `loss.backward()` followed by `step` works as well; then the experts' gradients wait on their
+    homes for the step, and experts are fetched once for every micro-batch.
+
+    Attributes:
+        model: without its experts' parameters.
+        memory: how the budget was divided.
+        optimizer: of the experts.
+        activations: what becomes of them between forward and backward pass.
+        dense: of everything else.
+        skipped_steps: steps left out because gradients were not finite.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: Sequence[ExpertsSite],
+        states: ExpertStates,
+        settings: AdamW,
+        memory: TrainingMemory,
+        activations: ActivationPolicy | None = None,
+        device_updates: DeviceUpdates | None = None,
+        copy_bytes: int = 0,
+        processes: OneProcess | None = None,
+    ) -> None:
+        self.model = model
+        self.memory = memory
+        self.skipped_steps = 0
+        self._processes = processes or OneProcess()
+        self.optimizer = ExpertOptimizer(states, settings, device_updates, self._processes)
+        self._states = states
+        self._sites = list(sites)
+        self._passes = ExpertPasses(
+            sites, self.optimizer, activations=activations, copy_bytes=copy_bytes
+        )
+        self.activations = self._passes.activations
+        self._settings = settings
+        self._names = [site.parameter_names for site in sites]
+        self._checkpoints = ExpertCheckpoints(states, sites, settings.state_format, self._processes)
+        self._final_rate: float | None = None
+        self._modules: list[OffloadedTrainingExperts] = []
+        for layer, site in enumerate(sites):
+            module = OffloadedTrainingExperts(site, layer, self._passes, self.activations)
+            module.train(site.module.training)
+            site.put(model, module)
+            self._modules.append(module)
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.dense = DenseAdamW(
+            named,
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )
+
+    def backward(
+        self,
+        parts: Sequence[Callable[[], Tensor]],
+        *,
+        rate: float | None = None,
+        is_last: bool = True,
+    ) -> list[Tensor]:
+        """Forward and backward passes of the micro-batches of a step, experts fetched once for all.
+
+        Args:
+            parts: each computes the loss of one micro-batch, divided by their number where a mean
+                is wanted.
+            rate: learning rate of the step; None means that of the settings.
+            is_last: whether these are all gradients of the step. If so, and unless the norm is
+                needed first, experts on the disk are updated within the backward pass.
+
+        Returns:
+            The losses, detached.
+
+        Raises:
+            RuntimeError: `backward` was called again after the last part of a step.
+            MoERuntimeError: an expert could not be read or written.
+        """
+        if self._final_rate is not None:
+            raise RuntimeError("backward was called twice before step; give is_last=False at first")
+        rate = self._settings.lr if rate is None else rate
+        self._passes.begin(rate if is_last else None)
+        self._final_rate = rate if is_last else None
+        work = [partial(self._part, part) for part in parts]
+        losses: list[Tensor] = []
+        try:
+            losses = run_window(self.model, work, self._set_window)
+        finally:
+            if not losses:
+                self.discard()
+        return losses
+
+    def step(self, rate: float | None = None) -> StepOutcome:
+        """Clips, updates what has not been updated yet, and forgets the gradients.
+
+        Args:
+            rate: learning rate; must be that of `backward`.
+
+        Returns:
+            The norm of the gradients, and who had some that were not finite: then the step is not
+            taken, and what the backward pass had updated is taken back.
+
+        Raises:
+            ValueError: the rate is another than the backward pass had.
+            MoERuntimeError: an expert could not be read or written.
+        """
+        rate = self._settings.lr if rate is None else rate
+        if self._final_rate is not None and rate != self._final_rate:
+            raise ValueError(
+                f"backward was told a rate of {self._final_rate}, step one of {rate}; "
+                "experts were updated with the first"
+            )
+        self._processes.reduce_gradients(self.dense.parameters())
+        dense_norm = self.dense.norm()
+        bad_dense = () if math.isfinite(dense_norm) else self.dense.bad_gradients()
+        own_bad = self.optimizer.bad_experts
+        norm, scale, is_skipped = self.optimizer.finish(rate, dense_norm, bool(bad_dense))
+        bad: tuple[str, ...] = ()
+        if is_skipped:
+            bad = self._names_everywhere(own_bad) + bad_dense
+            self.skipped_steps += 1
+            self._passes.copies.forget()
+        else:
+            self.dense.step(rate, scale)
+            self._passes.copies.after_step()
+        self.dense.forget()
+        self.activations.finish_step()
+        self._final_rate = None
+        self._passes.begin()
+        self._passes.expect_first_layer()
+        return StepOutcome(norm, bad)
+
+    def discard(self) -> None:
+        """Forgets the gradients since the last step, and takes back what they changed."""
+        self.optimizer.discard()
+        self._passes.copies.forget()
+        self.dense.forget()
+        self._final_rate = None
+        self._passes.begin()
+
+    def name_of(self, key: ExpertKey) -> str:
+        """How reports call an expert."""
+        return f"{self._sites[key.layer].name}.{key.expert}"
+
+    def _names_everywhere(self, own: Sequence[ExpertKey]) -> tuple[str, ...]:
+        """Names of the experts that some process has; a collective call."""
+        keys = [
+            ExpertKey(layer, e) for layer, s in enumerate(self._sites) for e in range(s.num_experts)
+        ]
+        votes = self._processes.sums([float(key in own) for key in keys])
+        return tuple(self.name_of(key) for key, vote in zip(keys, votes, strict=True) if vote)
+
+    def expert(self, key: ExpertKey) -> dict[str, Tensor]:
+        """A copy of one expert's parameters as they are after the steps so far, by name."""
+        with self._passes.parameters(key) as named:
+            return {name: tensor.clone() for name, tensor in named.items()}
+
+    def stacked(self, layer: int) -> dict[str, Tensor]:
+        """Copies of a layer's parameters, experts of this process first, in ascending order."""
+        return {name: self._passes.stacked(layer, name) for name in self._names[layer]}
+
+    def stats(self) -> OffloadStats:
+        """Counters so far."""
+        experts = self._states.experts.values()
+        disk = self._states.disk
+        return OffloadStats(
+            steps=self.optimizer.step,
+            skipped_steps=self.skipped_steps,
+            traffic=dataclasses.replace(self._states.traffic),
+            link=dataclasses.replace(self._passes.copies.traffic),
+            num_experts=len(experts),
+            resident_experts=sum(expert.home is not None for expert in experts),
+            budget_bytes=self.memory.budget_bytes,
+            disk_bytes=0 if disk is None else disk.num_bytes,
+            peak_rss_bytes=peak_resident_bytes(),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments and step counts, and which version of every expert belongs to them.
+
+        Part of a checkpoint that `write` saves; the experts themselves stay in `storage_dir`.
+
+        Raises:
+            CheckpointError: there is no `storage_dir`.
+            MoERuntimeError, OSError: the checkpoint before could not be written.
+        """
+        return {
+            "experts": self._checkpoints.begin(),
+            "steps": self.optimizer.state_dict(),
+            "dense": self.dense.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up what a checkpoint has of `state_dict`, under any budget.
+
+        Raises:
+            CheckpointError: it is of another model, or damaged; says where.
+            ValueError: the state of the dense parameters does not fit.
+        """
+        if "experts" not in state:
+            raise CheckpointError(
+                "the checkpoint is of a run whose experts were in memory; go on without a budget"
+            )
+        self._checkpoints.restore(state["experts"])
+        self._passes.copies.forget()
+        self.optimizer.load_state_dict(state["steps"])
+        self.dense.load_state_dict(state["dense"])
+
+    def write(
+        self, state: S, own: Callable[[S], Mapping[str, Any]], job: Callable[[S], object]
+    ) -> None:
+        """Saves a checkpoint while training goes on.
+
+        Args:
+            state: everything that belongs to it, `state_dict` included; it is copied.
+            own: finds in it what `state_dict` gave.
+            job: writes a state to its place, atomically; called in another thread, once every
+                expert is durable.
+        """
+        self._checkpoints.write(state, lambda found: own(found)["experts"], job)
+
+    def wait(self) -> None:
+        """Returns when the checkpoint under way is durable.
+
+        Raises:
+            MoERuntimeError, OSError: it could not be written; the one before is intact.
+        """
+        self._checkpoints.wait()
+
+    def transfers(self) -> dict[str, Any]:
+        """Seconds of waiting and bytes so far, by name."""
+        return self._states.traffic.by_way()
+
+    def check(self) -> None:
+        """Proves that the books balance.
+
+        Raises:
+            AssertionError: they do not.
+        """
+        self._states.check()
+
+    def close(self) -> None:
+        """Waits for the checkpoint under way and ends the transfers; the model is of no use then.
+
+        Raises:
+            MoERuntimeError, OSError: the checkpoint could not be written; the one before is intact.
+        """
+        self._checkpoints.close()
+        self._states.close()
+        self.activations.close()
+        self._checkpoints.wait()
+
+    def _part(self, part: Callable[[], Tensor]) -> Tensor:
+        loss = part()
+        scale = self.optimizer.loss_scale.value
+        (loss if scale == 1 else loss * scale).backward()
+        return loss.detach()
+
+    def _set_window(self, window: Window[Any] | None) -> None:
+        for module in self._modules:
+            module.window = window
+
+
+def fill(
+    states: ExpertStates,
+    layouts: Mapping[ExpertKey, RecordLayout],
+    tensors_of: Callable[[ExpertKey], Sequence[Tensor]],
+) -> None:
+    """Writes the first version of every expert: given weights, moments of zero."""
+    for key, layout in layouts.items():
+        record = states.acquire(key, Sections.NONE, writes=True)
+        layout.clear(record, Sections.ALL)
+        views = layout.views(record, Sections.PARAMETERS)
+        for view, tensor in zip(views, tensors_of(key), strict=True):
+            view.copy_(tensor)
+        states.write_state(key)
+        states.release(key)
+    states.commit()

@@ -1,0 +1,144 @@
+"""How a budget of host memory is divided between what stays and what passes through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from moe_runtime.config import format_bytes
+from moe_runtime.errors import CapacityError
+from moe_runtime.planning.homes import spread
+from moe_runtime.training.offload.states.records import BLOCK_BYTES, RecordLayout
+from moe_runtime.training.offload.states.slots import MIN_RING_SLOTS
+from moe_runtime.types import ExpertKey
+
+RING_BYTES = 256 * 2**20
+"""Bytes of slots between disk and computation that are enough to keep a disk busy."""
+
+DEFAULT_ACTIVATION_SHARE = 0.25
+"""Share of a budget set aside for activations when nobody says how much they take."""
+
+
+SPARE_BYTES = 32 * 2**20
+"""Set aside beside counted activations for what libraries and the allocator keep."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingMemory:
+    """A division of host memory.
+
+    Attributes:
+        budget_bytes: all of it.
+        dense_bytes: weights, gradients and moments of everything but the routed experts.
+        activation_bytes: set aside for the forward and backward pass.
+        copy_bytes: for weights that are kept in the type of products.
+        record_bytes: one slot: an expert's weights, moments and gradient.
+        ring_slots: slots that experts pass through; 0 when all live in memory.
+        resident: experts whose home is memory.
+        num_experts: routed experts in all.
+    """
+
+    budget_bytes: int
+    dense_bytes: int
+    activation_bytes: int
+    copy_bytes: int
+    record_bytes: int
+    ring_slots: int
+    resident: tuple[ExpertKey, ...]
+    num_experts: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of all slots."""
+        return (self.ring_slots + len(self.resident)) * self.record_bytes
+
+
+def dense_bytes(model: nn.Module, expert_parameters: Iterable[nn.Parameter]) -> int:
+    """Bytes of a model's parameters and buffers but the experts, with gradients and moments."""
+    experts = {id(parameter) for parameter in expert_parameters}
+    total = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    for parameter in model.parameters():
+        if id(parameter) not in experts:
+            copies = 4 if parameter.requires_grad else 1
+            total += copies * parameter.numel() * parameter.element_size()
+    return total
+
+
+def expert_buffer_bytes(tokens: int, hidden: int, intermediate: int) -> int:
+    """What the expert in use takes beside its record, at most: when all tokens are routed to it.
+
+    Its rows, their gradients and outputs; pre-activations, hidden activations and their gradients.
+    """
+    return 4 * tokens * (3 * hidden + 6 * intermediate)
+
+
+def divide(
+    budget_bytes: int,
+    layouts: Mapping[ExpertKey, RecordLayout],
+    *,
+    dense: int,
+    activations: int,
+    has_disk: bool,
+    copies: int = 0,
+) -> TrainingMemory:
+    """Gives what dense parameters and activations leave of a budget to experts.
+
+    Args:
+        budget_bytes: of host memory.
+        layouts: of every expert's record.
+        dense: bytes of everything but the routed experts, with gradients and moments.
+        activations: bytes of the forward and backward pass.
+        has_disk: whether experts may live on the disk.
+        copies: bytes for weights that are kept in the type of products.
+
+    Raises:
+        CapacityError: the budget is too small; names the smallest that works.
+    """
+    # a process whose experts are all elsewhere has an empty slot
+    record = max((layout.record_bytes for layout in layouts.values()), default=BLOCK_BYTES)
+    # one more record for the gradient of a second micro-batch or of another dtype
+    fixed = dense + activations + copies + record
+    slots = max(0, budget_bytes - fixed) // record
+    num_experts = len(layouts)
+    if slots >= num_experts:
+        ring, resident = 0 if layouts else 1, list(layouts)
+    else:
+        fewest = MIN_RING_SLOTS if has_disk else num_experts
+        if slots < fewest:
+            raise CapacityError(
+                _too_small(budget_bytes, fixed, fewest, record, dense, activations, has_disk),
+                smallest_bytes=fixed + fewest * record,
+            )
+        ring = min(slots, max(MIN_RING_SLOTS + 1, min(slots // 4, RING_BYTES // record)))
+        resident = spread(list(layouts), slots - ring)
+    return TrainingMemory(
+        budget_bytes=budget_bytes,
+        dense_bytes=dense,
+        activation_bytes=activations,
+        copy_bytes=copies,
+        record_bytes=record,
+        ring_slots=ring,
+        resident=tuple(resident),
+        num_experts=num_experts,
+    )
+
+
+def smallest_budget(layouts: Mapping[ExpertKey, RecordLayout], dense: int) -> int:
+    """The least that `divide` takes with a disk and without activations."""
+    record = max(layout.record_bytes for layout in layouts.values())
+    return dense + (MIN_RING_SLOTS + 1) * record
+
+
+def _too_small(
+    budget: int, fixed: int, fewest: int, record: int, dense: int, activations: int, has_disk: bool
+) -> str:
+    hint = "" if has_disk else "; with a storage_dir, experts may live on the disk"
+    return (
+        f"a budget of {format_bytes(budget)} is too small: the smallest that works is "
+        f"{format_bytes(fixed + fewest * record)} ({fixed + fewest * record} bytes): "
+        f"{format_bytes(dense)} for the dense parameters and their states, "
+        f"{format_bytes(activations)} for activations, and {fewest + 1} records of "
+        f"{format_bytes(record)}{hint}"
+    )

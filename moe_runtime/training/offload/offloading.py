@@ -1,0 +1,326 @@
+"""`offload_training`: the experts of a model go where there is room, and are trained there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from moe_runtime.checkpoints.expert_map import find_experts
+from moe_runtime.config import MemorySize, parse_budget
+from moe_runtime.errors import CheckpointError, UnsupportedModelError
+from moe_runtime.inference.budget import (
+    available_device_bytes,
+    available_host_bytes,
+    resolve_budget,
+    return_freed_blocks,
+)
+from moe_runtime.inference.hugging_face.backend import recognise_activation
+from moe_runtime.parallel import LayoutGroups
+from moe_runtime.training.offload.execution.activation_swap import SLOT_BYTES, ActivationSwap
+from moe_runtime.training.offload.execution.activations import ActivationPolicy, Activations
+from moe_runtime.training.offload.handle import OffloadedTraining, fill
+from moe_runtime.training.offload.memory import (
+    DEFAULT_ACTIVATION_SHARE,
+    TrainingMemory,
+    dense_bytes,
+    divide,
+)
+from moe_runtime.training.offload.optimizers.adamw import AdamW
+from moe_runtime.training.offload.optimizers.device_updates import DeviceUpdates, planned_updates
+from moe_runtime.training.offload.processes import OneProcess, processes_of
+from moe_runtime.training.offload.site import ExpertsSite, layer_sites
+from moe_runtime.training.offload.states.disk import Disk
+from moe_runtime.training.offload.states.records import RecordLayout, StateFormat
+from moe_runtime.training.offload.states.states import ExpertStates
+from moe_runtime.training.offload.whole_saves import require_whole_saves
+from moe_runtime.types import ExpertKey
+
+
+def offload_training(
+    model: nn.Module,
+    *,
+    host_memory: MemorySize = "auto",
+    device_memory: MemorySize = "auto",
+    storage_dir: str | Path | None = None,
+    optimizer: AdamW | None = None,
+    copy_memory: MemorySize = 0,
+    activation_memory: MemorySize = DEFAULT_ACTIVATION_SHARE,
+    activations: Activations = "model",
+    update_stride: int | Literal["auto"] | None = "auto",
+    io_threads: int = 4,
+    direct: bool = True,
+    initial: Callable[[ExpertKey], Sequence[Tensor]] | None = None,
+    resumes: bool = False,
+    groups: LayoutGroups | None = None,
+) -> OffloadedTraining:
+    """Trains a model whose routed experts and their states do not fit where it computes.
+
+    The experts' parameters leave the model: weights, moments and gradients live in records in host
+    memory as far as the budget goes, the others in files. Everything else of the model stays. The
+    numbers do not depend on the budget, on who lives where or on the number of threads.
+
+    Args:
+        model: with `MoELayer`s, or of a family of transformers with its experts interface.
+        host_memory: budget for records, dense parameters with their states, and activations: bytes,
+            a size, a share of what is free, or "auto".
+        device_memory: for a model on a GPU, what it may take there: what dense parameters with
+            their states and activations leave of it, experts' weights keep from step to step.
+            "auto" keeps none, and is for a model on the CPU.
+        copy_memory: for a model on the CPU, the part of the budget in which experts' weights are
+            kept in the type of products (bf16 under autocast) instead of being made for each pass.
+        storage_dir: an existing folder on a fast disk, for experts beyond the budget and for
+            checkpoints.
+        optimizer: settings of AdamW.
+        activation_memory: the part of the budget set aside for activations: bytes, a size, or a
+            share of the budget.
+        activations: what becomes of the experts' activations between forward and backward pass:
+            `keep`, `recompute` or `swap` to `storage_dir` in all layers, `model` as each layer
+            says, or `auto`: the fastest by what the first step took, with half of
+            `activation_memory` for what is kept. Not for blocks that are computed again as a whole.
+        update_stride: of how many updates the device that computes makes one, while the CPU makes
+            the others (Deep Optimizer States); "auto" measures both and the link where there is a
+            GPU, and None leaves all to the CPU. A GPU may round otherwise than a CPU does.
+        io_threads: reads and writes in flight at once.
+        direct: go past the page cache where the file system can.
+        initial: for a model whose expert parameters are on the meta device: gives an expert's
+            tensors, in the order of its module's parameters. Called for one expert after another.
+        resumes: `storage_dir` holds the experts of a checkpoint, which `load_state_dict` follows
+            with: nothing is written there first.
+        groups: the processes that the model's experts are spread over, whole and without copies
+            (`MoELayer(..., group=ExpertSpread(groups=groups))`). Each has its own experts' states,
+            in files of its own below `storage_dir`, and a budget of its own; a share of what is
+            free, or "auto", is divided among those of a machine. All call this together, then
+            `backward` with as many parts as the others, and `step`. Parameters beside the experts
+            are equal on all, and their gradients averaged.
+
+    Returns:
+        The optimizer of the whole model; close it at the end.
+
+    Raises:
+        CapacityError: a budget or the disk is too small; names the smallest budget that works.
+        CheckpointError: `storage_dir` is missing or cannot be written, or the checkpoint is damaged
+            or of another model.
+        UnsupportedModelError: the model has no routed experts that can leave it, or the layout
+            divides or copies them.
+        ValueError: a size cannot be read, or an option has no such value.
+        RankFailureError: another process died or stalled.
+    """
+    settings = optimizer or AdamW()
+    return_freed_blocks()
+    sites = find_sites(model)
+    _check_device(model, device_memory)
+    processes = processes_of(groups, sites, model.parameters())
+    layouts = layouts_of(sites, settings.state_format)
+    memory = plan_memory(
+        model, sites, host_memory, activation_memory,
+        has_disk=storage_dir is not None, state=settings.state_format, copy_memory=copy_memory,
+        sharing=processes.here,
+    )  # fmt: skip
+    folder = None if storage_dir is None else own_folder(Path(storage_dir), processes)
+    states = open_states(layouts, memory, folder, io_threads, direct)
+    if not resumes:
+        fill(states, layouts, initial or stacked_parameters(sites))
+    policy = _activation_policy(activations, sites, memory, folder, direct)
+    elsewhere = _device_updates(model, update_stride)
+    copies = memory.copy_bytes or _device_copy_bytes(model, sites, device_memory, memory)
+    require_whole_saves(model, sites)
+    return OffloadedTraining(
+        model, sites, states, settings, memory, policy, elsewhere, copies, processes
+    )
+
+
+def plan_memory(
+    model: nn.Module,
+    sites: Sequence[ExpertsSite],
+    host_memory: MemorySize,
+    activation_memory: MemorySize,
+    *,
+    has_disk: bool,
+    state: StateFormat | None = None,
+    copy_memory: MemorySize = 0,
+    sharing: int = 1,
+) -> TrainingMemory:
+    """How `offload_training` would divide a budget; allocates nothing.
+
+    Args:
+        model: with its experts' parameters.
+        sites: its experts.
+        host_memory, activation_memory: as of `offload_training`.
+        has_disk: whether experts may live on the disk.
+        state: what records hold; full moments when omitted.
+        sharing: processes that share what this machine has free.
+
+    Raises:
+        CapacityError: the budget is too small; names the smallest that works.
+        ValueError: a size cannot be read.
+    """
+    parameters = [site.module.get_parameter(n) for site in sites for n in site.parameter_names]
+    held = sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
+    budget = resolve_budget(
+        parse_budget(host_memory, name="host_memory"),
+        available_host_bytes() // sharing + held,
+        "the host",
+    )
+    activations = parse_budget(activation_memory, name="activation_memory").resolve(
+        budget, auto_share=DEFAULT_ACTIVATION_SHARE
+    )
+    copies = 0
+    if copy_memory:
+        copies = parse_budget(copy_memory, name="copy_memory").resolve(budget, auto_share=0.0)
+    return divide(
+        budget,
+        layouts_of(sites, state),
+        dense=dense_bytes(model, parameters),
+        activations=activations,
+        copies=copies,
+        has_disk=has_disk,
+    )
+
+
+def find_sites(model: nn.Module) -> list[ExpertsSite]:
+    """The modules of routed experts of a model, in its order.
+
+    Raises:
+        UnsupportedModelError: there are none, or some that cannot leave it.
+    """
+    sites = layer_sites(model)
+    if not sites and hasattr(model, "config"):
+        sites = _transformers_sites(model)
+    if not sites:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has neither a MoELayer nor experts of transformers' "
+            "experts interface, so there is nothing to offload"
+        )
+    return sites
+
+
+def layouts_of(
+    sites: Sequence[ExpertsSite], state: StateFormat | None = None
+) -> dict[ExpertKey, RecordLayout]:
+    """The record of every expert, in order; with full moments when no state is named."""
+    layouts = [site.layout(state) for site in sites]
+    return {
+        ExpertKey(layer, expert): layouts[layer]
+        for layer, site in enumerate(sites)
+        for expert in site.experts_here
+    }
+
+
+def own_folder(storage_dir: Path, processes: OneProcess) -> Path:
+    """Where a process has its files; made if it is a folder in the one that was given.
+
+    Raises:
+        CheckpointError: the given folder is missing, or cannot be written.
+    """
+    folder = storage_dir / processes.folder_name
+    if not storage_dir.is_dir():
+        raise CheckpointError(f"storage_dir {storage_dir} is not a directory; make it first")
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot make {folder}: {error.strerror}") from None
+    return folder
+
+
+def open_states(
+    layouts: Mapping[ExpertKey, RecordLayout],
+    memory: TrainingMemory,
+    storage_dir: Path | None,
+    io_threads: int,
+    direct: bool,
+) -> ExpertStates:
+    """Slots and files for records; the files are made when some experts live on the disk."""
+    disk = None
+    if storage_dir is not None:
+        disk = Disk(storage_dir, layouts, io_threads=io_threads, direct=direct)
+    return ExpertStates(layouts, resident=memory.resident, ring_slots=memory.ring_slots, disk=disk)
+
+
+def _transformers_sites(model: Any) -> list[ExpertsSite]:
+    sites = []
+    for experts in find_experts(model):
+        module = experts.module
+        others = {name for name, _ in module.named_parameters()} - set(experts.parameters)
+        if others or getattr(module, "has_post_expert_norm", False):
+            raise UnsupportedModelError(
+                f"{model.config.model_type}: {experts.name} has parameters beside its experts "
+                f"({', '.join(sorted(others)) or 'a norm after them'}); training it offloaded is "
+                "not supported yet"
+            )
+        own = module._apply_gate if module.has_gate else module.act_fn
+        sites.append(
+            ExpertsSite(
+                name=experts.name,
+                module=module,
+                num_experts=experts.num_experts,
+                first="gate_up_proj" if module.has_gate else "up_proj",
+                has_gate=module.has_gate,
+                is_transposed=module.is_transposed,
+                is_concatenated=module.is_concatenated,
+                activation=recognise_activation(module) or own,
+            )
+        )
+    return sites
+
+
+def stacked_parameters(sites: Sequence[ExpertsSite]) -> Callable[[ExpertKey], list[Tensor]]:
+    """What gives an expert's tensors as its module still has them."""
+    return lambda key: sites[key.layer].parameters_of(key.expert)
+
+
+def _activation_policy(
+    kind: Activations,
+    sites: Sequence[ExpertsSite],
+    memory: TrainingMemory,
+    folder: Path | None,
+    direct: bool,
+) -> ActivationPolicy:
+    swap = None
+    if kind in ("swap", "auto") and folder is not None:
+        # in both directions, and what a layer computes with comes on top
+        buffers = max(4 * SLOT_BYTES, memory.activation_bytes // 16)
+        swap = ActivationSwap(folder, direct=direct, buffer_bytes=buffers)
+    own = [site.recompute for site in sites]
+    return ActivationPolicy(kind, own, swap, memory.activation_bytes // 2)
+
+
+def _device_updates(model: nn.Module, stride: int | Literal["auto"] | None) -> DeviceUpdates | None:
+    devices = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
+    device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+    if stride == "auto":
+        return None if device.type == "cpu" else planned_updates(device)
+    if stride is not None and stride < 1:
+        raise ValueError(f"update_stride must be at least 1, None or 'auto', got {stride}")
+    return None if stride is None else DeviceUpdates(device, stride)
+
+
+def _device_copy_bytes(
+    model: nn.Module,
+    sites: Sequence[ExpertsSite],
+    device_memory: MemorySize,
+    memory: TrainingMemory,
+) -> int:
+    """What a budget on the GPU leaves for weights of experts; none without one."""
+    if device_memory == "auto":
+        return 0
+    parameters = [p for p in model.parameters() if p.is_cuda]
+    budget = resolve_budget(
+        parse_budget(device_memory, name="device_memory"),
+        available_device_bytes(parameters[0].device),
+        "the device",
+    )
+    # the expert in use: its weights, its gradient, and a sum of gradients
+    in_use = 3 * max((layout.section_bytes for layout in layouts_of(sites).values()), default=0)
+    return max(0, budget - memory.dense_bytes - memory.activation_bytes - in_use)
+
+
+def _check_device(model: nn.Module, device_memory: MemorySize) -> None:
+    has_gpu = any(parameter.is_cuda for parameter in model.parameters())
+    if not has_gpu and device_memory != "auto":
+        raise ValueError(
+            f"device_memory is for models on a GPU; this one is on the CPU, got {device_memory!r}"
+        )

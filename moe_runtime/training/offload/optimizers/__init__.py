@@ -1,0 +1,1 @@
+"""Updates of experts, on the CPU or on the device."""

@@ -1,0 +1,181 @@
+"""One module of routed experts in a model, as offloaded training sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.kernels.expert_mlp import ActivationSpec, StackedExperts
+from moe_runtime.kernels.expert_mlp.op import resolve_activation
+from moe_runtime.layer import Experts, MoELayer
+from moe_runtime.parallel import ParallelExperts
+from moe_runtime.training.offload.optimizers.dense_adamw import decays
+from moe_runtime.training.offload.states.records import ExpertTensor, RecordLayout, StateFormat
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSite:
+    """What has to be known of a module to take its place.
+
+    Attributes:
+        name: its path in the model.
+        module: the module; its expert parameters are stacked, one slice for each expert.
+        num_experts: how many, in all processes.
+        own: those whose parameters the module has, by place in the stacks, -1 for an empty one; all
+            when omitted.
+        num_processes: that the experts are spread over.
+        first: name of the first product's parameter: `gate_up_proj` or `up_proj`.
+        has_gate, is_transposed, is_concatenated: as in `StackedExperts`.
+        activation: a formula, or a function of the pre-activations as they lie.
+        impl: implementation of the kernels.
+        recompute: the backward pass computes the pre-activations again.
+        keeps_dtype: the output has the dtype of the input, under autocast too.
+    """
+
+    name: str
+    module: nn.Module
+    num_experts: int
+    first: str
+    has_gate: bool
+    is_transposed: bool
+    is_concatenated: bool
+    activation: ActivationSpec | Callable[[Tensor], Tensor]
+    impl: str = "auto"
+    recompute: bool = False
+    keeps_dtype: bool = True
+    own: tuple[int, ...] | None = None
+    num_processes: int = 1
+
+    @property
+    def experts_here(self) -> tuple[int, ...]:
+        """Experts of this process, in ascending order."""
+        if self.own is None:
+            return tuple(range(self.num_experts))
+        return tuple(sorted(expert for expert in self.own if expert >= 0))
+
+    def parameters_of(self, expert: int) -> list[Tensor]:
+        """An expert's tensors as its module still has them, in the order of `parameter_names`."""
+        place = expert if self.own is None else self.own.index(expert)
+        stacks = (self.module.get_parameter(name).detach() for name in self.parameter_names)
+        return [stack[place] for stack in stacks]
+
+    @property
+    def dim_preactivation(self) -> int:
+        """Columns of the first product."""
+        return self.module.get_parameter(self.first).shape[2 if self.is_transposed else 1]
+
+    def put(self, model: nn.Module, experts: nn.Module) -> None:
+        """Has another module compute in the place of this one, which gives its parameters up.
+
+        Of experts that are spread over processes, it computes the rows that arrive here.
+        """
+        if isinstance(self.module, ParallelExperts):
+            self.module.compute_with(experts)
+            return
+        model.set_submodule(self.name, experts)
+        for name in self.parameter_names:
+            del self.module._parameters[name]
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """The stacked parameters that there are, in the order of a record: matrices first."""
+        names = (self.first, "down_proj", f"{self.first}_bias", "down_proj_bias")
+        present = {name for name, _ in self.module.named_parameters(recurse=False)}
+        return tuple(name for name in names if name in present)
+
+    def layout(self, state: StateFormat | None = None) -> RecordLayout:
+        """Of the record of one of its experts: fp32, or fp64 for experts in fp64.
+
+        Args:
+            state: what it holds beside parameters; full moments when omitted.
+        """
+        parameters = {name: self.module.get_parameter(name) for name in self.parameter_names}
+        dtypes = {parameter.dtype for parameter in parameters.values()}
+        dtype = torch.float64 if dtypes == {torch.float64} else torch.float32
+        return RecordLayout(
+            [
+                ExpertTensor(name, tuple(parameter.shape[1:]), decays(name, parameter))
+                for name, parameter in parameters.items()
+            ],
+            dtype,
+            state,
+        )
+
+    def stacked(self, names: Sequence[str], tensors: Sequence[Tensor]) -> StackedExperts:
+        """One expert's tensors as kernels take them, alone in slot 0."""
+        named = {name: tensor[None] for name, tensor in zip(names, tensors, strict=True)}
+        return StackedExperts(
+            gate_up=named[self.first],
+            down=named["down_proj"],
+            gate_up_bias=named.get(f"{self.first}_bias"),
+            down_bias=named.get("down_proj_bias"),
+            has_gate=self.has_gate,
+            is_transposed=self.is_transposed,
+            is_concatenated=self.is_concatenated,
+        )
+
+
+def layer_sites(model: nn.Module) -> list[ExpertsSite]:
+    """The experts of every `MoELayer` in a model, in its order.
+
+    Raises:
+        UnsupportedModelError: a layer has experts of another kind, or several copies or slices of
+            them.
+    """
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, MoELayer)]
+    return [
+        _site(f"{name}.experts" if name else "experts", layer.experts) for name, layer in layers
+    ]
+
+
+def _site(name: str, experts: nn.Module) -> ExpertsSite:
+    if isinstance(experts, Experts):
+        return ExpertsSite(
+            name=name,
+            module=experts,
+            num_experts=experts.num_experts,
+            first=experts.first_name,
+            has_gate=experts.activation.has_gate,
+            is_transposed=False,
+            is_concatenated=True,
+            activation=experts.activation.spec,
+            impl=experts.impl,
+            recompute=experts.recompute,
+            keeps_dtype=False,
+        )
+    # those that lie elsewhere from batch to batch have no home to be trained at
+    if type(experts) is not ParallelExperts:
+        raise UnsupportedModelError(
+            f"{name}: {type(experts).__name__} cannot be trained offloaded, only Experts and "
+            "ParallelExperts"
+        )
+    slots = experts.slots
+    if slots.num_slices > 1 or any(len(held) > 1 for slices in slots.holders for held in slices):
+        raise UnsupportedModelError(
+            f"{name}: experts that are trained offloaded must lie in one process each, without "
+            "slices and copies"
+        )
+    own = [expert for expert in experts.experts_here if expert >= 0]
+    if own != sorted(own):
+        raise UnsupportedModelError(
+            f"{name}: a process' experts must be placed in ascending order, got {own}"
+        )
+    return ExpertsSite(
+        name=name,
+        module=experts,
+        num_experts=experts.num_experts,
+        first=experts.first_name,
+        has_gate=experts.has_gate,
+        is_transposed=False,
+        is_concatenated=True,
+        activation=resolve_activation(experts.activation),
+        impl=experts.impl,
+        recompute=experts.recompute,
+        keeps_dtype=False,
+        own=tuple(experts.experts_here),
+        num_processes=slots.num_ranks,
+    )

@@ -1,0 +1,1 @@
+"""Records of weights and optimizer states, in memory and on the disk."""

@@ -1,0 +1,183 @@
+"""The slowest home: files of records, and the threads that read and write them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from moe_runtime.errors import CheckpointError
+from moe_runtime.memory.io_queue import Block, OnDone, Priority, Read, ReadQueue
+from moe_runtime.memory.slab import host_view
+from moe_runtime.memory.source import READ_BYTES
+from moe_runtime.training.offload.states.entries import Version
+from moe_runtime.training.offload.states.record_file import RecordFile
+from moe_runtime.training.offload.states.records import ORDER, RecordLayout, Sections, checksum
+from moe_runtime.training.offload.states.saved import records_path
+from moe_runtime.types import ExpertKey
+
+OpenFile = Callable[[Path, int, int], RecordFile]
+"""Opens a file of records: path, bytes of a slot, slots to allocate."""
+
+
+class Disk:
+    """Versions of records in `experts-*.records`, waiting gradients in `gradients-*.scratch`.
+
+    Args:
+        folder: where the files are; it must exist.
+        layouts: of every expert's record; each size of record has a file.
+        io_threads: reads and writes in flight at once.
+        direct: go past the page cache where possible.
+        open_file: opens the files; for tests that take a disk's place.
+
+    Raises:
+        CheckpointError: the folder is missing or cannot be written.
+        CapacityError: the disk has not enough room.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        layouts: Mapping[ExpertKey, RecordLayout],
+        *,
+        io_threads: int = 4,
+        direct: bool = True,
+        open_file: OpenFile | None = None,
+    ) -> None:
+        if not folder.is_dir():
+            raise CheckpointError(f"storage_dir {folder} is not a directory; make it first")
+        self.folder = folder
+        self._open = open_file or partial(RecordFile, direct=direct)
+        self._files: dict[int, RecordFile] = {}
+        self._scratch: dict[int, RecordFile] = {}
+        self._parking: dict[ExpertKey, int] = {}
+        numbers = Counter(layout.state_bytes for layout in layouts.values())
+        for layout in layouts.values():
+            size = layout.state_bytes
+            if size not in self._files:
+                path = records_path(folder, layout)
+                self._files[size] = self._open(path, size, numbers[size])
+        self._queue = ReadQueue(io_threads)
+
+    def has_file(self, layout: RecordLayout) -> bool:
+        """Whether there is a file of such records."""
+        return layout.state_bytes in self._files
+
+    def take(self, layout: RecordLayout) -> int:
+        """A free slot for a new version."""
+        return self._files[layout.state_bytes].take()
+
+    def hold(self, layout: RecordLayout, slot: int) -> None:
+        """Keeps a version from being overwritten."""
+        self._files[layout.state_bytes].hold(slot)
+
+    def drop(self, layout: RecordLayout, slot: int) -> None:
+        """Lets go of a version."""
+        self._files[layout.state_bytes].drop(slot)
+
+    def read(
+        self,
+        key: ExpertKey,
+        layout: RecordLayout,
+        slot: int | None,
+        sections: Sections,
+        record: Tensor,
+        priority: Priority,
+        on_done: OnDone,
+    ) -> None:
+        """Starts to read sections into a record; `on_done` is called from another thread."""
+        blocks: list[Block] = []
+        for file, offset, content in self._ranges(key, layout, slot, sections, record):
+            blocks.extend(
+                partial(file.fetch, offset + begin, content[begin : begin + READ_BYTES])
+                for begin in range(0, len(content), READ_BYTES)
+            )
+        self._queue.submit(blocks, Read(priority, on_done))
+
+    def write(
+        self,
+        key: ExpertKey,
+        layout: RecordLayout,
+        version: Version | None,
+        sections: Sections,
+        record: Tensor,
+        on_done: OnDone,
+    ) -> None:
+        """Starts to write sections of a record: a new version, or a gradient that waits."""
+        blocks: list[Block] = []
+        if version is not None:
+            blocks.append(partial(_seal, version, record[: layout.state_bytes]))
+        slot = None if version is None else version.slot
+        for file, offset, content in self._ranges(key, layout, slot, sections, record):
+            blocks.extend(
+                partial(file.write, offset + begin, content[begin : begin + READ_BYTES])
+                for begin in range(0, len(content), READ_BYTES)
+            )
+        self._queue.submit(blocks, Read(Priority.READAHEAD, on_done))
+
+    def sync(self) -> None:
+        """Returns when all versions that were written lie on the disk."""
+        for file in self._files.values():
+            file.sync()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        files = [*self._files.values(), *self._scratch.values()]
+        return sum(file.num_slots * file.slot_bytes for file in files)
+
+    def close(self) -> None:
+        """Ends the threads and closes the files."""
+        self._queue.close()
+        for file in [*self._files.values(), *self._scratch.values()]:
+            file.close()
+
+    def _ranges(
+        self,
+        key: ExpertKey,
+        layout: RecordLayout,
+        slot: int | None,
+        sections: Sections,
+        record: Tensor,
+    ) -> Iterator[tuple[RecordFile, int, memoryview]]:
+        """File, offset and memory of each run of neighbouring sections."""
+        view = host_view(record)
+        if Sections.GRADIENT in sections:
+            first, last = layout.place_of(Sections.GRADIENT)
+            file, place = self._parking_place(key, layout)
+            yield file, place * file.slot_bytes, view[first:last]
+        wanted = [index for index, section in enumerate(ORDER[:3]) if section in sections]
+        if wanted:
+            assert slot is not None
+            file = self._files[layout.state_bytes]
+            for begin, end in _runs(wanted):
+                first, _ = layout.place_of(ORDER[begin])
+                _, last = layout.place_of(ORDER[end - 1])
+                yield file, slot * file.slot_bytes + first, view[first:last]
+
+    def _parking_place(self, key: ExpertKey, layout: RecordLayout) -> tuple[RecordFile, int]:
+        size = layout.section_bytes
+        if size not in self._scratch:
+            self._scratch[size] = self._open(self.folder / f"gradients-{size}.scratch", size, 0)
+        file = self._scratch[size]
+        if key not in self._parking:
+            self._parking[key] = file.take()
+        return file, self._parking[key]
+
+
+def _seal(version: Version, content: Tensor) -> int:
+    version.digest = checksum(content)
+    return 0
+
+
+def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    """Runs of consecutive numbers, as first and one past the last."""
+    first = numbers[0]
+    for number, following in zip(numbers, [*numbers[1:], None], strict=True):
+        if following != number + 1:
+            yield first, number + 1
+            if following is not None:
+                first = following

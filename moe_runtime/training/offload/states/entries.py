@@ -1,0 +1,142 @@
+"""What is known of every expert, of every slot in use, and of the bytes that moved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moe_runtime.training.offload.states.records import RecordLayout, Sections
+
+
+@dataclass(slots=True)
+class Version:
+    """One state of an expert on the disk.
+
+    Attributes:
+        slot: where it lies.
+        step: optimizer step up to which it goes.
+        count: updates that the expert had.
+        digest: checksum of its bytes.
+        pending: step whose gradient is kept in it for the step after; None if there is none.
+        is_written: whether all of its bytes were given to the disk.
+    """
+
+    slot: int
+    step: int
+    count: int
+    digest: str = ""
+    pending: int | None = None
+    is_written: bool = False
+
+
+@dataclass(slots=True)
+class ExpertState:
+    """One expert.
+
+    Attributes:
+        layout: of its record.
+        version: the newest on the disk; None before the first.
+        previous: the one before the step under way, where that wrote a new one.
+        step: step up to which its home goes.
+        count: updates that it had.
+        pending: step whose gradient its home keeps for the step after.
+        home: its slot in memory; None when its home is the disk.
+        is_saved: for a home in memory: whether `version` has the same content.
+        has_gradient: whether a gradient waits at its home.
+        captures: writes under way of its home in memory.
+    """
+
+    layout: RecordLayout
+    version: Version | None = None
+    previous: Version | None = None
+    step: int = 0
+    count: int = 0
+    pending: int | None = None
+    home: int | None = None
+    is_saved: bool = False
+    has_gradient: bool = False
+    captures: int = 0
+
+    def take_over(self, version: Version) -> None:
+        """Its home has become what a version is."""
+        self.step, self.count, self.pending = version.step, version.count, version.pending
+
+
+@dataclass(slots=True)
+class Entry:
+    """One slot of the ring.
+
+    Attributes:
+        slot: its number.
+        step: step up to which its content goes.
+        have: sections that are valid or arriving.
+        arriving: sections on their way.
+        fresh: sections that were read and not asked for since.
+        pins: acquisitions.
+        transfers: reads and writes under way.
+    """
+
+    slot: int
+    step: int
+    have: Sections = Sections.NONE
+    arriving: Sections = Sections.NONE
+    fresh: Sections = Sections.NONE
+    pins: int = 0
+    transfers: int = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the slot could be given to another expert."""
+        return self.pins == 0 and self.transfers == 0
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes by way, whole sections; every needed byte is resident, reused or read.
+
+    Attributes:
+        needed_bytes: sections that computation asked for.
+        resident_bytes: of them, those whose home is memory.
+        reused_bytes: of them, those that still lay in a slot.
+        useful_bytes: of them, those that were read from the disk for this use.
+        read_bytes: read from the disk: useful, wasted, or not asked for yet.
+        wasted_bytes: read ahead and given up without having been asked for.
+        written_bytes: written to the disk.
+        stall_s: seconds that computation waited for a transfer.
+    """
+
+    needed_bytes: int = 0
+    resident_bytes: int = 0
+    reused_bytes: int = 0
+    useful_bytes: int = 0
+    read_bytes: int = 0
+    wasted_bytes: int = 0
+    written_bytes: int = 0
+    stall_s: float = field(default=0.0)
+
+    def count_use(self, entry: Entry, need: Sections, layout: RecordLayout) -> None:
+        """Counts sections that are asked for now."""
+        self.needed_bytes += layout.bytes_of(need)
+        self.useful_bytes += layout.bytes_of(need & entry.fresh)
+        self.reused_bytes += layout.bytes_of(need & ~entry.fresh)
+        entry.fresh &= ~need
+
+    def by_way(self) -> dict[str, float]:
+        """Seconds of waiting, and bytes found in memory, read and written, by name."""
+        return {
+            "stall_s": self.stall_s,
+            "memory_bytes": self.resident_bytes + self.reused_bytes,
+            "read_bytes": self.read_bytes,
+            "written_bytes": self.written_bytes,
+        }
+
+    def check(self, fresh_bytes: int) -> None:
+        """Proves that the counters add up.
+
+        Args:
+            fresh_bytes: read and neither asked for nor given up so far.
+
+        Raises:
+            AssertionError: they do not.
+        """
+        assert self.needed_bytes == self.resident_bytes + self.reused_bytes + self.useful_bytes
+        assert self.read_bytes == self.useful_bytes + self.wasted_bytes + fresh_bytes

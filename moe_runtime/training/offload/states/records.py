@@ -1,0 +1,272 @@
+"""The bytes of one expert in training: its weights, their two moments and their gradient.
+
+A record has four sections: parameters, first moment, second moment, gradient. Parameters and
+gradient hold the expert's tensors one after another, every tensor padded with zeros to whole
+vectors, so that AdamW treats each element as it would inside a large tensor: the last, partly
+filled vector of a tensor is computed by other instructions, and may be rounded otherwise. The
+moments' sections have sizes of their own: moments may be compressed, belong to a projection of the
+gradient, or not be there at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntFlag
+
+import torch
+from torch import Tensor
+
+from moe_runtime.memory.layout import BLOCK_BYTES
+from moe_runtime.training.offload.optimizers.moments import MomentStorage, moment_codec
+
+VECTOR_ELEMENTS = 16
+"""Elements that tensors are padded to: the widest vector of fp32 that torch is built for."""
+
+
+class Sections(IntFlag):
+    """Parts of a record, in the order in which they lie."""
+
+    NONE = 0
+    PARAMETERS = 1
+    MEAN = 2
+    VARIANCE = 4
+    STATE = 7
+    """What a checkpoint holds: parameters and moments."""
+    GRADIENT = 8
+    ALL = 15
+
+
+ORDER = (Sections.PARAMETERS, Sections.MEAN, Sections.VARIANCE, Sections.GRADIENT)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTensor:
+    """One tensor of an expert.
+
+    Attributes:
+        name: as its module calls the stack of them.
+        shape: of one expert's part.
+        decays: whether weight decay applies.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    decays: bool
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateFormat:
+    """What a record holds beside parameters.
+
+    Attributes:
+        moments: how the two moments are stored.
+        rank: of the projection of matrices that moments belong to (GaLore); 0 without one.
+        keeps_gradient: a gradient is part of the state, for the step after (delayed updates).
+        trains: whether there are moments and a gradient at all.
+    """
+
+    moments: MomentStorage = "full"
+    rank: int = 0
+    keeps_gradient: bool = False
+    trains: bool = True
+
+    def __str__(self) -> str:
+        if not self.trains:
+            return "parameters alone"
+        words = [f"{self.moments} moments"]
+        if self.rank:
+            words.append(f"of rank {self.rank}")
+        if self.keeps_gradient:
+            words.append("and a gradient for the next step")
+        return " ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class MomentSpan:
+    """Where one tensor's moments lie among the moments of an expert.
+
+    Attributes:
+        shape: of each moment: the tensor's, or that of its projection.
+        start: first element.
+        stop: one past the last, padding included.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class RecordLayout:
+    """Where the tensors of one kind of expert lie in a record.
+
+    Args:
+        tensors: of one expert, those that decay first.
+        dtype: of parameters and gradients: float32, or float64.
+        state: what else there is.
+
+    Attributes:
+        tensors: as given.
+        dtype: as given.
+        state: as given.
+        codec: of the moments.
+        spans: of the tensors' moments.
+        num_elements: elements of the expert, without padding.
+        section_bytes: parameters, whole blocks; a gradient takes as much.
+        decaying: elements at the beginning of a section that decay, padding included.
+        used: elements of a section in use, padding between tensors included.
+        num_moments: elements of each moment, padding included.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[ExpertTensor],
+        dtype: torch.dtype,
+        state: StateFormat | None = None,
+    ) -> None:
+        self.tensors = tuple(tensors)
+        self.dtype = dtype
+        self.state = state or StateFormat()
+        self.codec = moment_codec(self.state.moments)
+        self.num_elements = sum(tensor.num_elements for tensor in tensors)
+        self._starts: list[int] = []
+        self.spans: list[MomentSpan] = []
+        self.decaying = self.used = self.num_moments = 0
+        for tensor in tensors:
+            assert not tensor.decays or self.decaying == self.used, "what decays comes first"
+            self._starts.append(self.used)
+            self.used += _whole_vectors(tensor.num_elements)
+            if tensor.decays:
+                self.decaying = self.used
+            shape = projected_shape(tensor.shape, self.state.rank)
+            end = self.num_moments + _whole_vectors(math.prod(shape))
+            self.spans.append(MomentSpan(shape, self.num_moments, end))
+            self.num_moments = end
+        self.section_bytes = _whole_blocks(self.used * dtype.itemsize)
+        self._sizes = self._measure()
+
+    def _measure(self) -> dict[Sections, int]:
+        """Bytes of each section."""
+        if not self.state.trains:
+            return dict.fromkeys(ORDER, 0) | {Sections.PARAMETERS: self.section_bytes}
+        moment = _whole_blocks(self.codec.num_bytes(self.num_moments, self.dtype))
+        kept = self.section_bytes if self.state.keeps_gradient else 0
+        bases = sum(math.prod(shape) for shape in self._basis_shapes() if shape)
+        return {
+            Sections.PARAMETERS: self.section_bytes,
+            Sections.MEAN: moment + _whole_blocks(bases * self.dtype.itemsize) + kept,
+            Sections.VARIANCE: moment,
+            Sections.GRADIENT: self.section_bytes,
+        }
+
+    def bytes_of(self, sections: Sections) -> int:
+        """Bytes of some sections together."""
+        return sum(size for section, size in self._sizes.items() if section in sections)
+
+    @property
+    def state_bytes(self) -> int:
+        """Parameters and moments: what lies on the disk."""
+        return self.bytes_of(Sections.STATE)
+
+    @property
+    def record_bytes(self) -> int:
+        """All four sections."""
+        return self.bytes_of(Sections.ALL)
+
+    def place_of(self, section: Sections) -> tuple[int, int]:
+        """First byte of a section in a record, and one past its last."""
+        start = sum(self._sizes[before] for before in ORDER[: ORDER.index(section)])
+        return start, start + self._sizes[section]
+
+    def section(self, record: Tensor, section: Sections) -> Tensor:
+        """The bytes of one section of a record (``uint8``)."""
+        start, stop = self.place_of(section)
+        return record[start:stop]
+
+    def flat(self, record: Tensor, section: Sections) -> Tensor:
+        """Parameters or gradient: the elements in use, padding included: ``[used]``."""
+        assert section in Sections.PARAMETERS | Sections.GRADIENT, "moments have a codec"
+        return self.section(record, section).view(self.dtype)[: self.used]
+
+    def views(self, record: Tensor, section: Sections) -> list[Tensor]:
+        """The expert's parameters or gradients, in their shapes."""
+        return self.split(self.flat(record, section))
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """The expert's tensors, in their shapes, of ``[used]`` elements."""
+        return [
+            flat[start : start + tensor.num_elements].view(tensor.shape)
+            for start, tensor in zip(self._starts, self.tensors, strict=True)
+        ]
+
+    def moment(self, record: Tensor, section: Sections) -> Tensor:
+        """The bytes of a moment, for `codec` (``uint8``)."""
+        return self.section(record, section)[: self._sizes[Sections.VARIANCE]]
+
+    def bases(self, record: Tensor) -> list[Tensor | None]:
+        """For each tensor, the basis of its gradient's subspace; None where there is none."""
+        start = self._sizes[Sections.VARIANCE]
+        content = self.section(record, Sections.MEAN)[start:].view(self.dtype)
+        found, first = [], 0
+        for shape in self._basis_shapes():
+            size = math.prod(shape)
+            found.append(content[first : first + size].view(shape) if shape else None)
+            first += size if shape else 0
+        return found
+
+    def kept_gradient(self, record: Tensor) -> Tensor:
+        """The gradient that is part of the state: ``[used]``."""
+        section = self.section(record, Sections.MEAN)
+        return section[len(section) - self.section_bytes :].view(self.dtype)[: self.used]
+
+    def clear(self, record: Tensor, sections: Sections) -> None:
+        """Sets sections to zero."""
+        for section in ORDER:
+            if section in sections:
+                self.section(record, section).zero_()
+
+    def clear_padding(self, record: Tensor, section: Sections) -> None:
+        """Sets to zero what lies between and after the tensors of parameters or gradient."""
+        elements = self.section(record, section).view(self.dtype)
+        ends = [*self._starts[1:], elements.numel()]
+        for start, tensor, end in zip(self._starts, self.tensors, ends, strict=True):
+            elements[start + tensor.num_elements : end].zero_()
+
+    def _basis_shapes(self) -> list[tuple[int, ...]]:
+        """Shape of each tensor's basis; empty where its moments are not projected."""
+        return [
+            (min(tensor.shape), self.state.rank) if span.shape != tensor.shape else ()
+            for tensor, span in zip(self.tensors, self.spans, strict=True)
+        ]
+
+
+def projected_shape(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """Shape of a matrix' gradient in a subspace of its smaller side; others are left alone."""
+    if not rank or len(shape) != 2 or rank >= min(shape):
+        return shape
+    return (rank, shape[1]) if shape[0] <= shape[1] else (shape[0], rank)
+
+
+def _whole_vectors(elements: int) -> int:
+    return -(-elements // VECTOR_ELEMENTS) * VECTOR_ELEMENTS
+
+
+def _whole_blocks(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def checksum(content: Tensor) -> str:
+    """A digest of some bytes (``uint8``, a multiple of a block): any changed word changes it.
+
+    Words of a block are summed, modulo 2**64, and the sums hashed: as fast as memory is read, and
+    blocks in another order are told apart.
+    """
+    import hashlib
+
+    sums = content.view(torch.int64).view(-1, BLOCK_BYTES // 8).sum(1)
+    return hashlib.blake2b(sums.numpy().tobytes(), digest_size=8).hexdigest()

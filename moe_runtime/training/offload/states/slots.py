@@ -1,0 +1,291 @@
+"""Slots of host memory: homes of some experts, and a ring that the others pass through.
+
+What is needed next is said beforehand (`expect`), so that it arrives while other experts compute.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import islice
+
+from torch import Tensor
+
+from moe_runtime.errors import MoERuntimeError
+from moe_runtime.memory.io_queue import Priority, Read
+from moe_runtime.memory.slab import Slab
+from moe_runtime.training.offload.states.disk import Disk
+from moe_runtime.training.offload.states.entries import Entry, ExpertState, Traffic, Version
+from moe_runtime.training.offload.states.records import BLOCK_BYTES, RecordLayout, Sections
+from moe_runtime.types import ExpertKey
+
+MIN_RING_SLOTS = 3
+"""Fewest slots between disk and computation: one in use, one being filled, one being written."""
+
+Need = tuple[ExpertKey, Sections]
+
+
+class RecordSlots:
+    """Records of all experts, in host memory and on the disk, and how they come and go.
+
+    One thread at a time may compute with records; transfers run beside it.
+
+    Args:
+        layouts: of every expert's record.
+        resident: experts whose home is host memory.
+        ring_slots: slots for the others; 0 if there are none.
+        disk: where the others lie; None when all are resident.
+    """
+
+    def __init__(
+        self,
+        layouts: Mapping[ExpertKey, RecordLayout],
+        *,
+        resident: Sequence[ExpertKey],
+        ring_slots: int,
+        disk: Disk | None,
+    ) -> None:
+        if len(resident) < len(layouts) and (disk is None or ring_slots < MIN_RING_SLOTS):
+            raise ValueError(
+                f"experts on the disk need a folder and at least {MIN_RING_SLOTS} slots, "
+                f"got {ring_slots}"
+            )
+        self.disk = disk
+        self.experts = {key: ExpertState(layout) for key, layout in layouts.items()}
+        sizes = (layout.record_bytes for layout in layouts.values())
+        slot_bytes = max(sizes, default=BLOCK_BYTES)
+        self._slab = Slab(ring_slots + len(resident), slot_bytes)
+        for slot, key in enumerate(resident, start=ring_slots):
+            self.experts[key].home = slot
+        self._free = list(range(ring_slots))
+        self._entries: OrderedDict[ExpertKey, Entry] = OrderedDict()
+        self._expected: deque[Need] = deque()
+        self._changed = threading.Condition()
+        self._failure: MoERuntimeError | None = None
+        self.traffic = Traffic()
+
+    def expect(self, needs: Iterable[Need]) -> None:
+        """Says which sections will be acquired next, in order; replaces what was said before."""
+        with self._changed:
+            self._expected = deque(
+                (key, need) for key, need in needs if self.experts[key].home is None
+            )
+            self._read_ahead()
+
+    def acquire(self, key: ExpertKey, need: Sections, *, writes: bool = False) -> Tensor:
+        """The record of an expert with the needed sections filled in; `release` gives it back.
+
+        Args:
+            key: the expert.
+            need: sections to be read; others may hold anything.
+            writes: whether STATE sections will be changed: waits until none is being written.
+
+        Raises:
+            MoERuntimeError: a transfer failed.
+        """
+        expert = self.experts[key]
+        with self._changed:
+            if expert.home is not None:
+                self.traffic.needed_bytes += self._bytes(key, need)
+                self.traffic.resident_bytes += self._bytes(key, need)
+                self._wait_for(lambda: not (writes and expert.captures))
+                return self._slab.slot(expert.home)
+            while self._expected and self._expected[0][0] == key:
+                self._expected.popleft()
+            entry = self._entries.get(key) or self._admit(key)
+            self._entries.move_to_end(key)
+            entry.pins += 1
+            self._start_read(key, entry, need, Priority.DEMAND)
+            self._read_ahead()
+            try:
+                self._wait_for(
+                    lambda: not (entry.arriving & need) and not (writes and entry.transfers)
+                )
+            except MoERuntimeError:
+                entry.pins -= 1
+                raise
+            self.traffic.count_use(entry, need, expert.layout)
+            return self._slab.slot(entry.slot)
+
+    def release(self, key: ExpertKey, *, has: Sections = Sections.NONE) -> None:
+        """Gives a record back.
+
+        Args:
+            key: the expert.
+            has: sections that were filled in by computation and are valid now.
+        """
+        with self._changed:
+            if self.experts[key].home is None:
+                entry = self._entries[key]
+                entry.pins -= 1
+                entry.have |= has
+                self._read_ahead()
+
+    def content_step(self, key: ExpertKey) -> int:
+        """Step up to which the nearest copy of a record goes."""
+        entry = self._entries.get(key)
+        return self.experts[key].step if entry is None else entry.step
+
+    def set_content_step(self, key: ExpertKey, step: int) -> None:
+        """The acquired record was brought to a step; a home in memory keeps it."""
+        with self._changed:
+            if (entry := self._entries.get(key)) is not None:
+                entry.step = step
+            else:
+                self.experts[key].step = step
+                self.experts[key].is_saved = False
+
+    def wait_for_transfers(self) -> None:
+        """Returns when nothing is being read or written.
+
+        Raises:
+            MoERuntimeError: a transfer failed.
+        """
+        with self._changed:
+            self._expected.clear()
+            self._wait_for(
+                lambda: (
+                    not any(entry.transfers for entry in self._entries.values())
+                    and not any(expert.captures for expert in self.experts.values())
+                )
+            )
+
+    def close(self) -> None:
+        """Ends the transfers."""
+        if self.disk is not None:
+            self.disk.close()
+
+    def check(self) -> None:
+        """Proves that every slot of memory and every byte is accounted for.
+
+        Raises:
+            AssertionError: the books do not balance.
+        """
+        with self._changed:
+            used = [entry.slot for entry in self._entries.values()]
+            homes = [expert.home for expert in self.experts.values() if expert.home is not None]
+            assert sorted(used + self._free + homes) == list(range(self._slab.num_slots))
+            fresh = sum(self._bytes(key, entry.fresh) for key, entry in self._entries.items())
+            self.traffic.check(fresh)
+            assert all(entry.pins >= 0 for entry in self._entries.values())
+
+    # What follows is called with the lock held.
+
+    @property
+    def _on_disk(self) -> Disk:
+        assert self.disk is not None, "there is no disk"
+        return self.disk
+
+    def _bytes(self, key: ExpertKey, sections: Sections) -> int:
+        return self.experts[key].layout.bytes_of(sections)
+
+    def _wait_for(self, is_done: Callable[[], bool]) -> None:
+        started = time.perf_counter()
+        while self._failure is None and not is_done():
+            self._changed.wait()
+        self.traffic.stall_s += time.perf_counter() - started
+        if self._failure is not None:
+            raise self._failure
+
+    def _admit(self, key: ExpertKey) -> Entry:
+        """A slot for an expert that is needed now."""
+        self._wait_for(lambda: bool(self._free) or self._make_room(may_drop_expected=True))
+        return self._enter(key)
+
+    def _enter(self, key: ExpertKey) -> Entry:
+        entry = Entry(self._free.pop(), self.experts[key].step)
+        self._entries[key] = entry
+        return entry
+
+    def _make_room(self, *, may_drop_expected: bool) -> bool:
+        """Gives up the slot that was used longest ago, or what is expected last."""
+        expected = [key for key, _ in islice(self._expected, self._slab.num_slots)]
+        idle = [key for key, entry in self._entries.items() if entry.is_idle]
+        victim = next((key for key in idle if key not in expected), None)
+        if victim is None and may_drop_expected and idle:
+            victim = max(idle, key=expected.index)
+        if victim is None:
+            return False
+        self._drop(victim)
+        return True
+
+    def _drop(self, key: ExpertKey) -> None:
+        entry = self._entries.pop(key)
+        self.traffic.wasted_bytes += self._bytes(key, entry.fresh)
+        self._free.append(entry.slot)
+
+    def _read_ahead(self) -> None:
+        """Starts reads of what is expected next, as far as there are slots."""
+        for key, need in self._expected:
+            entry = self._entries.get(key)
+            if entry is None:
+                if not self._free and not self._make_room(may_drop_expected=False):
+                    return
+                entry = self._enter(key)
+            self._start_read(key, entry, need, Priority.READAHEAD)
+
+    def _start_read(self, key: ExpertKey, entry: Entry, need: Sections, priority: Priority) -> None:
+        missing = need & ~entry.have
+        if not missing:
+            return
+        expert = self.experts[key]
+        if entry.have & Sections.STATE and entry.step != expert.step and missing & Sections.STATE:
+            # replayed parameters would not fit the moments on the disk: take all of them anew
+            missing |= Sections.STATE
+            entry.step = expert.step
+        entry.have |= missing
+        entry.arriving |= missing
+        entry.fresh |= missing
+        entry.transfers += 1
+        self.traffic.read_bytes += self._bytes(key, missing)
+        self._on_disk.read(
+            key,
+            expert.layout,
+            None if expert.version is None else expert.version.slot,
+            missing,
+            self._slab.slot(entry.slot),
+            priority,
+            partial(self._arrive, entry, missing),
+        )
+
+    def _arrive(self, entry: Entry, sections: Sections, read: Read) -> None:
+        with self._changed:
+            self._failure = self._failure or read.error
+            entry.arriving &= ~sections
+            entry.transfers -= 1
+            self._read_ahead()
+            self._changed.notify_all()
+
+    def _write(
+        self,
+        key: ExpertKey,
+        expert: ExpertState,
+        version: Version | None,
+        slot: int,
+        sections: Sections,
+    ) -> None:
+        self.traffic.written_bytes += self._bytes(key, sections)
+        entry = None if expert.home is not None else self._entries[key]
+        if entry is not None:
+            entry.transfers += 1
+        self._on_disk.write(
+            key, expert.layout, version, sections, self._slab.slot(slot),
+            partial(self._leave, expert, entry, version),
+        )  # fmt: skip
+
+    def _leave(
+        self, expert: ExpertState, entry: Entry | None, version: Version | None, read: Read
+    ) -> None:
+        with self._changed:
+            if version is not None:
+                version.is_written = read.error is None
+            self._failure = self._failure or read.error
+            if entry is None:
+                expert.captures -= 1
+            else:
+                entry.transfers -= 1
+            self._read_ahead()
+            self._changed.notify_all()

@@ -1,0 +1,219 @@
+"""What becomes of experts: new versions at home, steps taken back, states saved and restored.
+
+An expert's home is host memory, where its record is worked on in place, or the disk, where every
+update makes a new version in another place; the one before stays until the step is done, and as
+long as a checkpoint names it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import Tensor
+
+from moe_runtime.memory.io_queue import Priority, Read
+from moe_runtime.training.offload.states.entries import ExpertState, Version
+from moe_runtime.training.offload.states.records import RecordLayout, Sections
+from moe_runtime.training.offload.states.saved import check_digest
+from moe_runtime.training.offload.states.slots import RecordSlots
+from moe_runtime.types import ExpertKey
+
+
+class ExpertStates(RecordSlots):
+    """Records of all experts, and the versions of those that were written."""
+
+    def write_state(self, key: ExpertKey) -> None:
+        """Sends changed parameters and moments home; the version before stays until `commit`.
+
+        The record goes up to its `content_step` then.
+        """
+        expert = self.experts[key]
+        with self._changed:
+            if expert.home is not None:
+                return
+            entry = self._entries[key]
+            entry.have |= Sections.STATE
+            expert.step = entry.step
+            version = self._new_version(expert, entry.step)
+            self._write(key, expert, version, entry.slot, Sections.STATE)
+
+    def park_gradient(self, key: ExpertKey) -> None:
+        """Keeps an expert's gradient at its home until the step."""
+        expert = self.experts[key]
+        with self._changed:
+            expert.has_gradient = True
+            if expert.home is None:
+                entry = self._entries[key]
+                entry.have |= Sections.GRADIENT
+                self._write(key, expert, None, entry.slot, Sections.GRADIENT)
+
+    def forget_gradient(self, key: ExpertKey) -> None:
+        """The gradient is not needed any more."""
+        expert = self.experts[key]
+        with self._changed:
+            expert.has_gradient = False
+            if (entry := self._entries.get(key)) is not None:
+                entry.have &= ~Sections.GRADIENT
+                entry.fresh &= ~Sections.GRADIENT
+
+    def commit(self) -> None:
+        """The step is done: versions from before it are let go."""
+        with self._changed:
+            for expert in self.experts.values():
+                if expert.previous is not None:
+                    self._on_disk.drop(expert.layout, expert.previous.slot)
+                    expert.previous = None
+
+    def roll_back(self) -> None:
+        """The step is not to have happened: versions from before it come back."""
+        self.wait_for_transfers()
+        with self._changed:
+            for key, expert in self.experts.items():
+                if expert.previous is None or expert.version is None:
+                    continue
+                self._on_disk.drop(expert.layout, expert.version.slot)
+                expert.version, expert.previous = expert.previous, None
+                expert.take_over(expert.version)
+                if key in self._entries:
+                    self._drop(key)
+
+    def abandon(self) -> None:
+        """Gives all records back, after a computation that failed half-way."""
+        with self._changed:
+            for entry in self._entries.values():
+                entry.pins = 0
+
+    def capture(self, keys: Iterable[ExpertKey]) -> None:
+        """Starts to write records whose home is memory to the disk, as new versions.
+
+        Computation may go on; who wants to change one of them waits for that one's write.
+        """
+        with self._changed:
+            for key in keys:
+                expert = self.experts[key]
+                assert expert.home is not None, "what lives on the disk is saved"
+                expert.is_saved = True
+                expert.captures += 1
+                version = self._new_version(expert, expert.step)
+                self._write(key, expert, version, expert.home, Sections.STATE)
+
+    def hold_versions(self) -> dict[ExpertKey, Version]:
+        """Starts to save every expert as it is now; no version that is returned is overwritten.
+
+        Those that live in memory and changed since they were saved last are written in the
+        background.
+        """
+        with self._changed:
+            self.capture(
+                key for key, e in self.experts.items() if e.home is not None and not e.is_saved
+            )
+            held = {}
+            for key, expert in self.experts.items():
+                assert expert.version is not None, "every expert has a first version"
+                self._on_disk.hold(expert.layout, expert.version.slot)
+                held[key] = expert.version
+            return held
+
+    def drop_versions(self, versions: Mapping[ExpertKey, Version]) -> None:
+        """Lets go of what `hold_versions` held."""
+        with self._changed:
+            for key, version in versions.items():
+                self._on_disk.drop(self.experts[key].layout, version.slot)
+
+    def wait_until_durable(self, versions: Mapping[ExpertKey, Version]) -> None:
+        """Returns when versions lie on the disk, power cut or not; may be called from any thread.
+
+        Raises:
+            MoERuntimeError: a transfer failed.
+        """
+        with self._changed:
+            while not all(version.is_written for version in versions.values()):
+                if self._failure is not None:
+                    raise self._failure
+                self._changed.wait()
+        self._on_disk.sync()
+
+    def restore(self, versions: Mapping[ExpertKey, Version]) -> None:
+        """Takes up saved versions instead of first ones, and checks each.
+
+        The versions are held once more, as `hold_versions` holds them.
+
+        Raises:
+            CheckpointError: a record is damaged; names it.
+        """
+        for key, version in versions.items():
+            expert = self.experts[key]
+            for _ in range(2):
+                self._on_disk.hold(expert.layout, version.slot)
+            expert.version = version
+            expert.take_over(version)
+            expert.is_saved = version.is_written = True
+            record = self._slab.slot(self._free[-1] if expert.home is None else expert.home)
+            self._fill_now(key, expert, version, record)
+            content = record[: expert.layout.state_bytes]
+            check_digest(self._on_disk.folder, key, version, content)
+
+    def take_in(self, key: ExpertKey, read: Callable[[Tensor], Version]) -> None:
+        """Takes up an expert that lies in other files than this process's, and writes it home.
+
+        Args:
+            key: the expert.
+            read: fills a record with its state, and says what version that is.
+        """
+        record = self.acquire(key, Sections.NONE, writes=True)
+        found = read(record)
+        self.experts[key].take_over(found)
+        self.set_content_step(key, found.step)
+        self.write_state(key)
+        self.release(key)
+
+    def drop_lent(self, slots: Iterable[tuple[RecordLayout, int]]) -> None:
+        """Lets go of slots on the disk that belong to experts of other processes."""
+        with self._changed:
+            for layout, slot in slots:
+                self._on_disk.drop(layout, slot)
+
+    def rehome(self, arriving: ExpertKey, leaving: ExpertKey) -> None:
+        """Exchanges two homes between steps: one expert leaves the memory for another."""
+        self.capture([leaving])
+        record = self.acquire(arriving, Sections.STATE)
+        self.wait_for_transfers()
+        comes, goes = self.experts[arriving], self.experts[leaving]
+        with self._changed:
+            assert goes.home is not None, "the leaving expert's home must be memory"
+            goes.home, comes.home = None, goes.home
+            entry = self._entries[arriving]
+            comes.is_saved = entry.step == comes.step
+            comes.step = entry.step
+            self._slab.slot(comes.home).copy_(record)
+            entry.pins -= 1
+            self._drop(arriving)
+
+    def _fill_now(
+        self, key: ExpertKey, expert: ExpertState, version: Version, record: Tensor
+    ) -> None:
+        """Reads a version into a record that nobody uses, and waits for it."""
+        is_done = threading.Event()
+
+        def finish(read: Read) -> None:
+            self._failure = self._failure or read.error
+            is_done.set()
+
+        self._on_disk.read(
+            key, expert.layout, version.slot, Sections.STATE, record, Priority.DEMAND, finish
+        )
+        is_done.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def _new_version(self, expert: ExpertState, step: int) -> Version:
+        """A place for what an expert has become; a version of the step before is kept for it."""
+        slot = self._on_disk.take(expert.layout)
+        old = expert.version
+        expert.version = Version(slot, step, expert.count, pending=expert.pending)
+        if old is not None and expert.home is None and expert.previous is None:
+            expert.previous = old
+        elif old is not None:
+            self._on_disk.drop(expert.layout, old.slot)
+        return expert.version

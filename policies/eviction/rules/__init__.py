@@ -1,0 +1,1 @@
+"""One eviction policy a module."""

@@ -1,0 +1,99 @@
+"""Exported models replace older ones as a whole: neither fault loses one."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from language_models import build, shape
+from moe_families import Family
+from tiny_checkpoints import save, tiny_model
+from torch import Tensor
+
+from moe_runtime.checkpoints.expert_map import map_experts
+from moe_runtime.checkpoints.export import LikeCheckpoint
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.errors import MoERuntimeWarning
+from moe_runtime.models.lm.export import export_hugging_face
+from moe_runtime.types import ExpertKey
+
+MIXTRAL = Family("mixtral", "MixtralForCausalLM", config={"num_hidden_layers": 1})
+
+
+def write_like(source: Path, folder: Path, *, failing: bool) -> None:
+    """A changed model as a checkpoint like the one in `source`; fails at its second expert."""
+    changed = tiny_model(MIXTRAL)
+    checkpoint = open_checkpoint(source, "auto")
+    model = build_on_meta(checkpoint)
+    experts = map_experts(model, checkpoint)
+
+    def tensors_of(key: ExpertKey) -> dict[str, Tensor]:
+        if failing and key.expert == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        place = experts.modules[key.layer]
+        module = changed.get_submodule(place.name)
+        return {name: module.get_parameter(name)[key.expert] for name in place.parameters}
+
+    LikeCheckpoint(model, checkpoint, experts).write(folder, changed.state_dict(), tensors_of)
+
+
+def write_own(source: Path, folder: Path, *, failing: bool) -> None:
+    def also(new: Path) -> None:
+        if failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        (new / "tokenizer.json").write_text("{}")
+
+    export_hugging_face(build(shape(intermediate_size=8)), folder, also=also)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("write", [write_like, write_own])
+def test_an_export_that_fails_leaves_the_old_model(
+    tmp_path: Path, write: Callable[..., None]
+) -> None:
+    source = tmp_path / "source"
+    save(tiny_model(MIXTRAL), source, sharded=False)
+    folder = tmp_path / "out" / "model"
+    write(source, folder, failing=False)
+    before = contents(folder)
+    with pytest.raises(OSError, match="No space left"):
+        write(source, folder, failing=True)
+    assert contents(folder) == before
+    assert os.listdir(folder.parent) == ["model"]
+
+
+@pytest.mark.parametrize("write", [write_like, write_own])
+def test_an_old_model_that_cannot_be_deleted_costs_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[..., None]
+) -> None:
+    source = tmp_path / "source"
+    save(tiny_model(MIXTRAL), source, sharded=False)
+    folder = tmp_path / "out" / "model"
+    write(source, folder, failing=False)
+    expected = contents(folder)
+    (folder / "model.safetensors").write_bytes(b"old")
+    real = os.unlink
+
+    def unlink(path: str, **options: int) -> None:
+        if os.path.basename(path) == "model.safetensors":
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM), path)
+        real(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", unlink)
+        with pytest.warns(MoERuntimeWarning, match="could not be removed"):
+            write(source, folder, failing=False)
+    assert contents(folder) == expected
+
+
+def test_what_is_no_model_stays_beside_an_exported_one(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "model-00003-of-00003.safetensors").write_bytes(b"of an older model")
+    export_hugging_face(build(shape(intermediate_size=8)), tmp_path, dtype=torch.float32)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert {path.name for path in tmp_path.glob("model*")} == {"model.safetensors"}

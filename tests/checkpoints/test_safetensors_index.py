@@ -1,0 +1,194 @@
+"""Checkpoint folders: one file, shards, the hub's cache, and what is wrong with the rest."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from safetensors_files import SOUND, refusal, stored_bytes, write_safetensors
+
+from moe_runtime.checkpoints.safetensors_index import (
+    INDEX_FILE_NAME,
+    MAX_HEADER_BYTES,
+    SINGLE_FILE_NAME,
+    TensorEntry,
+    read_checkpoint_index,
+)
+from moe_runtime.errors import CheckpointError
+
+
+def make_sharded(folder: Path) -> dict[str, torch.Tensor]:
+    tensors = {f"t{i}": torch.full((i + 1, 3), float(i)) for i in range(4)}
+    shards = {
+        "model-00001-of-00002.safetensors": ("t0", "t2"),
+        "model-00002-of-00002.safetensors": ("t1", "t3"),
+    }
+    for shard, names in shards.items():
+        save_file({name: tensors[name] for name in names}, folder / shard)
+    write_index(folder, {name: shard for shard, names in shards.items() for name in names})
+    return tensors
+
+
+def write_index(folder: Path, weight_map: object) -> None:
+    index = {"metadata": {"total_size": math.pi}, "weight_map": weight_map}
+    (folder / INDEX_FILE_NAME).write_text(json.dumps(index), encoding="utf-8")
+
+
+def read_weight_map(folder: Path) -> dict[str, str]:
+    return json.loads((folder / INDEX_FILE_NAME).read_text(encoding="utf-8"))["weight_map"]
+
+
+def assert_holds(entries: dict[str, TensorEntry], tensors: dict[str, torch.Tensor]) -> None:
+    assert set(entries) == set(tensors)
+    for name, value in tensors.items():
+        assert entries[name].shape == tuple(value.shape)
+        assert stored_bytes(entries[name]) == value.numpy().tobytes()
+
+
+def test_single_file_is_preferred_to_the_index(tmp_path: Path) -> None:
+    make_sharded(tmp_path)
+    single = {"only": torch.ones(3)}
+    save_file(single, tmp_path / SINGLE_FILE_NAME)
+    assert_holds(read_checkpoint_index(tmp_path), single)
+
+
+def test_shards_together_hold_every_tensor(tmp_path: Path) -> None:
+    tensors = make_sharded(tmp_path)
+    assert_holds(read_checkpoint_index(tmp_path), tensors)
+    # What the index forgets is found all the same; `transformers` loads whole shards, too.
+    weight_map = read_weight_map(tmp_path)
+    del weight_map["t0"]
+    write_index(tmp_path, weight_map)
+    assert_holds(read_checkpoint_index(tmp_path), tensors)
+
+
+def test_shards_in_a_subfolder(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    tensors = make_sharded(tmp_path / "sub")
+    weight_map = read_weight_map(tmp_path / "sub")
+    write_index(tmp_path, {name: f"./sub/{shard}" for name, shard in weight_map.items()})
+    assert_holds(read_checkpoint_index(tmp_path), tensors)
+
+
+def test_the_hub_cache_of_links_to_blobs(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "0123abcd"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    tensors = make_sharded(blobs)
+    for place, file in enumerate(sorted(blobs.iterdir())):
+        blob = file.rename(blobs / f"{place:064x}")
+        (snapshot / file.name).symlink_to(Path("../../blobs") / blob.name)
+    assert_holds(read_checkpoint_index(snapshot), tensors)
+
+    (blobs / f"{0:064x}").unlink()
+    with pytest.raises(CheckpointError, match=r"00001-of-00002.*a link that leads nowhere"):
+        read_checkpoint_index(snapshot)
+
+
+def test_missing_shards_are_named(tmp_path: Path) -> None:
+    make_sharded(tmp_path)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    message = refusal(tmp_path)
+    assert "its 2 shards" in message
+    assert "1 missing: ['model-00002-of-00002.safetensors']" in message
+
+
+@pytest.mark.parametrize(
+    ("shard", "fragment"),
+    [
+        ("../outside.safetensors", "inside the checkpoint's folder"),
+        ("sub/../../outside.safetensors", "inside the checkpoint's folder"),
+        ("ABSOLUTE/outside.safetensors", "inside the checkpoint's folder"),
+        ("..\\outside.safetensors", "inside the checkpoint's folder"),
+        ("C:outside.safetensors", "inside the checkpoint's folder"),
+        ("a\0.safetensors", "inside the checkpoint's folder"),
+        ("pytorch_model.bin", "shards named *.safetensors"),
+        ("", "shards named *.safetensors"),
+        (None, "shards named *.safetensors"),
+        (["model-00001-of-00002.safetensors"], "shards named *.safetensors"),
+        ("x" * 5000 + ".safetensors", "File name too long"),
+    ],
+)
+def test_shards_that_are_none(tmp_path: Path, shard: object, fragment: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    make_sharded(folder)
+    outside = write_safetensors(tmp_path / "outside.safetensors", "{" + SOUND + "}", b"xy")
+    if isinstance(shard, str):
+        shard = shard.replace("ABSOLUTE/outside.safetensors", str(outside))
+    write_index(folder, {**read_weight_map(folder), "a": shard})
+    with pytest.raises(CheckpointError) as caught:
+        read_checkpoint_index(folder)
+    assert fragment in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
+def test_index_and_shards_must_agree(tmp_path: Path) -> None:
+    make_sharded(tmp_path)
+    weight_map = read_weight_map(tmp_path)
+    first, second = sorted(set(weight_map.values()))
+    write_index(tmp_path, {**weight_map, "t9": first})
+    assert (
+        f"{first}: expected tensor 't9', which {INDEX_FILE_NAME} places there, found it nowhere"
+        in refusal(tmp_path)
+    )
+    write_index(tmp_path, {**weight_map, "t0": second})
+    message = refusal(tmp_path)
+    assert f"{second}: expected tensor 't0'" in message
+    assert message.endswith(first)
+    write_index(tmp_path, weight_map)
+    save_file({"t1": torch.ones(2), "t3": torch.ones(2), "t0": torch.ones(2)}, tmp_path / second)
+    assert "expected tensor 't0' in one shard" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"),
+    [
+        (b"", "Expecting value"),
+        (b"{", "Expecting property name"),
+        (b"\x80", "can't decode"),
+        (b"[]", "found []"),
+        (b"{}", "found None"),
+        (b'{"weight_map":[]}', "found []"),
+        (b'{"weight_map":{}}', "found {}"),
+        (b'{"weight_map":{"a":"x.safetensors","a":"y.safetensors"}}', "the key 'a' twice"),
+        (b'{"weight_map":' + b"[" * 10**5 + b"]" * 10**5 + b"}", "brackets"),
+        (b'{"metadata":' + b" " * 10**6 + b"[" * 9000 + b"]" * 9000 + b"}", "nested too deeply"),
+    ],
+)
+def test_damaged_index(tmp_path: Path, text: bytes, fragment: str) -> None:
+    (tmp_path / INDEX_FILE_NAME).write_bytes(text)
+    assert fragment in refusal(tmp_path)
+
+
+def test_index_beyond_the_limit_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / INDEX_FILE_NAME).touch()
+    os.truncate(tmp_path / INDEX_FILE_NAME, MAX_HEADER_BYTES + 1)
+    assert f"at most {MAX_HEADER_BYTES} bytes" in refusal(tmp_path)
+
+
+def test_folders_without_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nothing of that name"):
+        read_checkpoint_index(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match="the folder of a checkpoint, found a file"):
+        read_checkpoint_index(write_safetensors(tmp_path / "file", "{}"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    message = refusal(folder)
+    assert SINGLE_FILE_NAME in message
+    assert INDEX_FILE_NAME in message
+    (folder / "pytorch_model.bin").touch()
+    message = refusal(folder)
+    assert "pytorch_model.bin" in message
+    assert "unpickling" in message
+    assert "save_pretrained" in message
+    (folder / "weights.safetensors").touch()
+    assert "['weights.safetensors'] without an index" in refusal(folder)
+
+
+def test_a_directory_in_the_place_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / SINGLE_FILE_NAME).mkdir()
+    assert "a regular file, found a directory" in refusal(tmp_path)

@@ -1,0 +1,268 @@
+"""Random damage to headers and indexes: what the official reader gives, or a CheckpointError."""
+
+import json
+import math
+import struct
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from moe_runtime.checkpoints.safetensors_index import (
+    DTYPE_BITS,
+    INDEX_FILE_NAME,
+    TensorEntry,
+    read_checkpoint_index,
+    read_header,
+)
+from moe_runtime.errors import CheckpointError
+
+# A parser that hangs meets the time limit of the test.
+FUZZ = settings(max_examples=200)
+pytestmark = pytest.mark.timeout(120)
+
+# The index is stricter in these places only, as its module says.
+STRICTER = (
+    " twice in one object",
+    " to be an object, found [",
+    " to have one of the dtypes ",
+    " characters",
+    " mostly brackets",
+    " over 100 deep",
+)
+BOUNDARIES = st.sampled_from(
+    [-1, 0, 1, 2, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**400]
+)
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | BOUNDARIES | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+PUNCTUATION = '{}[]":,-0.e \n\t\0\\/\ufeff\u0664'
+WORDS = (
+    "null true NaN Infinity -0 1e0 1e308 1e309 2.0 18446744073709551615 18446744073709551616 "
+    '\\ud800 \\udc00 \\u0000 \\x "a": "dtype":"U8", "__metadata__":'
+)
+LONG = ("9" * 400, "[" * 128, "]" * 128)
+TOKENS = st.sampled_from([*PUNCTUATION, *WORDS.split(), *LONG])
+
+
+@pytest.fixture(scope="module")
+def scratch() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+@st.composite
+def headers(draw: st.DrawFn) -> tuple[dict[str, Any], bytes]:
+    """A sound header, its tensors in any order, and the data it describes."""
+    names = draw(st.lists(st.text(max_size=6), unique=True, max_size=4))
+    tensors: list[tuple[str, dict[str, Any]]] = []
+    end = 0
+    for name in names:
+        dtype = draw(st.sampled_from(sorted(DTYPE_BITS)))
+        shape = draw(st.lists(st.integers(0, 4), max_size=3))
+        if math.prod(shape) * DTYPE_BITS[dtype] % 8:
+            shape.append(4)  # four elements of any dtype are whole bytes
+        begin, end = end, end + math.prod(shape) * DTYPE_BITS[dtype] // 8
+        fields = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        tensors.append((name, dict(draw(st.permutations(list(fields.items()))))))
+    header: dict[str, Any] = dict(draw(st.permutations(tensors)))
+    header.pop("__metadata__", None)
+    if draw(st.booleans()):
+        texts = st.text(max_size=4)
+        header["__metadata__"] = draw(st.dictionaries(texts, texts, max_size=2))
+    return header, bytes(i * 7 % 251 for i in range(end))
+
+
+def pack(header: str, data: bytes) -> bytes:
+    raw = header.encode("utf-8", "surrogatepass")
+    return struct.pack("<Q", len(raw)) + raw + data
+
+
+def official(content: bytes, path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]] | None:
+    """Returns dtype, shape and bytes of every tensor, or None where the official reader refuses."""
+    try:
+        with safetensors.safe_open(path, framework="np") as file:
+            names = set(file.keys())
+    except safetensors.SafetensorError:
+        return None
+    listed = safetensors.deserialize(content)
+    assert {name for name, _ in listed} == names
+    return {name: (t["dtype"], tuple(t["shape"]), bytes(t["data"])) for name, t in listed}
+
+
+def check(content: bytes, scratch: Path, *, sound: bool = False) -> None:
+    path = scratch / "model.safetensors"
+    path.write_bytes(content)
+    expected = official(content, path)
+    assert expected is not None or not sound
+    try:
+        entries = read_header(path)
+    except CheckpointError as error:
+        message = str(error)
+        assert not sound, message
+        assert message.isprintable()
+        assert message.startswith(str(path))
+        assert len(message) < 2000
+        assert expected is None or any(reason in message for reason in STRICTER), message
+        return
+    assert expected is not None, "the official reader refuses this file"
+    assert {name: describe(entry, content) for name, entry in entries.items()} == expected
+
+
+def describe(entry: TensorEntry, content: bytes) -> tuple[str, tuple[int, ...], bytes]:
+    assert all(type(size) is int for size in entry.shape)
+    data = content[entry.offset : entry.offset + entry.num_bytes]
+    return entry.dtype, entry.shape, data
+
+
+@FUZZ
+@given(headers(), st.booleans(), st.sampled_from([None, 1]))
+def test_sound_headers_are_read(
+    scratch: Path, header: tuple[dict[str, Any], bytes], ascii_only: bool, indent: int | None
+) -> None:
+    text = json.dumps(header[0], ensure_ascii=ascii_only, indent=indent)
+    check(pack(text, header[1]), scratch, sound=True)
+
+
+@FUZZ
+@given(headers(), st.data())
+def test_changed_fields(
+    scratch: Path, header: tuple[dict[str, Any], bytes], data: st.DataObject
+) -> None:
+    fields, content = header
+    for _ in range(data.draw(st.integers(1, 2))):
+        name = data.draw(st.sampled_from([*fields, "new", "__metadata__"]))
+        tensor = fields.get(name)
+        if isinstance(tensor, dict) and data.draw(st.integers(0, 4)):
+            field = data.draw(st.sampled_from(["dtype", "shape", "data_offsets", "extra"]))
+            old = tensor.get(field)
+            if isinstance(old, list) and old and data.draw(st.booleans()):
+                place = data.draw(st.integers(0, len(old) - 1))
+                tensor[field] = [*old[:place], data.draw(BOUNDARIES | ANY_JSON), *old[place + 1 :]]
+            elif field == "dtype" and data.draw(st.booleans()):
+                tensor[field] = data.draw(st.sampled_from(sorted(DTYPE_BITS)))
+            else:
+                tensor[field] = data.draw(ANY_JSON | st.lists(BOUNDARIES, max_size=4))
+        else:
+            fields[name] = data.draw(ANY_JSON)
+    content += b"x" * data.draw(st.integers(0, 1))
+    check(pack(json.dumps(fields), content), scratch)
+
+
+@FUZZ
+@given(headers(), st.data())
+def test_changed_header_text(
+    scratch: Path, header: tuple[dict[str, Any], bytes], data: st.DataObject
+) -> None:
+    text = json.dumps(header[0])
+    for _ in range(data.draw(st.integers(1, 3))):
+        begin = data.draw(st.integers(0, len(text)))
+        end = data.draw(st.integers(begin, min(len(text), begin + 12)))
+        text = text[:begin] + data.draw(TOKENS | st.just(text[begin:end] * 2)) + text[end:]
+    check(pack(text, header[1]), scratch)
+
+
+@FUZZ
+@given(headers(), st.data())
+def test_changed_bytes(
+    scratch: Path, header: tuple[dict[str, Any], bytes], data: st.DataObject
+) -> None:
+    content = bytearray(pack(json.dumps(header[0], ensure_ascii=False), header[1]))
+    for _ in range(data.draw(st.integers(1, 4))):
+        # Half of the changes go to the length, where they would be rare by chance.
+        place = data.draw(st.integers(0, 8) | st.integers(0, len(content)))
+        change = data.draw(st.sampled_from(["flip", "set", "insert", "cut"]))
+        if change == "cut":
+            del content[place:]
+        elif change == "insert":
+            content[place:place] = data.draw(st.binary(max_size=4))
+        elif place < len(content):
+            byte = data.draw(st.integers(0, 255))
+            content[place] = byte if change == "set" else content[place] ^ (1 << byte % 8)
+    check(bytes(content), scratch)
+
+
+@FUZZ
+@given(st.binary(max_size=64), st.booleans())
+@example(b"", False)
+@example(b"{}", True)
+def test_arbitrary_bytes(scratch: Path, content: bytes, framed: bool) -> None:
+    check(struct.pack("<Q", len(content)) + content if framed else content, scratch)
+
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+SHARD_NAMES = st.sampled_from([*SHARDS, "absent.safetensors", "../outside.safetensors"]) | st.lists(
+    st.sampled_from([*SHARDS, "..", ".", "", "model", "outside.safetensors", "\\", "a\0", "pipe"]),
+    max_size=4,
+).map("/".join)
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Iterator[Path]:
+    """A folder with two shards, beside a file of the same kind that no index may reach."""
+    header = '{"%s":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}'
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root) / "model"
+        folder.mkdir()
+        (folder / SHARDS[0]).write_bytes(pack(header % "a", b"12"))
+        (folder / SHARDS[1]).write_bytes(pack(header % "b", b"34"))
+        (folder.parent / "outside.safetensors").write_bytes(pack(header % "c", b"56"))
+        yield folder
+
+
+def check_index(text: bytes, folder: Path) -> None:
+    (folder / INDEX_FILE_NAME).write_bytes(text)
+    try:
+        entries = read_checkpoint_index(folder)
+    except CheckpointError as error:
+        message = str(error)
+        assert message.isprintable()
+        assert message.startswith(str(folder))
+        assert len(message) < 10_000
+        return
+    # Whatever an accepted index says of the two shards, it can only have named one or both.
+    found = {name: entry.file.read_bytes()[entry.offset :] for name, entry in entries.items()}
+    assert found
+    assert found.items() <= {"a": b"12", "b": b"34"}.items()
+    weight_map = json.loads(text)["weight_map"]
+    assert weight_map.keys() <= found.keys()
+    for name, shard in weight_map.items():
+        assert entries[name].file == folder / shard
+        assert entries[name].file.parent == folder
+
+
+@FUZZ
+@given(st.dictionaries(st.sampled_from("abc"), SHARD_NAMES | ANY_JSON, max_size=3), ANY_JSON)
+@example({"a": SHARDS[0]}, None)
+@example({"a": SHARDS[0], "b": SHARDS[1]}, {"total_size": 4})
+@example({"c": "../outside.safetensors"}, None)
+def test_changed_weight_map(checkpoint: Path, weight_map: dict[str, Any], metadata: Any) -> None:
+    index = {"metadata": metadata, "weight_map": weight_map}
+    check_index(json.dumps(index).encode(), checkpoint)
+
+
+@FUZZ
+@given(st.data())
+def test_changed_index_text(checkpoint: Path, data: st.DataObject) -> None:
+    text = json.dumps({"metadata": {}, "weight_map": {"a": SHARDS[0], "b": SHARDS[1]}})
+    for _ in range(data.draw(st.integers(0, 3))):
+        begin = data.draw(st.integers(0, len(text)))
+        end = data.draw(st.integers(begin, min(len(text), begin + 12)))
+        text = text[:begin] + data.draw(TOKENS | SHARD_NAMES) + text[end:]
+    check_index(text.encode("utf-8", "surrogatepass"), checkpoint)
+
+
+@FUZZ
+@given(ANY_JSON, st.binary(max_size=40), st.booleans())
+def test_arbitrary_index(checkpoint: Path, value: Any, noise: bytes, structured: bool) -> None:
+    text = json.dumps({"weight_map": value}).encode() if structured else noise
+    check_index(text, checkpoint)

@@ -1,0 +1,75 @@
+"""Attention of one query equals transformers' SDPA attention in fp64."""
+
+import pytest
+import torch
+from transformers.integrations import sdpa_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from moe_runtime.inference.cpu.attention import attend
+from moe_runtime.kernels.native import native_library
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.num_key_value_groups = groups
+        self.is_causal = True
+
+
+def inputs(dtype, *, heads=6, key_heads=2, queries=1, length=37, batch=2):
+    query = torch.randn(batch, heads, queries, 16, dtype=dtype)
+    key = torch.randn(batch, key_heads, length, 16, dtype=dtype)
+    value = torch.randn(batch, key_heads, length, 24, dtype=dtype)
+    return query, key, value
+
+
+def masks(kind: str):
+    allowed = torch.rand(2, 1, 1, 37) < 0.7
+    allowed[..., -1] = True
+    if kind == "none":
+        return None, None
+    if kind == "bool":
+        return allowed, allowed
+    added = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    return added, added.double()
+
+
+@pytest.mark.parametrize("mask", ["none", "bool", "added"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("key_heads", [1, 2, 6])
+def test_one_query_equals_fp64(mask, dtype, key_heads):
+    layer = Layer(6 // key_heads)
+    query, key, value = inputs(dtype, key_heads=key_heads)
+    ours, theirs = masks(mask)
+    with torch.inference_mode():
+        found, _ = attend(layer, query, key, value, ours, scaling=0.3, dropout=0.0)
+        wide = (query.double(), key.double(), value.double())
+        exact, _ = sdpa_attention_forward(layer, *wide, theirs, scaling=0.3)
+    assert found.shape == exact.shape
+    assert found.dtype == dtype
+    # values are averages of at most |value|, computed in fp32 and rounded once to the dtype
+    bound = (2 * torch.finfo(dtype).eps + 1e-5) * value.abs().max()
+    assert (found - exact).abs().max() < bound
+
+
+@pytest.mark.parametrize("change", [{"queries": 3}, {"dtype": torch.float64}])
+def test_everything_else_is_transformers_own(change):
+    layer = Layer(3)
+    query, key, value = inputs(change.get("dtype", torch.float32), queries=change.get("queries", 1))
+    with torch.inference_mode():
+        found, _ = attend(layer, query, key, value, None, scaling=0.3)
+        expected, _ = sdpa_attention_forward(layer, query, key, value, None, scaling=0.3)
+    assert torch.equal(found, expected)
+
+
+def test_options_that_ask_for_more_are_passed_on(monkeypatch: pytest.MonkeyPatch):
+    passed: list[dict[str, object]] = []
+    monkeypatch.setattr(
+        sdpa_attention, "sdpa_attention_forward", lambda *_, **options: passed.append(options)
+    )
+    query, key, value = inputs(torch.float32)
+    with torch.inference_mode():
+        attend(Layer(3), query, key, value, None, scaling=0.3, softcap=20.0)
+        attend(Layer(3), query, key, value, None, scaling=0.3, softcap=None)
+    plain = [] if native_library() is not None else [{"scaling": 0.3, "softcap": None}]
+    assert passed == [{"scaling": 0.3, "softcap": 20.0}, *plain]

@@ -1,0 +1,83 @@
+"""`policy="auto"`: another run chooses from what this one did, and no bit of the output changes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import moe_runtime
+from moe_runtime.inference.inspection import inspect_checkpoint
+from moe_runtime.lab.replay.choice import LEAST_STEPS
+from moe_runtime.lab.traces import read_trace
+from moe_runtime.lab.traces.recent import read_recent
+from moe_runtime.models.pocket import pocket_path
+from moe_runtime.types import RuntimeStats
+
+SLOTS = 30
+
+
+def generate(**settings: str) -> tuple[torch.Tensor, RuntimeStats]:
+    summary = inspect_checkpoint(pocket_path(), max_tokens=128)
+    budget = summary.smallest_budget_bytes + (SLOTS - 2) * summary.slot_bytes
+    model: Any = moe_runtime.load(
+        pocket_path(), device="cpu", host_memory=budget, max_tokens=128, **settings
+    )
+    torch.manual_seed(0)
+    with model.moe:
+        out = model.generate(
+            torch.arange(5, 25)[None],
+            max_new_tokens=LEAST_STEPS + 12,
+            min_new_tokens=LEAST_STEPS + 12,
+            do_sample=True,
+            temperature=2.0,
+        )
+        model.moe.check()
+        return out, model.moe.stats()
+
+
+def test_auto_learns_from_the_run_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plain, named = generate()
+    assert (named.policy, named.shares, named.policy_reason) == ("lru", "even", "")
+    signature = inspect_checkpoint(pocket_path()).signature
+    assert read_recent(signature) is None  # nothing is kept unless `auto` is asked for
+
+    trace = tmp_path / "trace.npz"
+    first, unknowing = generate(policy="auto", prefetch="auto", predictor="auto", trace=str(trace))
+    assert torch.equal(first, plain)
+    assert unknowing.policy == "lru"
+    assert "0 steps" in unknowing.policy_reason
+    kept = read_recent(signature)
+    assert kept is not None
+    assert kept.num_steps == LEAST_STEPS + 11  # the first new token comes from the prompt
+    recorded = read_trace(trace)  # both are kept; the trace has the prompt too
+    assert recorded.num_steps == kept.num_steps + 1
+    assert (recorded.expert_ids[-kept.num_tokens :] == kept.expert_ids).all()
+
+    second, knowing = generate(policy="auto")
+    assert torch.equal(second, plain)
+    assert "times with" in knowing.policy_reason
+    summary = inspect_checkpoint(pocket_path(), max_tokens=128)
+    assert summary.choice_for(SLOTS).policy == knowing.policy
+
+
+def test_eviction_by_predictions_changes_no_bit() -> None:
+    plain, _ = generate()
+    predicted, stats = generate(policy="predicted", predictor="previous-token")
+    assert torch.equal(predicted, plain)
+    assert stats.policy == "predicted"
+    assert stats.misses > 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu-aging"])
+def test_adaptive_shares_change_no_bit(policy: str) -> None:
+    plain, _ = generate()
+    found, stats = generate(policy=policy, shares="adaptive")
+    assert torch.equal(found, plain)
+    assert stats.shares == "adaptive"
+
+
+def test_unknown_shares_are_refused() -> None:
+    with pytest.raises(ValueError, match="did you mean 'adaptive'"):
+        moe_runtime.load(pocket_path(), shares="adaptiv")

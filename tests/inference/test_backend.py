@@ -1,0 +1,252 @@
+"""`experts_implementation="moe_runtime"` against transformers' own experts, for every family."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from moe_families import FAMILIES, Family
+from tiny_checkpoints import PROMPT, experts_modules, tiny_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import moe_runtime
+from moe_runtime.inference.hugging_face.backend import recognise_activation
+from moe_runtime.kernels.expert_mlp import ActivationSpec
+
+moe_runtime.register_with_transformers()
+
+# Families whose gate is a formula of their own, and what has to be recognised.
+FORMULAS = {
+    "gpt_oss": ActivationSpec("silu", alpha=1.702, limit=7.0, up_offset=1.0),
+    "minimax_m3_vl": ActivationSpec("silu", alpha=1.702, limit=7.0, up_offset=1.0),
+    "openai_privacy_filter": ActivationSpec("silu", alpha=1.702, limit=7.0, up_offset=1.0),
+    "beam": ActivationSpec("silu"),
+    "nemotron_h": ActivationSpec("relu2"),
+    "gemma4": ActivationSpec("gelu_tanh"),
+}
+# Same products in fp32, summed in another order: the square root of some hundred terms of 2^-24,
+# through at most a dozen layers.
+TOLERANCE = 1e-4
+
+
+def family_named(folder: str) -> Family:
+    return next(family for family in FAMILIES if family.folder == folder)
+
+
+def run_experts(
+    module: torch.nn.Module, implementation: str, x: Tensor, ids: Tensor, weights: Tensor
+):  # type: ignore[no-untyped-def]
+    """Output and gradients of one experts module."""
+    module.config._experts_implementation_internal = implementation  # type: ignore[union-attr]
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    module.zero_grad(set_to_none=True)
+    out = module(x, ids, weights)
+    (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    grads = {name: p.grad for name, p in module.named_parameters()}
+    return {"out": out, "x": x.grad, "weights": weights.grad, **grads}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_family_equals_eager(family: Family) -> None:
+    """Every experts module of the model: output, and gradients of input, gate and parameters."""
+    modules = list(experts_modules(tiny_model(family)).values())
+    assert modules
+    for module in modules[:2]:
+        first = next(p for p in module.parameters() if p.ndim == 3)
+        down = module.get_parameter("down_proj")
+        dim = down.shape[2] if module.is_transposed else down.shape[1]
+        num_experts = len(first)
+        ids = torch.rand(13, num_experts).topk(2).indices
+        x, weights = torch.randn(13, dim), torch.rand(13, 2)
+        expected = run_experts(module, "eager", x, ids, weights)
+        found = run_experts(module, "moe_runtime", x, ids, weights)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            if tensor is None:
+                assert found[name] is None, name
+                continue
+            error = (found[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-6)
+            assert error < TOLERANCE, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("folder", FORMULAS)
+def test_gates_are_recognised(folder: str) -> None:
+    module = next(iter(experts_modules(tiny_model(family_named(folder))).values()))
+    assert recognise_activation(module) == FORMULAS[folder]
+
+
+@pytest.mark.parametrize("folder", ["deepseek_v4", "hy_v4", "glm5_next", "inkling2"])
+def test_every_other_gate_has_a_formula_too(folder: str) -> None:
+    module = next(iter(experts_modules(tiny_model(family_named(folder))).values()))
+    found = recognise_activation(module)
+    assert found is not None
+    assert not found.is_plain
+
+
+@pytest.fixture
+def mixtral() -> PreTrainedModel:
+    return tiny_model(family_named("mixtral"))
+
+
+def test_an_unknown_gate_runs_as_written(mixtral: PreTrainedModel) -> None:
+    module = next(iter(experts_modules(mixtral).values()))
+    kind = type(module)
+    own = type("OwnGate", (kind,), {"_apply_gate": lambda self, z: torch.sin(z.chunk(2, -1)[0])})
+    module.__class__ = own
+    assert recognise_activation(module) is None
+    dim = module.get_parameter("down_proj").shape[1]
+    ids, weights = torch.tensor([[0, 1], [2, 0]]), torch.rand(2, 2)
+    x = torch.randn(2, dim)
+    found = run_experts(module, "moe_runtime", x, ids, weights)
+    expected = run_experts(module, "grouped_mm", x, ids, weights)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+def test_sentinels_of_expert_parallelism(mixtral: PreTrainedModel) -> None:
+    """Slots of other ranks add zero and get zero gradients, whatever their weight."""
+    module = next(iter(experts_modules(mixtral).values()))
+    num_experts = module.num_experts
+    dim = module.get_parameter("down_proj").shape[1]
+    x, weights = torch.randn(4, dim), torch.rand(4, 2)
+    ids = torch.tensor([[0, num_experts], [num_experts, num_experts], [1, 0], [-1, 1]])
+    found = run_experts(module, "moe_runtime", x, ids, weights)
+    inside = (ids >= 0) & (ids < num_experts)
+    expected = run_experts(module, "eager", x, ids.where(inside, 0), weights * inside)
+    torch.testing.assert_close(found["out"], expected["out"])
+    assert (found["out"][1] == 0).all()
+    assert (found["x"][1] == 0).all()
+    assert (found["weights"][~inside] == 0).all()
+    torch.testing.assert_close(found["gate_up_proj"], expected["gate_up_proj"])
+
+
+def test_load_generate_train_save_and_reload(mixtral: PreTrainedModel, tmp_path: Path) -> None:
+    mixtral.save_pretrained(tmp_path / "first")
+    eager = AutoModelForCausalLM.from_pretrained(tmp_path / "first", experts_implementation="eager")
+    ours = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "first", experts_implementation="moe_runtime"
+    )
+    assert ours.config._experts_implementation == "moe_runtime"
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(ours.generate(PROMPT, **options), eager.generate(PROMPT, **options))
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        loss = ours(PROMPT, labels=PROMPT).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    ours.save_pretrained(tmp_path / "second")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "second")
+    again.set_experts_implementation("moe_runtime")
+    assert again.config._experts_implementation == "moe_runtime"
+    with torch.no_grad():
+        assert torch.equal(again(PROMPT).logits, ours(PROMPT).logits)
+
+
+@pytest.mark.parametrize("folder", ["mixtral", "gpt_oss", "muse_spark"])
+def test_compiles_without_a_break(folder: str) -> None:
+    """Experts of a plain, a special and a normed family, in inference and in training."""
+    module = next(iter(experts_modules(tiny_model(family_named(folder))).values()))
+    module.config._experts_implementation_internal = "moe_runtime"
+    down = module.get_parameter("down_proj")
+    x = torch.randn(6, down.shape[2] if module.is_transposed else down.shape[1])
+    ids, weights = torch.tensor([[0, 1]] * 6), torch.rand(6, 2)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x, ids, weights), module(x, ids, weights))
+    module(x, ids, weights).sum().backward()
+    expected = copy.deepcopy(down.grad)
+    module.zero_grad()
+    compiled(x, ids, weights).sum().backward()
+    torch.testing.assert_close(down.grad, expected)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_cold_model_is_exported(mixtral: PreTrainedModel, strict: bool) -> None:
+    """Gates are recognised while torch traces: no values of tensors are known in that thread."""
+    expected = mixtral(PROMPT, use_cache=False).logits
+    mixtral.set_experts_implementation("moe_runtime")
+    program = torch.export.export(mixtral, (PROMPT,), {"use_cache": False}, strict=strict)
+    found = program.module()(PROMPT, use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_lora_beside_frozen_experts(mixtral: PreTrainedModel) -> None:
+    peft = pytest.importorskip("peft")
+    mixtral.set_experts_implementation("moe_runtime")
+    model = peft.get_peft_model(
+        mixtral, peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
+    model(PROMPT, labels=PROMPT).loss.backward()
+    grads = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert grads
+    assert all("lora" in name for name in grads)
+
+
+def test_lora_on_the_experts(mixtral: PreTrainedModel) -> None:
+    """PEFT adds its product to the stacked parameter: its gradient comes through ours."""
+    peft = pytest.importorskip("peft")
+    results = []
+    for implementation in ("eager", "moe_runtime"):
+        base = copy.deepcopy(mixtral)
+        base.set_experts_implementation(implementation)
+        torch.manual_seed(1)
+        model = peft.get_peft_model(
+            base,
+            peft.LoraConfig(
+                target_modules=[],
+                target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+                init_lora_weights=False,
+            ),
+        )
+        model(PROMPT, labels=PROMPT).loss.backward()
+        results.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    eager, ours = results
+    assert eager
+    assert eager.keys() == ours.keys()
+    for name, grad in eager.items():
+        torch.testing.assert_close(ours[name], grad, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("block_size", [(16, 16), None], ids=str)
+def test_fp8_experts(mixtral: PreTrainedModel, block_size: tuple[int, int] | None) -> None:
+    """8-bit experts against the same numbers widened by hand, through transformers' registry."""
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
+    from transformers.integrations.moe import use_experts_implementation
+
+    config = copy.deepcopy(mixtral.config)
+    config._experts_implementation_internal = "moe_runtime"
+
+    class Experts(FP8Experts):
+        pass
+
+    kind = use_experts_implementation(Experts, experts_interface=ALL_FP8_EXPERTS_FUNCTIONS)
+    module = kind(config, block_size=block_size)
+    wide = {}
+    for name in ("gate_up_proj", "down_proj"):
+        weight, scale = module.get_parameter(name), module.get_parameter(f"{name}_scale_inv")
+        weight.data = (torch.randn(weight.shape) * 0.2).to(torch.float8_e4m3fn)
+        scale.data = torch.rand(scale.shape) + 0.5
+        rows = (
+            torch.arange(weight.shape[1])
+            // (block_size or (weight.shape[1] // scale.shape[1], 1))[0]
+        )
+        columns = torch.arange(weight.shape[2]) // (block_size or (1, weight.shape[2]))[1]
+        wide[name] = weight.detach().float() * scale.detach()[:, rows][:, :, columns]
+    plain = next(iter(experts_modules(mixtral).values()))
+    plain.config._experts_implementation_internal = "eager"
+    for name, tensor in wide.items():
+        plain.get_parameter(name).data = tensor
+    x = torch.randn(5, config.hidden_size, requires_grad=True)
+    ids, weights = torch.tensor([[0, 2]] * 5), torch.rand(5, 2)
+    found = module(x, ids, weights)
+    torch.testing.assert_close(found, plain(x, ids, weights), rtol=1e-5, atol=1e-5)
+    found.sum().backward()
+    assert x.grad is not None
+    assert module.get_parameter("down_proj").grad is None

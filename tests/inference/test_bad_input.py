@@ -1,0 +1,350 @@
+"""What cannot be loaded is refused with one line that says what was expected and what came."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from text_checkpoint import tiny_text_model, tiny_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import moe_runtime
+from moe_runtime.errors import CapacityError, CheckpointError, UnsupportedModelError
+from moe_runtime.inference import loading
+from moe_runtime.inference.generation import generate_text
+from moe_runtime.inference.inspection import inspect_checkpoint
+from moe_runtime.memory import source as source_module
+
+VOCAB = 300
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    tiny_text_model(VOCAB).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def load(path, **options):
+    return moe_runtime.load(path, **({"device": "cpu", "host_memory": "1GiB"} | options))
+
+
+def refused(path, error=CheckpointError, **options) -> str:
+    """The message of the refusal, which must be one line."""
+    with pytest.raises(error) as caught:
+        load(path, **options).moe.close()
+    message = str(caught.value)
+    assert message
+    assert "\n" not in message
+    return message
+
+
+def change_config(checkpoint: Path, **values) -> None:
+    file = checkpoint / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def change_tensors(checkpoint: Path, change) -> None:
+    file = checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def test_no_directory(tmp_path):
+    assert "is not a directory" in refused(tmp_path / "nothing")
+
+
+def test_a_file(checkpoint):
+    assert "is a file; expected the folder" in refused(checkpoint / "config.json")
+
+
+def test_a_repository_that_cannot_be_downloaded():
+    assert "nobody/nothing is neither a directory nor" in refused("nobody/nothing")
+
+
+def test_no_config(checkpoint):
+    (checkpoint / "config.json").unlink()
+    assert "has no config.json" in refused(checkpoint)
+
+
+def test_a_config_that_is_no_json(checkpoint):
+    (checkpoint / "config.json").write_text("{")
+    assert "config.json cannot be read" in refused(checkpoint)
+
+
+def test_an_unknown_architecture(checkpoint):
+    change_config(checkpoint, model_type="telepathy")
+    assert "unknown architecture" in refused(checkpoint, UnsupportedModelError)
+
+
+def test_code_of_the_checkpoint_is_not_run(checkpoint):
+    change_config(
+        checkpoint, model_type="telepathy", auto_map={"AutoConfig": "configuration_x.XConfig"}
+    )
+    (checkpoint / "configuration_x.py").write_text("raise SystemExit('it was run')")
+    refused(checkpoint, UnsupportedModelError)
+
+
+def test_a_dense_model_runs_in_plain_transformers(tmp_path):
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=50,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    assert "runs in plain transformers" in refused(tmp_path, UnsupportedModelError)
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4", "gptq"])
+def test_quantised_experts(checkpoint, method):
+    change_config(checkpoint, quantization_config={"quant_method": method})
+    message = refused(checkpoint, UnsupportedModelError)
+    assert f"{method} experts are not supported yet" in message
+
+
+def test_experts_stored_as_integers(checkpoint):
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    change_tensors(checkpoint, lambda t: t.update({name: t[name].to(torch.int8)}))
+    assert f"{name} is I8" in refused(checkpoint, UnsupportedModelError)
+
+
+def test_a_missing_expert(checkpoint):
+    change_tensors(checkpoint, lambda t: t.pop("model.layers.1.mlp.experts.3.up_proj.weight"))
+    assert "model.layers.1.mlp.experts.gate_up_proj" in refused(checkpoint)
+
+
+def test_all_experts_of_a_layer_missing(checkpoint):
+    def drop(tensors):
+        for name in [name for name in tensors if "layers.2.mlp.experts" in name]:
+            del tensors[name]
+
+    change_tensors(checkpoint, drop)
+    assert "no tensors for model.layers.2.mlp.experts" in refused(checkpoint)
+
+
+def test_an_expert_of_another_shape(checkpoint):
+    name = "model.layers.0.mlp.experts.0.down_proj.weight"
+    change_tensors(checkpoint, lambda t: t.update({name: t[name][:, :5].contiguous()}))
+    assert "model.layers.0.mlp.experts.down_proj" in refused(checkpoint)
+
+
+def test_a_missing_dense_weight(checkpoint):
+    change_tensors(checkpoint, lambda t: t.pop("model.norm.weight"))
+    assert "model.norm.weight" in refused(checkpoint)
+
+
+def test_a_dense_weight_of_another_shape(checkpoint):
+    def shorten(tensors):
+        tensors["model.norm.weight"] = tensors["model.norm.weight"][:7].contiguous()
+
+    change_tensors(checkpoint, shorten)
+    assert "model.norm.weight: expected (64,), the checkpoint has (7,)" in refused(checkpoint)
+
+
+def test_a_config_of_another_model(checkpoint):
+    change_config(checkpoint, hidden_size=48)
+    refused(checkpoint)
+
+
+def test_a_config_that_describes_no_model(checkpoint):
+    change_config(checkpoint, hidden_act="telepathy")
+    assert "does not describe" in refused(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_experts_per_tok", 9),
+        ("num_experts_per_tok", -1),
+        ("num_experts_per_tok", 0),
+        ("num_experts_per_tok", "2"),
+        ("num_experts_per_tok", True),
+        ("num_experts", -8),
+        ("hidden_size", 0),
+        ("hidden_size", -64),
+        ("hidden_size", [64]),
+        ("hidden_size", 64.5),
+        ("num_hidden_layers", 0),
+        ("num_hidden_layers", 10**30),
+        ("num_attention_heads", {}),
+        ("num_key_value_heads", 0),
+        ("vocab_size", -1),
+        ("architectures", 7),
+        ("architectures", [None]),
+        ("rope_parameters", "lots"),
+        ("hidden_act", ["silu"]),
+        ("text_config", {"hidden_size": -1}),
+    ],
+)
+def test_odd_values_in_the_config(checkpoint, name, value):
+    change_config(checkpoint, **{name: value})
+    message = refused(checkpoint)
+    assert "config.json" in message or "expected" in message
+    assert name in message or name in ("hidden_size", "hidden_act", "text_config")
+    with pytest.raises(CheckpointError):
+        inspect_checkpoint(checkpoint)
+
+
+def test_more_layers_than_there_are_tensors_for_are_refused_before_they_are_built(
+    checkpoint, monkeypatch
+):
+    def build(checkpoint):
+        raise AssertionError("a model was built")
+
+    change_config(checkpoint, num_hidden_layers=9000)
+    monkeypatch.setattr(loading, "build_on_meta", build)
+    assert "expected num_hidden_layers to be at most 8" in refused(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"", "Expecting value"),
+        (b"[]", "[]"),
+        (b"\xef\xbb\xbf{}", "BOM"),
+        (b'{"model_type": "olmoe\xff"}', "invalid start byte"),
+        (b'{"a": NaN}', "NaN"),
+        (b'{"model_type": "olmoe", "model_type": "x"}', "twice"),
+        (b'{"a": ' + b'{"a": ' * 40_000, "bracket"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "5000 characters"),
+    ],
+)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_files_of_settings_that_are_no_sound_json(checkpoint, name, content, found):
+    (checkpoint / name).write_bytes(content)
+    message = refused(checkpoint, (CheckpointError, UnsupportedModelError))
+    assert name in message
+    if name == "config.json":
+        assert found in message
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors"])
+@pytest.mark.parametrize("target", ["/dev/zero", "itself", "folder"])
+def test_what_is_no_file_in_a_files_place(checkpoint, name, target):
+    (checkpoint / name).unlink(missing_ok=True)
+    if target == "folder":
+        (checkpoint / name).mkdir()
+    else:
+        (checkpoint / name).symlink_to(name if target == "itself" else target)
+    assert name in refused(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("eos_token_id", "</s>"),
+        ("eos_token_id", []),
+        ("eos_token_id", 2**63),
+        ("max_length", {}),
+        ("temperature", "hot"),
+        ("temperature", float("inf")),
+        ("do_sample", 1),
+        ("num_beams", -1),
+        ("cache_implementation", "none of them"),
+    ],
+)
+def test_odd_settings_of_generation(checkpoint, name, value):
+    (checkpoint / "generation_config.json").write_text(json.dumps({name: value}))
+    message = refused(checkpoint)
+    assert "generation_config.json" in message
+    assert name in message
+
+
+def test_settings_that_generation_cannot_begin_with_are_the_checkpoints_fault(checkpoint):
+    (checkpoint / "generation_config.json").write_text(json.dumps({"bad_words_ids": "words"}))
+    model = load(checkpoint)
+    with (
+        model.moe,
+        pytest.raises(CheckpointError, match="settings of generation cannot be used"),
+    ):
+        generate_text(model, tiny_tokenizer(), "a", max_new_tokens=2)
+
+
+def test_what_a_model_raises_is_not_blamed_on_the_checkpoint(checkpoint):
+    def fail(module, inputs):
+        raise TypeError("a fault of ours")
+
+    model = load(checkpoint)
+    model.get_submodule("model.layers.0").register_forward_pre_hook(fail)
+    with model.moe, pytest.raises(TypeError, match="a fault of ours"):
+        generate_text(model, tiny_tokenizer(), "a", max_new_tokens=2)
+
+
+def test_a_tokenizer_of_another_model(checkpoint):
+    model = load(checkpoint)
+    tokenizer = tiny_tokenizer()
+    assert len(tokenizer) > VOCAB
+    with model.moe, pytest.raises(CheckpointError, match=f"vocabulary of {VOCAB}"):
+        generate_text(model, tokenizer, "naïve façades 日本語 argument", max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"policy": "lru2"}, "did you mean 'lru'"),
+        ({"device": "tpu"}, "device must be"),
+        ({"device": "cuda"}, "no GPU"),
+        ({"dtype": "int3"}, "dtype must be"),
+        ({"dtype": "float64"}, "dtype must be auto, float32, bfloat16 or float16, got float64"),
+        ({"dtype": torch.float64}, "dtype must be auto, float32"),
+        ({"dtype": "nn"}, "dtype must be auto, float32"),
+        ({"max_tokens": 0}, "max_tokens must be"),
+        ({"io_threads": 0}, "io_threads must be"),
+        ({"host_memory": "lots"}, "host_memory"),
+    ],
+)
+def test_options(checkpoint, option, text):
+    if option == {"device": "cuda"} and torch.cuda.is_available():
+        pytest.skip("needs a machine without a CUDA device")
+    assert text in refused(checkpoint, ValueError, **option)
+
+
+def test_a_checkpoint_of_a_type_that_nothing_computes_in(checkpoint):
+    change_config(checkpoint, dtype="float64")
+    error = refused(checkpoint, UnsupportedModelError)
+    assert "own type is torch.float64; name another one" in error
+    load(checkpoint, dtype="float32").moe.close()
+
+
+def test_too_little_memory(checkpoint):
+    with pytest.raises(CapacityError) as caught:
+        load(checkpoint, host_memory=1000)
+    load(checkpoint, host_memory=caught.value.smallest_bytes).moe.close()
+    with pytest.raises(CapacityError):
+        load(checkpoint, host_memory=caught.value.smallest_bytes - 1)
+
+
+def test_a_trace_that_cannot_be_written(checkpoint, tmp_path):
+    refused(checkpoint, trace=tmp_path / "nowhere" / "trace.npz")
+
+
+def test_a_read_that_fails_while_generating_ends_cleanly(checkpoint, monkeypatch):
+    monkeypatch.setattr(source_module, "native_library", lambda: None)  # reads in Python can fail
+    with pytest.raises(CapacityError) as caught:
+        load(checkpoint, host_memory=1000)
+    model = load(checkpoint, host_memory=caught.value.smallest_bytes)
+    real, calls = os.preadv, []
+
+    def failing(fd, buffers, offset):
+        calls.append(offset)
+        if len(calls) > 20:
+            raise OSError(5, "Input/output error")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(source_module.os, "preadv", failing)
+    prompt = torch.arange(6)[None]
+    with model.moe:
+        with pytest.raises(
+            CheckpointError, match=r"expert \d+ of MoE layer \d+ from .*tensors: In"
+        ):
+            model.generate(prompt, max_new_tokens=50, do_sample=False)
+        model.moe.check()
+        monkeypatch.undo()
+        model.generate(prompt, max_new_tokens=3, do_sample=False)  # nothing is lost
+        model.moe.check()

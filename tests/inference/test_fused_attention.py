@@ -1,0 +1,302 @@
+"""Attention layers fused for single tokens give the bits of their own way, or are left alone."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as REGISTERED
+from transformers.models.olmoe.modeling_olmoe import OlmoeAttention
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeAttention
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeAttention,
+    apply_rotary_pos_emb,
+)
+
+import moe_runtime.inference.cpu.fused_attention as fused
+from moe_runtime.inference.cpu.attention import ATTENTION, use_single_query_attention
+from moe_runtime.inference.cpu.small_batch import use_small_batch_layers
+from moe_runtime.inference.kv_cache import growing_cache
+from moe_runtime.kernels.linear import native_row_limit
+from moe_runtime.kernels.native import native_library
+
+ALL_ATTENTION_FUNCTIONS: Any = REGISTERED
+pytestmark = pytest.mark.skipif(
+    native_library() is None, reason="the native CPU library was not built (needs gcc)"
+)
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "num_hidden_layers": 1,
+}
+
+
+class Turned(Qwen3MoeAttention):
+    """As its parent; a class of the tests whose ``forward`` can be varied."""
+
+    def forward(
+        self,
+        hidden_states,
+        position_embeddings,
+        attention_mask,
+        past_key_values=None,
+        **kwargs,
+    ):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
+        mixed, others = attend(
+            self, query, key, value, attention_mask, scaling=self.scaling, **kwargs
+        )
+        return self.o_proj(mixed.reshape(*hidden_states.shape[:-1], -1)), others
+
+
+class WithoutRotation(Turned):
+    def forward(
+        self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
+    ):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
+        mixed, others = attend(
+            self, query, key, value, attention_mask, scaling=self.scaling, **kwargs
+        )
+        return self.o_proj(mixed.reshape(*hidden_states.shape[:-1], -1)), others
+
+
+class LongerIsSofter(Turned):
+    """Depends on the length of the cache: no comparison at one length could show it."""
+
+    def forward(
+        self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
+    ):
+        if past_key_values is not None:
+            length = past_key_values.get_seq_length(self.layer_idx)
+            hidden_states = hidden_states * (1 if length < 100 else math.log(length))
+        return super().forward(
+            hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
+        )
+
+
+class AsksForPositions(Turned):
+    def forward(
+        self,
+        hidden_states,
+        position_embeddings,
+        attention_mask,
+        past_key_values=None,
+        position_ids=None,
+        **kwargs,
+    ):
+        return super().forward(
+            hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
+        )
+
+
+LAYERS: dict[str, Any] = {
+    "olmoe": (OlmoeAttention, OlmoeConfig),
+    "qwen2": (Qwen2MoeAttention, Qwen2MoeConfig),
+    "qwen3": (Qwen3MoeAttention, Qwen3MoeConfig),
+    "clipped": (OlmoeAttention, OlmoeConfig),
+    "turned": (Turned, Qwen3MoeConfig),
+    "without rotation": (WithoutRotation, Qwen3MoeConfig),
+    "longer is softer": (LongerIsSofter, Qwen3MoeConfig),
+    "asks for positions": (AsksForPositions, Qwen3MoeConfig),
+}
+
+
+class Model(torch.nn.Module):
+    """A model that is one attention layer."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        layer, config = LAYERS[kind]
+        sizes = dict(SIZES)
+        if config is not Qwen3MoeConfig:
+            sizes["head_dim"] = 12
+        if kind == "clipped":
+            sizes["clip_qkv"] = 5.0
+        self.config = config(**sizes)
+        self.config._attn_implementation = "sdpa"
+        self.layer: Any = layer(self.config, layer_idx=0)
+
+    def set_attn_implementation(self, name: str) -> None:
+        self.config._attn_implementation = name
+
+
+def make(kind: str, dtype: torch.dtype = torch.bfloat16) -> Model:
+    torch.manual_seed(0)
+    model = Model(kind)
+    for parameter in model.parameters():
+        parameter.data = torch.randn_like(parameter) * parameter.shape[-1] ** -0.5
+    model.to(dtype).eval().requires_grad_(False)
+    use_small_batch_layers(model)
+    use_single_query_attention(model)  # type: ignore[arg-type]
+    assert ATTENTION == model.config._attn_implementation  # noqa: SIM300 (the other order is what families ask)
+    fused.fuse_attention_layers(model)  # type: ignore[arg-type]
+    return model
+
+
+def run(model: Model, forward, *, steps: int = 6, batch: int = 2, masked: bool = False, **options):
+    """A prompt of 5 tokens and some single ones; returns the outputs, and the cache."""
+    generator = torch.Generator().manual_seed(1)
+    layer, cache, outputs = model.layer, growing_cache(), []
+    dtype, dim = layer.o_proj.weight.dtype, layer.head_dim
+    for step in range(steps):
+        length = 1 if step else 5
+        x = torch.randn(batch, length, 48, generator=generator).to(dtype)
+        angles = [torch.randn(batch, length, dim, generator=generator).to(dtype) for _ in "cs"]
+        mask = None
+        if masked:
+            mask = torch.ones(batch, 1, length, 5 + step, dtype=torch.bool).tril(step)
+            mask[0, ..., :2] = False
+            mask[..., -1:] = True
+        with torch.inference_mode():
+            out, _ = forward(
+                hidden_states=x,
+                position_embeddings=tuple(angles),
+                attention_mask=mask,
+                past_key_values=cache,
+                **options,
+            )
+        outputs.append(out)
+    return [*outputs, cache.layers[0].keys, cache.layers[0].values]
+
+
+def own_way(model: Model):
+    return lambda **kwargs: type(model.layer).forward(model.layer, **kwargs)
+
+
+def are_fused(num_sequences: int, model: Model) -> bool:
+    """Whether the kernel is meant to take so many rows: without vectors, torch is faster."""
+    library = native_library()
+    assert library is not None
+    return num_sequences <= native_row_limit(library, model.layer.q_proj.weight.dtype)
+
+
+@pytest.fixture
+def fused_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Batch sizes of the fused calls made, those of comparisons (of one sequence) included."""
+    seen: list[int] = []
+    kernel = fused.attention_step
+
+    def count(x, *arguments):
+        seen.append(len(x))
+        return kernel(x, *arguments)
+
+    monkeypatch.setattr(fused, "attention_step", count)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["olmoe", "qwen2", "qwen3", "turned"])
+def test_the_usual_layers_are_fused_and_keep_their_bits(kind, dtype, fused_steps):
+    model = make(kind, dtype)
+    for masked in (False, True):
+        fused_steps.clear()
+        found = run(model, model.layer, masked=masked)
+        # the first token finds no room behind the prompt
+        assert fused_steps.count(2) == (4 if are_fused(2, model) else 0)
+        expected = run(model, own_way(model), masked=masked)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "kind", ["clipped", "without rotation", "longer is softer", "asks for positions"]
+)
+def test_layers_that_compute_something_else_are_left_alone(kind, fused_steps):
+    model = make(kind)
+    found, expected = run(model, model.layer), run(model, own_way(model))
+    assert fused_steps.count(2) == 0
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def hook(model: Model) -> None:
+    model.layer.k_proj.register_forward_hook(lambda *_: None)
+
+
+def replace_part(model: Model) -> None:
+    model.layer.v_proj = torch.nn.Linear(48, 20, dtype=torch.bfloat16)
+
+
+def patch_part(model: Model) -> None:
+    model.layer.o_proj.forward = lambda x: torch.nn.functional.linear(x, model.layer.o_proj.weight)
+
+
+def other_attention(model: Model) -> None:
+    model.config._attn_implementation = "sdpa"
+
+
+def new_weight(model: Model) -> None:
+    weight = model.layer.q_proj.weight
+    weight.data = weight.data * 2
+
+
+@pytest.mark.parametrize("change", [hook, replace_part, patch_part, other_attention, new_weight])
+def test_a_layer_that_somebody_changes_goes_its_own_way(change, fused_steps):
+    model = make("qwen3")
+    run(model, model.layer)
+    change(model)
+    fused_steps.clear()
+    found = run(model, model.layer)
+    assert fused_steps.count(2) == 0
+    for one, other in zip(found, run(model, own_way(model)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_training_gradients_and_options_go_the_layers_own_way(fused_steps):
+    model = make("qwen3", torch.float32)
+    run(model, model.layer, output_attentions=True)
+    assert fused_steps.count(2) == 0
+    x = torch.randn(1, 1, 48, requires_grad=True)
+    angles = (torch.randn(1, 1, 10), torch.randn(1, 1, 10))
+    out, _ = model.layer(x, angles, None)
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    assert torch.isfinite(gradient).all()
+    model.layer.train()
+    run(model, model.layer)
+    assert fused_steps.count(2) == 0
+
+
+def test_weights_written_in_place_count_and_copies_stand_alone(fused_steps):
+    model = make("olmoe")
+    run(model, model.layer)
+    state = {name: torch.randn_like(value) * 0.1 for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+    fused_steps.clear()
+    found = run(model, model.layer)
+    assert fused_steps.count(2) == (4 if are_fused(2, model) else 0)
+    for one, other in zip(found, run(model, own_way(model)), strict=True):
+        assert torch.equal(one, other)
+    twin = copy.deepcopy(model)
+    twin.layer.q_proj.weight.data.zero_()
+    for one, other in zip(run(model, model.layer), found, strict=True):
+        assert torch.equal(one, other)
+    assert not torch.equal(run(twin, twin.layer)[1], found[1])
+    assert set(model.state_dict()) == set(Model("olmoe").state_dict())
+
+
+def test_more_sequences_than_the_norms_take_natively_go_the_layers_own_way(fused_steps):
+    model = make("qwen3")
+    for batch in (16, 17):
+        found = run(model, model.layer, batch=batch, steps=3)
+        for one, other in zip(found, run(model, own_way(model), batch=batch, steps=3), strict=True):
+            assert torch.equal(one, other)
+    assert (16 in fused_steps) == are_fused(16, model)
+    assert 17 not in fused_steps

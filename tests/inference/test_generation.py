@@ -1,0 +1,181 @@
+"""generate_text produces what transformers produces, and reports it truthfully."""
+
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from text_checkpoint import MAX_POSITIONS, tiny_text_model, tiny_tokenizer
+
+from moe_runtime.inference.generation import (
+    GenerationInterrupted,
+    encode_prompt,
+    generate_text,
+)
+
+PROMPT = "The store reads"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads only get in each other's way at these sizes, badly so on a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: Any) -> Any:
+    return tiny_text_model(len(tokenizer))
+
+
+def by_hand(model: Any, tokenizer: Any, num_tokens: int) -> list[int]:
+    """Greedy decoding without cache, streamer or generate."""
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    num_prompt_tokens = ids.shape[1]
+    for _ in range(num_tokens):
+        with torch.no_grad():
+            best = model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+        ids = torch.cat([ids, best], dim=1)
+    return ids[0, num_prompt_tokens:].tolist()
+
+
+def test_greedy_text_is_that_of_plain_decoding(model: Any, tokenizer: Any) -> None:
+    pieces: list[str] = []
+    result = generate_text(model, tokenizer, PROMPT, max_new_tokens=30, on_text=pieces.append)
+    expected = by_hand(model, tokenizer, 30)
+    assert list(result.token_ids) == expected
+    assert result.text == tokenizer.decode(expected)
+    assert "".join(pieces) == result.text
+    assert result.new_tokens == 30
+    assert result.prompt_tokens == len(tokenizer(PROMPT)["input_ids"])
+    assert result.finish_reason == "length"
+
+
+def test_sampling_repeats_with_its_seed_and_leaves_the_global_state(
+    model: Any, tokenizer: Any
+) -> None:
+    def sample(seed: int) -> tuple[int, ...]:
+        return generate_text(
+            model, tokenizer, PROMPT, max_new_tokens=20, temperature=2.0, top_p=0.9, seed=seed
+        ).token_ids
+
+    state = torch.random.get_rng_state()
+    first = sample(1)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert sample(1) == first
+    assert any(sample(seed) != first for seed in (2, 3, 4))
+
+
+def test_no_hidden_filter_narrows_sampling(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would keep only the 50 likeliest tokens unless told otherwise."""
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(model, "generate", lambda **options: seen.update(options))
+    generate_text(model, tokenizer, PROMPT, max_new_tokens=1, temperature=0.5, top_p=0.9)
+    assert (seen["temperature"], seen["top_p"], seen["top_k"]) == (0.5, 0.9, 0)
+
+
+def test_an_end_token_stops(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = by_hand(model, tokenizer, 30)
+    end = expected[4]
+    num_until_end = expected.index(end) + 1
+    monkeypatch.setattr(model.generation_config, "eos_token_id", [end])
+    result = generate_text(model, tokenizer, PROMPT, max_new_tokens=30)
+    assert result.finish_reason == "stop"
+    assert list(result.token_ids) == expected[:num_until_end]
+
+
+def test_times_are_those_of_the_first_and_the_later_tokens(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that goes on in forward passes alone: 4 s in the first, then 0.5 s."""
+    calls = itertools.count()
+    now = 7.0
+    clock = SimpleNamespace(perf_counter=lambda: now)
+    monkeypatch.setattr("moe_runtime.inference.generation.time", clock)
+
+    def go_on(*_: Any) -> None:
+        nonlocal now
+        now += 4.0 if next(calls) == 0 else 0.5
+
+    hook = model.register_forward_hook(go_on)
+    try:
+        result = generate_text(model, tokenizer, PROMPT, max_new_tokens=5)
+    finally:
+        hook.remove()
+    assert result.ttft_s == 4.0
+    assert result.decode_tokens_per_s == 2.0
+
+
+def test_a_single_token_has_no_rate(model: Any, tokenizer: Any) -> None:
+    result = generate_text(model, tokenizer, PROMPT, max_new_tokens=1)
+    assert result.new_tokens == 1
+    assert result.decode_tokens_per_s is None
+
+
+def test_ctrl_c_hands_back_what_was_generated(model: Any, tokenizer: Any) -> None:
+    calls = itertools.count()
+
+    def interrupt(*_: Any) -> None:
+        if next(calls) == 6:
+            raise KeyboardInterrupt
+
+    pieces: list[str] = []
+    hook = model.register_forward_hook(interrupt)
+    try:
+        with pytest.raises(GenerationInterrupted) as caught:
+            generate_text(model, tokenizer, PROMPT, max_new_tokens=50, on_text=pieces.append)
+    finally:
+        hook.remove()
+    result = caught.value.result
+    assert isinstance(caught.value, KeyboardInterrupt)
+    assert result.finish_reason == "interrupted"
+    assert 0 < result.new_tokens <= 6
+    assert list(result.token_ids) == by_hand(model, tokenizer, result.new_tokens)
+    assert "".join(pieces) == result.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"seed": -1}, "seed"),
+        ({"chat": True}, "no chat template"),
+        ({"max_new_tokens": MAX_POSITIONS}, f"knows {MAX_POSITIONS} positions"),
+    ],
+)
+def test_options_out_of_range_are_refused(
+    model: Any, tokenizer: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate_text(model, tokenizer, PROMPT, **{"max_new_tokens": 4} | options)
+
+
+def test_an_empty_prompt_is_refused(model: Any, tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="prompt is empty"):
+        generate_text(model, tokenizer, "", max_new_tokens=1)
+
+
+def test_chat_goes_through_the_template() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    ids = encode_prompt(tokenizer, "hello", chat=True)["input_ids"]
+    assert tokenizer.decode(ids[0]) == "[user]hello[assistant]"

@@ -1,0 +1,187 @@
+"""After an exception on any line of a forward pass the model goes on with the same bits."""
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_checkpoints
+import torch
+from injection import KINDS, Site, lines_of, raise_on
+from moe_families import Family
+
+import moe_runtime
+from moe_runtime.inference.inspection import inspect_checkpoint
+from moe_runtime.lab.traces.format import Trace, read_trace
+
+PROMPT = torch.tensor([[5, 70, 11, 13]])
+NEXT_TOKEN = torch.tensor([[43]])
+SLOTS = 4
+"""Few enough that most experts are read, evicted and waited for."""
+
+
+@torch.no_grad()
+def run(model: Any) -> torch.Tensor:
+    """Logits of a prompt and of a step with its cache."""
+    prompt = model(PROMPT, use_cache=True)
+    step = model(NEXT_TOKEN, past_key_values=prompt.past_key_values, use_cache=True)
+    return torch.cat((prompt.logits[0], step.logits[0]))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tiny_checkpoints.tiny_model(Family("qwen3_moe", "Qwen3MoeForCausalLM"))
+    return tiny_checkpoints.save(made, tmp_path_factory.mktemp("tiny"), sharded=False)
+
+
+def load(path: Path, **options: Any) -> Any:
+    summary = inspect_checkpoint(path, max_tokens=64)
+    budget = summary.smallest_budget_bytes + (SLOTS - 2) * summary.slot_bytes
+    return moe_runtime.load(path, device="cpu", host_memory=budget, max_tokens=64, **options)
+
+
+@pytest.fixture
+def _two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+class Trial:
+    """A model that exceptions strike, and what must hold after each of them."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.expected = run(model)
+        self.sites = lines_of(lambda: run(model))
+        self._other = ThreadPoolExecutor(1)
+        self.num_struck = 0
+
+    def strike(self, site: Site, occurrence: int, kind: type[BaseException]) -> None:
+        struck = raise_on(site, occurrence, kind, lambda: run(self.model))
+        self.num_struck += struck
+        where = f"{kind.__name__} at {site}, {occurrence}"
+        self.model.moe.check()
+        assert self._other.submit(self._locks_are_free).result(60), where
+        assert torch.get_num_threads() == 2, where
+        assert torch.equal(run(self.model), self.expected), where
+
+    def _locks_are_free(self) -> bool:
+        locks = [self.model._steps._turn, self.model.moe._store._changed._lock]
+        for lock in locks:
+            if not lock.acquire(blocking=False):
+                return False
+            lock.release()
+        return True
+
+    def close(self) -> None:
+        self._other.shutdown()
+        self.model.moe.check()
+        self.model.moe.close()
+
+
+def is_stateful(site: Site) -> bool:
+    """Whether a line is one of those that change what later calls find; kernels compute only."""
+    return str(site).startswith(("engine/", "store/", "policies/", "tracing/"))
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_an_exception_on_any_line_leaves_nothing_behind(checkpoint: Path) -> None:
+    trial = Trial(load(checkpoint, prefetch="enforce"))
+    sites = {site: times for site, times in trial.sites.items() if is_stateful(site)}
+    generator = random.Random(0)
+    for number, (site, times) in enumerate(sites.items()):
+        trial.strike(site, generator.randint(1, min(times, 8)), KINDS[number % len(KINDS)])
+    assert trial.num_struck > len(sites) / 2  # the others depend on which read is quicker
+    trial.close()
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("_two_threads")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefetch": "enforce", "predictor": "running-counts", "policy": "lfu"},
+        {"prefetch": "auto", "policy": "activation-aware", "shares": "adaptive"},
+        {"prefetch": "observe", "trace": "trace.npz", "timeline": "timeline.json"},
+    ],
+)
+def test_exceptions_by_the_thousand(
+    checkpoint: Path, tmp_path: Path, options: dict[str, str]
+) -> None:
+    files = {name: tmp_path / options[name] for name in ("trace", "timeline") if name in options}
+    trial = Trial(load(checkpoint, **{**options, **files}))
+    generator = random.Random(1)
+    for kind in KINDS:
+        for site, times in trial.sites.items():
+            trial.strike(site, generator.randint(1, times), kind)
+    assert trial.num_struck > len(KINDS) * len(trial.sites) / 2
+    trial.close()
+
+
+@pytest.mark.usefixtures("_two_threads")
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exception_in_a_nested_call_leaves_the_outer_one_its_turn(
+    checkpoint: Path, kind: type[BaseException]
+) -> None:
+    """A hook that calls the model again, fails, and is forgiven."""
+    model = load(checkpoint)
+    expected = run(model)
+    depth = 0
+
+    def again(*_: Any) -> None:
+        nonlocal depth
+        if depth == 0:
+            depth = 1
+            with pytest.raises(kind, match="as asked"):
+                run(model)
+        elif depth == 1:
+            depth = 2
+            raise kind("as asked")
+
+    hook = model.model.layers[1].register_forward_pre_hook(again)
+    assert torch.equal(run(model), expected)
+    hook.remove()
+    assert depth == 2
+    assert torch.get_num_threads() == 2
+    with ThreadPoolExecutor(1) as other:
+        assert torch.equal(other.submit(run, model).result(60), expected)
+    model.moe.check()
+    model.moe.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"trace": "t.npz", "timeline": "t.json"}])
+@pytest.mark.parametrize("predictor", ["next-gate", "running-counts"])
+def test_threads_that_share_a_model_get_what_they_get_alone(
+    checkpoint: Path, tmp_path: Path, predictor: str, options: dict[str, str]
+) -> None:
+    files = {name: tmp_path / file for name, file in options.items()}
+    model = load(checkpoint, prefetch="enforce", predictor=predictor, **files)
+    prompts = [torch.arange(3 + i, 9 + 3 * i)[None] for i in range(4)]
+
+    def generate(prompt: torch.Tensor) -> torch.Tensor:
+        return model.generate(prompt, max_new_tokens=8, do_sample=False)
+
+    alone = [generate(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        together = list(threads.map(generate, prompts))
+    for one, other in zip(alone, together, strict=True):
+        assert torch.equal(one, other)
+    model.moe.check()
+    model.moe.close()
+    if "trace" in files:
+        assert_same_routing(read_trace(files["trace"]), alone)
+
+
+def assert_same_routing(trace: Trace, texts: list[torch.Tensor]) -> None:
+    """Each text stands in the trace twice, whichever steps of others were in between."""
+    found = []
+    for request in range(2 * len(texts)):
+        rows = trace.token_request == request
+        found.append((trace.token_id[rows].tolist(), trace.expert_ids[rows].tolist()))
+    wanted = [text[0, :-1].tolist() for text in texts]  # the last token is not fed back
+    assert [tokens for tokens, _ in found[: len(texts)]] == wanted
+    assert sorted(found[len(texts) :]) == sorted(found[: len(texts)])

@@ -1,0 +1,129 @@
+"""Caches that grow in place hold what transformers hold, and never write to what others hold."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from moe_runtime.inference.kv_cache import ROOM_TOKENS, grow_cache_in_place, room_for
+
+
+class Caller(torch.nn.Module):
+    """Hands its cache on, as a model does."""
+
+    def forward(self, past_key_values=None, **_):
+        return past_key_values
+
+
+def growing_cache() -> DynamicCache:
+    model = Caller()
+    grow_cache_in_place(model)  # type: ignore[arg-type]
+    return model(past_key_values=DynamicCache())
+
+
+def tokens(count: int, *, batch: int = 2, start: float = 0.0):
+    keys = torch.arange(batch * 3 * count * 4, dtype=torch.float32).view(batch, 3, count, 4) + start
+    return keys, keys.repeat_interleave(2, dim=-1) + 0.5
+
+
+def same(one: DynamicCache, other: DynamicCache) -> bool:
+    return torch.equal(one.layers[0].keys, other.layers[0].keys) and torch.equal(
+        one.layers[0].values, other.layers[0].values
+    )
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.integers(1, 90)),
+        st.tuples(st.just("crop"), st.integers(1, 40)),
+        st.tuples(st.just("reorder"), st.permutations([0, 1])),
+        st.tuples(st.just("copy"), st.none()),
+        st.tuples(st.just("reset"), st.none()),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=60)
+@given(steps=STEPS)
+def test_whatever_happens_it_equals_transformers_cache(steps):
+    ours, theirs = growing_cache(), DynamicCache()
+    for number, (step, value) in enumerate([("append", 3), *steps]):
+        has_tokens = theirs.get_seq_length() > 0
+        if step == "append":
+            for cache in (ours, theirs):
+                cache.update(*tokens(value, start=1000.0 * number), 0)
+        elif step == "crop" and has_tokens:
+            for cache in (ours, theirs):
+                cache.crop(-min(value, theirs.get_seq_length() - 1))
+        elif step == "reorder" and has_tokens:
+            for cache in (ours, theirs):
+                cache.reorder_cache(torch.tensor(value))
+        elif step == "copy":
+            ours = copy.deepcopy(ours)
+        elif step == "reset":
+            for cache in (ours, theirs):
+                cache.reset()
+            continue
+        if theirs.get_seq_length() > 0:
+            assert same(ours, theirs)
+
+
+def test_tokens_are_written_into_the_room():
+    cache = growing_cache()
+    cache.update(*tokens(10), 0)
+    cache.update(*tokens(1), 0)
+    first = cache.layers[0].keys.data_ptr()
+    for _ in range(ROOM_TOKENS // 2 - 1):
+        cache.update(*tokens(1), 0)
+    assert cache.layers[0].keys.data_ptr() == first
+    assert cache.layers[0].keys.stride(1) == room_for(11, 2) * 4
+
+
+def test_branches_of_one_cache_do_not_write_into_each_other():
+    cache = growing_cache()
+    cache.update(*tokens(5), 0)
+    cache.update(*tokens(1), 0)
+    branch = copy.copy(cache.layers[0])
+    held = cache.layers[0].keys.clone()
+    branch.update(*tokens(1, start=50.0))
+    after = branch.keys.clone()
+    cache.update(*tokens(1, start=99.0), 0)
+    assert torch.equal(branch.keys, after)
+    assert torch.equal(cache.layers[0].keys[:, :, :6], held)
+
+
+def test_a_prompt_computed_in_inference_mode_goes_on_outside_of_it():
+    ours, theirs = growing_cache(), DynamicCache()
+    for cache in (ours, theirs):
+        with torch.inference_mode():
+            cache.update(*tokens(5), 0)
+            cache.update(*tokens(1), 0)
+        cache.update(*tokens(2), 0)
+    assert same(ours, theirs)
+
+
+def test_a_gradient_flows_as_through_transformers_cache():
+    cache = growing_cache()
+    cache.update(*tokens(2), 0)
+    keys, values = (tensor.requires_grad_() for tensor in tokens(1))
+    cache.update(keys, values, 0)
+    cache.layers[0].keys.sum().backward()
+    assert keys.grad is not None
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_a_cache_made_elsewhere_is_taken_over_with_its_content(filled):
+    cache = DynamicCache()
+    if filled:
+        cache.update(*tokens(4), 0)
+    model = Caller()
+    grow_cache_in_place(model)  # type: ignore[arg-type]
+    model(past_key_values=cache)
+    cache.update(*tokens(1), 0)
+    assert type(cache.layers[0]) is not DynamicLayer
+    assert cache.get_seq_length() == (5 if filled else 1)

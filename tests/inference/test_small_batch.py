@@ -1,0 +1,186 @@
+"""Layers made for few tokens replace only what computes the same."""
+
+import copy
+
+import pytest
+import torch
+
+from moe_runtime.inference.cpu.small_batch import (
+    SmallBatchLinear,
+    SmallBatchRMSNorm,
+    use_small_batch_layers,
+)
+from moe_runtime.kernels.linear import native_row_limit
+from moe_runtime.kernels.native import native_library
+
+
+class LlamaLikeNorm(torch.nn.Module):
+    def __init__(self, dim: int = 24, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(dim))
+        self.variance_epsilon = eps
+
+    def forward(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * wide.to(x.dtype)
+
+
+class OnePlusWeight(LlamaLikeNorm):
+    def forward(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (1 + self.weight) * wide.to(x.dtype)
+
+
+class EpsilonOutside(LlamaLikeNorm):
+    def forward(self, x):
+        wide = x.float()
+        wide = wide / (wide.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
+        return self.weight * wide.to(x.dtype)
+
+
+class RoundedOnce(LlamaLikeNorm):
+    def forward(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight.float() * wide).to(x.dtype)
+
+
+class Gated(LlamaLikeNorm):
+    def forward(self, x, gate=None):
+        normed = super().forward(x)
+        return normed if gate is None else normed * gate
+
+
+class TopKRouter(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(7, 24))
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight).softmax(-1)
+
+
+def replaced(module: torch.nn.Module, dtype=torch.bfloat16) -> torch.nn.Module:
+    model = torch.nn.Sequential(copy.deepcopy(module)).to(dtype).requires_grad_(False)
+    use_small_batch_layers(model)
+    return model[0]
+
+
+def test_the_usual_normalisation_is_replaced():
+    original = LlamaLikeNorm()
+    found = replaced(original)
+    assert isinstance(found, SmallBatchRMSNorm)
+    x = torch.randn(2, 40, 24).bfloat16()
+    expected = original.bfloat16()(x)
+    # many rows: the very operations of the original; few: sums in another order
+    assert torch.equal(found(x), expected)
+    assert torch.allclose(found(x[:1, :1]), expected[:1, :1], rtol=2**-7)
+
+
+@pytest.mark.parametrize("kind", [OnePlusWeight, EpsilonOutside, RoundedOnce, Gated])
+def test_other_normalisations_stay(kind):
+    assert type(replaced(kind())) is kind
+
+
+def test_routers_multiply_by_our_kernel_and_keep_their_weight():
+    original = TopKRouter()
+    found = replaced(original, torch.float32)
+    x = torch.randn(1, 24)
+    assert torch.allclose(found(x), original(x), atol=1e-6)
+    assert torch.equal(found.state_dict()["weight"], original.weight)
+    doubled = copy.deepcopy(found).double()
+    assert torch.allclose(doubled(x.double()), original.double()(x.double()))
+
+
+def test_linear_layers_are_replaced_and_subclasses_are_not():
+    class Special(torch.nn.Linear):
+        pass
+
+    assert type(replaced(torch.nn.Linear(4, 5))) is SmallBatchLinear
+    assert type(replaced(Special(4, 5))) is Special
+
+
+def small_layers(dtype: torch.dtype) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
+    """Replacements beside what they replace, frozen, sharing their weights."""
+    linear_layer = torch.nn.Linear(24, 40, dtype=dtype)
+    norm = LlamaLikeNorm().to(dtype)
+    for module in (linear_layer, norm):
+        module.requires_grad_(False)
+    return [
+        (linear_layer, SmallBatchLinear(linear_layer)),
+        (norm, SmallBatchRMSNorm(norm, norm.variance_epsilon)),
+    ]
+
+
+def takes_native(rows: torch.Tensor) -> bool:
+    library = native_library()
+    num_rows = rows.numel() // rows.shape[-1]
+    return library is not None and num_rows <= native_row_limit(library, rows.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_bound_computes_the_bits_of_what_is_not(dtype: torch.dtype):
+    """Rows beyond the limits, rows apart in memory and gradients take the other way."""
+    for layer, small in small_layers(dtype):
+        for rows in (torch.randn(3, 24), torch.randn(2, 1, 24), torch.randn(700, 24)):
+            rows = rows.to(dtype)
+            with torch.no_grad():
+                bound = small(rows)
+                apart = torch.stack((rows, rows), dim=-1)[..., 0]
+                # Of torch's products, which take what the kernel does not, distances between rows
+                # may change the order of sums.
+                if takes_native(rows):
+                    assert torch.equal(small(apart), bound)
+            with torch.enable_grad():
+                assert torch.equal(small(rows), bound)
+                probe = rows.clone().requires_grad_()
+                (gradient,) = torch.autograd.grad(small(probe).sum(), probe)
+                (expected,) = torch.autograd.grad(layer(probe).sum(), probe)
+                assert torch.equal(gradient, expected)
+            error = (bound.double() - layer(rows).double()).abs().max()
+            # sums of 24 terms and the bias, and one rounding to the type
+            unit = max(torch.finfo(dtype).eps, 25 * torch.finfo(torch.float32).eps)
+            assert error <= unit * bound.double().abs().max()
+        with torch.no_grad():
+            assert small(rows[:0]).shape[0] == 0
+
+
+@torch.no_grad()
+def test_forward_mode_goes_through_replaced_layers():
+    """The compiled kernels would drop the tangent without a word."""
+    for layer, small in small_layers(torch.float32):
+        x, tangent = torch.randn(3, 24), torch.randn(3, 24)
+        small(x)
+        found = torch.func.jvp(small, (x,), (tangent,))
+        expected = torch.func.jvp(layer, (x,), (tangent,))
+        assert all(map(torch.allclose, found, expected))
+
+
+@torch.no_grad()
+def test_a_weight_that_moved_or_changed_its_type_is_bound_anew():
+    for _, small in small_layers(torch.float32):
+        x = torch.randn(2, 24)
+        small(x)
+        weight = small.get_parameter("weight")
+        weight.data = weight.data * 2
+        assert torch.equal(small(x), type(small).forward(fresh(small), x))
+        small.to(torch.bfloat16)
+        assert small(x.bfloat16()).dtype == torch.bfloat16
+        assert torch.equal(small(x.bfloat16()), type(small).forward(fresh(small), x.bfloat16()))
+        assert torch.equal(copy.deepcopy(small)(x.bfloat16()), small(x.bfloat16()))
+
+
+def fresh(small: torch.nn.Module) -> torch.nn.Module:
+    """The same layer, never called."""
+    if isinstance(small, SmallBatchRMSNorm):
+        return SmallBatchRMSNorm(small, small.eps)
+    assert isinstance(small, SmallBatchLinear)
+    return SmallBatchLinear(small)
+
+
+@torch.no_grad()
+def test_a_layer_without_inputs_gives_its_bias():
+    layer = torch.nn.Linear(0, 5)
+    assert torch.equal(SmallBatchLinear(layer)(torch.empty(2, 0)), layer(torch.empty(2, 0)))

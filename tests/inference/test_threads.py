@@ -1,0 +1,56 @@
+"""Torch has its threads back after every forward pass, also one that failed."""
+
+import pytest
+import torch
+
+from moe_runtime.inference import threads
+from moe_runtime.inference.threads import rest_torch_threads
+from moe_runtime.kernels.linear import UNLIMITED, native_row_limit
+from moe_runtime.kernels.native import native_library
+
+
+class Probe(torch.nn.Module):
+    dtype = torch.bfloat16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def forward(self, fail: bool) -> None:
+        self.seen = torch.get_num_threads()
+        if fail:
+            raise RuntimeError("as asked")
+
+
+@pytest.fixture
+def _two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_one_thread_inside_and_as_before_outside():
+    library = native_library()
+    if library is None:
+        pytest.skip("the native library was not built")
+    probe = Probe()
+    rest_torch_threads(probe)  # type: ignore[arg-type]
+    probe(False)
+    assert probe.seen == (1 if native_row_limit(library, probe.dtype) == UNLIMITED else 2)
+    assert torch.get_num_threads() == 2
+    with pytest.raises(RuntimeError, match="as asked"):
+        probe(True)
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_torch_keeps_its_threads_where_many_rows_are_its_own(monkeypatch: pytest.MonkeyPatch):
+    for library, limit in ((None, UNLIMITED), (native_library(), 16)):
+        monkeypatch.setattr(threads, "native_library", lambda library=library: library)
+        monkeypatch.setattr(threads, "native_row_limit", lambda *_, limit=limit: limit)
+        probe = Probe()
+        rest_torch_threads(probe)  # type: ignore[arg-type]
+        probe(False)
+        assert probe.seen == 2

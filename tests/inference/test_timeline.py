@@ -1,0 +1,166 @@
+"""The timeline is a Chrome trace, says what the statistics say, and changes nothing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import moe_runtime
+from moe_runtime.cli.main import main
+from moe_runtime.inference.inspection import inspect_checkpoint
+from moe_runtime.lab.traces.timeline import COMPUTE, Timeline
+from moe_runtime.models.pocket import pocket_path
+from moe_runtime.types import RuntimeStats
+
+ROUNDING_US = 0.002
+"""Begin and duration are rounded to a thousandth of a microsecond each."""
+
+
+def generate(timeline: Path | None) -> tuple[torch.Tensor, RuntimeStats]:
+    path = pocket_path()
+    tokens = AutoTokenizer.from_pretrained(path)("The for statement", return_tensors="pt")
+    summary = inspect_checkpoint(path, max_tokens=64)
+    budget = summary.smallest_budget_bytes + 20 * summary.slot_bytes
+    model = moe_runtime.load(
+        path,
+        device="cpu",
+        host_memory=budget,
+        max_tokens=64,
+        prefetch="enforce",
+        predictor="next-gate",
+        timeline=timeline,
+    )
+    with model.moe:
+        ids = model.generate(**tokens, max_new_tokens=16, do_sample=False)
+        model.moe.check()
+    return ids, model.moe.stats()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor, RuntimeStats]:
+    path = tmp_path_factory.mktemp("timeline") / "t.json"
+    return path, *generate(path)
+
+
+@pytest.fixture
+def events(run: tuple[Path, torch.Tensor, RuntimeStats]) -> list[dict[str, Any]]:
+    return json.loads(run[0].read_text(encoding="utf-8"))
+
+
+def assert_chrome_trace(events: list[dict[str, Any]]) -> None:
+    """The rules of the format for the kinds of events that are used here."""
+    assert isinstance(events, list)
+    named = set()
+    for event in events:
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        assert isinstance(event["args"], dict)
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name")
+            assert event["args"]["name"]
+            named.add(event["tid"])
+            continue
+        assert event["ph"] == "X"
+        assert event["ts"] >= 0
+        assert event["dur"] >= 0
+    assert {event["tid"] for event in events} == named
+    for track in named:
+        slices = [e for e in events if e["ph"] == "X" and e["tid"] == track]
+        assert_nested(sorted(slices, key=lambda e: (e["ts"], -e["dur"])))
+
+
+def assert_nested(slices: list[dict[str, Any]]) -> None:
+    """Slices of one track lie apart, or one within the other."""
+    open_until: list[float] = []
+    for event in slices:
+        begin, end = event["ts"], event["ts"] + event["dur"]
+        while open_until and open_until[-1] <= begin + ROUNDING_US:
+            open_until.pop()
+        assert not open_until or end <= open_until[-1] + ROUNDING_US, event
+        open_until.append(end)
+
+
+def test_it_is_a_chrome_trace(events: list[dict[str, Any]]) -> None:
+    assert_chrome_trace(events)
+
+
+def test_the_rules_can_be_broken() -> None:
+    one = {"name": "a", "ph": "X", "pid": 1, "tid": 1, "ts": 0.0, "dur": 2.0, "args": {}}
+    with pytest.raises(AssertionError):
+        assert_nested([one, {**one, "ts": 1.0}])
+
+
+def test_it_counts_what_the_statistics_count(
+    run: tuple[Path, torch.Tensor, RuntimeStats], events: list[dict[str, Any]]
+) -> None:
+    stats = run[2]
+    layers = [event for event in events if event["name"].startswith("layer ")]
+    for name, count in (
+        ("hits", stats.hits),
+        ("late", stats.late_hits),
+        ("misses", stats.misses),
+    ):
+        assert sum(len(layer["args"][name]) for layer in layers) == count
+    assert stats.misses
+    assert stats.guesses
+    reads = [event for event in events if event["tid"] != COMPUTE and event["ph"] == "X"]
+    assert sum(read["args"]["bytes"] for read in reads) == stats.bytes_read
+    demands = [read for read in reads if read["args"]["began_as"] == "demand"]
+    assert len(demands) == stats.misses
+    # every miss is a read that bears its expert's name
+    missed = [name for layer in layers for name in layer["args"]["misses"]]
+    assert sorted(read["name"] for read in demands) == sorted(f"demand {name}" for name in missed)
+    waits_us = sum(event["dur"] for event in events if event["name"] == "wait")
+    num_waits = sum(event["name"] == "wait" for event in events)
+    assert waits_us + num_waits * ROUNDING_US >= 1e6 * stats.stall_s
+
+
+def test_steps_hold_their_layers(events: list[dict[str, Any]]) -> None:
+    steps = [event for event in events if event["name"] in ("prefill", "decode")]
+    assert [step["name"] for step in steps] == ["prefill"] + ["decode"] * 15
+    for step in steps:
+        inside = [
+            event["name"]
+            for event in events
+            if event["ph"] == "X" and step["ts"] <= event["ts"] <= step["ts"] + step["dur"]
+        ]
+        assert [name for name in inside if name.startswith("layer ")] == [
+            f"layer {number}" for number in range(6)
+        ]
+
+
+def test_watching_changes_no_bit(run: tuple[Path, torch.Tensor, RuntimeStats]) -> None:
+    assert torch.equal(generate(None)[0], run[1])
+
+
+def test_what_a_crash_leaves_lacks_only_the_bracket(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "t.json")
+    timeline.slice("decode", 0.0, 1.0, tokens=1)
+    timeline.flush()
+    timeline.slice("decode", 1.0, 2.0, tokens=1)
+    timeline.flush()
+    left = (tmp_path / "t.json.part").read_text(encoding="utf-8")
+    assert len(json.loads(left + "]")) == 4
+    timeline.close()
+    timeline.close()
+    assert json.loads((tmp_path / "t.json").read_text(encoding="utf-8")) == json.loads(left + "]")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--timeline", "{}/none/t.json"], "the timeline cannot be written: there is no folder"),
+        (["--timeline", "{}"], "is a folder, expected the name of a timeline file"),
+        (["--timeline", "{}/t.npz", "--trace", "{}/t.npz"], "must be different files"),
+    ],
+)
+def test_bad_places_are_refused_before_loading(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+) -> None:
+    words = [word.replace("{}", str(tmp_path)) for word in words]
+    assert main(["run", str(pocket_path()), "--prompt", "x", *words]) == 2
+    assert expected in capsys.readouterr().err

@@ -1,0 +1,166 @@
+"""``max_tokens`` is a promise: what needs room for more tokens is refused before it computes."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, Qwen3MoeConfig, StaticCache
+
+from moe_runtime import load
+from moe_runtime.errors import CapacityError
+from moe_runtime.inference.inspection import inspect_checkpoint
+from moe_runtime.inference.kv_cache import room_for
+from moe_runtime.inference.token_limit import tokens_to_plan_for
+from moe_runtime.models.pocket import pocket_path
+
+LIMIT = 24
+
+
+def prompt(num_sequences: int, length: int) -> torch.Tensor:
+    return torch.arange(num_sequences * length).reshape(num_sequences, length) + 7
+
+
+@pytest.fixture(scope="module")
+def pocket() -> Iterator[Any]:
+    model: Any = load(pocket_path(), device="cpu", max_tokens=LIMIT)
+    with model.moe:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def unlimited() -> Iterator[Any]:
+    model: Any = load(pocket_path(), device="cpu")
+    with model.moe:
+        yield model
+
+
+def requests(model: Any) -> int:
+    stats = model.moe.stats()
+    return stats.hits + stats.late_hits + stats.misses
+
+
+# Each asks for room for this many tokens.
+GENERATED = {
+    "one": lambda n: {"inputs": prompt(1, 4), "max_new_tokens": n - 4},
+    "to a length": lambda n: {"input_ids": prompt(1, 4), "max_length": n},
+    "by a configuration": lambda n: {
+        "inputs": prompt(1, 4),
+        "generation_config": GenerationConfig(max_new_tokens=n - 4),
+    },
+    "two sequences": lambda n: {"inputs": prompt(2, 4), "max_new_tokens": n // 2 - 4},
+    "beams": lambda n: {"inputs": prompt(1, 4), "num_beams": 2, "max_new_tokens": n // 2 - 4},
+    "several of each": lambda n: {
+        "inputs": prompt(1, 4),
+        "do_sample": True,
+        "num_return_sequences": 2,
+        "max_new_tokens": n // 2 - 4,
+    },
+    "assisted": lambda n: {
+        "inputs": prompt(1, 4),
+        "prompt_lookup_num_tokens": 3,
+        "max_new_tokens": n - 4,
+    },
+    "static cache": lambda n: {
+        "inputs": prompt(1, 4),
+        "cache_implementation": "static",
+        "max_new_tokens": n - 4,
+    },
+}
+
+
+@pytest.mark.parametrize("case", GENERATED)
+def test_generation_beyond_the_limit_does_not_begin(pocket: Any, case: str) -> None:
+    before = requests(pocket)
+    with pytest.raises(CapacityError, match=f"memory is set aside for {LIMIT}; load the model"):
+        pocket.generate(**GENERATED[case](LIMIT + 2))
+    assert requests(pocket) == before
+    pocket.generate(**GENERATED[case](LIMIT))
+    assert requests(pocket) > before
+
+
+def test_generation_of_unsaid_length_ends_at_the_limit(pocket: Any) -> None:
+    pocket.generation_config.max_new_tokens = 2 * LIMIT
+    with pytest.raises(CapacityError, match=f"{LIMIT + 1} tokens need room for {LIMIT + 1}"):
+        pocket.generate(prompt(1, 4), eos_token_id=None, do_sample=False)
+    pocket.generation_config.max_new_tokens = None
+    pocket.moe.check()
+
+
+def continued(model: Any, first: int, more: int) -> Any:
+    cache = model(prompt(2, first)).past_key_values
+    return model(prompt(2, more), past_key_values=cache)
+
+
+def embedded(model: Any, length: int) -> Any:
+    return model(inputs_embeds=model.get_input_embeddings()(prompt(1, length)))
+
+
+def static(model: Any, places: int) -> Any:
+    cache = StaticCache(config=model.config, max_cache_len=places)
+    return model(prompt(2, 3), past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("call", "fits", "too_long"),
+    [
+        (lambda model, n: model(prompt(1, n)), LIMIT, LIMIT + 1),
+        (lambda model, n: model(input_ids=prompt(n, 2)), LIMIT // 2, LIMIT // 2 + 1),
+        (lambda model, n: model(prompt(1, n), use_cache=False), LIMIT, LIMIT + 1),
+        (embedded, LIMIT, LIMIT + 1),
+        (lambda model, n: continued(model, 8, n), LIMIT // 2 - 8, LIMIT // 2 - 7),
+        (static, LIMIT // 2, LIMIT // 2 + 1),
+    ],
+    ids=["one", "several", "no cache", "embeddings", "continued", "static cache"],
+)
+def test_a_step_beyond_the_limit_is_refused(
+    pocket: Any, unlimited: Any, call: Any, fits: int, too_long: int
+) -> None:
+    with torch.inference_mode():
+        assert torch.equal(call(pocket, fits).logits, call(unlimited, fits).logits)
+        with pytest.raises(CapacityError, match=f"memory is set aside for {LIMIT}"):
+            call(pocket, too_long)
+    pocket.moe.check()
+
+
+@pytest.mark.parametrize("num_sequences", [1, 3, 5, 70])
+@pytest.mark.parametrize("num_tokens", [1, 15, 200])
+def test_several_sequences_take_no_more_room_than_one(num_sequences: int, num_tokens: int) -> None:
+    together = num_sequences * num_tokens
+    assert num_sequences * room_for(num_tokens, num_sequences) <= room_for(together)
+
+
+def test_a_cache_of_several_sequences_keeps_to_the_reserve(unlimited: Any) -> None:
+    with torch.inference_mode():
+        cache = unlimited(prompt(3, 5)).past_key_values
+        for _ in range(11):
+            unlimited(prompt(3, 1), past_key_values=cache)
+    keys = cache.layers[0].keys
+    token_bytes = keys.shape[1] * keys.shape[3] * keys.element_size()
+    assert keys.untyped_storage().nbytes() <= room_for(3 * 16) * token_bytes
+
+
+def test_omitted_it_is_what_the_model_knows() -> None:
+    assert tokens_to_plan_for(Qwen3MoeConfig(max_position_embeddings=512), None) == 512
+    assert tokens_to_plan_for(Qwen3MoeConfig(max_position_embeddings=40960), None) == 4096
+    assert tokens_to_plan_for(Qwen3MoeConfig(max_position_embeddings=512), 700) == 700
+    summary = inspect_checkpoint(pocket_path())
+    assert summary.max_tokens == 512
+    # what inspect says is what load does
+    smallest = summary.smallest_budget_bytes
+    load(pocket_path(), device="cpu", host_memory=smallest).moe.close()
+    with pytest.raises(CapacityError, match="activations of 512 tokens"):
+        load(pocket_path(), device="cpu", host_memory=smallest - 1)
+
+
+def test_inspect_names_the_tokens_that_a_small_budget_suffices_for() -> None:
+    budget = 16 * 2**20
+    summary = inspect_checkpoint(pocket_path())
+    enough = summary.tokens_for(budget)
+    assert 0 < enough < summary.max_tokens
+    load(pocket_path(), device="cpu", host_memory=budget, max_tokens=enough).moe.close()
+    # a sixteenth of a cache is room to grow, which is counted in whole steps of 16 tokens
+    with pytest.raises(CapacityError):
+        load(pocket_path(), device="cpu", host_memory=budget, max_tokens=enough + 16)
+    assert summary.tokens_for(1000) == 0
+    assert summary.tokens_for(2**40) == summary.max_tokens

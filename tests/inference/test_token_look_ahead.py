@@ -1,0 +1,40 @@
+"""The look-ahead in machine code is asked about nothing that it was not made for."""
+
+import pytest
+import torch
+
+from moe_runtime.inference.cpu.token_look_ahead import make_token_look_ahead
+from moe_runtime.kernels.gate_ranking import MOST_TOKENS, GateRanking
+from moe_runtime.kernels.native import native_library
+from moe_runtime.policies.prediction import NextGate, Shape
+
+pytestmark = pytest.mark.skipif(
+    native_library() is None, reason="the native CPU library was not built (needs gcc)"
+)
+
+
+def test_it_takes_few_tokens_of_its_widths_and_types() -> None:
+    estimator = NextGate(Shape(num_layers=2, num_experts=6, top_k=2))
+    gates = [GateRanking(torch.zeros(6, 8), None, estimator.num_ranks) for _ in range(2)]
+    look_ahead = make_token_look_ahead(estimator, [gates], torch.float32, 0.1, None)
+    assert look_ahead is not None
+
+    def takes(tokens: int, top_k: int = 2, dim: int = 8) -> bool:
+        ids = torch.zeros(tokens, top_k, dtype=torch.int64)
+        return look_ahead.takes(ids, torch.zeros(tokens, dim))
+
+    assert takes(1)
+    assert takes(MOST_TOKENS)
+    assert not takes(MOST_TOKENS + 1)
+    assert not takes(2, top_k=3)
+    assert not takes(2, dim=7)
+    ids, hidden = torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, 8)
+    assert not look_ahead.takes(ids.int(), hidden)
+    assert not look_ahead.takes(ids, hidden.bfloat16())
+    assert not look_ahead.takes(ids.t(), torch.zeros(8, 2).t())
+
+
+def test_gates_of_a_type_that_only_torch_knows_have_none() -> None:
+    estimator = NextGate(Shape(num_layers=1, num_experts=6, top_k=2))
+    gate = GateRanking(torch.zeros(6, 8, dtype=torch.float16), None, estimator.num_ranks)
+    assert make_token_look_ahead(estimator, [[gate]], torch.float16, 0.1, None) is None

@@ -1,0 +1,150 @@
+"""What is kept of a model's routing, and which policy that speaks for."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from synthetic_routes import make_routes
+from traces import trace_of
+
+from moe_runtime.lab.replay import choice as choice_module
+from moe_runtime.lab.replay.choice import THINKERS, choose_policy
+from moe_runtime.lab.replay.untimed import replay_demand
+from moe_runtime.lab.traces import recent
+from moe_runtime.lab.traces.recent import RecentRouting, read_recent, recent_path
+from moe_runtime.lab.traces.workload import workload_of
+from moe_runtime.policies.eviction import Setting, make_policy
+from moe_runtime.policies.prediction import Routes, Shape, TrackedPredictor, make_estimator
+from moe_runtime.types import ModelSignature
+
+SHAPE = Shape(num_layers=3, num_experts=8, top_k=2)
+MODEL = ModelSignature(model_type="made-up", num_layers=3, num_experts=8, top_k=2, vocab_size=50)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def record(num_steps: int, num_sequences: int = 1, first_expert: int = 0) -> None:
+    recording = RecentRouting(MODEL)
+    recording.begin_request(num_sequences=num_sequences)
+    rows = np.arange(num_sequences)
+    for step in range(num_steps):
+        if recording.is_done:
+            break
+        phase = "decode" if step else "prefill"
+        recording.begin_step(phase=phase, token_ids=rows, positions=rows + step, sequences=rows)
+        for layer in range(3):
+            ids = np.tile([(first_expert + step) % 8, 7], (num_sequences, 1))
+            recording.routing(layer, ids, np.full(ids.shape, 0.5))
+    recording.close()
+
+
+def test_decode_steps_are_kept_and_prompts_are_not() -> None:
+    assert read_recent(MODEL) is None
+    record(5, num_sequences=2)
+    kept = read_recent(MODEL)
+    assert kept is not None
+    assert kept.num_steps == 4
+    assert set(kept.step_phase) == {1}
+    assert kept.expert_ids[:, 0, 0].tolist() == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert kept.token_position.tolist() == [1, 2, 2, 3, 3, 4, 4, 5]
+
+
+def test_later_runs_are_added_and_the_oldest_steps_make_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recent, "KEPT_STEPS", 6)
+    monkeypatch.setattr(recent, "RECORDED_STEPS", 5)
+    record(4)
+    record(20, first_expert=3)  # five of them
+    kept = read_recent(MODEL)
+    assert kept is not None
+    assert kept.expert_ids[:, 0, 0].tolist() == [3, 4, 5, 6, 7, 0]
+    assert kept.token_request.tolist() == [0, 1, 1, 1, 1, 1]
+    record(2)
+    again = read_recent(MODEL)
+    assert again is not None
+    assert again.token_request.tolist() == [0, 0, 0, 0, 0, 1]
+
+
+def test_a_damaged_or_unwritable_cache_fails_nothing(cache: Path) -> None:
+    record(3)
+    path = recent_path(MODEL)
+    path.write_bytes(path.read_bytes()[:100])
+    assert read_recent(MODEL) is None
+    record(3)  # replaces it
+    assert read_recent(MODEL) is not None
+    path.unlink()
+    path.parent.rmdir()
+    path.parent.write_text("a file where the folder should be")
+    record(3)
+    assert read_recent(MODEL) is None
+
+
+def hot_and_cold(num_tokens: int = 210) -> Routes:
+    """Every third token visits experts 0 and 1, the others take turns: LRU lets the two go."""
+    turns = [2 * (t // 3) + t % 3 - 1 for t in range(num_tokens)]
+    ids = np.array(
+        [
+            [0, 1] if t % 3 == 0 else [2 + 2 * (turn % 3), 3 + 2 * (turn % 3)]
+            for t, turn in enumerate(turns)
+        ]
+    )
+    ids = np.repeat(ids[:, None], 3, axis=1)
+    return Routes(
+        shape=SHAPE,
+        expert_ids=ids.astype(np.int64),
+        gate_weights=np.full(ids.shape, 0.5, np.float32),
+        token_ids=np.arange(num_tokens),
+        offsets=np.array([0, num_tokens]),
+    )
+
+
+def test_the_policy_that_misses_least_is_taken_and_the_reason_says_so() -> None:
+    trace = trace_of(hot_and_cold())
+    choice = choose_policy(trace.signature, trace, num_slots=15)
+    assert choice.policy != "lru"
+
+    def misses(name: str, adaptive: bool) -> int:
+        asked = make_estimator(choice.predictor or "running-counts", SHAPE)
+        setting = Setting(shape=SHAPE, predictor=TrackedPredictor(asked))
+        replay = replay_demand(
+            workload_of(trace),
+            lambda _: make_policy(name, num_slots=15, setting=setting, adaptive=adaptive),
+            15,
+        )
+        return replay.num_accesses - replay.num_hits
+
+    found = misses(choice.policy, choice.adaptive)
+    assert found < misses("lru", adaptive=False)
+    assert f"missed {found} times" in choice.reason
+    assert f"lru {misses('lru', adaptive=False)}" in choice.reason
+    assert choose_policy(trace.signature, trace, num_slots=15) == choice
+
+
+def test_a_policy_that_takes_time_must_save_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice_module, "CANDIDATES", ("lru",))  # only thinkers stand against it
+    trace = trace_of(hot_and_cold())
+    by_misses = choose_policy(trace.signature, trace, num_slots=15)
+    assert by_misses.policy in THINKERS
+    large = choose_policy(trace.signature, trace, num_slots=15, expert_bytes=1 << 40)
+    assert large == by_misses
+    assert choose_policy(trace.signature, trace, num_slots=15, expert_bytes=1000).policy == "lru"
+
+
+def test_without_reason_to_change_it_is_lru() -> None:
+    trace = trace_of(make_routes(SHAPE, num_sequences=2, length=30))
+    assert choose_policy(MODEL, None, 9).policy == "lru"
+    assert "0 steps" in choose_policy(MODEL, None, 9).reason
+    few = trace.steps(0, 10)
+    assert "10 steps" in choose_policy(few.signature, few, 9).reason
+    assert "all experts fit" in choose_policy(trace.signature, trace, 24).reason
+
+
+@pytest.mark.parametrize("num_slots", [2, 3, 5, 23])
+def test_any_budget_gets_an_answer(num_slots: int) -> None:
+    trace = trace_of(make_routes(SHAPE, num_sequences=2, length=40))
+    assert choose_policy(trace.signature, trace, num_slots).reason

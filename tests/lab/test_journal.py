@@ -1,0 +1,184 @@
+"""A recording that is killed leaves what it had finished; a damaged journal never misleads."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_runtime.errors import CheckpointError, MoERuntimeWarning
+from moe_runtime.files import draft_of
+from moe_runtime.lab.traces import Trace, TraceRecorder, read_trace
+from moe_runtime.lab.traces.readers import read_any_trace
+from moe_runtime.types import ModelSignature
+
+SIGNATURE = ModelSignature(model_type="x", num_layers=2, num_experts=8, top_k=2, vocab_size=100)
+
+
+def record_steps(recorder: TraceRecorder, num_steps: int) -> None:
+    """Steps of one token each, whose id, experts and weights follow from its position."""
+    recorder.begin_request()
+    for step in range(num_steps):
+        recorder.begin_step(phase="decode", token_ids=[step % 100], positions=[step])
+        for layer in range(2):
+            recorder.routing(layer, [[step % 8, (step + 1 + layer) % 8]], [[0.75, 0.25]])
+
+
+def assert_begins_as(trace: Trace, whole: Trace) -> None:
+    steps, tokens = trace.num_steps, trace.num_tokens
+    np.testing.assert_array_equal(trace.step_start, whole.step_start[: steps + 1])
+    for name in ("token_request", "token_id", "token_position", "expert_ids", "gate_weights"):
+        np.testing.assert_array_equal(getattr(trace, name), getattr(whole, name)[:tokens])
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Trace:
+    with TraceRecorder(tmp_path / "whole.npz", SIGNATURE) as recorder:
+        record_steps(recorder, 100)
+    return read_trace(tmp_path / "whole.npz")
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Path:
+    """What is left of a recording of 30 steps in blocks of seven that nobody closed."""
+    record_steps(TraceRecorder(tmp_path / "t.npz", SIGNATURE, block_tokens=7), 30)
+    return tmp_path / "t.npz.part"
+
+
+def test_the_journal_holds_all_finished_blocks(whole: Trace, journal: Path) -> None:
+    trace = read_trace(journal)
+    assert trace.num_steps == 28
+    assert trace.signature == SIGNATURE
+    assert_begins_as(trace, whole)
+    assert read_any_trace(journal).num_steps == 28
+
+
+def test_waiting_steps_are_written_after_a_while(tmp_path: Path) -> None:
+    record_steps(TraceRecorder(tmp_path / "t.npz", SIGNATURE, block_s=0.0), 10)
+    assert read_trace(tmp_path / "t.npz.part").num_steps == 9
+
+
+def test_a_recording_that_ends_well_leaves_no_journal(tmp_path: Path, whole: Trace) -> None:
+    with TraceRecorder(tmp_path / "t.npz", SIGNATURE, block_tokens=7) as recorder:
+        record_steps(recorder, 100)
+        assert draft_of(tmp_path / "t.npz").exists()
+    assert sorted(os.listdir(tmp_path)) == ["t.npz", "whole.npz"]
+    assert_begins_as(read_trace(tmp_path / "t.npz"), whole)
+
+
+def test_a_recording_without_steps_leaves_what_was_there(tmp_path: Path) -> None:
+    TraceRecorder(tmp_path / "t.npz", SIGNATURE).close()
+    assert os.listdir(tmp_path) == []
+    with TraceRecorder(tmp_path / "t.npz", SIGNATURE) as recorder:
+        record_steps(recorder, 2)
+    TraceRecorder(tmp_path / "t.npz", SIGNATURE).close()
+    assert read_trace(tmp_path / "t.npz").num_steps == 2
+
+
+def test_the_file_appears_only_when_complete(tmp_path: Path) -> None:
+    path = tmp_path / "trace.npz"
+    path.write_bytes(b"older")
+    recorder = TraceRecorder(path, SIGNATURE)
+    recorder.begin_step(phase="decode", token_ids=[1], positions=[0])
+    assert path.read_bytes() == b"older"
+    recorder.close()
+    recorder.close()
+    assert os.listdir(tmp_path) == ["trace.npz"]
+    assert read_trace(path).num_steps == 1
+
+
+def test_a_failed_write_leaves_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    recorder = TraceRecorder(tmp_path / "t.npz", SIGNATURE, block_tokens=7)
+    record_steps(recorder, 30)
+    monkeypatch.setattr(np, "savez_compressed", full_disk)
+    with pytest.raises(CheckpointError, match="No space left"):
+        recorder.close()
+    assert read_trace(tmp_path / "t.npz.part").num_steps == 28
+
+
+def test_what_was_left_is_named_and_never_overwritten(journal: Path, whole: Trace) -> None:
+    target = journal.with_name("t.npz")
+    with pytest.raises(CheckpointError, match=r"an interrupted recording left .*t\.npz\.part"):
+        read_trace(target)
+    with pytest.warns(MoERuntimeWarning, match=r"t\.npz\.interrupted: holds what an interrupted"):
+        recorder = TraceRecorder(target, SIGNATURE, block_tokens=7)
+    record_steps(recorder, 9)
+    recorder.close()
+    assert read_trace(target).num_steps == 9
+    kept = read_trace(journal.with_name("t.npz.interrupted"))
+    assert kept.num_steps == 28
+    assert_begins_as(kept, whole)
+
+
+def test_a_trace_that_is_being_recorded_is_refused_to_others(tmp_path: Path) -> None:
+    first = TraceRecorder(tmp_path / "t.npz", SIGNATURE, block_tokens=7)
+    record_steps(first, 30)
+    with pytest.raises(CheckpointError, match="another process is writing"):
+        TraceRecorder(tmp_path / "t.npz", SIGNATURE)
+    first.close()
+    assert read_trace(tmp_path / "t.npz").num_steps == 30
+
+
+def test_blocks_of_two_models_are_refused(tmp_path: Path, journal: Path) -> None:
+    other = ModelSignature(model_type="y", num_layers=2, num_experts=8, top_k=2, vocab_size=100)
+    record_steps(TraceRecorder(tmp_path / "u.npz", other, block_tokens=7), 10)
+    journal.write_bytes(journal.read_bytes() + (tmp_path / "u.npz.part").read_bytes()[8:])
+    with pytest.raises(CheckpointError, match=r"model_type='y'.*model_type='x'"):
+        read_trace(journal)
+
+
+def test_a_journal_may_be_too_large(journal: Path) -> None:
+    with pytest.raises(CheckpointError, match="expected at most"):
+        read_trace(journal, max_bytes=1000)
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_damage_loses_blocks_and_nothing_else(
+    whole: Trace, journal: Path, data: st.DataObject
+) -> None:
+    good = journal.read_bytes()
+    damaged = bytearray(good[: data.draw(st.integers(0, len(good)))])
+    for _ in range(data.draw(st.integers(0, 3))):
+        if len(damaged) > 8:
+            damaged[data.draw(st.integers(8, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    path = journal.with_name("fuzz.part")
+    path.write_bytes(bytes(damaged))
+    try:
+        trace = read_trace(path)
+    except CheckpointError:
+        return
+    # the checksum of a block covers all of it, so what is read is what was recorded
+    assert trace.num_steps % 7 == 0
+    assert_begins_as(trace, whole)
+
+
+def test_a_killed_process_leaves_its_finished_blocks(tmp_path: Path, whole: Trace) -> None:
+    program = (
+        "import sys, time\n"
+        "sys.path.insert(0, sys.argv[2])\n"
+        "from test_journal import SIGNATURE, record_steps\n"
+        "from moe_runtime.lab.traces import TraceRecorder\n"
+        "recorder = TraceRecorder(sys.argv[1], SIGNATURE, block_tokens=7)\n"
+        "record_steps(recorder, 30)\n"
+        "print('recorded', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "t.npz")]
+    with subprocess.Popen([*command, str(Path(__file__).parent)], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"recorded\n"
+        child.send_signal(signal.SIGKILL)
+        assert child.wait(timeout=60) == -signal.SIGKILL
+    assert not (tmp_path / "t.npz").exists()
+    trace = read_trace(tmp_path / "t.npz.part")
+    assert trace.num_steps == 28
+    assert_begins_as(trace, whole)

@@ -1,0 +1,152 @@
+"""Every read ends once, with its data or an error, whatever a block raises, after closing too."""
+
+import os
+import threading
+
+import pytest
+import torch
+
+from moe_runtime.errors import CheckpointError, MoERuntimeError
+from moe_runtime.kernels.native import native_library
+from moe_runtime.memory.io_queue import Priority, Read, ReadQueue
+from moe_runtime.memory.native_io_queue import NativeReadQueue, pack_blocks
+
+PATIENCE_S = 60  # a test that fails waits so long; one that passes never does
+
+
+class Ends:
+    """Reads, and how they ended."""
+
+    def __init__(self) -> None:
+        self.ended: list[Read] = []
+        self._told = threading.Event()
+
+    def read(self, priority: Priority = Priority.DEMAND) -> Read:
+        return Read(priority, self._end)
+
+    def _end(self, read: Read) -> None:
+        self.ended.append(read)
+        self._told.set()
+
+    def wait(self) -> Read:
+        assert self._told.wait(PATIENCE_S), "the read never ended"
+        self._told.clear()
+        return self.ended[-1]
+
+
+@pytest.mark.parametrize("kind", [ValueError, MemoryError, OSError, KeyboardInterrupt, SystemExit])
+def test_whatever_a_block_raises_is_the_error_of_its_read(kind: type[BaseException]) -> None:
+    queue, ends = ReadQueue(1), Ends()
+    cause = kind("as asked")
+
+    def fail() -> int:
+        raise cause
+
+    queue.submit([lambda: 3, fail, lambda: 4], ends.read())
+    read = ends.wait()
+    assert isinstance(read.error, MoERuntimeError)
+    assert str(read.error) == f"a read failed with {kind.__name__}: as asked"
+    assert read.error.__cause__ is cause
+    assert read.num_bytes == 7
+    queue.submit([lambda: 5], ends.read())  # the only thread is alive
+    assert ends.wait().error is None
+    queue.close()
+    assert len(ends.ended) == 2
+
+
+def test_an_error_of_the_runtime_stays_what_it_is() -> None:
+    queue, ends = ReadQueue(1), Ends()
+    error = CheckpointError("the file is gone")
+
+    def fail() -> int:
+        raise error
+
+    queue.submit([fail], ends.read())
+    assert ends.wait().error is error
+    queue.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_outlives_an_error_of_who_is_told() -> None:
+    queue, ends = ReadQueue(1), Ends()
+
+    def fail(_: Read) -> None:
+        raise RuntimeError("as asked")
+
+    queue.submit([lambda: 1], Read(Priority.DEMAND, fail))
+    queue.submit([lambda: 1], ends.read())
+    assert ends.wait().error is None
+    queue.close()
+
+
+def test_a_read_of_nothing_ends_too() -> None:
+    queue, ends = ReadQueue(1), Ends()
+    queue.submit([], ends.read())
+    assert ends.wait().error is None
+    queue.close()
+
+
+def test_closing_ends_what_waits_with_an_error_and_refuses_the_rest() -> None:
+    queue, ends = ReadQueue(1), Ends()
+    begun, go = threading.Event(), threading.Event()
+
+    def block() -> int:
+        begun.set()
+        assert go.wait(PATIENCE_S)
+        return 1
+
+    first, second = ends.read(), ends.read(Priority.READAHEAD)
+    queue.submit([block], first)
+    queue.submit([lambda: 1], second)
+    assert begun.wait(PATIENCE_S)
+    closing = threading.Thread(target=queue.close)
+    closing.start()
+    while not queue._closed:
+        closing.join(0.001)
+    go.set()
+    closing.join(PATIENCE_S)
+    assert (first.error, str(second.error)) == (
+        None,
+        "the model's experts were closed; load it again",
+    )
+    assert sorted(map(id, ends.ended)) == sorted(map(id, (first, second)))
+    with pytest.raises(MoERuntimeError, match="closed; load it again"):
+        queue.submit([lambda: 1], ends.read())
+    queue.close()
+    assert len(ends.ended) == 2
+
+
+def test_closing_native_threads_ends_what_waits_with_an_error() -> None:
+    library = native_library()
+    if library is None:
+        pytest.skip("the native CPU library was not built (needs gcc)")
+    queue, ends = NativeReadQueue(library, 1), Ends()
+    slots = torch.zeros(3, 8, dtype=torch.uint8)
+    pipes = [os.pipe() for _ in slots]
+
+    def fault(block: int, reason: OSError | EOFError) -> MoERuntimeError:
+        return CheckpointError(str(reason))
+
+    reads = [ends.read() for _ in slots]
+    with queue.changed:
+        for read, (end, _), slot in zip(reads, pipes, slots, strict=True):
+            queue.submit(pack_blocks([(end, -1, 0, 8, 8)]), slot.data_ptr(), read, fault)
+    os.write(pipes[0][1], bytes(8))
+    with queue.changed:
+        while not reads[0].ended_s:
+            queue.changed.wait()
+    events = queue._events.value
+    closing = threading.Thread(target=queue.close)
+    closing.start()
+    while queue._events.value == events:  # closing is an event
+        closing.join(0.001)
+    # the thread is in the second read, which is let finish; the third has not begun
+    os.write(pipes[1][1], bytes(8))
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
+    assert [read.error is None for read in reads[:2]] == [True, True]
+    assert str(reads[2].error) == "the model's experts were closed; load it again"
+    assert ends.ended == reads
+    for pipe in pipes:
+        for end in pipe:
+            os.close(end)
