@@ -7,7 +7,7 @@ known here by name.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -114,10 +114,23 @@ def map_experts(model: PreTrainedModel, checkpoint: Checkpoint) -> ExpertMap:
         ranges = {
             name: _ranges(name, view, slices, provenance, entries) for name, view in rows.items()
         }
+        _require_one_type(module.name, ranges)
         for expert in range(module.num_experts):
             tensors = [ranges[name][expert] for name in experts.matrices[layer]]
             experts.layouts[ExpertKey(layer, expert)] = lay_out(tensors)
     return experts
+
+
+def _require_one_type(name: str, ranges: Mapping[str, Sequence[TensorRange]]) -> None:
+    """Refuses experts of a layer that one product could not take together."""
+    for matrix, of_experts in ranges.items():
+        types = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in of_experts})
+        if len(types) > 1:
+            raise UnsupportedModelError(
+                f"{name}: the {matrix} weights of some experts are {types[0]}, of others "
+                f"{types[1]}; expected one type for all experts of a layer: save the checkpoint "
+                "again in one type"
+            )
 
 
 def find_experts(model: PreTrainedModel) -> list[ExpertsModule]:

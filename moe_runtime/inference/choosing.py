@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -21,6 +21,7 @@ from moe_runtime.inference.prefetching import (
 from moe_runtime.lab.replay.choice import Choice, choose_policy
 from moe_runtime.lab.traces.recent import read_recent
 from moe_runtime.lab.traces.routes import shape_of
+from moe_runtime.memory.layout import ExpertLayout
 from moe_runtime.memory.prefetcher import PrefetchMode
 from moe_runtime.policies.eviction import LIVE_POLICIES, LayerShares, Setting, make_policy
 from moe_runtime.policies.prediction import (
@@ -30,7 +31,7 @@ from moe_runtime.policies.prediction import (
     TrackedPredictor,
     make_estimator,
 )
-from moe_runtime.types import ModelSignature
+from moe_runtime.types import ExpertKey, ModelSignature
 
 AUTO = "auto"
 SHARES = (AUTO, "even", "adaptive")
@@ -137,8 +138,17 @@ def _routing_estimator(
     return None if estimator.needs_hidden else estimator
 
 
+def read_costs(layouts: Mapping[ExpertKey, ExpertLayout]) -> dict[ExpertKey, float] | None:
+    """Bytes that a miss of each expert reads; None where they are the same for all."""
+    costs = {key: float(layout.tensor_bytes) for key, layout in layouts.items()}
+    return costs if len(set(costs.values())) > 1 else None
+
+
 def policy_maker(
-    choice: Choice, signature: ModelSignature, foreteller: Estimator | None
+    choice: Choice,
+    signature: ModelSignature,
+    foreteller: Estimator | None,
+    costs: Mapping[ExpertKey, float] | None,
 ) -> Callable[[MemoryPlan], LayerShares]:
     """Makes the chosen policy for a tier; each has a memory of its own.
 
@@ -146,6 +156,7 @@ def policy_maker(
         choice: policy, shares and, for ``predicted``, the predictor's name.
         signature: the model.
         foreteller: the predictor, if it is not one that needs no training.
+        costs: what a miss of each expert costs, if not the same for all.
     """
     shape = shape_of(signature)
 
@@ -158,7 +169,7 @@ def policy_maker(
         return make_policy(
             choice.policy,
             num_slots=plan.num_slots,
-            setting=Setting(shape=shape, predictor=predictor),
+            setting=Setting(shape=shape, predictor=predictor, costs=costs),
             adaptive=choice.adaptive,
             reserve=plan.stream_slots,
         )

@@ -180,7 +180,8 @@ def load(
     with touched_meanwhile(slab := Slab(plans["host"].num_slots, plans["host"].slot_bytes)):
         finish_dense(model, checkpoint, experts, place, progress)
     source = ExpertSource(experts.layouts, io_threads=io_threads)
-    new_policy = choosing.policy_maker(choice, signature, guessers.foreteller)
+    costs = choosing.read_costs(experts.layouts)
+    new_policy = choosing.policy_maker(choice, signature, guessers.foreteller, costs)
     events = None if timeline is None or transport.rank else Timeline(timeline)
     store, host_store = _open_stores(source, slab, experts, plans, new_policy, place, events)
     attach_timeline(model, store, events)

@@ -25,6 +25,7 @@ class AdaptiveShares(LayerShares):
         make_policy: makes the policy of one layer.
         shares: how many experts each layer may hold at first; their sum stays.
         smallest: no layer's share falls below; a token's experts must fit.
+        worths: what a saved miss of each layer is worth; only ratios matter. One each when omitted.
     """
 
     def __init__(
@@ -33,8 +34,10 @@ class AdaptiveShares(LayerShares):
         shares: Sequence[int],
         *,
         smallest: int,
+        worths: Sequence[float] | None = None,
     ) -> None:
         super().__init__(make_policy, shares)
+        self._worths = [1.0] * len(shares) if worths is None else list(worths)
         self._smallest = smallest
         self._ghosts: list[OrderedDict[ExpertKey, None]] = [OrderedDict() for _ in shares]
         self._saved = [0.0] * len(self._shares)
@@ -90,15 +93,17 @@ class AdaptiveShares(LayerShares):
 
     def _move_slot(self) -> None:
         # Per remembered key, since a larger share remembers more of them.
-        worth = [
+        counts = [
             saved / max(1.0, _GHOST_SHARE * share)
             for saved, share in zip(self._saved, self._shares, strict=True)
         ]
+        worth = [each * count for each, count in zip(self._worths, counts, strict=True)]
         givers = [n for n, share in enumerate(self._shares) if share > self._smallest]
         if givers:
             giver = min(givers, key=worth.__getitem__)
             taker = max(range(len(worth)), key=worth.__getitem__)
-            if worth[taker] - worth[giver] > 2 * math.sqrt(worth[taker] + worth[giver]):
+            chance = math.hypot(*(self._worths[n] * math.sqrt(counts[n]) for n in (taker, giver)))
+            if worth[taker] - worth[giver] > 2 * chance:
                 self._shares[giver] -= 1
                 self._shares[taker] += 1
         self._saved = [saved / 2 for saved in self._saved]

@@ -1,7 +1,8 @@
 """Eviction policies by name, and what each of them needs to be made."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from moe_runtime.config import nearest
 from moe_runtime.policies.eviction import episodes
@@ -46,12 +47,15 @@ class Setting:
         future: the keys of every event to come, for the policies that bound all others.
         predictor: foretells visits, for the policies that evict by predictions. It must not be
             shared with anyone else: the policy tells it of every event.
+        costs: what a miss of each expert costs, such as the bytes to be read; only ratios matter.
+            None where all cost the same.
     """
 
     shape: Shape
     training: Routes | None = None
     future: Events | None = None
     predictor: TrackedPredictor | None = None
+    costs: Mapping[ExpertKey, float] | None = None
 
 
 def _belady(setting: Setting) -> Maker:
@@ -68,6 +72,10 @@ def _future(setting: Setting) -> Future:
     if setting.future is None:
         raise ValueError("Belady's policies must be told the future, which only a replay can")
     return Future(setting.future)
+
+
+def _cost_of(setting: Setting) -> Callable[[ExpertKey], float] | None:
+    return None if setting.costs is None else setting.costs.__getitem__
 
 
 def _static(setting: Setting) -> Maker:
@@ -111,8 +119,8 @@ POLICIES: dict[str, Callable[[Setting], Maker]] = {
     "lfru": lambda _: LFRU,
     "slru": lambda _: SLRU,
     "sieve": lambda _: SIEVE,
-    "gdsf": lambda _: GDSF,
-    "lec": lambda _: LeastExpectedCost,
+    "gdsf": lambda setting: partial(GDSF, _cost_of(setting)),
+    "lec": lambda setting: partial(LeastExpectedCost, _cost_of(setting)),
     "mrs": _mrs,
     "activation-aware": _activation_aware,
     "expert-buffering": _expert_buffering,
@@ -164,7 +172,8 @@ def make_policy(
         num_slots -= min(reserve, setting.shape.top_k, num_slots // 4)
     shares = even_shares(num_slots, setting.shape.num_layers)
     if adaptive:
-        return AdaptiveShares(make, shares, smallest=setting.shape.top_k)
+        worths = None if setting.costs is None else _layer_costs(setting.costs, setting.shape)
+        return AdaptiveShares(make, shares, smallest=setting.shape.top_k, worths=worths)
     return LayerShares(make, shares)
 
 
@@ -175,6 +184,14 @@ def make_global_policy(name: str, *, setting: Setting) -> EvictionPolicy[ExpertK
         ValueError: as for ``make_policy``.
     """
     return _maker(name, setting)()
+
+
+def _layer_costs(costs: Mapping[ExpertKey, float], shape: Shape) -> list[float]:
+    """Mean cost of each layer's experts."""
+    of_layer: list[list[float]] = [[] for _ in range(shape.num_layers)]
+    for key, cost in costs.items():
+        of_layer[key.layer].append(cost)
+    return [sum(known) / len(known) if known else 0.0 for known in of_layer]
 
 
 def _maker(name: str, setting: Setting) -> Maker:

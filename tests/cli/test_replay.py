@@ -81,6 +81,31 @@ def test_adaptive_shares(trace, capsys):
     assert json.loads(capsys.readouterr().out)["rows"]
 
 
+def test_sizes_of_layers_weigh_what_is_read(trace, capsys):
+    """With a pool over all layers, LEC reads less than LRU where one layer's experts are dear."""
+    args = ["replay", trace, "--json", "--policy", "lec,gdsf", "--capacity", "50%"]
+    args += ["--scope", "global", "--expert-size", "1KiB,100KiB"]
+    assert main(args) == 0
+    rows = {row["policy"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    visits = 80 * SHAPE.top_k
+    for row in rows.values():
+        misses = [round(visits * (1 - rate)) for rate in row["hit_rate_by_layer"]]
+        assert row["loaded_bytes"] == misses[0] * 1024 + misses[1] * 100 * 1024
+    assert rows["lec"]["loaded_bytes"] < rows["lru"]["loaded_bytes"]
+    assert rows["lec"]["hit_rate_by_layer"][1] > rows["lec"]["hit_rate_by_layer"][0]
+
+    assert main([arg for arg in args if arg != "--json"]) == 0
+    assert "read" in capsys.readouterr().out
+    even = [*args[:-1], ",".join(["1KiB"] * 16)]
+    assert main(even) == 0
+    found = {row["policy"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert main(args[:-2]) == 0
+    plain = {row["policy"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert {name: row["hit_rate"] for name, row in found.items()} == {
+        name: row["hit_rate"] for name, row in plain.items()
+    }
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -97,6 +122,9 @@ def test_adaptive_shares(trace, capsys):
         (["--capacity", "nan"], "more than 0 and at most 1"),
         (["--capacity", ""], "must be shares such as"),
         (["--expert-size", "1MB"], "--expert-size is about modelled time; give --bandwidth"),
+        (["--expert-size", "1MB,2MB,3MB"], "one size, 2 for the layers, or 16 for the experts"),
+        (["--expert-size", "1MB,0"], "each at least 1 byte"),
+        (["--expert-size", "1MB,2MB", "--bandwidth", "1GB"], "must be one size"),
         (["--latency", "0.1"], "--latency is about modelled time; give --bandwidth"),
         (["--predictor", "missing.npz", "--bandwidth", "1GB"], "missing.npz: cannot be read"),
         (["--predictor", "previous-token"], "say how fast the link is"),

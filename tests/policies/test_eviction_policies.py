@@ -89,7 +89,7 @@ def test_sieve_spares_what_was_used_since_the_hand_came_by():
 
 
 def test_gdsf_pays_attention_to_cost_and_ages_the_idle():
-    policy = GDSF[str](cost_per_byte=lambda key: 10.0 if key == "dear" else 1.0)
+    policy = GDSF[str](cost=lambda key: 10.0 if key == "dear" else 1.0)
     policy.insert("dear")
     for key in ("a", "b", "c"):
         policy.insert(key)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from moe_runtime.lab.replay.experiment import Experiment, Row
     from moe_runtime.lab.replay.link_model import Machine
     from moe_runtime.lab.traces.format import Trace
+    from moe_runtime.types import ExpertKey
 
 TraceFile = Annotated[
     Path,
@@ -54,7 +55,14 @@ Bandwidth = Annotated[
     str | None, typer.Option(help="Bytes per second of the link, such as 3GB; models time.")
 ]
 Latency = Annotated[float, typer.Option(min=0.0, help="Seconds of a transfer beside its bytes.")]
-ExpertSize = Annotated[str, typer.Option(help="Bytes of one expert.")]
+ExpertSize = Annotated[
+    str,
+    typer.Option(
+        help="Bytes of one expert. Without --bandwidth: sizes separated by commas, one for each "
+        "layer, or one for each expert of each layer; what is read is weighed by them, and lec and "
+        "gdsf go by them."
+    ),
+]
 LayerTime = Annotated[
     float, typer.Option(min=0.0, help="Seconds a layer computes without experts.")
 ]
@@ -107,8 +115,12 @@ def replay(
     if shares not in ("even", "adaptive"):
         raise ValueError(f"--shares must be even or adaptive, got {shares!r}")
     if bandwidth is None:
-        times = ("latency", "expert_size", "layer_time", "known_ahead", "expert_time")
+        times = ("latency", "layer_time", "known_ahead", "expert_time")
+        if "," not in expert_size:
+            times = (*times, "expert_size")
         refuse_given(ctx, times, "is about modelled time; give --bandwidth too")
+    elif "," in expert_size:
+        raise ValueError("--expert-size must be one size where --bandwidth models time")
     machine = _machine(bandwidth, latency, expert_size, layer_time, known_ahead, expert_time)
     all_names = [name for name in POLICIES if name != "predicted" or predictor is not None]
     names = all_names if policy == "all" else [name.strip() for name in policy.split(",")]
@@ -139,6 +151,7 @@ def replay(
             predictor=predictor if trained is None else trained.name,
             trained=trained,
             machine=machine,
+            sizes=_sizes(expert_size, recorded) if "," in expert_size else None,
         )
         rows = run_experiment(
             workload_of(recorded), experiment, on_progress=lambda what: progress(what, 0, 0)
@@ -190,6 +203,22 @@ def _machine(
     )
 
 
+def _sizes(text: str, trace: "Trace") -> "dict[ExpertKey, int]":
+    """Bytes of each expert, from a size for each layer or for each expert of each layer."""
+    from moe_runtime.types import ExpertKey
+
+    layers, experts = trace.signature.num_layers, trace.signature.num_experts
+    sizes = [parse_bytes(part.strip()) for part in text.split(",")]
+    if len(sizes) == layers:
+        sizes = [size for size in sizes for _ in range(experts)]
+    if len(sizes) != layers * experts or min(sizes) < 1:
+        raise ValueError(
+            f"--expert-size must be one size, {layers} for the layers, or {layers * experts} for "
+            f"the experts, each at least 1 byte; got {text.count(',') + 1} sizes"
+        )
+    return {ExpertKey(*divmod(place, experts)): size for place, size in enumerate(sizes)}
+
+
 def _check_same_model(trace: "Trace", other: "Trace", path: Path, train: Path) -> None:
     from moe_runtime.lab.traces.routes import same_model
 
@@ -238,6 +267,8 @@ def _print(path: Path, trace: "Trace", experiment: "Experiment", rows: "list[Row
         (header, "right")
         for header in ("capacity", "hits", "of LRU to optimum", "no load needed", "loads/layer")
     ]
+    weighed = experiment.sizes is not None
+    columns += [("read", "right")] * weighed
     cells = [
         [
             _label(row, experiment),
@@ -246,6 +277,7 @@ def _print(path: Path, trace: "Trace", experiment: "Experiment", rows: "list[Row
             "" if row.gap_closed is None else f"{row.gap_closed:+.0%}",
             f"{row.all_resident_rate:.1%}",
             f"{row.loads_per_layer_token:.3f}",
+            *([format_bytes(row.loaded_bytes or 0)] * weighed),
         ]
         for row in rows
     ]

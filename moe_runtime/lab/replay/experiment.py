@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moe_runtime.config import nearest
@@ -47,6 +47,8 @@ class Experiment:
         predictor: name of what to prefetch by, or None.
         trained: the predictor itself where it need not be trained first; ``predictor`` is its name.
         machine: what moving and computing costs; None leaves time out.
+        sizes: bytes of each expert, where they differ: what is loaded is weighed, and policies that
+            go by costs are told.
     """
 
     policies: Sequence[str]
@@ -58,6 +60,7 @@ class Experiment:
     predictor: str | None = None
     trained: Estimator | None = None
     machine: Machine | None = None
+    sizes: Mapping[ExpertKey, int] | None = None
 
     def __post_init__(self) -> None:
         for name in self.policies:
@@ -84,6 +87,10 @@ class Experiment:
                 f"predictor {self.predictor!r} needs a training trace, other than the replayed one "
                 "(--train), or the file of a trained one (`moe-runtime predictor fit`)"
             )
+        if self.sizes is not None and self.machine is not None:
+            raise ValueError(
+                "modelled time knows one size of all experts; leave out one of the two"
+            )
         if "predicted" in self.policies and self.predictor is None:
             raise ValueError("policy 'predicted' needs a predictor; name one")
 
@@ -109,6 +116,7 @@ class Row:
         accesses_per_s: speed of the replay itself.
         timed: outcomes in modelled time, by what was prefetched by (``off`` without); random
             eviction and the bounds do not prefetch unless they were asked for.
+        loaded_bytes: bytes of the experts loaded, where the experiment says their sizes.
     """
 
     policy: str
@@ -121,6 +129,7 @@ class Row:
     hit_rate_by_layer: list[float]
     accesses_per_s: float
     timed: dict[str, TimedReplay]
+    loaded_bytes: int | None = None
 
 
 def run_experiment(
@@ -174,7 +183,11 @@ def _row(
 
     start = time.perf_counter()
     replay = replay_demand(
-        workload, make, num_slots, reset_per_sequence=experiment.reset_per_sequence
+        workload,
+        make,
+        num_slots,
+        reset_per_sequence=experiment.reset_per_sequence,
+        sizes=experiment.sizes,
     )
     elapsed_s = time.perf_counter() - start
     timed: dict[str, TimedReplay] = {}
@@ -201,6 +214,7 @@ def _row(
         hit_rate_by_layer=[round(rate, 6) for rate in replay.hit_rate_by_layer().tolist()],
         accesses_per_s=replay.num_accesses / max(elapsed_s, 1e-9),
         timed=timed,
+        loaded_bytes=replay.loaded_bytes,
     )
 
 
@@ -215,6 +229,7 @@ def _policy(
         training=training,
         future=events,
         predictor=_predictor(experiment) if name == "predicted" else None,
+        costs=experiment.sizes,
     )
     if experiment.scope == "global":
         return make_global_policy(name, setting=setting)

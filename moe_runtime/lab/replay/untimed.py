@@ -1,7 +1,7 @@
 """Replays a workload through an eviction policy: the object that runs live, and no torch."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,10 +23,12 @@ class DemandReplay:
     Attributes:
         workload: the events.
         hits: ``[N]`` int64, experts of each event that were resident before it.
+        loaded_bytes: of the experts that were not, where their sizes are known.
     """
 
     workload: Workload
     hits: np.ndarray
+    loaded_bytes: int | None = None
 
     @property
     def num_hits(self) -> int:
@@ -67,6 +69,7 @@ def replay_demand(
     num_slots: int,
     *,
     reset_per_sequence: bool = False,
+    sizes: Mapping[ExpertKey, int] | None = None,
 ) -> DemandReplay:
     """Replays without prefetching: every miss is loaded when it is asked for.
 
@@ -78,8 +81,12 @@ def replay_demand(
         make_policy: makes the policy, from the events that it will serve.
         num_slots: experts that fit at once. A policy with shares of its own does not ask.
         reset_per_sequence: empty cache and a new policy whenever another request begins.
+        sizes: bytes of each expert, to count those that are loaded; then the policies themselves
+            are asked.
     """
     bounds = [*(workload.sequence_starts if reset_per_sequence else [0]), workload.num_events]
+    if sizes is not None:
+        return _weigh_loads(workload, make_policy, num_slots, bounds, sizes)
     counted = _follow_rule(workload, make_policy(workload.keys), num_slots, bounds)
     if counted is not None:
         return DemandReplay(workload, counted)
@@ -104,6 +111,29 @@ def ask_policy(
             watcher.observe(routed)
             hits.append(access(keys, num_slots))
     return DemandReplay(workload, np.array(hits, dtype=np.int64))
+
+
+def _weigh_loads(
+    workload: Workload,
+    make_policy: MakePolicy,
+    num_slots: int,
+    bounds: Sequence[int],
+    sizes: Mapping[ExpertKey, int],
+) -> DemandReplay:
+    """``ask_policy``, event by event, adding up the bytes of what was not held."""
+    hits: list[int] = []
+    loaded_bytes = 0
+    for start, stop in itertools.pairwise(bounds):
+        events = workload.keys[start:stop]
+        policy = make_policy(events)
+        for keys, (begins, routed) in zip(events, workload.routing(start, stop), strict=True):
+            if policy.watcher and begins is not None:
+                policy.watcher.observe(begins)
+            if policy.watcher:
+                policy.watcher.observe(routed)
+            loaded_bytes += sum(sizes[key] for key in keys if key not in policy)
+            hits.append(policy.access(keys, num_slots))
+    return DemandReplay(workload, np.array(hits, dtype=np.int64), loaded_bytes)
 
 
 def _follow_rule(

@@ -1,4 +1,4 @@
-"""Greedy-Dual-Size-Frequency: frequency times cost per byte, on a clock that ages what stays idle.
+"""Greedy-Dual-Size-Frequency: frequency times cost, on a clock that ages what stays idle.
 
 Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy", HP
 Laboratories 1998.
@@ -11,18 +11,18 @@ from moe_runtime.policies.eviction.ranking import Ranking
 
 
 class GDSF(EvictionPolicy[K], has_rule=True):
-    """Rank = clock + uses * cost / size; the clock is the rank of the last victim.
+    """Rank = clock + uses * cost; the clock is the rank of the last victim.
 
-    With equal costs this is LFU with dynamic ageing.
+    The paper divides by the size; here every key takes one slot, however small it is. With equal
+    costs this is LFU with dynamic ageing.
 
     Args:
-        cost_per_byte: seconds that a miss of a key costs, over its bytes; only ratios matter. All
-            keys cost the same when omitted.
+        cost: what a miss of a key costs; only ratios matter. All keys cost the same when omitted.
     """
 
-    def __init__(self, cost_per_byte: Callable[[K], float] | None = None) -> None:
-        self.rule = ReplayRule("gdsf") if cost_per_byte is None else None
-        self._cost_per_byte = cost_per_byte or _one
+    def __init__(self, cost: Callable[[K], float] | None = None) -> None:
+        self.rule = ReplayRule("gdsf") if cost is None else None
+        self._cost = cost or _one
         self._ranking: Ranking[K] = Ranking()
         self._num_uses: dict[K, int] = {}
         self._clock = 0.0
@@ -67,7 +67,7 @@ class GDSF(EvictionPolicy[K], has_rule=True):
 
     def _rank(self, key: K) -> tuple[float, int]:
         self._num_stamps += 1
-        return self._clock + self._num_uses[key] * self._cost_per_byte(key), self._num_stamps
+        return self._clock + self._num_uses[key] * self._cost(key), self._num_stamps
 
 
 def _one(_: Hashable) -> float:

@@ -14,8 +14,7 @@ class LeastExpectedCost(EvictionPolicy[K], has_rule=True):
     """Ranks by uses so far times cost; a newcomer is kept only if it is worth more than a victim.
 
     Args:
-        cost: seconds that a miss of a key costs; only ratios matter. All keys cost the same when
-            omitted.
+        cost: what a miss of a key costs; only ratios matter. All keys cost the same when omitted.
     """
 
     may_decline: bool = True

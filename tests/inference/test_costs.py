@@ -1,0 +1,94 @@
+"""Policies that go by costs are told what a miss of each expert reads."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import moe_runtime
+from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.inference.budget import MemoryPlan
+from moe_runtime.inference.choosing import policy_maker, read_costs
+from moe_runtime.lab.replay.choice import Choice
+from moe_runtime.memory.layout import TensorRange, lay_out
+from moe_runtime.models.pocket import pocket_path
+from moe_runtime.policies.eviction import LayerShares
+from moe_runtime.types import ExpertKey, ModelSignature
+
+SIGNATURE = ModelSignature(model_type="some", num_layers=1, num_experts=6, top_k=1, vocab_size=10)
+PLAN = MemoryPlan(budget_bytes=0, dense_bytes=0, reserve_bytes=0, slot_bytes=4096, num_slots=2)
+
+
+def policy_for(name: str, widths: list[int]) -> LayerShares:
+    """The live policy over one layer of experts of these widths, with two slots."""
+    layouts = {
+        ExpertKey(0, expert): lay_out(
+            [TensorRange(Path("f"), 0, 4 * width, torch.float32, (width,), (1,))]
+        )
+        for expert, width in enumerate(widths)
+    }
+    choice = Choice(policy=name, adaptive=False, reason="")
+    return policy_maker(choice, SIGNATURE, None, read_costs(layouts))(PLAN)
+
+
+@pytest.mark.parametrize("name", ["lec", "gdsf"])
+def test_of_two_experts_used_alike_the_one_that_reads_more_stays(name: str) -> None:
+    small, large, new = (ExpertKey(0, expert) for expert in range(3))
+    policy = policy_for(name, [100, 300, 200, 100, 100, 100])
+    policy.insert(large)
+    policy.insert(small)  # the more recent one, which equal costs would keep
+    assert policy.victim(lambda _: True, new) == small
+
+    equal = policy_for(name, [100] * 6)
+    equal.insert(large)
+    equal.insert(small)
+    assert equal.victim(lambda _: True, new) == large
+    assert equal.replay_rule is not None  # what costs the same is replayed by the compiled loop
+    assert policy.replay_rule is None
+
+
+def test_a_small_newcomer_does_not_displace_what_reads_more() -> None:
+    policy = policy_for("lec", [300, 300, 100, 700, 100, 100])
+    policy.insert(ExpertKey(0, 0))
+    policy.insert(ExpertKey(0, 1))
+    assert policy.declines(ExpertKey(0, 2), ExpertKey(0, 0))
+    assert not policy.declines(ExpertKey(0, 3), ExpertKey(0, 0))
+
+
+def test_adaptive_shares_move_to_the_layer_whose_misses_read_more() -> None:
+    """Both layers miss alike, as text and picture experts of different widths may."""
+    layouts = {
+        ExpertKey(layer, expert): lay_out(
+            [TensorRange(Path("f"), 0, 4 * width, torch.float32, (width,), (1,))]
+        )
+        for layer, width in enumerate([100, 1000])
+        for expert in range(6)
+    }
+    signature = replace(SIGNATURE, num_layers=2)
+    plan = replace(PLAN, num_slots=8)
+    choice = Choice(policy="lru", adaptive=True, reason="")
+    costs = read_costs(layouts)
+    moving = policy_maker(choice, signature, None, costs)(plan)
+    even = policy_maker(choice, signature, None, None)(plan)
+    for number in range(4000):
+        for policy in (moving, even):
+            policy.access([ExpertKey(number % 2, number // 2 % 6)], plan.num_slots)
+            policy.check()
+    assert even.slots_by_layer == [4, 4]
+    assert moving.slots_by_layer[0] < moving.slots_by_layer[1]
+    assert sum(moving.slots_by_layer) == 8
+
+
+def test_experts_of_one_layer_in_several_types_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "mixed"
+    shutil.copytree(pocket_path(), folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.2.mlp.experts.5.up_proj.weight"
+    tensors[name] = tensors[name].float()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    expected = "layers.2.*up weights of some experts are bfloat16, of others float32; expected one"
+    with pytest.raises(UnsupportedModelError, match=expected):
+        moe_runtime.load(folder, device="cpu", max_tokens=64)
