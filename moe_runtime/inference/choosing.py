@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -32,6 +32,9 @@ from moe_runtime.policies.prediction import (
     make_estimator,
 )
 from moe_runtime.types import ExpertKey, ModelSignature
+
+if TYPE_CHECKING:
+    from moe_runtime.inference.learning import KeptLearning
 
 AUTO = "auto"
 SHARES = (AUTO, "even", "adaptive")
@@ -148,7 +151,8 @@ def policy_maker(
     choice: Choice,
     signature: ModelSignature,
     foreteller: Estimator | None,
-    costs: Mapping[ExpertKey, float] | None,
+    layouts: Mapping[ExpertKey, ExpertLayout],
+    learning: KeptLearning | None = None,
 ) -> Callable[[MemoryPlan], LayerShares]:
     """Makes the chosen policy for a tier; each has a memory of its own.
 
@@ -156,9 +160,10 @@ def policy_maker(
         choice: policy, shares and, for ``predicted``, the predictor's name.
         signature: the model.
         foreteller: the predictor, if it is not one that needs no training.
-        costs: what a miss of each expert costs, if not the same for all.
+        layouts: what each expert reads, for the policies that go by costs.
+        learning: what the policies begin with, and who keeps what they learn.
     """
-    shape = shape_of(signature)
+    shape, costs = shape_of(signature), read_costs(layouts)
 
     def make(plan: MemoryPlan) -> LayerShares:
         predictor = None
@@ -166,13 +171,16 @@ def policy_maker(
             is_given = foreteller is not None and foreteller.name == choice.predictor
             estimator = foreteller if is_given else make_estimator(choice.predictor, shape)
             predictor = TrackedPredictor(cast(Estimator, estimator))
-        return make_policy(
+        made = make_policy(
             choice.policy,
             num_slots=plan.num_slots,
             setting=Setting(shape=shape, predictor=predictor, costs=costs),
             adaptive=choice.adaptive,
             reserve=plan.stream_slots,
         )
+        if learning is not None:
+            learning.keep(*made.watchers)
+        return made
 
     return make
 

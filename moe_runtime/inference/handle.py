@@ -16,6 +16,7 @@ from moe_runtime.types import ModelSignature, RuntimeStats, StoreStats
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moe_runtime.inference.learning import KeptLearning
     from moe_runtime.inference.routing_record import RoutingRecord
     from moe_runtime.lab.traces.timeline import Timeline
     from moe_runtime.memory.prefetcher import Prefetcher
@@ -61,6 +62,7 @@ class RuntimeHandle:
         recorder: RoutingRecord | None = None,
         prefetcher: Prefetcher | None = None,
         timeline: Timeline | None = None,
+        learning: KeptLearning | None = None,
     ) -> None:
         """Takes over the stores, the recorder and the prefetcher.
 
@@ -71,6 +73,7 @@ class RuntimeHandle:
             recorder: where routing is recorded, if it is.
             prefetcher: what reads experts before they are asked for, if anything does.
             timeline: where the times of what happens go, if anywhere.
+            learning: who keeps what policies and predictors learned, if anybody does.
         """
         self.facts = facts
         self.recorder = recorder
@@ -78,6 +81,7 @@ class RuntimeHandle:
         self._store = store
         self._host_store = host_store
         self._timeline = timeline
+        self._learning = learning
         self._closed = False
 
     def stats(self) -> RuntimeStats:
@@ -143,6 +147,8 @@ class RuntimeHandle:
                 stack.callback(self.recorder.close)
             if self._timeline is not None:
                 stack.callback(self._timeline.close)
+            if self._learning is not None:
+                stack.callback(self._learning.close)
             self._store.close()
 
     def __enter__(self) -> RuntimeHandle:

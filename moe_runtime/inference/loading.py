@@ -35,6 +35,7 @@ from moe_runtime.inference.handle import LoadedFacts, RuntimeHandle
 from moe_runtime.inference.hugging_face.loaded_model import as_loaded_model
 from moe_runtime.inference.kv_cache import grow_cache_in_place
 from moe_runtime.inference.layer_times import attach_timeline
+from moe_runtime.inference.learning import KeptLearning
 from moe_runtime.inference.libraries import settle_libraries
 from moe_runtime.inference.observing import attach_observer
 from moe_runtime.inference.prefetching import attach_prefetcher
@@ -59,7 +60,7 @@ from moe_runtime.parallel.communication.agreement import (
 )
 from moe_runtime.parallel.dispatch import Group, as_transport
 from moe_runtime.policies.eviction import LayerShares
-from moe_runtime.types import ExpertKey, ModelSignature
+from moe_runtime.types import ModelSignature
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -180,8 +181,10 @@ def load(
     with touched_meanwhile(slab := Slab(plans["host"].num_slots, plans["host"].slot_bytes)):
         finish_dense(model, checkpoint, experts, place, progress)
     source = ExpertSource(experts.layouts, io_threads=io_threads)
-    costs = choosing.read_costs(experts.layouts)
-    new_policy = choosing.policy_maker(choice, signature, guessers.foreteller, costs)
+    learning = KeptLearning(model, signature, predictor, writes=not transport.rank)
+    new_policy = choosing.policy_maker(
+        choice, signature, guessers.foreteller, experts.layouts, learning
+    )
     events = None if timeline is None or transport.rank else Timeline(timeline)
     store, host_store = _open_stores(source, slab, experts, plans, new_policy, place, events)
     attach_timeline(model, store, events)
@@ -201,15 +204,14 @@ def load(
         load_s=time.perf_counter() - start,
         choice=choice,
     )
+    keeps_recent = policy == choosing.AUTO
     recorder = None
     if transport.rank == 0:
-        recorder = open_record(
-            model, modules, signature, trace, keeps_recent=policy == choosing.AUTO
-        )
+        recorder = open_record(model, modules, signature, trace, keeps_recent=keeps_recent)
     prefetcher = None
     if guessers.reader is not None:
         prefetcher = attach_prefetcher(
-            model, blocks, modules, store, guessers.reader, mode, place, share
+            model, blocks, modules, store, guessers.reader, mode, place, share, learning
         )
         steps.on_failure(prefetcher.forget)
     cast(Any, model).moe = RuntimeHandle(
@@ -219,6 +221,7 @@ def load(
         recorder=recorder,
         prefetcher=prefetcher,
         timeline=events,
+        learning=learning,
     )
     return model
 
@@ -366,7 +369,7 @@ def _open_stores(
     slab.pin()
     lower: Any = new if timeline is None else partial(new, tier=1)
     below: ExpertStore[torch.Tensor] = lower(
-        source, slab, new_policy(host), _raw_slot, stream_slots=host.stream_slots
+        source, slab, new_policy(host), lambda _, slot: slot, stream_slots=host.stream_slots
     )
     device = plans["device"]
     above = new(
@@ -377,10 +380,6 @@ def _open_stores(
         stream_slots=device.stream_slots,
     )
     return above, below
-
-
-def _raw_slot(key: ExpertKey, slot: torch.Tensor) -> torch.Tensor:
-    return slot
 
 
 def signature_of(checkpoint: Checkpoint, experts: ExpertMap) -> ModelSignature:

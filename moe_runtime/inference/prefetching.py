@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ from moe_runtime.policies.prediction import (
 from moe_runtime.policies.prefetch import PrefetchRules
 from moe_runtime.types import ExpertKey, ModelSignature
 
+if TYPE_CHECKING:
+    from moe_runtime.inference.learning import KeptLearning
+
 
 def check_predictor(predictor: str | Path) -> None:
     """Refuses a predictor that loading would refuse minutes later.
@@ -45,7 +48,7 @@ def check_predictor(predictor: str | Path) -> None:
         CheckpointError: the file is missing, or is not a predictor.
         ValueError: no predictor has this name.
     """
-    if _is_file_name(predictor):
+    if is_file_name(predictor):
         read_predictor_signature(predictor)
     elif predictor not in PREDICTORS:
         raise ValueError(
@@ -65,7 +68,7 @@ def make_live_estimator(predictor: str | Path, signature: ModelSignature) -> Est
         CheckpointError: the file cannot be used, or belongs to another model.
         ValueError: no predictor has this name.
     """
-    if _is_file_name(predictor):
+    if is_file_name(predictor):
         return read_predictor(predictor, signature)
     return make_estimator(str(predictor), shape_of(signature))
 
@@ -75,7 +78,7 @@ def learned_bytes(predictor: str | Path, estimator: Estimator | None) -> int:
 
     Without training there are only counts of a few kilobytes; they are in the fixed reserve.
     """
-    if estimator is None or not _is_file_name(predictor):
+    if estimator is None or not is_file_name(predictor):
         return 0
     return sum(array.nbytes for array in estimator.state().values())
 
@@ -180,6 +183,7 @@ def attach_prefetcher(
     mode: PrefetchMode,
     place: torch.device,
     share: ExpertShare | None = None,
+    learning: KeptLearning | None = None,
 ) -> Prefetcher:
     """Lets a prefetcher watch every forward pass of a model from now on.
 
@@ -192,12 +196,15 @@ def attach_prefetcher(
         mode: how far guesses go.
         place: where the model computes.
         share: which experts this process computes; all of them by default.
+        learning: what the estimator begins with, and who keeps what it learns.
 
     Raises:
         UnsupportedModelError: the predictor needs the gates, and they are not where gates are.
     """
     gates_DL = _bind_ranker(estimator, model, block_names, place)
     predictor: Predictor = make_predictor(estimator)
+    if learning is not None:
+        learning.keep(predictor)
     if share is not None:
         predictor = OwnGuesses(predictor, share)
     rules, shape = PrefetchRules(), estimator.shape
@@ -254,5 +261,6 @@ def attach_prefetcher(
     return prefetcher
 
 
-def _is_file_name(predictor: str | Path) -> bool:
+def is_file_name(predictor: str | Path) -> bool:
+    """Whether a caller means the file of a trained predictor rather than a predictor's name."""
     return isinstance(predictor, Path) or predictor.endswith(".npz") or "/" in predictor

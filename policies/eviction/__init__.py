@@ -8,6 +8,7 @@ from moe_runtime.policies.eviction.registry import (
     Setting,
     make_global_policy,
     make_policy,
+    most_learned_bytes,
     most_remembered_bytes,
 )
 from moe_runtime.policies.eviction.rules.lru import LRU
@@ -26,5 +27,6 @@ __all__ = [
     "even_shares",
     "make_global_policy",
     "make_policy",
+    "most_learned_bytes",
     "most_remembered_bytes",
 ]

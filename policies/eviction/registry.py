@@ -43,7 +43,8 @@ class Setting:
 
     Attributes:
         shape: the sizes of the model.
-        training: recorded sequences to learn from; None where there are none.
+        training: recorded sequences to learn from; None where there are none. ``static`` counts
+            in them, ``activation-aware`` begins with their matrices.
         future: the keys of every event to come, for the policies that bound all others.
         predictor: foretells visits, for the policies that evict by predictions. It must not be
             shared with anyone else: the policy tells it of every event.
@@ -92,6 +93,8 @@ def _mrs(setting: Setting) -> Maker:
 
 def _activation_aware(setting: Setting) -> Maker:
     matrices = ActivationMatrices(setting.shape)
+    if setting.training is not None:
+        matrices.fit(setting.training)
     return lambda: Scored(matrices)
 
 
@@ -144,10 +147,15 @@ def most_remembered_bytes(shape: Shape) -> int:
     """Most that a policy and a predictor that need no training remember of a model's routing.
 
     The policy ``reuse``, and the collections of activation matrices (float32) of
-    ``activation-aware`` and of the predictor ``eam``.
+    ``activation-aware`` and of the predictor ``eam``; one more while such a collection, kept from
+    earlier processes, is read or written.
     """
-    matrices = 2 * CAPACITY * shape.num_layers * shape.num_experts * 4
-    return episodes.remembered_bytes(shape) + matrices
+    return episodes.remembered_bytes(shape) + 3 * most_learned_bytes(shape)
+
+
+def most_learned_bytes(shape: Shape) -> int:
+    """Most that one learner keeps for later processes: a full collection, and popularity."""
+    return (CAPACITY + 1) * shape.num_layers * shape.num_experts * 4
 
 
 def make_policy(

@@ -36,6 +36,9 @@ class LayerShares(EvictionPolicy[ExpertKey], has_rule=True):
     Args:
         make_policy: makes the policy of one layer.
         shares: how many experts each layer may hold.
+
+    Attributes:
+        watchers: those of the layers' policies, each once.
     """
 
     def __init__(
@@ -153,7 +156,8 @@ class LayerShares(EvictionPolicy[ExpertKey], has_rule=True):
 
     def _find_watchers(self) -> None:
         watchers = {id(policy.watcher): policy.watcher for policy in self._layers}
-        self.watcher = _Watchers([one for one in watchers.values() if one is not None])
+        self.watchers = [one for one in watchers.values() if one is not None]
+        self.watcher = _Watchers(self.watchers)
 
     def _surplus(self, layer: int) -> int:
         return len(self._layers[layer]) - self._shares[layer]

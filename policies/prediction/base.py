@@ -5,9 +5,9 @@ layer, K experts that a token visits, D width of a hidden state. An expert id eq
 "not known".
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -101,6 +101,30 @@ class Predictor(Protocol):
 
     def finish(self, sequence: int) -> None:
         """Ends a request: what was remembered for it alone is learned from or forgotten."""
+        ...
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """Learns from the requests that it watches, and may go on in another process.
+
+    Attributes:
+        name: under which what it learned is kept.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def learned(self) -> Mapping[str, np.ndarray]:
+        """Ends the running requests and gives what was learned: no arrays where nothing was."""
+        ...
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        """Begins with what ``learned`` gave.
+
+        Raises:
+            ValueError: arrays are missing, or of shapes or values that do not fit.
+        """
         ...
 
 

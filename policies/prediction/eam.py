@@ -51,12 +51,8 @@ class EamCollection(Popularity):
         """Collects the matrices of recorded requests in order."""
         super().fit(routes)
         self._size = 0
-        layers = np.arange(self.shape.num_layers)[:, None]
         for sequence in range(routes.num_sequences):
-            ids = routes.expert_ids[routes.tokens_of(sequence)]
-            counts = np.zeros((self.shape.num_layers, self.shape.num_experts + 1), np.float32)
-            np.add.at(counts, (np.broadcast_to(layers, ids.shape[1:]), ids), 1.0)
-            self.finish(counts[:, :-1])
+            self.finish(activation_counts(routes, sequence))
 
     def finish(self, counts_LE: np.ndarray) -> None:
         """Collects the matrix of a request that ended; an empty one is not worth a place."""
@@ -129,6 +125,10 @@ class EamCollection(Popularity):
             contexts.memo[self.name] = flat @ self.matrices.reshape(self._size, -1).T
         return contexts.memo[self.name]
 
+    def learned(self) -> State:
+        """Popularity and the matrices, once there is one."""
+        return self.state() if self._size else {}
+
     def state(self) -> State:
         """``share`` of popularity and ``matrices``: ``[number, L, E]``."""
         return {**super().state(), "matrices": self.matrices.copy()}
@@ -136,13 +136,33 @@ class EamCollection(Popularity):
     def restore(self, state: State) -> None:
         """Takes over both."""
         super().restore(state)
-        sizes = (None, self.shape.num_layers, self.shape.num_experts)
-        matrices = take_array(state, "matrices", "<f4", sizes)
-        norms = np.linalg.norm(matrices.reshape(len(matrices), -1), axis=1)
-        if len(matrices) > CAPACITY or np.any(norms == 0) or np.any(matrices < 0):
-            raise ValueError(
-                f"array 'matrices' must hold at most {CAPACITY} matrices of counts, none empty"
-            )
+        matrices = take_matrices(state, self.shape, CAPACITY)
         self._size = len(matrices)
         self._matrices[: self._size] = matrices
-        self._norms[: self._size] = norms
+        flat = matrices.reshape(len(matrices), self._matrices[0].size)
+        self._norms[: self._size] = np.linalg.norm(flat, axis=1)
+
+
+def activation_counts(routes: Routes, sequence: int) -> np.ndarray:
+    """``[L, E]`` float32: tokens of a recorded request that visited each expert."""
+    shape = routes.shape
+    layers = np.arange(shape.num_layers)[:, None]
+    ids = routes.expert_ids[routes.tokens_of(sequence)]
+    counts = np.zeros((shape.num_layers, shape.num_experts + 1), np.float32)
+    np.add.at(counts, (np.broadcast_to(layers, ids.shape[1:]), ids), 1.0)
+    return counts[:, :-1]
+
+
+def take_matrices(state: State, shape: Shape, capacity: int) -> np.ndarray:
+    """The ``matrices`` of a state, verified: ``[number, L, E]`` float32.
+
+    Raises:
+        ValueError: they are missing, too many, of other sizes, empty or no counts.
+    """
+    sizes = (None, shape.num_layers, shape.num_experts)
+    matrices = take_array(state, "matrices", "<f4", sizes)
+    if len(matrices) > capacity or np.any(matrices < 0) or not matrices.any(axis=(1, 2)).all():
+        raise ValueError(
+            f"array 'matrices' must hold at most {capacity} matrices of counts, none empty"
+        )
+    return matrices

@@ -46,6 +46,10 @@ class Estimator(ABC):
     def finish(self, counts_LE: np.ndarray) -> None:  # noqa: B027
         """Learns from the activation counts of a request that just ended, while running."""
 
+    def learned(self) -> State:
+        """What requests taught while running; nothing where only recordings teach."""
+        return {}
+
     def state(self) -> State:
         """Everything learned, to be written to a file."""
         return {}

@@ -10,7 +10,7 @@ from moe_runtime.policies.prediction.base import (
     StepBegins,
 )
 from moe_runtime.policies.prediction.context import Contexts, SequenceState, stack_states
-from moe_runtime.policies.prediction.estimator import Estimator
+from moe_runtime.policies.prediction.estimator import Estimator, State
 from moe_runtime.types import ExpertKey
 
 GUESSES_PER_CHOICE = 2
@@ -92,6 +92,21 @@ class TrackedPredictor:
         state = self._states.pop(sequence, None)
         if state is not None:
             self.estimator.finish(state.counts)
+
+    @property
+    def name(self) -> str:
+        """The estimator's."""
+        return self.estimator.name
+
+    def learned(self) -> State:
+        """What the estimator learned from requests, those that run included; they end."""
+        for sequence in list(self._states):
+            self.finish(sequence)
+        return self.estimator.learned()
+
+    def restore(self, state: State) -> None:
+        """Has the estimator take over what was learned."""
+        self.estimator.restore(state)
 
     def _begin(self, event: StepBegins) -> None:
         self._commit()

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import moe_runtime
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.budget import MemoryPlan
-from moe_runtime.inference.choosing import policy_maker, read_costs
+from moe_runtime.inference.choosing import policy_maker
 from moe_runtime.lab.replay.choice import Choice
 from moe_runtime.memory.layout import TensorRange, lay_out
 from moe_runtime.models.pocket import pocket_path
@@ -31,7 +31,7 @@ def policy_for(name: str, widths: list[int]) -> LayerShares:
         for expert, width in enumerate(widths)
     }
     choice = Choice(policy=name, adaptive=False, reason="")
-    return policy_maker(choice, SIGNATURE, None, read_costs(layouts))(PLAN)
+    return policy_maker(choice, SIGNATURE, None, layouts)(PLAN)
 
 
 @pytest.mark.parametrize("name", ["lec", "gdsf"])
@@ -70,9 +70,10 @@ def test_adaptive_shares_move_to_the_layer_whose_misses_read_more() -> None:
     signature = replace(SIGNATURE, num_layers=2)
     plan = replace(PLAN, num_slots=8)
     choice = Choice(policy="lru", adaptive=True, reason="")
-    costs = read_costs(layouts)
-    moving = policy_maker(choice, signature, None, costs)(plan)
-    even = policy_maker(choice, signature, None, None)(plan)
+    moving = policy_maker(choice, signature, None, layouts)(plan)
+    even = policy_maker(choice, signature, None, dict.fromkeys(layouts, layouts[ExpertKey(0, 0)]))(
+        plan
+    )
     for number in range(4000):
         for policy in (moving, even):
             policy.access([ExpertKey(number % 2, number // 2 % 6)], plan.num_slots)

@@ -64,7 +64,7 @@ def test_what_was_written_is_read(tmp_path: Path, trained: dict[str, Estimator],
         ({"format": "other"}, "not a predictor"),
         ({"predictor": "os.system"}, "is not known, expected one of"),
         ({"arrays": {"x": "|O"}}, "unknown types"),
-        ({"arrays": []}, "is not known, expected one of"),
+        ({"arrays": []}, "unknown types"),
         ({"signature": {}}, "the signature must have exactly"),
         (
             {"signature": {**dataclasses.asdict(SIGNATURE), "num_layers": 10**12}},

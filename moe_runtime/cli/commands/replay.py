@@ -36,7 +36,8 @@ PredictorName = Annotated[
     ),
 ]
 Train = Annotated[
-    Path | None, typer.Option(help="Trace that predictors and static pinning learn from.")
+    Path | None,
+    typer.Option(help="Trace that predictors, static pinning and activation-aware learn from."),
 ]
 Capacity = Annotated[
     str, typer.Option(help="Shares of the experts that fit, such as 12.5%,25%,50%.")
@@ -137,7 +138,7 @@ def replay(
         trained = None
         if predictor is not None and predictor.endswith(".npz"):
             trained = read_predictor(predictor, recorded.signature)
-            if training is not None and "static" not in names:
+            if training is not None and not {"static", "activation-aware"} & set(names):
                 raise ValueError(
                     f"--train has nothing to train: {predictor} is trained already; leave one out"
                 )

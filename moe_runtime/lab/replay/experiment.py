@@ -43,7 +43,7 @@ class Experiment:
         scope: ``per-layer`` (a share of the slots for every layer) or ``global`` (one pool).
         adaptive: per-layer shares move to where misses could be saved.
         reset_per_sequence: empty the cache whenever another request begins.
-        training: sequences to learn from, for static pinning and predictors.
+        training: sequences to learn from, for static pinning, activation-aware and predictors.
         predictor: name of what to prefetch by, or None.
         trained: the predictor itself where it need not be trained first; ``predictor`` is its name.
         machine: what moving and computing costs; None leaves time out.

@@ -33,11 +33,16 @@ _MAX_BYTES = 256 << 20
 
 def recent_path(signature: ModelSignature) -> Path:
     """Where the latest routing of a model lies, if there is any."""
+    return cached_path("routing", signature)
+
+
+def cached_path(folder: str, signature: ModelSignature, suffix: str = "") -> Path:
+    """The file of a model in a folder of the user's cache."""
     name = (
         f"{signature.model_type}-{signature.num_layers}x{signature.num_experts}"
-        f"-top{signature.top_k}-{signature.vocab_size}.npz"
+        f"-top{signature.top_k}-{signature.vocab_size}{suffix}.npz"
     )
-    return platformdirs.user_cache_path("moe-runtime") / "routing" / name
+    return platformdirs.user_cache_path("moe-runtime") / folder / name
 
 
 def read_recent(signature: ModelSignature) -> Trace | None:

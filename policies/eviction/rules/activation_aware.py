@@ -8,7 +8,9 @@ Legend: L layers, E experts of a layer, C stored matrices.
 
 import numpy as np
 
-from moe_runtime.policies.prediction.base import Event, LayerRouted, Shape, StepBegins
+from moe_runtime.policies.prediction.base import Event, LayerRouted, Routes, Shape, StepBegins
+from moe_runtime.policies.prediction.eam import CAPACITY, activation_counts, take_matrices
+from moe_runtime.policies.prediction.estimator import State
 
 _NEVER_SEEN = 1e-3
 """Probability given to every expert, so that the unseen keep an order."""
@@ -26,14 +28,17 @@ class ActivationMatrices:
         layer_decay: prefers early layers, which a prefetcher has least time for.
     """
 
+    name = "activation-aware"
+
     def __init__(
         self,
         shape: Shape,
         *,
-        capacity: int = 120,
+        capacity: int = CAPACITY,
         own_share: float = 0.5,
         layer_decay: bool = False,
     ) -> None:
+        self._shape = shape
         layers, experts = shape.num_layers, shape.num_experts
         self._own_share = own_share
         self._stored = np.zeros((capacity, layers, experts), np.float32)
@@ -66,20 +71,42 @@ class ActivationMatrices:
         """Stores the matrix of a request that ended."""
         matrix = self._running.pop(sequence, None)
         self._scores.clear()
-        if matrix is None or not matrix[:, :-1].any():
-            return
-        place = self._num_stored
-        if place < len(self._stored):
-            self._num_stored += 1
-        else:
-            place = int(np.argmax(self._likeness(matrix[:, :-1])))
-        self._stored[place] = matrix[:, :-1]
+        if matrix is not None:
+            self._collect(matrix[:, :-1])
+
+    def fit(self, routes: Routes) -> None:
+        """Collects the matrices of recorded requests in order."""
+        for sequence in range(routes.num_sequences):
+            self._collect(activation_counts(routes, sequence))
+
+    def learned(self) -> State:
+        """Ends all requests; ``matrices``: ``[number, L, E]``, or nothing if there is none."""
+        for sequence in list(self._running):
+            self.finish(sequence)
+        return {"matrices": self._stored[: self._num_stored]} if self._num_stored else {}
+
+    def restore(self, state: State) -> None:
+        """Takes over the matrices."""
+        matrices = take_matrices(state, self._shape, len(self._stored))
+        self._num_stored = len(matrices)
+        self._stored[: self._num_stored] = matrices
 
     def scores(self, layer: int) -> list[float]:
         """``[E]`` probability of activation, with the layer's decay."""
         if layer not in self._scores:
             self._scores[layer] = self._mix(layer)
         return self._scores[layer]
+
+    def _collect(self, counts_LE: np.ndarray) -> None:
+        """Stores the matrix of a request; an empty one is not worth a place."""
+        if not counts_LE.any():
+            return
+        place = self._num_stored
+        if place < len(self._stored):
+            self._num_stored += 1
+        else:
+            place = int(np.argmax(self._likeness(counts_LE)))
+        self._stored[place] = counts_LE
 
     def _mix(self, layer: int) -> list[float]:
         own = sum(

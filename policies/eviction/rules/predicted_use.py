@@ -3,6 +3,7 @@
 import numpy as np
 
 from moe_runtime.policies.prediction.base import Event, LayerRouted, Shape
+from moe_runtime.policies.prediction.estimator import State
 from moe_runtime.policies.prediction.tracked import TrackedPredictor
 
 _LEAST_PROBABILITY = 1e-3
@@ -35,6 +36,19 @@ class PredictedUse:
     def finish(self, sequence: int) -> None:
         """Ends a request."""
         self._predictor.finish(sequence)
+
+    @property
+    def name(self) -> str:
+        """The predictor's."""
+        return self._predictor.name
+
+    def learned(self) -> State:
+        """What the predictor learned from requests."""
+        return self._predictor.learned()
+
+    def restore(self, state: State) -> None:
+        """Has the predictor take over what was learned."""
+        self._predictor.restore(state)
 
     def scores(self, layer: int) -> list[float]:
         """``[E]`` minus the expected number of layers until the next use."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from moe_runtime.policies.eviction.episodes import Episodes
 from moe_runtime.policies.prediction.base import Event, LayerRouted, Shape, StepBegins
+from moe_runtime.policies.prediction.estimator import State, take_array
 
 _MEMORIES = np.array([0.8, 0.95, 0.99, 0.996, 0.9995], np.float32)
 """What is kept from step to step of each average of uses: from a handful of tokens to a day."""
@@ -26,6 +27,7 @@ _DISCOUNT = 0.8
 _PRIOR_STRENGTH = 30.0
 _NUM_FEATURES = len(_MEMORIES) + 6
 _RECENCY = len(_MEMORIES)
+_KEPT = ("gram", "moment", "uses", "gates")
 
 
 @dataclass(slots=True)
@@ -45,6 +47,8 @@ class ReuseEstimator:
         memory: tokens that similar moments are looked for in.
         learn_every: every so many estimates one is learned from.
     """
+
+    name = "reuse"
 
     def __init__(self, shape: Shape, *, memory: int = 2048, learn_every: int = 4) -> None:
         self._shape = shape
@@ -84,6 +88,33 @@ class ReuseEstimator:
     def finish(self, sequence: int) -> None:
         """Ends a request."""
         self._episodes.finish(sequence)
+
+    def learned(self) -> State:
+        """The regression and the averages of uses; the remembered tokens are too many to keep.
+
+        Returns:
+            ``gram`` ``[F, F]`` and ``moment`` ``[F]`` float64, ``uses`` ``[L, memories, E]`` and
+            ``gates`` ``[L, E]`` float32; nothing before the first estimate was judged.
+        """
+        if not self._num_learned:
+            return {}
+        arrays = (self._gram, self._moment, self._uses, self._gates)
+        return dict(zip(_KEPT, arrays, strict=True))
+
+    def restore(self, state: State) -> None:
+        """Takes over the regression and the averages."""
+        layers, experts = self._gates.shape
+        axes = ((_NUM_FEATURES,) * 2, (_NUM_FEATURES,), self._uses.shape, (layers, experts))
+        gram, moment, uses, gates = (
+            take_array(state, name, dtype, sizes)
+            for name, dtype, sizes in zip(_KEPT, ("<f8", "<f8", "<f4", "<f4"), axes, strict=True)
+        )
+        if min(uses.min(), gates.min()) < 0:
+            raise ValueError("arrays 'uses' and 'gates' must hold averages, got negative numbers")
+        np.linalg.cholesky(gram)  # refuses what cannot be the products of features
+        self._weights = np.linalg.solve(gram, moment)
+        self._gram, self._moment = gram.copy(), moment.copy()
+        self._uses, self._gates = uses.copy(), gates.copy()
 
     def scores(self, layer: int) -> list[float]:
         """``[E]`` log odds of an early use; of a layer still to run, those of its last run."""

@@ -1,0 +1,99 @@
+"""Policies that learn from requests go on where another object of theirs stopped."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from synthetic_routes import make_routes
+from traces import trace_of
+
+from moe_runtime.lab.traces.workload import workload_of
+from moe_runtime.policies.eviction import most_learned_bytes
+from moe_runtime.policies.eviction.rules.activation_aware import ActivationMatrices
+from moe_runtime.policies.eviction.rules.reuse import ReuseEstimator
+from moe_runtime.policies.prediction import (
+    EamCollection,
+    RunningCounts,
+    Shape,
+    StepBegins,
+    TrackedPredictor,
+)
+from moe_runtime.policies.prediction.base import Learner, Routes
+
+SHAPE = Shape(num_layers=3, num_experts=12, top_k=2)
+ROUTES = make_routes(SHAPE, num_sequences=3, length=40)
+LEARNERS: dict[str, Callable[[], Any]] = {
+    "activation-aware": lambda: ActivationMatrices(SHAPE),
+    "eam": lambda: TrackedPredictor(EamCollection(SHAPE)),
+    "reuse": lambda: ReuseEstimator(SHAPE),
+}
+
+
+def watch(learner: Any, routes: Routes) -> Any:
+    workload = workload_of(trace_of(routes))
+    for begins, routed in workload.routing(0, workload.num_events):
+        if begins is not None:
+            learner.observe(begins)
+        learner.observe(routed)
+        if hasattr(learner, "scores"):
+            learner.scores(routed.layer)  # as when an expert must go
+    return learner
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+def test_what_was_learned_is_taken_over(name: str) -> None:
+    first = watch(LEARNERS[name](), ROUTES)
+    assert isinstance(first, Learner)
+    assert first.name == name
+    kept = {key: array.copy() for key, array in first.learned().items()}
+    assert kept
+    assert sum(array.nbytes for array in kept.values()) <= most_learned_bytes(SHAPE)
+    second = LEARNERS[name]()
+    assert not second.learned()
+    second.restore(copy.deepcopy(kept))
+    again = watch(second, ROUTES.select([0])).learned()
+    if name == "reuse":
+        once = watch(LEARNERS[name](), ROUTES.select([0])).learned()
+        prior = 30 * np.eye(len(kept["gram"]))
+        assert np.linalg.norm(again["gram"] - prior) > np.linalg.norm(once["gram"] - prior)
+        assert np.linalg.norm(kept["gram"] - prior) > 0
+    else:
+        np.testing.assert_array_equal(again["matrices"][:3], kept["matrices"])
+        assert len(again["matrices"]) == 4
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+def test_damaged_arrays_are_refused(name: str) -> None:
+    kept = dict(watch(LEARNERS[name](), ROUTES).learned())
+    for key, array in kept.items():
+        damaged = [array[None], array.astype(np.float16), array * np.nan]
+        if key in ("matrices", "uses", "gates", "gram"):
+            damaged.append(-array - 1)
+        for wrong in damaged:
+            learner = LEARNERS[name]()
+            with pytest.raises(ValueError, match=r"array|positive definite"):
+                learner.restore({**kept, key: wrong})
+            assert not learner.learned()
+        with pytest.raises(ValueError, match=key):
+            LEARNERS[name]().restore({k: v for k, v in kept.items() if k != key})
+
+
+def test_recorded_requests_teach_what_watching_them_does() -> None:
+    fitted = ActivationMatrices(SHAPE)
+    fitted.fit(ROUTES)
+    watched = watch(ActivationMatrices(SHAPE), ROUTES)
+    np.testing.assert_array_equal(fitted.learned()["matrices"], watched.learned()["matrices"])
+
+
+def test_a_request_that_still_runs_is_learned_from() -> None:
+    matrices = watch(ActivationMatrices(SHAPE), ROUTES.select([0]))
+    assert len(matrices.learned()["matrices"]) == 1
+    assert len(matrices.learned()["matrices"]) == 1  # asked twice, it counts once
+    matrices.observe(StepBegins(sequences=np.array([7]), token_ids=np.array([1])))
+    assert len(matrices.learned()["matrices"]) == 1  # nothing is known of it yet
+
+
+def test_what_counts_the_running_request_only_keeps_nothing() -> None:
+    assert not watch(TrackedPredictor(RunningCounts(SHAPE)), ROUTES).learned()
