@@ -118,7 +118,7 @@ def test_a_rank_stopped_at_any_moment_is_named_alone(
 
 DIFFERENCES = {
     "width": "the width of the rows: rank 1 has 8, rank 0 has 4",
-    "version": "the dispatch protocol: rank 1 has 4, rank 0 has 3",
+    "version": "the dispatch protocol: rank 1 has 5, rank 0 has 4",
     # Their messages would not even have the same length.
     "placement": "the number of slots of a rank: rank 1 has 4, rank 0 has 2",
 }

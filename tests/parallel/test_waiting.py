@@ -1,8 +1,15 @@
 """Who is missing, by the notes of those that wait: notes are given, and no clock is asked."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore
 
 from moe_runtime.parallel.communication.waiting import Inquiry, Note, Notes
+from moe_runtime.parallel.communication.watch import GroupWatch
 
 
 def waits(*others: str, step: int = 1) -> Callable[[int], Note]:
@@ -27,7 +34,7 @@ def look_twice(
     inquiry = Inquiry(
         "a",
         others,
-        lambda process: notes[process](look) if process in notes else None,
+        lambda process: [notes[process](look)] if process in notes else [],
         lambda process: process in ended,
     )
     for look in range(2):  # noqa: B007
@@ -65,22 +72,128 @@ def test_everybody_may_wait_in_a_circle() -> None:
     assert look_twice("b", notes) == (set(), set(), {"b", "c"})
 
 
-def test_notes_are_the_processes_whatever_the_group() -> None:
-    from torch.distributed import HashStore, PrefixStore
+def notes_of(store: HashStore, process: str, group: str) -> Notes:
+    """As a process of that group holds them: names are new in each test, as processes are."""
+    return Notes(PrefixStore(f"group {group}", store), process)
 
+
+def test_notes_are_the_processes_whatever_the_group() -> None:
     store = HashStore()
-    one, other = (Notes(PrefixStore(f"group {name}", store), name) for name in ("a", "b"))
-    assert one.of("b") is None
+    one, other = (notes_of(store, name, f"of {name}") for name in ("one", "two"))
+    assert one.of("two") == ()
     other.wait_for(["a", "c"], 5)
-    first = one.of("b")
-    assert first is not None
+    (first,) = one.of("two")
     assert (first.has_given_up, first.step, first.others) == (False, 5, ("a", "c"))
     other.wait_for(["a", "c"], 5)
-    again = one.of("b")
-    assert again is not None
+    (again,) = one.of("two")
     assert again.stamp != first.stamp
     other.give_up_on(["c"], 5)
-    assert (given_up := one.of("b")) is not None
+    (given_up,) = one.of("two")
     assert (given_up.has_given_up, given_up.others) == (True, ("c",))
     other.take_back()
-    assert one.of("b") is None
+    assert one.of("two") == ()
+
+
+def test_who_goes_on_in_another_group_takes_back_whom_it_named() -> None:
+    store = HashStore()
+    first, second = (notes_of(store, "caught", group) for group in "ab")
+    first.give_up_on(["x"], 5)
+    assert second.is_left  # so a wait in group b that ends well takes it back
+    second.take_back()
+    assert not first.is_left
+    asked = Inquiry("q", ["caught"], second.of, lambda process: process == "caught")
+    asked.look()
+    assert asked.ended == {"caught"}
+
+
+def test_threads_that_wait_keep_notes_of_their_own() -> None:
+    store = HashStore()
+    first, second = (notes_of(store, "threads", group) for group in "ab")
+    first.give_up_on(["x"], 5)
+    waits = threading.Thread(target=second.wait_for, args=(["y"], 9))
+    waits.start()
+    waits.join()
+    assert [(n.has_given_up, n.others) for n in first.of("threads")] == [
+        (True, ("x",)),
+        (False, ("y",)),
+    ]
+    asked = Inquiry("q", ["threads"], first.of, lambda process: process == "threads")
+    asked.look()
+    assert (asked.ended, asked.missing) == (set(), {"x"})
+    first.take_back()
+    assert [note.others for note in first.of("threads")] == [("y",)]
+    first.take_all_back()
+    assert first.of("threads") == ()
+
+
+class Arrives(dist.Work):
+    """A collective whose rows arrive in the given slice of the wait, or never.
+
+    Args:
+        slices: what is waited for in vain before they arrive.
+        just_after: they arrive between a slice's end and the next question.
+    """
+
+    def __init__(self, slices: int, *, just_after: bool = False) -> None:
+        super().__init__()
+        self.left, self.just_after = slices, just_after
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        if self.left:
+            self.left -= 1
+            raise RuntimeError("timed out")
+        return True
+
+    def is_completed(self) -> bool:
+        return self.just_after and self.left == 0
+
+
+class Gone(HashStore):
+    """A store that can go, as with the process that keeps it."""
+
+    is_gone = False
+
+    def set(self, key: str, value: str) -> None:
+        if self.is_gone:
+            raise dist.DistNetworkError("Broken pipe")
+        super().set(key, value)
+
+    def get(self, key: str) -> bytes:
+        if self.is_gone:
+            raise dist.DistNetworkError("Broken pipe")
+        return super().get(key)
+
+
+@pytest.fixture
+def alone() -> Iterator[dist.ProcessGroup]:
+    """The group of this process, its only member."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_what_arrives_counts_though_the_store_has_gone(alone: dist.ProcessGroup) -> None:
+    """The process that keeps it may have ended in good order, its part done."""
+    watch = GroupWatch(alone, timeout_s=60.0)
+    watch._notes._store = store = Gone()
+    watch.wait(Arrives(1), 1, True, "a sum")
+    store.is_gone = True
+    watch.wait(Arrives(2), 2, True, "a sum")
+
+
+def test_what_arrives_just_after_a_slice_counts(alone: dist.ProcessGroup) -> None:
+    GroupWatch(alone, timeout_s=60.0).wait(Arrives(1, just_after=True), 1, True, "a sum")
+
+
+def test_a_wait_or_a_block_that_ends_well_takes_back_the_note_of_another_group(
+    alone: dist.ProcessGroup,
+) -> None:
+    first, second = GroupWatch(alone), GroupWatch(alone)
+    first._notes.give_up_on(["x"], 5)
+    second.wait(Arrives(0), 1, True, "a sum")
+    assert not first._notes.is_left
+    first._notes.give_up_on(["x"], 5)
+    with second.over_torch("agreeing"):
+        pass
+    assert not first._notes.is_left

@@ -24,7 +24,7 @@ from moe_runtime.errors import RankFailureError
 from moe_runtime.parallel.communication.waiting import Inquiry, Notes
 
 # Raised whenever ranks of two versions of this room would not understand each other.
-PROTOCOL = 3
+PROTOCOL = 4
 DEFAULT_TIMEOUT_S = 300.0
 # How long others are given to be seen waiting, as a share of the timeout.
 _NOTE_SHARE = 0.2
@@ -74,11 +74,12 @@ class GroupWatch:
         self._note_s = min(_MAX_NOTE_S, timeout_s * _NOTE_SHARE)
         self._store = group.get_group_store()
         self._step = 0
-        self._has_met = False
+        # The names of the group's processes by rank, once all have come.
+        self._met: list[str] | None = None
         self._process = f"{socket.gethostname()}:{os.getpid()}"
         self._notes = Notes(self._store, self._process)
         # A process that forms a new group goes on, whatever it named as missing before.
-        self._notes.take_back()
+        self._notes.take_all_back()
         self._store.set(f"moe/process/{rank}", f"{self._process} {PROTOCOL}")
 
     def all_to_all(
@@ -140,13 +141,15 @@ class GroupWatch:
             if not _is_of_an_exchange(error):
                 raise
             raise self._failure(error, self._step, started, what) from error
+        self._go_on()
 
     def wait(self, work: dist.Work, step: int, on_cpu: bool, what: str) -> None:
         """Waits for a collective.
 
         The death of a process is looked for, too: what is missing here may be kept back by a rank
         that lives and waits for the dead one. It is not an error at once, as a process may also
-        have ended in good order, with its part of this collective done.
+        have ended in good order, with its part of this collective done; the store that it may have
+        kept goes with it.
 
         Raises:
             RankFailureError: It failed, took longer than `timeout_s`, or a process has ended and
@@ -155,6 +158,7 @@ class GroupWatch:
         if not on_cpu:
             # Puts a dependency on the stream; the backend has a watchdog of its own.
             work.wait()
+            self._go_on()
             return
         started = time.monotonic()
         # The last part of the time is for reading the others' notes.
@@ -162,21 +166,33 @@ class GroupWatch:
         while True:
             left = deadline - time.monotonic()
             slice_s = max(min(self._note_s / _NOTES, left), 0.001)
+            # Asked before: what comes just after a slice is no failure.
+            is_last = left <= 0 or work.is_completed()
             try:
                 work.wait(timedelta(seconds=slice_s))
             except RuntimeError as error:
-                if work.is_completed() or left <= 0:
+                if is_last:
                     raise self._failure(error, step, started, what) from error
-                try:
-                    self._notes.wait_for(self._members(), step)
-                except RuntimeError:
-                    raise self._failure(error, step, started, what) from error
-                if self.ended_ranks():
+                if not work.is_completed() and self._has_one_ended(step):
                     deadline = min(deadline, time.monotonic() + self._note_s)
             else:
-                if self._notes.is_left:
-                    self._notes.take_back()
+                self._go_on()
                 return
+
+    def _has_one_ended(self, step: int) -> bool:
+        """Notes that this rank waits; whether a process has ended, be it the one with the store."""
+        try:
+            self._notes.wait_for(self._members(), step)
+        except RuntimeError:
+            return True
+        return bool(self.ended_ranks())
+
+    def _go_on(self) -> None:
+        """Takes back what this thread has noted."""
+        if self._notes.is_left:
+            # Where the store has gone, nobody reads it.
+            with contextlib.suppress(RuntimeError):
+                self._notes.take_back()
 
     def _meet(self) -> None:
         """Waits for everybody's address, once: who speaks another protocol is told before messages
@@ -185,7 +201,7 @@ class GroupWatch:
         Raises:
             RankFailureError: A rank has another protocol, or does not come.
         """
-        if self._has_met:
+        if self._met is not None:
             return
         deadline = time.monotonic() + self.timeout_s
         keys = [f"moe/process/{rank}" for rank in range(self.size)]
@@ -194,10 +210,10 @@ class GroupWatch:
                 missing = tuple(r for r, key in enumerate(keys) if not self._store.check([key]))
                 raise self._named(missing, f"did not arrive within {self.timeout_s:g} s", "")
             time.sleep(_POLL_S)
-        protocols = [int(self._value(key).split()[1]) for key in keys]
-        theirs_P1 = torch.tensor(protocols).view(-1, 1)
+        members, protocols = zip(*(self._value(key).split() for key in keys), strict=True)
+        theirs_P1 = torch.tensor([int(protocol) for protocol in protocols]).view(-1, 1)
         check_agreement([("the dispatch protocol", PROTOCOL)], theirs_P1, self.rank)
-        self._has_met = True
+        self._met = list(members)
 
     def ended_ranks(self) -> tuple[int, ...]:
         """Ranks whose processes ran on this machine and are gone, for no other's fault."""
@@ -265,11 +281,11 @@ class GroupWatch:
 
     def _at_another_step(self, members: list[str], step: int) -> set[str]:
         """Who waits in another exchange of this group, where everybody waits."""
-        notes = {process: self._notes.of(process) for process in members}
         return {
             process
-            for process, note in notes.items()
-            if note is not None and list(note.others) == members and note.step != step
+            for process in members
+            for note in self._notes.of(process)
+            if list(note.others) == members and note.step != step
         }
 
     def _stay_for(self, waiting: set[str]) -> None:
@@ -282,11 +298,12 @@ class GroupWatch:
             time.sleep(_POLL_S)
 
     def _has_given_up(self, process: str) -> bool:
-        note = self._notes.of(process)
-        return note is not None and note.has_given_up
+        return any(note.has_given_up for note in self._notes.of(process))
 
     def _members(self) -> list[str]:
         """The names of the group's processes by rank; of those that did not come, the rank."""
+        if self._met is not None:
+            return self._met
         found = [self._value(f"moe/process/{rank}").split() for rank in range(self.size)]
         return [words[0] if words else f"rank-{rank}" for rank, words in enumerate(found)]
 
