@@ -37,8 +37,8 @@ from moe_runtime.parallel import (
     keep_in_place,
 )
 from moe_runtime.planning.cluster import Link
-from moe_runtime.research.hecate.fssdp import CopyRules, SparseExperts, hidden_experts
-from moe_runtime.research.parallelism_switching.adaptive import cheapest_degree
+from moe_runtime.research.hecate import CopyRules, SparseExperts, hidden_experts
+from moe_runtime.research.parallelism_switching import cheapest_degree
 from moe_runtime.routing import Routing
 
 Ranks = Callable[[int], RankPool]

@@ -35,14 +35,15 @@ from moe_runtime.parallel import (
 )
 from moe_runtime.parallel.communication.wire import WireName
 from moe_runtime.planning.cluster import Link
-from moe_runtime.research.hecate.fssdp import CopyRules, SparseExperts, reshard_layers
-from moe_runtime.research.hecate.sparse import (
+from moe_runtime.research.hecate import (
+    CopyRules,
+    SparseExperts,
     SparseMaterialisation,
     loads_of_all,
+    reshard_layers,
     sparse_expert_parallel,
 )
-from moe_runtime.research.parallelism_switching.adaptive import AdaptiveParallelism
-from moe_runtime.research.parallelism_switching.switching import SwitchingExperts
+from moe_runtime.research.parallelism_switching import AdaptiveParallelism, SwitchingExperts
 
 
 def world() -> dist.ProcessGroup:
