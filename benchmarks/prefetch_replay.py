@@ -85,7 +85,8 @@ def trained(
 def decoded(routes: Routes, num_tokens: int) -> Trace:
     """The first whole sequences of so many tokens, as a trace of one token a step."""
     ends = routes.offsets[1:]
-    some = routes.select(range(int((ends < num_tokens).sum()) + 1))
+    num_sequences = min(int((ends < num_tokens).sum()) + 1, routes.num_sequences)
+    some = routes.select(range(num_sequences))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "held_out.npz"
         np.savez(
