@@ -39,6 +39,7 @@ class AdaptiveShares(LayerShares):
         super().__init__(make_policy, shares)
         self._worths = [1.0] * len(shares) if worths is None else list(worths)
         self._smallest = smallest
+        self._num_slots = sum(self._shares)
         self._ghosts: list[OrderedDict[ExpertKey, None]] = [OrderedDict() for _ in shares]
         self._saved = [0.0] * len(self._shares)
         self._num_uses = 0
@@ -67,7 +68,7 @@ class AdaptiveShares(LayerShares):
 
     def access(self, keys: Sequence[ExpertKey], num_slots: int) -> int:
         """Serves one event; the slots of all layers together are the limit, as in a store."""
-        return EvictionPolicy.access(self, keys, sum(self._shares))
+        return EvictionPolicy.access(self, keys, self._num_slots)
 
     def access_all(self, events: Sequence[Sequence[ExpertKey]], num_slots: int) -> list[int]:
         """Serves the events in their order: a slot may move from layer to layer in between."""
@@ -80,14 +81,15 @@ class AdaptiveShares(LayerShares):
             self._ghosts[key.layer].pop(key, None)
 
     def check(self) -> None:
-        """Proves that no held key is a ghost and no share too small."""
+        """Proves that no held key is a ghost, and that shares only move."""
         super().check()
+        assert sum(self._shares) == self._num_slots
         assert not any(key in self for ghosts in self._ghosts for key in ghosts)
         assert all(share >= 0 for share in self._shares)
 
     def _count_use(self) -> None:
         self._num_uses += 1
-        if self._num_uses >= _USES_BETWEEN_MOVES * max(1, sum(self._shares)):
+        if self._num_uses >= _USES_BETWEEN_MOVES * max(1, self._num_slots):
             self._num_uses = 0
             self._move_slot()
 
@@ -104,6 +106,10 @@ class AdaptiveShares(LayerShares):
             taker = max(range(len(worth)), key=worth.__getitem__)
             chance = math.hypot(*(self._worths[n] * math.sqrt(counts[n]) for n in (taker, giver)))
             if worth[taker] - worth[giver] > 2 * chance:
-                self._shares[giver] -= 1
-                self._shares[taker] += 1
+                moved = [
+                    share + (layer == taker) - (layer == giver)
+                    for layer, share in enumerate(self._shares)
+                ]
+                # At once: an interrupt in between would lose the slot for ever.
+                self._shares = moved
         self._saved = [saved / 2 for saved in self._saved]

@@ -29,8 +29,9 @@ class ReplayRule:
     weights: Mapping[Any, float] | None = None
 
 
-_STEPS = frozenset(("touch", "insert", "declines", "decline", "remove", "victim", "may_decline"))
-"""What ``access`` is made of."""
+_STEPS = ("touch", "insert", "declines", "decline", "remove", "victim", "may_decline")
+_SHORTER_WAYS = {"access": _STEPS, "access_all": (*_STEPS, "access")}
+"""What a policy may have shorter ways for, and what each is made of."""
 
 
 class Watcher(Protocol):
@@ -71,9 +72,14 @@ class EvictionPolicy(ABC, Generic[K]):
     def __init_subclass__(cls, *, has_rule: bool = False, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls._has_rule = has_rule
-        if not has_rule and _STEPS & vars(cls).keys():
-            # the shorter ways of the class above do not ask for what is overridden here
-            for name in {"access", "access_all"} - vars(cls).keys():
+        if has_rule:
+            return
+        for name, steps in _SHORTER_WAYS.items():
+            giver = next(base for base in cls.__mro__ if name in vars(base))
+            # a shorter way does not ask for what is overridden here or in another base
+            if issubclass(giver, EvictionPolicy) and any(
+                getattr(cls, step) is not getattr(giver, step) for step in steps
+            ):
                 setattr(cls, name, vars(EvictionPolicy)[name])
 
     @property

@@ -16,6 +16,9 @@ from moe_runtime.policies.eviction import (
     even_shares,
     make_policy,
 )
+from moe_runtime.policies.eviction.rules.lfu import LFU
+from moe_runtime.policies.eviction.rules.sieve import SIEVE
+from moe_runtime.policies.eviction.rules.slru import SLRU
 from moe_runtime.policies.prediction import (
     LayerRouted,
     Shape,
@@ -213,3 +216,60 @@ class TestShares:
     def test_an_unknown_policy_names_the_nearest(self):
         with pytest.raises(ValueError, match="did you mean 'lru'"):
             make_policy("lur", num_slots=4, setting=setting())
+
+
+class Touches:
+    """A mixin that watches one step."""
+
+    touches = 0
+
+    def touch(self, key):
+        self.touches += 1
+        super().touch(key)
+
+
+class Accesses:
+    """A mixin that watches whole events."""
+
+    accesses = 0
+
+    def access(self, keys, num_slots):
+        self.accesses += 1
+        return super().access(keys, num_slots)
+
+
+@pytest.mark.parametrize("above", [LRU, LFU, SLRU, SIEVE])
+class TestMixins:
+    EVENTS = ((key(0), key(1)), (key(1), key(2)), (key(1), key(0)))  # two hits in two slots
+
+    def test_a_step_of_a_mixin_is_asked(self, above):
+        class Mixed(Touches, above):
+            pass
+
+        policy = Mixed()
+        hits = policy.access_all(self.EVENTS, 2)
+        twin = Mixed()
+        assert hits == [twin.access(event, 2) for event in self.EVENTS]
+        assert hits == above().access_all(self.EVENTS, 2)
+        assert policy.touches == twin.touches == sum(hits) > 0
+        assert policy.replay_rule is None
+
+    def test_an_access_of_a_mixin_is_asked(self, above):
+        class Mixed(Accesses, above):
+            pass
+
+        class Both(Touches, Accesses, above):
+            pass
+
+        for policy in (Mixed(), Both()):
+            assert policy.access_all(self.EVENTS, 2) == above().access_all(self.EVENTS, 2)
+            assert policy.accesses == len(self.EVENTS)
+
+    def test_a_mixin_that_changes_nothing_keeps_the_shorter_way(self, above):
+        class Named:
+            name = "mine"
+
+        class Mixed(Named, above):
+            pass
+
+        assert Mixed.access_all is above.access_all

@@ -38,7 +38,7 @@ class LRU(EvictionPolicy[K], has_rule=True):
 
     def access(self, keys: Sequence[K], num_slots: int) -> int:
         """Moves the event to the recent end and lets the old end go."""
-        return self.access_all([keys], num_slots)[0]
+        return LRU.access_all(self, [keys], num_slots)[0]
 
     def access_all(self, events: Sequence[Sequence[K]], num_slots: int) -> list[int]:
         """The same for many events."""
