@@ -100,7 +100,8 @@ def load(
         dtype: the type to compute in, or ``"auto"`` for the checkpoint's own.
         host_memory: what the runtime may allocate of the host's memory, dense weights, KV cache
             and activations included: bytes, ``"7GiB"``, a share such as ``0.25``, or ``"auto"`` for
-            most of what the machine or the process's control group has free.
+            most of what the machine or the process's control group has free. What a call returns
+            is the caller's: logits of all tokens where ``logits_to_keep`` does not say fewer.
         device_memory: the same for the memory of a GPU; unused on a CPU.
         policy: the eviction policy, by name; ``"auto"`` replays what was kept of the model's latest
             routing, if anything was, takes the policy that misses least, and keeps the routing of
@@ -192,7 +193,7 @@ def load(
         module.store, module.share = store, share
         module.list_parameters(checkpoint.dtype, place)
     stores: list[ExpertStore[Any]] = [store] if host_store is None else [store, host_store]
-    as_loaded_model(model, checkpoint.folder, steps := Steps(stores))
+    as_loaded_model(model, checkpoint.folder, steps := Steps(stores), max_tokens)
     attach_observer(model, modules, stores)
     facts = LoadedFacts(
         signature=signature,

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import math
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from moe_runtime.errors import CapacityError
+from moe_runtime.inference.kv_cache import room_for
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import (
+        ContinuousBatchingConfig,
+        PreTrainedConfig,
+        PreTrainedModel,
+    )
 
 DEFAULT_TOKENS = 4096
 """Tokens that memory is set aside for where nothing was said, if the model knows as many."""
@@ -55,6 +63,79 @@ def limit_tokens(model: PreTrainedModel, max_tokens: int) -> None:
     model.register_forward_pre_hook(refuse_long_step, with_kwargs=True)
     if model.can_generate():
         _limit_generate(model, max_tokens)
+
+
+def limit_batching(
+    config: PreTrainedConfig,
+    given: ContinuousBatchingConfig | None,
+    longest: int,
+    max_tokens: int,
+) -> ContinuousBatchingConfig:
+    """Settings of continuous batching whose paged cache and steps keep to ``max_tokens``.
+
+    What was not said is set: transformers would take most of the machine's memory. A step has at
+    most half the tokens, so that the activations of the others leave room for what only such steps
+    have: keys and values gathered from the cache for all heads, the mask, and a row of logits with
+    a copy for each request.
+
+    Args:
+        config: of the model.
+        given: the caller's settings, which are left as they are; None for all defaults.
+        longest: tokens of the longest request, its answer included; 0 where not known.
+        max_tokens: tokens that memory was set aside for.
+
+    Raises:
+        CapacityError: a setting that was given, or a request, needs room for more.
+    """
+    from transformers import ContinuousBatchingConfig
+
+    if longest > max_tokens:
+        raise _too_long(1, longest, max_tokens)
+
+    text = config.get_text_config()
+    settings = ContinuousBatchingConfig() if given is None else copy.copy(given)
+    if given is None:
+        # Two more blocks than the tokens need still fit then, see `_tokens_of_blocks`.
+        settings.page_size = max(4, min(settings.page_size, max_tokens // 32))
+    blocks = max_tokens // settings.page_size
+    while blocks and _tokens_of_blocks(text, blocks, settings.page_size) > room_for(max_tokens):
+        blocks -= 1
+    # The mask has a value for each token of a step and each cached one: with as few tokens in a
+    # step it is a small part of their activations, which are 48 bytes or more per hidden value.
+    step = max(1, min(max_tokens // 2, max(64, text.hidden_size // 4)))
+    # fp32 logits and a copy, against the 48 bytes per hidden value of half the tokens.
+    rows = 24 * max_tokens * text.hidden_size // (8 * text.vocab_size)
+    most = {
+        "num_blocks": blocks,
+        "max_batch_tokens": step,
+        "max_requests_per_batch": max(1, min(step, rows)),
+        "cpu_offload_space": 0,
+    }
+    for name, value in most.items():
+        asked = getattr(settings, name)
+        if asked is None and value:
+            setattr(settings, name, value)
+        elif asked is None or asked > value:
+            pages = f" of {settings.page_size} tokens" if name == "num_blocks" else ""
+            raise CapacityError(
+                f"continuous batching may have a {name} of at most {value}{pages}, got {asked}: "
+                f"memory is set aside for {max_tokens} tokens; load the model with a larger "
+                "max_tokens, or give smaller settings"
+            )
+    return settings
+
+
+def _tokens_of_blocks(text: PreTrainedConfig, num_blocks: int, page_size: int) -> int:
+    """Tokens that a paged cache has memory for.
+
+    Transformers divides it into sectors that pages of every kind of attention fit in, and adds two
+    that no request gets.
+    """
+    layers = text.num_hidden_layers
+    kinds = Counter(getattr(text, "layer_types", None) or ["full_attention"] * layers)
+    sector_layers = math.lcm(*kinds.values())
+    sectors = -(-num_blocks * layers // sector_layers) + 2
+    return -(-sectors * sector_layers * page_size // layers)
 
 
 def _limit_generate(model: Any, max_tokens: int) -> None:

@@ -5,7 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, Qwen3MoeConfig, StaticCache
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    Qwen3MoeConfig,
+    StaticCache,
+)
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from moe_runtime import load
 from moe_runtime.errors import CapacityError
@@ -164,3 +170,59 @@ def test_inspect_names_the_tokens_that_a_small_budget_suffices_for() -> None:
         load(pocket_path(), device="cpu", host_memory=budget, max_tokens=enough + 16)
     assert summary.tokens_for(1000) == 0
     assert summary.tokens_for(2**40) == summary.max_tokens
+
+
+def batched(model: Any, settings: Any = None, *, length: int = 6, new: int = 4) -> Any:
+    return model.generate_batch(
+        [list(range(7, 7 + length)), list(range(40, 40 + length))],
+        generation_config=GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1),
+        continuous_batching_config=settings,
+        progress_bar=False,
+    )
+
+
+def test_continuous_batching_keeps_its_cache_and_steps_within_the_limit(pocket: Any) -> None:
+    tokens = [found.generated_tokens for found in batched(pocket).values()]
+    first = prompt(1, 6)
+    alone = pocket.generate(first, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    assert alone[0, 6:].tolist() in tokens
+    settings = ContinuousBatchingConfig(page_size=4)
+    manager = pocket.init_continuous_batching(
+        GenerationConfig(eos_token_id=-1), continuous_batching_config=settings
+    )
+    try:
+        cache = PagedAttentionCache(
+            pocket.config,
+            manager.continuous_batching_config,
+            torch.device("cpu"),
+            manager.distributed_helper,
+            pocket.dtype,
+        )
+        assert cache.num_blocks * 4 <= LIMIT
+        assert cache.max_batch_tokens <= LIMIT // 2
+        token_bytes = 2 * 2 * 64 * 2 * pocket.config.num_hidden_layers  # keys and values of 2 heads
+        assert cache.cache_tensor.nbytes <= room_for(LIMIT) * token_bytes
+    finally:
+        manager.destroy()
+    assert settings.num_blocks is None  # the caller's own
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"page_size": 4, "num_blocks": LIMIT // 4 + 1}, f"num_blocks of at most {LIMIT // 4} of"),
+        ({"page_size": 256}, "num_blocks of at most 0 of 256 tokens"),
+        ({"page_size": 4, "max_batch_tokens": LIMIT}, f"max_batch_tokens of at most {LIMIT // 2}"),
+        ({"page_size": 4, "max_requests_per_batch": 64}, "max_requests_per_batch of at most 4,"),
+        ({"page_size": 4, "cpu_offload_space": 0.1}, "cpu_offload_space of at most 0,"),
+    ],
+)
+def test_continuous_batching_beyond_the_limit_does_not_begin(
+    pocket: Any, settings: dict[str, Any], named: str
+) -> None:
+    before = requests(pocket)
+    with pytest.raises(CapacityError, match=f"{named}.* set aside for {LIMIT} tokens"):
+        batched(pocket, ContinuousBatchingConfig(**settings))
+    with pytest.raises(CapacityError, match=f"{LIMIT + 1} tokens need room"):
+        batched(pocket, length=LIMIT - 3)
+    assert requests(pocket) == before

@@ -20,7 +20,7 @@ from transformers import (
 
 SHORT = PROMPT[:, :4]
 GENERATION, OUTPUTS = "Generation", "Outputs"
-FEW_BLOCKS = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=32)
+FEW_BLOCKS = ContinuousBatchingConfig(page_size=16, num_blocks=8, max_batch_tokens=32)
 CACHES, ATTENTION, BATCHES = "Caches", "Attention", "Batches"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -19,12 +20,13 @@ from moe_runtime.inference.cpu.attention import ATTENTION
 from moe_runtime.inference.hugging_face.absent import AbsentTensor, refuse_copy, require_unchanged
 from moe_runtime.inference.hugging_face.saving import SaveOptions, save_around_experts
 from moe_runtime.inference.steps import Steps
+from moe_runtime.inference.token_limit import limit_batching
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def as_loaded_model(model: PreTrainedModel, folder: Path, steps: Steps) -> None:
+def as_loaded_model(model: PreTrainedModel, folder: Path, steps: Steps, max_tokens: int) -> None:
     """Makes a model with offloaded experts one that knows what cannot be asked of it.
 
     Its class becomes a subclass of its own class, under the same name.
@@ -33,12 +35,13 @@ def as_loaded_model(model: PreTrainedModel, folder: Path, steps: Steps) -> None:
         model: the model.
         folder: the checkpoint that its experts are in.
         steps: what holds around its forward passes.
+        max_tokens: tokens that memory was set aside for.
     """
     kind = type(model)
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     model.__class__ = type(kind.__name__, (LoadedModel, kind), names)
     cast(Any, model).checkpoint_folder = folder
-    vars(model)["_steps"] = steps
+    vars(model).update(_steps=steps, _max_tokens=max_tokens)
     model.register_forward_pre_hook(_require_something_to_train, with_kwargs=True)
 
 
@@ -55,6 +58,7 @@ class LoadedModel:
 
     checkpoint_folder: Path
     _steps: Steps
+    _max_tokens: int
 
     @_beside_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,15 +145,34 @@ class LoadedModel:
             )
         return cast(Any, super()).requires_grad_(requires_grad)
 
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers, which knows SDPA by its own name only."""
-        model, made = cast(Any, self), cast(Any, super()).init_continuous_batching
+    def init_continuous_batching(
+        self,
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        workload_hints: Any = None,
+    ) -> Any:
+        """As in transformers, which knows SDPA by its own name only, within ``max_tokens``.
+
+        Raises:
+            CapacityError: the settings need room for more tokens than memory was set aside for.
+        """
+        model, make = cast(Any, self), cast(Any, super()).init_continuous_batching
+        given = generation_config or model.generation_config
+        if continuous_batching_config is None:
+            continuous_batching_config = getattr(given, "continuous_batching_config", None)
+        longest = 0
+        if workload_hints is not None:
+            longest = workload_hints.max_prompt_length + workload_hints.max_generated_length
+        settings = limit_batching(
+            model.config, continuous_batching_config, longest, self._max_tokens
+        )
+        made = partial(make, generation_config, settings, workload_hints)
         if model.config._attn_implementation != ATTENTION:
-            return made(*args, **kwargs)
+            return made()
         model.set_attn_implementation("sdpa")
         manager = None
         try:
-            manager = made(*args, **kwargs)
+            manager = made()
             if manager._original_attn_impl is None:
                 # what the manager sets when it is stopped
                 manager._original_attn_impl = ATTENTION
