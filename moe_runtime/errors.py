@@ -5,6 +5,9 @@ Mistakes of the caller are ``ValueError`` or ``TypeError``. What lies outside a 
 below, so that a command line can turn every one of them into a single line and an exit code.
 """
 
+import contextlib
+import os
+from collections.abc import Iterator
 from types import TracebackType
 
 _LONGEST_REASON = 500
@@ -89,3 +92,17 @@ class blamed_on:
             name = type(error).__name__
             reason = text if says_enough else f"{name}: {text}" if text else name
             raise self._kind(f"{self._what}: {reason}") from error
+
+
+@contextlib.contextmanager
+def named_file(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Gives an ``OSError`` of the block the name of the file, where it has none.
+
+    Errors of what is open already, such as a full disk, come without one.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from moe_runtime.errors import CheckpointError, MoERuntimeWarning
+from moe_runtime.errors import CheckpointError, MoERuntimeWarning, named_file
 
 PARTIAL_SUFFIX = ".partial"
 DRAFT_SUFFIX = ".part"
@@ -47,12 +47,13 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     Raises:
         OSError: writing fails, a full disk included.
     """
-    output = OutputFile(path)
-    try:
-        yield output.file
-        output.finish()
-    finally:
-        output.discard()
+    with named_file(path):
+        output = OutputFile(path)
+        try:
+            yield output.file
+            output.finish()
+        finally:
+            output.discard()
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

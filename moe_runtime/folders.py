@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from moe_runtime.errors import MoERuntimeWarning
+from moe_runtime.errors import MoERuntimeWarning, named_file
 from moe_runtime.files import (
     copy_rights,
     make_folders,
@@ -71,6 +71,7 @@ def replace_folder(
     new = partial_name(place, token)
     new.mkdir()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(named_file(place))
         stack.callback(_clean_up, place, new)
         descriptor = stack.enter_context(_held_folder(new))
         yield new

@@ -11,6 +11,7 @@ import tomllib
 from typing import Any, BinaryIO
 
 from moe_runtime.config import format_bytes
+from moe_runtime.errors import named_file
 
 _MAX_TOML_BYTES = 1 << 20
 
@@ -55,10 +56,20 @@ def read_stream(file: BinaryIO, name: str, *, max_bytes: int) -> bytes:
     Raises:
         OSError: it cannot be read, or there is more than ``max_bytes``; the error has the name.
     """
-    content = file.read(max_bytes + 1)
+    with named_file(name):
+        content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise _too_large(name, max_bytes)
     return content
+
+
+def decode_text(raw: bytes, encoding: str = "utf-8") -> str:
+    """The text of a file's bytes, every line ended by a line feed, as `Path.read_text` gives it.
+
+    Raises:
+        UnicodeDecodeError: the bytes are no text of this encoding.
+    """
+    return raw.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:

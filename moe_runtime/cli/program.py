@@ -7,18 +7,21 @@ as an interrupted command.
 import signal
 import sys
 
-from moe_runtime.cli.streams import open_closed_streams
+from moe_runtime.cli.streams import open_closed_streams, release_broken_streams
 
 
 def program() -> int:
     """Runs the command line of this process and returns the exit code."""
     try:
         if "stdout" in open_closed_streams():
-            print(
-                "moe-runtime: error: stdout is closed, so there is no place for results; redirect "
-                "it to a file or to /dev/null",
-                file=sys.stderr,
-            )
+            try:
+                print(
+                    "moe-runtime: error: stdout is closed, so there is no place for results; "
+                    "redirect it to a file or to /dev/null",
+                    file=sys.stderr,
+                )
+            except OSError:
+                release_broken_streams()  # The exit code is all that is left to say it with.
             return 2
         from moe_runtime.cli.main import main
 

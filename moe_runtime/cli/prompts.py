@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from moe_runtime.reading import read_stream
+from moe_runtime.reading import decode_text, read_stream
 
 _MAX_BYTES = 64 << 20
 
@@ -50,7 +50,7 @@ def read_text(file: Path) -> str:
     with contextlib.nullcontext(sys.stdin.buffer) if is_stdin else file.open("rb") as opened:
         raw = read_stream(opened, str(file), max_bytes=_MAX_BYTES)
     try:
-        return raw.decode("utf-8")
+        return decode_text(raw, "utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: the prompt is not UTF-8 text: {error}") from None
 

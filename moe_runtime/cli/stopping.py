@@ -59,8 +59,10 @@ def stop_on_signals(message: str) -> Iterator[StopRequest]:
     try:
         yield request
     finally:
+        # Once a signal came, the handlers of the block around us are in force, or what they chose.
         for number, old in before.items():
-            signal.signal(number, old)
+            if signal.getsignal(number) is note:
+                signal.signal(number, old)
 
 
 @contextlib.contextmanager

@@ -39,7 +39,12 @@ from moe_runtime.training.data.prepared import (
     write_summary,
 )
 from moe_runtime.training.data.text import read_corpus
-from moe_runtime.training.data.tokens import TokenStreams, encode_corpus, obtain_tokenizer
+from moe_runtime.training.data.tokens import (
+    TokenStreams,
+    encode_corpus,
+    obtain_tokenizer,
+    save_tokenizer,
+)
 from moe_runtime.training.loop import Trainer, TrainingRun
 from moe_runtime.training.machine import require_compiler, resolve_device
 from moe_runtime.training.offload.handle import OffloadedTraining
@@ -276,7 +281,7 @@ def finish(preparation: Preparation, trainer: Trainer, *, export: bool) -> dict[
             folder=folder,
             dtype=dtype,
             special_tokens=ids,
-            also=tokenizer.save_pretrained,
+            also=partial(save_tokenizer, tokenizer),
         )
         _with_whole_model(preparation, write)
     return write_summary(preparation, trainer, folder)

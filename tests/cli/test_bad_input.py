@@ -157,6 +157,7 @@ def shell(command: str, *words: str) -> subprocess.CompletedProcess[str]:
         ('"$@" 2>&-', 0, ""),
         ('"$@" <&-', 0, ""),
         ('"$@" >&- 2>&- <&-', 2, ""),
+        ('"$@" >&- 2>/dev/full', 2, ""),
         (
             '"$@" >/dev/full',
             2,

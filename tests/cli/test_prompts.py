@@ -120,6 +120,22 @@ def test_lines_that_are_no_prompts(tmp_path: Path, name: str, content: str, mess
         read_prompts(None, None, tmp_path / name)
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_line_ends_and_a_mark_at_the_begin_are_no_text(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "p.txt"
+    path.write_bytes(b"\xef\xbb\xbf" + end.join(["one", "two", ""]).encode())
+    assert read_prompts(None, None, path) == ["one", "two"]
+    assert (
+        read_prompts(None, path, None) == [path.read_text(encoding="utf-8-sig")] == ["one\ntwo\n"]
+    )
+
+
+def test_a_file_that_cannot_be_read_to_its_end_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Reading the first byte of a process's memory is an error without a file's name."""
+    assert main(["run", str(pocket_path()), "--prompt-file", "/proc/self/mem"]) == 2
+    assert "/proc/self/mem: Input/output error" in capsys.readouterr().err
+
+
 def test_every_prompt_is_a_request_of_the_trace(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "trace.npz"
     words = [word for prompt in PROMPTS for word in ("-p", prompt)]

@@ -1,5 +1,6 @@
 """Signals that end a command: once, in good order, with the exit code that a shell expects."""
 
+import contextlib
 import signal
 from collections.abc import Iterator
 
@@ -51,3 +52,13 @@ def test_work_in_hand_is_finished_at_the_first_and_interrupted_at_the_second(
             signal.raise_signal(signal.SIGTERM)
     assert request.exit_code == 143
     assert capsys.readouterr().err == "stopping\n"
+
+
+def test_a_third_termination_does_not_cut_the_clean_up_off() -> None:
+    """The second one made `terminable` ignore more of them, which the inner block must not undo."""
+    with terminable():
+        with contextlib.suppress(KeyboardInterrupt), stop_on_signals("stopping") as stop:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+        assert stop.exit_code == 143
+        signal.raise_signal(signal.SIGTERM)

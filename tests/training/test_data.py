@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_runtime.errors import CheckpointError
 from moe_runtime.models.lm.tokenizer import train_tokenizer
 from moe_runtime.training.config import DataConfig, SourceConfig
 from moe_runtime.training.data.batches import (
@@ -16,7 +17,7 @@ from moe_runtime.training.data.batches import (
     shorten,
 )
 from moe_runtime.training.data.text import Corpus, read_corpus
-from moe_runtime.training.data.tokens import encode_corpus, load_tokenizer
+from moe_runtime.training.data.tokens import encode_corpus, load_tokenizer, save_tokenizer
 
 
 def data_config(share: float = 0.1, separator: str | None = None) -> DataConfig:
@@ -52,6 +53,25 @@ def test_few_documents_give_their_ends(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path, SourceConfig(files=("a.txt",)))
     assert corpus.training == ("0123456789" * 9,)
     assert corpus.held_out == ("0123456789",)
+
+
+@pytest.mark.parametrize("end", [b"\r\n", b"\r"])
+def test_line_ends_are_read_as_text_files_have_them(tmp_path: Path, end: bytes) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(end.join([b"one", b"two", b"", b"three", b""]) * 30)
+    data, source = data_config(0.0, "\n\n"), SourceConfig(files=("a.txt",))
+    found = corpus_of(tmp_path, source, data)
+    assert list(found.training) == path.read_text().split("\n\n")
+    path.write_bytes(path.read_bytes().replace(end, b"\n"))
+    assert found.fingerprint == corpus_of(tmp_path, source, data).fingerprint
+
+
+def test_a_tokenizer_that_cannot_be_written_is_an_error_of_the_file(tmp_path: Path) -> None:
+    """The library raises a plain `Exception` for a full disk."""
+    tokenizer = train_tokenizer(["some text to train on"] * 10, vocab_size=300)
+    (tmp_path / "tokenizer.json").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match=r"the tokenizer cannot be written: .*No space left"):
+        save_tokenizer(tokenizer, tmp_path)
 
 
 def test_named_files_are_held_out_and_a_separator_divides_a_file(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_runtime.reading import read_bounded
+from moe_runtime.reading import decode_text, read_bounded
 from moe_runtime.training.config import DataConfig, SourceConfig
 
 # Fewer documents than this cannot be divided by their names: the share would be none or far off.
@@ -93,7 +93,7 @@ def _documents(
     """Name and text of every document that is not blank."""
     for path in paths:
         try:
-            text = read_bounded(path, max_bytes=_MAX_FILE_BYTES).decode("utf-8")
+            text = decode_text(read_bounded(path, max_bytes=_MAX_FILE_BYTES))
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"{path}: not UTF-8 text (byte {error.start}: {error.reason}); convert the file or "

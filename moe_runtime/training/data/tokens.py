@@ -62,8 +62,18 @@ def obtain_tokenizer(
         texts = (text for corpus in corpora.values() for text in corpus.training)
         tokenizer = train_tokenizer(texts, vocab_size=config.vocab_size)
         with replace_folder(saved, keeps=lambda path: True) as new:
-            tokenizer.save_pretrained(new)
+            save_tokenizer(tokenizer, new)
     return load_tokenizer(saved)
+
+
+def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+    """Writes a tokenizer's files into a folder.
+
+    Raises:
+        CheckpointError: they cannot be written; the library raises a plain ``Exception`` then.
+    """
+    with blamed_on(f"{folder}: the tokenizer cannot be written"):
+        tokenizer.save_pretrained(folder)
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
