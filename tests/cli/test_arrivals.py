@@ -2,7 +2,7 @@
 
 import dataclasses
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class Case:
     Attributes:
         callees: functions of which one gets each option; the last one ends the command.
         words: arguments of the command.
-        arrives: by parameter: its words, and a value that the callees are given.
+        arrives: by parameter: its words, and a value that the callees are given only then.
         elsewhere: parameters that the tests of another file follow.
     """
 
@@ -72,7 +72,7 @@ CASES = {
         ("t.npz",),
         {
             "trace": ("", Path("t.npz")),
-            "policy": ("--policy lru,reuse", "reuse"),
+            "policy": ("--policy lru,sieve", ("policies", ["lru", "sieve"])),
             "predictor": ("--predictor previous-token", "previous-token"),
             "train": ("--train other.npz", Path("other.npz")),
             "capacity": ("--capacity 37.5%", 0.375),
@@ -94,7 +94,7 @@ CASES = {
         {
             "source": ("", Path("t.npz")),
             "policy": ("--policy lru", "lru"),
-            "predictor": ("--predictor popularity", "popularity"),
+            "predictor": ("--predictor combined", ("predictors", ["combined"])),
             "capacity": ("--capacity 37.5%", 0.375),
             "bandwidth": ("--bandwidth 3GB", 3 * 10**9),
             "expert_size": ("--expert-size 5MiB", 5 * MIB),
@@ -156,7 +156,7 @@ CASES = {
             "data": ("", "text.txt"),
             "output": ("--output there", Path("there")),
             "lora": ("--lora 3", ("rank", 3)),
-            "lora_on": ("--lora-on experts", "experts"),
+            "lora_on": ("--lora-on experts", ("places", ("experts",))),
             "steps": ("--steps 237", 237),
             "rate": ("--rate 0.017", 0.017),
             "warmup": ("--warmup 23", ("warmup_steps", 23)),
@@ -165,7 +165,7 @@ CASES = {
             "micro_batches": ("--micro-batches 6", ("micro_batches", 6)),
             "host_memory": ("--host-memory 7GiB", "7GiB"),
             "storage_dir": ("--storage-dir fast", Path("fast")),
-            "precision": ("--precision bfloat16", "bfloat16"),
+            "precision": ("--precision bfloat16", ("precision", "bfloat16")),
             "recompute": ("--recompute", ("recompute", True)),
             "checkpoint_every": ("--checkpoint-every 241", 241),
             "export_dtype": ("--export-dtype float16", "float16"),
@@ -201,7 +201,7 @@ CASES = {
         ("t.npz", "other.npz"),
         {
             "traces": ("", Path("other.npz")),
-            "predictor": ("--predictor popularity", ("name", "popularity")),
+            "predictor": ("--predictor popularity", ("names", ["popularity"])),
             "test_share": ("--test-share 0.375", 0.375),
             "seed": ("--seed 237", 237),
             "distances": ("--distances 1,7", 7),
@@ -249,10 +249,16 @@ def parts(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         for key, item in value.items():
             yield from parts(item, str(key))
     elif isinstance(value, list | tuple):
+        if all(is_named(item) for item in value):
+            yield "names", [item.name for item in value]
         for item in value:
             yield from parts(item, name)
-    elif isinstance(getattr(value, "name", None), str) and not isinstance(value, Path):
+    elif is_named(value):
         yield "name", value.name
+
+
+def is_named(value: Any) -> bool:
+    return isinstance(getattr(value, "name", None), str) and not isinstance(value, Path)
 
 
 def is_given(expected: Any, given: list[tuple[str, Any]]) -> bool:
@@ -263,32 +269,50 @@ def is_given(expected: Any, given: list[tuple[str, Any]]) -> bool:
     )
 
 
+def given_to_callees(
+    name: str, words: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[str, Any]]:
+    """What the functions of a command are called with, whether it comes to the last one or not."""
+    case = CASES[name]
+    given: list[tuple[str, Any]] = []
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patches:
+        for callee in case.callees:
+            module, _, function = callee.rpartition(".")
+            real = getattr(importlib.import_module(module), function)
+            ends = callee == case.callees[-1]
+
+            def record(*args: Any, real: Any = real, ends: bool = ends, **options: Any) -> Any:
+                given.extend(parts([args, options]))
+                if ends:
+                    raise ValueError("this is where it ends")
+                return real(*args, **options)
+
+            patches.setattr(callee, record)
+        assert main([*name.split(), *case.words, *words]) == 2
+    return given
+
+
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.callees])
 def test_every_option_arrives(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    case = CASES[name]
+    """The value of the table, which does not arrive where the option is left out."""
+    arrives = CASES[name].arrives
     put_files(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    given: list[tuple[str, Any]] = []
-    for callee in case.callees:
-        module, _, function = callee.rpartition(".")
-        real = getattr(importlib.import_module(module), function)
-
-        ends = callee == case.callees[-1]
-
-        def record(*args: Any, real: Any = real, ends: bool = ends, **options: Any) -> Any:
-            given.extend(parts([args, options]))
-            if ends:
-                raise ValueError("this is where it ends")
-            return real(*args, **options)
-
-        monkeypatch.setattr(callee, record)
-    words = [word for words, _ in case.arrives.values() for word in words.split()]
-    assert main([*name.split(), *case.words, *words]) == 2
+    words = [word for words, _ in arrives.values() for word in words.split()]
+    given = given_to_callees(name, words, tmp_path, monkeypatch)
     assert "this is where it ends" in capsys.readouterr().err
-    lost = {option for option, (_, value) in case.arrives.items() if not is_given(value, given)}
+    lost = {option for option, (_, value) in arrives.items() if not is_given(value, given)}
     assert lost == set()
+    always = set()
+    for option, (own_words, value) in arrives.items():
+        if own_words:
+            others = [words for other, (words, _) in arrives.items() if other != option]
+            words = [word for words in others for word in words.split()]
+            if is_given(value, given_to_callees(name, words, tmp_path, monkeypatch)):
+                always.add(option)
+    assert always == set()
 
 
 def put_files(folder: Path) -> None:
