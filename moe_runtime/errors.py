@@ -106,3 +106,17 @@ def named_file(path: str | os.PathLike[str]) -> Iterator[None]:
         if error.filename is None:
             error.filename = os.fspath(path)
         raise
+
+
+@contextlib.contextmanager
+def named_failure(path: str | os.PathLike[str], what: str) -> Iterator[None]:
+    """Turns an ``OSError`` of the block into one line with the file and what it was to be.
+
+    Raises:
+        CheckpointError: instead of the ``OSError``.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise CheckpointError(f"{path}: the {what} cannot be written: {reason}") from error

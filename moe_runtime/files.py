@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from moe_runtime.errors import CheckpointError, MoERuntimeWarning, named_file
+from moe_runtime.errors import CheckpointError, MoERuntimeWarning, named_failure, named_file
 
 PARTIAL_SUFFIX = ".partial"
 DRAFT_SUFFIX = ".part"
@@ -64,20 +64,6 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """
     with write_atomically(path) as file:
         file.write(text.encode())
-
-
-@contextlib.contextmanager
-def named_failure(path: str | os.PathLike[str], what: str) -> Iterator[None]:
-    """Turns an ``OSError`` of the block into one line with the file and what it was to be.
-
-    Raises:
-        CheckpointError: instead of the ``OSError``.
-    """
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or error
-        raise CheckpointError(f"{path}: the {what} cannot be written: {reason}") from error
 
 
 def check_output_path(path: str | os.PathLike[str], what: str) -> None:
@@ -166,6 +152,21 @@ class OutputFile:
             self._beside = None
             sync_folder(self._place.parent)
         self.file.close()
+
+    def write_at(self, offset: int, data: bytes) -> int:
+        """Writes data where the good content ends; what a failed call left behind it goes.
+
+        Returns:
+            Where the content ends now. The operating system has it.
+        """
+        descriptor = self.file.fileno()
+        if self._beside is not None and os.fstat(descriptor).st_size != offset:
+            os.ftruncate(descriptor, offset)
+            os.lseek(descriptor, offset, os.SEEK_SET)
+        left = memoryview(data)
+        while left:
+            left = left[os.write(descriptor, left) :]
+        return offset + len(data)
 
     def discard(self) -> None:
         """Removes the file, unless it is finished, and closes it. May be called again."""

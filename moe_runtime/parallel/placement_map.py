@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from moe_runtime.errors import CheckpointError
-from moe_runtime.files import named_failure, write_text
+from moe_runtime.errors import CheckpointError, named_failure
+from moe_runtime.files import write_text
 from moe_runtime.planning.remap import Move, Rename, keep_in_place, moves_between
 from moe_runtime.policies.placement import Devices, Placement
 from moe_runtime.reading import read_bounded

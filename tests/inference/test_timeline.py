@@ -1,6 +1,10 @@
 """The timeline is a Chrome trace, says what the statistics say, and changes nothing."""
 
+import contextlib
+import itertools
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,8 @@ from transformers import AutoTokenizer
 
 import moe_runtime
 from moe_runtime.cli.main import main
+from moe_runtime.errors import CheckpointError
+from moe_runtime.files import OutputFile
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.lab.traces.timeline import COMPUTE, Timeline
 from moe_runtime.models.pocket import pocket_path
@@ -164,3 +170,72 @@ def test_bad_places_are_refused_before_loading(
     words = [word.replace("{}", str(tmp_path)) for word in words]
     assert main(["run", str(pocket_path()), "--prompt", "x", *words]) == 2
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("kept", [0, 5, None])
+def test_an_interrupted_flush_neither_damages_nor_loses_nor_repeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kept: int | None
+) -> None:
+    path = tmp_path / "t.json"
+    path.write_text("old", encoding="utf-8")
+    real, calls = OutputFile.write_at, itertools.count(1)
+
+    def write_at(output: OutputFile, offset: int, data: bytes) -> int:
+        is_interrupted = next(calls) == number
+        end = real(output, offset, data[:kept] if is_interrupted else data)
+        if is_interrupted:
+            raise KeyboardInterrupt
+        return end
+
+    monkeypatch.setattr(OutputFile, "write_at", write_at)
+    timeline = Timeline(path)
+    for name in ("a", "b", "c"):
+        timeline.slice(name, 0.0, 1.0)
+        with contextlib.suppress(KeyboardInterrupt):
+            timeline.flush()
+    timeline.close()
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert [event["name"] for event in found if event["ph"] == "X"] == ["a", "b", "c"]
+    assert os.listdir(tmp_path) == ["t.json"]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_timeline_that_cannot_be_completed_leaves_the_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    path = tmp_path / "t.json"
+    path.write_text("old", encoding="utf-8")
+    calls = itertools.count(1)
+    real = os.write
+
+    def write(descriptor: int, data: memoryview) -> int:
+        if next(calls) >= number:
+            raise OSError(28, "No space left on device")
+        return real(descriptor, data)
+
+    timeline = Timeline(path)
+    timeline.slice("a", 0.0, 1.0)
+    monkeypatch.setattr(os, "write", write)
+    with contextlib.suppress(CheckpointError):
+        timeline.flush()
+    with contextlib.suppress(CheckpointError):
+        timeline.close()
+    assert path.read_text(encoding="utf-8") == "old"
+    assert os.listdir(tmp_path) == ["t.json"]
+
+
+def test_several_threads_may_flush(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "t.json")
+
+    def work(number: int) -> None:
+        for step in range(200):
+            timeline.slice(f"{number} {step}", 0.0, 1.0)
+            timeline.flush()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    timeline.close()
+    found = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))
+    names = [event["name"] for event in found if event["ph"] == "X"]
+    assert sorted(names) == sorted(f"{number} {step}" for number in range(4) for step in range(200))

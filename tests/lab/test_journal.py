@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
-from moe_runtime.files import draft_of
+from moe_runtime.files import OutputFile, draft_of
 from moe_runtime.lab.traces import Trace, TraceRecorder, read_trace
 from moe_runtime.lab.traces.readers import read_any_trace
 from moe_runtime.types import ModelSignature
@@ -101,7 +101,47 @@ def test_a_failed_write_leaves_the_journal(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(np, "savez_compressed", full_disk)
     with pytest.raises(CheckpointError, match="No space left"):
         recorder.close()
-    assert read_trace(tmp_path / "t.npz.part").num_steps == 28
+    assert read_trace(tmp_path / "t.npz.part").num_steps == 30
+
+
+def test_a_failed_write_leaves_a_journal_of_the_shortest_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = TraceRecorder(tmp_path / "t.npz", SIGNATURE)
+    record_steps(recorder, 3)
+    monkeypatch.setattr("moe_runtime.lab.traces.recorder.write_trace", None)
+    with pytest.raises(TypeError):
+        recorder.close()
+    assert read_trace(tmp_path / "t.npz.part").num_steps == 3
+
+
+@pytest.mark.parametrize("moment", ["before", "within", "after"])
+def test_an_exception_around_a_block_neither_repeats_nor_cuts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    recorder = TraceRecorder(tmp_path / "t.npz", SIGNATURE, block_tokens=7)
+    real = OutputFile.write_at
+
+    def interrupted(output: OutputFile, offset: int, data: bytes) -> int:
+        if moment != "before":
+            real(output, offset, data[: len(data) // 2 if moment == "within" else None])
+        raise KeyboardInterrupt
+
+    def go_on() -> None:
+        for step in range(12, 30):
+            recorder.begin_step(phase="decode", token_ids=[step % 100], positions=[step])
+
+    record_steps(recorder, 12)
+    with monkeypatch.context() as patch:
+        patch.setattr(OutputFile, "write_at", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            go_on()
+    num_steps = recorder.num_steps
+    recorder.begin_step(phase="decode", token_ids=[0], positions=[0])
+    left = read_trace(tmp_path / "t.npz.part")
+    assert left.num_steps == num_steps
+    assert left.token_position.tolist() == list(range(num_steps))
+    recorder.close()
 
 
 def test_what_was_left_is_named_and_never_overwritten(journal: Path, whole: Trace) -> None:

@@ -6,7 +6,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_runtime.files import make_folders, named_failure, write_text
+from moe_runtime.errors import named_failure
+from moe_runtime.files import make_folders, write_text
 from moe_runtime.lab.report.style import to_svg, write_png
 
 if TYPE_CHECKING:

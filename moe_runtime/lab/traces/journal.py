@@ -10,7 +10,8 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from moe_runtime.files import OutputFile, named_failure
+from moe_runtime.errors import named_failure
+from moe_runtime.files import OutputFile
 from moe_runtime.reading import open_regular
 
 _MAGIC = b"MOETRACE"
@@ -32,17 +33,24 @@ class JournalWriter:
         self._path = path
         with named_failure(path, "trace"):
             self._output = OutputFile(path, is_draft=True)
-            self._output.file.write(_MAGIC)
 
-    def append(self, data: bytes) -> None:
+    def append(self, data: bytes, at: int) -> int:
         """Writes a block; when this returns the operating system has it.
+
+        Args:
+            data: the block.
+            at: what the call for the block before returned, 0 for the first. What a call that
+                failed, or whose answer was lost, has written behind it goes.
+
+        Returns:
+            Where the journal ends now.
 
         Raises:
             CheckpointError: it cannot be written.
         """
+        frame = _FRAME.pack(len(data), zlib.crc32(data)) + data
         with named_failure(self._path, "trace"):
-            self._output.file.write(_FRAME.pack(len(data), zlib.crc32(data)) + data)
-            self._output.file.flush()
+            return self._output.write_at(at, frame if at else _MAGIC + frame)
 
     def remove(self) -> None:
         """Closes and deletes the file: what it holds was written elsewhere."""

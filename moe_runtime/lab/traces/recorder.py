@@ -15,10 +15,10 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from moe_runtime.errors import named_failure
 from moe_runtime.files import (
     check_output_path,
     keep_interrupted,
-    named_failure,
     writes_directly,
 )
 from moe_runtime.lab.traces.format import (
@@ -86,7 +86,7 @@ class TraceRecorder:
         self._block_tokens = block_tokens
         self._block_s = block_s
         self._journal: JournalWriter | None = None
-        self._journalled_steps = 0
+        self._journalled = (0, 0)  # bytes and steps, together: an exception may strike anywhere
         self._waiting_tokens = 0
         self._last_block_s = time.monotonic()
         self._trains = trains
@@ -233,6 +233,7 @@ class TraceRecorder:
             self._closed = True
             self._recording = False
             self._drop_half_step()
+            self._journal_waiting()
             write_trace(self._path, self._trace(0))
         self.discard()
 
@@ -257,14 +258,20 @@ class TraceRecorder:
         is_due = self._waiting_tokens >= self._block_tokens
         if not is_due and (not self._waiting_tokens or now_s - self._last_block_s < self._block_s):
             return
+        self._journal_waiting()
+        self._waiting_tokens = 0
+        self._last_block_s = now_s
+
+    def _journal_waiting(self) -> None:
+        """Appends the finished steps that the journal lacks."""
+        end, num_steps = self._journalled
+        if not self._keeps_journal or num_steps == len(self._phases):
+            return
         if self._journal is None:
             self._journal = JournalWriter(self._path)
         block = io.BytesIO()
-        save_columns(block, self._trace(self._journalled_steps), compressed=False)
-        self._journal.append(block.getvalue())
-        self._journalled_steps = len(self._phases)
-        self._waiting_tokens = 0
-        self._last_block_s = now_s
+        save_columns(block, self._trace(num_steps), compressed=False)
+        self._journalled = self._journal.append(block.getvalue(), end), len(self._phases)
 
     def _trace(self, first_step: int) -> Trace:
         some = slice(first_step, None)

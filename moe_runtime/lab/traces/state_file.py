@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from moe_runtime.errors import CheckpointError
-from moe_runtime.files import named_failure, write_atomically
+from moe_runtime.errors import CheckpointError, named_failure
+from moe_runtime.files import write_atomically
 from moe_runtime.lab.traces.archive import Archive
 from moe_runtime.types import ModelSignature
 

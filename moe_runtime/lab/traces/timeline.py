@@ -7,14 +7,15 @@ are microseconds since the start.
 
 import json
 import os
+import threading
 import time
-from collections import deque
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from moe_runtime.files import OutputFile, check_output_path, keep_interrupted, named_failure
+from moe_runtime.errors import named_failure
+from moe_runtime.files import OutputFile, check_output_path, keep_interrupted
 from moe_runtime.types import ExpertKey
 
 COMPUTE = 1
@@ -38,7 +39,11 @@ class Timeline:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
         self._origin_s = time.perf_counter()
-        self._events: deque[dict[str, Any]] = deque()  # no lock that an exception could leave held
+        self._events: list[dict[str, Any]] = []  # added to without a lock
+        # Where the good content ends, and the last events in it: set together, so that an
+        # exception at any point neither loses an event nor writes it twice.
+        self._flushed: tuple[int, list[dict[str, Any]]] = (0, [])
+        self._flushing = threading.Lock()
         self._tracks: set[int] = set()
         self._output: OutputFile | None = None
         self._closed = False
@@ -85,16 +90,16 @@ class Timeline:
         Raises:
             CheckpointError: it cannot be written.
         """
-        with self._named_failure():
-            events = [self._events.popleft() for _ in range(len(self._events))]
+        with self._flushing, self._named_failure():
+            events = self._waiting()
             if self._closed or not events:
                 return
-            separator = "[\n" if self._output is None else ",\n"
             if self._output is None:
                 self._output = OutputFile(self._path, is_draft=True)
             text = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
-            self._output.file.write((separator + text).encode())
-            self._output.file.flush()
+            end, _ = self._flushed
+            content = f"{',' if end else '['}\n{text}".encode()
+            self._flushed = self._output.write_at(end, content), events
 
     def close(self) -> None:
         """Completes the file; leaves it as it was where nothing was flushed before.
@@ -108,11 +113,11 @@ class Timeline:
             self._closed = True
             return
         try:
-            self.flush()
-            self._closed = True
-            with self._named_failure():
-                self._output.file.write(b"\n]\n")
-                self._output.finish()
+            if self._flushed[0]:
+                self.flush()
+                with self._named_failure():
+                    self._output.write_at(self._flushed[0], b"\n]\n")
+                    self._output.finish()
         finally:
             self._closed = True
             self._output.discard()
@@ -131,6 +136,13 @@ class Timeline:
     def _describe(self, what: str, track: int, name: str) -> None:
         event = {"name": what, "ph": "M", "pid": _PROCESS, "tid": track, "args": {"name": name}}
         self._events.append(event)
+
+    def _waiting(self) -> list[dict[str, Any]]:
+        """The events that are not in the file yet; those that are go."""
+        _, flushed = self._flushed
+        if flushed and self._events and self._events[0] is flushed[0]:
+            del self._events[: len(flushed)]
+        return self._events[:]
 
     def _named_failure(self) -> AbstractContextManager[None]:
         return named_failure(self._path, "timeline")
