@@ -25,7 +25,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("native", ["native", "hidden"])
+@pytest.mark.parametrize("native", ["native", pytest.param("hidden", marks=pytest.mark.long)])
 def test_a_run_keeps_within_its_budget(native: str, tmp_path: Path):
     records = ["--trace", str(tmp_path / "t.npz"), "--timeline", str(tmp_path / "t.json")]
     options = ["--policy", "reuse", "--prefetch", "enforce", *records]

@@ -62,7 +62,10 @@ def lasting(folder_of: Callable[[str], Path]) -> Callable[[str], tuple[Any, Any]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("feature", HERE, ids=str)
+@pytest.mark.parametrize(
+    "feature",
+    [pytest.param(row, id=str(row), marks=[pytest.mark.long] * row.is_long) for row in HERE],
+)
 def test_as_transformers_or_refused(
     feature: Feature,
     folder_of: Callable[[str], Path],

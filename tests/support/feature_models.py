@@ -104,10 +104,20 @@ def pushed(model: Any, folder: Path) -> Any:
     return found
 
 
-def compiled(model: Any, _: Path) -> Any:
-    first = logits(torch.compile(model, backend="eager"))
-    model.compile(backend="eager")
-    return first, logits(model)
+def compiled_by_torch(model: Any, _: Path) -> Any:
+    return logits(torch.compile(model, backend="eager") if is_loaded(model) else model)
+
+
+def compiled_in_place(model: Any, _: Path) -> Any:
+    if is_loaded(model):
+        model.compile(backend="eager")
+    return logits(model)
+
+
+def is_loaded(model: Any) -> bool:
+    """A graph of a model of transformers would compute what the model does: it takes half a minute
+    to find that out."""
+    return hasattr(model, "moe")
 
 
 def register(model: Any) -> None:
@@ -227,7 +237,8 @@ FEATURES = [
             lambda m: copy.deepcopy(m.model.layers[0]), COPIED),
     refused(COPYING, "`pickle.dumps`", pickle.dumps, COPIED),
     refused(COPYING, "`torch.save(model)`", lambda m: torch.save(m, io.BytesIO()), COPIED),
-    Feature(COMPILING, "`torch.compile`, `model.compile`: experts between graphs", compiled),
+    Feature(COMPILING, "`model.compile`: experts between graphs", compiled_in_place),
+    Feature(COMPILING, "`torch.compile`: experts between graphs", compiled_by_torch, is_long=True),
     refused(COMPILING, "`torch.export`",
             lambda m: torch.export.export(m, (PROMPT,), {"use_cache": False}, strict=False),
             NOT_HERE),

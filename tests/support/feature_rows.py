@@ -35,6 +35,7 @@ class Feature:
             is about; the row is left out where transformers has none of them.
         family: of the checkpoint.
         leaves_model: whether the model is afterwards as it was before.
+        is_long: says little that another row does not, and takes long: tried by make test-long.
     """
 
     group: str
@@ -44,6 +45,7 @@ class Feature:
     methods: tuple[str, ...] = ()
     family: str = "mixtral"
     leaves_model: bool = False
+    is_long: bool = False
 
     def __str__(self) -> str:
         return f"{self.group}: {self.name}"
