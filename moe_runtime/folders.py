@@ -59,17 +59,25 @@ def replace_folder(
 
     Raises:
         NotADirectoryError: something else has the name.
+        OSError: the working directory is the folder, or in it.
         OSError: it cannot be written.
     """
     place = Path(os.path.realpath(folder))
     if place.exists() and not place.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+        raise NotADirectoryError(errno.ENOTDIR, "is a file; name a folder", str(folder))
     if place.is_mount():
         raise OSError(errno.EBUSY, "is a mount point; name a folder in it", str(folder))
+    if _is_worked_in(place):
+        reason = "is in use as the working directory; name a folder in it, or start elsewhere"
+        raise OSError(errno.EBUSY, reason, str(folder))
     make_folders(place.parent)
     recover_folder(place)
     new = partial_name(place, token)
-    new.mkdir()
+    try:
+        new.mkdir()
+    except OSError as error:
+        reason = f"no folder can be made beside it ({error.strerror})"
+        raise OSError(error.errno, reason, str(folder)) from None
     with contextlib.ExitStack() as stack:
         stack.enter_context(named_file(place))
         stack.callback(_clean_up, place, new)
@@ -133,6 +141,14 @@ def sync_tree(folder: Path) -> None:
                 finally:
                     os.close(descriptor)
         sync_folder(Path(where))
+
+
+def _is_worked_in(place: Path) -> bool:
+    """Whether this process works in a folder, which it would lose if that were replaced."""
+    try:
+        return place.exists() and Path.cwd().is_relative_to(place)
+    except FileNotFoundError:  # it was removed already
+        return False
 
 
 @contextlib.contextmanager

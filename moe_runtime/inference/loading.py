@@ -193,7 +193,7 @@ def load(
         module.store, module.share = store, share
         module.list_parameters(checkpoint.dtype, place)
     stores: list[ExpertStore[Any]] = [store] if host_store is None else [store, host_store]
-    as_loaded_model(model, checkpoint.folder, steps := Steps(stores), max_tokens)
+    as_loaded_model(model, checkpoint.folder, source.versions(), steps := Steps(stores), max_tokens)
     attach_observer(model, modules, stores)
     facts = LoadedFacts(
         signature=signature,

@@ -21,6 +21,20 @@ READ_BYTES = 4 * 2**20
 """Bytes of one positional read: large enough for full bandwidth, small enough to be overtaken."""
 
 
+FileVersion = tuple[int, int, int, int]
+"""What changes when a file is written or replaced: device, inode, bytes, time in nanoseconds."""
+
+
+def file_version(file: Path | int) -> FileVersion:
+    """The version of a file, by its path or descriptor.
+
+    Raises:
+        OSError: there is none.
+    """
+    found = os.stat(file)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 class CheckpointFile:
     """One open file. Reads go past the page cache where the file system allows it.
 
@@ -68,6 +82,11 @@ class CheckpointFile:
     def fileno(self) -> int:
         """The open file's descriptor."""
         return self._fd
+
+    @property
+    def version(self) -> FileVersion:
+        """Which file is open, as it was written last."""
+        return file_version(self._fd)
 
     def close(self) -> None:
         """Closes the file."""
@@ -172,6 +191,10 @@ class ExpertSource:
         for read in reads.values():
             if read.error is not None:
                 raise read.error
+
+    def versions(self) -> set[FileVersion]:
+        """The files that experts are read from, whatever lies under their names by now."""
+        return {file.version for file in self._files.values()}
 
     def promote(self, key: ExpertKey, read: Read) -> None:
         """Serves the rest of a read before all read-aheads."""

@@ -187,3 +187,45 @@ def test_what_cannot_be_honoured_is_refused_by_name(
     assert next(iter(option)) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "second").exists()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_experts_of_another_checkpoint_are_not_written_as_the_models(
+    tmp_path: Path, sharded: bool
+) -> None:
+    """The folder's files were replaced since loading; the model still reads the old ones."""
+    checkpoint(tmp_path / "first", sharded=sharded)
+    other = tiny_model(MIXTRAL)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    save(other, tmp_path / "other", sharded=sharded)
+    model = load(tmp_path / "first")
+    with model.moe:
+        for path in (tmp_path / "other").glob("*.safetensors"):
+            path.replace(tmp_path / "first" / path.name)
+        with pytest.raises(moe_runtime.CheckpointError, match="is not the file any more"):
+            model.save_pretrained(tmp_path / "second")
+    assert not (tmp_path / "second").exists()
+
+
+def test_a_place_that_cannot_be_written_is_named_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint(tmp_path / "first")
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "here" / "below").mkdir(parents=True)
+    model = load(tmp_path / "first")
+    with model.moe:
+        with pytest.raises(NotADirectoryError, match=r"is a file; name a folder.*/file'"):
+            model.save_pretrained(tmp_path / "file")
+        with pytest.raises(OSError, match=r"no folder can be made.*'/proc/made'"):
+            model.save_pretrained("/proc/made")
+        for place, above in ((tmp_path / "here", "."), (tmp_path / "here" / "below", "..")):
+            monkeypatch.chdir(place)
+            with pytest.raises(OSError, match=r"working directory; name a folder in it"):
+                model.save_pretrained(above)
+        # the folder is still there, and one in it can be written
+        monkeypatch.chdir(tmp_path / "here")
+        model.save_pretrained("out")
+    assert (tmp_path / "here" / "out" / "model.safetensors").is_file()

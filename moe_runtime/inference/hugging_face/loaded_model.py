@@ -21,12 +21,19 @@ from moe_runtime.inference.hugging_face.absent import AbsentTensor, refuse_copy,
 from moe_runtime.inference.hugging_face.saving import SaveOptions, save_around_experts
 from moe_runtime.inference.steps import Steps
 from moe_runtime.inference.token_limit import limit_batching
+from moe_runtime.memory.source import FileVersion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def as_loaded_model(model: PreTrainedModel, folder: Path, steps: Steps, max_tokens: int) -> None:
+def as_loaded_model(
+    model: PreTrainedModel,
+    folder: Path,
+    versions: set[FileVersion],
+    steps: Steps,
+    max_tokens: int,
+) -> None:
     """Makes a model with offloaded experts one that knows what cannot be asked of it.
 
     Its class becomes a subclass of its own class, under the same name.
@@ -34,6 +41,7 @@ def as_loaded_model(model: PreTrainedModel, folder: Path, steps: Steps, max_toke
     Args:
         model: the model.
         folder: the checkpoint that its experts are in.
+        versions: of the files that its experts are read from.
         steps: what holds around its forward passes.
         max_tokens: tokens that memory was set aside for.
     """
@@ -41,7 +49,7 @@ def as_loaded_model(model: PreTrainedModel, folder: Path, steps: Steps, max_toke
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     model.__class__ = type(kind.__name__, (LoadedModel, kind), names)
     cast(Any, model).checkpoint_folder = folder
-    vars(model).update(_steps=steps, _max_tokens=max_tokens)
+    vars(model).update(_steps=steps, _max_tokens=max_tokens, _expert_files=versions)
     model.register_forward_pre_hook(_require_something_to_train, with_kwargs=True)
 
 
@@ -59,6 +67,7 @@ class LoadedModel:
     checkpoint_folder: Path
     _steps: Steps
     _max_tokens: int
+    _expert_files: set[FileVersion]
 
     @_beside_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,6 +91,7 @@ class LoadedModel:
                 meaning here are refused by name.
 
         Raises:
+            CheckpointError: the checkpoint was replaced since it was loaded.
             OSError: it cannot be written; what was there stays.
             UnsupportedUseError: an option cannot be honoured.
         """
@@ -107,9 +117,8 @@ class LoadedModel:
             )
         self._require_own_experts(state)
         if is_main_process:
-            save_around_experts(
-                model, self.checkpoint_folder, Path(save_directory), state, settings
-            )
+            folder, place = self.checkpoint_folder, Path(save_directory)
+            save_around_experts(model, folder, place, state, settings, self._expert_files)
 
     def save_distributed_checkpoint(self, *_: Any, **__: Any) -> NoReturn:
         """Refused: see ``save_pretrained``."""

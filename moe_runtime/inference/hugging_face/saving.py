@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from moe_runtime.checkpoints.expert_map import map_experts
+from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.export import LikeCheckpoint, write_index
-from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
-from moe_runtime.errors import UnsupportedUseError
+from moe_runtime.checkpoints.opening import Checkpoint, build_on_meta, open_checkpoint
+from moe_runtime.errors import CheckpointError, UnsupportedUseError
 from moe_runtime.folders import replace_folder
+from moe_runtime.memory.source import FileVersion, file_version
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,6 +87,7 @@ def save_around_experts(
     folder: Path,
     state: Mapping[str, Tensor],
     options: SaveOptions,
+    versions: set[FileVersion],
 ) -> None:
     """Writes a loaded model as a checkpoint that transformers loads.
 
@@ -97,6 +99,8 @@ def save_around_experts(
         folder: where to.
         state: everything else, by the model's names.
         options: for the files.
+        versions: of the files that the model's experts are in; a save over the checkpoint itself
+            adds those that it wrote.
 
     Raises:
         CheckpointError: the checkpoint is not what it was when it was loaded.
@@ -104,7 +108,8 @@ def save_around_experts(
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
-    exporter = exporter_of(model, checkpoint_folder)
+    checkpoint, experts, exporter = _read_again(model, checkpoint_folder)
+    _require_same_files(experts, versions)
     stem = options.weights_name().removesuffix(".safetensors")
     shards: Any = split_state_dict_into_shards_factory(
         exporter.tensor_bytes(state),  # type: ignore[arg-type]
@@ -115,6 +120,7 @@ def save_around_experts(
     )
     with replace_folder(folder, keeps=lambda path: not options.is_weights(path.name)) as new:
         exporter.write_around_experts(new, state, shards.tensor_to_filename)
+        _require_same_files(experts, versions)  # nor were they replaced while they were copied
         model.config.dtype = model.dtype
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(new)
@@ -122,10 +128,31 @@ def save_around_experts(
             model.generation_config.save_pretrained(new)
         if shards.is_sharded:
             write_index(new / options.index_name(), shards.tensor_to_filename, shards.metadata)
+        written = {file_version(path) for path in new.glob("*.safetensors")}
+    if folder.samefile(checkpoint.folder):
+        versions |= written
 
 
-def exporter_of(model: PreTrainedModel, checkpoint_folder: Path) -> LikeCheckpoint:
-    """What writes checkpoints like the one that a model was loaded from, read once more."""
+def _read_again(
+    model: PreTrainedModel, checkpoint_folder: Path
+) -> tuple[Checkpoint, ExpertMap, LikeCheckpoint]:
+    """The checkpoint that a model was loaded from, its experts, and what writes others like it."""
     checkpoint = open_checkpoint(checkpoint_folder, model.dtype)
     bare = build_on_meta(checkpoint)
-    return LikeCheckpoint(bare, checkpoint, map_experts(bare, checkpoint))
+    experts = map_experts(bare, checkpoint)
+    return checkpoint, experts, LikeCheckpoint(bare, checkpoint, experts)
+
+
+def _require_same_files(experts: ExpertMap, versions: set[FileVersion]) -> None:
+    """Refuses to copy experts out of files that are not those of the model any more.
+
+    Raises:
+        CheckpointError: a file was replaced, changed or removed since it was opened.
+    """
+    layouts = experts.layouts.values()
+    for path in sorted({extent.file for layout in layouts for extent in layout.extents}):
+        if not path.exists() or file_version(path) not in versions:
+            raise CheckpointError(
+                f"{path} is not the file any more that this model's experts are read from, so "
+                "they cannot be copied: put the file back, or load the checkpoint anew"
+            )
