@@ -12,6 +12,7 @@ import torch
 from moe_runtime.config import Budget, format_bytes
 from moe_runtime.errors import CapacityError
 from moe_runtime.inference.kv_cache import room_for
+from moe_runtime.kernels.linear.op import kept_code_bytes
 from moe_runtime.lab.traces.routes import shape_of
 from moe_runtime.policies.eviction import most_remembered_bytes
 from moe_runtime.types import ModelSignature
@@ -134,7 +135,21 @@ def reserve_for(
     buffers = FIXED_RESERVE_BYTES + int(BUFFER_SHARE * dense_bytes)
     num_experts = signature.num_layers * signature.num_experts
     books = BOOKS_BYTES * num_experts + most_remembered_bytes(shape_of(signature))
-    return room_for(max_tokens) * kv_token + max_tokens * activations + logits + buffers + books
+    code = kept_code_bytes(_weight_shapes(config), dtype, max_tokens)
+    tokens = room_for(max_tokens) * kv_token + max_tokens * activations
+    return tokens + logits + buffers + books + code
+
+
+def _weight_shapes(config: PreTrainedConfig) -> set[tuple[int, int]]:
+    """Those of the weights of attention and experts."""
+    text = config.get_text_config()
+    hidden, heads = text.hidden_size, text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or hidden // heads
+    inner = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
+    widths = [heads * head_dim, (getattr(text, "num_key_value_heads", None) or heads) * head_dim]
+    widths += [inner] if isinstance(inner, int) else []
+    shapes = {(width, hidden) for width in widths}
+    return shapes | {(hidden, width) for width in (widths[0], widths[-1])}
 
 
 def reserve_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
