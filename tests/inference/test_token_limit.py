@@ -160,8 +160,8 @@ def test_omitted_it_is_what_the_model_knows() -> None:
 
 
 def test_inspect_names_the_tokens_that_a_small_budget_suffices_for() -> None:
-    budget = 16 * 2**20
     summary = inspect_checkpoint(pocket_path())
+    budget = summary.smallest_budget_bytes - summary.max_tokens // 2 * summary.token_bytes
     enough = summary.tokens_for(budget)
     assert 0 < enough < summary.max_tokens
     load(pocket_path(), device="cpu", host_memory=budget, max_tokens=enough).moe.close()

@@ -275,3 +275,16 @@ def test_torch_multiplies_half_precision_in_few_numbers_of_rows(monkeypatch):
             )
             assert ((found - expected).abs() <= bound).all()
     assert seen <= {1, *op.ROWS_OF_A_PRODUCT}
+
+
+def test_kept_code_is_counted_for_each_number_of_rows_that_torch_is_asked_for(monkeypatch):
+    large, small = (1024, 512), (256, 512)
+    monkeypatch.setattr(op, "keeps_code", lambda _: True)
+    monkeypatch.setattr(op, "native_library", lambda: None)
+    counted = op.kept_code_bytes({large, small}, torch.bfloat16, 40)
+    # one row, and the products of 16, 32 and 48 rows, of the one weight that is not small
+    assert counted == 4 * op.KEPT_CODE_BYTES
+    every = op.kept_code_bytes({large}, torch.bfloat16, 10**6)
+    assert every == (1 + len(op.ROWS_OF_A_PRODUCT)) * op.KEPT_CODE_BYTES
+    monkeypatch.setattr(op, "keeps_code", lambda _: False)
+    assert op.kept_code_bytes({large}, torch.bfloat16, 40) == 0
