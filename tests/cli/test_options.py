@@ -48,7 +48,7 @@ def test_no_helper_of_the_commands_drops_what_it_is_given() -> None:
     """What a command hands on may be lost a call further down."""
     fixed_by_others = {"number", "frame", "ctx", "self"}
     dropped = {}
-    for file in sorted(CLI.glob("*.py")):
+    for file in sorted(CLI.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef):
                 lost = {n for n in unread(node) if not n.startswith("_")} - fixed_by_others
