@@ -8,6 +8,7 @@ import errno
 import os
 import stat
 import tomllib
+from collections.abc import Iterable
 from typing import Any, BinaryIO
 
 from moe_runtime.config import format_bytes
@@ -32,6 +33,30 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         found = "is a pipe, socket or device, expected a regular file"
         raise OSError(errno.EINVAL, found, str(path))
     return os.fdopen(descriptor, "rb")
+
+
+def require_not_read(
+    output: str | os.PathLike[str] | None,
+    what: str,
+    inputs: Iterable[str | os.PathLike[str] | None],
+) -> None:
+    """Refuses an output that would replace a file which the same work reads.
+
+    Args:
+        output: the file to write; None, what is not there yet and what is no regular file pass.
+        what: the output's name in messages.
+        inputs: files that are read, links followed; None and what is not there are passed over.
+
+    Raises:
+        ValueError: the output is one of them.
+    """
+    if output is None or not os.path.isfile(output):
+        return
+    for read in inputs:
+        if read is not None and os.path.isfile(read) and os.path.samefile(output, read):
+            raise ValueError(
+                f"{output}: the {what} would replace {read}, which is read here; name another file"
+            )
 
 
 def read_bounded(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:

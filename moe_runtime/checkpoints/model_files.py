@@ -23,6 +23,7 @@ _MAX_BYTES = 64 << 20
 # A hub that is there answers within a second; without a limit a dead one is waited for in silence.
 _HUB_LIMIT_S = 10.0
 _SMALL_FILES = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
+_WEIGHTS = "*.safetensors"
 
 
 def find_checkpoint(path_or_id: str | Path, *, weights: bool = True) -> Path:
@@ -47,7 +48,12 @@ def find_checkpoint(path_or_id: str | Path, *, weights: bool = True) -> Path:
         raise CheckpointError(f"{folder} is a file; expected the folder of a checkpoint")
     if isinstance(path_or_id, Path) or name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise CheckpointError(f"{one_line(name)} is not a directory{_suggestion(folder)}")
-    return _download(name, [*_SMALL_FILES, *(["*.safetensors"] if weights else [])])
+    return _download(name, [*_SMALL_FILES, *([_WEIGHTS] if weights else [])])
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files of a checkpoint's folder that a download of it would have."""
+    return [file for pattern in (*_SMALL_FILES, _WEIGHTS) for file in folder.glob(pattern)]
 
 
 def read_config(folder: Path) -> PreTrainedConfig:

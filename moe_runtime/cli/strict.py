@@ -1,12 +1,20 @@
-"""A command that takes an option once, where one value is meant, and finite numbers."""
+"""A command that takes an option once, finite numbers, and no input as its output."""
 
 import math
+import os
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Iterator
+from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperCommand
+
+from moe_runtime.checkpoints.model_files import files_of
+from moe_runtime.reading import require_not_read
+
+OUTPUTS = frozenset({"--output", "--plot", "--table", "--timeline", "--trace"})
+"""Options that name a file or folder to write; what else names a file names one to read."""
 
 
 class StrictCommand(TyperCommand):
@@ -18,6 +26,7 @@ class StrictCommand(TyperCommand):
         Raises:
             typer.BadParameter: an option that takes one value has two, or a number is infinite or
                 none.
+            ValueError: an output would replace one of the inputs.
         """
         _, _, given = self.make_parser(ctx).parse_args(args=list(args))
         for option, times in Counter(given).items():
@@ -35,7 +44,28 @@ class StrictCommand(TyperCommand):
                 raise typer.BadParameter(
                     f"expected a finite number, got {value}", param_hint=param.opts[0]
                 )
+        self._require_other_outputs(ctx)
         return rest
+
+    def _require_other_outputs(self, ctx: Any) -> None:
+        """Refuses outputs that are inputs; a folder stands for its files as a checkpoint."""
+        inputs = [path for param in self.params for path in _inputs_of(param, ctx)]
+        for param in self.params:
+            if OUTPUTS.intersection(param.opts):
+                what = param.opts[0].removeprefix("--")
+                require_not_read(ctx.params[param.name], what, inputs)
+
+
+def _inputs_of(param: Any, ctx: Any) -> Iterator[Path]:
+    """The files that the values of a parameter name, if they name any."""
+    value = ctx.params.get(param.name)
+    is_text = param.param_type_name == "option" and param.multiple
+    if OUTPUTS.intersection(param.opts) or is_text:
+        return
+    for one in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(one, str | Path) and one:
+            path = Path(one)
+            yield from files_of(path) if os.path.isdir(path) else [path]
 
 
 def refuse_given(ctx: typer.Context, names: Container[str], why: str) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from moe_runtime.checkpoints.dense_weights import Progress, load_dense
 from moe_runtime.checkpoints.expert_map import ExpertMap, ExpertsModule, map_experts
-from moe_runtime.checkpoints.model_files import read_generation_config
+from moe_runtime.checkpoints.model_files import files_of, read_generation_config
 from moe_runtime.checkpoints.opening import Checkpoint, build_on_meta, open_checkpoint
 from moe_runtime.config import Budget, MemorySize, parse_budget
 from moe_runtime.inference import choosing
@@ -60,6 +60,7 @@ from moe_runtime.parallel.communication.agreement import (
 )
 from moe_runtime.parallel.dispatch import Group, as_transport
 from moe_runtime.policies.eviction import LayerShares
+from moe_runtime.reading import require_not_read
 from moe_runtime.types import ModelSignature
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def load(
         UnsupportedModelError: the checkpoint is sound but not one that can be served.
         CapacityError: the budget is too small, or memory cannot be had.
         RankFailureError: another process of the group died, stalled, or differs in something.
-        ValueError: an option is not one of those that exist.
+        ValueError: an option is not one of those that exist, or an output would replace an input.
     """
     start = time.perf_counter()
     budgets = {
@@ -149,6 +150,9 @@ def load(
     place = _resolve_device(device)
     transport = as_transport(group)
     checkpoint = open_checkpoint(path_or_id, dtype)
+    inputs = [*files_of(checkpoint.folder), predictor, placement]
+    require_not_read(trace, "trace", inputs)
+    require_not_read(timeline, "timeline", inputs)
     max_tokens = tokens_to_plan_for(checkpoint.config, max_tokens)
     model = build_on_meta(checkpoint)
     limit_tokens(model, max_tokens)
@@ -287,7 +291,9 @@ def finish_dense(
         fuse_attention_layers(model)
         rest_torch_threads(model)
         grow_cache_in_place(model)
-    _load_generation_config(model, checkpoint.folder)
+    settings = read_generation_config(checkpoint.folder) if model.can_generate() else None
+    if settings is not None:
+        model.generation_config = settings
     model.eval().requires_grad_(False)
 
 
@@ -392,9 +398,3 @@ def signature_of(checkpoint: Checkpoint, experts: ExpertMap) -> ModelSignature:
         top_k=experts_per_token(checkpoint.config),
         vocab_size=checkpoint.config.get_text_config().vocab_size,
     )
-
-
-def _load_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    settings = read_generation_config(folder) if model.can_generate() else None
-    if settings is not None:
-        model.generation_config = settings

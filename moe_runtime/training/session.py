@@ -31,6 +31,7 @@ from moe_runtime.training.data.batches import Batches, check_groups, windows_of
 from moe_runtime.training.data.prepared import (
     CHECKPOINTS,
     DATA,
+    check_inputs_stay,
     check_outputs,
     find_state,
     mixture,
@@ -38,7 +39,7 @@ from moe_runtime.training.data.prepared import (
     settings_of,
     write_summary,
 )
-from moe_runtime.training.data.text import read_corpus
+from moe_runtime.training.data.text import read_corpus, text_files
 from moe_runtime.training.data.tokens import (
     TokenStreams,
     encode_corpus,
@@ -131,7 +132,10 @@ def prepare(
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     output = folder / config.run.output.expanduser()
-    check_outputs(output, config.run.trace and folder / config.run.trace.expanduser())
+    trace = config.run.trace and folder / config.run.trace.expanduser()
+    first = config.run.start_from and folder / config.run.start_from.expanduser()
+    check_inputs_stay(output, trace, text_files(config.data, folder), first)
+    check_outputs(output, trace)
     on_stage("reading the text")
     corpora = {
         name: read_corpus(name, source, config.data, folder)

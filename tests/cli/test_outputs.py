@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import all_commands
 from synthetic_routes import make_routes
 from traces import trace_of
 
 from moe_runtime.cli.main import main
+from moe_runtime.cli.strict import OUTPUTS
 from moe_runtime.errors import CheckpointError
 from moe_runtime.files import OutputFile
+from moe_runtime.inference.loading import load
 from moe_runtime.lab.traces import read_trace, write_trace
 from moe_runtime.memory.source import ExpertSource
 from moe_runtime.policies.prediction import Shape
@@ -194,3 +197,75 @@ def test_a_full_disk_is_known_before_the_work_and_costs_no_output(
     assert "No space left on device" in capsys.readouterr().err
     assert path.read_bytes() == b"old"
     assert os.listdir(folder) == ["old.png"]
+
+
+INPUTS = {
+    "run": [
+        (["run", "MODEL", "-p", "x", "--timeline"], "MODEL/config.json"),
+        (["run", "MODEL", "-p", "x", "--trace"], "MODEL/model.safetensors"),
+        (["run", "MODEL", "--prompts", "FILE", "--trace"], "FILE"),
+        (["run", "MODEL", "--prompt-file", "FILE", "--timeline"], "FILE"),
+    ],
+    "report": [(["report", "TRACE", "--output"], "TRACE")],
+    "place": [(["place", "TRACE", "--gpus", "2", "--output"], "TRACE")],
+    "simulate": [(["simulate", "--machine", "FILE", "--plot"], "FILE")],
+    "finetune": [
+        (["finetune", "MODEL", "FILE", "--dry-run", "--trace"], "FILE"),
+        (["finetune", "MODEL", "FILE", "--dry-run", "--trace"], "MODEL/tokenizer.json"),
+        (["finetune", "MODEL", "FILE", "--dry-run", "--output"], "MODEL"),
+        (["finetune", "MODEL", "FILE", "--dry-run", "--output"], "MODEL/run"),
+    ],
+    "predictor fit": [
+        (["predictor", "fit", "TRACE", "--output"], "TRACE"),
+        (["predictor", "fit", "--model", "MODEL", "--text", "FILE", "-o"], "MODEL/config.json"),
+    ],
+    "bench kernels": [],  # reads nothing
+}
+
+
+def test_the_table_has_every_command_with_outputs() -> None:
+    options = {n: {o for p in c.params for o in p.opts} for n, c in all_commands().items()}
+    assert INPUTS.keys() == {name for name, opts in options.items() if opts & OUTPUTS}
+
+
+@pytest.mark.parametrize(("words", "output"), [case for cases in INPUTS.values() for case in cases])
+def test_an_output_that_is_an_input_is_refused(
+    checkpoint: Path,
+    trace: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    output: str,
+) -> None:
+    text = tmp_path / "file.txt"
+    text.write_text("The store reads an expert. " * 40)
+    places = {"MODEL": str(checkpoint), "TRACE": str(trace), "FILE": str(text)}
+    for name, place in places.items():
+        words = [place if word == name else word for word in words]
+        output = output.replace(name, place)
+    link = tmp_path / "link"
+    link.symlink_to(output)
+    before = {file: file.read_bytes() for file in (text, trace, *checkpoint.iterdir())}
+    for asked in (output, str(link)):
+        assert main([*words, asked]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert "would replace" in err or "would lie among" in err
+    assert {file: file.read_bytes() for file in before} == before
+    assert sorted(checkpoint.iterdir()) == sorted(before.keys() - {text, trace})
+
+
+def test_a_new_file_beside_the_inputs_is_an_output(checkpoint: Path, trace: Path) -> None:
+    for _ in range(2):
+        assert main(["place", str(trace), "--gpus", "2", "-o", str(trace.parent / "map")]) == 0
+
+
+@pytest.mark.parametrize("option", ["trace", "timeline"])
+def test_load_refuses_an_output_that_is_a_file_of_the_checkpoint(
+    checkpoint: Path, option: str
+) -> None:
+    file = checkpoint / "model.safetensors"
+    before = file.read_bytes()
+    with pytest.raises(ValueError, match=f"the {option} would replace"):
+        load(checkpoint, **{option: file})  # type: ignore[arg-type]
+    assert file.read_bytes() == before

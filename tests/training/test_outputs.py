@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from training_runs import train, write_run
+from training_runs import error_of, train, write_run
 
 from moe_runtime.errors import MoERuntimeWarning
 from moe_runtime.files import OutputFile
@@ -83,3 +83,17 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
     assert len(checkpoints_in(tmp_path)) == 2
     remove_oldest(tmp_path, 1)
     assert [found.name for found in checkpoints_in(tmp_path)] == ["step-00000002.pt"]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["run.output='texts'", "run.trace='texts/rules.txt'", "run.trace='train.toml'"],
+    ids=["folder", "text", "configuration"],
+)
+def test_outputs_among_the_text_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str
+) -> None:
+    path = write_run(tmp_path)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    assert "would" in error_of(capsys, path, "--set", setting)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before

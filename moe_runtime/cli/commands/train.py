@@ -18,6 +18,7 @@ from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.cli.train_progress import training_display
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.reading import require_not_read
 
 if TYPE_CHECKING:
     from moe_runtime.training.config import RunConfig
@@ -77,6 +78,10 @@ def train(
 
     with joined_processes(session) as group:
         config = read_tree(TrainConfig, config_file, settings=tuple(settings or ()))
+        folder = config_file.resolve().parent
+        require_not_read(
+            config.run.trace and folder / config.run.trace.expanduser(), "trace", [config_file]
+        )
         quiet_transformers(session)
         with loading_bar() as progress:
             from moe_runtime.training.ranks import OneProcess, SeveralProcesses
@@ -87,7 +92,7 @@ def train(
             with ranks.first_alone():
                 preparation = prepare(
                     config,
-                    config_file.resolve().parent,
+                    folder,
                     on_stage=lambda stage: progress(stage, 0, 0),
                 )
         if dry_run:

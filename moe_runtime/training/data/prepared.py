@@ -3,12 +3,13 @@
 import dataclasses
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from moe_runtime.checkpoints.model_files import files_of
 from moe_runtime.errors import CheckpointError
 from moe_runtime.files import (
     check_output_path,
@@ -16,6 +17,7 @@ from moe_runtime.files import (
     remove_abandoned,
     write_atomically,
 )
+from moe_runtime.reading import require_not_read
 from moe_runtime.training.checkpoint import (
     Progress,
     check_settings,
@@ -88,6 +90,33 @@ class Prepared(Protocol):
 
     @property
     def num_active_parameters(self) -> int: ...
+
+
+def check_inputs_stay(
+    output: Path, trace: Path | None, texts: Iterable[Path], model: Path | None = None
+) -> None:
+    """Refuses outputs that would replace what a run reads, or lie among it.
+
+    Args:
+        output: the run's folder; may be missing.
+        trace: the file of its trace, if one is wanted.
+        texts: files that are trained on.
+        model: the folder of the checkpoint that is trained further, if there is one.
+
+    Raises:
+        ValueError: the trace is a file that is read, or the run's folder one that is read from.
+    """
+    texts = list(texts)
+    require_not_read(trace, "trace", [*texts, *(files_of(model) if model else ())])
+    place = output.resolve()
+    read = {text.resolve().parent for text in texts} & {place}
+    if model is not None and place.is_relative_to(model.resolve()):
+        read.add(model)
+    for folder in read:
+        raise ValueError(
+            f"{output}: the run's files would lie among those of {folder}, which it reads; "
+            "name another output folder"
+        )
 
 
 def check_outputs(output: Path, trace: Path | None) -> None:

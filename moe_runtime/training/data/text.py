@@ -75,6 +75,19 @@ def read_corpus(name: str, source: SourceConfig, data: DataConfig, folder: Path)
     return Corpus(tuple(training), tuple(held_out))
 
 
+def text_files(data: DataConfig, folder: Path) -> list[Path]:
+    """All files of all sources, `folder` being what relative paths start from.
+
+    Raises:
+        ValueError: a pattern matches nothing.
+    """
+    return [
+        file
+        for name, source in data.sources.items()
+        for file in _find(name, (*source.files, *source.held_out_files), folder)
+    ]
+
+
 def _find(name: str, patterns: Sequence[str], folder: Path) -> list[Path]:
     """The files of all patterns, each once, in the order of their paths."""
     found: set[Path] = set()

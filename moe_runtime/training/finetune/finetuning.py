@@ -44,6 +44,7 @@ from moe_runtime.training.data.batches import Batches, windows_of
 from moe_runtime.training.data.prepared import (
     CHECKPOINTS,
     DATA,
+    check_inputs_stay,
     check_outputs,
     find_state,
     mixture,
@@ -51,7 +52,7 @@ from moe_runtime.training.data.prepared import (
     settings_of,
     write_summary,
 )
-from moe_runtime.training.data.text import read_corpus
+from moe_runtime.training.data.text import read_corpus, text_files
 from moe_runtime.training.data.tokens import TokenStreams, encode_corpus, load_tokenizer
 from moe_runtime.training.finetune.memory import divide_budget, slots_plan, state_format
 from moe_runtime.training.finetune.settings import FinetuneConfig
@@ -141,11 +142,13 @@ def prepare(
         OSError: a file cannot be read or written.
     """
     output = config.run.output.expanduser()
-    check_outputs(output, config.run.trace and config.run.trace.expanduser())
+    trace = config.run.trace and config.run.trace.expanduser()
     on_stage("reading the checkpoint's headers")
     torch.manual_seed(config.run.seed)
     dtype = torch.float32 if config.lora is None else DTYPES[config.run.precision]
     checkpoint = open_checkpoint(config.model, dtype)
+    check_inputs_stay(output, trace, text_files(config.data, Path()), checkpoint.folder)
+    check_outputs(output, trace)
     require_positions(checkpoint.config, config.data.context)
     on_stage("reading the text")
     corpora = {
