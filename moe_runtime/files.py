@@ -238,9 +238,9 @@ def remove_abandoned(folder: Path) -> None:
             remove_unless_held(left)
 
 
-def partials_of(place: Path) -> list[Path]:
+def partials_of(place: Path, suffix: str = PARTIAL_SUFFIX) -> list[Path]:
     """What lies beside a file or folder as partial versions of it."""
-    ours = re.compile(re.escape(_short(place.name)) + r"\.[0-9a-f]{8}" + re.escape(PARTIAL_SUFFIX))
+    ours = re.compile(re.escape(_short(place.name)) + r"\.[0-9a-f]{8}" + re.escape(suffix))
     names = os.listdir(place.parent)
     return [place.parent / name for name in names if ours.fullmatch(name)]
 
@@ -342,7 +342,7 @@ def _new_held(path: Path) -> BinaryIO:
             # Others hold a new file only while they find out whether it was left behind.
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-            file = os.fdopen(descriptor, "wb") if _is_at(path, descriptor) else None
+            file = os.fdopen(descriptor, "wb") if is_at(path, descriptor) else None
             stack.pop_all()
         if file is not None:
             return file
@@ -366,14 +366,14 @@ def _held(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
         except OSError as error:
             reason = f"another process is writing {path} (if none is, remove it)"
             raise BlockingIOError(errno.EAGAIN, reason, str(path)) from error
-        if not _is_at(path, descriptor):
+        if not is_at(path, descriptor):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         yield
     finally:
         os.close(descriptor)
 
 
-def _is_at(path: Path, descriptor: int) -> bool:
+def is_at(path: Path, descriptor: int) -> bool:
     """Whether a name still stands for an open file: it may have been removed or taken since."""
     try:
         return os.path.samestat(os.lstat(path), os.fstat(descriptor))

@@ -11,7 +11,6 @@ import ctypes
 import errno
 import fcntl
 import os
-import re
 import shutil
 import stat
 import warnings
@@ -21,6 +20,7 @@ from pathlib import Path
 from moe_runtime.errors import MoERuntimeWarning, named_file
 from moe_runtime.files import (
     copy_rights,
+    is_at,
     make_folders,
     partial_name,
     partials_of,
@@ -32,6 +32,7 @@ _ASIDE_SUFFIX = ".old"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
+_NO_LOCKS = {errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS}
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
 
 
@@ -52,7 +53,8 @@ def replace_folder(
         keeps: says which entries of the old folder go over into the new one, where this has none of
             the name; none when omitted.
         token: eight hexadecimal digits in the new folder's name (`partial_name`), where other
-            processes write to it too; random when omitted.
+            processes write to it too; what a killed caller left under the name is removed, also
+            where the filesystem has no locks. Random when omitted.
 
     Yields:
         The folder to write to.
@@ -73,15 +75,12 @@ def replace_folder(
     make_folders(place.parent)
     recover_folder(place)
     new = partial_name(place, token)
-    try:
-        new.mkdir()
-    except OSError as error:
-        reason = f"no folder can be made beside it ({error.strerror})"
-        raise OSError(error.errno, reason, str(folder)) from None
+    if token is not None and new.exists():
+        _remove_left(new)
     with contextlib.ExitStack() as stack:
         stack.enter_context(named_file(place))
         stack.callback(_clean_up, place, new)
-        descriptor = stack.enter_context(_held_folder(new))
+        descriptor = stack.enter_context(_new_held(new, folder))
         yield new
         if place.exists():
             _carry_over(place, new, keeps)
@@ -101,14 +100,12 @@ def recover_folder(folder: str | os.PathLike[str]) -> None:
         OSError: it cannot be put back.
     """
     place = Path(os.path.realpath(folder))
-    name = re.compile(re.escape(place.name) + r"\.[0-9a-f]{8}" + re.escape(_ASIDE_SUFFIX))
-    for entry in sorted(os.listdir(place.parent)):
-        if name.fullmatch(entry):
-            if place.exists():
-                remove_unless_held(place.parent / entry)
-            else:
-                os.rename(place.parent / entry, place)
-                sync_folder(place.parent)
+    for aside in sorted(partials_of(place, _ASIDE_SUFFIX)):
+        if place.exists():
+            remove_unless_held(aside)
+        else:
+            os.rename(aside, place)
+            sync_folder(place.parent)
     for left in partials_of(place):
         remove_unless_held(left)
 
@@ -151,23 +148,53 @@ def _is_worked_in(place: Path) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def _held_folder(folder: Path) -> Iterator[int]:
-    """Shows other processes that this one is using a folder, where its filesystem has locks."""
+def _remove_left(folder: Path) -> None:
+    """Removes a folder of a name that is ours, unless a living process is seen to hold it.
+
+    Raises:
+        BlockingIOError: one does.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield descriptor
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise BlockingIOError(error.errno, "another process is writing it", str(folder)) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
     finally:
         os.close(descriptor)
+    shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def _new_held(new: Path, folder: str | os.PathLike[str]) -> Iterator[int]:
+    """Makes a folder beside another that this process holds, where its filesystem has locks."""
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                new.mkdir()
+            except OSError as error:
+                reason = f"no folder can be made beside it ({error.strerror})"
+                raise OSError(error.errno, reason, str(folder)) from None
+            # Another process may take it for left behind, and remove it, until it is held.
+            with contextlib.suppress(FileNotFoundError):
+                descriptor = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
+                stack.callback(os.close, descriptor)
+                with contextlib.suppress(OSError):
+                    fcntl.flock(descriptor, fcntl.LOCK_EX)
+                if is_at(new, descriptor):
+                    break
+        yield descriptor
 
 
 def _carry_over(old: Path, new: Path, keeps: Callable[[Path], bool] | None) -> None:
     """Links what stays of the old folder into the new one; it is in both then."""
-    for entry in sorted(old.iterdir()) if keeps is not None else ():
+    if keeps is None:
+        return
+    for entry in sorted(old.iterdir()):
         target = new / entry.name
-        if os.path.lexists(target) or keeps is None or not keeps(entry):
+        if os.path.lexists(target) or not keeps(entry):
             continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.copytree(entry, target, symlinks=True, copy_function=_link)

@@ -6,12 +6,14 @@ import os
 import shutil
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 from injected_faults import CHANGING, LOOKING, at_call, fail, outcomes_of_kills
 
 from moe_runtime import folders
 from moe_runtime.errors import MoERuntimeWarning
+from moe_runtime.files import partial_name
 from moe_runtime.folders import recover_folder, replace_folder
 
 
@@ -172,3 +174,58 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
     with pytest.raises(NotADirectoryError):
         replace(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "old"
+
+
+def test_a_folder_with_a_long_name_is_put_back(tmp_path: Path) -> None:
+    """Where it stepped aside there was no room for all of its name."""
+    folder = tmp_path / ("n" * 245)
+    fill(partial_name(folder).with_suffix(".old"), "old")
+    recover_folder(folder)
+    assert content(folder) == {"old"}
+    assert os.listdir(tmp_path) == [folder.name]
+
+
+def test_a_new_folder_that_is_taken_for_left_behind_is_made_again(
+    old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, made = Path.mkdir, []
+
+    def mkdir(folder: Path, *args: Any, **options: Any) -> None:
+        real(folder, *args, **options)
+        if folder.name.endswith(".partial"):
+            made.append(folder)
+            if len(made) == 1:
+                folder.rmdir()
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    replace(old)
+    assert len(made) == 2
+    assert content(old) == {"new"}
+    assert os.listdir(old.parent) == ["model"]
+
+
+def test_without_locks_a_name_of_the_caller_s_own_is_used_again(
+    old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    left = partial_name(old, "00000000")
+    fill(left, "half")
+    (left / "stale").write_text("half")
+    with replace_folder(old, token="00000000") as new:
+        assert new == left
+        fill(new, "new")
+    assert content(old) == {"new"}
+    assert not (old / "stale").exists()
+    assert os.listdir(old.parent) == ["model"]
+
+
+def test_a_name_of_the_caller_s_own_is_not_taken_from_a_living_process(old: Path) -> None:
+    with replace_folder(old, token="00000000") as new:
+        fill(new, "first")
+        with pytest.raises(BlockingIOError), replace_folder(old, token="00000000"):
+            pass
+        assert content(new) == {"first"}
+    assert content(old) == {"first"}

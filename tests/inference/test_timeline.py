@@ -162,6 +162,8 @@ def test_what_a_crash_leaves_lacks_only_the_bracket(tmp_path: Path) -> None:
         (["--timeline", "{}/none/t.json"], "the timeline cannot be written: there is no folder"),
         (["--timeline", "{}"], "is a folder, expected the name of a timeline file"),
         (["--timeline", "{}/t.npz", "--trace", "{}/t.npz"], "must be different files"),
+        (["--timeline", "{}/t.part", "--trace", "{}/t"], "must be different files"),
+        (["--timeline", "{}/t", "--trace", "{}/t.part"], "must be different files"),
     ],
 )
 def test_bad_places_are_refused_before_loading(

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import secrets
 import sys
 from functools import partial
@@ -145,8 +146,12 @@ def _check_budgets_and_files(
             check_not_in_progress(path, what)
     if trace is None or timeline is None or writes_directly(trace):
         return
-    if draft_of(trace) == draft_of(timeline):
-        raise ValueError(f"--trace and --timeline must be different files, got {trace} twice")
+    places = [{draft_of(path), Path(os.path.realpath(path))} for path in (trace, timeline)]
+    if places[0] & places[1]:
+        raise ValueError(
+            "--trace and --timeline must be different files, and neither the other's name with "
+            f".part, where that grows; got {trace} and {timeline}"
+        )
 
 
 def load_tokenizer(model: str) -> Any:
