@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PYTEST_ARGS ?= --numprocesses 2
 
 # The rooms whose tests call the native kernels.
-ISA_ROOMS ?= $(addprefix tests/,kernels store layer engine offload training models tracing)
+ISA_ROOMS ?= $(addprefix tests/,kernels memory layer inference offload training models lab cli parallel)
 
 # Empty for the full comparison: an hour, and 28 GB of disk. Peers join in once they are installed:
 # .venv/bin/pip install -c constraints.txt -e ".[peers]"

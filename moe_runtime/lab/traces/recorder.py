@@ -53,8 +53,8 @@ class TraceRecorder:
         block_s: seconds after which one is, whatever its size.
 
     Raises:
-        CheckpointError: the file could not be written there, or another process is recording it.
-            Found out now rather than after minutes of generation.
+        CheckpointError: the file could not be written there, or another process has begun its
+            journal. Found out now rather than after minutes of generation.
         ValueError: the model has more than 65535 experts a layer.
     """
 
