@@ -211,7 +211,8 @@ MOE_EXPORT void *moe_reads_open(int num_threads) {
 /* Where the number of events stands: it only grows. */
 MOE_EXPORT const void *moe_reads_events(void *of) { return &((Queue *)of)->events; }
 
-/* Queues a read into a slot by a name that no other has; moe_reads_start must follow. Returns 0 where there is no memory. */
+/* Queues a read of at least one block into a slot, by a name that no other has; moe_reads_start must follow. Returns 0 where
+ * there is no memory. */
 MOE_EXPORT int moe_reads_submit(void *of, int64_t name, const void *blocks, int64_t num_blocks, char *into, int is_ahead) {
     Queue *queue = of;
     Read *read = malloc(sizeof *read + (size_t)num_blocks * sizeof(Block));

@@ -89,8 +89,13 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden_TD, ids_TK, weights_TK, *parameters = ctx.saved_tensors
-        with torch.no_grad(), torch.autocast(grad_TD.device.type, enabled=False):
-            found = _gradients(ctx.experts, hidden_TD, ids_TK, weights_TK, parameters, grad_TD)
+        found: list[Tensor | None] = []
+        try:
+            with torch.no_grad(), torch.autocast(grad_TD.device.type, enabled=False):
+                found = _gradients(ctx.experts, hidden_TD, ids_TK, weights_TK, parameters, grad_TD)
+        finally:
+            if not found:  # here, since torch may run this on a thread of its own
+                ctx.experts.let_go()
         if torch.is_grad_enabled():
             found = [_Final.apply(grad, grad_TD, *ctx.saved_tensors) for grad in found]
         grad_hidden_TD, grad_weights_TK, *rest = cast(list[Tensor | None], found)
@@ -133,18 +138,22 @@ def _gradients(
     # a row's gradient, and in the last column that of its gate weight
     grads_RX = grad_TD.new_zeros(num_tokens * top_k, dim + 1, dtype=precise)
     parts: dict[int, Sequence[Tensor | None]] = {}
-    for expert, compute in experts.each(own_rows, num_tokens):
-        rows_n = torch.tensor(own_rows[expert], device=hidden_TD.device)
-        x_nD = hidden_TD[rows_n // top_k].requires_grad_()
-        grad_nD = grad_TD[rows_n // top_k].to(precise)
-        with torch.enable_grad():
-            y_nD = compute(x_nD)
-        grads_RX[rows_n, dim] = (grad_nD * y_nD.detach().to(precise)).sum(1)
-        grad_nD = grad_nD * weights_TK.reshape(-1)[rows_n, None].to(precise)
-        grad_x_nD, *parts[expert] = torch.autograd.grad(
-            y_nD, (x_nD, *parameters), grad_nD.to(y_nD.dtype), allow_unused=True
-        )
-        grads_RX[rows_n, :dim] = grad_x_nD.to(precise)
+    arriving = experts.each(own_rows, num_tokens)
+    try:
+        for expert, compute in arriving:
+            rows_n = torch.tensor(own_rows[expert], device=hidden_TD.device)
+            x_nD = hidden_TD[rows_n // top_k].requires_grad_()
+            grad_nD = grad_TD[rows_n // top_k].to(precise)
+            with torch.enable_grad():
+                y_nD = compute(x_nD)
+            grads_RX[rows_n, dim] = (grad_nD * y_nD.detach().to(precise)).sum(1)
+            grad_nD = grad_nD * weights_TK.reshape(-1)[rows_n, None].to(precise)
+            grad_x_nD, *parts[expert] = torch.autograd.grad(
+                y_nD, (x_nD, *parameters), grad_nD.to(y_nD.dtype), allow_unused=True
+            )
+            grads_RX[rows_n, :dim] = grad_x_nD.to(precise)
+    finally:
+        arriving.close()
     if rows and experts.share is not None:
         experts.share.exchange(experts.layer, rows, grads_RX)
     by_expert = [parts[expert] for expert in sorted(parts)]

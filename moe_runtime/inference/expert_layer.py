@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -178,18 +178,30 @@ class OffloadedExperts(AbsentParameters):
 
     def each(
         self, experts: Iterable[int], num_tokens: int
-    ) -> Iterator[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]:
+    ) -> Generator[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]:
         """Experts one after another, as they arrive, and what computes rows of each.
 
         Nobody is told of the reads. What computes is differentiable, and valid until the next one.
+        Whoever does not come to the end closes the generator, which holds the experts.
         """
         assert self.store is not None
         keys = [self._keys[expert] for expert in experts]
         streaming = num_tokens > 1 and len(keys) > self.store.share(self.layer)
-        with self.store.lease(keys, streaming=streaming) as lease:
-            for group in lease:
-                for key, weights in group:
-                    yield key.expert, partial(self._rows, weights)
+        lease, is_done = self.store.lease(keys, streaming=streaming), False
+        try:
+            with lease:
+                for group in lease:
+                    for key, weights in group:
+                        yield key.expert, partial(self._rows, weights)
+            is_done = True
+        finally:
+            if not is_done:
+                self.store.give_up(lease)
+
+    def let_go(self) -> None:
+        """Gives up what an exception left to this thread outside of a forward pass."""
+        assert self.store is not None
+        self.store.let_go()
 
     def _rows(self, weights: ExpertWeights, x_RD: torch.Tensor) -> torch.Tensor:
         y_RD = frozen_expert(x_RD, weights, self._activation)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +31,8 @@ class Steps:
         self._stores = list(stores)
         self._turn: Any = threading.RLock()
         self._forgetful: list[Callable[[], None]] = []
+        self._known = threading.local()  # threads whose number of torch's threads is their own
+        self._known.is_known = True
 
     def on_failure(self, forget: Callable[[], None]) -> None:
         """Has somebody told when a pass did not come to its end."""
@@ -42,7 +46,7 @@ class Steps:
         """
         if self._stores[0].is_forked:
             raise MoERuntimeError(FORKED)
-        before = (torch.get_num_threads(), self._turn._is_owned())
+        before = _Before(self._turn._is_owned())
         is_done = False
         try:
             result = self._run(call, args, kwargs, before)
@@ -56,28 +60,51 @@ class Steps:
         call: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
-        before: tuple[int, bool],
+        before: _Before,
     ) -> Any:
         is_done = False
         try:
             with self._turn:
+                before.num_threads = self._num_threads()
                 result = call(*args, **kwargs)
                 is_done = True
                 return result
         finally:
             self._give_back(before, is_done)
 
-    def _give_back(self, before: tuple[int, bool], is_done: bool) -> None:
-        num_threads, is_inner = before
-        if torch.get_num_threads() != num_threads:
-            torch.set_num_threads(num_threads)
+    def _give_back(self, before: _Before, is_done: bool) -> None:
+        if before.num_threads and torch.get_num_threads() != before.num_threads:
+            torch.set_num_threads(before.num_threads)
         if not is_done:
             for store in self._stores:
                 store.let_go()
             for forget in self._forgetful:
                 forget()
-        while not is_inner and self._turn._is_owned():
+        while not before.is_inner and self._turn._is_owned():
             self._turn.release()
+
+    def _num_threads(self) -> int:
+        """How many threads torch is to have in this one, whose turn it is.
+
+        A thread keeps what torch had for the process when it first used torch. If that was within
+        another thread's pass, it has only one: then it gets what a thread that begins now has.
+        """
+        found = torch.get_num_threads()
+        if not hasattr(self._known, "is_known"):
+            if found == 1:
+                with ThreadPoolExecutor(1) as fresh:
+                    found = fresh.submit(torch.get_num_threads).result()
+                torch.set_num_threads(found)
+            self._known.is_known = True
+        return found
+
+
+@dataclass
+class _Before:
+    """What a thread had before a pass: whether it was its turn, and torch's threads, 0 unknown."""
+
+    is_inner: bool
+    num_threads: int = 0
 
 
 class RequestNumbers:

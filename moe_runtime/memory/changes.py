@@ -12,7 +12,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -22,9 +21,11 @@ PATIENCE_S = 1.0
 """A wait returns after this time at the latest: what the garbage collector finds wakes nobody."""
 
 FORKED = (
-    "this model was loaded before the process forked; load it in the child, or start children "
-    "with 'spawn'"
+    "this model was loaded before the process forked; start children with 'spawn' and load it there"
 )
+
+_OPEN: weakref.WeakSet[Changes] = weakref.WeakSet()
+"""All locks of the process, for the one handler of forks: Python never takes a handler back."""
 
 
 class Changes:
@@ -49,7 +50,7 @@ class Changes:
         self._operation: FrameType | None = None  # who is at work, until all of it is done
         self._is_disturbed = False
         self._is_forked = False
-        os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(self)))
+        _OPEN.add(self)
 
     def __enter__(self) -> bool:
         if self._is_forked:
@@ -160,11 +161,13 @@ class Changes:
             self._lock.release()
 
 
-def _leave_to_parent(of: weakref.ref[Changes]) -> None:
-    changes = of()
-    if changes is not None:
+def _nothing() -> None:
+    """Books that cannot be torn."""
+
+
+def _leave_all_to_parent() -> None:
+    for changes in tuple(_OPEN):
         changes.leave_to_parent()
 
 
-def _nothing() -> None:
-    """Books that cannot be torn."""
+os.register_at_fork(after_in_child=_leave_all_to_parent)

@@ -20,7 +20,8 @@ class TierFetcher:
 
     An expert is leased below for the time of its copy, so it cannot be evicted half-way. What is
     read ahead here is read ahead there, what only passes through here passes through there, and a
-    demand waits for neither: it has threads and a slot below that no read-ahead takes.
+    demand waits for neither: it has threads of its own, and one slot below that no read-ahead
+    takes.
 
     Copies to a CUDA device run on a stream of their own, after the computation that was queued
     before them: it may still read what the slot held until now.
@@ -76,13 +77,20 @@ class TierFetcher:
         self.lower.close()
         self._aheads.close()
         self._demands.close()
+        self._copies.clear()
 
     def _copy(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> int:
-        with self.lower.lease([key], streaming=read.passes, above=read) as lease:
-            for group in lease:
-                for _, source in group:
-                    self._move(source[: len(slot)], slot)
-        self._copies.pop(read, None)
+        lease, is_done = self.lower.lease([key], streaming=read.passes, above=read), False
+        try:
+            with lease:
+                for group in lease:
+                    for _, source in group:
+                        self._move(source[: len(slot)], slot)
+            is_done = True
+        finally:
+            self._copies.pop(read, None)
+            if not is_done:
+                self.lower.give_up(lease)
         return len(slot)
 
     def _move(self, source: torch.Tensor, slot: torch.Tensor) -> None:

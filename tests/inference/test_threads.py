@@ -1,9 +1,14 @@
 """Torch has its threads back after every forward pass, also one that failed."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+from fake_tier import FakeTier, make_store
 
 from moe_runtime.inference import threads
+from moe_runtime.inference.steps import Steps
 from moe_runtime.inference.threads import rest_torch_threads
 from moe_runtime.kernels.linear import UNLIMITED, native_row_limit
 from moe_runtime.kernels.native import native_library
@@ -54,3 +59,45 @@ def test_torch_keeps_its_threads_where_many_rows_are_its_own(monkeypatch: pytest
         rest_torch_threads(probe)  # type: ignore[arg-type]
         probe(False)
         assert probe.seen == 2
+
+
+@pytest.mark.usefixtures("_two_threads")
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_thread_that_begins_within_the_pass_of_another_keeps_torchs_threads(waits: bool):
+    """Torch gives a thread the number that any thread set last, when it first computes."""
+    steps, one_thread = Steps([make_store(FakeTier(), 1)]), threads._OneThread()
+    inside, go = threading.Event(), threading.Event()
+
+    def forward() -> None:
+        one_thread.begin()
+        inside.set()
+        assert go.wait(60)
+        one_thread.end()
+
+    def call() -> int:
+        steps.run(forward, (), {})
+        return torch.get_num_threads()
+
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        ends = first.submit(call)
+        assert inside.wait(60)
+        assert second.submit(torch.get_num_threads).result() == 1
+        late = second.submit(call) if waits else None
+        go.set()
+        assert ends.result() == 2
+        assert (late or second.submit(call)).result() == 2
+    with ThreadPoolExecutor(1) as later:
+        assert later.submit(torch.get_num_threads).result() == 2
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_one_thread_that_was_asked_for_stays():
+    steps = Steps([make_store(FakeTier(), 1)])
+    torch.set_num_threads(1)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(steps.run, torch.get_num_threads, (), {}).result()
+        assert other.submit(torch.get_num_threads).result() == 1
+    with ThreadPoolExecutor(1) as other:
+        other.submit(torch.set_num_threads, 2).result()
+    steps.run(torch.get_num_threads, (), {})
+    assert torch.get_num_threads() == 1

@@ -1,5 +1,6 @@
 """What an exception, or who never came back, leaves behind: nothing that lasts."""
 
+import os
 import threading
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from fake_tier import FakeTier, keys, make_store, use
 
 from moe_runtime.errors import CheckpointError
+from moe_runtime.memory.changes import Changes
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.types import ExpertKey
 
@@ -113,3 +115,11 @@ def test_a_read_that_nobody_will_end_is_seen():
     tier.under_way.clear()
     with pytest.raises(AssertionError):
         store.check()
+
+
+def test_locks_that_come_and_go_leave_no_handler_of_forks(monkeypatch):
+    handlers = []
+    monkeypatch.setattr(os, "register_at_fork", lambda **added: handlers.append(added))
+    for _ in range(3):
+        Changes()
+    assert not handlers

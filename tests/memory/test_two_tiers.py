@@ -154,3 +154,12 @@ def test_reads_that_wait_when_the_tiers_close_end_with_an_error() -> None:
     assert errors == ["the model's experts were closed; load it again"]
     tiers.device.check()
     tiers.host.check()
+
+
+def test_a_read_ahead_whose_copy_fails_is_not_kept(tiers: Tiers) -> None:
+    fetcher = tiers.device._fetcher
+    assert isinstance(fetcher, TierFetcher)
+    tiers.disk.close()  # nothing is read any more
+    tiers.device.read_ahead([K(0, 0)])
+    until(lambda: not any(fetcher.is_under_way(e.read) for e in tiers.device._entries.values()))
+    assert not fetcher._copies
