@@ -116,7 +116,8 @@ class OffloadedExperts(AbsentParameters):
         Raises:
             CheckpointError: an expert could not be read.
             RankFailureError: a process that shares the experts died or stalled.
-            UnsupportedUseError: it is differentiated by other means than a backward pass.
+            UnsupportedUseError: it is differentiated by other means than a backward pass, or
+                weights of experts were given to it.
         """
         if torch.compiler.is_compiling():
             return _beside_graphs(self._forward, hidden_states, top_k_index, top_k_weights)
@@ -125,6 +126,7 @@ class OffloadedExperts(AbsentParameters):
     def _forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
+        self.require_absent()
         if torch.is_autocast_enabled(hidden_states.device.type):
             wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
             with torch.autocast(hidden_states.device.type, enabled=False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
+import inspect
 import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -45,13 +45,16 @@ def limit_tokens(model: PreTrainedModel, max_tokens: int) -> None:
     """Has a model refuse what needs room for more tokens than memory was set aside for.
 
     A forward pass is refused before it computes: cached and new tokens of all its sequences count,
-    of a static cache all the places that it has. ``generate`` is refused before it begins where the
-    caller says how long the text may become; beams and returned sequences count as sequences.
+    of a static cache all the places that it has.
     """
     from transformers import StaticCache
 
+    names = list(inspect.signature(model.forward).parameters)
+
     def refuse_long_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tokens = kwargs.get("input_ids", args[0] if args else None)
+        if args:
+            kwargs = kwargs | dict(zip(names, args, strict=False))
+        tokens = kwargs.get("input_ids")
         if tokens is None:
             tokens = kwargs.get("inputs_embeds")
         if tokens is not None:
@@ -61,8 +64,6 @@ def limit_tokens(model: PreTrainedModel, max_tokens: int) -> None:
                 raise _too_long(num_sequences, length, max_tokens)
 
     model.register_forward_pre_hook(refuse_long_step, with_kwargs=True)
-    if model.can_generate():
-        _limit_generate(model, max_tokens)
 
 
 def limit_batching(
@@ -138,23 +139,25 @@ def _tokens_of_blocks(text: PreTrainedConfig, num_blocks: int, page_size: int) -
     return -(-sectors * sector_layers * page_size // layers)
 
 
-def _limit_generate(model: Any, max_tokens: int) -> None:
-    generate = model.generate
+def limit_generation(inputs: Any, config: Any, options: dict[str, Any], max_tokens: int) -> None:
+    """Refuses a call of ``generate`` that says it may need room for more tokens.
 
-    @functools.wraps(generate)
-    def limited(
-        inputs: Any = None, generation_config: Any = None, *rest: Any, **options: Any
-    ) -> Any:
-        num_sequences, length = _longest_text(inputs, generation_config, options)
-        if num_sequences * length > max_tokens:
-            raise _too_long(num_sequences, length, max_tokens)
-        return generate(inputs, generation_config, *rest, **options)
+    Args:
+        inputs: the prompts, as given.
+        config: generation settings, as given.
+        options: what was given by name.
+        max_tokens: tokens that memory was set aside for.
 
-    model.generate = limited
+    Raises:
+        CapacityError: it does.
+    """
+    num_sequences, length = _longest_text(inputs, config, options)
+    if num_sequences * length > max_tokens:
+        raise _too_long(num_sequences, length, max_tokens)
 
 
 def _longest_text(inputs: Any, config: Any, options: dict[str, Any]) -> tuple[int, int]:
-    """Sequences and tokens of each that ``generate`` was asked for; no tokens where not said."""
+    """Sequences, beams and returned ones included, and tokens of each; 0 where not said."""
 
     def option(name: str) -> Any:
         given = options.get(name)

@@ -98,6 +98,11 @@ def continued(model: Any, first: int, more: int) -> Any:
     return model(prompt(2, more), past_key_values=cache)
 
 
+def continued_by_position(model: Any, first: int, more: int) -> Any:
+    cache = model(prompt(2, first)).past_key_values
+    return model(prompt(2, more), None, None, cache)
+
+
 def embedded(model: Any, length: int) -> Any:
     return model(inputs_embeds=model.get_input_embeddings()(prompt(1, length)))
 
@@ -115,9 +120,10 @@ def static(model: Any, places: int) -> Any:
         (lambda model, n: model(prompt(1, n), use_cache=False), LIMIT, LIMIT + 1),
         (embedded, LIMIT, LIMIT + 1),
         (lambda model, n: continued(model, 8, n), LIMIT // 2 - 8, LIMIT // 2 - 7),
+        (lambda model, n: continued_by_position(model, 8, n), LIMIT // 2 - 8, LIMIT // 2 - 7),
         (static, LIMIT // 2, LIMIT // 2 + 1),
     ],
-    ids=["one", "several", "no cache", "embeddings", "continued", "static cache"],
+    ids=["one", "several", "no cache", "embeddings", "continued", "by position", "static cache"],
 )
 def test_a_step_beyond_the_limit_is_refused(
     pocket: Any, unlimited: Any, call: Any, fits: int, too_long: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, cast
 
@@ -112,8 +113,37 @@ def require_unchanged(parameter: Tensor, fn: Callable[[Tensor], Tensor]) -> None
         )
 
 
+class WholeConversion:
+    """The ``_apply`` of a module that has absent parameters somewhere below it.
+
+    A conversion that they would refuse is refused before any other parameter is converted.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Becomes an attribute of the module, which it therefore must not keep alive."""
+        self._module = weakref.ref(module)
+
+    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """As ``nn.Module._apply``."""
+        module = self._module()
+        assert module is not None
+        for parameter in module.parameters() if recurse else ():
+            if isinstance(parameter, AbsentTensor):
+                require_unchanged(parameter, fn)
+        return type(module)._apply(module, fn, recurse)
+
+
+def convert_as_a_whole(model: nn.Module) -> None:
+    """Has every part of a model that has absent parameters refuse conversions before they begin."""
+    for module in model.modules():
+        if any(isinstance(part, AbsentParameters) for part in module.modules()):
+            vars(module)["_apply"] = WholeConversion(module)
+
+
 class AbsentParameters(nn.Module):
     """A module some of whose parameters are not here; torch's walks over modules pass them over."""
+
+    _absent_names: tuple[str, ...] = ()
 
     def add_absent(
         self, shapes: Mapping[str, torch.Size], dtype: torch.dtype, device: torch.device
@@ -121,6 +151,22 @@ class AbsentParameters(nn.Module):
         """Lists parameters that are not here, frozen, by their names."""
         for name, shape in shapes.items():
             self.register_parameter(name, absent_parameter(shape, dtype, device))
+        self._absent_names = tuple(shapes)
+
+    def require_absent(self) -> None:
+        """Refuses other weights in the place of those that are in files, which would not be used.
+
+        Raises:
+            UnsupportedUseError: somebody put some there.
+        """
+        for name in self._absent_names:
+            if not isinstance(self._parameters.get(name), AbsentTensor):
+                refuse_content()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(self.__dict__.get("_parameters", {}).get(name), AbsentTensor):
+            refuse_content()
+        super().__setattr__(name, value)
 
     @contextlib.contextmanager
     def _without_absent(self) -> Iterator[Mapping[str, Tensor]]:

@@ -7,7 +7,7 @@ comes to.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -17,10 +17,14 @@ from torch import Tensor
 
 from moe_runtime.errors import UnsupportedUseError
 from moe_runtime.inference.cpu.attention import ATTENTION
-from moe_runtime.inference.hugging_face.absent import AbsentTensor, refuse_copy, require_unchanged
+from moe_runtime.inference.hugging_face.absent import (
+    AbsentTensor,
+    convert_as_a_whole,
+    refuse_copy,
+)
 from moe_runtime.inference.hugging_face.saving import SaveOptions, save_around_experts
 from moe_runtime.inference.steps import Steps
-from moe_runtime.inference.token_limit import limit_batching
+from moe_runtime.inference.token_limit import limit_batching, limit_generation
 from moe_runtime.memory.source import FileVersion
 
 if TYPE_CHECKING:
@@ -47,9 +51,11 @@ def as_loaded_model(
     """
     kind = type(model)
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    model.__class__ = type(kind.__name__, (LoadedModel, kind), names)
+    ours = GeneratingModel if model.can_generate() else LoadedModel
+    model.__class__ = type(kind.__name__, (ours, kind), names)
     cast(Any, model).checkpoint_folder = folder
     vars(model).update(_steps=steps, _max_tokens=max_tokens, _expert_files=versions)
+    convert_as_a_whole(model)
     model.register_forward_pre_hook(_require_something_to_train, with_kwargs=True)
 
 
@@ -68,6 +74,10 @@ class LoadedModel:
     _steps: Steps
     _max_tokens: int
     _expert_files: set[FileVersion]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers: a model with its experts in memory."""
+        return cls._own_class()(*args, **kwargs)
 
     @_beside_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -130,8 +140,11 @@ class LoadedModel:
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """As in transformers: a model with its experts in memory."""
-        own: Any = cls.__mro__[cls.__mro__.index(LoadedModel) + 1]
-        return own.from_pretrained(*args, **kwargs)
+        return cls._own_class().from_pretrained(*args, **kwargs)
+
+    @classmethod
+    def _own_class(cls) -> Any:
+        return cls.__mro__[cls.__mro__.index(LoadedModel) + 1]
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -190,13 +203,6 @@ class LoadedModel:
                 model.set_attn_implementation(ATTENTION)
         return manager
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Conversions of all parameters, which must leave those of experts as they are."""
-        for _, parameter in cast(Any, self).named_parameters():
-            if isinstance(parameter, AbsentTensor):
-                require_unchanged(parameter, fn)
-        return cast(Any, super())._apply(fn, recurse)
-
     def _require_own_experts(self, state: Mapping[str, Any]) -> None:
         own = {n for n, t in cast(Any, self).state_dict().items() if isinstance(t, AbsentTensor)}
         given = [n for n in state if n in own and not isinstance(state[n], AbsentTensor)]
@@ -211,6 +217,22 @@ class LoadedModel:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_copy()
+
+
+class GeneratingModel(LoadedModel):
+    """A loaded model of a class that generates text."""
+
+    def generate(
+        self, inputs: Any = None, generation_config: Any = None, *rest: Any, **options: Any
+    ) -> Any:
+        """As in transformers, within the tokens that memory was set aside for.
+
+        Raises:
+            CapacityError: what is asked for needs room for more.
+        """
+        limit_generation(inputs, generation_config, options, self._max_tokens)
+        generate = cast(Any, super()).generate
+        return generate(inputs, generation_config, *rest, **options)
 
 
 def _require_something_to_train(model: Any, args: Any, kwargs: Mapping[str, Any]) -> None:

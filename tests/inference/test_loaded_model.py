@@ -1,0 +1,71 @@
+"""What a loaded model refuses or does as a Python object: conversions, assignments, its end."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import moe_runtime
+from moe_runtime.models.pocket import pocket_path
+
+PROMPT = torch.arange(8)[None]
+
+
+def load() -> Any:
+    return moe_runtime.load(pocket_path(), device="cpu")
+
+
+@pytest.mark.parametrize("part", ["", "model", "model.layers", "model.layers.1"])
+def test_a_refused_conversion_of_a_part_converts_nothing(part: str) -> None:
+    model = load()
+    with model.moe, torch.no_grad():
+        expected = model(PROMPT).logits
+        with pytest.raises(moe_runtime.UnsupportedUseError, match="give dtype and device"):
+            model.get_submodule(part).half()
+        assert len({parameter.dtype for parameter in model.parameters()}) == 1
+        assert torch.equal(model(PROMPT).logits, expected)
+
+
+def test_weights_in_the_place_of_experts_are_refused() -> None:
+    model = load()
+    with model.moe, torch.no_grad():
+        expected = model(PROMPT).logits
+        experts = model.model.layers[0].mlp.experts
+        zeros = torch.zeros(experts.gate_up_proj.shape)
+        with pytest.raises(moe_runtime.UnsupportedUseError, match="cannot be read, changed"):
+            experts.gate_up_proj = nn.Parameter(zeros)
+        other = {"model.layers.0.mlp.experts.gate_up_proj": zeros}
+        with pytest.raises(moe_runtime.UnsupportedUseError, match="cannot be read, changed"):
+            torch.func.functional_call(model, other, PROMPT)
+        # its own description is no other weight
+        same = torch.func.functional_call(model, model.state_dict(), PROMPT, tie_weights=False)
+        assert torch.equal(same.logits, expected)
+        assert torch.equal(model(PROMPT).logits, expected)
+
+
+def test_its_class_makes_models_in_memory() -> None:
+    model = load()
+    with model.moe:
+        for made in (type(model)(model.config), type(model)._from_config(model.config)):
+            assert isinstance(model, type(made))
+            assert not hasattr(made, "moe")
+            assert made(PROMPT).logits.shape == (1, 8, model.config.vocab_size)
+
+
+def test_it_is_freed_when_it_is_let_go() -> None:
+    model = load()
+    with model.moe, torch.no_grad():
+        model(PROMPT)
+    gc.collect()
+    gc.disable()
+    try:
+        alive = weakref.ref(model)
+        del model
+        assert alive() is None
+    finally:
+        gc.enable()
