@@ -4,6 +4,8 @@ A read is cut into blocks so that several threads share it and a demand overtake
 between two blocks instead of waiting for a whole expert.
 """
 
+from __future__ import annotations
+
 import heapq
 import itertools
 import threading
@@ -111,10 +113,9 @@ class ReadQueue:
         with self._changed:
             if self._closed:
                 raise MoERuntimeError(CLOSED)
-            self._works[read] = _Work(deque(blocks), len(blocks), len(blocks))
-            self._push(read, len(blocks))
-        if not blocks:
-            self._finish(read)
+            waiting = deque(blocks or [_move_nothing])
+            self._works[read] = _Work(waiting, len(waiting), len(waiting))
+            self._push(read, len(waiting))
 
     def promote(self, read: Read) -> None:
         """Serves what is left of a read-ahead as a demand from now on."""
@@ -159,8 +160,8 @@ class ReadQueue:
         for thread in self._threads:
             thread.join()
         for read in list(self._works):
-            self._works.pop(read)
             read.refuse()
+            self._works.pop(read)
 
     def _push(self, read: Read, num_blocks: int) -> None:
         for _ in range(num_blocks):
@@ -174,13 +175,22 @@ class ReadQueue:
             self._push(read, len(work.blocks))
 
     def _serve(self) -> None:
+        hands, reported = _Hands(), _Reported()
         while not self._closed:
-            with _Reported():
-                found = self._next_block()
-                if found is not None:
-                    self._move(*found)
+            with reported:
+                if hands.found is None:
+                    self._take(hands)
+                if hands.found is not None:
+                    self._move(hands, *hands.found)
+            with reported:
+                self._tell(hands, reported)
+            if reported.has_struck:
+                reported.has_struck = False
+                with reported:
+                    self._changed.let_go()
 
-    def _next_block(self) -> tuple[Read, _Work, Block] | None:
+    def _take(self, hands: _Hands) -> None:
+        """Takes the next block, or waits for one; not for long if there is an end to tell of."""
         with self._changed:
             while not self._closed:
                 while self._tickets:
@@ -188,32 +198,53 @@ class ReadQueue:
                     # A promoted read has tickets twice; the second ones find nothing to do.
                     work = self._works.get(read)
                     if work is not None and work.blocks:
-                        return read, work, work.blocks.popleft()
+                        hands.found = read, work, work.blocks.popleft()
+                        return
                 self._changed.wait()
-        return None
+                if hands.untold:
+                    return
 
-    def _move(self, read: Read, work: _Work, block: Block) -> None:
-        moved, attempt = 0, _Attempt()
+    def _move(self, hands: _Hands, read: Read, work: _Work, block: Block) -> None:
+        attempt = _Attempt()
         with attempt:
-            moved = block()
+            attempt.moved = block()
         with self._changed:
-            read.num_bytes += moved
-            read.error = read.error or attempt.error
-            work.unfinished -= 1
-            done = work.unfinished == 0
-        if done:
-            self._finish(read)
+            moved, error = read.num_bytes + attempt.moved, read.error or attempt.error
+            left = work.unfinished - 1
+            untold = hands.untold if left else (*hands.untold, read)
+            after = moved, error, left, None, untold
+            # all or nothing of one line
+            read.num_bytes, read.error, work.unfinished, hands.found, hands.untold = after
 
-    def _finish(self, read: Read) -> None:
-        try:
-            read.end()
-        finally:
-            self._works.pop(read, None)
+    def _tell(self, hands: _Hands, reported: _Reported) -> None:
+        """Tells of the ends that a thread knows of; what an exception prevents is for next time."""
+        for read in hands.untold:
+            with reported:
+                read.end()
+                self._works.pop(read, None)
+                hands.untold = tuple(other for other in hands.untold if other is not read)
+
+
+def _move_nothing() -> int:
+    return 0
+
+
+class _Hands:
+    """What a reading thread has begun: an exception on any line must not lose it.
+
+    Attributes:
+        found: the block that it moves; once more if an exception struck outside of the block.
+        untold: reads of which it moved the last block, until who submitted them was told.
+    """
+
+    found: tuple[Read, _Work, Block] | None = None
+    untold: tuple[Read, ...] = ()
 
 
 class _Attempt:
     """Keeps whatever a block raises: it is the error of a read, not the end of a thread."""
 
+    moved = 0
     error: MoERuntimeError | None = None
 
     def __enter__(self) -> None:
@@ -239,6 +270,8 @@ class _Attempt:
 class _Reported:
     """Reports what is raised as the end of a thread would, but lets the thread go on."""
 
+    has_struck = False
+
     def __enter__(self) -> None:
         pass
 
@@ -249,6 +282,7 @@ class _Reported:
         trace: TracebackType | None,
     ) -> bool:
         if kind is not None:
+            self.has_struck = True
             thread = threading.current_thread()
             threading.excepthook(threading.ExceptHookArgs((kind, error, trace, thread)))
         return True

@@ -2,13 +2,18 @@
 
 import os
 import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
+from injection import Site
 
 from moe_runtime.errors import CheckpointError, MoERuntimeError
 from moe_runtime.kernels.native import native_library
-from moe_runtime.memory.io_queue import Priority, Read, ReadQueue
+from moe_runtime.memory import changes
+from moe_runtime.memory.io_queue import Priority, Read, ReadQueue, _Attempt
 from moe_runtime.memory.native_io_queue import NativeReadQueue, pack_blocks
 
 PATIENCE_S = 60  # a test that fails waits so long; one that passes never does
@@ -27,6 +32,10 @@ class Ends:
     def _end(self, read: Read) -> None:
         self.ended.append(read)
         self._told.set()
+
+    def wait_for(self, number: int) -> None:
+        while len(self.ended) < number:
+            self.wait()
 
     def wait(self) -> Read:
         assert self._told.wait(PATIENCE_S), "the read never ended"
@@ -67,16 +76,70 @@ def test_an_error_of_the_runtime_stays_what_it_is() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_outlives_an_error_of_who_is_told() -> None:
-    queue, ends = ReadQueue(1), Ends()
+def test_an_end_that_could_not_be_told_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "PATIENCE_S", 0.001)
+    queue, ends, told = ReadQueue(1), Ends(), threading.Event()
+    read = Read(Priority.DEMAND, lambda _: told.set() if ends.ended else fail())
 
-    def fail(_: Read) -> None:
+    def fail() -> None:
         raise RuntimeError("as asked")
 
-    queue.submit([lambda: 1], Read(Priority.DEMAND, fail))
-    queue.submit([lambda: 1], ends.read())
+    queue.submit([lambda: 1], read)
+    queue.submit([lambda: 1], ends.read())  # the only thread goes on meanwhile
     assert ends.wait().error is None
+    assert told.wait(PATIENCE_S)
     queue.close()
+    assert (read.error, read.num_bytes) == (None, 1)
+    assert not queue.is_under_way(read)
+
+
+def _lines(function: Callable[..., Any]) -> list[Site]:
+    code = function.__code__
+    lines = {line for *_, line in code.co_lines() if line and line != code.co_firstlineno}
+    return [Site(code, line) for line in sorted(lines)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(
+    "site",
+    [
+        site
+        for function in (*vars(ReadQueue).values(), *vars(Read).values(), *vars(_Attempt).values())
+        if getattr(function, "__name__", "") in ("_take", "_move", "_tell", "end", "__exit__")
+        for site in _lines(function)
+    ],
+    ids=str,
+)
+def test_a_read_ends_whatever_line_of_a_reading_thread_is_struck(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(changes, "PATIENCE_S", 0.001)
+    is_armed = False
+
+    def strike(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal is_armed
+        if is_armed and event == "line" and frame.f_lineno == site.line:
+            is_armed = False
+            raise MemoryError("as asked")
+        return strike
+
+    threading.settrace(lambda frame, *_: strike if frame.f_code is site.code else None)
+    try:
+        queue = ReadQueue(1)
+    finally:
+        threading.settrace(None)  # type: ignore[arg-type]
+    ends = Ends()
+    is_armed = True
+    reads = [ends.read() for _ in range(3)]
+    for read in reads:
+        queue.submit([lambda: 3, lambda: 4], read)
+    ends.wait_for(len(reads))
+    while any(map(queue.is_under_way, reads)):
+        assert all(thread.is_alive() for thread in queue._threads)
+    queue.close()
+    assert set(ends.ended) == set(reads)
+    for read in reads:  # what strikes a block is the error of its read
+        assert read.num_bytes == 7 if read.error is None else "MemoryError" in str(read.error)
 
 
 def test_a_read_of_nothing_ends_too() -> None:

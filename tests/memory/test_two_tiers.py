@@ -9,7 +9,7 @@ import torch
 from slow_reader import SlowReader
 
 from moe_runtime.errors import MoERuntimeError
-from moe_runtime.memory.io_queue import Priority
+from moe_runtime.memory.io_queue import Priority, Read
 from moe_runtime.memory.prefetch_slots import Guesses
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.memory.slab import Slab
@@ -163,3 +163,19 @@ def test_a_read_ahead_whose_copy_fails_is_not_kept(tiers: Tiers) -> None:
     tiers.device.read_ahead([K(0, 0)])
     until(lambda: not any(fetcher.is_under_way(e.read) for e in tiers.device._entries.values()))
     assert not fetcher._copies
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_lack_of_memory_as_a_copy_ends_loses_no_read(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrive, failures = tiers.device._arrive, [MemoryError("as asked")]
+
+    def fail_once(key: ExpertKey, read: Read) -> None:
+        if failures:
+            raise failures.pop()
+        arrive(key, read)
+
+    monkeypatch.setattr(tiers.device, "_arrive", fail_once)
+    tiers.use_now(K(0, 0))
+    assert not failures
