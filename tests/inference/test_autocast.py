@@ -84,6 +84,28 @@ def check_autocast(family: Family, folder: Path) -> None:
     ours.moe.close()
 
 
+@pytest.mark.parametrize("name", FEW[:1])
+@pytest.mark.parametrize("kept", DTYPES)
+def test_autocast_of_a_model_in_half_precision(
+    kept: torch.dtype, name: str, tmp_path: Path
+) -> None:
+    """Every pair of the two dtypes: what the weights have, and what autocast computes in."""
+    family = FAMILIES[name]
+    exact, wide = models_of(family, tmp_path)
+    wide.moe.close()
+    theirs = tiny_checkpoints.model_class_of(family).from_pretrained(tmp_path, dtype=kept).eval()
+    ours = moe_runtime.load(tmp_path, device="cpu", dtype=str(kept).removeprefix("torch."))
+    truth = tiny_checkpoints.prompt_and_step_logits(exact, family)
+    for dtype in DTYPES:
+        with torch.autocast("cpu", dtype=dtype):
+            theirs_are = tiny_checkpoints.prompt_and_step_logits(theirs, family)
+            ours_are = tiny_checkpoints.prompt_and_step_logits(ours, family)
+        for expected, found, logits in zip(theirs_are, ours_are, truth, strict=True):
+            assert found.dtype == expected.dtype
+            assert distance(found, logits) < 2 * distance(expected, logits)
+    ours.moe.close()
+
+
 @pytest.mark.parametrize("under", [(True, False), (False, True), (True, False, True)])
 @torch.no_grad()
 def test_a_cache_goes_from_steps_under_autocast_to_steps_without(
