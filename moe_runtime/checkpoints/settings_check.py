@@ -23,7 +23,7 @@ _SMALLEST = {
     **dict.fromkeys(("hidden_size", "num_attention_heads", "vocab_size"), 1),
     # A family's dense members have none of these.
     **dict.fromkeys((*_EXPERTS, "intermediate_size", "moe_intermediate_size"), 0),
-    **dict.fromkeys(("num_key_value_heads", "head_dim"), 1),
+    **dict.fromkeys(("num_key_value_heads", "head_dim", "sliding_window"), 1),
 }
 """Sizes of a model and the least that each can be; one for each layer is a list of them."""
 
@@ -53,7 +53,11 @@ def check_config(values: dict[str, Any], file: Path) -> None:
     Raises:
         CheckpointError: names the key, what was expected and what came.
     """
+    if not isinstance(values.get("model_type", ""), str):
+        _refuse(file, "model_type", "the name of an architecture", values["model_type"])
     for part in _parts(values):
+        if part.get("return_dict") is False:
+            _refuse(file, "return_dict", "true, which transformers' models rely on", False)
         for name, smallest in _SMALLEST.items():
             value = part.get(name)
             for size in value if isinstance(value, list) else [value]:

@@ -33,8 +33,8 @@ class StrictCommand(TyperCommand):
             takes_many = getattr(option, "multiple", True) or getattr(option, "is_flag", False)
             if times > 1 and option.param_type_name == "option" and not takes_many:
                 raise typer.BadParameter(
-                    f"expected once, got {times} times; where several values are meant, "
-                    "separate them by commas",
+                    f"expected once, got {times} times; give it once, with commas between values "
+                    "where it takes several",
                     param_hint=option.opts[0],
                 )
         rest = super().parse_args(ctx, args)

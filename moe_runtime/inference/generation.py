@@ -34,8 +34,8 @@ class GenerationResult:
         ttft_s: seconds from the call to the first new token: tokenisation and prefill. None when
             there was none.
         decode_tokens_per_s: rate of the tokens after the first; None with fewer than two tokens.
-        finish_reason: ``"stop"`` at an end-of-text token, ``"length"`` at ``max_new_tokens``,
-            ``"interrupted"`` by the user.
+        finish_reason: ``"stop"`` at an end-of-text token or one of the checkpoint's
+            ``stop_strings``, ``"length"`` at ``max_new_tokens``, ``"interrupted"`` by the user.
     """
 
     text: str
@@ -109,13 +109,16 @@ def generate_text(
                 max_new_tokens=max_new_tokens,
                 num_beams=1,
                 streamer=stream,
+                tokenizer=tokenizer,
                 **options,
             )
     except KeyboardInterrupt:
         stream.end()
         result = stream.result(num_prompt_tokens, started, "interrupted")
         raise GenerationInterrupted(result) from None
-    stopped = bool(stream.token_ids) and stream.token_ids[-1] in end_token_ids(model)
+    ids = stream.token_ids
+    is_cut = len(ids) < max_new_tokens and model.generation_config.stop_strings is not None
+    stopped = is_cut or (bool(ids) and ids[-1] in end_token_ids(model))
     return stream.result(num_prompt_tokens, started, "stop" if stopped else "length")
 
 
@@ -213,8 +216,9 @@ def check_length(config: Any, num_prompt_tokens: int, max_new_tokens: int) -> No
     limit = getattr(text_config, "max_position_embeddings", None)
     if isinstance(limit, int) and num_prompt_tokens + max_new_tokens > limit:
         raise ValueError(
-            f"the prompt has {num_prompt_tokens} tokens and {max_new_tokens} new ones are asked "
-            f"for, but the model knows {limit} positions; shorten the prompt or ask for fewer"
+            f"the prompt has {num_prompt_tokens} token{'s'[num_prompt_tokens == 1 :]} and "
+            f"{max_new_tokens} new ones are asked for, but the model knows {limit} positions; "
+            "shorten the prompt or ask for fewer"
         )
 
 

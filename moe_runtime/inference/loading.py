@@ -102,7 +102,8 @@ def load(
         host_memory: what the runtime may allocate of the host's memory, dense weights, KV cache
             and activations included: bytes, ``"7GiB"``, a share such as ``0.25``, or ``"auto"`` for
             most of what the machine or the process's control group has free. What a call returns
-            is the caller's: logits of all tokens where ``logits_to_keep`` does not say fewer.
+            is the caller's: logits of all tokens where ``logits_to_keep`` does not say fewer, and
+            what a backward pass needs, activations and gradients.
         device_memory: the same for the memory of a GPU; unused on a CPU.
         policy: the eviction policy, by name; ``"auto"`` replays what was kept of the model's latest
             routing, if anything was, takes the policy that misses least, and keeps the routing of
@@ -368,7 +369,6 @@ def _open_stores(
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[torch.Tensor] | None]:
     """The store that experts are computed from and, for a device, the one below it."""
     new: Any = ExpertStore if timeline is None else partial(TimedStore, timeline=timeline)
-
     bind = bind_slots(experts)
     host = plans["host"]
     if "device" not in plans:

@@ -223,8 +223,8 @@ def test_an_option_that_takes_one_value_is_not_given_twice(
     assert main(["replay", trace, "--policy", "lru", "--policy", "sieve"]) == 2
     err = capsys.readouterr().err
     assert err.splitlines() == [
-        "moe-runtime: error: Invalid value for --policy: expected once, got 2 times; where several "
-        "values are meant, separate them by commas"
+        "moe-runtime: error: Invalid value for --policy: expected once, got 2 times; give it once, "
+        "with commas between values where it takes several"
     ]
     many = ["--set", "run.steps=1", "--set", "run.steps=2", "--dry-run", "--dry-run"]
     assert main(["train", trace, *many]) == 2

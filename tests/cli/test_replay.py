@@ -198,3 +198,14 @@ def test_replaying_needs_no_torch(trace):
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(("top_k", "expected"), [(2, {0.25, 0.5}), (5, {0.625})])
+def test_without_capacities_those_with_room_for_a_token_are_replayed(
+    tmp_path, capsys, top_k, expected
+):
+    shape, path = Shape(num_layers=2, num_experts=8, top_k=top_k), tmp_path / "t.npz"
+    write_trace(path, trace_of(make_routes(shape, num_sequences=2, length=10)))
+    assert main(["replay", str(path), "--json"]) == 0
+    assert {row["capacity"] for row in json.loads(capsys.readouterr().out)["rows"]} == expected
+    assert main(["replay", str(path), "--capacity", "12.5%"]) == 2

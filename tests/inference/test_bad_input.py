@@ -348,3 +348,13 @@ def test_a_read_that_fails_while_generating_ends_cleanly(checkpoint, monkeypatch
         monkeypatch.undo()
         model.generate(prompt, max_new_tokens=3, do_sample=False)  # nothing is lost
         model.moe.check()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("sliding_window", -1), ("return_dict", False), ("model_type", 5)]
+)
+def test_settings_that_no_model_computes_with(checkpoint, name, value):
+    change_config(checkpoint, **{name: value})
+    message = refused(checkpoint)
+    assert f"expected {name} to be" in message
+    assert len(message) < 300

@@ -11,6 +11,7 @@ from text_checkpoint import MAX_POSITIONS, tiny_text_model, tiny_tokenizer
 
 from moe_runtime.inference.generation import (
     GenerationInterrupted,
+    check_length,
     encode_prompt,
     generate_text,
 )
@@ -179,3 +180,24 @@ def test_chat_goes_through_the_template() -> None:
     )
     ids = encode_prompt(tokenizer, "hello", chat=True)["input_ids"]
     assert tokenizer.decode(ids[0]) == "[user]hello[assistant]"
+
+
+def test_a_stop_string_of_the_checkpoint_ends_the_text(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = by_hand(model, tokenizer, 30)
+    words = (tokenizer.decode([token]).strip() for token in ids)
+    stop = next(word for word in words if len(word) > 3 and word.isascii() and word.isalpha())
+    ends = (n for n in range(1, 31) if stop in tokenizer.decode(ids[:n]))
+    monkeypatch.setattr(model.generation_config, "stop_strings", [stop])
+    result = generate_text(model, tokenizer, PROMPT, max_new_tokens=30)
+    assert list(result.token_ids) == ids[: next(ends)]
+    assert result.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(("num_tokens", "words"), [(1, "1 token and"), (2, "2 tokens and")])
+def test_a_prompt_that_is_too_long_is_counted_in_english(num_tokens: int, words: str) -> None:
+    config = SimpleNamespace(max_position_embeddings=4)
+    config.get_text_config = lambda: config
+    with pytest.raises(ValueError, match=words):
+        check_length(config, num_tokens, 9)

@@ -40,7 +40,11 @@ Train = Annotated[
     typer.Option(help="Trace that predictors, static pinning and activation-aware learn from."),
 ]
 Capacity = Annotated[
-    str, typer.Option(help="Shares of the experts that fit, such as 12.5%,25%,50%.")
+    str | None,
+    typer.Option(
+        help="Shares of the experts that fit; when omitted, those of 12.5%,25%,50% that have room "
+        "for a token's experts."
+    ),
 ]
 Scope = Annotated[
     str, typer.Option(help="per-layer: a share for every layer; global: one pool for all.")
@@ -84,7 +88,7 @@ def replay(
     policy: Policies = "reuse",
     predictor: PredictorName = None,
     train: Train = None,
-    capacity: Capacity = "12.5%,25%,50%",
+    capacity: Capacity = None,
     scope: Scope = "per-layer",
     shares: Shares = "even",
     reset: Reset = False,
@@ -106,7 +110,7 @@ def replay(
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
-    from moe_runtime.lab.replay.experiment import Experiment, run_experiment
+    from moe_runtime.lab.replay.experiment import Experiment, run_experiment, usual_capacities
     from moe_runtime.lab.traces.predictor_file import read_predictor
     from moe_runtime.lab.traces.readers import read_any_trace
     from moe_runtime.lab.traces.routes import routes_of
@@ -144,7 +148,11 @@ def replay(
                 )
         experiment = Experiment(
             policies=names,
-            capacities=parse_shares(capacity),
+            capacities=(
+                usual_capacities(recorded.signature, scope)
+                if capacity is None
+                else parse_shares(capacity)
+            ),
             scope=scope,
             adaptive=shares == "adaptive",
             reset_per_sequence=reset,

@@ -186,8 +186,9 @@ def _room_for(
     needed = num_prompt_tokens + num_new_tokens
     if max_tokens is not None and max_tokens < needed:
         raise ValueError(
-            f"--max-tokens {max_tokens} is too small: the prompt has {num_prompt_tokens} tokens "
-            f"and {num_new_tokens} new ones are asked for, together {needed}"
+            f"--max-tokens {max_tokens} is too small: the prompt has "
+            f"{num_prompt_tokens} token{'s'[num_prompt_tokens == 1 :]} and {num_new_tokens} new "
+            f"ones are asked for, together {needed}"
         )
     return max_tokens or needed
 

@@ -26,7 +26,7 @@ from moe_runtime.policies.prediction import (
     make_estimator,
 )
 from moe_runtime.policies.prediction.base import Routes
-from moe_runtime.types import ExpertKey
+from moe_runtime.types import ExpertKey, ModelSignature
 
 ALWAYS = ("random", "lru", "belady", "belady-bypass")
 """Policies that stand beside every other one."""
@@ -132,6 +132,21 @@ class Row:
     loaded_bytes: int | None = None
 
 
+def usual_capacities(signature: ModelSignature, scope: str) -> list[float]:
+    """An eighth, a quarter and a half of all experts, as far as a token's experts fit.
+
+    Of a model where none of them is enough, the least share that is.
+    """
+    total, least = signature.num_layers * signature.num_experts, _least_slots(signature, scope)
+    fitting = [share for share in (0.125, 0.25, 0.5) if round(share * total) >= least]
+    return fitting or [least / total]
+
+
+def _least_slots(signature: ModelSignature, scope: str) -> int:
+    """Slots without which a token's experts do not fit."""
+    return signature.top_k * (signature.num_layers if scope == "per-layer" else 1)
+
+
 def run_experiment(
     workload: Workload,
     experiment: Experiment,
@@ -156,7 +171,7 @@ def run_experiment(
     experiment = _with_predictor(workload, experiment, on_progress)
     for capacity in experiment.capacities:
         num_slots = round(capacity * total)
-        least = signature.top_k * (signature.num_layers if experiment.scope == "per-layer" else 1)
+        least = _least_slots(signature, experiment.scope)
         if num_slots < least:
             raise ValueError(
                 f"a capacity of {capacity:.3g} is {num_slots} of {total} experts; a token needs "
