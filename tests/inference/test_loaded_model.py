@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize as parametrizations
+from torch.nn.utils import prune as pruning
 
 import moe_runtime
 from moe_runtime.models.pocket import pocket_path
@@ -69,3 +71,43 @@ def test_it_is_freed_when_it_is_let_go() -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+class Zero(nn.Module):
+    """A parametrization: whatever the weight is, zeros are computed with."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 0
+
+
+def parametrize(attention: Any) -> None:
+    parametrizations.register_parametrization(attention.q_proj, "weight", Zero())
+
+
+def prune(attention: Any) -> None:
+    pruning.l1_unstructured(attention.q_proj, "weight", attention.q_proj.weight.numel())
+
+
+def zero_queries(attention: Any) -> None:
+    attention.q_proj.weight.zero_()
+
+
+@pytest.mark.parametrize("change", [parametrize, prune])
+def test_a_change_of_an_attention_layer_counts_in_prompts_and_steps(change: Any) -> None:
+    """The bits are those of weights of zeros: products with them are exact in every order."""
+
+    def logits(change: Any) -> list[torch.Tensor]:
+        model: Any = moe_runtime.load(pocket_path(), device="cpu", dtype="float32")
+        with model.moe, torch.no_grad():
+            # the fast ways are found and used before the change
+            cache = model(PROMPT).past_key_values
+            model(PROMPT[:, :1], past_key_values=cache)
+            change(model.model.layers[0].self_attn)
+            out = model(PROMPT)
+            step = model(PROMPT[:, :1], past_key_values=out.past_key_values)
+            return [out.logits, step.logits]
+
+    expected, unchanged = logits(zero_queries), logits(lambda _: None)
+    for ours, theirs, other in zip(logits(change), expected, unchanged, strict=True):
+        assert torch.equal(ours, theirs)
+        assert not torch.equal(theirs, other)

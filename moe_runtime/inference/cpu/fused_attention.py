@@ -314,7 +314,9 @@ def _most_sequences(weights: AttentionWeights | None) -> int:
 
 def _is_observed(part: torch.nn.Module) -> bool:
     """Whether somebody wants to see or to change what goes through a part of the layer."""
-    return bool(part._forward_hooks or part._forward_pre_hooks) or "forward" in vars(part)
+    # a part of a part is a parametrization
+    watchers = part._forward_hooks or part._forward_pre_hooks or part._modules
+    return bool(watchers) or "forward" in vars(part)
 
 
 def _cached(cache: Any, layer_index: int) -> Iterator[torch.Tensor]:

@@ -47,7 +47,10 @@ class SmallBatchLinear(torch.nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Applies the layer: ``[..., in_features]`` to ``[..., out_features]``."""
         # past the module's own lookup of attributes, which takes longer than all that follows
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        parameters = self._parameters
+        if "weight" not in parameters or "bias" not in parameters:
+            return super().forward(input)  # parametrized or pruned: computed for every call
+        weight, bias = parameters["weight"], parameters["bias"]
         assert weight is not None
         bound = self._bound
         if bound is None or not bound.fits(weight):
