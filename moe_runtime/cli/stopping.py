@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 _TERMINATING = (signal.SIGTERM, signal.SIGHUP)
+_FINISHING = "finishing outputs; Ctrl-C once more leaves them unfinished, as NAME.part"
 
 
 class StopRequest:
@@ -69,9 +70,9 @@ def stop_on_signals(message: str) -> Iterator[StopRequest]:
 def terminable() -> Iterator[StopRequest]:
     """Within the block SIGTERM and SIGHUP end the work as Ctrl-C does: outputs are finished.
 
-    Once one came, more of them change nothing: what ends already shall not be cut off. Ctrl-C is
-    noted and raises ``KeyboardInterrupt`` every time. A signal that is ignored, or that somebody
-    handles, is left alone.
+    Once one came, more of them change nothing: what ends already shall not be cut off. Nor does the
+    next Ctrl-C, which says what goes on; those after it raise ``KeyboardInterrupt`` again. A signal
+    that is ignored, or that somebody handles, is left alone.
     """
     request = StopRequest()
     before: dict[signal.Signals, Any] = {}
@@ -80,11 +81,18 @@ def terminable() -> Iterator[StopRequest]:
         defaults = (signal.SIG_DFL, signal.default_int_handler)
         before = {number: old for number, old in found.items() if old in defaults}
 
+    has_warned = False
+
     def interrupt(number: int, frame: FrameType | None) -> None:
-        request.signal_number = number
+        nonlocal has_warned
+        is_ending, request.signal_number = request.is_set, number
         if number != signal.SIGINT:
             for one in before.keys() & _TERMINATING:
                 signal.signal(one, signal.SIG_IGN)
+        if is_ending and not has_warned:
+            has_warned = True
+            print(_FINISHING, file=sys.stderr, flush=True)
+            return
         raise KeyboardInterrupt
 
     for number in before:

@@ -62,3 +62,19 @@ def test_a_third_termination_does_not_cut_the_clean_up_off() -> None:
             signal.raise_signal(signal.SIGTERM)
         assert stop.exit_code == 143
         signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_interrupt_lets_outputs_be_finished_and_a_third_does_not(
+    first: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done: list[str] = []
+    with terminable():
+        with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as outputs:
+            outputs.callback(done.append, "outputs")
+            outputs.callback(signal.raise_signal, signal.SIGINT)
+            signal.raise_signal(first)
+        assert done == ["outputs"]
+        assert capsys.readouterr().err.startswith("finishing outputs; Ctrl-C once more")
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
