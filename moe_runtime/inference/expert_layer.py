@@ -93,6 +93,12 @@ class OffloadedExperts(AbsentParameters):
         # not registered: its remaining submodules are ours, and its class would be initialised anew
         self.__dict__["replaced"] = original
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "act_fn" and "replaced" in self.__dict__:
+            self.__dict__["replaced"].act_fn = value
+            self._activation = _activation(self.__dict__["replaced"])
+
     def list_parameters(self, dtype: torch.dtype, device: torch.device) -> None:
         """Lists the experts' parameters under transformers' names, once all others are loaded."""
         self.add_absent(self._shapes, dtype, device)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_checkpoints
 import torch
+from moe_families import Family
 from torch import nn
 from torch.nn.utils import parametrize as parametrizations
 from torch.nn.utils import prune as pruning
@@ -111,3 +114,35 @@ def test_a_change_of_an_attention_layer_counts_in_prompts_and_steps(change: Any)
     for ours, theirs, other in zip(logits(change), expected, unchanged, strict=True):
         assert torch.equal(ours, theirs)
         assert not torch.equal(theirs, other)
+
+
+def _smaller_norm(model: Any) -> None:
+    model.model.layers[1].input_layernorm.variance_epsilon = 0.5
+
+
+def _other_activation(model: Any) -> None:
+    model.model.layers[0].mlp.experts.act_fn = nn.ReLU()
+
+
+def _parametrized_norm(model: Any) -> None:
+    norm = model.model.layers[1].input_layernorm
+    parametrizations.register_parametrization(norm, "weight", nn.Tanh())
+
+
+@pytest.mark.parametrize("change", [_smaller_norm, _other_activation, _parametrized_norm])
+def test_a_change_of_a_replaced_layer_counts(tmp_path: Path, change: Any) -> None:
+    """Layers that a faster one stands for are changed as transformers' own are."""
+    family = Family("qwen3_moe", "Qwen3MoeForCausalLM")
+    reference = tiny_checkpoints.tiny_model(family)
+    folder = tiny_checkpoints.save(reference, tmp_path, sharded=False)
+    model = moe_runtime.load(folder, device="cpu", host_memory="1GiB")
+    prompt = torch.tensor([[5, 7, 11]])
+    with model.moe, torch.no_grad():
+        before = reference(prompt).logits
+        model(prompt)
+        change(reference)
+        change(model)
+        expected, found = reference(prompt).logits, model(prompt).logits
+    assert (expected - before).abs().max() > 1e-3
+    # fp32 on both sides, sums of a few hundred products in another order
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()

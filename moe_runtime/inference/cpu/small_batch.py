@@ -59,6 +59,10 @@ class SmallBatchLinear(torch.nn.Linear):
         return linear(input, weight, bias) if y is None else y
 
 
+_EPS_NAMES = ("variance_epsilon", "eps")
+"""What families call the number that keeps a norm from dividing by zero."""
+
+
 class SmallBatchRMSNorm(torch.nn.Module):
     """Root-mean-square normalisation in one operation when there are few rows.
 
@@ -76,8 +80,9 @@ class SmallBatchRMSNorm(torch.nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalises ``[..., D]`` along its last dimension."""
-        weight = self._parameters["weight"]
-        assert weight is not None
+        weight = self._parameters.get("weight")
+        if weight is None:  # parametrized: computed for every call
+            return rms_norm(hidden_states, self.weight, self.eps)
         bound = self._bound
         if bound is None or not bound.fits(weight):
             bound = self._bound = BoundRMSNorm(weight, self.eps)
@@ -89,6 +94,12 @@ class SmallBatchRMSNorm(torch.nn.Module):
         replaced = self.__dict__["replaced"]
         replaced._parameters["weight"] = weight
         return replaced(hidden_states)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _EPS_NAMES and "replaced" in self.__dict__:
+            setattr(self.__dict__["replaced"], name, value)
+            name, self._bound = "eps", None
+        super().__setattr__(name, value)
 
 
 class _SmallBatchWeight(torch.nn.Parameter):
