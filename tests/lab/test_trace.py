@@ -162,7 +162,7 @@ def test_numpy_alone_reads_the_documented_arrays(tmp_path: Path) -> None:
         assert json.loads(arrays["header"].tobytes())["version"] == 1
 
 
-def test_a_failed_write_leaves_nothing_behind(
+def test_a_failed_write_leaves_nothing_but_the_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full_disk(*_: object, **__: object) -> None:
@@ -173,7 +173,7 @@ def test_a_failed_write_leaves_nothing_behind(
     monkeypatch.setattr(np, "savez_compressed", full_disk)
     with pytest.raises(CheckpointError, match=r"trace\.npz.*No space left"):
         recorder.close()
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path) == ["trace.npz.part"]
 
 
 def test_an_unwritable_place_is_refused_before_recording(tmp_path: Path) -> None:
