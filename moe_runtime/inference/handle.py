@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from moe_runtime.inference.budget import MemoryPlan, peak_resident_bytes
+from moe_runtime.inference.hugging_face.absent import refuse_copy
 from moe_runtime.kernels.expert_ffn import ExpertWeights
 from moe_runtime.lab.replay.choice import Choice
 from moe_runtime.memory.residency import ExpertStore
@@ -150,6 +151,9 @@ class RuntimeHandle:
             if self._learning is not None:
                 stack.callback(self._learning.close)
             self._store.close()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        refuse_copy()
 
     def __enter__(self) -> RuntimeHandle:
         return self

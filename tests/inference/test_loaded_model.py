@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from pathlib import Path
 from typing import Any
@@ -146,3 +148,10 @@ def test_a_change_of_a_replaced_layer_counts(tmp_path: Path, change: Any) -> Non
     assert (expected - before).abs().max() > 1e-3
     # fp32 on both sides, sums of a few hundred products in another order
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_the_handle_of_a_model_is_not_copied(copied: Any) -> None:
+    model = load()
+    with model.moe, pytest.raises(moe_runtime.UnsupportedUseError, match="cannot be copied"):
+        copied(model.moe)
