@@ -23,8 +23,9 @@ _SMALLEST = {
     **dict.fromkeys(("hidden_size", "num_attention_heads", "vocab_size"), 1),
     # A family's dense members have none of these.
     **dict.fromkeys((*_EXPERTS, "intermediate_size", "moe_intermediate_size"), 0),
-    **dict.fromkeys(("num_key_value_heads", "sliding_window"), 1),
-    "head_dim": 0,  # latent attention without rotated dimensions has none
+    "num_key_value_heads": 1,
+    # Latent attention without rotated dimensions has none, and neither has attention to all.
+    **dict.fromkeys(("head_dim", "sliding_window"), 0),
 }
 """Sizes of a model and the least that each can be; one for each layer is a list of them."""
 
