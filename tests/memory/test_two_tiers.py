@@ -18,15 +18,12 @@ from moe_runtime.policies.eviction import LRU, LayerShares
 from moe_runtime.types import ExpertKey
 
 K = ExpertKey
-PATIENCE_S = 60  # a test that fails waits so long; one that passes never does
 AHEAD, DEMAND = Priority.READAHEAD, Priority.DEMAND
 
 
 def until(holds: Callable[[], bool]) -> None:
-    """Waits for what other threads do at once."""
-    end_s = time.monotonic() + PATIENCE_S
+    """Waits for what other threads do at once; pytest's own limit ends a test that waits on."""
     while not holds():
-        assert time.monotonic() < end_s, "it never came to that"
         time.sleep(0.001)
 
 
@@ -58,9 +55,7 @@ class Tiers:
     def use_now(self, *keys: ExpertKey, streaming: bool = False) -> None:
         """Uses experts while the disk answers at once."""
         thread = self.begin(*keys, streaming=streaming)
-        end_s = time.monotonic() + PATIENCE_S
         while thread.is_alive():
-            assert time.monotonic() < end_s, "it never ended"
             self.disk.finish_all()
             thread.join(0.001)
 
@@ -90,7 +85,7 @@ def test_a_demand_waits_for_no_read_ahead(tiers: Tiers) -> None:
     wanted = tiers.begin(K(0, 5))
     until(lambda: K(0, 5) in tiers.disk.waiting)
     tiers.disk.finish(K(0, 5))
-    wanted.join(PATIENCE_S)
+    wanted.join()
     assert not wanted.is_alive()
     assert all(key in tiers.disk.waiting for key in ahead)
 
@@ -118,7 +113,7 @@ def test_a_read_ahead_that_waits_for_a_thread_is_demanded_past_the_others() -> N
     until(lambda: K(1, 1) in tiers.disk.waiting)
     assert tiers.asked(K(1, 1)) == [DEMAND]
     tiers.disk.finish(K(1, 1))
-    wanted.join(PATIENCE_S)
+    wanted.join()
     assert not wanted.is_alive()
     assert K(1, 0) in tiers.disk.waiting
     tiers.close()
@@ -149,7 +144,7 @@ def test_reads_that_wait_when_the_tiers_close_end_with_an_error() -> None:
     waiting.start()
     until(lambda: len(tiers.disk.waiting) == 2)
     tiers.device.close()
-    waiting.join(PATIENCE_S)
+    waiting.join()
     assert not waiting.is_alive()
     assert errors == ["the model's experts were closed; load it again"]
     tiers.device.check()
