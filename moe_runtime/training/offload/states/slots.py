@@ -154,7 +154,9 @@ class RecordSlots:
             )
 
     def close(self) -> None:
-        """Ends the transfers."""
+        """Ends the transfers; what was expected is not read any more."""
+        with self._changed:
+            self._expected.clear()
         if self.disk is not None:
             self.disk.close()
 
@@ -253,11 +255,9 @@ class RecordSlots:
 
     def _arrive(self, entry: Entry, sections: Sections, read: Read) -> None:
         with self._changed:
-            self._failure = self._failure or read.error
             entry.arriving &= ~sections
             entry.transfers -= 1
-            self._read_ahead()
-            self._changed.notify_all()
+            self._end(read)
 
     def _write(
         self,
@@ -282,10 +282,17 @@ class RecordSlots:
         with self._changed:
             if version is not None:
                 version.is_written = read.error is None
-            self._failure = self._failure or read.error
             if entry is None:
                 expert.captures -= 1
             else:
                 entry.transfers -= 1
+            self._end(read)
+
+    def _end(self, transfer: Read) -> None:
+        """A transfer has ended: others may begin; what fails now fails whoever waits."""
+        self._failure = self._failure or transfer.error
+        try:
             self._read_ahead()
-            self._changed.notify_all()
+        except MoERuntimeError as error:
+            self._failure = self._failure or error
+        self._changed.notify_all()

@@ -1,0 +1,77 @@
+"""Slots of host memory: transfers that end while the slots close, or while the disk fails."""
+
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_runtime.errors import CheckpointError
+from moe_runtime.training.offload.states.disk import Disk
+from moe_runtime.training.offload.states.entries import Version
+from moe_runtime.training.offload.states.record_file import RecordFile
+from moe_runtime.training.offload.states.records import ExpertTensor, RecordLayout, Sections
+from moe_runtime.training.offload.states.slots import RecordSlots
+from moe_runtime.types import ExpertKey
+
+FIRST, *OTHERS = [ExpertKey(0, expert) for expert in range(4)]
+
+
+class Gate(RecordFile):
+    """Reads nothing until it is opened."""
+
+    begun, open = threading.Event(), threading.Event()
+
+    def fetch(self, offset: int, into: memoryview) -> int:
+        self.begun.set()
+        self.open.wait()
+        return super().fetch(offset, into)
+
+
+@pytest.fixture
+def slots(tmp_path: Path) -> RecordSlots:
+    """Four experts on the disk, slots for three, and a read of the first that waits at the gate."""
+    Gate.begun.clear()
+    Gate.open.clear()
+    layout = RecordLayout([ExpertTensor("w", (3, 5), decays=True)], torch.float32)
+    layouts = dict.fromkeys([FIRST, *OTHERS], layout)
+    disk = Disk(tmp_path, layouts, io_threads=1, open_file=partial(Gate, direct=False))
+    slots = RecordSlots(layouts, resident=[], ring_slots=3, disk=disk)
+    for expert in slots.experts.values():
+        expert.version = Version(disk.take(layout), 0, 0)
+    slots.expect((key, Sections.STATE) for key in [FIRST, *OTHERS])
+    Gate.begun.wait()
+    return slots
+
+
+def test_a_read_that_ends_while_closing_begins_no_other(slots: RecordSlots) -> None:
+    """What is expected next has no slot until the first read ends: then the threads are ending."""
+    slots.expect((key, Sections.STATE) for key in OTHERS)
+    assert slots.disk is not None
+    queue = slots.disk._queue
+    closing = threading.Thread(target=slots.close)
+    closing.start()
+    while not queue._closed:
+        closing.join(0.001)
+    Gate.open.set()
+    closing.join()
+    # pytest fails the test for an exception in the reading thread
+    slots.check()
+
+
+def test_a_read_ahead_that_cannot_begin_fails_whoever_waits(
+    slots: RecordSlots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots.expect((key, Sections.STATE) for key in OTHERS)
+
+    def refuse(*_: object) -> None:
+        raise CheckpointError("the disk is gone")
+
+    monkeypatch.setattr(slots.disk, "read", refuse)
+    Gate.open.set()
+    with pytest.raises(CheckpointError, match="the disk is gone"):
+        slots.acquire(OTHERS[0], Sections.STATE)
+    with pytest.raises(CheckpointError, match="the disk is gone"):
+        slots.wait_for_transfers()
+    slots.close()
