@@ -1,8 +1,11 @@
-"""The gate formula of `ActivationSpec` for Triton kernels, with its derivative, in fp32.
+"""The formula of an `ActivationSpec` for Triton kernels, with its derivative, in fp32.
 
-Every choice is a constexpr, so that a plain SwiGLU pays for none of the others. `tl.where` bounds
-values instead of `tl.minimum`, which would drop a NaN that torch passes on.
+The whole value is one constexpr, `ACTIVATION`, so that a plain SwiGLU pays for no other formula.
+`tl.where` bounds values instead of `tl.minimum`, which would drop a NaN that torch passes on.
 """
+
+# pyright: reportAttributeAccessIssue=false
+# Triton reads attributes of a constexpr from its value, which the type checker does not know of.
 
 from __future__ import annotations
 
@@ -32,33 +35,33 @@ def _within(x, bound):
 
 
 @triton.jit
-def activate(x, alpha, gate_softcap, FUNCTION: tl.constexpr, HAS_GATE_SOFTCAP: tl.constexpr):
+def activate(x, ACTIVATION: tl.constexpr):
     """`(function(x), its derivative)`; what is not used costs nothing."""
-    if FUNCTION == "silu":
-        sigmoid = tl.sigmoid(alpha * x)
+    if ACTIVATION.function == "silu":
+        sigmoid = tl.sigmoid(ACTIVATION.alpha * x)
         factor = x
         factor_grad = x * 0 + 1
-        if HAS_GATE_SOFTCAP:
-            capped = _tanh(x / gate_softcap)
-            factor = capped * gate_softcap
+        if ACTIVATION.gate_softcap != float("inf"):
+            capped = _tanh(x / ACTIVATION.gate_softcap)
+            factor = capped * ACTIVATION.gate_softcap
             factor_grad = 1 - capped * capped
         value = factor * sigmoid
-        grad = sigmoid * (factor_grad + factor * alpha * (1 - sigmoid))
-    elif FUNCTION == "gelu":
+        grad = sigmoid * (factor_grad + factor * ACTIVATION.alpha * (1 - sigmoid))
+    elif ACTIVATION.function == "gelu":
         normal = 0.5 * (1 + tl.erf(x * _SQRT_HALF))
         value = x * normal
         grad = normal + x * _INV_SQRT_TWO_PI * tl.exp(-0.5 * x * x)
-    elif FUNCTION == "gelu_tanh":
+    elif ACTIVATION.function == "gelu_tanh":
         inner = _GELU_TANH_SCALE * (x + _GELU_TANH_CUBIC * x * x * x)
         bend = _tanh(inner)
         value = 0.5 * x * (1 + bend)
         slope = _GELU_TANH_SCALE * (1 + 3 * _GELU_TANH_CUBIC * x * x)
         grad = 0.5 * (1 + bend) + 0.5 * x * (1 - bend * bend) * slope
-    elif FUNCTION == "relu":
+    elif ACTIVATION.function == "relu":
         value = tl.where(x < 0, 0.0, x)
         grad = tl.where(x > 0, 1.0, 0.0)
     else:
-        tl.static_assert(FUNCTION == "relu2")
+        tl.static_assert(ACTIVATION.function == "relu2")
         positive = tl.where(x < 0, 0.0, x)
         value = positive * positive
         grad = 2 * positive
@@ -69,28 +72,19 @@ def activate(x, alpha, gate_softcap, FUNCTION: tl.constexpr, HAS_GATE_SOFTCAP: t
 def gate_fwd(
     gate,
     up,
-    alpha,
-    limit,
-    up_offset,
-    gate_softcap,
-    up_softcap,
-    FUNCTION: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
-    HAS_GATE_SOFTCAP: tl.constexpr,
-    HAS_UP_SOFTCAP: tl.constexpr,
-    CLAMPS_AFTER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
     """Hidden values of gate and up."""
-    if HAS_LIMIT:
-        up = _within(up, limit)
-        if not CLAMPS_AFTER:
-            gate = _at_most(gate, limit)
-    hidden, _ = activate(gate, alpha, gate_softcap, FUNCTION, HAS_GATE_SOFTCAP)
-    if HAS_LIMIT and CLAMPS_AFTER:
-        hidden = _at_most(hidden, limit)
-    if HAS_UP_SOFTCAP:
-        up = _tanh(up / up_softcap) * up_softcap
-    return hidden * (up + up_offset)
+    if ACTIVATION.limit != float("inf"):
+        up = _within(up, ACTIVATION.limit)
+        if not ACTIVATION.clamps_after:
+            gate = _at_most(gate, ACTIVATION.limit)
+    hidden, _ = activate(gate, ACTIVATION)
+    if ACTIVATION.limit != float("inf") and ACTIVATION.clamps_after:
+        hidden = _at_most(hidden, ACTIVATION.limit)
+    if ACTIVATION.up_softcap != float("inf"):
+        up = _tanh(up / ACTIVATION.up_softcap) * ACTIVATION.up_softcap
+    return hidden * (up + ACTIVATION.up_offset)
 
 
 @triton.jit
@@ -98,36 +92,27 @@ def gate_bwd(
     dhidden,
     gate,
     up,
-    alpha,
-    limit,
-    up_offset,
-    gate_softcap,
-    up_softcap,
-    FUNCTION: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
-    HAS_GATE_SOFTCAP: tl.constexpr,
-    HAS_UP_SOFTCAP: tl.constexpr,
-    CLAMPS_AFTER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
     """`(hidden, dgate, dup)`. A bound passes the gradient at the bound itself, as torch's does."""
     bounded_gate, bounded_up = gate, up
-    if HAS_LIMIT:
-        bounded_up = _within(up, limit)
-        if not CLAMPS_AFTER:
-            bounded_gate = _at_most(gate, limit)
-    value, dvalue = activate(bounded_gate, alpha, gate_softcap, FUNCTION, HAS_GATE_SOFTCAP)
+    if ACTIVATION.limit != float("inf"):
+        bounded_up = _within(up, ACTIVATION.limit)
+        if not ACTIVATION.clamps_after:
+            bounded_gate = _at_most(gate, ACTIVATION.limit)
+    value, dvalue = activate(bounded_gate, ACTIVATION)
     factor = bounded_up
     dfactor = up * 0 + 1
-    if HAS_UP_SOFTCAP:
-        capped = _tanh(bounded_up / up_softcap)
-        factor = capped * up_softcap
+    if ACTIVATION.up_softcap != float("inf"):
+        capped = _tanh(bounded_up / ACTIVATION.up_softcap)
+        factor = capped * ACTIVATION.up_softcap
         dfactor = 1 - capped * capped
-    if HAS_LIMIT:
-        dfactor = tl.where(tl.abs(up) > limit, 0.0, dfactor)
-        if CLAMPS_AFTER:
-            dvalue = tl.where(value > limit, 0.0, dvalue)
-            value = _at_most(value, limit)
+    if ACTIVATION.limit != float("inf"):
+        dfactor = tl.where(tl.abs(up) > ACTIVATION.limit, 0.0, dfactor)
+        if ACTIVATION.clamps_after:
+            dvalue = tl.where(value > ACTIVATION.limit, 0.0, dvalue)
+            value = _at_most(value, ACTIVATION.limit)
         else:
-            dvalue = tl.where(gate > limit, 0.0, dvalue)
-    factor += up_offset
+            dvalue = tl.where(gate > ACTIVATION.limit, 0.0, dvalue)
+    factor += ACTIVATION.up_offset
     return value * factor, dhidden * factor * dvalue, dhidden * value * dfactor

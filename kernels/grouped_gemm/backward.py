@@ -14,7 +14,7 @@ from moe_runtime.kernels.grouped_gemm.backward_kernel import (
     grouped_gemm_dw,
 )
 from moe_runtime.kernels.grouped_gemm.dact_kernel import grouped_gemm_dact
-from moe_runtime.kernels.grouped_gemm.forward import activation_arguments, precision_of
+from moe_runtime.kernels.grouped_gemm.forward import precision_of
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.tile import Tile
 from moe_runtime.kernels.grouped_gemm.tiles import choose_tile
@@ -134,7 +134,7 @@ def activation_backward(
             NUM_SLICES=max(1, tile.block_n // 32),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
-            **activation_arguments(spec),
+            ACTIVATION=spec,
         )
     dscale = None
     if partial is not None:

@@ -19,17 +19,8 @@ def _dact_slice(
     dpre_ptrs,
     hidden_ptrs,
     dim_n,
-    alpha,
-    limit,
-    up_offset,
-    gate_softcap,
-    up_softcap,
     IS_GATED: tl.constexpr,
-    FUNCTION: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
-    HAS_GATE_SOFTCAP: tl.constexpr,
-    HAS_UP_SOFTCAP: tl.constexpr,
-    CLAMPS_AFTER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
     STORES_HIDDEN: tl.constexpr,
     ROWS: tl.constexpr,
@@ -56,16 +47,7 @@ def _dact_slice(
             scaled,
             gate,
             up,
-            alpha,
-            limit,
-            up_offset,
-            gate_softcap,
-            up_softcap,
-            FUNCTION,
-            HAS_LIMIT,
-            HAS_GATE_SOFTCAP,
-            HAS_UP_SOFTCAP,
-            CLAMPS_AFTER,
+            ACTIVATION,
         )
         if IS_INTERLEAVED:
             both = tl.reshape(tl.join(dgate, dup), (ROWS, 2 * COLUMNS))
@@ -76,7 +58,7 @@ def _dact_slice(
             tl.store(dgate_ptrs + dim_n, dup, mask=mask)
     else:
         pre = tl.load(pre_ptrs[:, None] + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
-        hidden, slope = activate(pre, alpha, gate_softcap, FUNCTION, HAS_GATE_SOFTCAP)
+        hidden, slope = activate(pre, ACTIVATION)
         tl.store(dpre_ptrs[:, None] + offs_n[None, :], scaled * slope, mask=mask)
     if STORES_HIDDEN:
         tl.store(hidden_ptrs[:, None] + offs_n[None, :], hidden * scale[:, None], mask=mask)
@@ -109,17 +91,8 @@ def grouped_gemm_dact(
     stride_zr,
     stride_dzr,
     stride_hr,
-    alpha,
-    limit,
-    up_offset,
-    gate_softcap,
-    up_softcap,
     IS_GATED: tl.constexpr,
-    FUNCTION: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
-    HAS_GATE_SOFTCAP: tl.constexpr,
-    HAS_UP_SOFTCAP: tl.constexpr,
-    CLAMPS_AFTER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
     GATHER_DIVISOR: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
@@ -204,17 +177,8 @@ def grouped_gemm_dact(
             dpre_ptr + rows * stride_dzr,
             hidden_ptr + rows * stride_hr,
             dim_n,
-            alpha,
-            limit,
-            up_offset,
-            gate_softcap,
-            up_softcap,
             IS_GATED,
-            FUNCTION,
-            HAS_LIMIT,
-            HAS_GATE_SOFTCAP,
-            HAS_UP_SOFTCAP,
-            CLAMPS_AFTER,
+            ACTIVATION,
             IS_INTERLEAVED,
             STORES_HIDDEN,
             BLOCK_M,

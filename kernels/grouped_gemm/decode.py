@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from moe_runtime.kernels.grouped_gemm.decode_kernel import decode_combine, decode_down, decode_up
-from moe_runtime.kernels.grouped_gemm.forward import activation_arguments, precision_of
+from moe_runtime.kernels.grouped_gemm.forward import precision_of
 from moe_runtime.kernels.grouped_gemm.tile import Device, Tile
 from moe_runtime.kernels.grouped_gemm.tiles import describe_device
 from moe_runtime.kernels.triton_support import launch
@@ -113,7 +113,7 @@ def decode_expert_mlp(
         IS_GATED=has_gate,
         HAS_BIAS=gate_up_bias_SZ is not None,
         BLOCK_K=_block_k(x_TD, has_gate=has_gate),
-        **activation_arguments(spec),
+        ACTIVATION=spec,
         **common,
         **products,
     )

@@ -68,17 +68,8 @@ def decode_up(
     stride_bn,
     stride_b_up,
     stride_hr,
-    alpha,
-    limit,
-    up_offset,
-    gate_softcap,
-    up_softcap,
     IS_GATED: tl.constexpr,
-    FUNCTION: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
-    HAS_GATE_SOFTCAP: tl.constexpr,
-    HAS_UP_SOFTCAP: tl.constexpr,
-    CLAMPS_AFTER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     NUM_CHOICES: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -126,19 +117,10 @@ def decode_up(
         hidden = gate_fwd(
             gate,
             up,
-            alpha,
-            limit,
-            up_offset,
-            gate_softcap,
-            up_softcap,
-            FUNCTION,
-            HAS_LIMIT,
-            HAS_GATE_SOFTCAP,
-            HAS_UP_SOFTCAP,
-            CLAMPS_AFTER,
+            ACTIVATION,
         )
     else:
-        hidden, _ = activate(up, alpha, gate_softcap, FUNCTION, HAS_GATE_SOFTCAP)
+        hidden, _ = activate(up, ACTIVATION)
     rows = (offs_t * NUM_CHOICES + choice_T).to(tl.int64)
     ptrs = hidden_ptr + rows[:, None] * stride_hr + offs_n[None, :]
     tl.store(ptrs, hidden, mask=mask_t[:, None] & mask_n[None, :])

@@ -20,36 +20,6 @@ from moe_runtime.kernels.triton_support import is_interpreted, launch
 if TYPE_CHECKING:
     from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
 
-NO_ACTIVATION: dict[str, Any] = {
-    "alpha": 1.0,
-    "limit": 0.0,
-    "up_offset": 0.0,
-    "gate_softcap": 1.0,
-    "up_softcap": 1.0,
-    "FUNCTION": "silu",
-    "HAS_LIMIT": False,
-    "HAS_GATE_SOFTCAP": False,
-    "HAS_UP_SOFTCAP": False,
-    "CLAMPS_AFTER": False,
-}
-
-
-def activation_arguments(spec: ActivationSpec) -> dict[str, Any]:
-    """A formula as kernel arguments."""
-    infinity = float("inf")
-    return {
-        "alpha": spec.alpha,
-        "limit": spec.limit,
-        "up_offset": spec.up_offset,
-        "gate_softcap": spec.gate_softcap,
-        "up_softcap": spec.up_softcap,
-        "FUNCTION": spec.function,
-        "HAS_LIMIT": spec.limit != infinity,
-        "HAS_GATE_SOFTCAP": spec.gate_softcap != infinity,
-        "HAS_UP_SOFTCAP": spec.up_softcap != infinity,
-        "CLAMPS_AFTER": spec.clamps_after,
-    }
-
 
 def precision_of(x: Tensor) -> str:
     """How fp32 products are made: as exactly as torch is set to make its own.
@@ -105,7 +75,7 @@ def plain_product(
         pre_ptr=out,
         stride_pr=0,
         STORES_PRE=False,
-        **NO_ACTIVATION,
+        ACTIVATION=None,
     )
     return out
 
@@ -157,7 +127,7 @@ def activated_product(
         pre_ptr=out if pre is None else pre,
         stride_pr=0 if pre is None else pre.stride(0),
         STORES_PRE=pre is not None,
-        **activation_arguments(spec),
+        ACTIVATION=spec,
     )
     return out
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from moe_runtime.kernels.block_sparse.topology import BlockTopology
 from moe_runtime.kernels.expert_mlp import ActivationSpec
 from moe_runtime.kernels.grouped_gemm.activation_kernel import activate, gate_bwd, gate_fwd
-from moe_runtime.kernels.grouped_gemm.forward import activation_arguments
 from moe_runtime.kernels.triton_support import launch
 
 # Rows of a block that one program computes: what its registers hold of five operands.
@@ -29,17 +28,8 @@ def block_activation(
     up_ptr,
     hidden_ptr,
     row_of_block_ptr,
-    alpha,
-    limit,
-    up_offset,
-    gate_softcap,
-    up_softcap,
     IS_GATED: tl.constexpr,
-    FUNCTION: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
-    HAS_GATE_SOFTCAP: tl.constexpr,
-    HAS_UP_SOFTCAP: tl.constexpr,
-    CLAMPS_AFTER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
@@ -56,19 +46,10 @@ def block_activation(
         hidden = gate_fwd(
             tl.load(gate_ptr + places).to(tl.float32),
             up,
-            alpha,
-            limit,
-            up_offset,
-            gate_softcap,
-            up_softcap,
-            FUNCTION,
-            HAS_LIMIT,
-            HAS_GATE_SOFTCAP,
-            HAS_UP_SOFTCAP,
-            CLAMPS_AFTER,
+            ACTIVATION,
         )
     else:
-        hidden, _ = activate(up, alpha, gate_softcap, FUNCTION, HAS_GATE_SOFTCAP)
+        hidden, _ = activate(up, ACTIVATION)
     tl.store(hidden_ptr + places, hidden)
 
 
@@ -86,17 +67,8 @@ def block_activation_bwd(
     row_of_block_ptr,
     row_first_ptr,
     row_end_ptr,
-    alpha,
-    limit,
-    up_offset,
-    gate_softcap,
-    up_softcap,
     IS_GATED: tl.constexpr,
-    FUNCTION: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
-    HAS_GATE_SOFTCAP: tl.constexpr,
-    HAS_UP_SOFTCAP: tl.constexpr,
-    CLAMPS_AFTER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
@@ -125,21 +97,12 @@ def block_activation_bwd(
             scaled,
             tl.load(gate_ptr + places).to(tl.float32),
             up,
-            alpha,
-            limit,
-            up_offset,
-            gate_softcap,
-            up_softcap,
-            FUNCTION,
-            HAS_LIMIT,
-            HAS_GATE_SOFTCAP,
-            HAS_UP_SOFTCAP,
-            CLAMPS_AFTER,
+            ACTIVATION,
         )
         tl.store(dgate_ptr + places, dgate)
         tl.store(dup_ptr + places, dup)
     else:
-        hidden, slope = activate(up, alpha, gate_softcap, FUNCTION, HAS_GATE_SOFTCAP)
+        hidden, slope = activate(up, ACTIVATION)
         tl.store(dup_ptr + places, scaled * slope)
     tl.store(hidden_ptr + places, hidden * scale[:, None])
     tl.store(dots_ptr + block * BLOCK_M + offs_m, tl.sum(dhidden * hidden, axis=1))
@@ -200,7 +163,7 @@ def launch_activation(
             BLOCK_M=topology.block_rows,
             BLOCK_N=topology.block_columns,
             ROWS=_ROWS,
-            **activation_arguments(spec),
+            ACTIVATION=spec,
         )
     return hidden
 
@@ -249,7 +212,7 @@ def launch_activation_bwd(
             BLOCK_N=topology.block_columns,
             ROWS=_ROWS,
             **sides,
-            **activation_arguments(spec),
+            ACTIVATION=spec,
         )
     if len(rows.first):
         launch(
