@@ -14,7 +14,13 @@ from moe_runtime.lab.traces import recent
 from moe_runtime.lab.traces.recent import RecentRouting, read_recent, recent_path
 from moe_runtime.lab.traces.workload import workload_of
 from moe_runtime.policies.eviction import Setting, make_policy
-from moe_runtime.policies.prediction import Routes, Shape, TrackedPredictor, make_estimator
+from moe_runtime.policies.prediction import (
+    PREDICTORS,
+    Routes,
+    Shape,
+    TrackedPredictor,
+    make_estimator,
+)
 from moe_runtime.types import ModelSignature
 
 SHAPE = Shape(num_layers=3, num_experts=8, top_k=2)
@@ -148,3 +154,12 @@ def test_without_reason_to_change_it_is_lru() -> None:
 def test_any_budget_gets_an_answer(num_slots: int) -> None:
     trace = trace_of(make_routes(SHAPE, num_sequences=2, length=40))
     assert choose_policy(trace.signature, trace, num_slots).reason
+
+
+@pytest.mark.parametrize("name", PREDICTORS)
+def test_predictors_that_have_learned_nothing_are_tried_too(name: str) -> None:
+    """A collection without entries is a predictor like others: empty, not absent."""
+    trace = trace_of(make_routes(SHAPE, num_sequences=2, length=40))
+    estimator = make_estimator(name, SHAPE)
+    reason = choose_policy(trace.signature, trace, 9, estimator).reason
+    assert (name in reason) != estimator.needs_hidden

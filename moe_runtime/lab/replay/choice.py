@@ -158,8 +158,9 @@ def _misses(
 
     def make(_: Events) -> LayerShares:
         # a replay must not leave behind what it learned from the requests that ended in it
-        predictor = copy.deepcopy(estimators.get(option.predictor))
-        setting = Setting(shape=shape, predictor=predictor and TrackedPredictor(predictor))
+        estimator = copy.deepcopy(estimators.get(option.predictor))
+        predictor = None if estimator is None else TrackedPredictor(estimator)
+        setting = Setting(shape=shape, predictor=predictor)
         return make_policy(
             option.policy, num_slots=num_slots, setting=setting, adaptive=option.adaptive
         )
