@@ -27,8 +27,7 @@ from moe_runtime.training.data.batches import Batches, DataPosition, shorten
 from moe_runtime.training.machine import autocast_of
 from moe_runtime.training.metrics import EvaluationRecord, MetricsSink, Record, StepRecord
 from moe_runtime.training.offload.execution.adapters import AdapterTraining
-from moe_runtime.training.offload.handle import OffloadedTraining
-from moe_runtime.training.offload.zeroth_order import ZerothOrderTraining
+from moe_runtime.training.offload.expert_training import ExpertTraining
 from moe_runtime.training.offloaded import offload_report
 from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.ranks import OneProcess
@@ -36,7 +35,7 @@ from moe_runtime.training.schedule import learning_rate
 from moe_runtime.training.sharded import ShardedCheckpoints
 from moe_runtime.training.tracing import TrainingTrace
 
-AnyOptimizer = Optimizer | OffloadedTraining | AdapterTraining | ZerothOrderTraining
+AnyOptimizer = Optimizer | ExpertTraining | AdapterTraining
 
 _MOST_SKIPPED = 10
 
@@ -228,7 +227,7 @@ class Trainer:
             model=self._run.model.state_dict(),
             optimizer=self._run.optimizer.state_dict(),
         )
-        if isinstance(self._run.optimizer, OffloadedTraining | ZerothOrderTraining):
+        if isinstance(self._run.optimizer, ExpertTraining):
             # the experts' versions are kept for the newest one
             keep = 1
         self._run.optimizer.write(

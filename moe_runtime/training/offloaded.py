@@ -20,6 +20,7 @@ from moe_runtime.parallel import ExpertSlots
 from moe_runtime.training.checkpoint import TrainingState
 from moe_runtime.training.config import LoopConfig, TrainConfig
 from moe_runtime.training.offload.execution.adapters import AdapterTraining
+from moe_runtime.training.offload.expert_training import ExpertTraining
 from moe_runtime.training.offload.handle import OffloadedTraining
 from moe_runtime.training.offload.memory import (
     SPARE_BYTES,
@@ -38,7 +39,6 @@ from moe_runtime.training.offload.optimizers.adamw import AdamW, bytes_of_step
 from moe_runtime.training.offload.states.initial import StreamedInit
 from moe_runtime.training.offload.states.records import RecordLayout
 from moe_runtime.training.offload.states.saved import remove_own_files
-from moe_runtime.training.offload.zeroth_order import ZerothOrderTraining
 from moe_runtime.training.ranks import OneProcess
 from moe_runtime.training.tracing import signature_of_config, trace_bytes
 from moe_runtime.types import ExpertKey
@@ -270,9 +270,7 @@ def _routing_bytes(model: LanguageModelConfig) -> int:
     return 0 if model.moe is None else 12 * model.moe.top_k + 8 * model.moe.num_experts
 
 
-def offload_report(
-    training: OffloadedTraining | AdapterTraining | ZerothOrderTraining,
-) -> dict[str, Any]:
+def offload_report(training: ExpertTraining | AdapterTraining) -> dict[str, Any]:
     """What a run says of its tiers: bytes, waiting, memory."""
     stats = training.stats()
     traffic = stats.traffic

@@ -173,8 +173,8 @@ CASES = {
             "trace": ("--trace t2.npz", Path("t2.npz")),
         },
         {
-            "zeroth_order": "tests/training/test_zeroth_order_runs.py",
-            "eps": "tests/training/test_zeroth_order_runs.py",
+            "zeroth_order": "tests/research/test_zeroth_order_runs.py",
+            "eps": "tests/research/test_zeroth_order_runs.py",
             "resume": "tests/training/test_finetuning.py",
             "dry_run": "tests/training/test_finetuning.py",
         },

@@ -40,7 +40,9 @@ def write_text(folder: Path) -> Path:
     return path
 
 
-def config_of(model: Path, folder: Path, **changes: Any) -> FinetuneConfig:
+def config_of(
+    model: Path, folder: Path, kind: type[FinetuneConfig] = FinetuneConfig, **changes: Any
+) -> FinetuneConfig:
     """A run whose numbers can be compared to the bit: nothing is clipped."""
     run = {"output": str(folder / "run"), "steps": STEPS, "host_memory": "1GiB", "threads": 1}
     tree = {
@@ -54,7 +56,7 @@ def config_of(model: Path, folder: Path, **changes: Any) -> FinetuneConfig:
         },
         "optimizer": {"peak_rate": 1e-2, "warmup_steps": 1, "clip_norm": 0.0},
     }
-    return build_tree(FinetuneConfig, tree | changes)
+    return build_tree(kind, tree | changes)
 
 
 def smallest(config: FinetuneConfig) -> FinetuneConfig:

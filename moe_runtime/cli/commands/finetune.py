@@ -142,6 +142,7 @@ def finetune(
     from moe_runtime.training.config_tree import build_tree
     from moe_runtime.training.finetune.settings import FinetuneConfig
 
+    config_class = FinetuneConfig
     tree: dict[str, Any] = {
         "model": model,
         "export_dtype": export_dtype,
@@ -168,6 +169,9 @@ def finetune(
         },
     }
     if zeroth_order:
+        from moe_runtime.research.zeroth_order.finetuning import ZerothOrderFinetuneConfig
+
+        config_class = ZerothOrderFinetuneConfig
         tree["zeroth_order"] = {} if eps is None else {"eps": eps}
     elif eps is not None:
         raise ValueError("--eps belongs to --zeroth-order; give both, or neither")
@@ -181,7 +185,7 @@ def finetune(
     else:
         refuse_given(ctx, ("lora_on",), "says where adapters are; give --lora RANK too")
     quiet_transformers(session)
-    preparation = _prepare(build_tree(FinetuneConfig, tree), has_steps=steps is not None)
+    preparation = _prepare(build_tree(config_class, tree), has_steps=steps is not None)
     if dry_run:
         _show_plan(preparation, as_json=as_json)
         return
@@ -255,7 +259,7 @@ def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
                 "parameters": preparation.num_parameters,
                 "active_parameters": preparation.num_active_parameters,
                 "lora": lora,
-                "zeroth_order": config.zeroth_order is not None,
+                "zeroth_order": not config.method.has_backward,
                 "steps": config.run.steps,
                 "tokens_per_step": config.data.tokens_per_step,
                 "output": str(preparation.output),
@@ -264,7 +268,7 @@ def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
         )
         return
     trained = "every parameter" if lora is None else f"adapters of rank {lora['rank']}"
-    if config.zeroth_order is not None:
+    if not config.method.has_backward:
         trained += ", by forward passes alone"
     rows = [
         (

@@ -54,17 +54,15 @@ from moe_runtime.training.data.prepared import (
 )
 from moe_runtime.training.data.text import read_corpus, text_files
 from moe_runtime.training.data.tokens import TokenStreams, encode_corpus, load_tokenizer
-from moe_runtime.training.finetune.memory import divide_budget, slots_plan, state_format
+from moe_runtime.training.finetune.memory import divide_budget, slots_plan
 from moe_runtime.training.finetune.settings import FinetuneConfig
 from moe_runtime.training.loop import Trainer, TrainingRun
-from moe_runtime.training.offload.directions import ZerothOrder
 from moe_runtime.training.offload.execution.adapters import AdapterTraining
 from moe_runtime.training.offload.execution.frozen import ExpertAdapters, FrozenPasses, adapters_for
-from moe_runtime.training.offload.handle import OffloadedTraining
+from moe_runtime.training.offload.expert_training import ExpertTraining
 from moe_runtime.training.offload.memory import TrainingMemory
-from moe_runtime.training.offload.offloading import find_sites, layouts_of, offload_training
+from moe_runtime.training.offload.offloading import find_sites, layouts_of
 from moe_runtime.training.offload.site import ExpertsSite
-from moe_runtime.training.offload.zeroth_order import ZerothOrderTraining, offload_zeroth_order
 from moe_runtime.training.offloaded import optimizer_settings, plan_of
 from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.tracing import TrainingTrace, open_trace
@@ -274,20 +272,18 @@ def plan(preparation: FinetunePreparation) -> dict[str, Any]:
         return slots_plan(memory, len(preparation.experts.layouts))
     config = preparation.config
     settings = optimizer_settings(config)
-    return plan_of(memory, layouts_of(preparation.sites, state_format(config)), settings)
+    return plan_of(memory, layouts_of(preparation.sites, config.method.state_format), settings)
 
 
 def _optimizer(
     preparation: FinetunePreparation, *, resumes: bool
-) -> OffloadedTraining | AdapterTraining | ZerothOrderTraining:
+) -> ExpertTraining | AdapterTraining:
     if preparation.config.lora is not None:
         return _frozen(preparation)
     return _offloaded(preparation, resumes=resumes)
 
 
-def _offloaded(
-    preparation: FinetunePreparation, *, resumes: bool
-) -> OffloadedTraining | ZerothOrderTraining:
+def _offloaded(preparation: FinetunePreparation, *, resumes: bool) -> ExpertTraining:
     """All parameters are trained; experts begin with what the checkpoint has."""
     config, memory = preparation.config, preparation.memory
     assert isinstance(memory, TrainingMemory)
@@ -296,22 +292,14 @@ def _offloaded(
     if config.run.storage_dir is None:
         preparation.storage.mkdir(parents=True, exist_ok=True)
     with _reading(preparation) as source:
-        homes: dict[str, Any] = {
-            "host_memory": memory.budget_bytes,
-            "storage_dir": preparation.storage,
-            "activation_memory": memory.activation_bytes,
-            "initial": source.tensors_of,
-            "resumes": resumes,
-        }
-        if config.zeroth_order is not None:
-            settings = ZerothOrder(
-                weight_decay=config.optimizer.weight_decay,
-                seed=config.run.seed,
-                **dataclasses.asdict(config.zeroth_order),
-            )
-            return offload_zeroth_order(preparation.model, optimizer=settings, **homes)
-        settings = optimizer_settings(config)
-        return offload_training(preparation.model, optimizer=settings, **homes)
+        return config.method.offload(
+            preparation.model,
+            host_memory=memory.budget_bytes,
+            storage_dir=preparation.storage,
+            activation_memory=memory.activation_bytes,
+            initial=source.tensors_of,
+            resumes=resumes,
+        )
 
 
 def _open_trace(preparation: FinetunePreparation, first_step: int) -> TrainingTrace | None:

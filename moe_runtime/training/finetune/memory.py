@@ -18,9 +18,6 @@ from moe_runtime.training.offload.execution.frozen import adapters_for
 from moe_runtime.training.offload.memory import TrainingMemory
 from moe_runtime.training.offload.offloading import layouts_of, plan_memory
 from moe_runtime.training.offload.site import ExpertsSite
-from moe_runtime.training.offload.states.records import StateFormat
-from moe_runtime.training.offload.zeroth_order import PARAMETERS_ALONE
-from moe_runtime.training.offloaded import optimizer_settings
 from moe_runtime.training.tracing import trace_bytes
 
 if TYPE_CHECKING:
@@ -39,13 +36,12 @@ def divide_budget(
     Raises:
         CapacityError: it is too small; names the smallest that works.
     """
-    # without gradients, both sides go through the model at once, and blocks keep nothing
-    sides = 1 if config.zeroth_order is None else 2
+    method = config.method
     activations = activation_bytes(
         checkpoint.config,
-        sides * config.data.tokens_per_step,
-        sides * config.data.micro_batches,
-        recompute=config.run.recompute or config.zeroth_order is not None,
+        method.num_sides * config.data.tokens_per_step,
+        method.num_sides * config.data.micro_batches,
+        recompute=config.run.recompute or not method.has_backward,
     )
     if config.run.trace is not None:
         activations += trace_bytes(config, signature_of(checkpoint, experts))
@@ -53,7 +49,7 @@ def divide_budget(
     if config.lora is None:
         return plan_memory(
             model, sites, host_memory, activations,
-            has_disk=True, state=state_format(config),
+            has_disk=True, state=method.state_format,
         )  # fmt: skip
     budget = resolve_budget(
         parse_budget(host_memory, name="host_memory"), available_host_bytes(), "the host"
@@ -68,13 +64,6 @@ def divide_budget(
         slot_bytes=experts.slot_bytes,
         num_experts=len(experts.layouts),
     )
-
-
-def state_format(config: FinetuneConfig) -> StateFormat:
-    """What experts' records hold where every parameter is trained."""
-    if config.zeroth_order is not None:
-        return PARAMETERS_ALONE
-    return optimizer_settings(config).state_format
 
 
 def _adapter_bytes(config: FinetuneConfig, model: PreTrainedModel, sites: list[ExpertsSite]) -> int:

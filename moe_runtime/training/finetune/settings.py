@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_runtime.training.config import DataConfig, OptimizerConfig, RunConfig
-from moe_runtime.training.offload.directions import Untouched, ZerothOrder
+from moe_runtime.training.finetune.method import Backpropagation, TrainingMethod
+from moe_runtime.training.offloaded import optimizer_settings
 
 LORA_PLACES = ("attention", "experts")
 ExportDtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -40,24 +41,6 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ZerothOrderConfig:
-    """Training by forward passes alone (MeZO, as ZO2 does it).
-
-    Attributes:
-        eps: distance at which the loss is measured to both sides.
-        untouched: experts without tokens: dense_exact moves them as MeZO does, sparse_skip leaves
-            them alone.
-    """
-
-    eps: float = 1e-3
-    untouched: Untouched = "dense_exact"
-
-    def __post_init__(self) -> None:
-        # the optimizer knows what its settings may be
-        ZerothOrder(eps=self.eps, untouched=self.untouched)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class FinetuneConfig:
     """A whole fine-tuning run.
 
@@ -67,7 +50,6 @@ class FinetuneConfig:
         data: text and batches.
         optimizer: AdamW and its schedule.
         lora: train adapters only; None trains every parameter.
-        zeroth_order: train without gradients; None trains with them.
         export_dtype: of the exported checkpoint; `auto` keeps each tensor's.
     """
 
@@ -76,11 +58,9 @@ class FinetuneConfig:
     data: DataConfig
     optimizer: OptimizerConfig
     lora: LoraConfig | None = None
-    zeroth_order: ZerothOrderConfig | None = None
     export_dtype: ExportDtype = "auto"
 
-    def __post_init__(self) -> None:
-        if self.lora is not None and self.zeroth_order is not None:
-            raise ValueError("lora and zeroth_order are two ways to train; leave one of them out")
-        if self.zeroth_order is not None and self.run.recompute:
-            raise ValueError("zeroth_order has no backward pass to recompute for; leave it out")
+    @property
+    def method(self) -> TrainingMethod:
+        """How every parameter is trained; a run with adapters does not use it."""
+        return Backpropagation(optimizer_settings(self))

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.inference.budget import peak_resident_bytes
 from moe_runtime.training.offload.checkpoint import ExpertCheckpoints
 from moe_runtime.training.offload.execution.activations import ActivationPolicy
-from moe_runtime.training.offload.execution.compute_copies import LinkTraffic
 from moe_runtime.training.offload.execution.offloaded_experts import OffloadedTrainingExperts
 from moe_runtime.training.offload.execution.passes import ExpertPasses
 from moe_runtime.training.offload.execution.window import Window, run_window
+from moe_runtime.training.offload.expert_training import ExpertTraining, OffloadStats
 from moe_runtime.training.offload.memory import TrainingMemory
 from moe_runtime.training.offload.optimizers.adamw import AdamW
 from moe_runtime.training.offload.optimizers.dense_adamw import DenseAdamW, StepOutcome
@@ -26,42 +25,11 @@ from moe_runtime.training.offload.optimizers.device_updates import DeviceUpdates
 from moe_runtime.training.offload.optimizers.optimizer import ExpertOptimizer
 from moe_runtime.training.offload.processes import OneProcess
 from moe_runtime.training.offload.site import ExpertsSite
-from moe_runtime.training.offload.states.entries import Traffic
-from moe_runtime.training.offload.states.records import RecordLayout, Sections
 from moe_runtime.training.offload.states.states import ExpertStates
 from moe_runtime.types import ExpertKey
 
-S = TypeVar("S")
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OffloadStats:
-    """What a training run did so far.
-
-    Attributes:
-        steps: steps taken.
-        skipped_steps: steps left out because gradients were not finite.
-        traffic: bytes by way, and seconds of waiting.
-        link: bytes between homes in memory and where products are computed.
-        num_experts: routed experts.
-        resident_experts: those whose home is host memory.
-        budget_bytes: of host memory.
-        disk_bytes: bytes of the files.
-        peak_rss_bytes: highest resident memory of the process, by the kernel's counter.
-    """
-
-    steps: int
-    skipped_steps: int
-    traffic: Traffic
-    link: LinkTraffic
-    num_experts: int
-    resident_experts: int
-    budget_bytes: int
-    disk_bytes: int
-    peak_rss_bytes: int
-
-
-class OffloadedTraining:
+class OffloadedTraining(ExpertTraining):
     """The optimizer of a model whose experts live elsewhere; `offload_training` makes it.
 
     A step is `backward` and `step`:
@@ -73,12 +41,9 @@ class OffloadedTraining:
     homes for the step, and experts are fetched once for every micro-batch.
 
     Attributes:
-        model: without its experts' parameters.
-        memory: how the budget was divided.
         optimizer: of the experts.
         activations: what becomes of them between forward and backward pass.
         dense: of everything else.
-        skipped_steps: steps left out because gradients were not finite.
     """
 
     def __init__(
@@ -93,20 +58,16 @@ class OffloadedTraining:
         copy_bytes: int = 0,
         processes: OneProcess | None = None,
     ) -> None:
-        self.model = model
-        self.memory = memory
-        self.skipped_steps = 0
         self._processes = processes or OneProcess()
+        checkpoints = ExpertCheckpoints(states, sites, settings.state_format, self._processes)
+        super().__init__(model, sites, states, memory, checkpoints)
         self.optimizer = ExpertOptimizer(states, settings, device_updates, self._processes)
-        self._states = states
-        self._sites = list(sites)
         self._passes = ExpertPasses(
             sites, self.optimizer, activations=activations, copy_bytes=copy_bytes
         )
         self.activations = self._passes.activations
         self._settings = settings
         self._names = [site.parameter_names for site in sites]
-        self._checkpoints = ExpertCheckpoints(states, sites, settings.state_format, self._processes)
         self._final_rate: float | None = None
         self._modules: list[OffloadedTrainingExperts] = []
         for layer, site in enumerate(sites):
@@ -122,6 +83,11 @@ class OffloadedTraining:
             eps=settings.eps,
             weight_decay=settings.weight_decay,
         )
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were taken."""
+        return self.optimizer.step
 
     def backward(
         self,
@@ -231,19 +197,13 @@ class OffloadedTraining:
 
     def stats(self) -> OffloadStats:
         """Counters so far."""
-        experts = self._states.experts.values()
-        disk = self._states.disk
-        return OffloadStats(
-            steps=self.optimizer.step,
-            skipped_steps=self.skipped_steps,
-            traffic=dataclasses.replace(self._states.traffic),
-            link=dataclasses.replace(self._passes.copies.traffic),
-            num_experts=len(experts),
-            resident_experts=sum(expert.home is not None for expert in experts),
-            budget_bytes=self.memory.budget_bytes,
-            disk_bytes=0 if disk is None else disk.num_bytes,
-            peak_rss_bytes=peak_resident_bytes(),
-        )
+        link = dataclasses.replace(self._passes.copies.traffic)
+        return dataclasses.replace(super().stats(), link=link)
+
+    def close(self) -> None:
+        """As of `ExpertTraining`; activations on the disk end, too."""
+        with contextlib.closing(self.activations):
+            super().close()
 
     def state_dict(self) -> dict[str, Any]:
         """Moments and step counts, and which version of every expert belongs to them.
@@ -276,50 +236,6 @@ class OffloadedTraining:
         self.optimizer.load_state_dict(state["steps"])
         self.dense.load_state_dict(state["dense"])
 
-    def write(
-        self, state: S, own: Callable[[S], Mapping[str, Any]], job: Callable[[S], object]
-    ) -> None:
-        """Saves a checkpoint while training goes on.
-
-        Args:
-            state: everything that belongs to it, `state_dict` included; it is copied.
-            own: finds in it what `state_dict` gave.
-            job: writes a state to its place, atomically; called in another thread, once every
-                expert is durable.
-        """
-        self._checkpoints.write(state, lambda found: own(found)["experts"], job)
-
-    def wait(self) -> None:
-        """Returns when the checkpoint under way is durable.
-
-        Raises:
-            MoERuntimeError, OSError: it could not be written; the one before is intact.
-        """
-        self._checkpoints.wait()
-
-    def transfers(self) -> dict[str, Any]:
-        """Seconds of waiting and bytes so far, by name."""
-        return self._states.traffic.by_way()
-
-    def check(self) -> None:
-        """Proves that the books balance.
-
-        Raises:
-            AssertionError: they do not.
-        """
-        self._states.check()
-
-    def close(self) -> None:
-        """Waits for the checkpoint under way and ends the transfers; the model is of no use then.
-
-        Raises:
-            MoERuntimeError, OSError: the checkpoint could not be written; the one before is intact.
-        """
-        self._checkpoints.close()
-        self._states.close()
-        self.activations.close()
-        self._checkpoints.wait()
-
     def _part(self, part: Callable[[], Tensor]) -> Tensor:
         loss = part()
         scale = self.optimizer.loss_scale.value
@@ -329,20 +245,3 @@ class OffloadedTraining:
     def _set_window(self, window: Window[Any] | None) -> None:
         for module in self._modules:
             module.window = window
-
-
-def fill(
-    states: ExpertStates,
-    layouts: Mapping[ExpertKey, RecordLayout],
-    tensors_of: Callable[[ExpertKey], Sequence[Tensor]],
-) -> None:
-    """Writes the first version of every expert: given weights, moments of zero."""
-    for key, layout in layouts.items():
-        record = states.acquire(key, Sections.NONE, writes=True)
-        layout.clear(record, Sections.ALL)
-        views = layout.views(record, Sections.PARAMETERS)
-        for view, tensor in zip(views, tensors_of(key), strict=True):
-            view.copy_(tensor)
-        states.write_state(key)
-        states.release(key)
-    states.commit()

@@ -22,7 +22,8 @@ from moe_runtime.inference.hugging_face.backend import recognise_activation
 from moe_runtime.parallel import LayoutGroups
 from moe_runtime.training.offload.execution.activation_swap import SLOT_BYTES, ActivationSwap
 from moe_runtime.training.offload.execution.activations import ActivationPolicy, Activations
-from moe_runtime.training.offload.handle import OffloadedTraining, fill
+from moe_runtime.training.offload.expert_training import fill
+from moe_runtime.training.offload.handle import OffloadedTraining
 from moe_runtime.training.offload.memory import (
     DEFAULT_ACTIVATION_SHARE,
     TrainingMemory,

@@ -16,7 +16,7 @@ from moe_runtime.training.offload.execution.compute_copies import LinkTraffic
 from moe_runtime.training.offload.execution.frozen import ExpertAdapters, FrozenPasses
 from moe_runtime.training.offload.execution.offloaded_experts import OffloadedTrainingExperts
 from moe_runtime.training.offload.execution.window import Window, run_window
-from moe_runtime.training.offload.handle import OffloadStats
+from moe_runtime.training.offload.expert_training import OffloadStats
 from moe_runtime.training.offload.optimizers.adamw import AdamW
 from moe_runtime.training.offload.optimizers.dense_adamw import DenseAdamW, StepOutcome, clip_scale
 from moe_runtime.training.offload.site import ExpertsSite

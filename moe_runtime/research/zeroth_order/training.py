@@ -15,7 +15,6 @@ with Limited GPU Memory" (2025).
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,13 +26,11 @@ from torch import Tensor, nn
 
 from moe_runtime.config import MemorySize
 from moe_runtime.errors import CheckpointError
-from moe_runtime.inference.budget import peak_resident_bytes
+from moe_runtime.research.zeroth_order.directions import ZerothOrder, descend, direction, perturb
+from moe_runtime.research.zeroth_order.two_sided import TwoSidedExperts, TwoSidedPasses
 from moe_runtime.training.offload.checkpoint import ExpertCheckpoints
-from moe_runtime.training.offload.directions import ZerothOrder, descend, direction, perturb
-from moe_runtime.training.offload.execution.compute_copies import LinkTraffic
-from moe_runtime.training.offload.execution.two_sided import TwoSidedExperts, TwoSidedPasses
 from moe_runtime.training.offload.execution.window import Window
-from moe_runtime.training.offload.handle import OffloadStats, S, fill
+from moe_runtime.training.offload.expert_training import ExpertTraining, fill
 from moe_runtime.training.offload.memory import DEFAULT_ACTIVATION_SHARE, TrainingMemory
 from moe_runtime.training.offload.offloading import (
     find_sites,
@@ -42,7 +39,7 @@ from moe_runtime.training.offload.offloading import (
     plan_memory,
     stacked_parameters,
 )
-from moe_runtime.training.offload.optimizers.dense_adamw import decays
+from moe_runtime.training.offload.optimizers.dense_adamw import StepOutcome, decays
 from moe_runtime.training.offload.processes import processes_of
 from moe_runtime.training.offload.site import ExpertsSite
 from moe_runtime.training.offload.states.records import StateFormat
@@ -54,29 +51,22 @@ PARAMETERS_ALONE = StateFormat(trains=False)
 """What a record holds: nothing is kept of gradients, because there are none."""
 
 
-@dataclass(frozen=True, slots=True)
-class ZerothOrderStep:
-    """What a step measured.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZerothOrderStep(StepOutcome):
+    """What a step measured; the norm is that of the gradient along the direction.
 
     Attributes:
         loss: mean of the losses to both sides.
         slope: their difference over the distance, the projected gradient.
-        is_skipped: the losses were not finite, and nothing moved.
     """
 
     loss: float
     slope: float
-    is_skipped: bool
 
     @property
-    def gradient_norm(self) -> float:
-        """Of the gradient along the direction, as other optimizers call it."""
-        return abs(self.slope)
-
-    @property
-    def bad_parameters(self) -> tuple[str, ...]:
-        """What was not finite, as other optimizers call it."""
-        return ("the losses to both sides",) if self.is_skipped else ()
+    def is_skipped(self) -> bool:
+        """Whether the losses were not finite, so that nothing moved."""
+        return bool(self.bad_parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +85,17 @@ class _Measured:
     rate: float
 
 
-class ZerothOrderTraining:
+class ZerothOrderTraining(ExpertTraining):
     """MeZO on a whole model; `offload_zeroth_order` makes it.
 
     A step is `backward`, which makes forward passes alone, and `step`, as of other optimizers.
 
-    Attributes:
-        model: without its experts' parameters.
+    Args:
+        model: its experts are replaced.
+        sites: its experts.
+        states: their records.
+        settings: of MeZO.
         memory: how the budget was divided.
-        states: the experts' records.
-        skipped_steps: steps whose losses were not finite.
     """
 
     def __init__(
@@ -115,14 +106,11 @@ class ZerothOrderTraining:
         settings: ZerothOrder,
         memory: TrainingMemory,
     ) -> None:
-        self.model = model
-        self.memory = memory
-        self.states = states
+        checkpoints = ExpertCheckpoints(states, sites, PARAMETERS_ALONE)
+        super().__init__(model, sites, states, memory, checkpoints)
         self._settings = settings
-        self._sites = list(sites)
         self._measured: _Measured | None = None
         self._passes = TwoSidedPasses(sites, states, settings)
-        self._checkpoints = ExpertCheckpoints(states, sites, PARAMETERS_ALONE)
         self._modules: list[TwoSidedExperts] = []
         for layer, site in enumerate(sites):
             module = TwoSidedExperts(site, layer, self._passes)
@@ -132,9 +120,9 @@ class ZerothOrderTraining:
         self._dense = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     @property
-    def skipped_steps(self) -> int:
-        """Steps whose losses were not finite."""
-        return sum(slope is None for slope in self._passes.slopes)
+    def num_steps(self) -> int:
+        """Steps that were taken."""
+        return self._passes.step - self.skipped_steps
 
     def backward(
         self, parts: Sequence[Callable[[], Tensor]], *, rate: float | None = None
@@ -205,27 +193,13 @@ class ZerothOrderTraining:
                 along = self._direction(name, tensor)
                 descend(tensor, along, slope, rate=measured.rate, decay=self._decay(name))
         self._passes.finish_step(None if is_skipped else slope, measured.rate)
-        return ZerothOrderStep((measured.left + measured.right) / 2, slope, is_skipped)
-
-    def stats(self) -> OffloadStats:
-        """Counters so far."""
-        experts = self.states.experts.values()
-        disk = self.states.disk
-        return OffloadStats(
-            steps=self._passes.step - self.skipped_steps,
-            skipped_steps=self.skipped_steps,
-            traffic=dataclasses.replace(self.states.traffic),
-            link=LinkTraffic(),
-            num_experts=len(experts),
-            resident_experts=sum(expert.home is not None for expert in experts),
-            budget_bytes=self.memory.budget_bytes,
-            disk_bytes=0 if disk is None else disk.num_bytes,
-            peak_rss_bytes=peak_resident_bytes(),
+        self.skipped_steps += is_skipped
+        return ZerothOrderStep(
+            gradient_norm=abs(slope),
+            bad_parameters=("the losses to both sides",) if is_skipped else (),
+            loss=(measured.left + measured.right) / 2,
+            slope=slope,
         )
-
-    def transfers(self) -> dict[str, Any]:
-        """Seconds of waiting and bytes so far, by name."""
-        return self.states.traffic.by_way()
 
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
         """A copy of one expert's parameters as they are after the steps so far, by name."""
@@ -264,34 +238,7 @@ class ZerothOrderTraining:
         self._checkpoints.restore(state["experts"])
         self._passes.slopes[:] = state["slopes"]
         self._passes.rates[:] = state["rates"]
-
-    def write(
-        self, state: S, own: Callable[[S], Mapping[str, Any]], job: Callable[[S], object]
-    ) -> None:
-        """Saves a checkpoint while training goes on; as `OffloadedTraining.write`."""
-        self._checkpoints.write(state, lambda found: own(found)["experts"], job)
-
-    def wait(self) -> None:
-        """Returns when the checkpoint under way is durable; as `OffloadedTraining.wait`."""
-        self._checkpoints.wait()
-
-    def check(self) -> None:
-        """Proves that the books balance.
-
-        Raises:
-            AssertionError: they do not.
-        """
-        self.states.check()
-
-    def close(self) -> None:
-        """Waits for the checkpoint under way and ends the transfers.
-
-        Raises:
-            MoERuntimeError, OSError: the checkpoint could not be written; the one before is intact.
-        """
-        self._checkpoints.close()
-        self.states.close()
-        self._checkpoints.wait()
+        self.skipped_steps = self._passes.slopes.count(None)
 
     def _move_dense(self, tensors: Mapping[str, Tensor], times: int) -> None:
         for name, tensor in tensors.items():

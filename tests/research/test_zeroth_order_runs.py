@@ -22,8 +22,9 @@ from finetuning_runs import (
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from moe_runtime.research.zeroth_order.directions import direction
+from moe_runtime.research.zeroth_order.finetuning import ZerothOrderFinetuneConfig
 from moe_runtime.training.finetune.finetuning import FinetunePreparation, prepare, start
-from moe_runtime.training.offload.directions import direction
 from moe_runtime.training.schedule import learning_rate
 
 
@@ -65,7 +66,7 @@ def test_zeroth_order_as_in_memory(tmp_path: Path) -> None:
     than they: `EPS` is wide.
     """
     folder = checkpoint_of(MIXTRAL, tmp_path / "first")
-    options: dict[str, Any] = {"zeroth_order": {"eps": EPS}}
+    options: dict[str, Any] = {"kind": ZerothOrderFinetuneConfig, "zeroth_order": {"eps": EPS}}
     config = smallest(config_of(folder, tmp_path, **options))
     losses, summary = finetuned(config)
     assert summary["offload"]["experts_in_memory"] == 0

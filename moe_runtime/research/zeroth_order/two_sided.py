@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moe_runtime.kernels.expert_mlp.one_by_one import RoutedCall
 from moe_runtime.layer.experts import compute_dtype
-from moe_runtime.training.offload.directions import ZerothOrder, descend, direction, perturb
+from moe_runtime.research.zeroth_order.directions import ZerothOrder, descend, direction, perturb
 from moe_runtime.training.offload.execution.passes import LayerInput
 from moe_runtime.training.offload.execution.window import Window
 from moe_runtime.training.offload.site import ExpertsSite
