@@ -5,13 +5,11 @@ from moe_runtime.policies.eviction.registry import (
     BOUNDS,
     LIVE_POLICIES,
     POLICIES,
-    Setting,
     make_global_policy,
     make_policy,
-    most_learned_bytes,
-    most_remembered_bytes,
 )
 from moe_runtime.policies.eviction.rules.lru import LRU
+from moe_runtime.policies.eviction.setting import Setting
 from moe_runtime.policies.eviction.shares import LayerShares, even_shares
 
 __all__ = [
@@ -27,6 +25,4 @@ __all__ = [
     "even_shares",
     "make_global_policy",
     "make_policy",
-    "most_learned_bytes",
-    "most_remembered_bytes",
 ]

@@ -3,8 +3,9 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
+from moe_runtime.policies.eviction.setting import Setting
 from moe_runtime.policies.prediction.base import Event
 
 K = TypeVar("K", bound=Hashable)
@@ -81,6 +82,15 @@ class EvictionPolicy(ABC, Generic[K]):
                 getattr(cls, step) is not getattr(giver, step) for step in steps
             ):
                 setattr(cls, name, vars(EvictionPolicy)[name])
+
+    @classmethod
+    def maker(cls, setting: Setting) -> Callable[[], Self]:
+        """Makes the maker of this policy's orderings, and what they share.
+
+        Raises:
+            ValueError: the setting lacks what the policy needs.
+        """
+        return cls
 
     @property
     def replay_rule(self) -> ReplayRule | None:

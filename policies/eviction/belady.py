@@ -5,11 +5,13 @@ No running system can know the future; these two bound what any policy can reach
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property, partial
+from typing import Self
 
 from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K, ReplayRule
 from moe_runtime.policies.eviction.ranking import Ranking
+from moe_runtime.policies.eviction.setting import Setting
 from moe_runtime.policies.prediction.base import Event, LayerRouted
 
 
@@ -73,6 +75,13 @@ class Belady(EvictionPolicy[K], has_rule=True):
 
     foresees: bool = True
     rule = ReplayRule("belady")
+
+    @classmethod
+    def maker(cls, setting: Setting) -> Callable[[], Self]:
+        """See ``EvictionPolicy.maker``."""
+        if setting.future is None:
+            raise ValueError("Belady's policies must be told the future, which only a replay can")
+        return partial(cls, Future(setting.future))
 
     def __init__(self, future: Future) -> None:
         self.watcher = self._future = future

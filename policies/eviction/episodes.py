@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moe_runtime.policies.prediction.base import LayerRouted, Shape, StepBegins
+from moe_runtime.policies.prediction.limits import REMEMBERED_TOKENS
 
 _SHARPNESS = 20.0
 """Exponent of the similarity: full agreement weighs e^20 times as much as none."""
@@ -17,15 +18,6 @@ _DISCOUNT = 0.7
 """Of each further token that followed; after eight of them 6 % of the weight is left out."""
 _LONGEST_STEP = 32
 """Tokens of a request that are remembered of one step: a prompt must not fill the memory."""
-
-
-CAPACITY = 2048
-"""Tokens that are remembered unless told otherwise."""
-
-
-def remembered_bytes(shape: Shape) -> int:
-    """Memory of a full ring: paths (``uint8``) and followers (float32), and who each token was."""
-    return CAPACITY * (shape.num_layers * (shape.num_experts + 1) * 5 + 5 * 8)
 
 
 @dataclass(slots=True)
@@ -49,7 +41,7 @@ class Episodes:
         capacity: tokens to remember; M.
     """
 
-    def __init__(self, shape: Shape, *, capacity: int = CAPACITY) -> None:
+    def __init__(self, shape: Shape, *, capacity: int = REMEMBERED_TOKENS) -> None:
         self._shape = shape
         self._capacity = capacity
         self._visited = np.zeros((shape.num_layers, shape.num_experts + 1, capacity), np.uint8)

@@ -11,11 +11,10 @@ import numpy as np
 from moe_runtime.policies.prediction.base import Routes, Shape
 from moe_runtime.policies.prediction.context import Contexts
 from moe_runtime.policies.prediction.estimator import State, take_array
+from moe_runtime.policies.prediction.limits import COLLECTED_MATRICES
 from moe_runtime.policies.prediction.popularity import Popularity
 from moe_runtime.policies.prediction.transitions import sum_to
 
-CAPACITY = 120
-"""Matrices that are kept; the paper finds 120 enough for 290 tasks."""
 NEVER_SEEN = 1e-8
 """Share of an expert that no matched request visited: an order, but no hope."""
 COVERED = 0.75
@@ -35,8 +34,10 @@ class EamCollection(Popularity):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
-        self._matrices = np.zeros((CAPACITY, shape.num_layers, shape.num_experts), np.float32)
-        self._norms = np.zeros(CAPACITY, dtype=np.float32)
+        self._matrices = np.zeros(
+            (COLLECTED_MATRICES, shape.num_layers, shape.num_experts), np.float32
+        )
+        self._norms = np.zeros(COLLECTED_MATRICES, dtype=np.float32)
         self._size = 0
 
     def __len__(self) -> int:
@@ -60,7 +61,7 @@ class EamCollection(Popularity):
         if norm == 0.0:
             return
         place = self._size
-        if self._size == CAPACITY:
+        if self._size == COLLECTED_MATRICES:
             similarity = np.tensordot(self.matrices, counts_LE, axes=2) / self._norms
             place = int(np.argmax(similarity))
         else:
@@ -136,7 +137,7 @@ class EamCollection(Popularity):
     def restore(self, state: State) -> None:
         """Takes over both."""
         super().restore(state)
-        matrices = take_matrices(state, self.shape, CAPACITY)
+        matrices = take_matrices(state, self.shape, COLLECTED_MATRICES)
         self._size = len(matrices)
         self._matrices[: self._size] = matrices
         flat = matrices.reshape(len(matrices), self._matrices[0].size)

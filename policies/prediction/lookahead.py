@@ -2,9 +2,17 @@
 
 from typing import Any
 
-from moe_runtime.policies.prediction.base import Event, Guess, LayerRouted, StepBegins
+from moe_runtime.policies.prediction.base import (
+    Event,
+    Guess,
+    LayerRouted,
+    Predictor,
+    StepBegins,
+)
+from moe_runtime.policies.prediction.estimator import Estimator
 from moe_runtime.policies.prediction.next_gate import NextGate
 from moe_runtime.policies.prediction.ranks import RankRecord
+from moe_runtime.policies.prediction.tracked import TrackedPredictor
 from moe_runtime.types import ExpertKey
 
 
@@ -88,3 +96,10 @@ class LookaheadPredictor:
                 missed[expert] = missed.get(expert, 1.0) * (1.0 - chance)
         likeliest = sorted(missed.items(), key=lambda item: (item[1], item[0]))
         return [(keys[expert], 1.0 - chance) for expert, chance in likeliest]
+
+
+def make_predictor(estimator: Estimator) -> Predictor:
+    """The predictor that puts an estimator to work."""
+    if isinstance(estimator, NextGate):
+        return LookaheadPredictor(estimator)
+    return TrackedPredictor(estimator)

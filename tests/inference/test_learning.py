@@ -21,7 +21,7 @@ from moe_runtime.lab.traces.predictor_file import write_predictor
 from moe_runtime.lab.traces.routes import shape_of
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.policies.prediction import EamCollection
-from moe_runtime.policies.prediction.eam import CAPACITY
+from moe_runtime.policies.prediction.limits import COLLECTED_MATRICES
 
 SLOTS = 30
 SUMMARY = inspect_checkpoint(pocket_path(), max_tokens=128)
@@ -172,9 +172,9 @@ def damage(path: Path, how: str) -> None:
     elif how == "negative":
         arrays["matrices"] = -arrays["matrices"]
     elif how == "too many":
-        arrays["matrices"] = np.repeat(arrays["matrices"], CAPACITY + 1, axis=0)
+        arrays["matrices"] = np.repeat(arrays["matrices"], COLLECTED_MATRICES + 1, axis=0)
     elif how == "too large":
-        arrays["matrices"] = np.repeat(arrays["matrices"], 100 * CAPACITY, axis=0)
+        arrays["matrices"] = np.repeat(arrays["matrices"], 100 * COLLECTED_MATRICES, axis=0)
     arrays["header"] = np.frombuffer(header, np.uint8)
     np.savez(path, allow_pickle=False, **arrays)
 

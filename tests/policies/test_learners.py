@@ -10,7 +10,6 @@ from synthetic_routes import make_routes
 from traces import trace_of
 
 from moe_runtime.lab.traces.workload import workload_of
-from moe_runtime.policies.eviction import most_learned_bytes
 from moe_runtime.policies.eviction.rules.activation_aware import ActivationMatrices
 from moe_runtime.policies.eviction.rules.reuse import ReuseEstimator
 from moe_runtime.policies.prediction import (
@@ -21,6 +20,7 @@ from moe_runtime.policies.prediction import (
     TrackedPredictor,
 )
 from moe_runtime.policies.prediction.base import Learner, Routes
+from moe_runtime.policies.prediction.limits import most_learned_bytes
 
 SHAPE = Shape(num_layers=3, num_experts=12, top_k=2)
 ROUTES = make_routes(SHAPE, num_sequences=3, length=40)

@@ -9,7 +9,7 @@ from moe_runtime.lab.traces.format import Trace
 from moe_runtime.lab.traces.routes import shape_of
 from moe_runtime.lab.traces.workload import Workload, workload_of
 from moe_runtime.policies.eviction import LayerShares, Setting, make_policy
-from moe_runtime.policies.eviction.registry import Events
+from moe_runtime.policies.eviction.setting import Events
 from moe_runtime.policies.prediction import (
     Estimator,
     PreviousToken,

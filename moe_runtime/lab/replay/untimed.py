@@ -9,7 +9,7 @@ import numpy as np
 from moe_runtime.lab.traces.workload import Workload
 from moe_runtime.policies.eviction import EvictionPolicy
 from moe_runtime.policies.eviction.compiled import NEED_GATES, count_hits
-from moe_runtime.policies.eviction.registry import Events
+from moe_runtime.policies.eviction.setting import Events
 from moe_runtime.types import ExpertKey
 
 MakePolicy = Callable[[Events], EvictionPolicy[ExpertKey]]

@@ -21,8 +21,8 @@ from moe_runtime.lab.traces.state_file import (
     read_header,
     write_state,
 )
-from moe_runtime.policies.eviction import most_learned_bytes
 from moe_runtime.policies.prediction.base import Learner
+from moe_runtime.policies.prediction.limits import most_learned_bytes
 from moe_runtime.types import ModelSignature
 
 _KIND = StateKind(format="moe-runtime-learned", version=1, owner="learner", remedy="remove it")

@@ -6,11 +6,16 @@ request sent to each expert; the finished matrix most like the running one foret
 Legend: L layers, E experts of a layer, C stored matrices.
 """
 
+from functools import partial
+
 import numpy as np
 
+from moe_runtime.policies.eviction.scored import Scored
+from moe_runtime.policies.eviction.setting import Maker, Setting
 from moe_runtime.policies.prediction.base import Event, LayerRouted, Routes, Shape, StepBegins
-from moe_runtime.policies.prediction.eam import CAPACITY, activation_counts, take_matrices
+from moe_runtime.policies.prediction.eam import activation_counts, take_matrices
 from moe_runtime.policies.prediction.estimator import State
+from moe_runtime.policies.prediction.limits import COLLECTED_MATRICES
 
 _NEVER_SEEN = 1e-3
 """Probability given to every expert, so that the unseen keep an order."""
@@ -30,11 +35,19 @@ class ActivationMatrices:
 
     name = "activation-aware"
 
+    @classmethod
+    def maker(cls, setting: Setting) -> Maker:
+        """Makes what orders experts by these scores."""
+        matrices = cls(setting.shape)
+        if setting.training is not None:
+            matrices.fit(setting.training)
+        return partial(Scored, matrices)
+
     def __init__(
         self,
         shape: Shape,
         *,
-        capacity: int = CAPACITY,
+        capacity: int = COLLECTED_MATRICES,
         own_share: float = 0.5,
         layer_decay: bool = False,
     ) -> None:

@@ -4,7 +4,12 @@ Huang et al., "Towards MoE Deployment" (arXiv 2303.06182). Where a layer runs it
 another in the order of their numbers, the one loaded last is the one needed last again.
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Self
+
 from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, ReplayRule
+from moe_runtime.policies.eviction.setting import Setting
 from moe_runtime.policies.prediction.base import Event, LayerRouted
 from moe_runtime.types import ExpertKey
 
@@ -36,6 +41,11 @@ class ExpertBuffering(EvictionPolicy[ExpertKey], has_rule=True):
     """
 
     rule = ReplayRule("expert-buffering")
+
+    @classmethod
+    def maker(cls, setting: Setting) -> Callable[[], Self]:
+        """See ``EvictionPolicy.maker``."""
+        return partial(cls, ActiveExperts())
 
     def __init__(self, active: ActiveExperts) -> None:
         self.watcher = self._active = active

@@ -5,9 +5,12 @@ Laboratories 1998.
 """
 
 from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Self
 
 from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K, ReplayRule
 from moe_runtime.policies.eviction.ranking import Ranking
+from moe_runtime.policies.eviction.setting import Setting
 
 
 class GDSF(EvictionPolicy[K], has_rule=True):
@@ -19,6 +22,11 @@ class GDSF(EvictionPolicy[K], has_rule=True):
     Args:
         cost: what a miss of a key costs; only ratios matter. All keys cost the same when omitted.
     """
+
+    @classmethod
+    def maker(cls, setting: Setting) -> Callable[[], Self]:
+        """See ``EvictionPolicy.maker``."""
+        return partial(cls, setting.cost_of)
 
     def __init__(self, cost: Callable[[K], float] | None = None) -> None:
         self.rule = ReplayRule("gdsf") if cost is None else None

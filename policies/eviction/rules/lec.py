@@ -5,9 +5,12 @@ Zhu et al., "On Optimal Caching and Model Multiplexing for Large Model Inference
 
 from collections import Counter
 from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Self
 
 from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K, ReplayRule
 from moe_runtime.policies.eviction.ranking import Ranking
+from moe_runtime.policies.eviction.setting import Setting
 
 
 class LeastExpectedCost(EvictionPolicy[K], has_rule=True):
@@ -18,6 +21,11 @@ class LeastExpectedCost(EvictionPolicy[K], has_rule=True):
     """
 
     may_decline: bool = True
+
+    @classmethod
+    def maker(cls, setting: Setting) -> Callable[[], Self]:
+        """See ``EvictionPolicy.maker``."""
+        return partial(cls, setting.cost_of)
 
     def __init__(self, cost: Callable[[K], float] | None = None) -> None:
         self.rule = ReplayRule("lec") if cost is None else None

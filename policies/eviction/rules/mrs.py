@@ -4,9 +4,13 @@ The cache of HybriMoE (arXiv 2504.05897): a moving average of the router's score
 highest of each step count.
 """
 
+from functools import partial
+
 import numpy as np
 
 from moe_runtime.policies.eviction.base import ReplayRule
+from moe_runtime.policies.eviction.scored import Scored
+from moe_runtime.policies.eviction.setting import Maker, Setting
 from moe_runtime.policies.prediction.base import Event, LayerRouted, Shape
 
 
@@ -20,6 +24,12 @@ class RecentScores:
         shape: the sizes of the model.
         alpha: weight of the present step, in (0, 1].
     """
+
+    @classmethod
+    def maker(cls, setting: Setting) -> Maker:
+        """Makes what orders experts by these scores."""
+        scores = cls(setting.shape)
+        return partial(Scored, scores, rule=scores.rule)
 
     def __init__(self, shape: Shape, *, alpha: float = 0.5) -> None:
         # a subclass may score otherwise

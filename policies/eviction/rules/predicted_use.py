@@ -1,7 +1,11 @@
 """Belady's rule on predictions: evicts the expert whose next use is expected furthest ahead."""
 
+from functools import partial
+
 import numpy as np
 
+from moe_runtime.policies.eviction.scored import Scored
+from moe_runtime.policies.eviction.setting import Maker, Setting
 from moe_runtime.policies.prediction.base import Event, LayerRouted, Shape
 from moe_runtime.policies.prediction.estimator import State
 from moe_runtime.policies.prediction.tracked import TrackedPredictor
@@ -20,6 +24,17 @@ class PredictedUse:
         shape: the sizes of the model.
         predictor: guesses the coming visits from routing alone; it is told of every event here.
     """
+
+    @classmethod
+    def maker(cls, setting: Setting) -> Maker:
+        """Makes what orders experts by these scores.
+
+        Raises:
+            ValueError: the setting has no predictor.
+        """
+        if setting.predictor is None:
+            raise ValueError("policy 'predicted' needs a predictor; name one")
+        return partial(Scored, cls(setting.shape, setting.predictor), may_decline=True)
 
     def __init__(self, shape: Shape, predictor: TrackedPredictor) -> None:
         self._shape = shape

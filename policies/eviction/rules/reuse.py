@@ -10,12 +10,16 @@ Legend: L layers, E experts of a layer, K experts that a token visits, F feature
 
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from moe_runtime.policies.eviction.episodes import Episodes
+from moe_runtime.policies.eviction.scored import Scored
+from moe_runtime.policies.eviction.setting import Maker, Setting
 from moe_runtime.policies.prediction.base import Event, LayerRouted, Shape, StepBegins
 from moe_runtime.policies.prediction.estimator import State, take_array
+from moe_runtime.policies.prediction.limits import REMEMBERED_TOKENS
 
 _MEMORIES = np.array([0.8, 0.95, 0.99, 0.996, 0.9995], np.float32)
 """What is kept from step to step of each average of uses: from a handful of tokens to a day."""
@@ -50,7 +54,14 @@ class ReuseEstimator:
 
     name = "reuse"
 
-    def __init__(self, shape: Shape, *, memory: int = 2048, learn_every: int = 4) -> None:
+    @classmethod
+    def maker(cls, setting: Setting) -> Maker:
+        """Makes what orders experts by these scores."""
+        return partial(Scored, cls(setting.shape), may_decline=True)
+
+    def __init__(
+        self, shape: Shape, *, memory: int = REMEMBERED_TOKENS, learn_every: int = 4
+    ) -> None:
         self._shape = shape
         self._episodes = Episodes(shape, capacity=memory)
         self._learn_every = learn_every

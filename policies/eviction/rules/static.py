@@ -2,12 +2,15 @@
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Self, cast
 
 import numpy as np
 
 from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K, ReplayRule
 from moe_runtime.policies.eviction.ranking import Ranking
+from moe_runtime.policies.eviction.setting import Setting
 from moe_runtime.policies.prediction.base import Routes
 from moe_runtime.types import ExpertKey
 
@@ -37,6 +40,13 @@ class StaticPopularity(EvictionPolicy[K], has_rule=True):
     """
 
     may_decline: bool = True
+
+    @classmethod
+    def maker(cls, setting: Setting) -> Callable[[], Self]:
+        """See ``EvictionPolicy.maker``."""
+        if setting.training is None:
+            raise ValueError("policy 'static' needs a recorded trace to count uses in")
+        return partial(cls, cast(Mapping[Any, float], popularity(setting.training)))
 
     def __init__(self, weights: Mapping[K, float]) -> None:
         self.rule = ReplayRule("static", weights=weights)

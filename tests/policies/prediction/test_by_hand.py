@@ -16,9 +16,9 @@ from moe_runtime.policies.prediction import (
     contexts_of,
     make_estimator,
 )
-from moe_runtime.policies.prediction.eam import CAPACITY
 from moe_runtime.policies.prediction.estimator import popularity_of, visits
 from moe_runtime.policies.prediction.expert_map import NEIGHBOURS, PRIOR_MAPS
+from moe_runtime.policies.prediction.limits import COLLECTED_MATRICES
 from moe_runtime.policies.prediction.running_counts import PRIOR_TOKENS
 from moe_runtime.policies.prediction.token_identity import PRIOR_OCCURRENCES
 from moe_runtime.policies.prediction.transitions import PRIOR_VISITS
@@ -165,11 +165,11 @@ class TestActivationMatrices:
     def test_a_full_collection_replaces_the_twin_of_a_newcomer(self) -> None:
         collection = EamCollection(SHAPE)
         rng = np.random.default_rng(0)
-        matrices = rng.integers(0, 9, size=(CAPACITY, 3, 6)).astype(np.float32)
+        matrices = rng.integers(0, 9, size=(COLLECTED_MATRICES, 3, 6)).astype(np.float32)
         for matrix in matrices:
             collection.finish(matrix)
         collection.finish(3 * matrices[17])
-        assert len(collection) == CAPACITY
+        assert len(collection) == COLLECTED_MATRICES
         np.testing.assert_array_equal(collection.matrices[17], 3 * matrices[17])
         np.testing.assert_array_equal(
             np.delete(collection.matrices, 17, 0), np.delete(matrices, 17, 0)

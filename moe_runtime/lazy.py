@@ -1,0 +1,53 @@
+"""Names whose modules are imported when they are first used.
+
+For registries and packages of which a process needs one entry in twenty.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from operator import attrgetter
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class LazyTable(Mapping[str, T]):
+    """Values by name; the names are known without importing anything.
+
+    Args:
+        places: where the value of each name is: ``"package.module:attribute"``.
+    """
+
+    def __init__(self, places: Mapping[str, str]) -> None:
+        self._places = dict(places)
+
+    def __getitem__(self, name: str) -> T:
+        module, _, attribute = self._places[name].partition(":")
+        return attrgetter(attribute)(import_module(module))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def lazy_names(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
+    """A package's ``__getattr__`` that imports the module of a public name on first use (PEP 562).
+
+    Args:
+        package: the package's name.
+        places: the modules of the package that have public names, and these names, with spaces
+            between them. None of them may be the name of a module of the package.
+    """
+    homes = {name: module for module, names in places.items() for name in names.split()}
+
+    def find(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{homes[name]}"), name)
+
+    return find
