@@ -24,16 +24,11 @@ from rich.table import Table
 
 from moe_runtime.files import write_text
 from moe_runtime.lab.traces import read_trace
-from moe_runtime.planning.placement import (
-    ALGORITHMS,
-    PlacementOptions,
-    place_experts,
-    random_score,
-    split_window,
-)
+from moe_runtime.planning.placement import PlacementOptions, random_score, split_window
 from moe_runtime.policies.placement import PACKINGS, Devices, RoutingProfile, rebalance
 from moe_runtime.policies.placement.reference import rebalance_loop
 from moe_runtime.policies.placement.scoring import score_placement
+from moe_runtime.research.placement_solvers import ALGORITHMS, place_experts
 
 REPLICATING = ("eplb",)
 COLUMNS = {

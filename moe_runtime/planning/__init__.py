@@ -1,4 +1,4 @@
-"""Plans made from measurements: placements that need a solver, schedules, predicted times.
+"""Plans made from measurements: placements, schedules, predicted times.
 
 Nothing here executes experts or moves bytes. SciPy is imported when a solver is called.
 """

@@ -1,13 +1,15 @@
-"""Placement policies by name, those of ``policies.placement`` and those that need a solver."""
+"""Placement policies by name: those of ``policies.placement``, and what a caller adds to them.
 
-from collections.abc import Callable
+``research.placement_solvers`` adds ExFlow and MoETuner; the commands take those.
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from moe_runtime.config import nearest
-from moe_runtime.planning.affinity import Affinity, align
-from moe_runtime.planning.moetuner import TwoStage
+from moe_runtime.planning.alignment import align
 from moe_runtime.policies.placement import (
     EPLB,
     AntiCorrelation,
@@ -27,9 +29,8 @@ class PlacementOptions:
 
     Attributes:
         num_groups: groups of experts that stay on one node (EPLB).
-        time_limit_s: seconds for searches and solvers (ExFlow, MoETuner); the best placement found
-            by then counts.
-        load_slack: how far loads may exceed the best balance for fewer hops (MoETuner).
+        time_limit_s: seconds for searches and solvers; the best placement found by then counts.
+        load_slack: how far loads may exceed the best balance for fewer hops.
         aligned: rename devices of each layer to save hops, where a policy looks at loads only.
     """
 
@@ -39,18 +40,15 @@ class PlacementOptions:
     aligned: bool = True
 
 
-ALGORITHMS: dict[str, Callable[[PlacementOptions], PlacementPolicy]] = {
+Algorithms = Mapping[str, Callable[[PlacementOptions], PlacementPolicy]]
+"""Name -> what makes the policy from its options."""
+
+ALGORITHMS: Algorithms = {
     "round-robin": lambda options: RoundRobin(),
     "greedy": lambda options: Greedy(),
     "anti-correlation": lambda options: AntiCorrelation(),
     "eplb": lambda options: EPLB(num_groups=options.num_groups),
-    "exflow": lambda options: Affinity(time_limit_s=options.time_limit_s),
-    "moetuner": lambda options: TwoStage(
-        load_slack=options.load_slack, time_limit_s=options.time_limit_s
-    ),
 }
-SEARCHING = frozenset({"exflow", "moetuner"})
-"""The algorithms that search until their time is over, if they do not end before."""
 _LOADS_ONLY = frozenset({"greedy", "anti-correlation", "eplb"})
 
 
@@ -61,36 +59,38 @@ def place_experts(
     *,
     num_replicas: int = 0,
     options: PlacementOptions | None = None,
+    algorithms: Algorithms = ALGORITHMS,
 ) -> Placement:
     """Places experts by the named algorithm.
 
     Args:
-        algorithm: a key of ``ALGORITHMS``.
+        algorithm: a key of ``algorithms``.
         profile: what was seen of the routing.
         devices: where experts go.
         num_replicas: slots of a layer beyond one for each expert.
         options: see ``PlacementOptions``.
+        algorithms: those to choose from.
 
     Raises:
         ValueError: no algorithm has this name (the message suggests the nearest), or sizes that do
             not fit each other or the algorithm.
     """
-    check_algorithm(algorithm)
+    check_algorithm(algorithm, algorithms)
     options = options or PlacementOptions()
-    placement = ALGORITHMS[algorithm](options)(profile, devices, num_replicas=num_replicas)
+    placement = algorithms[algorithm](options)(profile, devices, num_replicas=num_replicas)
     if options.aligned and algorithm in _LOADS_ONLY:
         placement = align(placement, profile, devices)
     return placement
 
 
-def check_algorithm(algorithm: str) -> None:
+def check_algorithm(algorithm: str, algorithms: Algorithms = ALGORITHMS) -> None:
     """Refuses names of no algorithm.
 
     Raises:
         ValueError: there is none; the message suggests the nearest.
     """
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"unknown algorithm {algorithm!r}: {nearest(algorithm, ALGORITHMS)}")
+    if algorithm not in algorithms:
+        raise ValueError(f"unknown algorithm {algorithm!r}: {nearest(algorithm, algorithms)}")
 
 
 def split_window(ids_TLK: np.ndarray, fit_share: float) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,7 @@
 """Where experts and their replicas lie: pure decisions over loads, by name.
 
-Placements that need a solver (ExFlow's and MoETuner's) are in ``moe_runtime.planning.placement``.
+Placements that need a solver (ExFlow's and MoETuner's) are in
+``moe_runtime.research.placement_solvers``.
 """
 
 from moe_runtime.policies.placement.balancing import AntiCorrelation, Greedy, RoundRobin

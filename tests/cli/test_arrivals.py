@@ -108,7 +108,7 @@ CASES = {
             "moe_runtime.lab.traces.read_trace",
             "moe_runtime.planning.placement.split_window",
             "moe_runtime.policies.placement.Devices",
-            "moe_runtime.planning.placement.place_experts",
+            "moe_runtime.research.placement_solvers.place_experts",
         ),
         ("t.npz",),
         {

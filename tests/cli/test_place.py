@@ -134,7 +134,7 @@ def test_an_interrupt_leaves_the_map_in_use_alone(
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("moe_runtime.planning.placement.place_experts", interrupt)
+    monkeypatch.setattr("moe_runtime.research.placement_solvers.place_experts", interrupt)
     assert main([*words, "--algorithm", "moetuner"]) == 130
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [before]
     assert "Traceback" not in capsys.readouterr().err

@@ -96,16 +96,10 @@ def place(
         raise ValueError(f"--gpus {gpus} is not a multiple of --nodes {nodes}")
     from moe_runtime.lab.traces import read_trace
     from moe_runtime.parallel.placement_map import PlacementMap, load_placement_map
-    from moe_runtime.planning.placement import (
-        SEARCHING,
-        PlacementOptions,
-        check_algorithm,
-        place_experts,
-        random_score,
-        split_window,
-    )
+    from moe_runtime.planning.placement import PlacementOptions, random_score, split_window
     from moe_runtime.policies.placement import Devices, RoundRobin, RoutingProfile
     from moe_runtime.policies.placement.scoring import score_placement
+    from moe_runtime.research.placement_solvers import SEARCHING, check_algorithm, place_experts
 
     if output is not None:
         check_output_path(output, "placement map")

@@ -83,6 +83,7 @@ def simulate(
         raise ValueError("--shortcut hides the exchange in one piece: --degrees must have 1")
     from moe_runtime.lab.simulate.machine_file import ASSUMED, read_machine
     from moe_runtime.lab.simulate.scaling import Imbalance, LayerShape, sweep_scaling
+    from moe_runtime.research.placement_solvers import place_experts
 
     if plot is not None:
         check_output_path(plot, "plot")
@@ -101,7 +102,13 @@ def simulate(
     with _bar() as on_point:
         points = list(
             sweep_scaling(
-                cluster, shape, imbalance, ranks=numbers, degrees=chunks, on_point=on_point
+                cluster,
+                shape,
+                imbalance,
+                ranks=numbers,
+                degrees=chunks,
+                place=place_experts,
+                on_point=on_point,
             )
         )
     if plot is not None:

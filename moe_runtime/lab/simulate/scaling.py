@@ -13,7 +13,7 @@ from moe_runtime.lab.simulate.layer_simulation import (
 )
 from moe_runtime.planning.cluster import Cluster
 from moe_runtime.planning.placement import place_experts
-from moe_runtime.policies.placement import Devices, RoutingProfile
+from moe_runtime.policies.placement import Devices, Placement, RoutingProfile
 
 NO_OVERLAP = LayerSchedule()
 """One flat all-to-all each way and nothing beside it: what exposed communication is compared to."""
@@ -48,7 +48,7 @@ class Imbalance:
 
     Attributes:
         zipf: exponent of the experts' loads; 0 is equal loads.
-        algorithm: placement, a name of ``planning.placement.ALGORITHMS``.
+        algorithm: placement, a name that ``place`` of `sweep_scaling` knows.
         replicas_per_rank: slots of each rank for second copies.
         straggler: factor on the compute time of rank 0; 1 is none.
         seed: of the order of the loads.
@@ -89,6 +89,7 @@ def sweep_scaling(
     *,
     ranks: Sequence[int],
     degrees: Sequence[int],
+    place: Callable[..., Placement] = place_experts,
     on_point: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[ScalingPoint]:
     """Simulates every number of ranks, flat and hierarchical, at every degree.
@@ -99,13 +100,14 @@ def sweep_scaling(
         imbalance: loads, placement and stragglers.
         ranks: numbers of ranks.
         degrees: numbers of chunks. Above 1, rows that stay and shared experts go first.
+        place: `planning.placement.place_experts`, or one that knows more algorithms.
         on_point: called with points done and in total.
     """
     variants = [(flag, degree) for flag in (False, True) for degree in degrees]
     done, total = 0, len(ranks) * len(variants)
     for num_ranks in ranks:
         machine = replace(cluster, num_ranks=num_ranks)
-        shares = rank_shares(machine, shape, imbalance)
+        shares = rank_shares(machine, shape, imbalance, place)
         workload = _workload(machine, shape, imbalance, shares)
         plain = predict_layer(machine, workload, NO_OVERLAP)
         for hierarchical, degree in variants:
@@ -128,14 +130,19 @@ def sweep_scaling(
             on_point(done, total)
 
 
-def rank_shares(cluster: Cluster, shape: LayerShape, imbalance: Imbalance) -> np.ndarray:
+def rank_shares(
+    cluster: Cluster,
+    shape: LayerShape,
+    imbalance: Imbalance,
+    place: Callable[..., Placement] = place_experts,
+) -> np.ndarray:
     """``[P]`` load of each rank: Zipf loads of experts in random order, placed as asked."""
     num_experts = cluster.num_ranks * shape.experts_per_rank
     random = np.random.default_rng(imbalance.seed)
     loads = np.arange(1, num_experts + 1, dtype=np.float64) ** -imbalance.zipf
     loads = random.permutation(loads)
     devices = Devices(num_nodes=cluster.num_nodes, gpus_per_node=cluster.local_ranks)
-    placement = place_experts(
+    placement = place(
         imbalance.algorithm,
         RoutingProfile.from_loads(loads[None]),
         devices,

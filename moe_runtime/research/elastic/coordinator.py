@@ -14,12 +14,12 @@ import numpy as np
 
 from moe_runtime.errors import RankFailureError
 from moe_runtime.parallel.communication.membership import Store
-from moe_runtime.planning.placement import place_experts
 from moe_runtime.planning.remap import keep_in_place, resize
 from moe_runtime.policies.placement import Devices, Placement, RoutingProfile
 from moe_runtime.research.elastic.change import Change, decide
 from moe_runtime.research.elastic.member import POLL_S
 from moe_runtime.research.elastic.requests import GenerationRequest
+from moe_runtime.research.placement_solvers import place_experts
 
 LOAD_DECAY = 0.5
 """Share that loads counted earlier keep when new counts come."""

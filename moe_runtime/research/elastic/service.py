@@ -24,7 +24,6 @@ from moe_runtime.inference.generation import check_length
 from moe_runtime.parallel.communication.membership import open_store
 from moe_runtime.parallel.communication.watch import DEFAULT_TIMEOUT_S
 from moe_runtime.parallel.placement_map import PlacementMap
-from moe_runtime.planning.placement import check_algorithm
 from moe_runtime.planning.remap import resize
 from moe_runtime.policies.placement import Placement
 from moe_runtime.research.elastic.change import Change
@@ -32,6 +31,7 @@ from moe_runtime.research.elastic.coordinator import ChangeReport, Coordinator, 
 from moe_runtime.research.elastic.member import POLL_S, Member
 from moe_runtime.research.elastic.requests import GenerationRequest
 from moe_runtime.research.elastic.worker import Address, describe, ready_model
+from moe_runtime.research.placement_solvers import check_algorithm
 
 _GOODBYE_S = 5.0
 
@@ -171,7 +171,7 @@ class ElasticService:
         """Places the experts anew by what was counted since the last time.
 
         Args:
-            algorithm: a name of ``moe_runtime.planning.placement.ALGORITHMS``.
+            algorithm: a name of ``moe_runtime.research.placement_solvers.ALGORITHMS``.
             num_replicas: slots of a layer for second copies, rounded up to what divides.
         """
         check_algorithm(algorithm)

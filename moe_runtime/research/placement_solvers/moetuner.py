@@ -2,7 +2,7 @@
 
 Stage 1 forms clusters of experts, one layer after the other: as many experts in each, the largest
 load within a slack of the least possible, and under that bound as many tokens as possible going to
-the cluster of the same number in the next layer. Stage 2 (``moe_runtime.planning.mapping``) puts
+the cluster of the same number in the next layer. Stage 2 (``mapping.py``) puts
 the clusters of each layer on devices so that the busiest device's traffic is least.
 
 The paper's constraint lists are not public in text form; the programmes here are our own. Each
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_runtime.planning.affinity import Affinity, hop_costs, placement_of
-from moe_runtime.planning.deadline import Deadline
-from moe_runtime.planning.mapping import map_clusters
 from moe_runtime.planning.programme import Programme
 from moe_runtime.policies.placement import Devices, Placement, RoutingProfile
 from moe_runtime.policies.placement.base import slots_needed
 from moe_runtime.policies.placement.packing import pack
+from moe_runtime.research.placement_solvers.deadline import Deadline
+from moe_runtime.research.placement_solvers.exflow import Affinity, hop_costs, placement_of
+from moe_runtime.research.placement_solvers.mapping import map_clusters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import scipy.optimize
 
-from moe_runtime.planning.affinity import hop_costs
-from moe_runtime.planning.mapping import map_clusters, peak_traffic
-from moe_runtime.planning.moetuner import (
+from moe_runtime.planning.programme import Programme
+from moe_runtime.policies.placement import Devices, RoutingProfile
+from moe_runtime.research.placement_solvers.exflow import hop_costs
+from moe_runtime.research.placement_solvers.mapping import map_clusters, peak_traffic
+from moe_runtime.research.placement_solvers.moetuner import (
     TwoStage,
     attract,
     balance_clusters,
     cluster_layers,
     cluster_traffic,
 )
-from moe_runtime.planning.programme import Programme
-from moe_runtime.policies.placement import Devices, RoutingProfile
 
 # Solvers stop when they are done: no machine is too slow for what is asked of them here.
 PATIENCE_S = 1e6

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_runtime.planning.deadline import Deadline
 from moe_runtime.planning.programme import Programme, Term
+from moe_runtime.research.placement_solvers.deadline import Deadline
 
 MAX_PRODUCTS = 12_000
 """Largest number of products of two choices that is handed to the solver; beyond it, a tenth of a
