@@ -103,7 +103,7 @@ def train(settings: AdamW, steps: int, folder: Path) -> tuple[float, list[Tensor
 
 
 def bytes_of(settings: AdamW) -> dict[str, float]:
-    """Of one parameter of an expert of OLMoE's shape: on its home, and moved in a step."""
+    """Of one parameter of an expert of OLMoE's shape: in its tier, and moved in a step."""
     rank = OLMOE_RANK if settings.galore_rank else 0
     layout = RecordLayout(OLMOE, torch.float32, replace(settings, galore_rank=rank).state_format)
     read, written = bytes_of_step(layout, settings)

@@ -64,7 +64,7 @@ class Tally:
 
 
 class Decoder:
-    """A loaded model that decodes given texts step by step and keeps the books of every mode."""
+    """A loaded model that decodes given texts step by step and keeps the counts of every mode."""
 
     def __init__(self, model: Any, texts: list[list[int]]) -> None:
         self._model, self._tokens_BT = model, torch.tensor(texts)

@@ -19,7 +19,7 @@ from moe_runtime.kernels.linear.op import (
 from moe_runtime.kernels.native import DTYPE_CODES, native_library
 
 
-class BoundLinear:
+class PreparedLinear:
     """The native product with one weight, for rows of the weight's dtype.
 
     Remembers addresses: `fits` says whether they are still those of the weight.

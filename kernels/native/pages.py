@@ -56,7 +56,7 @@ def populate(fresh: Tensor) -> bool:
         fresh: Host memory that begins at the start of a page.
 
     Returns:
-        Whether the system did it; systems that cannot are asked in vain.
+        Whether the system did it; systems that cannot ignore the request.
     """
     advise = _madvise()
     return advise is not None and advise(fresh.data_ptr(), fresh.nbytes, _MADV_POPULATE_WRITE) == 0

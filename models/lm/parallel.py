@@ -65,7 +65,7 @@ def spread_experts(
             device=own.down_proj.device,
             dtype=own.down_proj.dtype,
         )
-        # experts that are not in memory yet get their first values at their homes
+        # experts that are not in memory yet get their first values in their tiers
         if not own.down_proj.is_meta:
             share.take(own.stacked())
         layer.experts = share

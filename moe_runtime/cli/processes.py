@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
-    from moe_runtime.parallel.communication.watch import GroupWatch
+    from moe_runtime.parallel.communication.watch import CollectiveMonitor
 
 _ERRORS = "moe/errors"
 # Collectives of ours have a limit of their own, which is shorter and names who is missing.
@@ -50,7 +50,7 @@ def joined_processes(session: Session) -> Iterator["ProcessGroup | None"]:
     import torch
     import torch.distributed as dist
 
-    from moe_runtime.parallel.communication.watch import GroupWatch
+    from moe_runtime.parallel.communication.watch import CollectiveMonitor
 
     has_devices = torch.cuda.is_available()
     if has_devices:
@@ -64,7 +64,7 @@ def joined_processes(session: Session) -> Iterator["ProcessGroup | None"]:
             nowhere = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(contextlib.redirect_stdout(nowhere))
             stack.enter_context(contextlib.redirect_stderr(nowhere))
-        stack.enter_context(named_end(GroupWatch(group)))
+        stack.enter_context(named_end(CollectiveMonitor(group)))
         yield group
     # Not after an error: the other processes may be gone.
     dist.destroy_process_group()
@@ -122,7 +122,7 @@ class _Terminated(BaseException):
 
 
 @contextlib.contextmanager
-def named_end(watch: "GroupWatch") -> Iterator[None]:
+def named_end(watch: "CollectiveMonitor") -> Iterator[None]:
     """Turns a SIGTERM, or an error of torch's, into one that names the process that has ended."""
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -144,7 +144,7 @@ def named_end(watch: "GroupWatch") -> Iterator[None]:
         signal.signal(signal.SIGTERM, after)
 
 
-def _watched(watch: "GroupWatch") -> Iterator[None]:
+def _watched(watch: "CollectiveMonitor") -> Iterator[None]:
     """Turns an error of torch's into one that names the process that has ended, if one has."""
     try:
         yield

@@ -98,6 +98,6 @@ def _prefetch_rows(stats: "RuntimeStats") -> list[tuple[str, str]]:
         return []
     outcome = (
         f"{stats.guesses} experts: {stats.useful_guesses} in time, {stats.late_guesses} late, "
-        f"{stats.wasted_guesses} in vain; guessing took {stats.predict_s:.2f} s"
+        f"{stats.wasted_guesses} wasted; guessing took {stats.predict_s:.2f} s"
     )
     return [("prefetch", stats.prefetch), ("prefetched", outcome)]

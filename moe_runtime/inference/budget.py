@@ -30,8 +30,8 @@ FIXED_RESERVE_BYTES = 9 * 2**20
 """Set aside whatever the model: buffers of the tokenizer, of generation and of the allocator,
 records, and pages of libraries' code; 7 MiB were used in the runs that it was measured in."""
 
-BOOKS_BYTES = 8 * 2**10
-"""Set aside for each expert: where it lies in the files, its views and its entries in the books."""
+ENTRY_BYTES = 8 * 2**10
+"""Set aside for each expert: where it lies in the files, its views and its entries in the store."""
 
 BUFFER_SHARE = 1 / 8
 """Set aside in proportion to the dense weights, for buffers that libraries make and keep for layers
@@ -134,10 +134,10 @@ def reserve_for(
     logits = 4 * config.get_text_config().vocab_size * 4
     buffers = FIXED_RESERVE_BYTES + int(BUFFER_SHARE * dense_bytes)
     num_experts = signature.num_layers * signature.num_experts
-    books = BOOKS_BYTES * num_experts + most_remembered_bytes(shape_of(signature))
+    entries = ENTRY_BYTES * num_experts + most_remembered_bytes(shape_of(signature))
     code = kept_code_bytes(_weight_shapes(config), dtype, max_tokens)
     tokens = room_for(max_tokens) * kv_token + max_tokens * activations
-    return tokens + logits + buffers + books + code
+    return tokens + logits + buffers + entries + code
 
 
 def _weight_shapes(config: PreTrainedConfig) -> set[tuple[int, int]]:

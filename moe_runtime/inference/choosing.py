@@ -46,13 +46,13 @@ class Guessers:
 
     Attributes:
         reader: for reads ahead of demand; None where there are none.
-        foreteller: for the policy ``predicted``, if the named predictor guesses from routing alone.
-            An object of its own: each learns from what it is shown.
+        policy_estimator: for the policy ``predicted``, if the named predictor guesses from
+            routing alone. An object of its own: each learns from what it is shown.
         table_bytes: memory that their tables take.
     """
 
     reader: Estimator | None
-    foreteller: Estimator | None
+    policy_estimator: Estimator | None
     table_bytes: int
 
 
@@ -82,8 +82,10 @@ def settle_guessers(
         named = _settle_predictor(predictor, model, block_names, signature)
         reader = make_live_estimator(named, signature)
         table_bytes = learned_bytes(named, reader)
-    foreteller = _routing_estimator(policy, predictor, signature)
-    return Guessers(reader, foreteller, table_bytes + learned_bytes(predictor, foreteller))
+    policy_estimator = _routing_estimator(policy, predictor, signature)
+    return Guessers(
+        reader, policy_estimator, table_bytes + learned_bytes(predictor, policy_estimator)
+    )
 
 
 def check_names(policy: str, shares: str, predictor: str | Path) -> None:
@@ -150,7 +152,7 @@ def read_costs(layouts: Mapping[ExpertKey, ExpertLayout]) -> dict[ExpertKey, flo
 def policy_maker(
     choice: Choice,
     signature: ModelSignature,
-    foreteller: Estimator | None,
+    policy_estimator: Estimator | None,
     layouts: Mapping[ExpertKey, ExpertLayout],
     learning: KeptLearning | None = None,
 ) -> Callable[[MemoryPlan], LayerShares]:
@@ -159,7 +161,7 @@ def policy_maker(
     Args:
         choice: policy, shares and, for ``predicted``, the predictor's name.
         signature: the model.
-        foreteller: the predictor, if it is not one that needs no training.
+        policy_estimator: the predictor, if it is not one that needs no training.
         layouts: what each expert reads, for the policies that go by costs.
         learning: what the policies begin with, and who keeps what they learn.
     """
@@ -168,8 +170,8 @@ def policy_maker(
     def make(plan: MemoryPlan) -> LayerShares:
         predictor = None
         if choice.predictor:
-            is_given = foreteller is not None and foreteller.name == choice.predictor
-            estimator = foreteller if is_given else make_estimator(choice.predictor, shape)
+            is_given = policy_estimator is not None and policy_estimator.name == choice.predictor
+            estimator = policy_estimator if is_given else make_estimator(choice.predictor, shape)
             predictor = TrackedPredictor(cast(Estimator, estimator))
         made = make_policy(
             choice.policy,

@@ -23,7 +23,7 @@ from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:
-    from moe_runtime.inference.expert_partition import ExpertShare
+    from moe_runtime.inference.expert_partition import ExpertPartition
     from moe_runtime.inference.routing_record import RoutingRecord
 
 # T tokens, D model, F hidden, E experts, K top-k, R routed rows = T * K
@@ -74,7 +74,7 @@ class OffloadedExperts(AbsentParameters):
         self.num_experts = experts.num_experts
         self.layer = layer
         self.store: ExpertStore[ExpertWeights] | None = None
-        self.share: ExpertShare | None = None
+        self.share: ExpertPartition | None = None
         self.recorder: RoutingRecord | None = None
         self.watcher: RoutingWatcher | None = None
         self.observer: RoutingWatcher | None = None

@@ -32,7 +32,7 @@ _SUMMED = (
 _SLOWEST = ("stall_s", "load_s", "predict_s")
 
 
-class ExpertShare:
+class ExpertPartition:
     """Which experts this process computes, and how it gets the rows of the others.
 
     Attributes:
@@ -145,7 +145,7 @@ def divide_experts(
     experts: ExpertMap,
     signature: ModelSignature,
     placement: str | Path | None,
-) -> ExpertShare | None:
+) -> ExpertPartition | None:
     """This process's share of a model's experts, to which `experts` is narrowed; None for one
     process alone.
 
@@ -165,7 +165,7 @@ def divide_experts(
         placed.require(signature, num_ranks=transport.size)
     if transport.size == 1:
         return None
-    share = ExpertShare(transport, [module.num_experts for module in experts.modules], placed)
+    share = ExpertPartition(transport, [module.num_experts for module in experts.modules], placed)
     experts.layouts = {key: lay for key, lay in experts.layouts.items() if share.owns(key)}
     return share
 
@@ -181,7 +181,7 @@ def _holders_in(experts_of_ranks: Sequence[Sequence[int]], num_experts: int) -> 
 class OwnGuesses:
     """A predictor's guesses about the experts of one process."""
 
-    def __init__(self, predictor: Predictor, share: ExpertShare) -> None:
+    def __init__(self, predictor: Predictor, share: ExpertPartition) -> None:
         self.needs_history = predictor.needs_history
         self._predictor = predictor
         self._share = share

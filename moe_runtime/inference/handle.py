@@ -124,7 +124,7 @@ class RuntimeHandle:
             self._host_store.reset_stats()
 
     def check(self) -> None:
-        """Proves that the books of every tier balance.
+        """Proves that the entries of every tier agree with each other.
 
         Raises:
             AssertionError: they do not.

@@ -30,7 +30,7 @@ from moe_runtime.inference.cpu.attention import use_single_query_attention
 from moe_runtime.inference.cpu.fused_attention import fuse_attention_layers
 from moe_runtime.inference.cpu.small_batch import use_small_batch_layers
 from moe_runtime.inference.expert_layer import OffloadedExperts, bind_slots
-from moe_runtime.inference.expert_partition import ExpertShare, divide_experts
+from moe_runtime.inference.expert_partition import ExpertPartition, divide_experts
 from moe_runtime.inference.handle import LoadedFacts, RuntimeHandle
 from moe_runtime.inference.hugging_face.loaded_model import as_loaded_model
 from moe_runtime.inference.kv_cache import grow_cache_in_place
@@ -182,14 +182,14 @@ def load(
     # Before weights are there: what the choice needs is free again for them.
     fastest = plans.get("device", plans["host"])
     choice = choosing.settle_policy(
-        policy, shares, signature, fastest.num_slots, guessers.foreteller, experts.slot_bytes
+        policy, shares, signature, fastest.num_slots, guessers.policy_estimator, experts.slot_bytes
     )
     with touched_meanwhile(slab := Slab(plans["host"].num_slots, plans["host"].slot_bytes)):
         finish_dense(model, checkpoint, experts, place, progress)
     source = ExpertSource(experts.layouts, io_threads=io_threads)
     learning = KeptLearning(model, signature, predictor, writes=not transport.rank)
     new_policy = choosing.policy_maker(
-        choice, signature, guessers.foreteller, experts.layouts, learning
+        choice, signature, guessers.policy_estimator, experts.layouts, learning
     )
     events = None if timeline is None or transport.rank else Timeline(timeline)
     store, host_store = _open_stores(source, slab, experts, plans, new_policy, place, events)
@@ -331,7 +331,7 @@ def _plan(
 
 
 def _require_same_model(
-    share: ExpertShare | None, checkpoint: Checkpoint, experts: ExpertMap, place: torch.device
+    share: ExpertPartition | None, checkpoint: Checkpoint, experts: ExpertMap, place: torch.device
 ) -> None:
     """Makes sure that all processes of a group compute the same model in the same way."""
     if share is None:

@@ -13,7 +13,7 @@ from moe_runtime.config import nearest
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.cpu.token_look_ahead import make_token_look_ahead
 from moe_runtime.inference.expert_layer import OffloadedExperts
-from moe_runtime.inference.expert_partition import ExpertShare, OwnGuesses
+from moe_runtime.inference.expert_partition import ExpertPartition, OwnGuesses
 from moe_runtime.inference.routing_record import read_step
 from moe_runtime.inference.steps import RequestNumbers
 from moe_runtime.kernels.gate_ranking import GateRanking
@@ -182,7 +182,7 @@ def attach_prefetcher(
     estimator: Estimator,
     mode: PrefetchMode,
     place: torch.device,
-    share: ExpertShare | None = None,
+    share: ExpertPartition | None = None,
     learning: KeptLearning | None = None,
 ) -> Prefetcher:
     """Lets a prefetcher watch every forward pass of a model from now on.

@@ -1,8 +1,8 @@
-"""The lock around books that reading threads and computing threads change, and what mends them.
+"""The lock around state that reading and computing threads share, and what repairs that state.
 
 An exception may strike on any line: Ctrl-C does, and so does a lack of memory. It may strike where
-a lock is given back, so that no ``finally`` prevents every leak. Books are mended instead: whoever
-takes the lock next, or whoever unwinds, finds the operation that did not end.
+a lock is given back, so that no ``finally`` prevents every leak. The state is repaired instead:
+whoever takes the lock next, or whoever unwinds, finds the operation that did not end.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _OPEN: weakref.WeakSet[Changes] = weakref.WeakSet()
 class Changes:
     """A lock that mends what it guards, and a condition to wait for.
 
-    The block of a ``with`` statement is an operation. One that an exception cuts short leaves books
-    that contradict themselves; then ``mend`` is called, with the lock held, before anybody else
+    The block of a ``with`` statement is an operation. One that an exception cuts short leaves state
+    that contradicts itself; then ``mend`` is called, with the lock held, before anybody else
     sees them. A hold that an exception left behind is noticed by the same thread's next operation,
     and given up by ``let_go``.
 
@@ -40,7 +40,7 @@ class Changes:
     the garbage collector or a signal handler calls.
 
     Attributes:
-        mend: makes the books whole from what an exception cannot have touched; set by their owner.
+        mend: makes the state whole from what an exception cannot have touched; set by their owner.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Changes:
     def wait(self) -> None:
         """Lets go of the lock until something has changed; it may return without a reason.
 
-        To be called by the operation itself, with books that others may see.
+        To be called by the operation itself, with state that others may see.
         """
         operation, self._operation = self._operation, None
         self._sleep()
@@ -91,9 +91,9 @@ class Changes:
         self._told.notify_all()
 
     def let_go(self) -> None:
-        """Gives up what an exception left to this thread, and mends the books if they need it.
+        """Gives up what an exception left to this thread, and repairs the state if it needs it.
 
-        To be called where an exception leaves the outermost function that uses the books.
+        To be called where an exception leaves the outermost function that uses the state.
         """
         if self._is_forked or self._is_under_way(sys._getframe(1)):
             return
@@ -101,7 +101,7 @@ class Changes:
             pass
 
     def disturb(self, *_: object) -> None:
-        """Has the books mended before they are used again; takes no lock."""
+        """Has the state repaired before it is used again; takes no lock."""
         self._is_disturbed = True
 
     def check(self) -> None:
@@ -115,11 +115,11 @@ class Changes:
         operation = sys._getframe(1)
         assert self._is_under_way(operation) or not self._lock._is_owned(), "a lock was left held"
         with self._lock:
-            assert self._operation is None or self._is_under_way(operation), "books were left torn"
+            assert self._operation is None or self._is_under_way(operation), "state was left torn"
 
     @property
     def is_forked(self) -> bool:
-        """Whether the books belong to the process that this one was forked from."""
+        """Whether the state belongs to the process that this one was forked from."""
         return self._is_forked
 
     def leave_to_parent(self) -> None:

@@ -16,7 +16,7 @@ class Fetcher(Protocol):
     """Where a tier gets its experts from: the files of a checkpoint, or the tier below.
 
     Attributes:
-        changed: guards the books of the tier that is filled; all that is below is called with it
+        changed: guards the entries of the tier that is filled; all that is below is called with it
             held, ``close`` excepted.
     """
 

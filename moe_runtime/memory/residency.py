@@ -97,7 +97,7 @@ class ExpertStore(Generic[W]):
         self.let_go()
 
     def let_go(self) -> None:
-        """Gives up the locks that an exception left to this thread, and mends the books."""
+        """Gives up the locks that an exception left to this thread, and repairs the entries."""
         self._fetcher.let_go()
         self._changed.let_go()
 
@@ -171,7 +171,7 @@ class ExpertStore(Generic[W]):
         open leases hold the pins; that every read will end; and that no lock was left held.
 
         Raises:
-            AssertionError: the books do not balance.
+            AssertionError: the entries contradict each other.
         """
         self._changed.check()
         with self._changed:
@@ -300,7 +300,7 @@ class ExpertStore(Generic[W]):
         return pins
 
     def _mend(self) -> None:
-        """Rebuilds the books, which an exception may have left anyhow.
+        """Rebuilds the entries, which an exception may have left anyhow.
 
         What it cannot have touched: which reads are under way, which have told that they ended, and
         the leases that were not in the midst of an operation.

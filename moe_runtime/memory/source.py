@@ -117,7 +117,7 @@ class ExpertSource:
     """The slowest tier: the experts of a checkpoint, read by byte range from its original files.
 
     Attributes:
-        changed: guards the books of the tier that is filled.
+        changed: guards the entries of the tier that is filled.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_runtime.parallel.communication.transport import FlatTransport, LocalTransport, Transport
 from moe_runtime.parallel.communication.wire import WireName, wires
-from moe_runtime.parallel.exchange import Flight
+from moe_runtime.parallel.exchange import AsyncAllToAll
 from moe_runtime.parallel.plan import DispatchPlan, Stage, plan_dispatch
 from moe_runtime.parallel.rows import (
     Expansion,
@@ -103,7 +103,7 @@ class Dispatch:
         sent = [stage.sent[1] - stage.sent[0] for stage in self.plan.stages]
         self._rows = Expansion(x_TD, self.plan.source_R, self.plan.place_TK, sent)
         self._results: dict[int, Tensor] = {}
-        self._flights: dict[int, Flight] = {}
+        self._flights: dict[int, AsyncAllToAll] = {}
         self._empty: dict[int, Tensor] = {}
 
     def start(self, index: int) -> None:
@@ -168,9 +168,11 @@ class Dispatch:
             y_RD = assembled_rows(self._results[panel], parts)
         return combine_rows(y_RD, self._weights_TK, self.plan.source_R, self.plan.place_TK)
 
-    def _flight(self, stage: Stage, *, is_return: bool, out_RD: Tensor | None = None) -> Flight:
+    def _flight(
+        self, stage: Stage, *, is_return: bool, out_RD: Tensor | None = None
+    ) -> AsyncAllToAll:
         wire, gradient_wire = self._back if is_return else self._there
-        return Flight(
+        return AsyncAllToAll(
             self.transport,
             stage.route,
             is_return=is_return,
@@ -184,7 +186,7 @@ class Dispatch:
 class Returning:
     """Results of one stage on their way back; `flight` is None where they all stay."""
 
-    flight: Flight | None
+    flight: AsyncAllToAll | None
     kept_RD: Tensor
 
 

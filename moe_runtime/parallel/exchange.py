@@ -22,7 +22,7 @@ from moe_runtime.parallel.communication.wire import ExactWire, Wire
 from moe_runtime.parallel.rows import alias
 
 
-class Flight:
+class AsyncAllToAll:
     """One exchange of rows, there or back, and the exchange of its gradients the other way.
 
     Args:
@@ -95,7 +95,7 @@ class _Start(Function):
     """Launches; gives a token, which ties the wait to the rows in autograd's graph."""
 
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, flight: Flight) -> Tensor:
+    def forward(ctx: Any, rows_RD: Tensor, flight: AsyncAllToAll) -> Tensor:
         ctx.flight = flight
         flight.launch(rows_RD, is_gradient=False)
         return rows_RD.new_zeros(1)
@@ -110,7 +110,7 @@ class _Start(Function):
 
 class _Wait(Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, flight: Flight) -> Tensor:
+    def forward(ctx: Any, token: Tensor, flight: AsyncAllToAll) -> Tensor:
         ctx.flight = flight
         return flight.land(is_gradient=False)
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from moe_runtime.parallel.communication.transport import FlatTransport
 from moe_runtime.parallel.communication.watch import (
     DEFAULT_TIMEOUT_S,
-    GroupWatch,
+    CollectiveMonitor,
     backend_limit,
     device_of,
 )
@@ -58,7 +58,7 @@ class LayoutGroups:
         self.rank = dist.get_rank()
         self.timeout_s = timeout_s
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        self._watches: dict[tuple[int, ...], GroupWatch] = {}
+        self._watches: dict[tuple[int, ...], CollectiveMonitor] = {}
         if reuse is not None:
             self._by_ranks.update(reuse._by_ranks)
         # Groups of one rank need no process group; equal sets of ranks share one. All ranks make
@@ -208,7 +208,7 @@ class LayoutGroups:
             return
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks not in self._watches:
-            self._watches[ranks] = GroupWatch(group, self.timeout_s)
+            self._watches[ranks] = CollectiveMonitor(group, self.timeout_s)
         there = values.to(device_of(group, values.device))
         self._watches[ranks].all_reduce(group, there, what)
         if there is not values:

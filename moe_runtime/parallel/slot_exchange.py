@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_runtime.parallel.communication.transport import Transport
 from moe_runtime.parallel.communication.wire import ExactWire
-from moe_runtime.parallel.exchange import Flight
+from moe_runtime.parallel.exchange import AsyncAllToAll
 from moe_runtime.parallel.rows import Expansion, merge_rows
 
 Wanted = Sequence[Sequence[tuple[int, int]]]
@@ -78,7 +78,7 @@ class SlotExchange:
             [len(self.sent_slots)],
         )
         wire = ExactWire()
-        flight = Flight(
+        flight = AsyncAllToAll(
             self._transport, self._route, is_return=False, wire=wire, gradient_wire=wire
         )
         flight.start(rows.parts[0])
@@ -99,7 +99,7 @@ class PendingSlots:
     """Copies on their way."""
 
     def __init__(
-        self, flight: Flight, kept_RN: Tensor, exchange: SlotExchange, shape: torch.Size
+        self, flight: AsyncAllToAll, kept_RN: Tensor, exchange: SlotExchange, shape: torch.Size
     ) -> None:
         self._flight = flight
         self._kept_RN = kept_RN

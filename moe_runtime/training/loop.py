@@ -351,7 +351,7 @@ class Trainer:
         self._emit(record, on_record)
 
     def _held_out_loss(self, parts: Sequence[Tensor]) -> float:
-        """Mean loss of windows in parts, which the lanes compute in turn."""
+        """Mean loss of windows in parts, which the data-parallel ranks compute in turn."""
         ranks = self._run.ranks
         # Who has no part left keeps the others company: passes are collective calls.
         numbers = range(ranks.lane, len(parts) + ranks.lane, ranks.num_lanes)

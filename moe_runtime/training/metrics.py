@@ -27,7 +27,7 @@ class StepRecord:
         dropped_share: share of the choices that capacity took away.
         is_skipped: the gradients were not finite and nothing was changed.
         stall_s: seconds that offloaded experts were waited for; None where all are in memory.
-        memory_bytes: of offloaded experts that were asked for, those whose home is memory, or that
+        memory_bytes: of offloaded experts that were asked for, those whose tier is memory, or that
             lay in a slot already; None likewise.
         read_bytes: of offloaded experts, from the disk.
         written_bytes: to the disk.

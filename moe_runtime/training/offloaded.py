@@ -78,7 +78,7 @@ def offloaded_optimizer(
     resumes: bool,
     ranks: OneProcess,
 ) -> OffloadedTraining:
-    """Sends the experts to their homes.
+    """Sends the experts to their tiers.
 
     Args:
         config: of the run.

@@ -65,7 +65,7 @@ class OneProcess:
         they draw for other tokens."""
 
     def part(self, items: Sequence[T]) -> list[T]:
-        """This lane's share of what all have; the number of lanes divides it."""
+        """This data-parallel rank's share of what all have; their number divides it."""
         return list(items)
 
     def mean(self, values: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class SeveralProcesses(OneProcess):
 
         from moe_runtime.parallel import FlatTransport, LayoutGroups, ParallelLayout
         from moe_runtime.parallel.communication.agreement import require_same, software_facts
-        from moe_runtime.parallel.communication.watch import GroupWatch
+        from moe_runtime.parallel.communication.watch import CollectiveMonitor
 
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         own = config.parallel
@@ -150,7 +150,7 @@ class SeveralProcesses(OneProcess):
         group = self.groups.make("dense", "tp", "cp", "dp", "pp")
         assert group is not None, "several processes are more than one"
         self._group = group
-        self._watch = GroupWatch(group, own.timeout_s)
+        self._watch = CollectiveMonitor(group, own.timeout_s)
         transport = FlatTransport(group, timeout_s=own.timeout_s)
         require_same(transport, {**software_facts(), "the layout": str(layout)})
 
@@ -210,7 +210,7 @@ class SeveralProcesses(OneProcess):
 
     def any(self, flag: bool) -> bool:
         votes = torch.tensor(float(flag))
-        self.groups.all_reduce(votes, self._group, "wishes to stop")
+        self.groups.all_reduce(votes, self._group, "resize_requests to stop")
         return bool(votes > 0)
 
     def reduce_gradients(self, named: Mapping[str, Tensor]) -> None:
@@ -284,7 +284,7 @@ def _refuse(config: TrainConfig, num_lanes: int) -> None:
 
 
 def _refuse_offloaded(config: TrainConfig, num_copies: int) -> None:
-    """Says what processes cannot do whose experts have homes off memory.
+    """Says what processes cannot do whose experts have tiers off memory.
 
     Raises:
         ValueError: the configuration asks for it.

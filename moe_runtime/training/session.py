@@ -310,7 +310,7 @@ def _with_whole_model(preparation: Preparation, use: Callable[[LanguageModel], N
 def _offloaded_optimizer(
     preparation: Preparation, ranks: OneProcess, *, resumes: bool
 ) -> OffloadedTraining:
-    """Spreads the experts, which are not in memory yet, and sends them to their homes."""
+    """Spreads the experts, which are not in memory yet, and sends them to their tiers."""
     folder = preparation.storage
     if preparation.config.run.storage_dir is None:
         folder.mkdir(parents=True, exist_ok=True)

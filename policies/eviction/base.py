@@ -57,7 +57,7 @@ class EvictionPolicy(ABC, Generic[K]):
         may_decline: the policy may rather keep what it holds than a newcomer, which is then used
             once and not kept. It is asked after the use, when keys of the same event may go too.
         watcher: what must be told of every routing event, if the policy needs more than uses.
-        foresees: ``access_all`` learns all it needs from the events, so nobody need tell the
+        needs_no_events: ``access_all`` learns all it needs from the events, so nobody need tell the
             watcher.
         rule: says all that the policy does, where a replay has a quicker way to the same hits. It
             counts for the very class that states it (``class LRU(..., has_rule=True)``): a subclass
@@ -66,7 +66,7 @@ class EvictionPolicy(ABC, Generic[K]):
 
     may_decline: bool = False
     watcher: Watcher | None = None
-    foresees: bool = False
+    needs_no_events: bool = False
     rule: ReplayRule | None = None
     _has_rule: ClassVar[bool] = False
 

@@ -73,7 +73,7 @@ class Belady(EvictionPolicy[K], has_rule=True):
             ``access_all`` needs no clock: its events are the future.
     """
 
-    foresees: bool = True
+    needs_no_events: bool = True
     rule = ReplayRule("belady")
 
     @classmethod

@@ -49,7 +49,7 @@ class LayerShares(EvictionPolicy[ExpertKey], has_rule=True):
         self._layers = [make_policy() for _ in shares]
         self._find_watchers()
         self.may_decline = any(policy.may_decline for policy in self._layers)
-        self.foresees = all(policy.foresees for policy in self._layers)
+        self.needs_no_events = all(policy.needs_no_events for policy in self._layers)
         rules = [policy.replay_rule for policy in self._layers]
         self.rule = rules[0] if all(rule == rules[0] for rule in rules) else None
 
@@ -60,7 +60,7 @@ class LayerShares(EvictionPolicy[ExpertKey], has_rule=True):
 
     def access_all(self, events: Sequence[Sequence[ExpertKey]], num_slots: int) -> list[int]:
         """Serves layer after layer, where none of them can learn from the others' events."""
-        if self.watcher and not self.foresees:
+        if self.watcher and not self.needs_no_events:
             return super().access_all(events, num_slots)
         places: list[list[int]] = [[] for _ in self._layers]
         for place, keys in enumerate(events):

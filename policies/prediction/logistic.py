@@ -38,8 +38,8 @@ class Adam:
         done = self._step / self._num_steps
         rate = self._rate * min(10 * done, (1.0 - done) / 0.9 + 1e-3)
         mean_share, square_share = 1 - 0.9**self._step, 1 - 0.99**self._step
-        books = zip(self._parameters, gradients, self._means, self._squares, strict=True)
-        for parameter, gradient, mean, square in books:
+        moments = zip(self._parameters, gradients, self._means, self._squares, strict=True)
+        for parameter, gradient, mean, square in moments:
             mean += 0.1 * (gradient - mean)
             square += 0.01 * (gradient * gradient - square)
             if parameter.ndim > 1:

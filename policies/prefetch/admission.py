@@ -21,7 +21,7 @@ class PrefetchRules:
     Attributes:
         horizon: most layers to look ahead.
         min_probability: a guess must be at least this likely, however much waste is allowed.
-        waste: share of the experts loaded that may be loaded in vain.
+        waste: share of the experts loaded that may be loaded and never used.
         allowance: most unused waste that is saved up, in experts.
         min_gain: a guess must be this much likelier than the expert that it evicts.
         window: most guesses that wait for their layer at once.
@@ -41,7 +41,7 @@ class Admission:
     """Turns idle time of the link into experts that may be prefetched, the most useful first.
 
     Two budgets limit what is moved. Time: what the link can move while it is idle. Bytes: of all
-    that is loaded a share may be loaded in vain.
+    that is loaded a share may be loaded and never used.
 
     While no layer waits for an expert the link is idle: that time, divided by the time of a
     transfer, is credit. A guess costs one. Some credit can be saved up, so that an expert which

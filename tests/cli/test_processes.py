@@ -124,7 +124,7 @@ def test_every_dimension_at_once_under_torchrun_itself(tmp_path: Path) -> None:
 
 
 class OneDead:
-    """Stands for a `GroupWatch` of two ranks of which the second is gone."""
+    """Stands for a `CollectiveMonitor` of two ranks of which the second is gone."""
 
     size = 2
 

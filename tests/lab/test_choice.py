@@ -8,7 +8,7 @@ from synthetic_routes import make_routes
 from traces import trace_of
 
 from moe_runtime.lab.replay import choice as choice_module
-from moe_runtime.lab.replay.choice import THINKERS, choose_policy
+from moe_runtime.lab.replay.choice import ONLINE_POLICIES, choose_policy
 from moe_runtime.lab.replay.untimed import replay_demand
 from moe_runtime.lab.traces import recent
 from moe_runtime.lab.traces.recent import RecentRouting, read_recent, recent_path
@@ -135,7 +135,7 @@ def test_a_policy_that_takes_time_must_save_as_much(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(choice_module, "CANDIDATES", ("lru",))  # only thinkers stand against it
     trace = trace_of(hot_and_cold())
     by_misses = choose_policy(trace.signature, trace, num_slots=15)
-    assert by_misses.policy in THINKERS
+    assert by_misses.policy in ONLINE_POLICIES
     large = choose_policy(trace.signature, trace, num_slots=15, expert_bytes=1 << 40)
     assert large == by_misses
     assert choose_policy(trace.signature, trace, num_slots=15, expert_bytes=1000).policy == "lru"

@@ -1,4 +1,4 @@
-"""The store over a fake tier: books, leases, faults, and no byte ever out of place."""
+"""The store over a fake tier: entries, leases, faults, and no byte ever out of place."""
 
 import random
 import threading

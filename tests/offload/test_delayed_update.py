@@ -96,7 +96,7 @@ def test_a_gradient_that_waits_survives_a_bad_step_and_a_checkpoint(tmp_path: Pa
 
 
 def test_sparse_skip_uses_each_gradient_once(tmp_path: Path) -> None:
-    """Homes agree to the bit, though experts in memory are updated at other moments."""
+    """Tiers agree to the bit, though experts in memory are updated at other moments."""
     settings = moe_runtime.AdamW(
         weight_decay=0.1, delayed_update_after=1, untouched="sparse_skip", galore_rank=1
     )

@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 def test_the_stride_changes_no_bit(
     tmp_path: Path, stride: int, share: float, clip_norm: float
 ) -> None:
-    """In the backward pass, and after it where a norm is known first; every record comes home."""
+    """In the backward pass, and after it where a norm is known first; every record comes back."""
     settings = moe_runtime.AdamW(weight_decay=0.1, clip_norm=clip_norm)
     inputs = [[x] for x in batches(3, 60)]
     expected, model = stack(), stack()

@@ -30,7 +30,7 @@ def windows(num: int, micro_batches: int) -> list[list[torch.Tensor]]:
     return [inputs[i * micro_batches : (i + 1) * micro_batches] for i in range(num)]
 
 
-def test_homes_in_memory_need_no_folder() -> None:
+def test_tiers_in_memory_need_no_folder() -> None:
     inputs = windows(4, 2)
     expected, model = stack(), stack()
     train_in_memory(expected, inputs, DECAYING)
@@ -41,7 +41,7 @@ def test_homes_in_memory_need_no_folder() -> None:
 
 
 def test_plain_backward_and_step(tmp_path: Path) -> None:
-    """Gradients of micro-batches that are not grouped wait on the experts' homes and add up."""
+    """Gradients of micro-batches that are not grouped wait in the experts' tiers and add up."""
     inputs = windows(5, 2)
     expected, model = stack(), stack()
     train_in_memory(expected, inputs, DECAYING)
@@ -179,7 +179,7 @@ def test_sparse_skip_leaves_experts_without_tokens_alone(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("clip", ["two_phase", "delayed"])
-def test_clipping_does_not_depend_on_homes(tmp_path: Path, clip: str) -> None:
+def test_clipping_does_not_depend_on_tiers(tmp_path: Path, clip: str) -> None:
     settings = moe_runtime.AdamW(clip_norm=0.05, clip=clip, weight_decay=0.1)  # type: ignore[arg-type]
     inputs = windows(6, 2)
     results = []

@@ -229,7 +229,7 @@ VARIANTS = [
 def test_training_follows_the_definition_wherever_experts_live(
     tmp_path: Path, settings: moe_runtime.AdamW
 ) -> None:
-    """With experts that miss steps, and on a way through the disk: the same bits at every home."""
+    """With experts that miss steps, and on a way through the disk: the same bits in every tier."""
     # a subspace is only defined where the gradient has as many directions
     tokens = 200 if settings.galore_rank > 1 else 7
     inputs = batches(6, tokens, dtype=torch.float64)

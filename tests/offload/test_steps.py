@@ -1,4 +1,4 @@
-"""Bytes that move, steps that are skipped, losses that are scaled, homes that change."""
+"""Bytes that move, steps that are skipped, losses that are scaled, tiers that change."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from offloaded_models import (
 
 import moe_runtime
 from moe_runtime.errors import CapacityError, CheckpointError
-from moe_runtime.planning.homes import REHOME_STEPS
+from moe_runtime.planning.record_tiers import TIER_CHANGE_STEPS
 from moe_runtime.types import ExpertKey
 
 PLAIN = moe_runtime.AdamW()
@@ -62,7 +62,7 @@ def test_bytes_of_a_step(
     training.close()
 
 
-def test_experts_at_home_in_memory_move_nothing(tmp_path: Path) -> None:
+def test_experts_in_memory_move_nothing(tmp_path: Path) -> None:
     model = stack()
     training = offloaded(model, PLAIN, tmp_path, experts_in_memory=1)
     train_offloaded(training, model.loss, every_expert(2))
@@ -176,7 +176,7 @@ def test_dynamic_loss_scale_halves_after_a_bad_step(tmp_path: Path) -> None:
     training.close()
 
 
-def test_homes_follow_the_load(tmp_path: Path) -> None:
+def test_tiers_follow_the_load(tmp_path: Path) -> None:
     """Experts that get no token give up the memory to others."""
     model, expected = stack(), stack()
     for trained in (model, expected):
@@ -187,12 +187,16 @@ def test_homes_follow_the_load(tmp_path: Path) -> None:
                 layer.gate.weight[3] = -layer.gate.weight[2]
                 layer.gate.weight[4:] = 0
                 layer.gate.weight.requires_grad_(False)
-    inputs = [[x] for x in batches(REHOME_STEPS + 2, tokens=4)]
+    inputs = [[x] for x in batches(TIER_CHANGE_STEPS + 2, tokens=4)]
     training = offloaded(model, PLAIN, tmp_path, experts_in_memory=0.4)
-    before = [key for key, e in training.optimizer.states.experts.items() if e.home is not None]
+    before = [
+        key for key, e in training.optimizer.states.experts.items() if e.resident_slot is not None
+    ]
     train_in_memory(expected, inputs, PLAIN)
     train_offloaded(training, model.loss, inputs)
-    after = [key for key, e in training.optimizer.states.experts.items() if e.home is not None]
+    after = [
+        key for key, e in training.optimizer.states.experts.items() if e.resident_slot is not None
+    ]
     assert before == [ExpertKey(layer, EXPERTS - 1) for layer in range(LAYERS)]
     assert all(key.expert < EXPERTS - 1 for key in after)
     assert len(before) == len(after)

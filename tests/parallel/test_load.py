@@ -13,7 +13,7 @@ from rank_pool import RankPool
 from text_checkpoint import NUM_EXPERTS, NUM_LAYERS, TOP_K, tiny_text_model
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.inference.expert_partition import ExpertShare, add_up
+from moe_runtime.inference.expert_partition import ExpertPartition, add_up
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.parallel.communication.transport import LocalTransport
 from moe_runtime.parallel.placement_map import PlacementMap
@@ -101,7 +101,7 @@ def test_an_expert_with_copies_goes_where_the_fewest_rows_are() -> None:
     transport = LocalTransport()
     transport.size = 2
     slots = np.array([[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]] * 3)
-    share = ExpertShare(transport, [8] * 3, placed(slots, 2))
+    share = ExpertPartition(transport, [8] * 3, placed(slots, 2))
     # Five rows are rank 1's alone; of the copies the largest go to rank 0 until it has as many.
     rows = {0: [0, 1], 1: [2, 3, 4], 2: [5], 6: [6, 7, 8, 9, 10], 3: [11]}
     assert share.own_rows(0, rows) == {0: rows[0], 1: rows[1], 2: rows[2]}
@@ -114,7 +114,7 @@ def test_a_map_that_leaves_a_process_idle() -> None:
     transport.size = 2
     slots = np.array([[*range(8), *[-1] * 8]] * 3)
     with pytest.raises(ValueError, match="leaves process 1 of 2 without experts"):
-        ExpertShare(transport, [8] * 3, placed(slots, 2))
+        ExpertPartition(transport, [8] * 3, placed(slots, 2))
 
 
 def visits(stats: Any) -> int:
@@ -138,7 +138,7 @@ def test_more_processes_than_experts(tmp_path: Path, ranks: Ranks) -> None:
 def test_shares_are_runs_of_equal_length() -> None:
     transport = LocalTransport()
     transport.size = 3
-    share = ExpertShare(transport, [8])
+    share = ExpertPartition(transport, [8])
     owners = []
     for expert in range(8):
         held = []

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore
 
 from moe_runtime.parallel.communication.waiting import Inquiry, Note, Notes
-from moe_runtime.parallel.communication.watch import GroupWatch
+from moe_runtime.parallel.communication.watch import CollectiveMonitor
 
 
 def waits(*others: str, step: int = 1) -> Callable[[int], Note]:
@@ -175,7 +175,7 @@ def alone() -> Iterator[dist.ProcessGroup]:
 
 def test_what_arrives_counts_though_the_store_has_gone(alone: dist.ProcessGroup) -> None:
     """The process that keeps it may have ended in good order, its part done."""
-    watch = GroupWatch(alone, timeout_s=60.0)
+    watch = CollectiveMonitor(alone, timeout_s=60.0)
     watch._notes._store = store = Gone()
     watch.wait(Arrives(1), 1, True, "a sum")
     store.is_gone = True
@@ -183,13 +183,13 @@ def test_what_arrives_counts_though_the_store_has_gone(alone: dist.ProcessGroup)
 
 
 def test_what_arrives_just_after_a_slice_counts(alone: dist.ProcessGroup) -> None:
-    GroupWatch(alone, timeout_s=60.0).wait(Arrives(1, just_after=True), 1, True, "a sum")
+    CollectiveMonitor(alone, timeout_s=60.0).wait(Arrives(1, just_after=True), 1, True, "a sum")
 
 
 def test_a_wait_or_a_block_that_ends_well_takes_back_the_note_of_another_group(
     alone: dist.ProcessGroup,
 ) -> None:
-    first, second = GroupWatch(alone), GroupWatch(alone)
+    first, second = CollectiveMonitor(alone), CollectiveMonitor(alone)
     first._notes.give_up_on(["x"], 5)
     second.wait(Arrives(0), 1, True, "a sum")
     assert not first._notes.is_left

@@ -27,7 +27,7 @@ def simulated(stride: int | None, speeds: UpdateSpeeds) -> float:
     turns = islice(takes_turns(stride), GROUPS)
     for is_on_device in turns:
         if is_on_device:
-            # a buffer is free when the subgroup that had it is home
+            # a buffer is free when the subgroup that had it is back
             before = gone[-speeds.buffers : len(gone) - speeds.buffers + 1]
             there = graph.add(
                 speeds.bytes_in / speeds.to_device_bytes_per_s, resource=IN, after=before
@@ -49,7 +49,7 @@ RATES = st.floats(0.0, 1.0).map(lambda x: 10 ** (9 + 1.5 * x))
 @settings(max_examples=20)
 @given(RATES, RATES, RATES, RATES, st.sampled_from([2, 4]))
 def test_the_chosen_stride_is_as_fast_as_any(
-    cpu: float, device: float, there: float, home: float, buffers: int
+    cpu: float, device: float, there: float, back: float, buffers: int
 ) -> None:
     """Within a tenth of the best stride by simulation: filling and draining take up to two of 24
     periods, which the formula leaves out."""
@@ -57,7 +57,7 @@ def test_the_chosen_stride_is_as_fast_as_any(
         cpu_params_per_s=cpu,
         device_params_per_s=5 * device,
         to_device_bytes_per_s=10 * there,
-        to_host_bytes_per_s=10 * home,
+        to_host_bytes_per_s=10 * back,
         buffers=buffers,
     )
     best = max(simulated(stride, speeds) for stride in (None, *range(1, LARGEST + 1)))

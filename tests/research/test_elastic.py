@@ -24,7 +24,7 @@ from moe_runtime.parallel.placement_map import PlacementMap
 from moe_runtime.policies.placement import Devices, Placement
 from moe_runtime.research.elastic import ElasticService, GenerationRequest, start_local_workers
 from moe_runtime.research.elastic import change as changes
-from moe_runtime.research.elastic.coordinator import _rehome
+from moe_runtime.research.elastic.coordinator import _rebalance
 from moe_runtime.research.elastic.model import SpreadModel, load_spread_model
 from moe_runtime.research.elastic.paged_experts import Epoch, keys_of
 from moe_runtime.research.elastic.requests import RunningRequest
@@ -135,10 +135,10 @@ class TestPages:
     def test_what_stays_is_not_moved(self, checkpoint: Path) -> None:
         pages = load_spread_model(checkpoint).spread.pages
         keys = [ExpertKey(0, expert) for expert in range(4)]
-        pages.turn(keys[:3], pages.read(keys[:3]))
+        pages.switch_epoch(keys[:3], pages.read(keys[:3]))
         addresses = [pages.page(key).data_ptr() for key in keys[1:3]]
         before, size = pages.num_bytes, pages.page(keys[0]).numel()
-        pages.turn(keys[1:], pages.read(keys[3:]))
+        pages.switch_epoch(keys[1:], pages.read(keys[3:]))
         assert [pages.page(key).data_ptr() for key in keys[1:3]] == addresses
         assert keys[0] not in pages
         arrived = pages.page(keys[3]).numel()
@@ -148,9 +148,9 @@ class TestPages:
     def test_a_page_that_did_not_arrive(self, checkpoint: Path) -> None:
         pages = load_spread_model(checkpoint).spread.pages
         keys = [ExpertKey(0, 0), ExpertKey(1, 5)]
-        pages.turn(keys[:1], pages.read(keys[:1]))
+        pages.switch_epoch(keys[:1], pages.read(keys[:1]))
         with pytest.raises(ValueError, match=r"1 experts have not arrived, .*layer=1, expert=5"):
-            pages.turn(keys[1:], {})
+            pages.switch_epoch(keys[1:], {})
         assert keys[0] in pages
 
 
@@ -181,16 +181,16 @@ def test_a_request_that_moves_goes_on_with_the_same_bits(
 
 
 def test_requests_are_spread_evenly_with_the_fewest_moves() -> None:
-    homes = dict(enumerate([0, 0, 0, 1, 2, 2, 3]))
+    ranks = dict(enumerate([0, 0, 0, 1, 2, 2, 3]))
     for num_ranks in (1, 2, 3, 4, 6):
-        moved = _rehome(homes, num_ranks)
-        assert moved.keys() == homes.keys()
+        moved = _rebalance(ranks, num_ranks)
+        assert moved.keys() == ranks.keys()
         counts = np.bincount(list(moved.values()), minlength=num_ranks)
         assert counts.max() - counts.min() <= 1
         # What must move: all of the ranks that leave, and what exceeds the fullest shares.
-        before = sorted(np.bincount(list(homes.values()), minlength=num_ranks)[:num_ranks])
+        before = sorted(np.bincount(list(ranks.values()), minlength=num_ranks)[:num_ranks])
         kept = sum(map(min, before, sorted(counts)))
-        assert sum(moved[n] != rank for n, rank in homes.items()) == len(homes) - kept
+        assert sum(moved[n] != rank for n, rank in ranks.items()) == len(ranks) - kept
 
 
 @pytest.fixture(scope="module")

@@ -79,7 +79,7 @@ def wait_beside_the_dead(culprit: int, timeout_s: float) -> Failure:
     """Waits for a collective that does not fail although a rank is gone."""
     group = dist.group.WORLD
     assert group is not None
-    waiting = watch.GroupWatch(group, timeout_s)
+    waiting = watch.CollectiveMonitor(group, timeout_s)
     dist.barrier()
     if dist.get_rank() == culprit:
         os._exit(1)
@@ -97,11 +97,11 @@ def wait_for_the_stalled() -> Failure:
     pair, others = dist.new_group([0, 1]), dist.new_group([1, 2, 3])
     group = pair if rank == 0 else others
     assert isinstance(group, dist.ProcessGroup)
-    waiting = watch.GroupWatch(group, TIMEOUT_S)
+    waiting = watch.CollectiveMonitor(group, TIMEOUT_S)
     if rank == 1:
         # It has come to the pair as well, and is at work in the other group.
         assert isinstance(pair, dist.ProcessGroup)
-        watch.GroupWatch(pair, TIMEOUT_S)
+        watch.CollectiveMonitor(pair, TIMEOUT_S)
     dist.barrier()
     assert dist.group.WORLD is not None
     store = dist.group.WORLD.get_group_store()

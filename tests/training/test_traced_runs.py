@@ -106,7 +106,7 @@ def test_a_run_that_goes_on_has_a_trace_of_its_own(
     assert after.step_update.tolist() == [3, 3]
 
 
-def test_the_report_says_how_homes_follow_the_use(
+def test_the_report_says_how_tiers_follow_the_use(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     traced(tmp_path)

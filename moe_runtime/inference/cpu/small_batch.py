@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from moe_runtime.kernels.linear import BoundLinear, linear
+from moe_runtime.kernels.linear import PreparedLinear, linear
 from moe_runtime.kernels.rms_norm import BoundRMSNorm, rms_norm
 
 
@@ -42,7 +42,7 @@ class SmallBatchLinear(torch.nn.Linear):
         super().__init__(replaced.in_features, replaced.out_features, bias=False, device="meta")
         self.weight = replaced.weight
         self.bias = replaced.bias
-        self._bound: BoundLinear | None = None
+        self._bound: PreparedLinear | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Applies the layer: ``[..., in_features]`` to ``[..., out_features]``."""
@@ -54,7 +54,7 @@ class SmallBatchLinear(torch.nn.Linear):
         assert weight is not None
         bound = self._bound
         if bound is None or not bound.fits(weight):
-            bound = self._bound = BoundLinear(weight, bias)
+            bound = self._bound = PreparedLinear(weight, bias)
         y = bound(input)
         return linear(input, weight, bias) if y is None else y
 
@@ -108,7 +108,7 @@ class _SmallBatchWeight(torch.nn.Parameter):
     That is how routers are written: not as a linear layer that could be replaced.
     """
 
-    bound: BoundLinear | None = None
+    bound: PreparedLinear | None = None
 
     @staticmethod
     def of(weight: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -127,7 +127,7 @@ def _multiply(x: torch.Tensor, weight: Any, *bias: Any) -> torch.Tensor:
     if bias or not isinstance(weight, _SmallBatchWeight):
         return linear(x, weight, *bias)
     if weight.bound is None or not weight.bound.fits(weight):
-        weight.bound = BoundLinear(weight, None)
+        weight.bound = PreparedLinear(weight, None)
     y = weight.bound(x)
     return linear(x, weight) if y is None else y
 

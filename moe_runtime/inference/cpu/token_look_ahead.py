@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moe_runtime.inference.expert_partition import ExpertShare
+from moe_runtime.inference.expert_partition import ExpertPartition
 from moe_runtime.kernels.gate_ranking import MOST_TOKENS, GateRanking, NativeLookAhead
 from moe_runtime.policies.prediction import Guess, NextGate
 from moe_runtime.policies.prediction.ranks import PRIOR, REMEMBERED, believed_at_first
@@ -23,7 +23,7 @@ class TokenLookAhead:
         self,
         estimator: NextGate,
         native: NativeLookAhead,
-        share: ExpertShare | None,
+        share: ExpertPartition | None,
         dim: int,
         dtype: torch.dtype,
     ) -> None:
@@ -70,7 +70,7 @@ def make_token_look_ahead(
     gates_DL: Sequence[Sequence[GateRanking]],
     dtype: torch.dtype,
     least_chance: float,
-    share: ExpertShare | None,
+    share: ExpertPartition | None,
 ) -> TokenLookAhead | None:
     """The look-ahead, if the native code can ask these gates."""
     if any(gate.record(dtype) is None for gates in gates_DL for gate in gates):

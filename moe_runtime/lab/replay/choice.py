@@ -23,7 +23,7 @@ FALLBACK = "lru"
 """What is chosen where nothing is known: close to the best on most texts, and free."""
 CANDIDATES = ("lru", "lfu-aging", "lfru", "slru", "sieve", "gdsf")
 """Policies that cost next to nothing, in the order in which equals are preferred."""
-THINKERS = ("reuse", "predicted")
+ONLINE_POLICIES = ("reuse", "predicted")
 """Policies that take time of every step."""
 PREDICTORS = (RunningCounts.name, PreviousToken.name)
 """What ``predicted`` is tried with beside a trained predictor: what needs no training."""
@@ -101,7 +101,7 @@ def choose_policy(
     estimators = {name: make_estimator(name, shape_of(signature)) for name in PREDICTORS}
     if trained is not None and not trained.needs_hidden:
         estimators[trained.name] = trained
-    options = [_Option(name) for name in (*CANDIDATES, *THINKERS) if name != "predicted"]
+    options = [_Option(name) for name in (*CANDIDATES, *ONLINE_POLICIES) if name != "predicted"]
     options += [_Option("predicted", name) for name in estimators]
     misses = {option: _misses(workload, option, num_slots, estimators) for option in options}
     thinking_s = num_steps * signature.num_layers * THINKING_S
@@ -122,8 +122,8 @@ def _price(misses: dict[_Option, int], option: _Option, worth: float) -> float:
     found, base = misses[option], misses[_BASE]
     if option == _BASE:
         return base
-    is_thinker = option.policy in THINKERS
-    least = max(LEAST_GAIN_OF_THINKERS * base, worth) if is_thinker else LEAST_GAIN * base
+    is_online = option.policy in ONLINE_POLICIES
+    least = max(LEAST_GAIN_OF_THINKERS * base, worth) if is_online else LEAST_GAIN * base
     return found if found <= base - least else base + 1 + found
 
 

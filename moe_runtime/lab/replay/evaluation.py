@@ -120,7 +120,7 @@ def evaluate(
         wanted[:] = False
         wanted[np.random.default_rng(seed).permutation(routes.num_tokens)[:max_tokens]] = True
     everyone = [Control(routes.shape), *estimators]
-    books = [_Books(estimator, routes, distances) for estimator in everyone]
+    scores = [_Score(estimator, routes, distances) for estimator in everyone]
     row = 0
     for contexts in contexts_of(routes):
         chosen = np.flatnonzero(wanted[row : row + len(contexts)])
@@ -128,12 +128,12 @@ def evaluate(
         row += len(contexts)
         if chosen.size:
             some = contexts.rows(chosen)
-            for book in books:
-                book.add(some, hidden)
-    return [book.close() for book in books]
+            for score in scores:
+                score.add(some, hidden)
+    return [score.close() for score in scores]
 
 
-class _Books:
+class _Score:
     """Sums over tokens for one estimator."""
 
     def __init__(self, estimator: Estimator, routes: Routes, distances: Iterable[int]) -> None:

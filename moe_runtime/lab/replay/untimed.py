@@ -101,7 +101,7 @@ def ask_policy(
     for start, stop in itertools.pairwise(bounds):
         events = workload.keys[start:stop]
         policy = make_policy(events)
-        if policy.foresees or not policy.watcher:
+        if policy.needs_no_events or not policy.watcher:
             hits.extend(policy.access_all(events, num_slots))
             continue
         watcher, access = policy.watcher, policy.access

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 WIDE = (9.2, 3.7)
 BYTE_COLOURS = (SERIES[0], SERIES[2], SERIES[4])
-"""Of what was demanded, read ahead and used, and read in vain."""
+"""Of what was demanded, read ahead and used, and read and never used."""
 _REFERENCES = {"belady-bypass": "Belady's optimum", "random": "random eviction", "lru": "LRU"}
 _LONGEST_TIMELINE = 240
 
@@ -152,7 +152,7 @@ def recall(found: TraceFindings) -> "Figure":
 def traffic(found: TraceFindings) -> "Figure":
     """Bytes moved for a token, by why they were moved."""
     size = found.settings.machine.expert_bytes
-    kinds = ("demanded", "prefetched, used", "prefetched, in vain")
+    kinds = ("demanded", "prefetched, used", "prefetched, wasted")
     bars = {
         name: [
             replay.total.misses * size,

@@ -58,14 +58,14 @@ def _bytes(stats: RunStats) -> Section:
             + (
                 f" Of {numbers['guesses']:,.0f} guesses {numbers['useful_guesses']:,.0f} came in "
                 f"time, {numbers['late_guesses']:,.0f} late and {numbers['wasted_guesses']:,.0f} "
-                "in vain."
+                "wasted."
                 if numbers["guesses"]
                 else " Nothing was guessed."
             )
         ),
         how=f"In vain: about {format_bytes(int(wasted))}, by the number of wasted guesses.",
         figure=draw_bytes(stats),
-        alt="Bar of bytes read: demanded, read ahead and used, prefetched in vain.",
+        alt="Bar of bytes read: demanded, read ahead and used, prefetched wasted.",
         table=Table(
             header=("", "experts"),
             rows=[(key.replace("_", " "), f"{numbers[key]:,.0f}") for key in guesses],

@@ -110,7 +110,7 @@ def draw_bytes(stats: RunStats) -> "Figure":
     demanded, ahead, wasted = bytes_by_kind(stats)
     return stacked_bars(
         {"read from disk": [demanded, ahead - wasted, wasted]},
-        ("demanded", "read ahead, used", "prefetched, in vain"),
+        ("demanded", "read ahead, used", "prefetched, wasted"),
         scale=2**-20,
         unit="MiB",
         colours=BYTE_COLOURS,

@@ -259,9 +259,9 @@ def _traffic_section(found: TraceFindings) -> Section:
         lesson=lesson,
         how=_machine_words(found),
         figure=charts.traffic(found),
-        alt="Bars of bytes moved for each token: demanded, prefetched and used, in vain.",
+        alt="Bars of bytes moved for each token: demanded, prefetched and used, wasted.",
         table=Table(
-            header=("", "demanded", "prefetched", "used", "in vain", "late", "stall (s)"),
+            header=("", "demanded", "prefetched", "used", "wasted", "late", "stall (s)"),
             rows=[
                 (
                     name,

@@ -1,4 +1,4 @@
-"""How experts are used again within and between the steps of training, and what homes make of it.
+"""How experts are used again within and between the steps of training, and what tiers make of it.
 
 A recorded forward pass is one micro-batch; those with the same `step_update` are one optimizer
 step. Offloaded training fetches an expert once for all micro-batches of a step, and keeps in memory
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_runtime.lab.traces.format import Trace
-from moe_runtime.planning.homes import HomesReplay, replay_homes
+from moe_runtime.planning.record_tiers import TierReplay, replay_tiers
 from moe_runtime.types import ExpertKey
 
 HOME_SHARES = (0.125, 0.25, 0.5, 0.75)
@@ -31,7 +31,7 @@ class TrainingReuse:
         returning: share of a step's experts that the step before asked for as well; nan with one
             step.
         use: ``[L, E]`` share of the steps that asked for each expert.
-        homes: for each share of experts with a home in memory, what homes would have found.
+        tiers: for each share of experts with a tier in memory, what tiers would have found.
     """
 
     num_steps: int
@@ -42,7 +42,7 @@ class TrainingReuse:
     fetched: int
     returning: float
     use: np.ndarray
-    homes: dict[float, HomesReplay]
+    tiers: dict[float, TierReplay]
 
 
 def training_reuse(trace: Trace, *, shares: Sequence[float] = HOME_SHARES) -> TrainingReuse | None:
@@ -50,7 +50,7 @@ def training_reuse(trace: Trace, *, shares: Sequence[float] = HOME_SHARES) -> Tr
 
     Args:
         trace: the recording.
-        shares: of the experts that have their homes in memory, to be replayed.
+        shares: of the experts that have their tiers in memory, to be replayed.
     """
     if trace.step_update is None or not trace.num_steps:
         return None
@@ -75,7 +75,7 @@ def training_reuse(trace: Trace, *, shares: Sequence[float] = HOME_SHARES) -> Tr
         fetched=int(by_step.sum()),
         returning=float(again.sum() / max(1, by_step[1:].sum())) if len(again) else float("nan"),
         use=by_step.mean(axis=0),
-        homes={share: replay_homes(steps, keys, round(share * len(keys))) for share in shares},
+        tiers={share: replay_tiers(steps, keys, round(share * len(keys))) for share in shares},
     )
 
 

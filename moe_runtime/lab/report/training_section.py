@@ -1,4 +1,4 @@
-"""The part of a trace's page about training: reuse between micro-batches and steps, and homes."""
+"""The part of a trace's page about training: reuse between micro-batches and steps, and tiers."""
 
 from typing import TYPE_CHECKING
 
@@ -7,7 +7,7 @@ import numpy as np
 from moe_runtime.lab.report.page import Section, Table
 from moe_runtime.lab.report.style import INK, SERIES, drawing
 from moe_runtime.lab.report.training_reuse import TrainingReuse
-from moe_runtime.planning.homes import REHOME_MARGIN, REHOME_STEPS
+from moe_runtime.planning.record_tiers import TIER_CHANGE_MARGIN, TIER_CHANGE_STEPS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,25 +20,26 @@ def training_section(found: TrainingReuse) -> Section:
     return Section(
         name="homes",
         title="What training uses again, and where experts should live",
-        lesson=f"{_grouping(found)} {_returning(found)} {_homes(found)}",
+        lesson=f"{_grouping(found)} {_returning(found)} {_tiers(found)}",
         how=(
-            "A step's experts, each once. Homes in memory begin spread evenly; after every "
-            f"{REHOME_STEPS} steps, experts used in at least {REHOME_MARGIN:.0%} more of them "
+            "A step's experts, each once. The experts in memory are spread evenly at first; after "
+            f"every {TIER_CHANGE_STEPS} steps, experts used in at least {TIER_CHANGE_MARGIN:.0%} "
+            "more of them "
             "change places with those in memory used least, which is what training does. An expert "
-            "that is not at home costs a step its weights twice and its moments once from the "
+            "that is not in memory costs a step its weights twice and its moments once from the "
             "disk, and all three back."
         ),
         figure=_draw(found),
-        alt="Share of a step's experts whose home is memory, over the share of homes in memory.",
+        alt="Share of a step's experts found in memory, over the share of all experts kept there.",
         table=Table(
-            header=("homes in memory", *_WAYS.values(), "exchanges"),
+            header=("experts in memory", *_WAYS.values(), "exchanges"),
             rows=[
                 (
                     f"{share:.1%}",
-                    *(f"{getattr(homes, way) / max(1, homes.uses):.1%}" for way in _WAYS),
-                    f"{homes.exchanges:,}",
+                    *(f"{getattr(tiers, way) / max(1, tiers.uses):.1%}" for way in _WAYS),
+                    f"{tiers.exchanges:,}",
                 )
-                for share, homes in found.homes.items()
+                for share, tiers in found.tiers.items()
             ],
         ),
     )
@@ -62,18 +63,18 @@ def _returning(found: TrainingReuse) -> str:
     return f"{found.returning:.0%} of a step's experts were asked for by the step before."
 
 
-def _homes(found: TrainingReuse) -> str:
-    share, homes = next(iter(found.homes.items()))
-    at = {way: getattr(homes, way) / max(1, homes.uses) for way in _WAYS}
+def _tiers(found: TrainingReuse) -> str:
+    share, tiers = next(iter(found.tiers.items()))
+    at = {way: getattr(tiers, way) / max(1, tiers.uses) for way in _WAYS}
     return (
-        f"With {share:.1%} of the homes in memory, an even spread finds {at['spread']:.1%} of "
-        f"what steps ask for, homes that follow the use {at['by_use']:.1%} "
-        f"({homes.exchanges:,} exchanges), the best fixed ones {at['best']:.1%}."
+        f"With {share:.1%} of the experts in memory, an even spread finds {at['spread']:.1%} of "
+        f"what steps ask for, tiers chosen by use {at['by_use']:.1%} "
+        f"({tiers.exchanges:,} exchanges), the best fixed choice {at['best']:.1%}."
     )
 
 
 def _draw(found: TrainingReuse) -> "Figure":
-    shares = [100 * share for share in found.homes]
+    shares = [100 * share for share in found.tiers]
     with drawing() as new_figure:
         figure = new_figure(figsize=(9.2, 3.7))
         left, right = figure.subplots(1, 2, width_ratios=(1, 1))
@@ -84,13 +85,13 @@ def _draw(found: TrainingReuse) -> "Figure":
         left.set_xlabel("experts, most used first (%)")
         left.set_ylabel("steps that ask for it (%)")
         for (way, label), colour in zip(_WAYS.items(), (SERIES[0], SERIES[1], INK), strict=True):
-            rates = [100 * getattr(h, way) / max(1, h.uses) for h in found.homes.values()]
+            rates = [100 * getattr(h, way) / max(1, h.uses) for h in found.tiers.values()]
             style = "--" if way == "best" else "-"
             right.plot(
                 shares, rates, color=colour, linestyle=style, marker="o", markersize=4, label=label
             )
-        right.set_xlabel("homes in memory (% of the experts)")
-        right.set_ylabel("a step's experts at home (%)")
+        right.set_xlabel("experts whose tier is memory (%)")
+        right.set_ylabel("a step's experts in memory (%)")
         right.legend(loc="lower right")
         for axes in (left, right):
             axes.set_xlim(0, 100)

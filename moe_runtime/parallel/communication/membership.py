@@ -82,7 +82,7 @@ def open_transport(store: Store, name: str, rank: int, size: int, *, timeout_s: 
 
 
 def exchange_bytes(
-    transport: Transport, letters: Mapping[int, bytes], note: int = 0
+    transport: Transport, messages: Mapping[int, bytes], note: int = 0
 ) -> tuple[dict[int, bytes], list[int]]:
     """Sends bytes to some ranks; a collective call.
 
@@ -90,15 +90,15 @@ def exchange_bytes(
 
     Args:
         transport: The group.
-        letters: What goes to which rank, this one included.
+        messages: What goes to which rank, this one included.
         note: A number for everybody.
 
     Returns:
         The bytes that came by the rank they came from, and every rank's note.
     """
     numbers_PN = torch.zeros((transport.size, 3), dtype=torch.int64)
-    for rank, letter in letters.items():
-        numbers_PN[rank, 0] = len(letter)
+    for rank, message in messages.items():
+        numbers_PN[rank, 0] = len(message)
     numbers_PN[:, 1] = numbers_PN[:, 0].sum()
     numbers_PN[:, 2] = note
     received_PN = transport.exchange_numbers(numbers_PN)
@@ -106,7 +106,7 @@ def exchange_bytes(
     if not bool(received_PN[:, 1].any()):
         return {}, notes
     (route,) = transport.routes(numbers_PN[None, :, 0], received_PN[None, :, 0])
-    sent = b"".join(letters[rank] for rank in sorted(letters))
+    sent = b"".join(messages[rank] for rank in sorted(messages))
     arrived_R1 = transport.exchange(_as_rows(sent), route).wait()
     parts = arrived_R1.flatten().split(received_PN[:, 0].tolist())
     return {rank: part.numpy().tobytes() for rank, part in enumerate(parts) if part.numel()}, notes

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_runtime.parallel.communication.watch import DEFAULT_TIMEOUT_S, GroupWatch, device_of
+from moe_runtime.parallel.communication.watch import DEFAULT_TIMEOUT_S, CollectiveMonitor, device_of
 
 
 class Pending(Protocol):
@@ -87,7 +87,7 @@ class FlatTransport:
                 GPU the backend's own timeout holds.
         """
         self._group = group
-        self._watch = GroupWatch(group, timeout_s)
+        self._watch = CollectiveMonitor(group, timeout_s)
         self.rank = self._watch.rank
         self.size = self._watch.size
 
@@ -176,8 +176,8 @@ class HierarchicalTransport:
             timeout_s: As in `FlatTransport`.
         """
         self._inside, self._across = inside, across
-        self._watch_inside = GroupWatch(inside, timeout_s)
-        self._watch_across = GroupWatch(across, timeout_s)
+        self._watch_inside = CollectiveMonitor(inside, timeout_s)
+        self._watch_across = CollectiveMonitor(across, timeout_s)
         self._num_inside, self._num_nodes = self._watch_inside.size, self._watch_across.size
         self.size = self._num_inside * self._num_nodes
         self.rank = self._watch_across.rank * self._num_inside + self._watch_inside.rank

@@ -48,7 +48,7 @@ def device_of(group: dist.ProcessGroup, preferred: torch.device) -> torch.device
     return torch.device(kind, torch.accelerator.current_device_index())
 
 
-class GroupWatch:
+class CollectiveMonitor:
     """Waits for the collectives of one process group.
 
     Attributes:
@@ -315,7 +315,13 @@ class PendingRows:
     """Rows on their way. Keeps what is being sent alive until it has left."""
 
     def __init__(
-        self, watch: GroupWatch, work: dist.Work, out: Tensor, sent: Tensor, step: int, what: str
+        self,
+        watch: CollectiveMonitor,
+        work: dist.Work,
+        out: Tensor,
+        sent: Tensor,
+        step: int,
+        what: str,
     ) -> None:
         self._watch = watch
         self._work = work

@@ -2,7 +2,7 @@
 
 The steps are ElasticMoE's: processes that join have loaded the dense weights before they are
 called; experts then travel from rank to rank, those that stay do not move; the next group connects;
-and only when all of that is done do the ranks turn over, between two passes.
+and only when all of that is done do the ranks switch to the new epoch, between two passes.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ class Change:
 
 
 def decide(store: Store, change: Change) -> bool:
-    """Lets the ranks turn when all of them are ready; for rank 0 to call now and then.
+    """Lets the ranks switch when all of them are ready; for rank 0 to call now and then.
 
     Returns:
-        Whether they may turn now.
+        Whether they may switch now.
 
     Raises:
         RankFailureError: some rank cannot; all of them are told to give the change up.
@@ -117,7 +117,7 @@ def decide(store: Store, change: Change) -> bool:
 
 
 class Preparation:
-    """One rank's part of a change, up to the turn; runs in a thread of its own.
+    """One rank's part of a change, up to the switch; runs in a thread of its own.
 
     Pages in use are only read, so the rank goes on computing with them.
 

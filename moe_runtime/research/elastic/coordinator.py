@@ -56,7 +56,7 @@ class _Served:
 
 
 @dataclass(eq=False)
-class _Wish:
+class _PendingResize:
     """A change that somebody asked for.
 
     Attributes:
@@ -78,7 +78,7 @@ class _Wish:
 
 @dataclass(eq=False)
 class _Pending:
-    wish: _Wish
+    resize_request: _PendingResize
     change: Change
     ready_s: float = 0.0
     num_moved_requests: int = 0
@@ -103,11 +103,11 @@ class Coordinator:
         self._members = members
         self._timeout_s = timeout_s
         self._epoch = 0
-        self._commands: queue.SimpleQueue[_Served | _Wish | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Served | _PendingResize | None] = queue.SimpleQueue()
         self._served: dict[int, _Served] = {}
-        self._homes: dict[int, int] = {}
+        self._ranks_of_requests: dict[int, int] = {}
         self._waiting: deque[int] = deque()
-        self._wishes: deque[_Wish] = deque()
+        self._resize_requests: deque[_PendingResize] = deque()
         self._pending: _Pending | None = None
         self._loads_LE = np.zeros((placement.num_layers, placement.num_experts))
         self._num_requests = 0
@@ -128,10 +128,10 @@ class Coordinator:
         return served.future
 
     def change(self, **options: Any) -> Future[ChangeReport]:
-        """Queues a change; options as in ``_Wish``."""
-        wish = _Wish(_running_future(), **options)
-        self._commands.put(wish)
-        return wish.future
+        """Queues a change; options as in ``_PendingResize``."""
+        resize_request = _PendingResize(_running_future(), **options)
+        self._commands.put(resize_request)
+        return resize_request.future
 
     def close(self, *, at_once: bool) -> None:
         """Ends the service, when everything that was asked for is done or with the next step."""
@@ -141,18 +141,21 @@ class Coordinator:
     def fail(self, error: BaseException) -> None:
         """Tells everybody who waits that the service is broken."""
         self._take_commands(wait_s=0)
-        wishes = [*self._wishes, *([self._pending.wish] if self._pending else [])]
-        for future in [one.future for one in (*self._served.values(), *wishes)]:
+        resize_requests = [
+            *self._resize_requests,
+            *([self._pending.resize_request] if self._pending else []),
+        ]
+        for future in [one.future for one in (*self._served.values(), *resize_requests)]:
             future.set_exception(error)
         self._served.clear()
-        self._wishes.clear()
+        self._resize_requests.clear()
         self._pending = None
 
     def write(self) -> Mapping[int, dict[str, Any]]:
         """The orders of this step, by rank."""
         if self._pending is not None and self._pending.ready_s:
             self._finish_change()
-        is_idle = not (self._served or self._pending or self._wishes or self._is_closing)
+        is_idle = not (self._served or self._pending or self._resize_requests or self._is_closing)
         self._take_commands(wait_s=POLL_S if is_idle else 0)
         if self._is_closing and self._gives_up:
             self.fail(RankFailureError("the service was ended before this was done"))
@@ -161,7 +164,7 @@ class Coordinator:
         self._assign(orders)
         if self._pending is not None:
             self._watch_change(orders)
-        elif self._wishes:
+        elif self._resize_requests:
             self._begin_change(orders)
         elif self._is_closing and not self._served:
             for rank in range(self.num_ranks):
@@ -178,10 +181,14 @@ class Coordinator:
                     served.on_token(token)
         for number in report.get("finished", ()):
             served = self._served.pop(number)
-            del self._homes[number]
+            del self._ranks_of_requests[number]
             served.future.set_result(tuple(served.tokens))
-        if "loads" in report and self._wishes and self._wishes[0].reports is not None:
-            self._wishes[0].reports[rank] = np.array(report["loads"], dtype=np.float64)
+        if (
+            "loads" in report
+            and self._resize_requests
+            and self._resize_requests[0].reports is not None
+        ):
+            self._resize_requests[0].reports[rank] = np.array(report["loads"], dtype=np.float64)
 
     def _take_commands(self, *, wait_s: float) -> None:
         try:
@@ -189,8 +196,8 @@ class Coordinator:
             while True:
                 if command is None:
                     self._is_closing = True
-                elif isinstance(command, _Wish):
-                    self._wishes.append(command)
+                elif isinstance(command, _PendingResize):
+                    self._resize_requests.append(command)
                 else:
                     self._served[self._num_requests] = command
                     self._waiting.append(self._num_requests)
@@ -203,42 +210,43 @@ class Coordinator:
         """Gives new requests to the ranks with the fewest; none to ranks that are to leave."""
         change = None if self._pending is None else self._pending.change
         num_ranks = self.num_ranks if change is None else min(self.num_ranks, change.num_new)
-        busy = Counter(self._homes.values())
+        busy = Counter(self._ranks_of_requests.values())
         while self._waiting:
             number = self._waiting.popleft()
             rank = min(range(num_ranks), key=lambda rank: (busy[rank], rank))
             busy[rank] += 1
-            self._homes[number] = rank
+            self._ranks_of_requests[number] = rank
             asked = asdict(self._served[number].request)
             orders[rank].setdefault("requests", []).append((number, asked))
 
     def _begin_change(self, orders: dict[int, dict[str, Any]]) -> None:
-        wish = self._wishes[0]
-        if wish.algorithm is not None and not self._has_loads(wish, orders):
+        resize_request = self._resize_requests[0]
+        if resize_request.algorithm is not None and not self._has_loads(resize_request, orders):
             return
         members = self._members
-        missing = (wish.num_ranks or 0) - len(members)
+        missing = (resize_request.num_ranks or 0) - len(members)
         if missing > 0:
             standing_by = self._standing_by()
             if len(standing_by) < missing:
-                if time.monotonic() - wish.asked_s > self._timeout_s:
-                    self._wishes.popleft().future.set_exception(
+                if time.monotonic() - resize_request.asked_s > self._timeout_s:
+                    self._resize_requests.popleft().future.set_exception(
                         RankFailureError(
-                            f"{missing} more processes are needed for {wish.num_ranks} ranks, but "
+                            f"{missing} more processes are needed for "
+                            f"{resize_request.num_ranks} ranks, but "
                             f"{len(standing_by)} stand by after {self._timeout_s:g} s"
                         )
                     )
                 return
             members += tuple(standing_by[:missing])
-        self._wishes.popleft()
+        self._resize_requests.popleft()
         try:
-            placement = self._place(wish)
+            placement = self._place(resize_request)
         except ValueError as error:
-            wish.future.set_exception(error)
+            resize_request.future.set_exception(error)
             return
         change = Change.between(self._epoch + 1, members, self.placement, placement)
         self._epoch += 1
-        self._pending = _Pending(wish, change)
+        self._pending = _Pending(resize_request, change)
         text = change.to_json()
         for rank in range(self.num_ranks):
             orders[rank]["prepare"] = text
@@ -246,72 +254,74 @@ class Coordinator:
             num_calls = self._store.add(f"calls/{number}", 1)
             self._store.set(f"call/{number}/{num_calls - 1}", text)
 
-    def _has_loads(self, wish: _Wish, orders: dict[int, dict[str, Any]]) -> bool:
+    def _has_loads(self, resize_request: _PendingResize, orders: dict[int, dict[str, Any]]) -> bool:
         """Asks all ranks for their counts, once, and adds them up when they have come."""
-        if wish.reports is None:
-            wish.reports = {}
+        if resize_request.reports is None:
+            resize_request.reports = {}
             for rank in range(self.num_ranks):
                 orders[rank]["loads"] = True
             return False
-        if len(wish.reports) < self.num_ranks:
+        if len(resize_request.reports) < self.num_ranks:
             return False
-        self._loads_LE = LOAD_DECAY * self._loads_LE + sum(wish.reports.values())
+        self._loads_LE = LOAD_DECAY * self._loads_LE + sum(resize_request.reports.values())
         return True
 
     def _standing_by(self) -> list[int]:
         joined = self._store.add("joined", 0)
         return [number for number in range(1, joined + 1) if number not in self._members]
 
-    def _place(self, wish: _Wish) -> Placement:
-        num_ranks = self.num_ranks if wish.num_ranks is None else wish.num_ranks
-        if wish.algorithm is None:
+    def _place(self, resize_request: _PendingResize) -> Placement:
+        num_ranks = self.num_ranks if resize_request.num_ranks is None else resize_request.num_ranks
+        if resize_request.algorithm is None:
             return resize(self.placement, num_ranks, self._loads_LE)
         devices = Devices(num_nodes=1, gpus_per_node=num_ranks)
-        slots = self.placement.num_experts + wish.num_replicas
+        slots = self.placement.num_experts + resize_request.num_replicas
         wanted = place_experts(
-            wish.algorithm,
+            resize_request.algorithm,
             RoutingProfile.from_loads(self._loads_LE),
             devices,
-            num_replicas=wish.num_replicas + -slots % num_ranks,
+            num_replicas=resize_request.num_replicas + -slots % num_ranks,
         )
         return keep_in_place(self.placement, wanted, devices, rename="devices")
 
     def _watch_change(self, orders: dict[int, dict[str, Any]]) -> None:
-        """Turns when everybody is ready; gives the change up when somebody is not going to be."""
+        """Switches when all ranks are ready; gives the change up when one is not going to be."""
         pending = self._pending
         assert pending is not None
         change = pending.change
         try:
-            may_turn = decide(self._store, change)
+            may_switch = decide(self._store, change)
         except RankFailureError as error:
             for rank in range(self.num_ranks):
                 orders[rank]["abandon"] = True
             self._pending = None
-            pending.wish.future.set_exception(
+            pending.resize_request.future.set_exception(
                 RankFailureError(f"the change was given up, the service goes on as it was: {error}")
             )
             return
-        if not may_turn:
+        if not may_switch:
             return
-        homes = _rehome(self._homes, change.num_new)
-        pending.num_moved_requests = sum(homes[n] != rank for n, rank in self._homes.items())
+        ranks = _rebalance(self._ranks_of_requests, change.num_new)
+        pending.num_moved_requests = sum(
+            ranks[n] != rank for n, rank in self._ranks_of_requests.items()
+        )
         for rank in range(self.num_ranks):
-            orders[rank]["turn"] = homes
-        self._homes = homes
+            orders[rank]["switch"] = ranks
+        self._ranks_of_requests = ranks
         self._members = change.members[: change.num_new]
         self.placement = change.placement
         pending.ready_s = time.monotonic()
 
     def _finish_change(self) -> None:
-        """The first orders in the new epoch: the turn has taken place."""
+        """The first orders in the new epoch: the switch has taken place."""
         pending, self._pending = self._pending, None
         assert pending is not None
-        pending.wish.future.set_result(
+        pending.resize_request.future.set_result(
             ChangeReport(
                 num_ranks=self.num_ranks,
                 num_transfers=len(pending.change.transfers),
                 num_moved_requests=pending.num_moved_requests,
-                prepare_s=pending.ready_s - pending.wish.asked_s,
+                prepare_s=pending.ready_s - pending.resize_request.asked_s,
                 turn_s=time.monotonic() - pending.ready_s,
             )
         )
@@ -324,16 +334,16 @@ def _running_future() -> Future[Any]:
     return future
 
 
-def _rehome(homes: Mapping[int, int], num_ranks: int) -> dict[int, int]:
+def _rebalance(ranks: Mapping[int, int], num_ranks: int) -> dict[int, int]:
     """Equal numbers of requests on all ranks, give or take one, with the fewest that move."""
     kept: dict[int, list[int]] = {rank: [] for rank in range(num_ranks)}
     moving = []
-    for number, rank in homes.items():
+    for number, rank in ranks.items():
         if rank < num_ranks:
             kept[rank].append(number)
         else:
             moving.append(number)
-    each, rest = divmod(len(homes), num_ranks)
+    each, rest = divmod(len(ranks), num_ranks)
     fullest = sorted(kept, key=lambda rank: (-len(kept[rank]), rank))
     for place, rank in enumerate(fullest):
         quota = each + (place < rest)

@@ -1,7 +1,7 @@
 """One process of an elastic generation service: computes in lock step with the others.
 
 All ranks hold the dense weights and generate for requests of their own; the routed experts are
-spread over them. A step is an exchange of letters, then one forward pass for each request of the
+spread over them. A step is an exchange of messages, then one forward pass for each request of the
 rank that has most of them; a rank with fewer takes part without tokens. Rank 0 gives the orders.
 """
 
@@ -22,7 +22,7 @@ _SIZE_BYTES = 8
 
 
 class Orders(Protocol):
-    """Rank 0's side of the letters."""
+    """Rank 0's side of the messages."""
 
     def write(self) -> Mapping[int, dict[str, Any]]:
         """What is to be told to which rank in this step."""
@@ -98,27 +98,27 @@ class Member:
         transport = self._spread.epoch.transport
         running = [one for one in self._requests.values() if not one.is_finished]
         arrived, passes = exchange_bytes(transport, self._letters(orders), note=len(running))
-        letters = {rank: json.loads(data) for rank, data in arrived.items()}
+        messages = {rank: json.loads(data) for rank, data in arrived.items()}
         if orders is not None:
-            for rank, letter in letters.items():
-                if "report" in letter:
-                    orders.read(rank, letter["report"])
+            for rank, message in messages.items():
+                if "report" in message:
+                    orders.read(rank, message["report"])
         for index in range(max(passes)):
             if index < len(running):
                 running[index].advance(self.model.model)
             else:
                 self.model.serve_others()
-        return self._obey(letters.get(0, {}).get("orders", {}))
+        return self._obey(messages.get(0, {}).get("orders", {}))
 
     def _letters(self, orders: Orders | None) -> dict[int, bytes]:
-        letters: dict[int, dict[str, Any]] = {}
+        messages: dict[int, dict[str, Any]] = {}
         report = self._report()
         if report:
-            letters[0] = {"report": report}
+            messages[0] = {"report": report}
         if orders is not None:
             for rank, order in orders.write().items():
-                letters.setdefault(rank, {})["orders"] = order
-        return {rank: json.dumps(letter).encode() for rank, letter in letters.items()}
+                messages.setdefault(rank, {})["orders"] = order
+        return {rank: json.dumps(message).encode() for rank, message in messages.items()}
 
     def _report(self) -> dict[str, Any]:
         report: dict[str, Any] = {}
@@ -153,30 +153,32 @@ class Member:
             )
         if order.get("abandon"):
             self._preparation = None
-        if "turn" in order:
-            return self._turn({int(number): rank for number, rank in order["turn"].items()})
+        if "switch" in order:
+            return self._switch_epoch(
+                {int(number): rank for number, rank in order["switch"].items()}
+            )
         return not order.get("close", False)
 
-    def _turn(self, homes: dict[int, int]) -> bool:
+    def _switch_epoch(self, ranks: dict[int, int]) -> bool:
         """Enters the prepared epoch; requests move to their new ranks. False where this one left.
 
         Args:
-            homes: the rank of the next epoch of each request.
+            ranks: the rank of the next epoch of each request.
         """
         preparation, self._preparation = self._preparation, None
-        assert preparation is not None, "a turn without a preparation"
+        assert preparation is not None, "a switch of epochs without a preparation"
         present, change = self._spread.epoch, preparation.change
         has_left = preparation.rank >= change.num_new
-        letters: dict[int, bytes] = {}
-        for number, home in homes.items():
-            if number in self._requests and home != preparation.rank:
+        messages: dict[int, bytes] = {}
+        for number, rank in ranks.items():
+            if number in self._requests and rank != preparation.rank:
                 packed = self._requests.pop(number).pack()
-                letter = len(packed).to_bytes(_SIZE_BYTES, "little") + packed
-                letters[home] = letters.get(home, b"") + letter
+                message = len(packed).to_bytes(_SIZE_BYTES, "little") + packed
+                messages[rank] = messages.get(rank, b"") + message
         # Of the two groups, the larger one has all ranks.
         is_shrinking = change.num_new < change.num_old
         carrier = present.transport if is_shrinking else preparation.epoch().transport
-        self._take_over(*exchange_bytes(carrier, letters))
+        self._take_over(*exchange_bytes(carrier, messages))
         if has_left:
             self._spread.leave()
         else:

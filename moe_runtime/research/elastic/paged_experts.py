@@ -98,7 +98,7 @@ class SpreadExperts:
             ValueError: an expert of this rank has not arrived.
         """
         transport, placement = epoch.transport, epoch.placement
-        self.pages.turn(keys_of(placement, transport.rank), arrivals)
+        self.pages.switch_epoch(keys_of(placement, transport.rank), arrivals)
         self._epoch = epoch
         ranks_LPS = placement.expert_of_slot.reshape(placement.num_layers, transport.size, -1)
         self._mine_LS = ranks_LPS[:, transport.rank]
@@ -106,7 +106,7 @@ class SpreadExperts:
 
     def leave(self) -> None:
         """Goes out of the group: no expert stays here."""
-        self.pages.turn((), {})
+        self.pages.switch_epoch((), {})
         self._epoch = None
 
     def compute(self, module: SpreadModule, x_TD: Tensor, ids_TK: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class ExpertPages:
         return self._weights[key]
 
     def allocate(self, key: ExpertKey) -> torch.Tensor:
-        """Memory for an expert that is to arrive: ``uint8``; ``turn`` puts it into use.
+        """Memory for an expert that is to arrive: ``uint8``; ``switch_epoch`` puts it into use.
 
         Raises:
             CapacityError: the memory cannot be had.
@@ -56,7 +56,7 @@ class ExpertPages:
         return aligned_bytes(self._layouts[key].slot_bytes)
 
     def read(self, keys: Collection[ExpertKey]) -> dict[ExpertKey, torch.Tensor]:
-        """Reads experts from the checkpoint into new pages, which ``turn`` puts into use.
+        """Reads experts from the checkpoint into new pages, which ``switch_epoch`` puts into use.
 
         Raises:
             CheckpointError: one cannot be read.
@@ -72,7 +72,9 @@ class ExpertPages:
             source.close()
         return pages
 
-    def turn(self, keys: Collection[ExpertKey], arrivals: Mapping[ExpertKey, torch.Tensor]) -> None:
+    def switch_epoch(
+        self, keys: Collection[ExpertKey], arrivals: Mapping[ExpertKey, torch.Tensor]
+    ) -> None:
         """Makes these experts the ones that are here; the memory of all others is given back.
 
         Raises:

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from moe_runtime.config import MemorySize
 from moe_runtime.errors import CheckpointError
 from moe_runtime.research.zeroth_order.directions import ZerothOrder, descend, direction, perturb
-from moe_runtime.research.zeroth_order.two_sided import TwoSidedExperts, TwoSidedPasses
+from moe_runtime.research.zeroth_order.spsa import SpsaExecutor, SpsaExperts
 from moe_runtime.training.offload.checkpoint import ExpertCheckpoints
-from moe_runtime.training.offload.execution.window import Window
+from moe_runtime.training.offload.execution.window import MicroBatchBarrier
 from moe_runtime.training.offload.expert_training import ExpertTraining, fill
 from moe_runtime.training.offload.memory import DEFAULT_ACTIVATION_SHARE, TrainingMemory
 from moe_runtime.training.offload.offloading import (
@@ -41,7 +41,7 @@ from moe_runtime.training.offload.offloading import (
 )
 from moe_runtime.training.offload.optimizers.dense_adamw import StepOutcome, decays
 from moe_runtime.training.offload.processes import processes_of
-from moe_runtime.training.offload.site import ExpertsSite
+from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.training.offload.states.records import StateFormat
 from moe_runtime.training.offload.states.states import ExpertStates
 from moe_runtime.training.offload.whole_saves import require_whole_saves
@@ -101,7 +101,7 @@ class ZerothOrderTraining(ExpertTraining):
     def __init__(
         self,
         model: nn.Module,
-        sites: Sequence[ExpertsSite],
+        sites: Sequence[ExpertsModuleSpec],
         states: ExpertStates,
         settings: ZerothOrder,
         memory: TrainingMemory,
@@ -110,10 +110,10 @@ class ZerothOrderTraining(ExpertTraining):
         super().__init__(model, sites, states, memory, checkpoints)
         self._settings = settings
         self._measured: _Measured | None = None
-        self._passes = TwoSidedPasses(sites, states, settings)
-        self._modules: list[TwoSidedExperts] = []
+        self._passes = SpsaExecutor(sites, states, settings)
+        self._modules: list[SpsaExperts] = []
         for layer, site in enumerate(sites):
-            module = TwoSidedExperts(site, layer, self._passes)
+            module = SpsaExperts(site, layer, self._passes)
             module.train(site.module.training)
             site.put(model, module)
             self._modules.append(module)
@@ -149,7 +149,7 @@ class ZerothOrderTraining(ExpertTraining):
         self._move_dense(plus, 1)
         minus = {name: tensor.clone() for name, tensor in plus.items()}
         self._move_dense(minus, -2)
-        window = Window(
+        window = MicroBatchBarrier(
             self.model,
             [torch.no_grad()(part) for part in (*parts, *parts)],
             on_turn=lambda part: self._use(plus if part < len(parts) else minus),
@@ -254,7 +254,7 @@ class ZerothOrderTraining(ExpertTraining):
         for name, parameter in self._dense.items():
             parameter.data = tensors[name]
 
-    def _set_window(self, window: Window[Tensor] | None, num_left: int) -> None:
+    def _set_window(self, window: MicroBatchBarrier[Tensor] | None, num_left: int) -> None:
         self._passes.num_left = num_left
         for module in self._modules:
             module.window = window

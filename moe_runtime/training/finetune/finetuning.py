@@ -62,7 +62,7 @@ from moe_runtime.training.offload.execution.frozen import ExpertAdapters, Frozen
 from moe_runtime.training.offload.expert_training import ExpertTraining
 from moe_runtime.training.offload.memory import TrainingMemory
 from moe_runtime.training.offload.offloading import find_sites, layouts_of
-from moe_runtime.training.offload.site import ExpertsSite
+from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.training.offloaded import optimizer_settings, plan_of
 from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.tracing import TrainingTrace, open_trace
@@ -103,7 +103,7 @@ class FinetunePreparation:
     model: PreTrainedModel
     experts: ExpertMap
     exporter: LikeCheckpoint
-    sites: list[ExpertsSite]
+    sites: list[ExpertsModuleSpec]
     memory: TrainingMemory | MemoryPlan
     num_parameters: int
     num_active_parameters: int

@@ -17,7 +17,7 @@ from moe_runtime.training.finetune.settings import FinetuneConfig
 from moe_runtime.training.offload.execution.frozen import adapters_for
 from moe_runtime.training.offload.memory import TrainingMemory
 from moe_runtime.training.offload.offloading import layouts_of, plan_memory
-from moe_runtime.training.offload.site import ExpertsSite
+from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.training.tracing import trace_bytes
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def divide_budget(
     checkpoint: Checkpoint,
     model: PreTrainedModel,
     experts: ExpertMap,
-    sites: list[ExpertsSite],
+    sites: list[ExpertsModuleSpec],
 ) -> TrainingMemory | MemoryPlan:
     """The budget's division, before anything of the model is in memory.
 
@@ -66,7 +66,9 @@ def divide_budget(
     )
 
 
-def _adapter_bytes(config: FinetuneConfig, model: PreTrainedModel, sites: list[ExpertsSite]) -> int:
+def _adapter_bytes(
+    config: FinetuneConfig, model: PreTrainedModel, sites: list[ExpertsModuleSpec]
+) -> int:
     """Weights, gradients and moments of adapters, counted for every matrix of two dimensions."""
     assert config.lora is not None
     total = 0

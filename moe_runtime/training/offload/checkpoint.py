@@ -10,7 +10,7 @@ versions of their experts lie on the disk, and all go on naming the one before u
 there is one file or none, whoever is killed when.
 
 Sources: DataStates-LLM (2024) for writing while the next step computes; Universal Checkpointing
-(2024) for logical names: the file knows experts, not homes, budgets, or numbers of threads and
+(2024) for logical names: the file knows experts, not tiers, budgets, or numbers of threads and
 processes.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from moe_runtime.errors import CheckpointError, MoERuntimeError
 from moe_runtime.training.offload.processes import OneProcess
-from moe_runtime.training.offload.site import ExpertsSite
+from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.training.offload.states.entries import Version
 from moe_runtime.training.offload.states.records import RecordLayout, StateFormat
 from moe_runtime.training.offload.states.saved import (
@@ -51,7 +51,7 @@ class ExpertCheckpoints:
     def __init__(
         self,
         states: ExpertStates,
-        sites: Sequence[ExpertsSite],
+        sites: Sequence[ExpertsModuleSpec],
         state_format: StateFormat,
         processes: OneProcess | None = None,
     ) -> None:

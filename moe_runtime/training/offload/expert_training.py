@@ -15,7 +15,7 @@ from moe_runtime.training.offload.checkpoint import ExpertCheckpoints
 from moe_runtime.training.offload.execution.compute_copies import LinkTraffic
 from moe_runtime.training.offload.memory import TrainingMemory
 from moe_runtime.training.offload.optimizers.dense_adamw import StepOutcome
-from moe_runtime.training.offload.site import ExpertsSite
+from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.training.offload.states.entries import Traffic
 from moe_runtime.training.offload.states.records import RecordLayout, Sections
 from moe_runtime.training.offload.states.states import ExpertStates
@@ -32,9 +32,9 @@ class OffloadStats:
         steps: steps taken.
         skipped_steps: steps left out because gradients were not finite.
         traffic: bytes by way, and seconds of waiting.
-        link: bytes between homes in memory and where products are computed.
+        link: bytes between tiers in memory and where products are computed.
         num_experts: routed experts.
-        resident_experts: those whose home is host memory.
+        resident_experts: those whose tier is host memory.
         budget_bytes: of host memory.
         disk_bytes: bytes of the files.
         peak_rss_bytes: highest resident memory of the process, by the kernel's counter.
@@ -69,7 +69,7 @@ class ExpertTraining(abc.ABC):
     def __init__(
         self,
         model: nn.Module,
-        sites: Sequence[ExpertsSite],
+        sites: Sequence[ExpertsModuleSpec],
         states: ExpertStates,
         memory: TrainingMemory,
         checkpoints: ExpertCheckpoints,
@@ -118,7 +118,7 @@ class ExpertTraining(abc.ABC):
             traffic=dataclasses.replace(self.states.traffic),
             link=LinkTraffic(),
             num_experts=len(experts),
-            resident_experts=sum(expert.home is not None for expert in experts),
+            resident_experts=sum(expert.resident_slot is not None for expert in experts),
             budget_bytes=self.memory.budget_bytes,
             disk_bytes=0 if disk is None else disk.num_bytes,
             peak_rss_bytes=peak_resident_bytes(),
@@ -150,7 +150,7 @@ class ExpertTraining(abc.ABC):
         return self.states.traffic.by_way()
 
     def check(self) -> None:
-        """Proves that the books balance.
+        """Proves that the entries of all records agree with each other.
 
         Raises:
             AssertionError: they do not.

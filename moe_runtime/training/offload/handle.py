@@ -15,8 +15,8 @@ from moe_runtime.errors import CheckpointError
 from moe_runtime.training.offload.checkpoint import ExpertCheckpoints
 from moe_runtime.training.offload.execution.activations import ActivationPolicy
 from moe_runtime.training.offload.execution.offloaded_experts import OffloadedTrainingExperts
-from moe_runtime.training.offload.execution.passes import ExpertPasses
-from moe_runtime.training.offload.execution.window import Window, run_window
+from moe_runtime.training.offload.execution.passes import LayerExecutor
+from moe_runtime.training.offload.execution.window import MicroBatchBarrier, run_window
 from moe_runtime.training.offload.expert_training import ExpertTraining, OffloadStats
 from moe_runtime.training.offload.memory import TrainingMemory
 from moe_runtime.training.offload.optimizers.adamw import AdamW
@@ -24,7 +24,7 @@ from moe_runtime.training.offload.optimizers.dense_adamw import DenseAdamW, Step
 from moe_runtime.training.offload.optimizers.device_updates import DeviceUpdates
 from moe_runtime.training.offload.optimizers.optimizer import ExpertOptimizer
 from moe_runtime.training.offload.processes import OneProcess
-from moe_runtime.training.offload.site import ExpertsSite
+from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.training.offload.states.states import ExpertStates
 from moe_runtime.types import ExpertKey
 
@@ -38,7 +38,7 @@ class OffloadedTraining(ExpertTraining):
         outcome = training.step(rate)
 
     `loss.backward()` followed by `step` works as well; then the experts' gradients wait on their
-    homes for the step, and experts are fetched once for every micro-batch.
+    tiers for the step, and experts are fetched once for every micro-batch.
 
     Attributes:
         optimizer: of the experts.
@@ -49,7 +49,7 @@ class OffloadedTraining(ExpertTraining):
     def __init__(
         self,
         model: nn.Module,
-        sites: Sequence[ExpertsSite],
+        sites: Sequence[ExpertsModuleSpec],
         states: ExpertStates,
         settings: AdamW,
         memory: TrainingMemory,
@@ -62,7 +62,7 @@ class OffloadedTraining(ExpertTraining):
         checkpoints = ExpertCheckpoints(states, sites, settings.state_format, self._processes)
         super().__init__(model, sites, states, memory, checkpoints)
         self.optimizer = ExpertOptimizer(states, settings, device_updates, self._processes)
-        self._passes = ExpertPasses(
+        self._passes = LayerExecutor(
             sites, self.optimizer, activations=activations, copy_bytes=copy_bytes
         )
         self.activations = self._passes.activations
@@ -242,6 +242,6 @@ class OffloadedTraining(ExpertTraining):
         (loss if scale == 1 else loss * scale).backward()
         return loss.detach()
 
-    def _set_window(self, window: Window[Any] | None) -> None:
+    def _set_window(self, window: MicroBatchBarrier[Any] | None) -> None:
         for module in self._modules:
             module.window = window

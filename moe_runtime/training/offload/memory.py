@@ -9,7 +9,7 @@ from torch import nn
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError
-from moe_runtime.planning.homes import spread
+from moe_runtime.planning.record_tiers import spread
 from moe_runtime.training.offload.states.records import BLOCK_BYTES, RecordLayout
 from moe_runtime.training.offload.states.slots import MIN_RING_SLOTS
 from moe_runtime.types import ExpertKey
@@ -36,7 +36,7 @@ class TrainingMemory:
         copy_bytes: for weights that are kept in the type of products.
         record_bytes: one slot: an expert's weights, moments and gradient.
         ring_slots: slots that experts pass through; 0 when all live in memory.
-        resident: experts whose home is memory.
+        resident: experts whose tier is memory.
         num_experts: routed experts in all.
     """
 

@@ -33,7 +33,7 @@ from moe_runtime.training.offload.memory import (
 from moe_runtime.training.offload.optimizers.adamw import AdamW
 from moe_runtime.training.offload.optimizers.device_updates import DeviceUpdates, planned_updates
 from moe_runtime.training.offload.processes import OneProcess, processes_of
-from moe_runtime.training.offload.site import ExpertsSite, layer_sites
+from moe_runtime.training.offload.site import ExpertsModuleSpec, layer_sites
 from moe_runtime.training.offload.states.disk import Disk
 from moe_runtime.training.offload.states.records import RecordLayout, StateFormat
 from moe_runtime.training.offload.states.states import ExpertStates
@@ -136,7 +136,7 @@ def offload_training(
 
 def plan_memory(
     model: nn.Module,
-    sites: Sequence[ExpertsSite],
+    sites: Sequence[ExpertsModuleSpec],
     host_memory: MemorySize,
     activation_memory: MemorySize,
     *,
@@ -182,7 +182,7 @@ def plan_memory(
     )
 
 
-def find_sites(model: nn.Module) -> list[ExpertsSite]:
+def find_sites(model: nn.Module) -> list[ExpertsModuleSpec]:
     """The modules of routed experts of a model, in its order.
 
     Raises:
@@ -200,7 +200,7 @@ def find_sites(model: nn.Module) -> list[ExpertsSite]:
 
 
 def layouts_of(
-    sites: Sequence[ExpertsSite], state: StateFormat | None = None
+    sites: Sequence[ExpertsModuleSpec], state: StateFormat | None = None
 ) -> dict[ExpertKey, RecordLayout]:
     """The record of every expert, in order; with full moments when no state is named."""
     layouts = [site.layout(state) for site in sites]
@@ -241,7 +241,7 @@ def open_states(
     return ExpertStates(layouts, resident=memory.resident, ring_slots=memory.ring_slots, disk=disk)
 
 
-def _transformers_sites(model: Any) -> list[ExpertsSite]:
+def _transformers_sites(model: Any) -> list[ExpertsModuleSpec]:
     sites = []
     for experts in find_experts(model):
         module = experts.module
@@ -254,7 +254,7 @@ def _transformers_sites(model: Any) -> list[ExpertsSite]:
             )
         own = module._apply_gate if module.has_gate else module.act_fn
         sites.append(
-            ExpertsSite(
+            ExpertsModuleSpec(
                 name=experts.name,
                 module=module,
                 num_experts=experts.num_experts,
@@ -268,14 +268,14 @@ def _transformers_sites(model: Any) -> list[ExpertsSite]:
     return sites
 
 
-def stacked_parameters(sites: Sequence[ExpertsSite]) -> Callable[[ExpertKey], list[Tensor]]:
+def stacked_parameters(sites: Sequence[ExpertsModuleSpec]) -> Callable[[ExpertKey], list[Tensor]]:
     """What gives an expert's tensors as its module still has them."""
     return lambda key: sites[key.layer].parameters_of(key.expert)
 
 
 def _activation_policy(
     kind: Activations,
-    sites: Sequence[ExpertsSite],
+    sites: Sequence[ExpertsModuleSpec],
     memory: TrainingMemory,
     folder: Path | None,
     direct: bool,
@@ -301,7 +301,7 @@ def _device_updates(model: nn.Module, stride: int | Literal["auto"] | None) -> D
 
 def _device_copy_bytes(
     model: nn.Module,
-    sites: Sequence[ExpertsSite],
+    sites: Sequence[ExpertsModuleSpec],
     device_memory: MemorySize,
     memory: TrainingMemory,
 ) -> int:

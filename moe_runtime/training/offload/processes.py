@@ -19,8 +19,8 @@ from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.parallel import LayoutGroups
 from moe_runtime.parallel.communication.agreement import processes_here
 from moe_runtime.parallel.communication.transport import FlatTransport
-from moe_runtime.parallel.communication.watch import GroupWatch, backend_limit
-from moe_runtime.training.offload.site import ExpertsSite
+from moe_runtime.parallel.communication.watch import CollectiveMonitor, backend_limit
+from moe_runtime.training.offload.site import ExpertsModuleSpec
 
 
 class OneProcess:
@@ -80,7 +80,7 @@ class SpreadProcesses(OneProcess):
         self.rank, self.size = groups.rank, layout.world_size
         self.loss_parts = layout.loss_parts
         self._beside: dist.ProcessGroup | None = None
-        self._watch: GroupWatch | None = None
+        self._watch: CollectiveMonitor | None = None
         self._everybody = groups.group("expert", "etp", "ep")
         if self._everybody is None:
             return
@@ -91,7 +91,7 @@ class SpreadProcesses(OneProcess):
         )
         assert isinstance(beside, dist.ProcessGroup)
         self._beside = beside
-        self._watch = GroupWatch(beside, groups.timeout_s)
+        self._watch = CollectiveMonitor(beside, groups.timeout_s)
 
     @property
     def folder_name(self) -> str:
@@ -115,7 +115,7 @@ class SpreadProcesses(OneProcess):
 
 
 def processes_of(
-    groups: LayoutGroups | None, sites: Sequence[ExpertsSite], parameters: Iterable[Tensor]
+    groups: LayoutGroups | None, sites: Sequence[ExpertsModuleSpec], parameters: Iterable[Tensor]
 ) -> OneProcess:
     """Who trains a model together; a collective call.
 

@@ -18,7 +18,7 @@ from moe_runtime.training.offload.states.records import ExpertTensor, RecordLayo
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsSite:
+class ExpertsModuleSpec:
     """What has to be known of a module to take its place.
 
     Attributes:
@@ -119,7 +119,7 @@ class ExpertsSite:
         )
 
 
-def layer_sites(model: nn.Module) -> list[ExpertsSite]:
+def layer_sites(model: nn.Module) -> list[ExpertsModuleSpec]:
     """The experts of every `MoELayer` in a model, in its order.
 
     Raises:
@@ -132,9 +132,9 @@ def layer_sites(model: nn.Module) -> list[ExpertsSite]:
     ]
 
 
-def _site(name: str, experts: nn.Module) -> ExpertsSite:
+def _site(name: str, experts: nn.Module) -> ExpertsModuleSpec:
     if isinstance(experts, Experts):
-        return ExpertsSite(
+        return ExpertsModuleSpec(
             name=name,
             module=experts,
             num_experts=experts.num_experts,
@@ -147,7 +147,7 @@ def _site(name: str, experts: nn.Module) -> ExpertsSite:
             recompute=experts.recompute,
             keeps_dtype=False,
         )
-    # those that lie elsewhere from batch to batch have no home to be trained at
+    # those that lie elsewhere from batch to batch have no tier to be trained at
     if type(experts) is not ParallelExperts:
         raise UnsupportedModelError(
             f"{name}: {type(experts).__name__} cannot be trained offloaded, only Experts and "
@@ -164,7 +164,7 @@ def _site(name: str, experts: nn.Module) -> ExpertsSite:
         raise UnsupportedModelError(
             f"{name}: a process' experts must be placed in ascending order, got {own}"
         )
-    return ExpertsSite(
+    return ExpertsModuleSpec(
         name=name,
         module=experts,
         num_experts=experts.num_experts,

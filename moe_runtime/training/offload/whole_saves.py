@@ -10,10 +10,10 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from moe_runtime.errors import UnsupportedUseError
-from moe_runtime.training.offload.site import ExpertsSite
+from moe_runtime.training.offload.site import ExpertsModuleSpec
 
 
-def require_whole_saves(model: nn.Module, sites: Sequence[ExpertsSite]) -> None:
+def require_whole_saves(model: nn.Module, sites: Sequence[ExpertsModuleSpec]) -> None:
     """Makes ``save_pretrained`` of a model refuse to leave the experts out.
 
     Args:

@@ -1,4 +1,4 @@
-"""Which slots guesses take, what becomes of them, and that the books balance."""
+"""Which slots guesses take, what becomes of them, and that the entries agree."""
 
 import threading
 from collections.abc import Iterable

@@ -36,7 +36,7 @@ def test_the_less_waste_is_left_the_surer_a_guess_must_be() -> None:
     made = [(K(1, 1), 0.9), (K(1, 2), 0.5), (K(1, 3), 0.25)]
     assert admission.most_useful(made, now=0) == made
     for guess in made:
-        admission.spend(guess)  # 0.1, 0.5 and 0.75 of an expert are expected to be in vain
+        admission.spend(guess)  # 0.1, 0.5 and 0.75 of an expert are expected to be wasted
     assert admission.least_probability == pytest.approx(1 - 0.8 * (4 - 1.35) / 4)
     admission.take_back(K(1, 2))
     assert (admission.room, admission.least_probability) == (7, pytest.approx(1 - 0.8 * 3.15 / 4))

@@ -15,11 +15,11 @@ from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.training.offload.execution.compute_copies import LinkTraffic
 from moe_runtime.training.offload.execution.frozen import ExpertAdapters, FrozenPasses
 from moe_runtime.training.offload.execution.offloaded_experts import OffloadedTrainingExperts
-from moe_runtime.training.offload.execution.window import Window, run_window
+from moe_runtime.training.offload.execution.window import MicroBatchBarrier, run_window
 from moe_runtime.training.offload.expert_training import OffloadStats
 from moe_runtime.training.offload.optimizers.adamw import AdamW
 from moe_runtime.training.offload.optimizers.dense_adamw import DenseAdamW, StepOutcome, clip_scale
-from moe_runtime.training.offload.site import ExpertsSite
+from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.training.offload.states.entries import Traffic
 from moe_runtime.types import ExpertKey
 
@@ -54,7 +54,7 @@ class AdapterTraining:
     def __init__(
         self,
         model: nn.Module,
-        sites: Sequence[ExpertsSite],
+        sites: Sequence[ExpertsModuleSpec],
         passes: FrozenPasses,
         adapters: Sequence[ExpertAdapters],
         store: ExpertStore[Tensor],
@@ -178,7 +178,7 @@ class AdapterTraining:
         """Ends the reads; the model is of no use then."""
         self.store.close()
 
-    def _set_window(self, window: Window[Any] | None) -> None:
+    def _set_window(self, window: MicroBatchBarrier[Any] | None) -> None:
         for module in self._modules:
             module.window = window
 

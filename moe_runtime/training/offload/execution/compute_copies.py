@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moe_runtime.planning.homes import UseCounts, spread
+from moe_runtime.planning.record_tiers import UseCounts, spread
 from moe_runtime.types import ExpertKey
 
 
 @dataclass(slots=True)
 class LinkTraffic:
-    """Bytes between the homes of experts and the device that computes, or between their types.
+    """Bytes between the tiers of experts and the device that computes, or between their types.
 
     Attributes:
         to_device_bytes: weights.
@@ -62,7 +62,7 @@ class ComputeCopies:
         self._keys = list(keys)
         self._num_bytes = num_bytes
         self.kept_bytes = 0
-        self._homes: set[ExpertKey] | None = None
+        self._tiers: set[ExpertKey] | None = None
         self._copies: dict[ExpertKey, _Copy] = {}
         self._uses = UseCounts(self._keys)
         self._used: set[ExpertKey] = set()
@@ -95,24 +95,24 @@ class ComputeCopies:
             return kept.tensors
         found = [tensor.to(like.device, like.dtype, copy=True) for tensor in tensors]
         self._drop(key)
-        if self._is_home(key, size):
+        if self._is_resident(key, size):
             self._copies[key] = _Copy(step, found)
             self.kept_bytes += size
         return found
 
     def take_back(self, gradients: Sequence[Tensor]) -> None:
-        """Counts gradients that cross the link to their expert's home."""
+        """Counts gradients that cross the link to their expert's tier."""
         sizes = (gradient.numel() * gradient.element_size() for gradient in gradients)
         self.traffic.from_device_bytes += sum(sizes)
 
     def after_step(self) -> None:
         """Counts who was used; the experts used most get the room of those used least."""
-        homes = self._homes
-        if homes is None:
+        tiers = self._tiers
+        if tiers is None:
             return
-        for arriving, leaving in self._uses.after_step(self._used, homes.__contains__):
-            homes.add(arriving)
-            homes.remove(leaving)
+        for arriving, leaving in self._uses.after_step(self._used, tiers.__contains__):
+            tiers.add(arriving)
+            tiers.remove(leaving)
             self._drop(leaving)
         self._used.clear()
 
@@ -126,11 +126,11 @@ class ComputeCopies:
         if (copy := self._copies.pop(key, None)) is not None:
             self.kept_bytes -= sum(t.numel() * t.element_size() for t in copy.tensors)
 
-    def _is_home(self, key: ExpertKey, size: int) -> bool:
-        if self._homes is None:
+    def _is_resident(self, key: ExpertKey, size: int) -> bool:
+        if self._tiers is None:
             count = min(len(self._keys), self._num_bytes // max(1, size))
-            self._homes = set(spread(self._keys, count))
-        return key in self._homes and self.kept_bytes + size <= self._num_bytes
+            self._tiers = set(spread(self._keys, count))
+        return key in self._tiers and self.kept_bytes + size <= self._num_bytes
 
 
 def crosses(tensor: Tensor, like: Tensor) -> bool:

@@ -22,7 +22,7 @@ from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.kernels.expert_mlp.one_by_one import RoutedCall
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.training.offload.execution.passes import LayerInput, Visits, visited
-from moe_runtime.training.offload.site import ExpertsSite
+from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.types import ExpertKey
 
 ADAPTED = ("gate_up_proj", "up_proj", "down_proj")
@@ -105,7 +105,7 @@ class FrozenPasses:
 
     def __init__(
         self,
-        sites: Sequence[ExpertsSite],
+        sites: Sequence[ExpertsModuleSpec],
         experts: ExpertMap,
         store: ExpertStore[Tensor],
         adapters: Sequence[ExpertAdapters],
@@ -125,7 +125,7 @@ class FrozenPasses:
     def forward(
         self, layer: int, inputs: Sequence[LayerInput], *, keeps: bool, is_visit: bool
     ) -> tuple[list[RoutedCall], list[Tensor]]:
-        """One layer for all micro-batches that are there; as `ExpertPasses.forward`."""
+        """One layer for all micro-batches that are there; as `LayerExecutor.forward`."""
         site = self._sites[layer]
         calls = [
             RoutedCall(x, ids, weights, site.num_experts, site.activation, site.impl)
@@ -217,7 +217,9 @@ class FrozenPasses:
         return self._scratch[place]
 
 
-def adapters_for(sites: Sequence[ExpertsSite], rank: int, scale: float) -> list[ExpertAdapters]:
+def adapters_for(
+    sites: Sequence[ExpertsModuleSpec], rank: int, scale: float
+) -> list[ExpertAdapters]:
     """Adapters for all matrices of all experts; biases have none."""
     return [
         ExpertAdapters(

@@ -15,12 +15,12 @@ from moe_runtime.kernels.expert_mlp.one_by_one import RoutedCall
 from moe_runtime.layer.experts import compute_dtype
 from moe_runtime.training.offload.execution.activations import ActivationPolicy
 from moe_runtime.training.offload.execution.passes import LayerInput
-from moe_runtime.training.offload.execution.window import Window
-from moe_runtime.training.offload.site import ExpertsSite
+from moe_runtime.training.offload.execution.window import MicroBatchBarrier
+from moe_runtime.training.offload.site import ExpertsModuleSpec
 
 
 class LayerPasses(Protocol):
-    """Computes layers whose experts are elsewhere; `ExpertPasses` says more."""
+    """Computes layers whose experts are elsewhere; `LayerExecutor` says more."""
 
     def forward(
         self, layer: int, inputs: Sequence[LayerInput], /, *, keeps: bool, is_visit: bool
@@ -45,7 +45,7 @@ class OffloadedTrainingExperts(nn.Module):
 
     def __init__(
         self,
-        site: ExpertsSite,
+        site: ExpertsModuleSpec,
         layer: int,
         passes: LayerPasses,
         activations: ActivationPolicy | None = None,
@@ -54,7 +54,7 @@ class OffloadedTrainingExperts(nn.Module):
         self._activations = activations
         self.num_experts = site.num_experts
         self.layer = layer
-        self.window: Window | None = None
+        self.window: MicroBatchBarrier | None = None
         self._passes = passes
         self._keeps_dtype = site.keeps_dtype
         self._site = site

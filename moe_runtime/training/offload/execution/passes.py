@@ -25,7 +25,7 @@ from moe_runtime.kernels.expert_mlp.one_by_one import RoutedCall
 from moe_runtime.training.offload.execution.activations import ActivationPolicy, Pass
 from moe_runtime.training.offload.execution.compute_copies import ComputeCopies, crosses
 from moe_runtime.training.offload.optimizers.optimizer import ExpertOptimizer
-from moe_runtime.training.offload.site import ExpertsSite
+from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.training.offload.states.records import Sections
 from moe_runtime.training.offload.states.slots import Need
 from moe_runtime.types import ExpertKey
@@ -57,7 +57,7 @@ class Visits:
     rate: float | None = None
 
 
-class ExpertPasses:
+class LayerExecutor:
     """Computes layers, expert by expert.
 
     Args:
@@ -74,7 +74,7 @@ class ExpertPasses:
 
     def __init__(
         self,
-        sites: Sequence[ExpertsSite],
+        sites: Sequence[ExpertsModuleSpec],
         optimizer: ExpertOptimizer,
         *,
         trains: bool = True,
@@ -221,8 +221,8 @@ class ExpertPasses:
             has_gradient = True
         if totals is not gradients:
             self.copies.take_back(totals)
-            for home, total in zip(gradients, totals, strict=True):
-                home.copy_(total)
+            for gradient, total in zip(gradients, totals, strict=True):
+                gradient.copy_(total)
         self._optimizer.accept(key, record, rate)
 
     @contextlib.contextmanager

@@ -46,7 +46,7 @@ class _Part(Generic[T]):
             self.future.result()
 
 
-class Window(Generic[T]):
+class MicroBatchBarrier(Generic[T]):
     """Runs micro-batches until all are done.
 
     Args:
@@ -156,7 +156,7 @@ class Window(Generic[T]):
 def run_window(
     model: nn.Module,
     work: Sequence[Callable[[], T]],
-    set_window: Callable[[Window[T] | None], None],
+    set_window: Callable[[MicroBatchBarrier[T] | None], None],
 ) -> list[T]:
     """Runs micro-batches: one alone as it is, several in a window that their experts know of.
 
@@ -168,7 +168,7 @@ def run_window(
     try:
         if len(work) == 1:
             return [work[0]()]
-        window = Window(model, work)
+        window = MicroBatchBarrier(model, work)
         set_window(window)
         return window.run()
     finally:

@@ -25,7 +25,7 @@ class AdamW:
         weight_decay: decoupled decay of matrices; norms and biases do not decay.
         clip_norm: largest global norm of the gradients; 0 does not clip.
         clip: `two_phase` knows the norm of this step's gradients before any expert is updated, so
-            gradients wait on the expert's home until the backward pass is over. `delayed` scales by
+            gradients wait in the expert's tier until the backward pass is over. `delayed` scales by
             the norm of the step before (not at all in the first), and updates at once.
         untouched: experts that got no tokens: `dense_exact` treats their gradient as zero, as an
             optimizer of stacked parameters does; `sparse_skip` leaves them as they are, moments and

@@ -92,7 +92,7 @@ class DeviceUpdates:
         return True
 
     def wait(self) -> None:
-        """Brings the record that is away home."""
+        """Brings the record that is on the device back to its tier."""
         away, self._away = self._away, None
         if away is None:
             return

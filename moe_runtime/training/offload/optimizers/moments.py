@@ -2,7 +2,7 @@
 
 A step decodes the moments of some elements, updates them in the parameters' dtype, and encodes them
 again. What is stored after a step is the whole state: the steps of an expert without tokens, made
-up for later, pass through the format one by one as well, so that homes change no bit.
+up for later, pass through the format one by one as well, so that tiers change no bit.
 """
 
 from __future__ import annotations

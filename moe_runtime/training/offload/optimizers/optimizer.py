@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_runtime.planning.homes import UseCounts
+from moe_runtime.planning.record_tiers import UseCounts
 from moe_runtime.training.offload.optimizers.adamw import AdamW, LossScale
 from moe_runtime.training.offload.optimizers.dense_adamw import clip_scale
 from moe_runtime.training.offload.optimizers.device_updates import DeviceUpdates
@@ -22,7 +22,7 @@ from moe_runtime.types import ExpertKey
 
 
 class ExpertOptimizer:
-    """Updates experts at their home or on their way to it.
+    """Updates experts in their tier or on their way to it.
 
     An expert on the disk is updated as soon as its gradient is final, inside the backward pass,
     while the next one is being read and the last one written; one that lives in memory waits for
@@ -94,9 +94,9 @@ class ExpertOptimizer:
 
     def updates_in_backward(self, key: ExpertKey) -> bool:
         """Whether an expert is updated as soon as its gradient is final."""
-        at_home = self.states.experts[key].home is not None
+        in_memory = self.states.experts[key].resident_slot is not None
         waits = self.settings.waits_for_norm and not self.settings.is_delayed(self.step)
-        return not (at_home or waits or self._bad)
+        return not (in_memory or waits or self._bad)
 
     def accept(self, key: ExpertKey, record: Tensor, rate: float | None) -> None:
         """Takes an acquired record with its gradient, and gives the record back.
@@ -154,7 +154,7 @@ class ExpertOptimizer:
             self._scales.append(self._mean * scale)
             self.step += 1
             self._last_norm = norm
-            self._exchange_homes()
+            self._exchange_tiers()
         self.loss_scale.after_step(was_skipped=is_skipped)
         self._norms.clear()
         self._bad.clear()
@@ -293,10 +293,10 @@ class ExpertOptimizer:
         take_steps(expert.layout, record, self.settings, [step], gradient, refreshes=refreshes)
         finish()
 
-    def _exchange_homes(self) -> None:
+    def _exchange_tiers(self) -> None:
         """Brings the experts used most into memory, where that changes enough."""
         experts = self.states.experts
         for arriving, leaving in self._uses.after_step(
-            self._norms, lambda key: experts[key].home is not None
+            self._norms, lambda key: experts[key].resident_slot is not None
         ):
-            self.states.rehome(arriving, leaving)
+            self.states.exchange_tiers(arriving, leaving)

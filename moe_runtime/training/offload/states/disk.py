@@ -1,4 +1,4 @@
-"""The slowest home: files of records, and the threads that read and write them."""
+"""The slowest tier: files of records, and the threads that read and write them."""
 
 from __future__ import annotations
 

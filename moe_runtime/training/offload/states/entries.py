@@ -36,13 +36,13 @@ class ExpertState:
         layout: of its record.
         version: the newest on the disk; None before the first.
         previous: the one before the step under way, where that wrote a new one.
-        step: step up to which its home goes.
+        step: step up to which its tier goes.
         count: updates that it had.
-        pending: step whose gradient its home keeps for the step after.
-        home: its slot in memory; None when its home is the disk.
-        is_saved: for a home in memory: whether `version` has the same content.
-        has_gradient: whether a gradient waits at its home.
-        captures: writes under way of its home in memory.
+        pending: step whose gradient its tier keeps for the step after.
+        resident_slot: its slot in memory; None when its tier is the disk.
+        is_saved: for a tier in memory: whether `version` has the same content.
+        has_gradient: whether a gradient waits in its tier.
+        captures: writes under way of its tier in memory.
     """
 
     layout: RecordLayout
@@ -51,13 +51,13 @@ class ExpertState:
     step: int = 0
     count: int = 0
     pending: int | None = None
-    home: int | None = None
+    resident_slot: int | None = None
     is_saved: bool = False
     has_gradient: bool = False
     captures: int = 0
 
     def take_over(self, version: Version) -> None:
-        """Its home has become what a version is."""
+        """Its tier has become what a version is."""
         self.step, self.count, self.pending = version.step, version.count, version.pending
 
 
@@ -95,7 +95,7 @@ class Traffic:
 
     Attributes:
         needed_bytes: sections that computation asked for.
-        resident_bytes: of them, those whose home is memory.
+        resident_bytes: of them, those whose tier is memory.
         reused_bytes: of them, those that still lay in a slot.
         useful_bytes: of them, those that were read from the disk for this use.
         read_bytes: read from the disk: useful, wasted, or not asked for yet.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_runtime.training.offload.site import ExpertsSite
+from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.types import ExpertKey
 
 _ATEN = torch.ops.aten
@@ -55,7 +55,7 @@ class StreamedInit(TorchDispatchMode):
             return args[0]
         return func(*args, **options)
 
-    def tensors_of(self, sites: Sequence[ExpertsSite], key: ExpertKey) -> list[Tensor]:
+    def tensors_of(self, sites: Sequence[ExpertsModuleSpec], key: ExpertKey) -> list[Tensor]:
         """One expert's first weights; to be called for a layer's experts in ascending order.
 
         Args:

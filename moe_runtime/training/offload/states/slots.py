@@ -1,4 +1,4 @@
-"""Slots of host memory: homes of some experts, and a ring that the others pass through.
+"""Slots of host memory: tiers of some experts, and a ring that the others pass through.
 
 What is needed next is said beforehand (`expect`), so that it arrives while other experts compute.
 """
@@ -35,7 +35,7 @@ class RecordSlots:
 
     Args:
         layouts: of every expert's record.
-        resident: experts whose home is host memory.
+        resident: experts whose tier is host memory.
         ring_slots: slots for the others; 0 if there are none.
         disk: where the others lie; None when all are resident.
     """
@@ -59,7 +59,7 @@ class RecordSlots:
         slot_bytes = max(sizes, default=BLOCK_BYTES)
         self._slab = Slab(ring_slots + len(resident), slot_bytes)
         for slot, key in enumerate(resident, start=ring_slots):
-            self.experts[key].home = slot
+            self.experts[key].resident_slot = slot
         self._free = list(range(ring_slots))
         self._entries: OrderedDict[ExpertKey, Entry] = OrderedDict()
         self._expected: deque[Need] = deque()
@@ -71,7 +71,7 @@ class RecordSlots:
         """Says which sections will be acquired next, in order; replaces what was said before."""
         with self._changed:
             self._expected = deque(
-                (key, need) for key, need in needs if self.experts[key].home is None
+                (key, need) for key, need in needs if self.experts[key].resident_slot is None
             )
             self._read_ahead()
 
@@ -88,11 +88,11 @@ class RecordSlots:
         """
         expert = self.experts[key]
         with self._changed:
-            if expert.home is not None:
+            if expert.resident_slot is not None:
                 self.traffic.needed_bytes += self._bytes(key, need)
                 self.traffic.resident_bytes += self._bytes(key, need)
                 self._wait_for(lambda: not (writes and expert.captures))
-                return self._slab.slot(expert.home)
+                return self._slab.slot(expert.resident_slot)
             while self._expected and self._expected[0][0] == key:
                 self._expected.popleft()
             entry = self._entries.get(key) or self._admit(key)
@@ -118,7 +118,7 @@ class RecordSlots:
             has: sections that were filled in by computation and are valid now.
         """
         with self._changed:
-            if self.experts[key].home is None:
+            if self.experts[key].resident_slot is None:
                 entry = self._entries[key]
                 entry.pins -= 1
                 entry.have |= has
@@ -130,7 +130,7 @@ class RecordSlots:
         return self.experts[key].step if entry is None else entry.step
 
     def set_content_step(self, key: ExpertKey, step: int) -> None:
-        """The acquired record was brought to a step; a home in memory keeps it."""
+        """The acquired record was brought to a step; a tier in memory keeps it."""
         with self._changed:
             if (entry := self._entries.get(key)) is not None:
                 entry.step = step
@@ -164,12 +164,16 @@ class RecordSlots:
         """Proves that every slot of memory and every byte is accounted for.
 
         Raises:
-            AssertionError: the books do not balance.
+            AssertionError: the entries contradict each other.
         """
         with self._changed:
             used = [entry.slot for entry in self._entries.values()]
-            homes = [expert.home for expert in self.experts.values() if expert.home is not None]
-            assert sorted(used + self._free + homes) == list(range(self._slab.num_slots))
+            resident = [
+                expert.resident_slot
+                for expert in self.experts.values()
+                if expert.resident_slot is not None
+            ]
+            assert sorted(used + self._free + resident) == list(range(self._slab.num_slots))
             fresh = sum(self._bytes(key, entry.fresh) for key, entry in self._entries.items())
             self.traffic.check(fresh)
             assert all(entry.pins >= 0 for entry in self._entries.values())
@@ -268,7 +272,7 @@ class RecordSlots:
         sections: Sections,
     ) -> None:
         self.traffic.written_bytes += self._bytes(key, sections)
-        entry = None if expert.home is not None else self._entries[key]
+        entry = None if expert.resident_slot is not None else self._entries[key]
         if entry is not None:
             entry.transfers += 1
         self._on_disk.write(

@@ -1,6 +1,6 @@
-"""What becomes of experts: new versions at home, steps taken back, states saved and restored.
+"""What becomes of experts: new versions, steps taken back, states saved and restored.
 
-An expert's home is host memory, where its record is worked on in place, or the disk, where every
+An expert's tier is host memory, where its record is worked on in place, or the disk, where every
 update makes a new version in another place; the one before stays until the step is done, and as
 long as a checkpoint names it.
 """
@@ -24,13 +24,13 @@ class ExpertStates(RecordSlots):
     """Records of all experts, and the versions of those that were written."""
 
     def write_state(self, key: ExpertKey) -> None:
-        """Sends changed parameters and moments home; the version before stays until `commit`.
+        """Sends changed parameters and moments to their tier; the old version stays until `commit`.
 
         The record goes up to its `content_step` then.
         """
         expert = self.experts[key]
         with self._changed:
-            if expert.home is not None:
+            if expert.resident_slot is not None:
                 return
             entry = self._entries[key]
             entry.have |= Sections.STATE
@@ -39,11 +39,11 @@ class ExpertStates(RecordSlots):
             self._write(key, expert, version, entry.slot, Sections.STATE)
 
     def park_gradient(self, key: ExpertKey) -> None:
-        """Keeps an expert's gradient at its home until the step."""
+        """Keeps an expert's gradient in its tier until the step."""
         expert = self.experts[key]
         with self._changed:
             expert.has_gradient = True
-            if expert.home is None:
+            if expert.resident_slot is None:
                 entry = self._entries[key]
                 entry.have |= Sections.GRADIENT
                 self._write(key, expert, None, entry.slot, Sections.GRADIENT)
@@ -85,18 +85,18 @@ class ExpertStates(RecordSlots):
                 entry.pins = 0
 
     def capture(self, keys: Iterable[ExpertKey]) -> None:
-        """Starts to write records whose home is memory to the disk, as new versions.
+        """Starts to write records whose tier is memory to the disk, as new versions.
 
         Computation may go on; who wants to change one of them waits for that one's write.
         """
         with self._changed:
             for key in keys:
                 expert = self.experts[key]
-                assert expert.home is not None, "what lives on the disk is saved"
+                assert expert.resident_slot is not None, "what lives on the disk is saved"
                 expert.is_saved = True
                 expert.captures += 1
                 version = self._new_version(expert, expert.step)
-                self._write(key, expert, version, expert.home, Sections.STATE)
+                self._write(key, expert, version, expert.resident_slot, Sections.STATE)
 
     def hold_versions(self) -> dict[ExpertKey, Version]:
         """Starts to save every expert as it is now; no version that is returned is overwritten.
@@ -106,7 +106,9 @@ class ExpertStates(RecordSlots):
         """
         with self._changed:
             self.capture(
-                key for key, e in self.experts.items() if e.home is not None and not e.is_saved
+                key
+                for key, e in self.experts.items()
+                if e.resident_slot is not None and not e.is_saved
             )
             held = {}
             for key, expert in self.experts.items():
@@ -149,13 +151,15 @@ class ExpertStates(RecordSlots):
             expert.version = version
             expert.take_over(version)
             expert.is_saved = version.is_written = True
-            record = self._slab.slot(self._free[-1] if expert.home is None else expert.home)
+            record = self._slab.slot(
+                self._free[-1] if expert.resident_slot is None else expert.resident_slot
+            )
             self._fill_now(key, expert, version, record)
             content = record[: expert.layout.state_bytes]
             check_digest(self._on_disk.folder, key, version, content)
 
     def take_in(self, key: ExpertKey, read: Callable[[Tensor], Version]) -> None:
-        """Takes up an expert that lies in other files than this process's, and writes it home.
+        """Takes up an expert that lies in another process's files, and writes it to its tier.
 
         Args:
             key: the expert.
@@ -174,19 +178,19 @@ class ExpertStates(RecordSlots):
             for layout, slot in slots:
                 self._on_disk.drop(layout, slot)
 
-    def rehome(self, arriving: ExpertKey, leaving: ExpertKey) -> None:
-        """Exchanges two homes between steps: one expert leaves the memory for another."""
+    def exchange_tiers(self, arriving: ExpertKey, leaving: ExpertKey) -> None:
+        """Exchanges two tiers between steps: one expert leaves the memory for another."""
         self.capture([leaving])
         record = self.acquire(arriving, Sections.STATE)
         self.wait_for_transfers()
         comes, goes = self.experts[arriving], self.experts[leaving]
         with self._changed:
-            assert goes.home is not None, "the leaving expert's home must be memory"
-            goes.home, comes.home = None, goes.home
+            assert goes.resident_slot is not None, "the leaving expert's tier must be memory"
+            goes.resident_slot, comes.resident_slot = None, goes.resident_slot
             entry = self._entries[arriving]
             comes.is_saved = entry.step == comes.step
             comes.step = entry.step
-            self._slab.slot(comes.home).copy_(record)
+            self._slab.slot(comes.resident_slot).copy_(record)
             entry.pins -= 1
             self._drop(arriving)
 
@@ -212,7 +216,7 @@ class ExpertStates(RecordSlots):
         slot = self._on_disk.take(expert.layout)
         old = expert.version
         expert.version = Version(slot, step, expert.count, pending=expert.pending)
-        if old is not None and expert.home is None and expert.previous is None:
+        if old is not None and expert.resident_slot is None and expert.previous is None:
             expert.previous = old
         elif old is not None:
             self._on_disk.drop(expert.layout, old.slot)

@@ -1,6 +1,6 @@
-"""Which experts live in memory while a model is trained, and when they exchange homes.
+"""Which experts live in memory while a model is trained, and when they exchange tiers.
 
-A step asks for a set of experts. Homes in memory are spread evenly at first; after a number of
+A step asks for a set of experts. Tiers in memory are spread evenly at first; after a number of
 steps, experts on the disk that were used more often than some in memory take their places. The
 rule is one object: training acts on it, and a report replays it on recorded steps.
 
@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 from moe_runtime.types import ExpertKey
 
-REHOME_STEPS = 50
-"""Steps over which it is counted how often each expert is used, before homes are chosen anew."""
+TIER_CHANGE_STEPS = 50
+"""Steps over which it is counted how often each expert is used, before tiers are chosen anew."""
 
-REHOME_MARGIN = 0.1
-"""Difference in the share of steps from which an exchange of two homes pays."""
+TIER_CHANGE_MARGIN = 0.1
+"""Difference in the share of steps from which an exchange of two tiers pays."""
 
 
 class Exchange(NamedTuple):
-    """Two experts that exchange homes: one comes into memory, one goes to the disk."""
+    """Two experts that exchange tiers: one comes into memory, one goes to the disk."""
 
     arriving: ExpertKey
     leaving: ExpertKey
@@ -41,26 +41,26 @@ class UseCounts:
         self._steps = 0
 
     def after_step(
-        self, used: Iterable[ExpertKey], is_home: Callable[[ExpertKey], bool]
+        self, used: Iterable[ExpertKey], is_resident: Callable[[ExpertKey], bool]
     ) -> list[Exchange]:
-        """Counts a step; every `REHOME_STEPS` says which homes to exchange, and begins anew.
+        """Counts a step; every `TIER_CHANGE_STEPS` says which tiers to exchange, and begins anew.
 
         The experts used most come first, for those in memory that are used least, as long as the
         difference is worth the two ways through the disk.
 
         Args:
             used: experts that the step needed.
-            is_home: whether an expert's home is memory.
+            is_resident: whether an expert's tier is memory.
         """
         for key in used:
             self._used[key] += 1
         self._steps += 1
-        if self._steps < REHOME_STEPS:
+        if self._steps < TIER_CHANGE_STEPS:
             return []
         by_use = sorted(self._used, key=lambda key: (self._used[key], key))
-        leaving = [key for key in by_use if is_home(key)]
-        arriving = [key for key in reversed(by_use) if not is_home(key)]
-        least = REHOME_MARGIN * self._steps
+        leaving = [key for key in by_use if is_resident(key)]
+        arriving = [key for key in reversed(by_use) if not is_resident(key)]
+        least = TIER_CHANGE_MARGIN * self._steps
         pairs = [Exchange(*pair) for pair in zip(arriving, leaving, strict=False)]
         found = [p for p in pairs if self._used[p.arriving] - self._used[p.leaving] >= least]
         self._used = dict.fromkeys(self._used, 0)
@@ -75,16 +75,16 @@ def spread(keys: Sequence[ExpertKey], count: int) -> list[ExpertKey]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HomesReplay:
-    """How often the experts that steps asked for had their home in memory.
+class TierReplay:
+    """How often the experts that steps asked for had their tier in memory.
 
     Attributes:
         uses: experts asked for, each once a step.
-        spread: of them, those at home if homes stay spread evenly.
-        by_use: likewise, if homes are exchanged by use.
-        best: likewise, with the homes that would have been best, known beforehand and never
+        spread: of them, those in memory if tiers stay spread evenly.
+        by_use: likewise, if tiers are exchanged by use.
+        best: likewise, with the tiers that would have been best, known beforehand and never
             exchanged.
-        exchanges: exchanges of two homes.
+        exchanges: exchanges of two tiers.
     """
 
     uses: int
@@ -94,10 +94,10 @@ class HomesReplay:
     exchanges: int
 
 
-def replay_homes(
+def replay_tiers(
     steps: Iterable[Collection[ExpertKey]], keys: Sequence[ExpertKey], count: int
-) -> HomesReplay:
-    """What homes of `count` experts would have found in recorded steps.
+) -> TierReplay:
+    """What tiers of `count` experts would have found in recorded steps.
 
     Args:
         steps: experts that each step asked for, without repeats.
@@ -105,19 +105,19 @@ def replay_homes(
         count: how many live in memory.
     """
     first = frozenset(spread(keys, count))
-    homes, counts = set(first), UseCounts(keys)
+    tiers, counts = set(first), UseCounts(keys)
     totals = dict.fromkeys(keys, 0)
     at_first = by_use = exchanges = 0
     for used in steps:
         at_first += sum(key in first for key in used)
-        by_use += sum(key in homes for key in used)
+        by_use += sum(key in tiers for key in used)
         for key in used:
             totals[key] += 1
-        for arriving, leaving in counts.after_step(used, homes.__contains__):
-            homes.add(arriving)
-            homes.remove(leaving)
+        for arriving, leaving in counts.after_step(used, tiers.__contains__):
+            tiers.add(arriving)
+            tiers.remove(leaving)
             exchanges += 1
-    return HomesReplay(
+    return TierReplay(
         uses=sum(totals.values()),
         spread=at_first,
         by_use=by_use,

@@ -15,8 +15,8 @@ from moe_runtime.kernels.expert_mlp.one_by_one import RoutedCall
 from moe_runtime.layer.experts import compute_dtype
 from moe_runtime.research.zeroth_order.directions import ZerothOrder, descend, direction, perturb
 from moe_runtime.training.offload.execution.passes import LayerInput
-from moe_runtime.training.offload.execution.window import Window
-from moe_runtime.training.offload.site import ExpertsSite
+from moe_runtime.training.offload.execution.window import MicroBatchBarrier
+from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.training.offload.states.records import Sections
 from moe_runtime.training.offload.states.states import ExpertStates
 from moe_runtime.types import ExpertKey
@@ -25,7 +25,7 @@ _SIDES = (1, -2, 1)
 """Distances, in `eps`: to one side, from there to the other, and back."""
 
 
-class TwoSidedPasses:
+class SpsaExecutor:
     """Forward passes of layers whose experts come once for both sides.
 
     Args:
@@ -40,7 +40,7 @@ class TwoSidedPasses:
     """
 
     def __init__(
-        self, sites: Sequence[ExpertsSite], states: ExpertStates, settings: ZerothOrder
+        self, sites: Sequence[ExpertsModuleSpec], states: ExpertStates, settings: ZerothOrder
     ) -> None:
         self.slopes: list[float | None] = []
         self.rates: list[float] = []
@@ -181,7 +181,7 @@ class TwoSidedPasses:
         self._states.expect((key, Sections.PARAMETERS) for key in [*keys, *following])
 
 
-class TwoSidedExperts(nn.Module):
+class SpsaExperts(nn.Module):
     """Routed experts whose parameters are not here, for forward passes to both sides.
 
     Args:
@@ -190,11 +190,11 @@ class TwoSidedExperts(nn.Module):
         passes: computes it.
     """
 
-    def __init__(self, site: ExpertsSite, layer: int, passes: TwoSidedPasses) -> None:
+    def __init__(self, site: ExpertsModuleSpec, layer: int, passes: SpsaExecutor) -> None:
         super().__init__()
         self.num_experts = site.num_experts
         self.layer = layer
-        self.window: Window | None = None
+        self.window: MicroBatchBarrier | None = None
         self._passes = passes
         self._keeps_dtype = site.keeps_dtype
 

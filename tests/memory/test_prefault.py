@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-import moe_runtime.memory.prefault as touching
 from moe_runtime.kernels.native.pages import populate
+from moe_runtime.memory import prefault
 from moe_runtime.memory.prefault import PART_BYTES, touched_meanwhile
 from moe_runtime.memory.slab import Slab, aligned_bytes
 
@@ -47,7 +47,7 @@ class Recorder:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> None:
-    monkeypatch.setattr(touching, "populate", recorder)
+    monkeypatch.setattr(prefault, "populate", recorder)
 
 
 def test_every_slot_is_touched_once_from_the_first_on(monkeypatch: pytest.MonkeyPatch):
@@ -71,7 +71,7 @@ def test_it_ends_with_the_block_that_fails(monkeypatch: pytest.MonkeyPatch):
         began.set()
         return go_on.wait(120)
 
-    monkeypatch.setattr(touching, "populate", wait)
+    monkeypatch.setattr(prefault, "populate", wait)
     before = threading.active_count()
 
     def fail() -> None:

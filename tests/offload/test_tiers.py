@@ -1,4 +1,4 @@
-"""Fifty steps to the bit, and the bytes of each way, wherever experts have their homes."""
+"""Fifty steps to the bit, and the bytes of each way, wherever experts have their tiers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +20,7 @@ from offloaded_models import (
 )
 
 import moe_runtime
-from moe_runtime.planning.homes import REHOME_STEPS
+from moe_runtime.planning.record_tiers import TIER_CHANGE_STEPS
 from moe_runtime.training.offload.execution.compute_copies import ComputeCopies
 from moe_runtime.types import ExpertKey
 
@@ -63,7 +63,7 @@ def in_memory() -> dict[int, tuple[list[float], Stack]]:
 def test_same_bits_as_in_memory(
     tmp_path: Path, in_memory: dict[int, tuple[list[float], Stack]], device: int, memory: int
 ) -> None:
-    """Every home layout; threads and micro-batches so that each pair of choices comes up."""
+    """Every tier layout; threads and micro-batches so that each pair of choices comes up."""
     io_threads, micro_batches = THREADS[(device + memory) % 3], 1 + (device + memory) % 2
     training = offloaded(
         model := small(),
@@ -78,8 +78,8 @@ def test_same_bits_as_in_memory(
     assert train_offloaded(training, model.loss, windows(STEPS, micro_batches)) == losses
     assert_same_parameters(training, expected)
     stats = training.stats()
-    homes = stats.resident_experts / stats.num_experts
-    assert (homes == 0, homes == 1) == (memory == 0, memory == 2) or memory == 1
+    tiers = stats.resident_experts / stats.num_experts
+    assert (tiers == 0, tiers == 1) == (memory == 0, memory == 2) or memory == 1
     assert (stats.traffic.read_bytes > 0) == (memory < 2)
     assert (stats.link.kept_bytes > 0) == (device > 0)
     training.close()
@@ -168,10 +168,10 @@ def test_copies_follow_the_use() -> None:
     keys = [ExpertKey(0, expert) for expert in range(4)]
     tensor = torch.ones(8)
     copies = ComputeCopies(keys, 32)
-    for step in range(REHOME_STEPS + 3):
+    for step in range(TIER_CHANGE_STEPS + 3):
         copies.weights(keys[1], step, [tensor], tensor)
         copies.weights(keys[1], step, [tensor], tensor)
         copies.after_step()
         assert copies.kept_bytes <= 32
     assert copies.traffic.kept_bytes == 3 * 32
-    assert copies.traffic.to_device_bytes == (2 * REHOME_STEPS + 3) * 32
+    assert copies.traffic.to_device_bytes == (2 * TIER_CHANGE_STEPS + 3) * 32

@@ -1,4 +1,4 @@
-"""Which homes are exchanged, and what a replay says they would have found."""
+"""Which tiers are exchanged, and what a replay says they would have found."""
 
 from collections import Counter
 
@@ -8,20 +8,22 @@ from hypothesis import strategies as st
 
 from moe_runtime.lab.report.training_reuse import training_reuse
 from moe_runtime.lab.traces import Trace
-from moe_runtime.planning.homes import (
-    REHOME_MARGIN,
-    REHOME_STEPS,
+from moe_runtime.planning.record_tiers import (
+    TIER_CHANGE_MARGIN,
+    TIER_CHANGE_STEPS,
     UseCounts,
-    replay_homes,
+    replay_tiers,
     spread,
 )
 from moe_runtime.types import ExpertKey, ModelSignature
 
 KEYS = [ExpertKey(layer, expert) for layer in range(2) for expert in range(4)]
-USES = st.lists(st.sets(st.sampled_from(KEYS)), min_size=REHOME_STEPS, max_size=REHOME_STEPS)
+USES = st.lists(
+    st.sets(st.sampled_from(KEYS)), min_size=TIER_CHANGE_STEPS, max_size=TIER_CHANGE_STEPS
+)
 
 
-def test_homes_are_spread_at_equal_distances() -> None:
+def test_tiers_are_spread_at_equal_distances() -> None:
     assert spread(KEYS, 0) == []
     assert spread(KEYS, 2) == [KEYS[3], KEYS[7]]
     assert spread(KEYS, len(KEYS)) == KEYS
@@ -30,27 +32,27 @@ def test_homes_are_spread_at_equal_distances() -> None:
 @given(steps=USES, count=st.integers(0, len(KEYS)))
 def test_exchanges_bring_in_what_was_used_more(steps: list[set[ExpertKey]], count: int) -> None:
     """By brute force: while any pair differs by the margin, the widest one is exchanged."""
-    homes = set(spread(KEYS, count))
+    tiers = set(spread(KEYS, count))
     counts = UseCounts(KEYS)
     for used in steps[:-1]:
-        assert counts.after_step(used, homes.__contains__) == []
-    found = counts.after_step(steps[-1], homes.__contains__)
+        assert counts.after_step(used, tiers.__contains__) == []
+    found = counts.after_step(steps[-1], tiers.__contains__)
     use = Counter(key for used in steps for key in used)
     for arriving, leaving in found:
-        assert leaving in homes
-        assert arriving not in homes
-        gain = max(use[a] for a in KEYS if a not in homes) - min(use[key] for key in homes)
-        assert use[arriving] - use[leaving] == gain >= REHOME_MARGIN * REHOME_STEPS
-        homes.remove(leaving)
-        homes.add(arriving)
-    pairs = [use[a] - use[b] for a in KEYS for b in KEYS if a not in homes and b in homes]
-    assert max(pairs, default=0) < REHOME_MARGIN * REHOME_STEPS
+        assert leaving in tiers
+        assert arriving not in tiers
+        gain = max(use[a] for a in KEYS if a not in tiers) - min(use[key] for key in tiers)
+        assert use[arriving] - use[leaving] == gain >= TIER_CHANGE_MARGIN * TIER_CHANGE_STEPS
+        tiers.remove(leaving)
+        tiers.add(arriving)
+    pairs = [use[a] - use[b] for a in KEYS for b in KEYS if a not in tiers and b in tiers]
+    assert max(pairs, default=0) < TIER_CHANGE_MARGIN * TIER_CHANGE_STEPS
 
 
 def test_a_replay_follows_the_use() -> None:
-    """Two of eight experts are ever asked for, none of them at home first."""
-    steps = [[KEYS[0], KEYS[1]]] * (REHOME_STEPS + 10)
-    found = replay_homes(steps, KEYS, 2)
+    """Two of eight experts are ever asked for, none of them in memory first."""
+    steps = [[KEYS[0], KEYS[1]]] * (TIER_CHANGE_STEPS + 10)
+    found = replay_tiers(steps, KEYS, 2)
     assert (found.uses, found.spread, found.by_use, found.best) == (120, 0, 20, 120)
     assert found.exchanges == 2
 
@@ -79,5 +81,5 @@ def test_reuse_between_micro_batches_and_steps() -> None:
     assert (found.pass_share, found.step_share) == (7 / 32, 5 / 16)
     assert found.returning == 1 / 2
     assert found.use.tolist() == [[0.5, 0.5, 1, 0.5, 0, 0, 0, 0]]
-    homes = found.homes[0.25]
-    assert (homes.uses, homes.spread, homes.best) == (5, 1, 3)
+    tiers = found.tiers[0.25]
+    assert (tiers.uses, tiers.spread, tiers.best) == (5, 1, 3)
