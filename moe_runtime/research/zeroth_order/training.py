@@ -3,7 +3,7 @@
 MeZO measures the loss at two points, to both sides of the parameters along a random direction, and
 moves along it by the difference. Here an expert crosses the disk once per direction and step: when
 it is there, the update of the step before is made up for, it is moved to one side, computed with,
-moved to the other, computed with, moved back, and sent home. The two forward passes of all
+moved to the other, computed with, moved back, and sent back. The two forward passes of all
 micro-batches go through the model side by side and meet at the experts.
 
 The roundings are those of MeZO in memory, moving there and back included, so the parameters are
