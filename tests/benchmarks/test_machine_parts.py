@@ -132,7 +132,7 @@ def test_the_page_cache_counts_against_the_cap(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_fails_says_why() -> None:
-    outcome = run_worker(replace(SPEC, system="llama.cpp:eager"), timeout_s=60, cold=False)
+    outcome = run_worker(replace(SPEC, system="llama.cpp:eager"), timeout_s=600, cold=False)
     assert outcome.failure == "ended with exit code 1"
     assert "unknown system" in outcome.log
 

@@ -148,7 +148,7 @@ def test_a_signal_ends_cleanly_with_the_text_so_far(
     assert process.stdout is not None
     first = process.stdout.read(1)
     process.send_signal(number)
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 128 + number
     text = (first + out).decode()
     assert text.strip()
@@ -172,6 +172,6 @@ def test_a_reader_that_leaves_is_no_error_to_shout_about(checkpoint: Path) -> No
     process.stdout.close()
     err = process.stderr.read()
     process.stderr.close()
-    assert process.wait(timeout=240) != 0
+    assert process.wait(timeout=600) != 0
     assert b"Traceback" not in err
     assert b"Exception ignored" not in err

@@ -67,7 +67,7 @@ def test_a_second_process_begins_with_what_the_first_one_learned(tmp_path: Path)
         [sys.executable, "-P", *command, *options, "--trace", str(trace_path)],
         check=True,
         capture_output=True,
-        timeout=60,
+        timeout=600,
     )
     trace = read_trace(trace_path)
     requests = np.unique(trace.token_request)

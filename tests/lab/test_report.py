@@ -273,7 +273,7 @@ def screenshot(page: Path, picture: Path, *, dark: bool) -> str:
     command += [f"--user-data-dir={picture.parent / 'profile'}", "--window-size=1000,3000"]
     command += ["--blink-settings=preferredColorScheme=" + ("0" if dark else "1")]
     command += [f"--screenshot={picture}", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert picture.is_file(), done.stderr[-2000:]
     return done.stderr
 

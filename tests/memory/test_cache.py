@@ -192,7 +192,7 @@ def test_two_threads_share_few_slots():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=120)
+        thread.join(timeout=600)
         assert not thread.is_alive(), "two leases wait for each other"
     assert not failures
     store.check()

@@ -16,7 +16,7 @@ from moe_runtime.memory import changes
 from moe_runtime.memory.io_queue import Priority, Read, ReadQueue, _Attempt
 from moe_runtime.memory.native_io_queue import NativeReadQueue, pack_blocks
 
-PATIENCE_S = 60  # a test that fails waits so long; one that passes never does
+PATIENCE_S = 600  # a test that fails waits so long; one that passes never does
 
 
 class Ends:

@@ -147,7 +147,7 @@ def batch_manager(model: Any, _: Path) -> Any:
     )
     with batching as manager:
         request = manager.add_request(PROMPT[0].tolist())
-        tokens = manager.get_result(request_id=request, timeout=60).generated_tokens
+        tokens = manager.get_result(request_id=request, timeout=600).generated_tokens
     return tokens, model.generate(PROMPT, generation_config=settings)
 
 

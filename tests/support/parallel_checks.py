@@ -41,7 +41,7 @@ def make_group(grid: tuple[int, int] | None) -> Group:
     across = [dist.new_group(column) for column in columns][rank % num_inside]
     assert isinstance(inside, dist.ProcessGroup)
     assert isinstance(across, dist.ProcessGroup)
-    return HierarchicalTransport(inside, across, timeout_s=30)
+    return HierarchicalTransport(inside, across, timeout_s=200)
 
 
 def dispatch_and_combine(

@@ -18,7 +18,7 @@ def load(model_class: str, path: str, *, is_parallel: bool) -> Any:
 
     options = {}
     if is_parallel:
-        register_expert_parallelism(overlap=Overlap(degree=2), timeout_s=30)
+        register_expert_parallelism(overlap=Overlap(degree=2), timeout_s=200)
         size = dist.get_world_size()
         options["distributed_config"] = DistributedConfig(
             tp_size=size, ep_size=size, ep_implementation="moe_runtime"

@@ -18,7 +18,7 @@ class ThreadGroup:
     def __init__(self, size: int) -> None:
         self.size = size
         self.posted: list[Any] = [None] * size
-        self.barrier = threading.Barrier(size, timeout=60)
+        self.barrier = threading.Barrier(size, timeout=600)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Calls `function(transport, *args)` on every rank, each in a thread; results by rank."""
