@@ -16,13 +16,13 @@ from moe_runtime.kernels.linear.op import (
     native_problem,
     native_row_limit,
 )
-from moe_runtime.kernels.native import DTYPE_CODES, native_library
+from moe_runtime.kernels.native import DTYPE_CODES, native_library, place_of
 
 
 class PreparedLinear:
     """The native product with one weight, for rows of the weight's dtype.
 
-    Remembers addresses: `fits` says whether they are still those of the weight.
+    Remembers addresses: `fits` says whether they are still those of weight and bias.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -35,20 +35,22 @@ class PreparedLinear:
         library = native_library()
         self._dtype = weight.dtype
         self._dim_out, self._dim_in = weight.shape
-        self._address = weight.data_ptr()
+        self._place = place_of(weight)
+        self._bias_place = None if bias is None else place_of(bias)
         self._row_bytes = self._dim_in * weight.element_size()
         self._row_limit = 0
         bias_fits = bias is None or bias.is_contiguous()
         if library is not None and bias_fits and native_problem(weight, weight, bias) is None:
             self._row_limit = min(native_row_limit(library, weight.dtype), ROWS_PER_CALL)
             stride = weight.stride(0) * weight.element_size()
-            self._weight = (self._address, stride, None if bias is None else bias.data_ptr())
+            self._weight = (weight.data_ptr(), stride, None if bias is None else bias.data_ptr())
             out_stride, code = self._dim_out * weight.element_size(), DTYPE_CODES[weight.dtype]
             self._out = (out_stride, self._dim_in, self._dim_out, code, code)
 
-    def fits(self, weight: Tensor) -> bool:
-        """Whether a weight still lies where it did, in its type."""
-        return weight.data_ptr() == self._address and weight.dtype is self._dtype
+    def fits(self, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether weight and bias still lie where they did, in their type and shape."""
+        bias_place = None if bias is None else place_of(bias)
+        return place_of(weight) == self._place and bias_place == self._bias_place
 
     def __call__(self, x: Tensor) -> Tensor | None:
         """`x @ weight.T + bias`: `[..., K]` to `[..., N]`, in the bits of `linear`.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from moe_runtime.kernels.native import DTYPE_CODES, native_library
+from moe_runtime.kernels.native import DTYPE_CODES, native_library, place_of
 from moe_runtime.kernels.rms_norm.op import NATIVE_ROW_LIMIT, native_problem
 
 
@@ -21,14 +21,15 @@ class BoundRMSNorm:
         self._dtype = weight.dtype
         self._dim = weight.shape[0]
         self._address = weight.data_ptr()
+        self._place = place_of(weight)
         self._row_bytes = self._dim * weight.element_size()
         able = native_library() is not None and native_problem(weight, weight) is None
         self._value_limit = NATIVE_ROW_LIMIT * self._dim if able else 0
         self._tail = (self._dim, eps, DTYPE_CODES[weight.dtype]) if able else ()
 
     def fits(self, weight: Tensor) -> bool:
-        """Whether a weight still lies where it did, in its type."""
-        return weight.data_ptr() == self._address and weight.dtype is self._dtype
+        """Whether a weight still lies where it did, in its type and shape."""
+        return place_of(weight) == self._place
 
     def __call__(self, x: Tensor) -> Tensor | None:
         """Normalises `[..., D]` along its last dimension, in the bits of `rms_norm`.

@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from moe_runtime.checkpoints.expert_map import ExpertMap, ExpertsModule
+from moe_runtime.inference.cpu.small_batch import is_observed
 from moe_runtime.inference.expert_gradients import (
     differentiable_experts,
     is_recomputing,
@@ -93,11 +94,18 @@ class OffloadedExperts(AbsentParameters):
         # not registered: its remaining submodules are ours, and its class would be initialised anew
         self.__dict__["replaced"] = original
 
+    def __getattr__(self, name: str) -> Any:
+        replaced = self.__dict__.get("replaced")
+        if replaced is not None and name in vars(replaced):
+            return vars(replaced)[name]
+        return super().__getattr__(name)
+
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == "act_fn" and "replaced" in self.__dict__:
-            self.__dict__["replaced"].act_fn = value
-            self._activation = _activation(self.__dict__["replaced"])
+        replaced = self.__dict__.get("replaced")
+        if replaced is not None and hasattr(replaced, name):  # what its gate computes with, say
+            setattr(replaced, name, value)
+            super().__setattr__("_activation", _activation(replaced))
 
     def list_parameters(self, dtype: torch.dtype, device: torch.device) -> None:
         """Lists the experts' parameters under transformers' names, once all others are loaded."""
@@ -206,13 +214,21 @@ class OffloadedExperts(AbsentParameters):
             if not is_done:
                 self.store.give_up(lease)
 
+    def _activation_now(self) -> Activation | GateFunction:
+        """The module's own activation where somebody looks into it: a kernel would not call it."""
+        module = self._modules.get("act_fn")
+        if module is None or callable(self._activation):
+            return self._activation
+        is_seen = is_observed(module) or torch.nn.modules.module._has_any_global_hook()
+        return _own_gate(self.__dict__["replaced"]) if is_seen else self._activation
+
     def let_go(self) -> None:
         """Gives up what an exception left to this thread outside of a forward pass."""
         assert self.store is not None
         self.store.let_go()
 
     def _rows(self, weights: ExpertWeights, x_RD: torch.Tensor) -> torch.Tensor:
-        y_RD = frozen_expert(x_RD, weights, self._activation)
+        y_RD = frozen_expert(x_RD, weights, self._activation_now())
         return self.get_submodule("post_expert_norm")(y_RD) if self._norms_outputs else y_RD
 
     def _compute(
@@ -226,6 +242,7 @@ class OffloadedExperts(AbsentParameters):
         num_tokens, top_k = routing[0].shape
         keys = [self._keys[expert] for expert in rows]
         streaming = num_tokens > 1 and len(keys) > self.store.share(self.layer)
+        activation = self._activation_now()
         watchers = [w for w in (self.late_observer, self.watcher) if w is not None]
         if (watchers or self.observer is not None) and is_recomputing():
             watchers = []
@@ -253,7 +270,7 @@ class OffloadedExperts(AbsentParameters):
                         [row // top_k for row in destinations],
                         destinations,
                         out_RD,
-                        activation=self._activation,
+                        activation=activation,
                     )
                     tell()
             is_done = True
@@ -317,9 +334,13 @@ def _activation(experts: Any) -> Activation | GateFunction:
     from transformers.integrations.moe import _default_apply_gate
 
     fused = _FUSED_ACTIVATIONS.get(type(experts.act_fn).__name__) if _has_act_fn(experts) else None
-    if fused is not None and type(experts)._apply_gate is _default_apply_gate:
+    is_default = type(experts)._apply_gate is _default_apply_gate
+    if fused is not None and is_default and "_apply_gate" not in vars(experts):
         return fused
+    return _own_gate(experts)
 
+
+def _own_gate(experts: Any) -> GateFunction:
     def own_gate(gate: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
         if gate is None:
             return experts.act_fn(up)

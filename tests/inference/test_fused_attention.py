@@ -260,6 +260,79 @@ def test_a_layer_that_somebody_changes_goes_its_own_way(change, fused_steps):
         assert torch.equal(one, other)
 
 
+def other_scale(model: Model) -> None:
+    model.layer.scaling = 0.01
+
+
+def other_epsilon(model: Model) -> None:
+    model.layer.k_norm.eps = 3.0
+
+
+def clip(model: Model) -> None:
+    model.config.clip_qkv = 0.1
+
+
+def turn_weight(model: Model) -> None:
+    model.layer.o_proj.weight.data = model.layer.o_proj.weight.data.t()
+
+
+def fewer_heads(model: Model) -> None:
+    """The first key head and its queries alone; every weight still begins where it did."""
+    dim = model.layer.head_dim
+    for name, rows in (("q_proj", 2 * dim), ("k_proj", dim), ("v_proj", dim)):
+        part = getattr(model.layer, name)
+        part.weight.data, part.out_features = part.weight.data[:rows], rows
+    part = model.layer.o_proj
+    part.weight.data, part.in_features = part.weight.data[:, : 2 * dim], 2 * dim
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("qwen3", other_scale),
+        ("qwen3", other_epsilon),
+        ("olmoe", clip),
+        ("olmoe", turn_weight),
+        ("qwen3", fewer_heads),
+    ],
+)
+def test_what_a_layer_says_now_counts(kind, change):
+    """Nothing that the fused step was made of is remembered longer than it holds."""
+    model = make(kind)
+    before = run(model, model.layer)
+    change(model)
+    found = run(model, model.layer)
+    for one, other in zip(found, run(model, own_way(model)), strict=True):
+        assert torch.equal(one, other)
+    assert not torch.equal(found[5], before[5])
+
+
+def patched_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Qwen3MoeAttention.forward
+    monkeypatch.setattr(Qwen3MoeAttention, "forward", lambda *a, **k: (2 * own(*a, **k)[0], None))
+
+
+def patched_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "transformers.models.qwen3_moe.modeling_qwen3_moe"
+    monkeypatch.setattr(f"{module}.apply_rotary_pos_emb", lambda q, k, *_: (2 * q, k))
+
+
+@pytest.mark.parametrize("patch", [patched_class, patched_function])
+def test_a_family_whose_code_is_replaced_goes_its_own_way(patch, monkeypatch, fused_steps):
+    model = make("qwen3")
+    before = run(model, model.layer)
+    with monkeypatch.context() as patches:
+        patch(patches)
+        fused_steps.clear()
+        found = run(model, model.layer)
+        assert fused_steps.count(2) == 0
+        for one, other in zip(found, run(model, own_way(model)), strict=True):
+            assert torch.equal(one, other)
+        assert not torch.equal(found[5], before[5])
+    for one, other in zip(run(model, model.layer), before, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_training_gradients_and_options_go_the_layers_own_way(fused_steps):
     model = make("qwen3", torch.float32)
     run(model, model.layer, output_attentions=True)

@@ -172,6 +172,41 @@ def test_a_weight_that_moved_or_changed_its_type_is_bound_anew():
         assert torch.equal(copy.deepcopy(small)(x.bfloat16()), small(x.bfloat16()))
 
 
+@torch.no_grad()
+def test_a_bias_that_is_given_and_a_weight_that_is_turned_count():
+    for dtype in (torch.float32, torch.bfloat16):
+        layer, x = torch.nn.Linear(24, 24, dtype=dtype), torch.randn(2, 24).to(dtype)
+        small = SmallBatchLinear(layer)
+        small(x)
+
+        def turn(small=small):
+            small.weight.data = small.weight.data.t()  # where it was
+
+        def give_bias(small=small, dtype=dtype):
+            small.bias = torch.nn.Parameter(torch.randn(24).to(dtype))
+
+        def take_bias(small=small):
+            small.register_parameter("bias", None)
+
+        for change in (turn, give_bias, take_bias):
+            change()
+            weight, bias = small.weight.double(), small._parameters["bias"]
+            added = torch.zeros(24).double() if bias is None else bias.double()
+            error = (small(x).double() - (x.double() @ weight.T + added)).abs()
+            # sums of 24 terms and the bias, and one rounding to the type
+            unit = max(torch.finfo(dtype).eps, 25 * torch.finfo(torch.float32).eps)
+            assert (error <= unit * (x.double().abs() @ weight.abs().T + added.abs())).all()
+
+
+def test_a_norm_has_the_names_of_the_one_it_replaces():
+    _, (norm, small) = small_layers(torch.float32)
+    for layer in (norm, small):
+        setattr(layer, "variance_epsilon", 0.25)  # noqa: B010 (typed for tensors and modules alone)
+    assert small.variance_epsilon == norm.variance_epsilon == small.eps
+    with pytest.raises(AttributeError):
+        _ = small.other
+
+
 def fresh(small: torch.nn.Module) -> torch.nn.Module:
     """The same layer, never called."""
     if isinstance(small, SmallBatchRMSNorm):

@@ -8,18 +8,19 @@ and every layer that somebody looks into or changes, goes the layer's own way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.autograd import forward_ad
 
 from moe_runtime.inference.cpu.attention import ATTENTION, added_mask, changes_attention
-from moe_runtime.inference.cpu.small_batch import SmallBatchLinear, SmallBatchRMSNorm
+from moe_runtime.inference.cpu.small_batch import SmallBatchLinear, SmallBatchRMSNorm, is_observed
 from moe_runtime.inference.kv_cache import growing_cache, take_place
 from moe_runtime.kernels.attention_step import AttentionWeights, HeadNorm, attention_step
 from moe_runtime.kernels.linear import ROWS_PER_CALL, native_row_limit
-from moe_runtime.kernels.native import native_library
+from moe_runtime.kernels.native import native_library, place_of
 from moe_runtime.kernels.rms_norm import NATIVE_ROW_LIMIT
 from moe_runtime.memory.slab import aligned_bytes
 
@@ -75,7 +76,18 @@ class FusedAttention:
         self._module: Any = module
         names = [name for name in (*_PROJECTIONS, *_NORMS) if name in module._modules]
         self._parts = [(name, module.get_submodule(name)) for name in names]
-        self._addresses: list[int] = []
+        own = type(module).forward
+        constants = own.__code__.co_consts
+        named = (*own.__code__.co_names, *(c for c in constants if isinstance(c, str)))
+        self._called = tuple(name for name in named if name in own.__globals__)
+        self._functions = self._functions_now()
+        norms = [(part, ("eps",)) for name, part in self._parts if name in _NORMS]
+        self._owners: list[tuple[object, tuple[str, ...]]] = [
+            *((o, tuple(filter(vars(o).__contains__, named))) for o in (module, module.config)),
+            *norms,
+        ]
+        self._constants: list[Any] = []
+        self._places: list[Any] = []
         self._weights: AttentionWeights | None = None
         self._angle_dim = 0
         self._most_sequences = 0
@@ -121,24 +133,41 @@ class FusedAttention:
             return True
         if torch.nn.modules.module._has_any_global_hook():
             return True
+        if _differ(self._functions_now(), self._functions):
+            return True
         parts = module._modules
-        return any(parts[name] is not part or _is_observed(part) for name, part in self._parts)
+        return any(parts[name] is not part or is_observed(part) for name, part in self._parts)
 
     def _may_fuse(self, num_sequences: int, cos: torch.Tensor) -> bool:
         """Whether a step of so many sequences has been found to give the layer's own bits."""
-        addresses = [
-            parameter.data_ptr()
+        places = [
+            place_of(parameter)
             for _, part in self._parts
             for parameter in part._parameters.values()
             if parameter is not None
         ]
-        if addresses != self._addresses or cos.shape[-1] != self._angle_dim:
-            self._addresses = []  # until all that depends on them is known
+        constants = self._constants_now()
+        if (
+            places != self._places
+            or _differ(constants, self._constants)
+            or cos.shape[-1] != self._angle_dim
+        ):
+            self._places = []  # until all that depends on them is known
             self._weights = _bind(self._module)
             agrees = self._weights is not None and self._compare(cos)
             self._most_sequences = _most_sequences(self._weights) if agrees else 0
-            self._addresses, self._angle_dim = addresses, cos.shape[-1]
+            self._places, self._constants, self._angle_dim = places, constants, cos.shape[-1]
         return num_sequences <= self._most_sequences
+
+    def _functions_now(self) -> list[Any]:
+        """What the layer's own way calls, and the configuration it asks."""
+        own = type(self._module).forward
+        known = own.__globals__
+        return [own, self._module.config, *(known.get(name) for name in self._called)]
+
+    def _constants_now(self) -> list[Any]:
+        """The numbers that the layer's own way depends on."""
+        return [vars(owner).get(name) for owner, names in self._owners for name in names]
 
     def _fused(
         self,
@@ -290,6 +319,11 @@ def _bind(module: Any) -> AttentionWeights | None:
     )
 
 
+def _differ(found: Sequence[object], known: Sequence[object]) -> bool:
+    """Whether something is another object than it was."""
+    return len(found) != len(known) or any(map(operator.is_not, found, known))
+
+
 def _head_norm(part: torch.nn.Module | None) -> HeadNorm | None:
     if not isinstance(part, SmallBatchRMSNorm):
         return None
@@ -299,7 +333,7 @@ def _head_norm(part: torch.nn.Module | None) -> HeadNorm | None:
 def _most_sequences(weights: AttentionWeights | None) -> int:
     """Up to how many sequences the layer's own products and norms are the native ones too."""
     library = native_library()
-    if weights is None or library is None:
+    if weights is None or weights.record is None or library is None:
         return 0
     most = min(native_row_limit(library, weights.dtype), ROWS_PER_CALL)
     for norm, heads in (
@@ -310,13 +344,6 @@ def _most_sequences(weights: AttentionWeights | None) -> int:
             rows = heads if len(norm.weight) == weights.key_dim else 1
             most = min(most, NATIVE_ROW_LIMIT // rows)
     return most
-
-
-def _is_observed(part: torch.nn.Module) -> bool:
-    """Whether somebody wants to see or to change what goes through a part of the layer."""
-    # a part of a part is a parametrization
-    watchers = part._forward_hooks or part._forward_pre_hooks or part._modules
-    return bool(watchers) or "forward" in vars(part)
 
 
 def _cached(cache: Any, layer_index: int) -> Iterator[torch.Tensor]:

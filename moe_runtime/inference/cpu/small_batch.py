@@ -32,6 +32,14 @@ def use_small_batch_layers(model: torch.nn.Module) -> None:
                 setattr(module, name, norm)
 
 
+def is_observed(part: torch.nn.Module) -> bool:
+    """Whether somebody wants to see or to change what goes through a part of a layer."""
+    # a part of a part is a parametrization
+    watchers = part._forward_hooks or part._forward_pre_hooks or part._modules
+    watchers = watchers or part._backward_hooks or part._backward_pre_hooks
+    return bool(watchers) or "forward" in vars(part)
+
+
 class SmallBatchLinear(torch.nn.Linear):
     """A linear layer that reads its weight at the speed of memory when there are few rows.
 
@@ -53,7 +61,7 @@ class SmallBatchLinear(torch.nn.Linear):
         weight, bias = parameters["weight"], parameters["bias"]
         assert weight is not None
         bound = self._bound
-        if bound is None or not bound.fits(weight):
+        if bound is None or not bound.fits(weight, bias):
             bound = self._bound = PreparedLinear(weight, bias)
         y = bound(input)
         return linear(input, weight, bias) if y is None else y
@@ -95,6 +103,11 @@ class SmallBatchRMSNorm(torch.nn.Module):
         replaced._parameters["weight"] = weight
         return replaced(hidden_states)
 
+    def __getattr__(self, name: str) -> Any:
+        if name in _EPS_NAMES and "eps" in self.__dict__:
+            return self.__dict__["eps"]
+        return super().__getattr__(name)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _EPS_NAMES and "replaced" in self.__dict__:
             setattr(self.__dict__["replaced"], name, value)
@@ -126,7 +139,7 @@ class _SmallBatchWeight(torch.nn.Parameter):
 def _multiply(x: torch.Tensor, weight: Any, *bias: Any) -> torch.Tensor:
     if bias or not isinstance(weight, _SmallBatchWeight):
         return linear(x, weight, *bias)
-    if weight.bound is None or not weight.bound.fits(weight):
+    if weight.bound is None or not weight.bound.fits(weight, None):
         weight.bound = PreparedLinear(weight, None)
     y = weight.bound(x)
     return linear(x, weight) if y is None else y
