@@ -1,7 +1,7 @@
 """Placements side by side: `python benchmarks/placement.py --trace TRACE.npz`.
 
 Without a trace, only the rebalancing is timed: 58 layers of 256 experts onto 288 slots of 32
-devices, the vectorised one and the plain loop in turn, three rounds and more, medians. With a trace
+devices, by every packing in turn, three rounds and more, medians. With a trace
 (of `moe-runtime run --trace`, or any `.npz` with `ids [T, L, K]` and optionally `offsets`), every
 algorithm places by the first half of the sequences and is scored on the second.
 """
@@ -26,7 +26,6 @@ from moe_runtime.files import write_text
 from moe_runtime.lab.traces import read_trace
 from moe_runtime.planning.placement import PlacementOptions, random_score, split_window
 from moe_runtime.policies.placement import PACKINGS, Devices, RoutingProfile, rebalance
-from moe_runtime.policies.placement.reference import rebalance_loop
 from moe_runtime.policies.placement.scoring import score_placement
 from moe_runtime.research.placement_solvers import ALGORITHMS, place_experts
 
@@ -66,10 +65,9 @@ def main() -> None:
 
 
 def time_rebalancing(rounds: int) -> list[dict[str, Any]]:
-    """Seconds and balance of every packing and of the plain loop, by kind of hierarchy."""
+    """Seconds and balance of every packing, by kind of hierarchy."""
     random = np.random.default_rng(0)
     loads = random.gamma(1.0, 100.0, (58, 256))
-    rows = loads.tolist()
     devices = Devices(num_nodes=4, gpus_per_node=8)
     found = []
     for num_groups in (8, 1):
@@ -79,9 +77,6 @@ def time_rebalancing(rounds: int) -> list[dict[str, Any]]:
             )
             for packing in PACKINGS
         }
-        calls["loop"] = lambda num_groups=num_groups: rebalance_loop(
-            rows, devices, num_slots=288, num_groups=num_groups
-        )
         seconds: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(rounds):
             for name, call in calls.items():
@@ -89,17 +84,13 @@ def time_rebalancing(rounds: int) -> list[dict[str, Any]]:
                 call()
                 seconds[name].append(time.perf_counter() - start)
         for name, call in calls.items():
-            placed = call()
-            slots = np.array(placed).reshape(58, 288) if name == "loop" else placed.expert_of_slot
             found.append(
                 {
                     "num_groups": num_groups,
                     "packing": name,
                     "median_s": statistics.median(seconds[name]),
                     "seconds": seconds[name],
-                    "speedup_over_loop": statistics.median(seconds["loop"])
-                    / statistics.median(seconds[name]),
-                    "balancedness": _balancedness(slots, loads, devices.num_gpus),
+                    "balancedness": _balancedness(call().expert_of_slot, loads, devices.num_gpus),
                 }
             )
     return found
@@ -161,14 +152,13 @@ def compare(
 
 def _print_rebalancing(console: Console, rows: list[dict[str, Any]]) -> None:
     table = Table(title="58 layers x 256 experts, 288 slots, 4 nodes, 32 devices")
-    for name in ("groups", "packing", "ms", "x loop", "balance"):
+    for name in ("groups", "packing", "ms", "balance"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
             str(row["num_groups"]),
             row["packing"],
             f"{1e3 * row['median_s']:.2f}",
-            f"{row['speedup_over_loop']:.1f}",
             f"{row['balancedness']:.4f}",
         )
     console.print(table)

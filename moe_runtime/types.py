@@ -1,7 +1,6 @@
 """Values that every floor of the runtime shares. Standard library only."""
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import NamedTuple
 
 
@@ -16,14 +15,6 @@ class ExpertKey(NamedTuple):
 
     layer: int
     expert: int
-
-
-class Tier(Enum):
-    """Where the bytes of an expert can lie, fastest first."""
-
-    DEVICE = "device"
-    HOST = "host"
-    DISK = "disk"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

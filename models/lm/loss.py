@@ -63,11 +63,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden * grad_loss, grad_weight * grad_loss, None, None
 
 
-def linear_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
-    """The first of what `linear_cross_entropies` returns: the mean alone."""
-    return linear_cross_entropies(hidden_TD, weight_VD, targets_T)[0]
-
-
 def linear_cross_entropies(
     hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from moe_runtime.checkpoints.expert_map import ExpertMap, expert_rows
-from moe_runtime.memory.io_queue import Read
 from moe_runtime.memory.slab import aligned_bytes
 from moe_runtime.memory.source import ExpertSource
 from moe_runtime.types import ExpertKey
@@ -93,12 +92,6 @@ def fill_matrices(
     views = experts.layouts[key].views(slot)
     for name, view in zip(experts.matrices[key.layer], views, strict=True):
         into[name].copy_(view)
-
-
-def raise_error(read: Read) -> None:
-    """Raises what a finished read failed with, if it did."""
-    if read.error is not None:
-        raise read.error
 
 
 TensorsOf = Callable[[ExpertKey], Mapping[str, Tensor]]

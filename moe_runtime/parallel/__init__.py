@@ -9,7 +9,7 @@ from moe_runtime.parallel.communication.transport import (
 from moe_runtime.parallel.dispatch import Dispatched, combine, dispatch
 from moe_runtime.parallel.experts import ExpertGroup, ExpertSpread, ParallelExperts
 from moe_runtime.parallel.groups import LayoutGroups
-from moe_runtime.parallel.layout import ParallelLayout, legal_layouts
+from moe_runtime.parallel.layout import ParallelLayout
 from moe_runtime.parallel.panels import PanelExperts, StackedPanels
 from moe_runtime.parallel.pipeline import Overlap, expert_parallel
 from moe_runtime.parallel.rebalancing import Rebalanced, Rebalancer
@@ -40,7 +40,6 @@ __all__ = [
     "dispatch",
     "expert_parallel",
     "keep_in_place",
-    "legal_layouts",
     "measure_link",
     "slice_experts",
     "sum_replica_gradients",

@@ -7,7 +7,6 @@ groups are made from it in `moe_runtime.parallel.groups`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -79,11 +78,6 @@ class ParallelLayout:
         """Micro-batch parts over which the loss is averaged: `dp * cp`."""
         return self.dp * self.cp
 
-    @property
-    def expert_ranks(self) -> int:
-        """Ranks among which the tokens of a layer are exchanged: `etp * ep`."""
-        return self.etp * self.ep
-
     def degrees(self, side: Side) -> dict[str, int]:
         """Degree of each dimension of a side, the fastest varying first."""
         names = DENSE_DIMENSIONS if side == "dense" else EXPERT_DIMENSIONS
@@ -123,20 +117,3 @@ class ParallelLayout:
     def __str__(self) -> str:
         sides = (self.degrees("dense"), self.degrees("expert"))
         return " | ".join(" ".join(f"{n}{d}" for n, d in side.items()) for side in sides)
-
-
-def legal_layouts(world_size: int) -> Iterator[ParallelLayout]:
-    """Every layout of a number of ranks."""
-    for pp in _divisors(world_size):
-        stage = world_size // pp
-        for tp in _divisors(stage):
-            for cp in _divisors(stage // tp):
-                for etp in _divisors(stage):
-                    for ep in _divisors(stage // etp):
-                        yield ParallelLayout(
-                            world_size=world_size, tp=tp, cp=cp, pp=pp, etp=etp, ep=ep
-                        )
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -69,18 +69,6 @@ class StepSpeeds:
             )
 
 
-def step_seconds(
-    layers: Sequence[LayerActivations], speeds: StepSpeeds, choices: Sequence[ActivationChoice]
-) -> float:
-    """Predicted seconds of a step."""
-    pairs = list(zip(layers, choices, strict=True))
-    swapped = sum(layer.num_bytes for layer, choice in pairs if choice == "swap")
-    again_s = sum(layer.recompute_s for layer, choice in pairs if choice == "recompute")
-    forward_disk_s = speeds.forward_disk_s + swapped / speeds.write_bytes_per_s
-    backward_disk_s = speeds.backward_disk_s + swapped / speeds.read_bytes_per_s
-    return max(speeds.forward_s, forward_disk_s) + max(speeds.backward_s + again_s, backward_disk_s)
-
-
 def memory_bytes(
     layers: Sequence[LayerActivations], choices: Sequence[ActivationChoice], staging_bytes: int
 ) -> int:

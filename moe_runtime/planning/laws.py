@@ -60,11 +60,6 @@ class RoutedLaw:
         gained = self._log_loss(parameters, self.saturated(num_experts)) - self.d
         return 10 ** ((gained - self.b * log_start) / (self.a + self.c * log_start))
 
-    @property
-    def cutoff(self) -> float:
-        """Parameters from which experts do not help any more."""
-        return 10 ** (-self.b / self.c)
-
     def _log_loss(self, parameters: float, saturated: float) -> float:
         if not parameters > 0:
             raise ValueError(f"parameters must be positive, got {parameters}")

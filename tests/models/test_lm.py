@@ -14,7 +14,7 @@ from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.models.lm.attention import Attention, RotaryTable
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.hugging_face import hugging_face_family
-from moe_runtime.models.lm.loss import linear_cross_entropy
+from moe_runtime.models.lm.loss import linear_cross_entropies
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.models.lm.norm import rms_norm
 
@@ -77,7 +77,7 @@ def test_cross_entropy_and_its_gradients(chunk_bytes: int, monkeypatch: pytest.M
     hidden = torch.randn(21, 12, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(VOCAB, 12, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(VOCAB, (21,))
-    ours = linear_cross_entropy(hidden, weight, targets) * 3
+    ours = linear_cross_entropies(hidden, weight, targets)[0] * 3
     reference = F.cross_entropy(hidden @ weight.T, targets) * 3
     assert torch.allclose(ours, reference, atol=1e-12)
     for mine, theirs in zip(
@@ -87,15 +87,15 @@ def test_cross_entropy_and_its_gradients(chunk_bytes: int, monkeypatch: pytest.M
     ):
         assert torch.allclose(mine, theirs, atol=1e-12)
     with torch.no_grad():
-        assert torch.allclose(linear_cross_entropy(hidden, weight, targets) * 3, ours)
+        assert torch.allclose(linear_cross_entropies(hidden, weight, targets)[0] * 3, ours)
 
 
 def test_cross_entropy_refuses_shapes_that_do_not_fit() -> None:
     hidden, weight = torch.randn(5, 4), torch.randn(7, 4)
     with pytest.raises(ValueError, match=r"targets \[T\]"):
-        linear_cross_entropy(hidden, weight, torch.zeros(6, dtype=torch.int64))
+        linear_cross_entropies(hidden, weight, torch.zeros(6, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"weight \[V, 4\]"):
-        linear_cross_entropy(hidden, weight[:, :3], torch.zeros(5, dtype=torch.int64))
+        linear_cross_entropies(hidden, weight[:, :3], torch.zeros(5, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("name", EXPORTED)

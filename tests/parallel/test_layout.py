@@ -5,10 +5,11 @@ from math import prod
 
 import pytest
 from parallel_language_model import compare_gradients
+from parallel_layouts import legal_layouts
 from parallel_training import meshes, refused, train_layouts
 from rank_pool import RankPool
 
-from moe_runtime.parallel import Overlap, ParallelLayout, legal_layouts
+from moe_runtime.parallel import Overlap, ParallelLayout
 
 
 @pytest.mark.parametrize(("world_size", "number"), [(1, 1), (2, 10), (4, 46), (8, 146)])
@@ -35,7 +36,7 @@ def test_groups_partition_the_ranks(world_size: int) -> None:
         assert layout.groups("dense", "pp") == layout.groups("expert", "pp")
         stages = world_size // layout.pp
         assert all(len(g) == stages for g in layout.groups("dense", "tp", "cp", "dp"))
-        assert all(len(g) == layout.expert_ranks for g in layout.groups("expert", "etp", "ep"))
+        assert all(len(g) == layout.etp * layout.ep for g in layout.groups("expert", "etp", "ep"))
 
 
 def test_ranks_of_megatrons_example() -> None:

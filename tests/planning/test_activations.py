@@ -11,7 +11,6 @@ from moe_runtime.planning.activations import (
     StepSpeeds,
     memory_bytes,
     plan_activations,
-    step_seconds,
 )
 
 LAYERS = st.lists(
@@ -34,6 +33,18 @@ SPEEDS = st.builds(
     read_bytes_per_s=st.sampled_from([50.0, 400.0, 3000.0]),
     swaps=st.booleans(),
 )
+
+
+def step_seconds(
+    layers: list[LayerActivations], speeds: StepSpeeds, choices: tuple[str, ...] | list[str]
+) -> float:
+    """Predicted seconds of a step."""
+    pairs = list(zip(layers, choices, strict=True))
+    swapped = sum(layer.num_bytes for layer, choice in pairs if choice == "swap")
+    again_s = sum(layer.recompute_s for layer, choice in pairs if choice == "recompute")
+    forward_disk_s = speeds.forward_disk_s + swapped / speeds.write_bytes_per_s
+    backward_disk_s = speeds.backward_disk_s + swapped / speeds.read_bytes_per_s
+    return max(speeds.forward_s, forward_disk_s) + max(speeds.backward_s + again_s, backward_disk_s)
 
 
 @given(LAYERS, SPEEDS, st.integers(0, 3000), st.integers(0, 500))

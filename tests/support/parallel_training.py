@@ -128,7 +128,9 @@ class RankModel:
         self.stage = dense["pp"]
         self.share = groups.rank % (layout.world_size // layout.pp)
         place = expert["ep"] * layout.etp + expert["etp"]
-        self.slots = ExpertSlots.contiguous(NUM_EXPERTS, layout.expert_ranks, num_slices=layout.etp)
+        self.slots = ExpertSlots.contiguous(
+            NUM_EXPERTS, layout.etp * layout.ep, num_slices=layout.etp
+        )
         self.held = [max(e, 0) for e in self.slots.experts_of(place)]
         self.slice = expert["etp"]
         full = make_layers(layout.pp)[self.stage]

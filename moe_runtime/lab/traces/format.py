@@ -80,12 +80,6 @@ class Trace:
         """The expert id that stands for "not recorded"."""
         return absent_id(self.expert_ids.dtype)
 
-    @property
-    def token_step(self) -> np.ndarray:
-        """The step of every token: ``[T]`` int32."""
-        steps = np.arange(self.num_steps, dtype=np.int32)
-        return np.repeat(steps, np.diff(self.step_start))
-
     def tokens_of(self, step: int) -> slice:
         """The rows of one step in all token columns."""
         return slice(int(self.step_start[step]), int(self.step_start[step + 1]))

@@ -31,10 +31,6 @@ class Wire(Protocol):
         """`[R, width]` in `dtype`, from what arrived."""
         ...
 
-    def bytes_per_row(self, dtype: torch.dtype, width: int) -> int:
-        """Bytes that one row takes."""
-        ...
-
 
 class ExactWire:
     """Rows as they are."""
@@ -45,9 +41,6 @@ class ExactWire:
     def decode(self, sent: Tensor, dtype: torch.dtype, width: int) -> Tensor:
         return sent
 
-    def bytes_per_row(self, dtype: torch.dtype, width: int) -> int:
-        return width * dtype.itemsize
-
 
 class Bf16Wire:
     """Rows rounded to bf16."""
@@ -57,9 +50,6 @@ class Bf16Wire:
 
     def decode(self, sent: Tensor, dtype: torch.dtype, width: int) -> Tensor:
         return sent.to(dtype)
-
-    def bytes_per_row(self, dtype: torch.dtype, width: int) -> int:
-        return width * 2
 
 
 class Fp8Wire:
@@ -84,9 +74,6 @@ class Fp8Wire:
         # a copy even where the columns are contiguous, as one row's are: they may begin at any byte
         scales = sent[:, width:].clone(memory_format=torch.contiguous_format).view(torch.float32)
         return (values * scales.repeat_interleave(GROUP_COLUMNS, dim=1)[:, :width]).to(dtype)
-
-    def bytes_per_row(self, dtype: torch.dtype, width: int) -> int:
-        return width + 4 * _num_groups(width)
 
 
 def _num_groups(width: int) -> int:

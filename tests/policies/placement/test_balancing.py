@@ -5,6 +5,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
+from eplb_loop import rebalance_loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +22,6 @@ from moe_runtime.policies.placement import (
 )
 from moe_runtime.policies.placement.eplb import replicate
 from moe_runtime.policies.placement.packing import pack
-from moe_runtime.policies.placement.reference import rebalance_loop
 
 # The example of DeepSeek's repository: two layers, 12 experts, 16 slots, 4 groups, 2 nodes, 8 GPUs.
 GOLDEN_LOADS = np.array(
