@@ -73,3 +73,23 @@ def test_options_that_ask_for_more_are_passed_on(monkeypatch: pytest.MonkeyPatch
         attend(Layer(3), query, key, value, None, scaling=0.3, softcap=None)
     plain = [] if native_library() is not None else [{"scaling": 0.3, "softcap": None}]
     assert passed == [{"scaling": 0.3, "softcap": 20.0}, *plain]
+
+
+@pytest.mark.parametrize("kind", ["none", "bool", "added"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_a_model_adds_to_the_scores_is_widened_with_them(dtype, kind, monkeypatch):
+    """As on a processor with matrix units, where prompts in half precision take this path."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    query, key, value = inputs(dtype, queries=37)
+    bias, (mask, wide_mask) = torch.randn(2, 6, 37, 37, dtype=dtype), masks(kind)
+    mask = mask.to(dtype) if kind == "added" else mask
+    wide = [t.double() for t in (query, key, value)]
+    with torch.inference_mode():
+        found, _ = attend(Layer(3), query, key, value, mask, scaling=0.3, position_bias=bias)
+        bias = bias.double()
+        exact, _ = sdpa_attention_forward(
+            Layer(3), *wide, wide_mask, scaling=0.3, position_bias=bias
+        )
+    assert found.dtype == dtype
+    # averages of at most |value|, computed in fp32 and rounded once to the dtype
+    assert (found - exact).abs().max() < (torch.finfo(dtype).eps + 1e-5) * value.abs().max()

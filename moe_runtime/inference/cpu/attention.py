@@ -79,12 +79,16 @@ def attend(
 
     if not _keeps_code(query, key):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    mask = attention_mask
-    if mask is not None and mask.is_floating_point():
-        mask = mask.float()
-    wide = query.float(), key.float(), value.float()
-    mixed, weights = sdpa_attention_forward(module, *wide, mask, **options)
+    wide = [_widened(part) for part in (query, key, value, attention_mask)]
+    options = {name: _widened(option) for name, option in options.items()}
+    mixed, weights = sdpa_attention_forward(module, *wide, **options)
     return mixed.to(query.dtype), weights
+
+
+def _widened(part: Any) -> Any:
+    """In fp32 if it is a tensor of numbers that have a precision: some models add a bias."""
+    is_number = isinstance(part, torch.Tensor) and part.is_floating_point()
+    return part.float() if is_number else part
 
 
 def _keeps_code(query: torch.Tensor, key: torch.Tensor) -> bool:
