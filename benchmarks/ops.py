@@ -21,9 +21,8 @@ from torch import Tensor
 from moe_runtime.files import write_text
 from moe_runtime.kernels.block_sparse import ExpertColumns, dsd, expert_topology, sdd
 from moe_runtime.kernels.combine import combine
-from moe_runtime.kernels.expert_mlp import ActivationSpec, StackedExperts, expert_mlp
+from moe_runtime.kernels.expert_mlp import PackedExperts, StackedExperts, expert_mlp
 from moe_runtime.kernels.grouped_gemm import grouped_gemm
-from moe_runtime.kernels.heterogeneous_mlp import PackedExperts, heterogeneous_mlp
 from moe_runtime.kernels.token_sort import token_sort
 
 RESULTS = Path(__file__).parent / "results"
@@ -78,10 +77,9 @@ def ops(num_tokens: int, sizes: tuple[int, int, int, int]) -> Iterator[Op]:
     values = sdd(x, up.T, topology, **product).detach().requires_grad_()
     yield Op("block_sparse `dsd`", lambda: dsd(values, second, topology), (values, second))
     packed = PackedExperts(gate=up, up=second, down=third, columns=columns)
-    spec = ActivationSpec("silu")
     yield Op(
         "heterogeneous_mlp",
-        lambda: heterogeneous_mlp(x, ids, weights, packed, activation=spec),
+        lambda: expert_mlp(x, ids, weights, packed, activation="silu"),
         (x, weights, up, second, third),
     )
 

@@ -12,7 +12,6 @@ Shape suffixes: R rows, N columns, E experts, G strips of rows, C strips of colu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,9 +24,9 @@ from moe_runtime.kernels.block_sparse.topology_lists import (
     lists_from_mask,
     lists_from_offsets,
 )
+from moe_runtime.kernels.grouped_gemm.columns import ExpertColumns, check_block
 from moe_runtime.kernels.triton_support import resolve_impl
 
-BLOCK_SIZES = (16, 32, 64, 128)
 IMPLS = ("auto", "triton", "torch")
 
 
@@ -113,72 +112,6 @@ class BlockTopology:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ExpertColumns:
-    """The columns of experts that lie side by side, on the device, once for a layer.
-
-    Attributes:
-        widths: Columns of each expert.
-        block_columns: Most columns of a strip.
-        starts_E1: `[E + 1]` int64: first column of each expert.
-        strips_E: `[E]` int64: strips of each expert.
-        first: First column of each strip, int64.
-        end: The one after its last.
-    """
-
-    widths: tuple[int, ...]
-    block_columns: int
-    starts_E1: Tensor
-    strips_E: Tensor
-    first: Tensor
-    end: Tensor
-
-    @classmethod
-    def of(
-        cls, widths: Sequence[int], *, block_columns: int, device: torch.device | str = "cpu"
-    ) -> ExpertColumns:
-        """Cuts each expert's columns into strips.
-
-        Raises:
-            ValueError: No expert, a width below 1, or a block size that no kernel has.
-        """
-        widths = tuple(widths)
-        if not widths or min(widths) < 1:
-            raise ValueError(f"widths must be one number from 1 on for each expert, got {widths}")
-        _check_block("block_columns", block_columns)
-        starts = [0]
-        first, end, strips = [], [], []
-        for width in widths:
-            begins = range(starts[-1], starts[-1] + width, block_columns)
-            starts.append(starts[-1] + width)
-            first += begins
-            end += [min(begin + block_columns, starts[-1]) for begin in begins]
-            strips.append(len(begins))
-        tensors = [torch.tensor(part, device=device) for part in (starts, strips, first, end)]
-        return cls(
-            widths=widths,
-            block_columns=block_columns,
-            starts_E1=tensors[0],
-            strips_E=tensors[1],
-            first=tensors[2],
-            end=tensors[3],
-        )
-
-    @property
-    def is_full(self) -> bool:
-        """Whether every strip has `block_columns` columns."""
-        return all(width % self.block_columns == 0 for width in self.widths)
-
-    def most_blocks(self, num_rows: int, block_rows: int) -> int:
-        """Blocks there could be: all full strips of rows on the widest expert, and a rest each."""
-        strips = [-(-width // self.block_columns) for width in self.widths]
-        full = num_rows // block_rows
-        if num_rows < len(strips):
-            # Not every expert can have a row.
-            return full * max(strips) + sum(sorted(strips)[len(strips) - num_rows :])
-        return full * max(strips) + sum(strips)
-
-
 def expert_topology(
     offsets_E1: Tensor,
     columns: ExpertColumns,
@@ -203,7 +136,7 @@ def expert_topology(
         TritonUnavailableError: `impl` comes out as `triton` and Triton is not installed.
     """
     chosen = resolve_impl(impl, offsets_E1.device, IMPLS)
-    _check_block("block_rows", block_rows)
+    check_block("block_rows", block_rows)
     num_experts = len(columns.widths)
     if tuple(offsets_E1.shape) != (num_experts + 1,) or offsets_E1.dtype != torch.int64:
         raise ValueError(
@@ -238,7 +171,7 @@ def expert_topology(
         columns.first,
         columns.end,
         num_rows=num_rows,
-        num_columns=sum(columns.widths),
+        num_columns=columns.num_columns,
         block_rows=block_rows,
         block_columns=columns.block_columns,
         has_full_columns=columns.is_full,
@@ -260,8 +193,8 @@ def mask_topology(
     Raises:
         ValueError: The mask does not have a place for each block of such a matrix.
     """
-    _check_block("block_rows", block_rows)
-    _check_block("block_columns", block_columns)
+    check_block("block_rows", block_rows)
+    check_block("block_columns", block_columns)
     shape = (-(-num_rows // block_rows), -(-num_columns // block_columns))
     if tuple(mask_GC.shape) != shape or mask_GC.dtype != torch.bool:
         raise ValueError(
@@ -313,8 +246,3 @@ def _topology(
         launch_order_B=lists.launch_order_B,
         **sizes,
     )
-
-
-def _check_block(name: str, size: int) -> None:
-    if size not in BLOCK_SIZES:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, BLOCK_SIZES))}, got {size}")

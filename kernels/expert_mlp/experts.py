@@ -1,24 +1,65 @@
-"""The experts of one layer as stacked tensors, in every layout that checkpoints use.
+"""The experts of one layer, stacked in every layout that checkpoints use, or of any widths.
 
-Shape suffixes: S slots, E experts, D model, F hidden, Z = 2F with a gate and F without.
+Shape suffixes: S slots, E experts, D model, F hidden, Z = 2F with a gate and F without, N hidden
+columns of all experts of a `PackedExperts` together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from moe_runtime.kernels.grouped_gemm.columns import ExpertColumns
+
 
 class OneExpert(NamedTuple):
-    """The parameters of one expert; see `StackedExperts`."""
+    """Views of one expert's parameters, and how its pre-activations `[n, Z]` lie.
 
-    gate_up_ZD: Tensor
+    Attributes:
+        inputs: Matrices of the first product: ``[Z, D]``, or gate and up ``[F, D]`` each.
+        input_biases: The bias of each, or None.
+        down_DF: Of the second product.
+        down_bias: ``[D]`` or None.
+        dim_hidden: F.
+        has_gate: Whether the pre-activations hold gate and up, or up alone.
+        is_concatenated: Whether the gate's come first; else they alternate.
+    """
+
+    inputs: tuple[Tensor, ...]
+    input_biases: tuple[Tensor | None, ...]
     down_DF: Tensor
-    gate_up_bias: Tensor | None
     down_bias: Tensor | None
+    dim_hidden: int
+    has_gate: bool
+    is_concatenated: bool
+
+    @property
+    def dim_preactivation(self) -> int:
+        """Z."""
+        return 2 * self.dim_hidden if self.has_gate else self.dim_hidden
+
+
+def _check_tensors(experts: StackedExperts | PackedExperts, shapes: dict[str, list[int]]) -> None:
+    """Compares parameters with what they must be beside the first matrix."""
+    first = experts.tensors()[0]
+    for name, shape in shapes.items():
+        tensor: Tensor | None = getattr(experts, name)
+        if tensor is None:
+            continue
+        if list(tensor.shape) != shape:
+            raise ValueError(
+                f"{name} must be {shape} for {experts.names[0]} {list(first.shape)} of "
+                f"{experts.num_experts} experts, got {list(tensor.shape)}"
+            )
+        if tensor.dtype != first.dtype or tensor.device != first.device:
+            raise ValueError(
+                f"{name} must be {first.dtype} on {first.device} like {experts.names[0]}, got "
+                f"{tensor.dtype} on {tensor.device}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -67,25 +108,14 @@ class StackedExperts:
         down = [num_slots, dim_model, self.dim_hidden]
         if self.is_transposed:
             down = [num_slots, self.dim_hidden, dim_model]
-        expected = {
-            "down": down,
-            "gate_up_bias": [num_slots, self.dim_preactivation],
-            "down_bias": [num_slots, dim_model],
-        }
-        for name, shape in expected.items():
-            tensor = getattr(self, name)
-            if tensor is None:
-                continue
-            if list(tensor.shape) != shape:
-                raise ValueError(
-                    f"{name} must be {shape} for gate_up {list(self.gate_up.shape)}, got "
-                    f"{list(tensor.shape)}"
-                )
-            if tensor.dtype != self.dtype or tensor.device != self.device:
-                raise ValueError(
-                    f"{name} must be {self.dtype} on {self.device} like gate_up, got "
-                    f"{tensor.dtype} on {tensor.device}"
-                )
+        _check_tensors(
+            self,
+            {
+                "down": down,
+                "gate_up_bias": [num_slots, self.dim_preactivation],
+                "down_bias": [num_slots, dim_model],
+            },
+        )
         slots = self.slot_of_expert
         if slots is not None and (slots.ndim != 1 or slots.dtype not in (torch.int32, torch.int64)):
             raise ValueError(
@@ -121,9 +151,24 @@ class StackedExperts:
     def device(self) -> torch.device:
         return self.gate_up.device
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """The parameters, in the order of the attributes."""
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of `tensors`."""
+        return "gate_up", "down", "gate_up_bias", "down_bias"
+
+    def tensors(self) -> tuple[Any, ...]:
+        """The parameters: matrices of the first product, of the second, and their biases."""
         return self.gate_up, self.down, self.gate_up_bias, self.down_bias
+
+    @property
+    def num_inputs(self) -> int:
+        """Matrices of the first product."""
+        return 1
+
+    def layout(self) -> dict[str, Any]:
+        """What makes experts of other such tensors, beside the slot table."""
+        names = ("has_gate", "is_transposed", "is_concatenated")
+        return {name: getattr(self, name) for name in names}
 
     def slots(self) -> list[int]:
         """The slot of every expert; copies a slot table on another device to the host."""
@@ -131,17 +176,147 @@ class StackedExperts:
             return list(range(self.num_experts))
         return self.slot_of_expert.tolist()
 
+    def part(self, tensor: Tensor, slot: int) -> Tensor:
+        """What belongs to one slot of a parameter or its gradient, as it lies."""
+        return tensor[slot]
+
     def one(self, slot: int) -> OneExpert:
-        """Views of everything in one slot."""
-        return OneExpert(*self.matrices(slot), *self.biases(slot))
-
-    def matrices(self, slot: int) -> tuple[Tensor, Tensor]:
-        """Views of one slot's matrices as ``[Z, D]`` and ``[D, F]``, whatever the layout."""
+        """Views of everything in one slot, whatever the layout."""
         gate_up, down = self.gate_up[slot], self.down[slot]
-        return (gate_up.T, down.T) if self.is_transposed else (gate_up, down)
-
-    def biases(self, slot: int) -> tuple[Tensor | None, Tensor | None]:
-        """Views of one slot's biases, ``[Z]`` and ``[D]``."""
+        if self.is_transposed:
+            gate_up, down = gate_up.T, down.T
         first = None if self.gate_up_bias is None else self.gate_up_bias[slot]
         second = None if self.down_bias is None else self.down_bias[slot]
-        return first, second
+        return OneExpert(
+            (gate_up,), (first,), down, second,
+            self.dim_hidden, self.has_gate, self.is_concatenated,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedExperts:
+    """Experts that differ in width, laid out as MegaBlocks lays out `w1`, `v1` and `w2`.
+
+    Attributes:
+        gate: ``[N, D]``: expert 0's gate rows, then expert 1's; None without a gate.
+        up: ``[N, D]``, likewise.
+        down: ``[N, D]``: row n is what hidden column n adds to the output.
+        gate_bias: ``[N]`` or None.
+        up_bias: ``[N]`` or None.
+        down_bias: ``[E, D]`` or None.
+        columns: Which of the N columns are whose.
+        waits: On a GPU, waits once for the device to learn how much memory the hidden values need.
+            Else there is room for every row on the widest expert.
+    """
+
+    gate: Tensor | None
+    up: Tensor
+    down: Tensor
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    columns: ExpertColumns
+    waits: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks that the tensors belong together; looks at shapes only.
+
+        Raises:
+            ValueError: Shapes, dtypes or devices do not fit each other or the widths.
+        """
+        num_columns = self.columns.num_columns
+        if self.up.ndim != 2 or len(self.up) != num_columns:
+            raise ValueError(
+                f"up must be [{num_columns}, D] for widths that add up to {num_columns}, got "
+                f"{list(self.up.shape)}"
+            )
+        if self.gate is None and self.gate_bias is not None:
+            raise ValueError("gate_bias is given, and gate is not")
+        wide = [num_columns, self.dim_model]
+        shapes = {"gate": wide, "up": wide, "down": wide, "gate_bias": wide[:1]}
+        down_bias = [self.num_experts, self.dim_model]
+        _check_tensors(self, {**shapes, "up_bias": wide[:1], "down_bias": down_bias})
+        if self.columns.first.device != self.device:
+            raise ValueError(
+                f"columns must be on {self.device} like up, got {self.columns.first.device}"
+            )
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.columns.widths)
+
+    @property
+    def dim_model(self) -> int:
+        return self.up.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.up.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.up.device
+
+    @property
+    def slot_of_expert(self) -> None:
+        """Every expert lies in its own place."""
+        return None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of `tensors`."""
+        if self.gate is None:
+            return "up", "down", "up_bias", "down_bias"
+        return "gate", "up", "down", "gate_bias", "up_bias", "down_bias"
+
+    def tensors(self) -> tuple[Any, ...]:
+        """The parameters: matrices of the first product, of the second, and their biases."""
+        return tuple(getattr(self, name) for name in self.names)
+
+    @property
+    def has_gate(self) -> bool:
+        return self.gate is not None
+
+    @property
+    def is_concatenated(self) -> bool:
+        """Pre-activations of gates come before those of up."""
+        return True
+
+    @property
+    def num_inputs(self) -> int:
+        """Matrices of the first product."""
+        return 2 if self.has_gate else 1
+
+    def layout(self) -> dict[str, Any]:
+        """What makes experts of other such tensors."""
+        gate = {"gate": None} if self.gate is None else {}
+        return {**gate, "columns": self.columns, "waits": self.waits}
+
+    def slots(self) -> Sequence[int]:
+        """The number of every expert."""
+        return range(self.num_experts)
+
+    def part(self, tensor: Tensor, slot: int) -> Tensor:
+        """What belongs to one expert of an ``[N, ...]`` parameter or its gradient."""
+        first, last = self.columns.bounds[slot : slot + 2]
+        return tensor[first:last]
+
+    def one(self, slot: int) -> OneExpert:
+        """Views of everything of one expert."""
+        first, last = self.columns.bounds[slot : slot + 2]
+        rows = slice(first, last)
+        pairs = [(self.gate, self.gate_bias), (self.up, self.up_bias)]
+        found = [
+            (matrix[rows], None if bias is None else bias[rows])
+            for matrix, bias in pairs
+            if matrix is not None
+        ]
+        inputs, biases = zip(*found, strict=True)
+        second = None if self.down_bias is None else self.down_bias[slot]
+        return OneExpert(
+            inputs, biases, self.down[rows].T, second,
+            last - first, self.has_gate, self.is_concatenated,
+        )  # fmt: skip
+
+
+RoutedExperts = StackedExperts | PackedExperts

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.expert_mlp import torch_path
 from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
-from moe_runtime.kernels.expert_mlp.experts import StackedExperts
-from moe_runtime.kernels.expert_mlp.products import NativeProducts
-from moe_runtime.kernels.expert_mlp.rows import (
-    Gradients,
-    Group,
-    Needs,
-    SortedRows,
-    groups,
-    sort_rows,
+from moe_runtime.kernels.expert_mlp.experts import (
+    OneExpert,
+    PackedExperts,
+    RoutedExperts,
+    StackedExperts,
 )
-from moe_runtime.kernels.expert_mlp.steps import GateLayout, TorchSteps
+from moe_runtime.kernels.expert_mlp.products import NativeProducts
+from moe_runtime.kernels.expert_mlp.rows import Group, SortedRows, groups, sort_rows
+from moe_runtime.kernels.expert_mlp.steps import TorchSteps
+from moe_runtime.kernels.expert_mlp.torch_path import Call, TorchPath
 from moe_runtime.kernels.native import (
     ACTIVATION_CODES,
     DTYPE_CODES,
@@ -35,9 +32,6 @@ from moe_runtime.kernels.native import (
     require_native,
 )
 from moe_runtime.kernels.native.pages import with_huge_pages
-
-if TYPE_CHECKING:
-    from moe_runtime.kernels.expert_mlp.parameter_gradients import ParameterGradients
 
 
 class NativeSteps(TorchSteps):
@@ -68,7 +62,7 @@ class NativeSteps(TorchSteps):
     def activate(
         self,
         z_nZ: Tensor,
-        layout: GateLayout,
+        layout: OneExpert,
         activation: ActivationSpec,
         hidden_nF: Tensor,
         kept_nZ: Tensor | None = None,
@@ -80,7 +74,7 @@ class NativeSteps(TorchSteps):
         z_nZ: Tensor,
         hidden_nF: Tensor,
         weights_n: Tensor | None,
-        layout: GateLayout,
+        layout: OneExpert,
         activation: ActivationSpec,
         grad_z_nZ: Tensor,
     ) -> Tensor:
@@ -113,7 +107,7 @@ class NativeSteps(TorchSteps):
     def _gate(
         self,
         z_nZ: Tensor,
-        layout: GateLayout,
+        layout: OneExpert,
         activation: ActivationSpec,
         hidden_nF: Tensor,
         *,
@@ -151,77 +145,46 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def infer(
-    x_TD: Tensor,
-    ids_TK: Tensor,
-    weights_TK: Tensor,
-    experts: StackedExperts,
-    activation: ActivationSpec,
-) -> Tensor:
-    """The output ``[T, D]`` with nothing kept.
+class NativePath(TorchPath):
+    """The implementation `native`."""
 
-    Experts with few rows run in one call of the C kernel, which reads each weight once and splits
-    the work evenly; the others follow one by one.
-    """
-    library = require_native()
-    rows = sort_rows(ids_TK, experts.num_experts)
-    found = list(groups(rows, experts))
-    limit = 0
-    if _fits_kernel(experts, activation):
-        limit = NativeProducts(library, experts.dtype).row_limit
-    few = [group for group in found if group.last - group.first <= limit]
-    many = [group for group in found if group.last - group.first > limit]
-    call = torch_path.Call(x_TD, weights_TK, rows, many, activation, NativeSteps(library))
-    sums_TD = call.new_sums()
-    if few:
-        y_ND, order_N = _run_kernel(library, few, x_TD, rows, ids_TK.shape[1], experts, activation)
-        weights_N = weights_TK.flatten()[order_N].float()
-        call.steps.add_rows(sums_TD, order_N // ids_TK.shape[1], y_ND, weights_N)
-    nothing = x_TD.new_empty(0, experts.dim_preactivation)
-    for group in many:
-        call.run_forward(group, experts, experts.one(group.slot), nothing, sums_TD)
-    return sums_TD.to(x_TD.dtype)
+    def __init__(self) -> None:
+        self._library = require_native()
+        super().__init__(NativeSteps(self._library))
 
+    def infer(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        experts: RoutedExperts,
+        activation: ActivationSpec,
+    ) -> Tensor:
+        """As `Path.infer`.
 
-def forward(
-    x_TD: Tensor,
-    weights_TK: Tensor | None,
-    rows: SortedRows,
-    experts: StackedExperts,
-    activation: ActivationSpec,
-    *,
-    keeps: bool,
-) -> tuple[Tensor, Tensor]:
-    """As `torch_path.forward`."""
-    steps = NativeSteps(require_native())
-    return torch_path.forward(x_TD, weights_TK, rows, experts, activation, keeps=keeps, steps=steps)
-
-
-def backward(
-    grad_TD: Tensor,
-    x_TD: Tensor,
-    weights_TK: Tensor | None,
-    z_RZ: Tensor,
-    rows: SortedRows,
-    experts: StackedExperts,
-    activation: ActivationSpec,
-    *,
-    needs: Needs,
-    parameter_gradients: ParameterGradients | None = None,
-) -> Gradients:
-    """As `torch_path.backward`."""
-    return torch_path.backward(
-        grad_TD,
-        x_TD,
-        weights_TK,
-        z_RZ,
-        rows,
-        experts,
-        activation,
-        needs=needs,
-        parameter_gradients=parameter_gradients,
-        steps=NativeSteps(require_native()),
-    )
+        Experts with few rows run in one call of the C kernel, which reads each weight once and
+        splits the work evenly; the others follow one by one.
+        """
+        if isinstance(experts, PackedExperts):
+            return super().infer(x_TD, ids_TK, weights_TK, experts, activation)
+        library, top_k = self._library, ids_TK.shape[1]
+        rows = sort_rows(ids_TK, experts.num_experts)
+        found = list(groups(rows, experts))
+        limit = 0
+        if _fits_kernel(experts, activation):
+            limit = NativeProducts(library, experts.dtype).row_limit
+        few = [group for group in found if group.num_rows <= limit]
+        many = [group for group in found if group.num_rows > limit]
+        call = Call(x_TD, weights_TK, rows, many, activation, self.steps)
+        sums_TD = call.new_sums()
+        if few:
+            y_ND, order_N = _run_kernel(library, few, x_TD, rows, top_k, experts, activation)
+            weights_N = weights_TK.flatten()[order_N].float()
+            self.steps.add_rows(sums_TD, order_N // top_k, y_ND, weights_N)
+        nothing = x_TD.new_empty(0)
+        for group in many:
+            call.run_forward(group, experts.one(group.slot), nothing, sums_TD)
+        return sums_TD.to(x_TD.dtype)
 
 
 def _fits_kernel(experts: StackedExperts, activation: ActivationSpec) -> bool:
@@ -242,7 +205,7 @@ def _run_kernel(
 ) -> tuple[Tensor, Tensor]:
     """Output rows ``[N, D]`` of some experts, and the flat position ``t * K + k`` of each."""
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
-    counts = np.array([group.last - group.first for group in few], dtype=np.int64)
+    counts = np.array([group.num_rows for group in few], dtype=np.int64)
     order_N = torch.cat([rows.order_R[group.first : group.last] for group in few])
     tokens_N = order_N // top_k
     destinations_N = torch.arange(len(order_N))

@@ -14,14 +14,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.expert_mlp import native_path, torch_path
+from moe_runtime.kernels.expert_mlp import torch_path
 from moe_runtime.kernels.expert_mlp.activation import ActivationSpec, PreactivationFunction
-from moe_runtime.kernels.expert_mlp.experts import StackedExperts
+from moe_runtime.kernels.expert_mlp.experts import OneExpert, StackedExperts
 from moe_runtime.kernels.expert_mlp.paths import path_of
 from moe_runtime.kernels.expert_mlp.reference import precise_dtype
 from moe_runtime.kernels.expert_mlp.rows import Gradients, Group, Needs, SortedRows, sort_rows
-from moe_runtime.kernels.expert_mlp.steps import GateLayout, TorchSteps
-from moe_runtime.kernels.native import require_native
+from moe_runtime.kernels.expert_mlp.steps import TorchSteps
 
 
 class FunctionSteps(TorchSteps):
@@ -33,7 +32,7 @@ class FunctionSteps(TorchSteps):
     def activate(
         self,
         z_nZ: Tensor,
-        layout: GateLayout,
+        layout: OneExpert,
         activation: ActivationSpec,
         hidden_nF: Tensor,
         kept_nZ: Tensor | None = None,
@@ -46,7 +45,7 @@ class FunctionSteps(TorchSteps):
         z_nZ: Tensor,
         hidden_nF: Tensor,
         weights_n: Tensor | None,
-        layout: GateLayout,
+        layout: OneExpert,
         activation: ActivationSpec,
         grad_z_nZ: Tensor,
     ) -> Tensor:
@@ -105,10 +104,9 @@ class RoutedCall:
         self._spec = activation if isinstance(activation, ActivationSpec) else ActivationSpec()
         if not isinstance(activation, ActivationSpec):
             self._steps = FunctionSteps(activation)
-        elif path_of(impl, x_TD) is native_path:
-            self._steps = native_path.NativeSteps(require_native())
         else:
-            self._steps = torch_path.STEPS
+            path = path_of(impl, x_TD)
+            self._steps = path.steps if isinstance(path, torch_path.TorchPath) else TorchSteps()
         self._call: torch_path.Call | None = None
         self._sums_TD = self._grad_out_TD = self._grad_weights_R = torch.empty(0)
 
@@ -145,9 +143,7 @@ class RoutedCall:
             weights: Its parameters, alone in slot 0, in the dtype of `x`.
         """
         assert self._call is not None, "begin_forward comes first"
-        self._call.run_forward(
-            self._group(expert), weights, weights.one(0), self.z_RZ, self._sums_TD
-        )
+        self._call.run_forward(self._group(expert), weights.one(0), self.z_RZ, self._sums_TD)
 
     def output(self) -> Tensor:
         """`[T, D]` in the dtype of `x`, once every expert had its turn."""
@@ -175,8 +171,8 @@ class RoutedCall:
         nothing = self.x_TD.new_empty(0)
         found = [nothing if t is None else t for t in out] if out is not None else [nothing] * 4
         trained = (trains and tensor is not None for tensor in weights.tensors())
-        needs = Needs(True, not self._is_sorted, *trained)
-        gradients = Gradients(self._sums_TD, self._grad_weights_R, *found)
+        needs = Needs.of(True, not self._is_sorted, *trained)
+        gradients = Gradients(self._sums_TD, self._grad_weights_R, tuple(found))
         self._call.run_backward(
             self._group(expert), weights, weights.one(0), self._grad_out_TD, self.z_RZ, gradients,
             needs, is_first=True,

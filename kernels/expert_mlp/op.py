@@ -5,7 +5,8 @@ Shape suffixes: T tokens, K top-k, R routed rows, E experts, D model.
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from dataclasses import replace
+from typing import Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from moe_runtime.kernels.expert_mlp.activation import (
     ActivationSpec,
     PreactivationFunction,
 )
-from moe_runtime.kernels.expert_mlp.experts import StackedExperts
+from moe_runtime.kernels.expert_mlp.experts import PackedExperts, RoutedExperts, StackedExperts
 from moe_runtime.kernels.expert_mlp.parameter_gradients import (
     ParameterGradients,
     call_with_gradients,
@@ -29,9 +30,11 @@ from moe_runtime.kernels.expert_mlp.projection import (
 from moe_runtime.kernels.expert_mlp.reference import (
     expert_mlp_reference,
     grouped_expert_mlp_reference,
+    precise_dtype,
 )
 from moe_runtime.kernels.expert_mlp.registration import call
 
+AnyExperts = TypeVar("AnyExperts", bound=RoutedExperts)
 ExpertMlpImpl = Literal["auto", "triton", "native", "reference", "torch"]
 IMPLS: tuple[ExpertMlpImpl, ...] = ("auto", "triton", "native", "reference", "torch")
 
@@ -40,7 +43,7 @@ def expert_mlp(
     x_TD: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
-    experts: StackedExperts,
+    experts: RoutedExperts,
     *,
     activation: Activation,
     impl: ExpertMlpImpl = "auto",
@@ -60,14 +63,15 @@ def expert_mlp(
             experts and above) marks a slot that is not dispatched: it adds zero, reads no weight
             and gives zero gradients.
         weights_TK: ``[T, K]`` gate weights, any floating dtype.
-        experts: The parameters.
+        experts: The parameters: `StackedExperts` of one width, or `PackedExperts` of any widths.
         activation: A name, an `ActivationSpec`, or a function of the pre-activations as they lie.
         impl: `auto` decides by device alone; a named implementation never falls back.
         recompute: Computes the pre-activations again in the backward pass instead of keeping them.
         checks_ids: Reports ids outside ``[-1, E]`` (waits for the device).
         post_expert: Applied to every expert's output rows ``[R, D]`` before they are weighted.
         gradients: Adds the parameters' gradients to those of earlier calls, or computes them for
-            some experts alone; None gives autograd all of them. Not with functions.
+            some experts alone; None gives autograd all of them. Not with functions, nor with
+            experts that differ in width.
 
     Returns:
         ``[T, D]`` in the dtype of `x`.
@@ -84,23 +88,37 @@ def expert_mlp(
     validate_routing(x_TD, ids_TK, weights_TK)
     if checks_ids:
         _check_ids(ids_TK, experts.num_experts)
+    formula = spec if isinstance(spec, ActivationSpec) and post_expert is None else None
+    if isinstance(experts, PackedExperts):
+        if gradients is not None or formula is None:
+            raise ValueError("experts that differ in width take neither gradients= nor functions")
+        return _of_any_width(
+            x_TD, ids_TK, weights_TK, experts, formula, impl=impl, recompute=recompute
+        ).to(dtype)
     if gradients is not None:
-        if impl == "reference" or post_expert is not None or not isinstance(spec, ActivationSpec):
+        if impl == "reference" or formula is None:
             raise ValueError("gradients= goes with a formula as activation and another impl")
         gradients.check(experts)
         if torch.is_grad_enabled():
             return call_with_gradients(
-                x_TD, ids_TK, weights_TK, experts, spec, gradients, impl=impl, recompute=recompute
+                x_TD,
+                ids_TK,
+                weights_TK,
+                experts,
+                formula,
+                gradients,
+                impl=impl,
+                recompute=recompute,
             ).to(dtype)
     if impl == "reference":
         out_TD = expert_mlp_reference(x_TD, ids_TK, weights_TK, experts, spec, post_expert)
         return out_TD.to(dtype)
-    if post_expert is not None or not isinstance(spec, ActivationSpec):
+    if formula is None:
         _refuse_functions(impl)
         return composed_expert_mlp(x_TD, ids_TK, weights_TK, experts, spec, post_expert).to(dtype)
-    return call(x_TD, ids_TK, weights_TK, None, experts, spec, impl=impl, recompute=recompute).to(
-        dtype
-    )
+    return call(
+        x_TD, ids_TK, weights_TK, None, experts, formula, impl=impl, recompute=recompute
+    ).to(dtype)
 
 
 def grouped_expert_mlp(
@@ -147,6 +165,42 @@ def grouped_expert_mlp(
     return call(x_RD, None, None, counts_E, experts, spec, impl=impl, recompute=recompute).to(dtype)
 
 
+def _of_any_width(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    experts: PackedExperts,
+    activation: ActivationSpec,
+    *,
+    impl: str,
+    recompute: bool,
+) -> Tensor:
+    if impl == "reference":
+        return expert_mlp_reference(x_TD, ids_TK, weights_TK, experts, activation)
+    products = replace(experts, down_bias=None)
+    out_TD = call_with_gradients(
+        x_TD, ids_TK, weights_TK, products, activation, None, impl=impl, recompute=recompute
+    )
+    if experts.down_bias is None:
+        return out_TD
+    return out_TD + _summed_bias(ids_TK, weights_TK, experts.down_bias).to(out_TD.dtype)
+
+
+def _summed_bias(ids_TK: Tensor, weights_TK: Tensor, bias_ED: Tensor) -> Tensor:
+    """`out[t] = sum_k weights[t, k] * bias[ids[t, k]]`, in fp32 (fp64 for fp64)."""
+    precise = precise_dtype(bias_ED)
+    num_experts = len(bias_ED)
+    # The last column is for slots without an expert.
+    names = torch.where((ids_TK < 0) | (ids_TK > num_experts), num_experts, ids_TK).long()
+    weights_TE1 = weights_TK.new_zeros(len(ids_TK), num_experts + 1, dtype=precise)
+    for k in range(ids_TK.shape[1]):
+        # One choice at a time no two are added to the same place: the same bits in every run.
+        weights_TE1 = weights_TE1.scatter_add(
+            1, names[:, k, None], weights_TK[:, k, None].to(precise)
+        )
+    return weights_TE1[:, :-1] @ bias_ED.to(precise)
+
+
 def resolve_activation(activation: Activation) -> ActivationSpec | PreactivationFunction:
     """The formula of a name; formulas and functions as they are.
 
@@ -158,24 +212,15 @@ def resolve_activation(activation: Activation) -> ActivationSpec | Preactivation
     return activation
 
 
-def _autocast(x: Tensor, experts: StackedExperts) -> tuple[Tensor, StackedExperts]:
+def _autocast(x: Tensor, experts: AnyExperts) -> tuple[Tensor, AnyExperts]:
     """Input and parameters in the dtype of an enclosing `torch.autocast`, as for `F.linear`."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x, experts
     dtype = torch.get_autocast_dtype(device)
-    gate_up, down, *biases = (None if t is None else t.to(dtype) for t in experts.tensors())
-    assert gate_up is not None
-    assert down is not None
-    return x.to(dtype), StackedExperts(
-        gate_up=gate_up,
-        down=down,
-        gate_up_bias=biases[0],
-        down_bias=biases[1],
-        has_gate=experts.has_gate,
-        is_transposed=experts.is_transposed,
-        is_concatenated=experts.is_concatenated,
-        slot_of_expert=experts.slot_of_expert,
+    named = zip(experts.names, experts.tensors(), strict=True)
+    return x.to(dtype), replace(
+        experts, **{name: None if t is None else t.to(dtype) for name, t in named}
     )
 
 
@@ -197,7 +242,7 @@ def _refuse_functions(impl: str) -> None:
         )
 
 
-def _validate_rows(name: str, x: Tensor, experts: StackedExperts) -> None:
+def _validate_rows(name: str, x: Tensor, experts: RoutedExperts) -> None:
     if x.ndim != 2 or x.shape[1] != experts.dim_model:
         raise ValueError(f"{name} must be [*, {experts.dim_model}], got {list(x.shape)}")
     if x.dtype != experts.dtype or x.device != experts.device:

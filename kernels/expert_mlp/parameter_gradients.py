@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
-from moe_runtime.kernels.expert_mlp.experts import StackedExperts
+from moe_runtime.kernels.expert_mlp.experts import RoutedExperts, StackedExperts
 from moe_runtime.kernels.expert_mlp.paths import path_of
 from moe_runtime.kernels.expert_mlp.rows import Needs, SortedRows, sort_rows
 
@@ -76,7 +76,7 @@ class ParameterGradients:
                     f"{given.device}"
                 )
 
-    def trained_slots(self, experts: StackedExperts) -> Tensor | None:
+    def trained_slots(self, experts: RoutedExperts) -> Tensor | None:
         """The slot table with the experts that do not train left out; None if it is the same."""
         if self.trains_E is None:
             return experts.slot_of_expert
@@ -90,33 +90,32 @@ def call_with_gradients(
     x_TD: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
-    experts: StackedExperts,
+    experts: RoutedExperts,
     activation: ActivationSpec,
-    gradients: ParameterGradients,
+    gradients: ParameterGradients | None,
     *,
     impl: str,
     recompute: bool,
 ) -> Tensor:
-    """`expert_mlp` with the parameters' gradients as `gradients` says."""
-    call = (ids_TK, experts, activation, gradients, impl, recompute)
-    return cast(Tensor, _ExpertMlp.apply(x_TD, weights_TK, *experts.tensors(), call))
+    """`expert_mlp` outside the compiler: experts in any form, gradients as `gradients` says."""
+    tensors = (x_TD, weights_TK, *experts.tensors())
+    is_differentiated = any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    keeps = torch.is_grad_enabled() and is_differentiated and not recompute
+    call = (ids_TK, experts, activation, gradients, impl, keeps)
+    return cast(Tensor, _ExpertMlp.apply(*tensors, call))
 
 
 class _ExpertMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, *parameters_and_call: Any) -> Tensor:
         *parameters, call = parameters_and_call
-        ids_TK, experts, activation, ctx.gradients, ctx.impl, recompute = call
+        ids_TK, experts, ctx.activation, ctx.gradients, ctx.impl, keeps = call
         rows = sort_rows(ids_TK, experts.num_experts)
-        out_TD, z_RZ = path_of(ctx.impl, x_TD).forward(
-            x_TD, weights_TK, rows, experts, activation, keeps=not recompute
+        out_TD, kept = path_of(ctx.impl, x_TD).forward(
+            x_TD, weights_TK, rows, experts, ctx.activation, keeps=keeps
         )
-        ctx.save_for_backward(x_TD, weights_TK, z_RZ, *rows, *parameters, experts.slot_of_expert)
-        ctx.layout = {
-            name: getattr(experts, name)
-            for name in ("has_gate", "is_transposed", "is_concatenated")
-        }
-        ctx.activation = activation
+        ctx.save_for_backward(x_TD, weights_TK, kept, *rows, *parameters, experts.slot_of_expert)
+        ctx.kind, ctx.names, ctx.layout = type(experts), experts.names, experts.layout()
         return out_TD
 
     @staticmethod
@@ -124,22 +123,25 @@ class _ExpertMlp(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, ...]:
-        x_TD, weights_TK, z_RZ, order_R, offsets_E1, *parameters, slots = ctx.saved_tensors
-        tensors = dict(zip(NAMES, parameters, strict=True))
-        needs = Needs(*ctx.needs_input_grad[:-1])
+        x_TD, weights_TK, kept, order_R, offsets_E1, *parameters, slots = ctx.saved_tensors
+        tensors = dict(zip(ctx.names, parameters, strict=True))
+        if slots is not None:
+            tensors["slot_of_expert"] = slots
+        needs = Needs.of(*ctx.needs_input_grad[:-1])
         with torch.autocast(x_TD.device.type, enabled=False):
             found = path_of(ctx.impl, x_TD).backward(
                 grads[0],
                 x_TD,
                 weights_TK,
-                z_RZ,
+                kept,
                 SortedRows(order_R, offsets_E1),
-                StackedExperts(**tensors, **ctx.layout, slot_of_expert=slots),
+                ctx.kind(**tensors, **ctx.layout),
                 ctx.activation,
                 needs=needs,
                 parameter_gradients=ctx.gradients,
             )
-        given = [grad if need else None for grad, need in zip(found, needs, strict=True)]
-        if ctx.gradients.into is not None:
-            given[2:] = [None] * len(NAMES)
+        needed = (needs.x, needs.weights, *needs.parameters)
+        given = [grad if need else None for grad, need in zip(found.flat(), needed, strict=True)]
+        if ctx.gradients is not None and ctx.gradients.into is not None:
+            given[2:] = [None] * len(parameters)
         return *given, None

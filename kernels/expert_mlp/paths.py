@@ -8,30 +8,30 @@ from typing import TYPE_CHECKING, Protocol, cast
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
-from moe_runtime.kernels.expert_mlp.experts import StackedExperts
+from moe_runtime.kernels.expert_mlp.experts import RoutedExperts
 from moe_runtime.kernels.expert_mlp.rows import Gradients, Needs, SortedRows
 from moe_runtime.kernels.native import DTYPE_CODES, native_library, require_native
 
 if TYPE_CHECKING:
     from moe_runtime.kernels.expert_mlp.parameter_gradients import ParameterGradients
 
-# A module each, with the functions of `Path`; imported when first used.
-_MODULES = {
-    "native": "moe_runtime.kernels.expert_mlp.native_path",
-    "torch": "moe_runtime.kernels.expert_mlp.torch_path",
-    "triton": "moe_runtime.kernels.expert_mlp.triton_path",
+# A module and its class; imported when first used.
+_CLASSES = {
+    "native": ("moe_runtime.kernels.expert_mlp.native_path", "NativePath"),
+    "torch": ("moe_runtime.kernels.expert_mlp.torch_path", "TorchPath"),
+    "triton": ("moe_runtime.kernels.expert_mlp.triton_path", "TritonPath"),
 }
 
 
 class Path(Protocol):
-    """What an implementation is made of: three functions of a module."""
+    """An implementation."""
 
     def infer(
         self,
         x_TD: Tensor,
         ids_TK: Tensor,
         weights_TK: Tensor,
-        experts: StackedExperts,
+        experts: RoutedExperts,
         activation: ActivationSpec,
     ) -> Tensor:
         """The output ``[T, D]`` when nothing is kept for a backward pass."""
@@ -42,7 +42,7 @@ class Path(Protocol):
         x_TD: Tensor,
         weights_TK: Tensor | None,
         rows: SortedRows,
-        experts: StackedExperts,
+        experts: RoutedExperts,
         activation: ActivationSpec,
         *,
         keeps: bool,
@@ -50,7 +50,8 @@ class Path(Protocol):
         """The output, and the pre-activations ``[R, Z]`` of the sorted rows if it `keeps` them.
 
         Without `weights_TK` the rows of `x` are sorted by expert already, and so is the output; it
-        is zero after the last expert's row.
+        is zero after the last expert's row. Experts of several widths take tokens alone, and keep
+        what `backward` reads in a form of their own.
         """
         ...
 
@@ -59,15 +60,15 @@ class Path(Protocol):
         grad_TD: Tensor,
         x_TD: Tensor,
         weights_TK: Tensor | None,
-        z_RZ: Tensor,
+        kept: Tensor,
         rows: SortedRows,
-        experts: StackedExperts,
+        experts: RoutedExperts,
         activation: ActivationSpec,
         *,
         needs: Needs,
         parameter_gradients: ParameterGradients | None = None,
     ) -> Gradients:
-        """The gradients that are needed; with empty `z_RZ` it computes the pre-activations again.
+        """The gradients that are needed; with empty `kept` it computes the pre-activations again.
 
         Every element of a gradient is written, those of experts without rows with zero; unless
         `parameter_gradients` says otherwise.
@@ -77,7 +78,8 @@ class Path(Protocol):
 
 def path_of(impl: str, x: Tensor) -> Path:
     """The implementation of a name; arguments and errors as in `resolve_path`."""
-    return cast(Path, import_module(_MODULES[resolve_path(impl, x)]))
+    module, name = _CLASSES[resolve_path(impl, x)]
+    return cast(Path, getattr(import_module(module), name)())
 
 
 def resolve_path(impl: str, x: Tensor) -> str:

@@ -16,14 +16,14 @@ from moe_runtime.kernels.expert_mlp.activation import (
     PreactivationFunction,
     split_preactivations,
 )
-from moe_runtime.kernels.expert_mlp.experts import StackedExperts
+from moe_runtime.kernels.expert_mlp.experts import OneExpert, RoutedExperts, StackedExperts
 
 
 def expert_mlp_reference(
     x_TD: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
-    experts: StackedExperts,
+    experts: RoutedExperts,
     activation: ActivationSpec | PreactivationFunction,
     post_expert: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
@@ -58,7 +58,7 @@ def expert_mlp_reference(
 def grouped_expert_mlp_reference(
     x_RD: Tensor,
     counts: list[int],
-    experts: StackedExperts,
+    experts: RoutedExperts,
     activation: ActivationSpec | PreactivationFunction,
 ) -> Tensor:
     """The experts' outputs ``[R, D]`` for rows sorted by expert, in fp32 (fp64 for fp64).
@@ -71,26 +71,32 @@ def grouped_expert_mlp_reference(
     first = 0
     for slot, count in zip(experts.slots(), counts, strict=True):
         if count:
-            gate_up_ZD, down_DF = (matrix.to(precise) for matrix in experts.matrices(slot))
-            gate_up_bias, down_bias = experts.biases(slot)
-            z_RZ = x_RD[first : first + count] @ gate_up_ZD.T
-            if gate_up_bias is not None:
-                z_RZ = z_RZ + gate_up_bias.to(precise)
-            y_RD = apply_activation(z_RZ, experts, activation) @ down_DF.T
-            pieces.append(y_RD if down_bias is None else y_RD + down_bias.to(precise))
+            one = experts.one(slot)
+            rows_RD = x_RD[first : first + count]
+            parts = zip(one.inputs, one.input_biases, strict=True)
+            z_RZ = torch.cat([_product(rows_RD, matrix, bias) for matrix, bias in parts], dim=1)
+            hidden_RF = apply_activation(z_RZ, one, activation)
+            pieces.append(_product(hidden_RF, one.down_DF, one.down_bias))
         first += count
     pieces.append(x_RD.new_zeros(len(x_RD) - first, experts.dim_model))
     return torch.cat(pieces)
 
 
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = x @ weight.to(x.dtype).T
+    return y if bias is None else y + bias.to(x.dtype)
+
+
 def apply_activation(
-    z_RZ: Tensor, experts: StackedExperts, activation: ActivationSpec | PreactivationFunction
+    z_RZ: Tensor,
+    layout: OneExpert | StackedExperts,
+    activation: ActivationSpec | PreactivationFunction,
 ) -> Tensor:
     """Hidden values ``[R, F]`` of pre-activations ``[R, Z]``."""
     if not isinstance(activation, ActivationSpec):
         return activation(z_RZ)
     gate, up = split_preactivations(
-        z_RZ, has_gate=experts.has_gate, is_concatenated=experts.is_concatenated
+        z_RZ, has_gate=layout.has_gate, is_concatenated=layout.is_concatenated
     )
     return activation(gate, up)
 

@@ -15,7 +15,6 @@ from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
 from moe_runtime.kernels.expert_mlp.paths import path_of
 from moe_runtime.kernels.expert_mlp.rows import (
-    Gradients,
     Needs,
     SortedRows,
     already_sorted,
@@ -203,10 +202,10 @@ def _backward(
     numbers: list[float],
     impl: str,
     needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     static = Static(has_gate, is_transposed, is_concatenated, function, numbers, impl)
     with torch.autocast(x.device.type, enabled=False):
-        return path_of(impl, x).backward(
+        found = path_of(impl, x).backward(
             grad,
             x,
             weights,
@@ -214,8 +213,9 @@ def _backward(
             SortedRows(order, offsets),
             static.experts((gate_up, down, gate_up_bias, down_bias, slot_of_expert)),
             static.activation(),
-            needs=Needs(*needs),
+            needs=Needs.of(*needs),
         )
+    return found.flat()
 
 
 def _backward_fake(
@@ -226,15 +226,13 @@ def _backward_fake(
     order: Tensor,
     offsets: Tensor,
     *rest: Any,
-) -> Gradients:
+) -> tuple[Tensor, ...]:
     candidates = (x, weights, *rest[:4])
-    return Gradients(
-        *(
-            torch.empty_like(tensor, memory_format=torch.contiguous_format)
-            if need and tensor is not None
-            else x.new_empty(0)
-            for tensor, need in zip(candidates, rest[-1], strict=True)
-        )
+    return tuple(
+        torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        if need and tensor is not None
+        else x.new_empty(0)
+        for tensor, need in zip(candidates, rest[-1], strict=True)
     )
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.expert_mlp.experts import StackedExperts
+from moe_runtime.kernels.expert_mlp.experts import RoutedExperts
 from moe_runtime.kernels.token_sort import token_sort
 
 
@@ -30,14 +30,21 @@ class SortedRows(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Which gradients a backward pass computes; the others are not even allocated."""
+    """Which gradients a backward pass computes; the others are not even allocated.
+
+    Attributes:
+        x: Of the input.
+        weights: Of the gate weights.
+        parameters: Of each of the experts' `tensors`.
+    """
 
     x: bool
     weights: bool
-    gate_up: bool
-    down: bool
-    gate_up_bias: bool
-    down_bias: bool
+    parameters: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, x: bool, weights: bool, *parameters: bool) -> Needs:
+        return cls(x, weights, parameters)
 
 
 class Gradients(NamedTuple):
@@ -45,10 +52,11 @@ class Gradients(NamedTuple):
 
     x: Tensor
     weights: Tensor
-    gate_up: Tensor
-    down: Tensor
-    gate_up_bias: Tensor
-    down_bias: Tensor
+    parameters: tuple[Tensor, ...]
+
+    def flat(self) -> tuple[Tensor, ...]:
+        """All of them, in the order of `Needs.of`."""
+        return self.x, self.weights, *self.parameters
 
 
 class Group(NamedTuple):
@@ -57,6 +65,10 @@ class Group(NamedTuple):
     slot: int
     first: int
     last: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.last - self.first
 
     @property
     def rows(self) -> slice:
@@ -78,7 +90,7 @@ def already_sorted(counts_E: Tensor) -> SortedRows:
     return SortedRows(counts_E.new_empty(0, dtype=torch.int64), offsets_E1)
 
 
-def groups(rows: SortedRows, experts: StackedExperts) -> Iterator[Group]:
+def groups(rows: SortedRows, experts: RoutedExperts) -> Iterator[Group]:
     """The experts that have rows, in order; copies the offsets to the host."""
     return groups_between(rows.offsets_E1, experts.slot_of_expert)
 

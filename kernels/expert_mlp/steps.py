@@ -5,33 +5,13 @@ Shape suffixes: T tokens, n rows of one expert, D model, F hidden, Z = 2F with a
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp.activation import ActivationSpec, split_preactivations
+from moe_runtime.kernels.expert_mlp.experts import OneExpert
 from moe_runtime.kernels.expert_mlp.products import Products
 from moe_runtime.kernels.expert_mlp.reference import precise_dtype
-
-
-class GateLayout(Protocol):
-    """How pre-activations lie: `StackedExperts`, or an expert of its own width."""
-
-    @property
-    def dim_hidden(self) -> int:
-        """F."""
-        ...
-
-    @property
-    def has_gate(self) -> bool:
-        """Whether they hold gate and up, or up alone."""
-        ...
-
-    @property
-    def is_concatenated(self) -> bool:
-        """Whether the gate's come first; else they alternate."""
-        ...
 
 
 class TorchSteps:
@@ -50,7 +30,7 @@ class TorchSteps:
     def activate(
         self,
         z_nZ: Tensor,
-        layout: GateLayout,
+        layout: OneExpert,
         activation: ActivationSpec,
         hidden_nF: Tensor,
         kept_nZ: Tensor | None = None,
@@ -59,7 +39,7 @@ class TorchSteps:
 
         Args:
             z_nZ: Pre-activations.
-            layout: Of `z`.
+            layout: The expert, for how `z` lies.
             activation: What lies between the products.
             hidden_nF: Receives them.
             kept_nZ: Receives a copy of `z`, in its own dtype.
@@ -74,7 +54,7 @@ class TorchSteps:
         z_nZ: Tensor,
         hidden_nF: Tensor,
         weights_n: Tensor | None,
-        layout: GateLayout,
+        layout: OneExpert,
         activation: ActivationSpec,
         grad_z_nZ: Tensor,
     ) -> Tensor:
@@ -85,7 +65,7 @@ class TorchSteps:
             hidden_nF: Gradient of the hidden values for a gate weight of one; receives the hidden
                 values times the gate weight.
             weights_n: Gate weights in fp32 or better; None stands for ones.
-            layout: Of `z`.
+            layout: The expert, for how `z` lies.
             activation: What lies between.
             grad_z_nZ: Receives the gradient of `z`; may be `z`.
 
@@ -121,7 +101,7 @@ class TorchSteps:
             sums_TD.index_add_(0, tokens_n, rows_nD)
 
 
-def _halves(z_nZ: Tensor, layout: GateLayout) -> tuple[Tensor | None, Tensor]:
+def _halves(z_nZ: Tensor, layout: OneExpert) -> tuple[Tensor | None, Tensor]:
     return split_preactivations(
         z_nZ, has_gate=layout.has_gate, is_concatenated=layout.is_concatenated
     )

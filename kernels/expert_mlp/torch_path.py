@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
-from moe_runtime.kernels.expert_mlp.experts import OneExpert, StackedExperts
+from moe_runtime.kernels.expert_mlp.experts import (
+    OneExpert,
+    PackedExperts,
+    RoutedExperts,
+    StackedExperts,
+)
 from moe_runtime.kernels.expert_mlp.reference import precise_dtype
 from moe_runtime.kernels.expert_mlp.rows import (
     Gradients,
@@ -33,113 +38,106 @@ from moe_runtime.kernels.native.pages import untouched_zeros, with_huge_pages
 if TYPE_CHECKING:
     from moe_runtime.kernels.expert_mlp.parameter_gradients import ParameterGradients
 
-STEPS = TorchSteps()
 
-
-def infer(
-    x_TD: Tensor,
-    ids_TK: Tensor,
-    weights_TK: Tensor,
-    experts: StackedExperts,
-    activation: ActivationSpec,
-) -> Tensor:
-    """`forward` without anything kept."""
-    rows = sort_rows(ids_TK, experts.num_experts)
-    return forward(x_TD, weights_TK, rows, experts, activation, keeps=False)[0]
-
-
-def forward(
-    x_TD: Tensor,
-    weights_TK: Tensor | None,
-    rows: SortedRows,
-    experts: StackedExperts,
-    activation: ActivationSpec,
-    *,
-    keeps: bool,
-    steps: TorchSteps = STEPS,
-) -> tuple[Tensor, Tensor]:
-    """The layer's output, and the pre-activations when they are to be kept.
+class TorchPath:
+    """The implementation `torch`.
 
     Args:
-        x_TD: Tokens, or rows in the order of their experts when `weights_TK` is None.
-        weights_TK: Gate weights; None gives every row's own output in place of the sums.
-        rows: Where each expert's rows are.
-        experts: The parameters.
-        activation: What lies between the products.
-        keeps: Whether to return the pre-activations.
-        steps: The operations of one expert.
-
-    Returns:
-        Output ``[T, D]`` in the dtype of `x`, and ``[R, Z]`` or an empty tensor.
-    """
-    num_rows = x_TD.shape[0] if weights_TK is None else weights_TK.numel()
-    z_RZ = with_huge_pages(x_TD.new_empty(num_rows if keeps else 0, experts.dim_preactivation))
-    found = list(groups(rows, experts))
-    call = Call(x_TD, weights_TK, rows, found, activation, steps)
-    sums_TD = call.new_sums()
-    for group, one in zip(found, [experts.one(group.slot) for group in found], strict=True):
-        call.run_forward(group, experts, one, z_RZ, sums_TD)
-    return sums_TD.to(x_TD.dtype), z_RZ
-
-
-def backward(
-    grad_TD: Tensor,
-    x_TD: Tensor,
-    weights_TK: Tensor | None,
-    z_RZ: Tensor,
-    rows: SortedRows,
-    experts: StackedExperts,
-    activation: ActivationSpec,
-    *,
-    needs: Needs,
-    parameter_gradients: ParameterGradients | None = None,
-    steps: TorchSteps = STEPS,
-) -> Gradients:
-    """Every gradient that is needed, from what `forward` was given and what it kept.
-
-    Args:
-        grad_TD: Gradient of the output.
-        x_TD: As in `forward`, and so `weights_TK`, `rows`, `experts`, `activation`, `steps`.
-        weights_TK: Gate weights or None.
-        z_RZ: Pre-activations; empty when they are to be computed again.
-        rows: Where each expert's rows are.
-        experts: The parameters.
-        activation: What lies between the products.
-        needs: Which gradients.
-        parameter_gradients: Where those of parameters are added to, and which experts have some.
         steps: The operations of one expert.
     """
-    found = list(groups(rows, experts))
-    call = Call(x_TD, weights_TK, rows, found, activation, steps)
-    grad_TD = grad_TD.to(x_TD.dtype).contiguous()
-    sums_TD = call.new_sums() if needs.x else x_TD.new_empty(0)
-    into, slots = None, experts.slot_of_expert
-    if parameter_gradients is not None:
-        into, slots = parameter_gradients.into, parameter_gradients.trained_slots(experts)
-    trained = set(range(experts.num_experts) if slots is None else slots.tolist())
-    parameters = [
-        x_TD.new_empty(0)
-        if not need or tensor is None
-        else untouched_zeros(tensor)
-        if given is None
-        else given
-        for tensor, need, given in zip(
-            experts.tensors(), needs[2:], into or (None,) * 4, strict=True
+
+    def __init__(self, steps: TorchSteps | None = None) -> None:
+        self.steps = steps or TorchSteps()
+
+    def infer(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        experts: RoutedExperts,
+        activation: ActivationSpec,
+    ) -> Tensor:
+        """As `Path.infer`."""
+        rows = sort_rows(ids_TK, experts.num_experts)
+        return self.forward(x_TD, weights_TK, rows, experts, activation, keeps=False)[0]
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor | None,
+        rows: SortedRows,
+        experts: RoutedExperts,
+        activation: ActivationSpec,
+        *,
+        keeps: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """As `Path.forward`; experts of several widths keep their pre-activations ``[R * Z]``."""
+        found = list(groups(rows, experts))
+        ones = [experts.one(group.slot) for group in found]
+        call = Call(x_TD, weights_TK, rows, found, activation, self.steps)
+        if isinstance(experts, PackedExperts):
+            call.set_widths([one.dim_preactivation for one in ones])
+            kept = x_TD.new_empty(call.num_kept if keeps else 0)
+        else:
+            num_rows = x_TD.shape[0] if weights_TK is None else weights_TK.numel()
+            kept = x_TD.new_empty(num_rows if keeps else 0, experts.dim_preactivation)
+        kept = with_huge_pages(kept)
+        sums_TD = call.new_sums()
+        for group, one in zip(found, ones, strict=True):
+            call.run_forward(group, one, kept, sums_TD)
+        return sums_TD.to(x_TD.dtype), kept
+
+    def backward(
+        self,
+        grad_TD: Tensor,
+        x_TD: Tensor,
+        weights_TK: Tensor | None,
+        kept: Tensor,
+        rows: SortedRows,
+        experts: RoutedExperts,
+        activation: ActivationSpec,
+        *,
+        needs: Needs,
+        parameter_gradients: ParameterGradients | None = None,
+    ) -> Gradients:
+        """As `Path.backward`."""
+        found = list(groups(rows, experts))
+        ones = [experts.one(group.slot) for group in found]
+        call = Call(x_TD, weights_TK, rows, found, activation, self.steps)
+        if isinstance(experts, PackedExperts):
+            call.set_widths([one.dim_preactivation for one in ones])
+        grad_TD = grad_TD.to(x_TD.dtype).contiguous()
+        sums_TD = call.new_sums() if needs.x else x_TD.new_empty(0)
+        into, slots = None, experts.slot_of_expert
+        if parameter_gradients is not None:
+            into, slots = parameter_gradients.into, parameter_gradients.trained_slots(experts)
+        trained = set(range(experts.num_experts) if slots is None else slots.tolist())
+        tensors = experts.tensors()
+        parameters = tuple(
+            x_TD.new_empty(0)
+            if not need or tensor is None
+            else untouched_zeros(tensor)
+            if given is None
+            else given
+            for tensor, need, given in zip(
+                tensors, needs.parameters, into or (None,) * len(tensors), strict=True
+            )
         )
-    ]
-    gradients = Gradients(sums_TD, torch.zeros_like(call.weights_R), *parameters)
-    # Slots whose gradients something was written to.
-    used: set[int] = set() if into is None else set(trained)
-    frozen = needs._replace(gate_up=False, down=False, gate_up_bias=False, down_bias=False)
-    for group, one in zip(found, [experts.one(group.slot) for group in found], strict=True):
-        needed = needs if group.slot in trained else frozen
-        is_first = group.slot not in used
-        call.run_backward(group, experts, one, grad_TD, z_RZ, gradients, needed, is_first=is_first)
-        used.add(group.slot)
-    weights_grad = x_TD.new_empty(0)
-    if needs.weights and weights_TK is not None:
-        weights_grad = unsorted(gradients.weights, rows, weights_TK)
-    return gradients._replace(x=sums_TD.to(x_TD.dtype), weights=weights_grad)
+        gradients = Gradients(sums_TD, torch.zeros_like(call.weights_R), parameters)
+        # Slots whose gradients something was written to.
+        used: set[int] = set() if into is None else set(trained)
+        frozen = needs._replace(parameters=(False,) * len(tensors))
+        for group, one in zip(found, ones, strict=True):
+            needed = needs if group.slot in trained else frozen
+            is_first = group.slot not in used
+            call.run_backward(
+                group, experts, one, grad_TD, kept, gradients, needed, is_first=is_first
+            )
+            used.add(group.slot)
+        weights_grad = x_TD.new_empty(0)
+        if needs.weights and weights_TK is not None:
+            weights_grad = unsorted(gradients.weights, rows, weights_TK)
+        return gradients._replace(x=sums_TD.to(x_TD.dtype), weights=weights_grad)
 
 
 def unsorted(sorted_R: Tensor, rows: SortedRows, like_TK: Tensor) -> Tensor:
@@ -180,27 +178,32 @@ class Call:
             self.weights_R = weights_TK.flatten().to(precise_dtype(x_TD))[rows.order_R]
         self._groups = found
         self._views: dict[str, dict[Group, Tensor]] = {}
+        self._kept_places: dict[Group, slice] = {}
+        self.num_kept = 0
+
+    def set_widths(self, widths: Sequence[int]) -> None:
+        """Says that experts differ in width: pre-activations are kept in one flat tensor.
+
+        Args:
+            widths: Z of each expert.
+        """
+        for group, width in zip(self._groups, widths, strict=True):
+            first, self.num_kept = self.num_kept, self.num_kept + group.num_rows * width
+            self._kept_places[group] = slice(first, self.num_kept)
 
     def new_sums(self) -> Tensor:
         """Zeros to add rows of width D to; rows are sorted already: zeros to write them to."""
         dtype = self._dtype if self.tokens_R is None else precise_dtype(self.x_TD)
         return self.x_TD.new_zeros(self.x_TD.shape, dtype=dtype)
 
-    def run_forward(
-        self,
-        group: Group,
-        experts: StackedExperts,
-        one: OneExpert,
-        z_RZ: Tensor,
-        sums_TD: Tensor,
-    ) -> None:
+    def run_forward(self, group: Group, one: OneExpert, kept: Tensor, sums_TD: Tensor) -> None:
         """One expert's outputs, added to `sums` or written there; its `z` unless that is empty."""
-        z_nZ = self._preactivations(group, experts, one, z_RZ)
+        z_nZ = self._preactivations(group, one, kept)
         kept_nZ = None
-        if len(z_RZ) and z_RZ.dtype != z_nZ.dtype:
-            kept_nZ = self._part("z_RZ", z_RZ, group)
-        hidden_nF = self._buffer("hidden", group, experts.dim_hidden)
-        self.steps.activate(z_nZ, experts, self.activation, hidden_nF, kept_nZ)
+        if len(kept) and kept.dtype != z_nZ.dtype:
+            kept_nZ = self._kept(group, kept, one)
+        hidden_nF = self._buffer("hidden", group, one.dim_hidden)
+        self.steps.activate(z_nZ, one, self.activation, hidden_nF, kept_nZ)
         # nothing reads the gathered rows any more, and their memory is in the cache
         y_nD = self._out_rows(group, sums_TD, "x")
         self.products.forward(hidden_nF, one.down_DF, one.down_bias, y_nD)
@@ -209,10 +212,10 @@ class Call:
     def run_backward(
         self,
         group: Group,
-        experts: StackedExperts,
+        experts: RoutedExperts,
         one: OneExpert,
         grad_TD: Tensor,
-        z_RZ: Tensor,
+        kept: Tensor,
         gradients: Gradients,
         needs: Needs,
         *,
@@ -225,62 +228,87 @@ class Call:
             experts: All experts, for their layout.
             one: Its parameters.
             grad_TD: Gradient of the output, contiguous, in the dtype of `x`.
-            z_RZ: Kept pre-activations or nothing.
+            kept: Kept pre-activations or nothing.
             gradients: Where to; `weights` has one element a sorted row.
             needs: Which gradients.
             is_first: Whether nothing was written to this slot's gradients before.
         """
         grad_nD = self._rows(grad_TD, group, "grad")
-        z_nZ, grad_z_nZ = self._kept_preactivations(group, experts, one, z_RZ)
-        hidden_nF = self._buffer("hidden", group, experts.dim_hidden)
-        self.products.backward(grad_nD, one.down_DF, hidden_nF)
+        z_nZ, grad_z_nZ = self._kept_preactivations(group, one, kept)
+        hidden_nF = self._buffer("hidden", group, one.dim_hidden)
+        is_packed = isinstance(experts, PackedExperts)
+        if is_packed:
+            # the matrix lies as this product reads it, where rows are few in C
+            self.products.forward(grad_nD, one.down_DF.T, None, hidden_nF)
+        else:
+            self.products.backward(grad_nD, one.down_DF, hidden_nF)
         weights_n = None
         if self.tokens_R is not None:
             weights_n = self._part("weights_R", self.weights_R, group)
         weight_grad_n = self.steps.activate_backward(
-            z_nZ, hidden_nF, weights_n, experts, self.activation, grad_z_nZ
+            z_nZ, hidden_nF, weights_n, one, self.activation, grad_z_nZ
         )
         if self.tokens_R is not None:
             if one.down_bias is not None:
                 weight_grad_n = weight_grad_n + grad_nD @ one.down_bias.to(grad_nD.dtype)
             self._part("grad_weights_R", gradients.weights, group).copy_(weight_grad_n)
-        if needs.down:
-            sides = (hidden_nF, grad_nD) if experts.is_transposed else (grad_nD, hidden_nF)
-            self.products.outer(*sides, gradients.down[group.slot], is_first=is_first)
-        if needs.down_bias:
-            _add_sum(grad_nD, weights_n, gradients.down_bias[group.slot], is_first=is_first)
-        if needs.gate_up:
+        num_inputs = len(one.inputs)
+        own = [
+            experts.part(tensor, group.slot) if need else None
+            for tensor, need in zip(gradients.parameters, needs.parameters, strict=True)
+        ]
+        down, biases, down_bias = own[num_inputs], own[num_inputs + 1 : -1], own[-1]
+        rows_first = isinstance(experts, StackedExperts) and experts.is_transposed
+        if down is not None:
+            is_transposed = is_packed or rows_first
+            sides = (hidden_nF, grad_nD) if is_transposed else (grad_nD, hidden_nF)
+            self.products.outer(*sides, down, is_first=is_first)
+        if down_bias is not None:
+            _add_sum(grad_nD, weights_n, down_bias, is_first=is_first)
+        halves = _halves(grad_z_nZ, num_inputs)
+        inputs = own[:num_inputs]
+        if any(matrix is not None for matrix in inputs):
             x_nD = self._rows(self.x_TD, group, "x")
-            sides = (x_nD, grad_z_nZ) if experts.is_transposed else (grad_z_nZ, x_nD)
-            self.products.outer(*sides, gradients.gate_up[group.slot], is_first=is_first)
-        if needs.gate_up_bias:
-            _add_sum(grad_z_nZ, None, gradients.gate_up_bias[group.slot], is_first=is_first)
+            for dz_n, matrix in zip(halves, inputs, strict=True):
+                if matrix is not None:
+                    sides = (x_nD, dz_n) if rows_first else (dz_n, x_nD)
+                    self.products.outer(*sides, matrix, is_first=is_first)
+        for dz_n, bias in zip(halves, biases, strict=True):
+            if bias is not None:
+                _add_sum(dz_n, None, bias, is_first=is_first)
         if needs.x:
-            dx_nD = self._out_rows(group, gradients.x, "grad")
-            self.products.backward(grad_z_nZ, one.gate_up_ZD, dx_nD)
-            self._add(group, dx_nD, gradients.x, weighted=False)
+            for dz_n, matrix in zip(halves, one.inputs, strict=True):
+                dx_nD = self._out_rows(group, gradients.x, "grad")
+                self.products.backward(dz_n, matrix, dx_nD)
+                self._add(group, dx_nD, gradients.x, weighted=False)
 
-    def _preactivations(
-        self, group: Group, experts: StackedExperts, one: OneExpert, z_RZ: Tensor
-    ) -> Tensor:
+    def _preactivations(self, group: Group, one: OneExpert, kept: Tensor) -> Tensor:
         """Computes them, in place where they are kept as they are, else in the shared memory."""
-        if len(z_RZ) and z_RZ.dtype == self._dtype:
-            z_nZ = self._part("z_RZ", z_RZ, group)
+        if len(kept) and kept.dtype == self._dtype:
+            z_nZ = self._kept(group, kept, one)
         else:
-            z_nZ = self._buffer("z", group, experts.dim_preactivation)
+            z_nZ = self._buffer("z", group, one.dim_preactivation)
         x_nD = self._rows(self.x_TD, group, "x")
-        self.products.forward(x_nD, one.gate_up_ZD, one.gate_up_bias, z_nZ)
+        parts = _halves(z_nZ, len(one.inputs))
+        for matrix, bias, part in zip(one.inputs, one.input_biases, parts, strict=True):
+            self.products.forward(x_nD, matrix, bias, part)
         return z_nZ
 
     def _kept_preactivations(
-        self, group: Group, experts: StackedExperts, one: OneExpert, z_RZ: Tensor
+        self, group: Group, one: OneExpert, kept: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Pre-activations with the bits that were or would have been kept; memory like them."""
-        if len(z_RZ):
-            grad_z_nZ = self._buffer("z", group, experts.dim_preactivation)
-            return self._part("z_RZ", z_RZ, group), grad_z_nZ
-        z_nZ = self._preactivations(group, experts, one, z_RZ)
+        if len(kept):
+            grad_z_nZ = self._buffer("z", group, one.dim_preactivation)
+            return self._kept(group, kept, one), grad_z_nZ
+        z_nZ = self._preactivations(group, one, kept)
         return z_nZ.to(self.x_TD.dtype), z_nZ
+
+    def _kept(self, group: Group, kept: Tensor, one: OneExpert) -> Tensor:
+        """Where one expert's kept pre-activations ``[n, Z]`` are."""
+        if self._kept_places:
+            return kept[self._kept_places[group]].view(-1, one.dim_preactivation)
+        return self._part("z_RZ", kept, group)
 
     def _rows(self, source_TD: Tensor, group: Group, name: str) -> Tensor:
         """One expert's rows of tokens, or of rows that are sorted already."""
@@ -313,13 +341,20 @@ class Call:
 
     def _buffer(self, name: str, group: Group, width: int) -> Tensor:
         """Memory that the experts of this call use one after another, ``[n, width]``."""
+        if self._kept_places:
+            return self.x_TD.new_empty(group.num_rows, width, dtype=self._dtype)
         if name not in self._views:
-            sizes = {group: group.last - group.first for group in self._groups}
+            sizes = {group: group.num_rows for group in self._groups}
             flat = self.x_TD.new_empty(max(sizes.values()) * width, dtype=self._dtype)
             self._views[name] = {
                 group: flat[: size * width].view(size, width) for group, size in sizes.items()
             }
         return self._views[name][group]
+
+
+def _halves(z_nZ: Tensor, num_parts: int) -> tuple[Tensor, ...]:
+    """What each matrix of the first product gives."""
+    return (z_nZ,) if num_parts == 1 else z_nZ.chunk(num_parts, dim=1)
 
 
 def _add_sum(rows_nA: Tensor, weights_n: Tensor | None, out_A: Tensor, *, is_first: bool) -> None:

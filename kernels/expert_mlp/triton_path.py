@@ -9,14 +9,18 @@ gate and F without.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from moe_runtime.kernels.combine.kernel import launch_combine_fwd
 from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
-from moe_runtime.kernels.expert_mlp.experts import StackedExperts
+from moe_runtime.kernels.expert_mlp.experts import (
+    PackedExperts,
+    RoutedExperts,
+    StackedExperts,
+)
 from moe_runtime.kernels.expert_mlp.rows import Gradients, Needs, SortedRows
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
 from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS, decode_expert_mlp
@@ -31,174 +35,228 @@ if TYPE_CHECKING:
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def infer(
-    x_TD: Tensor,
-    ids_TK: Tensor,
-    weights_TK: Tensor,
-    experts: StackedExperts,
-    activation: ActivationSpec,
-) -> Tensor:
-    """The output ``[T, D]`` when nothing is kept for a backward pass."""
-    _check(x_TD)
-    if len(x_TD) <= MAX_TOKENS:
-        return decode_expert_mlp(
-            x_TD,
-            ids_TK,
-            weights_TK,
-            _logical(experts.gate_up, experts),
-            _logical(experts.down, experts),
+class TritonPath:
+    """The implementation `triton`."""
+
+    def infer(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        experts: RoutedExperts,
+        activation: ActivationSpec,
+    ) -> Tensor:
+        """As `Path.infer`."""
+        _check(x_TD)
+        if isinstance(experts, StackedExperts) and len(x_TD) <= MAX_TOKENS:
+            return decode_expert_mlp(
+                x_TD,
+                ids_TK,
+                weights_TK,
+                _stack(experts.gate_up, experts),
+                _stack(experts.down, experts),
+                activation,
+                has_gate=experts.has_gate,
+                is_concatenated=experts.is_concatenated,
+                gate_up_bias_SZ=experts.gate_up_bias,
+                down_bias_SD=experts.down_bias,
+                slot_of_expert=experts.slot_of_expert,
+            )
+        order = token_sort(ids_TK, experts.num_experts, impl="triton")
+        rows = SortedRows(order.order_R, order.offsets_E1)
+        groups = _groups(rows, ids_TK.shape[1], x_TD, experts)
+        y_RD, _ = _products(x_TD, groups, experts, activation, keeps=False)
+        return _combine(y_RD, weights_TK, order.inverse_R, groups)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor | None,
+        rows: SortedRows,
+        experts: RoutedExperts,
+        activation: ActivationSpec,
+        *,
+        keeps: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """As `Path.forward`; experts of several widths keep ``[2, V]``, or ``[1, V]`` of up."""
+        _check(x_TD)
+        num_choices = 0 if weights_TK is None else weights_TK.shape[1]
+        groups = _groups(rows, num_choices, x_TD, experts)
+        y_RD, kept = _products(x_TD, groups, experts, activation, keeps=keeps)
+        if weights_TK is None:
+            return y_RD, kept
+        return _combine(y_RD, weights_TK, _inverse(rows.order_R), groups), kept
+
+    def backward(
+        self,
+        grad_TD: Tensor,
+        x_TD: Tensor,
+        weights_TK: Tensor | None,
+        kept: Tensor,
+        rows: SortedRows,
+        experts: RoutedExperts,
+        activation: ActivationSpec,
+        *,
+        needs: Needs,
+        parameter_gradients: ParameterGradients | None = None,
+    ) -> Gradients:
+        """As `Path.backward`."""
+        _check(x_TD)
+        num_choices = 0 if weights_TK is None else weights_TK.shape[1]
+        groups = _groups(rows, num_choices, x_TD, experts)
+        inputs = [_stack(matrix, experts) for matrix in experts.tensors()[: experts.num_inputs]]
+        num_inputs = len(inputs)
+        if grad_TD.stride(1) != 1:
+            grad_TD = grad_TD.contiguous()
+        if not kept.numel():
+            kept = _preactivations(x_TD, groups, experts, activation)
+        scale_R = None if weights_TK is None else weights_TK.reshape(-1).contiguous()
+        found = activation_backward(
+            grad_TD,
+            _down(experts),
+            kept,
+            scale_R,
+            groups,
             activation,
             has_gate=experts.has_gate,
             is_concatenated=experts.is_concatenated,
-            gate_up_bias_SZ=experts.gate_up_bias,
             down_bias_SD=experts.down_bias,
-            slot_of_expert=experts.slot_of_expert,
+            needs_hidden=needs.parameters[num_inputs],
+            needs_dscale=needs.weights and weights_TK is not None,
         )
-    order = token_sort(ids_TK, experts.num_experts, impl="triton")
-    groups = _groups(SortedRows(order.order_R, order.offsets_E1), ids_TK.shape[1], x_TD, experts)
-    y_RD, _ = _products(x_TD, groups, experts, activation, keeps=False)
-    return _combine(y_RD, weights_TK, order.inverse_R, groups)
+        # An empty tensor each: results of an operator may not share memory.
+        dx, dweights, *gradients = (x_TD.new_empty(0) for _ in range(2 + len(needs.parameters)))
+        is_packed = isinstance(experts, PackedExperts)
+        halves = found.dpre.split(1) if is_packed else (found.dpre,)
+        if needs.x:
+            # Up before the gate, whose part is added to it.
+            parts = [_input_grad(*p, rows, groups, x_TD) for p in zip(halves, inputs, strict=True)]
+            dx = parts.pop()
+            for part in parts:
+                dx += part
+        if found.dscale is not None and weights_TK is not None:
+            dweights = found.dscale.view(weights_TK.shape).to(weights_TK.dtype)
+        slots = experts.slot_of_expert
+        if parameter_gradients is not None:
+            slots = parameter_gradients.trained_slots(experts)
+        into = parameter_gradients.into if parameter_gradients is not None else None
+        own = groups
+        if parameter_gradients is not None:
+            own = _groups(rows, num_choices, x_TD, experts, slots)
+        adds: dict[str, Any] = {"accumulates": into is not None}
 
+        def start(place: int) -> Tensor:
+            """Memory to write to or add to: the kernels write every expert's that has a slot."""
+            given = None if into is None else into[place]
+            if given is None:
+                make = torch.empty_like if slots is None else torch.zeros_like
+                parameter = experts.tensors()[place]
+                given = make(parameter, memory_format=torch.contiguous_format)
+            gradients[place] = given
+            return _stack(given, experts)
 
-def forward(
-    x_TD: Tensor,
-    weights_TK: Tensor | None,
-    rows: SortedRows,
-    experts: StackedExperts,
-    activation: ActivationSpec,
-    *,
-    keeps: bool,
-) -> tuple[Tensor, Tensor]:
-    """The output, and the pre-activations ``[R, Z]`` of the sorted rows if it `keeps` them."""
-    _check(x_TD)
-    num_choices = 0 if weights_TK is None else weights_TK.shape[1]
-    groups = _groups(rows, num_choices, x_TD, experts)
-    y_RD, z_RZ = _products(x_TD, groups, experts, activation, keeps=keeps)
-    if weights_TK is None:
-        return y_RD, z_RZ
-    return _combine(y_RD, weights_TK, _inverse(rows.order_R), groups), z_RZ
-
-
-def backward(
-    grad_TD: Tensor,
-    x_TD: Tensor,
-    weights_TK: Tensor | None,
-    z_RZ: Tensor,
-    rows: SortedRows,
-    experts: StackedExperts,
-    activation: ActivationSpec,
-    *,
-    needs: Needs,
-    parameter_gradients: ParameterGradients | None = None,
-) -> Gradients:
-    """The gradients that are needed; with empty `z_RZ` it computes the pre-activations again."""
-    _check(x_TD)
-    num_choices = 0 if weights_TK is None else weights_TK.shape[1]
-    groups = _groups(rows, num_choices, x_TD, experts)
-    gate_up_SZD, down_SDF = _logical(experts.gate_up, experts), _logical(experts.down, experts)
-    if grad_TD.stride(1) != 1:
-        grad_TD = grad_TD.contiguous()
-    if not z_RZ.numel():
-        z_RZ = plain_product(
-            x_TD,
-            gate_up_SZD,
-            groups,
-            out=x_TD.new_empty(groups.num_rows, experts.dim_preactivation),
-            bias_SN=experts.gate_up_bias,
-            gathers=num_choices > 0,
-        )
-    scale_R = None if weights_TK is None else weights_TK.reshape(-1).contiguous()
-    found = activation_backward(
-        grad_TD,
-        down_SDF,
-        z_RZ,
-        scale_R,
-        groups,
-        activation,
-        has_gate=experts.has_gate,
-        is_concatenated=experts.is_concatenated,
-        down_bias_SD=experts.down_bias,
-        needs_hidden=needs.down,
-        needs_dscale=needs.weights and weights_TK is not None,
-    )
-    # An empty tensor each: results of an operator may not share memory.
-    dx, dgate_up, ddown, dgate_up_bias, ddown_bias = (x_TD.new_empty(0) for _ in range(5))
-    dweights = x_TD.new_empty(0)
-    if needs.x:
-        dx = _input_grad(found.dpre, gate_up_SZD, rows, groups, x_TD)
-    if found.dscale is not None and weights_TK is not None:
-        dweights = found.dscale.view(weights_TK.shape).to(weights_TK.dtype)
-    into, slots = (None,) * 4, experts.slot_of_expert
-    adds = parameter_gradients is not None and parameter_gradients.into is not None
-    if parameter_gradients is not None:
-        into = parameter_gradients.into or into
-        slots = parameter_gradients.trained_slots(experts)
-    own = Groups(groups.offsets_E1, groups.num_rows, slots, groups.order_R, groups.num_choices)
-
-    def start(given: Tensor | None, parameter: Tensor) -> Tensor:
-        """Memory to write to or add to: the kernels write every expert's that has a slot."""
-        if given is not None:
-            return given
-        make = torch.empty_like if slots is None else torch.zeros_like
-        return make(parameter, memory_format=torch.contiguous_format)
-
-    if needs.gate_up:
-        dgate_up = start(into[0], experts.gate_up)
-        out = _logical(dgate_up, experts)
-        weight_grad(found.dpre, x_TD, own, out_SNK=out, right_divisor=num_choices, accumulates=adds)
-    if needs.down and found.hidden is not None:
-        ddown = start(into[1], experts.down)
-        out = _logical(ddown, experts)
-        weight_grad(
-            grad_TD, found.hidden, own, out_SNK=out, left_divisor=num_choices, accumulates=adds
-        )
-    if needs.gate_up_bias and experts.gate_up_bias is not None:
-        dgate_up_bias = start(into[2], experts.gate_up_bias)
-        bias_grad(found.dpre, own, out_SN=dgate_up_bias, accumulates=adds)
-    if needs.down_bias and experts.down_bias is not None:
-        ddown_bias = start(into[3], experts.down_bias)
-        bias_grad(
-            grad_TD,
-            own,
-            out_SN=ddown_bias,
-            divisor=num_choices,
-            scale_R=scale_R,
-            accumulates=adds,
-        )
-    return Gradients(dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias)
+        for i, half in enumerate(halves):
+            if needs.parameters[i]:
+                weight_grad(half, x_TD, own, out_SNK=start(i), right_divisor=num_choices, **adds)
+            if needs.parameters[num_inputs + 1 + i]:
+                bias_grad(half, own, out_SN=start(num_inputs + 1 + i), **adds)
+        if found.hidden is not None:
+            sides: dict[str, Any] = {
+                "left": grad_TD,
+                "right": found.hidden,
+                "left_divisor": num_choices,
+            }
+            if is_packed:
+                sides: dict[str, Any] = {
+                    "left": found.hidden,
+                    "right": grad_TD,
+                    "right_divisor": num_choices,
+                }
+            weight_grad(groups=own, out_SNK=start(num_inputs), **sides, **adds)
+        if needs.parameters[-1]:
+            bias_grad(grad_TD, own, out_SN=start(-1), divisor=num_choices, scale_R=scale_R, **adds)
+        return Gradients(dx, dweights, tuple(gradients))
 
 
 def _products(
     x_TD: Tensor,
     groups: Groups,
-    experts: StackedExperts,
+    experts: RoutedExperts,
     activation: ActivationSpec,
     *,
     keeps: bool,
 ) -> tuple[Tensor, Tensor]:
     """The experts' outputs in sorted order, and the pre-activations if they are kept."""
-    num_rows = groups.num_rows
-    z_RZ = x_TD.new_empty(num_rows if keeps else 0, experts.dim_preactivation)
-    hidden_RF = activated_product(
-        x_TD,
-        _logical(experts.gate_up, experts),
-        groups,
-        activation,
-        out=x_TD.new_empty(num_rows, experts.dim_hidden),
-        pre=z_RZ if keeps else None,
-        has_gate=experts.has_gate,
-        is_concatenated=experts.is_concatenated,
-        bias_SZ=experts.gate_up_bias,
-        gathers=groups.order_R is not None,
-    )
+    pre = _memory(x_TD, groups, experts) if keeps else None
+    hidden = _activated(x_TD, groups, experts, activation, pre)
     y_RD = plain_product(
-        hidden_RF,
-        _logical(experts.down, experts),
+        hidden,
+        _down(experts),
         groups,
         out=_rows_like(x_TD, groups),
         bias_SN=experts.down_bias,
     )
-    return y_RD, z_RZ
+    return y_RD, x_TD.new_empty(0) if pre is None else pre
+
+
+def _activated(
+    x_TD: Tensor,
+    groups: Groups,
+    experts: RoutedExperts,
+    activation: ActivationSpec,
+    pre: Tensor | None,
+) -> Tensor:
+    """Hidden values of all rows, and their pre-activations into `pre`."""
+    up = None
+    if isinstance(experts, StackedExperts):
+        matrix, bias = _stack(experts.gate_up, experts), experts.gate_up_bias
+        out = x_TD.new_empty(groups.num_rows, experts.dim_hidden)
+    else:
+        matrix, bias = experts.up, experts.up_bias
+        if experts.gate is not None:
+            up, matrix, bias = (matrix, bias), experts.gate, experts.gate_bias
+        matrix, bias = _stack(matrix, experts), None if bias is None else _stack(bias, experts)
+        out = _memory(x_TD, groups, experts)[:1] if pre is None else torch.empty_like(pre[:1])
+    return activated_product(
+        x_TD,
+        matrix,
+        groups,
+        activation,
+        out=out,
+        pre=pre,
+        has_gate=experts.has_gate,
+        is_concatenated=experts.is_concatenated,
+        bias_SZ=bias,
+        up=up,
+        gathers=groups.order_R is not None,
+    )
+
+
+def _preactivations(
+    x_TD: Tensor, groups: Groups, experts: RoutedExperts, activation: ActivationSpec
+) -> Tensor:
+    """Those of all rows, computed again."""
+    pre = _memory(x_TD, groups, experts)
+    if isinstance(experts, PackedExperts):
+        _activated(x_TD, groups, experts, activation, pre)
+        return pre
+    return plain_product(
+        x_TD,
+        _stack(experts.gate_up, experts),
+        groups,
+        out=pre,
+        bias_SN=experts.gate_up_bias,
+        gathers=groups.order_R is not None,
+    )
+
+
+def _memory(x_TD: Tensor, groups: Groups, experts: RoutedExperts) -> Tensor:
+    """Memory for the pre-activations of all rows."""
+    if isinstance(experts, StackedExperts):
+        return x_TD.new_empty(groups.num_rows, experts.dim_preactivation)
+    waits = experts.waits
+    size = int(groups.values_E1[-1]) if waits else experts.columns.most_values(groups.num_rows)
+    return x_TD.new_empty(experts.num_inputs, size)
 
 
 def _combine(y_RD: Tensor, weights_TK: Tensor, inverse_R: Tensor, groups: Groups) -> Tensor:
@@ -207,23 +265,29 @@ def _combine(y_RD: Tensor, weights_TK: Tensor, inverse_R: Tensor, groups: Groups
 
 
 def _input_grad(
-    dpre_RZ: Tensor, gate_up_SZD: Tensor, rows: SortedRows, groups: Groups, x_TD: Tensor
+    dpre: Tensor, weight_SZD: Tensor, rows: SortedRows, groups: Groups, x_TD: Tensor
 ) -> Tensor:
-    dx_RD = plain_product(
-        dpre_RZ, gate_up_SZD.transpose(1, 2), groups, out=_rows_like(x_TD, groups)
-    )
+    dx_RD = plain_product(dpre, weight_SZD.transpose(1, 2), groups, out=_rows_like(x_TD, groups))
     if groups.order_R is None:
         return dx_RD
     num_rows = groups.offsets_E1[-1:]
     return launch_combine_fwd(dx_RD, None, _inverse(rows.order_R), num_rows, groups.num_choices)
 
 
-def _groups(rows: SortedRows, num_choices: int, x_TD: Tensor, experts: StackedExperts) -> Groups:
+def _groups(
+    rows: SortedRows,
+    num_choices: int,
+    x_TD: Tensor,
+    experts: RoutedExperts,
+    slots: Tensor | None = None,
+) -> Groups:
     """The rows as the launchers take them; `num_choices` is 0 for rows that lie sorted in `x`."""
+    columns = experts.columns if isinstance(experts, PackedExperts) else None
+    slots = experts.slot_of_expert if slots is None else slots
     if not num_choices:
-        return Groups(rows.offsets_E1, len(x_TD), experts.slot_of_expert)
+        return Groups(rows.offsets_E1, len(x_TD), slots, columns=columns)
     num_rows = len(x_TD) * num_choices
-    return Groups(rows.offsets_E1, num_rows, experts.slot_of_expert, rows.order_R, num_choices)
+    return Groups(rows.offsets_E1, num_rows, slots, rows.order_R, num_choices, columns)
 
 
 def _rows_like(x_TD: Tensor, groups: Groups) -> Tensor:
@@ -238,9 +302,20 @@ def _rows_like(x_TD: Tensor, groups: Groups) -> Tensor:
     return x_TD.new_empty(shape)
 
 
-def _logical(stack: Tensor, experts: StackedExperts) -> Tensor:
-    """Matrices with the summed dimension last, as a view."""
-    return stack.transpose(1, 2) if experts.is_transposed else stack
+def _stack(tensor: Tensor, experts: RoutedExperts) -> Tensor:
+    """A parameter as the launchers take it, ``[S, N, K]`` or ``[S, N]``, as a view.
+
+    Each of experts that differ in width is given the columns of all, at the same place.
+    """
+    if isinstance(experts, PackedExperts):
+        return tensor.expand(experts.num_experts, *tensor.shape)
+    return tensor.transpose(1, 2) if experts.is_transposed and tensor.ndim == 3 else tensor
+
+
+def _down(experts: RoutedExperts) -> Tensor:
+    """The second product's matrices, ``[S, D, F]`` or ``[E, D, N]``."""
+    down = _stack(experts.down, experts)
+    return down.transpose(1, 2) if isinstance(experts, PackedExperts) else down
 
 
 def _inverse(order_R: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from moe_runtime.kernels.grouped_gemm.dact_kernel import grouped_gemm_dact
 from moe_runtime.kernels.grouped_gemm.forward import precision_of
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.tile import Tile
-from moe_runtime.kernels.grouped_gemm.tiles import choose_tile
 from moe_runtime.kernels.triton_support import launch
 
 if TYPE_CHECKING:
@@ -60,8 +59,8 @@ def activation_backward(
 
     Args:
         dout_TD: `[T, D]`.
-        down_SDF: `[S, D, F]`, any strides.
-        pre_RZ: `[R, Z]`, unit stride along Z.
+        down_SDF: `[S, D, F]`, any strides; `[E, D, N]` where experts differ in width.
+        pre_RZ: `[R, Z]`, unit stride along Z; `[2, V]` or `[1, V]` then.
         scale_R: Gate weight of each slot, in slot order, contiguous; None for rows that are not
             weighted, whose gradients lie in sorted order in `dout_TD`.
         groups: The rows; with their order if there are weights.
@@ -73,20 +72,15 @@ def activation_backward(
         needs_dscale: Whether the gradient of the gate weights is wanted.
         tile: Instead of the rule's.
     """
-    dim_f, dim_d = down_SDF.shape[2], down_SDF.shape[1]
+    dim_f, dim_d = groups.width_of(down_SDF.shape[2]), down_SDF.shape[1]
     num_rows = groups.num_rows
-    tile = tile or choose_tile(
-        "dact",
-        num_rows=num_rows,
-        num_experts=groups.num_experts,
-        dim_n=dim_f,
-        dim_k=dim_d,
-        dtype=dout_TD.dtype,
-        device=dout_TD.device,
-    )
+    tile = tile or groups.choose_tile("dact", dout_TD, dim_f, dim_d)
     num_tiles_n = triton.cdiv(dim_f, tile.block_n)
     dpre = torch.empty_like(pre_RZ)
-    hidden = pre_RZ.new_empty(num_rows, dim_f) if needs_hidden else None
+    is_ragged = groups.columns is not None
+    hidden = None
+    if needs_hidden:
+        hidden = pre_RZ.new_empty((1, pre_RZ.shape[1]) if is_ragged else (num_rows, dim_f))
     partial = pre_RZ.new_empty(num_tiles_n, num_rows, dtype=torch.float32) if needs_dscale else None
     if num_rows and dim_f:
         tiles = groups.tiles(tile.block_m)
@@ -97,9 +91,6 @@ def activation_backward(
             weight_ptr=down_SDF,
             pre_ptr=pre_RZ,
             scale_ptr=dout_TD if scale_R is None else scale_R,
-            order_ptr=groups.order,
-            slots_ptr=groups.slots,
-            offsets_ptr=groups.offsets_E1,
             tile_expert_ptr=tiles.expert,
             tile_row_ptr=tiles.first_row,
             dpre_ptr=dpre,
@@ -117,14 +108,14 @@ def activation_backward(
             stride_zr=pre_RZ.stride(0),
             stride_dzr=dpre.stride(0),
             stride_hr=0 if hidden is None else hidden.stride(0),
+            stride_z_up=pre_RZ.stride(0) if is_ragged else dim_f,
             IS_GATED=has_gate,
             IS_INTERLEAVED=not is_concatenated,
             GATHER_DIVISOR=0 if scale_R is None else groups.num_choices,
-            HAS_SLOTS=groups.slot_of_expert is not None,
             HAS_SCALE=scale_R is not None,
             STORES_HIDDEN=hidden is not None,
             STORES_DSCALE=partial is not None,
-            EVEN_N=dim_f % tile.block_n == 0,
+            EVEN_N=groups.are_even(dim_f, tile.block_n, is_width=True),
             EVEN_K=dim_d % tile.block_k == 0,
             PRECISION=precision_of(dout_TD),
             BLOCK_M=tile.block_m,
@@ -135,6 +126,8 @@ def activation_backward(
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             ACTIVATION=spec,
+            **groups.arguments(),
+            **groups.width_arguments(),
         )
     dscale = None
     if partial is not None:
@@ -154,9 +147,6 @@ def _sum_dscale(
             partial_ptr=partial,
             dout_ptr=dout_TD,
             bias_ptr=bias,
-            order_ptr=groups.order,
-            slots_ptr=groups.slots,
-            offsets_ptr=groups.offsets_E1,
             dscale_ptr=dscale,
             num_partials=len(partial),
             num_rows=groups.num_rows,
@@ -167,7 +157,7 @@ def _sum_dscale(
             stride_bs=bias.stride(0),
             stride_bn=bias.stride(1),
             GATHER_DIVISOR=groups.num_choices,
-            HAS_SLOTS=groups.slot_of_expert is not None,
+            **groups.arguments(),
             HAS_BIAS=down_bias_SD is not None,
             BLOCK_E=triton.next_power_of_2(groups.num_experts),
             BLOCK_D=1024,
@@ -189,7 +179,8 @@ def weight_grad(
     """`out[slot] = left.T @ right` over each expert's rows; zeros for experts without rows.
 
     Args:
-        left: `[*, N]`: the gradient of the product.
+        left: `[*, N]`: the gradient of the product; `[1, V]` hidden values where experts differ in
+            width, whose `out` is `[E, N, K]` with the columns of all then.
         right: `[*, K]`: its input.
         groups: The rows. Experts without a slot are left out, and slots without an expert stay as
             they are.
@@ -199,16 +190,8 @@ def weight_grad(
         accumulates: Adds to `out` instead of writing it.
         tile: Instead of the rule's.
     """
-    dim_n, dim_k = out_SNK.shape[1:]
-    tile = tile or choose_tile(
-        "dw",
-        num_rows=groups.num_rows,
-        num_experts=groups.num_experts,
-        dim_n=dim_k,
-        dim_k=dim_n,
-        dtype=left.dtype,
-        device=left.device,
-    )
+    dim_n, dim_k = groups.width_of(out_SNK.shape[1]), out_SNK.shape[2]
+    tile = tile or groups.choose_tile("dw", left, dim_k, dim_n)
     if not dim_n or not dim_k:
         return out_SNK
     tiles_n, tiles_k = triton.cdiv(dim_n, tile.block_m), triton.cdiv(dim_k, tile.block_n)
@@ -217,9 +200,6 @@ def weight_grad(
         (tiles_n * tiles_k, groups.num_experts),
         left_ptr=left,
         right_ptr=right,
-        order_ptr=groups.order,
-        slots_ptr=groups.slots,
-        offsets_ptr=groups.offsets_E1,
         dw_ptr=out_SNK,
         dim_n=dim_n,
         dim_k=dim_k,
@@ -232,9 +212,10 @@ def weight_grad(
         stride_wk=out_SNK.stride(2),
         LEFT_DIVISOR=left_divisor,
         RIGHT_DIVISOR=right_divisor,
-        HAS_SLOTS=groups.slot_of_expert is not None,
+        **groups.arguments(),
+        **groups.width_arguments(),
         ACCUMULATES=accumulates,
-        EVEN_N=dim_n % tile.block_m == 0,
+        EVEN_N=groups.are_even(dim_n, tile.block_m, is_width=True),
         EVEN_K=dim_k % tile.block_n == 0,
         PRECISION=precision_of(left),
         BLOCK_N=tile.block_m,
@@ -266,7 +247,7 @@ def bias_grad(
         scale_R: One factor a slot, in slot order, or None.
         accumulates: Adds to `out` instead of writing it.
     """
-    dim = out_SN.shape[1]
+    dim = groups.width_of(out_SN.shape[1])
     if not dim:
         return out_SN
     block_n = 64
@@ -275,16 +256,14 @@ def bias_grad(
         (triton.cdiv(dim, block_n), groups.num_experts),
         x_ptr=x,
         scale_ptr=x if scale_R is None else scale_R,
-        order_ptr=groups.order,
-        slots_ptr=groups.slots,
-        offsets_ptr=groups.offsets_E1,
         sum_ptr=out_SN,
         dim=dim,
         stride_xr=x.stride(0),
         stride_xn=x.stride(1),
         stride_ss=out_SN.stride(0),
         GATHER_DIVISOR=divisor,
-        HAS_SLOTS=groups.slot_of_expert is not None,
+        **groups.arguments(),
+        **groups.width_arguments(),
         HAS_SCALE=scale_R is not None,
         ACCUMULATES=accumulates,
         BLOCK_R=32,

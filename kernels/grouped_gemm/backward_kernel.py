@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.grouped_gemm.kernel import tile_of_program
+from moe_runtime.kernels.grouped_gemm.kernel import expert_columns, tile_of_program
 
 
 @triton.jit
@@ -72,6 +72,8 @@ def grouped_gemm_dw(
     order_ptr,
     slots_ptr,
     offsets_ptr,
+    starts_ptr,
+    values_ptr,
     dw_ptr,
     dim_n,
     dim_k,
@@ -85,6 +87,7 @@ def grouped_gemm_dw(
     LEFT_DIVISOR: tl.constexpr,
     RIGHT_DIVISOR: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
+    WIDTH_MULTIPLE: tl.constexpr,
     ACCUMULATES: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -97,7 +100,8 @@ def grouped_gemm_dw(
     """`dw[slot, n, k] = sum over the expert's rows of left[r, n] * right[r, k]`, or added to it.
 
     An expert without rows gets zeros from the same loop, run no times; nobody fills the tensor
-    beforehand. Divisors are as in `grouped_gemm_fwd`, one for each side.
+    beforehand. Divisors are as in `grouped_gemm_fwd`, one for each side, and so is WIDTH_MULTIPLE,
+    for N.
     """
     expert = tl.program_id(1)
     slot = expert.to(tl.int64)
@@ -110,6 +114,16 @@ def grouped_gemm_dw(
     if ACCUMULATES and first_row == end_row:
         return
     tile_n, tile_k = tile_of_program(tl.cdiv(dim_n, BLOCK_N), tl.cdiv(dim_k, BLOCK_K), GROUP_M)
+    if WIDTH_MULTIPLE > 0:
+        first, width, stride, base = expert_columns(
+            starts_ptr, values_ptr, offsets_ptr, expert, WIDTH_MULTIPLE
+        )
+        if tile_n * BLOCK_N >= width:
+            return
+        dim_n = width
+        left_ptr += base
+        stride_lr = stride
+        dw_ptr += first * stride_wn
     offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     columns_n = offs_n.to(tl.int64) * stride_ln
@@ -152,6 +166,8 @@ def group_sum(
     order_ptr,
     slots_ptr,
     offsets_ptr,
+    starts_ptr,
+    values_ptr,
     sum_ptr,
     dim,
     stride_xr,
@@ -159,6 +175,7 @@ def group_sum(
     stride_ss,
     GATHER_DIVISOR: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
+    WIDTH_MULTIPLE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     ACCUMULATES: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -171,6 +188,14 @@ def group_sum(
         slot = tl.load(slots_ptr + expert).to(tl.int64)
         if slot < 0:
             return
+    if WIDTH_MULTIPLE > 0:
+        first, width, stride, base = expert_columns(
+            starts_ptr, values_ptr, offsets_ptr, expert, WIDTH_MULTIPLE
+        )
+        dim = width
+        x_ptr += base
+        stride_xr = stride
+        sum_ptr += first
     end_row = tl.load(offsets_ptr + expert + 1)
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < dim

@@ -6,7 +6,12 @@ import triton
 import triton.language as tl
 
 from moe_runtime.kernels.grouped_gemm.activation_kernel import activate, gate_bwd
-from moe_runtime.kernels.grouped_gemm.kernel import column_halves, tile_of_program, tile_product
+from moe_runtime.kernels.grouped_gemm.kernel import (
+    column_halves,
+    expert_columns,
+    tile_of_program,
+    tile_product,
+)
 
 
 @triton.jit
@@ -19,6 +24,7 @@ def _dact_slice(
     dpre_ptrs,
     hidden_ptrs,
     dim_n,
+    stride_z_up,
     IS_GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
@@ -42,7 +48,7 @@ def _dact_slice(
         else:
             gate_ptrs = pre_ptrs[:, None] + offs_n[None, :]
             gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
-            up = tl.load(gate_ptrs + dim_n, mask=mask, other=0.0).to(tl.float32)
+            up = tl.load(gate_ptrs + stride_z_up, mask=mask, other=0.0).to(tl.float32)
         hidden, dgate, dup = gate_bwd(
             scaled,
             gate,
@@ -55,7 +61,7 @@ def _dact_slice(
         else:
             dgate_ptrs = dpre_ptrs[:, None] + offs_n[None, :]
             tl.store(dgate_ptrs, dgate, mask=mask)
-            tl.store(dgate_ptrs + dim_n, dup, mask=mask)
+            tl.store(dgate_ptrs + stride_z_up, dup, mask=mask)
     else:
         pre = tl.load(pre_ptrs[:, None] + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
         hidden, slope = activate(pre, ACTIVATION)
@@ -74,6 +80,8 @@ def grouped_gemm_dact(
     order_ptr,
     slots_ptr,
     offsets_ptr,
+    starts_ptr,
+    values_ptr,
     tile_expert_ptr,
     tile_row_ptr,
     dpre_ptr,
@@ -91,11 +99,13 @@ def grouped_gemm_dact(
     stride_zr,
     stride_dzr,
     stride_hr,
+    stride_z_up,
     IS_GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
     GATHER_DIVISOR: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
+    WIDTH_MULTIPLE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     STORES_HIDDEN: tl.constexpr,
     STORES_DSCALE: tl.constexpr,
@@ -114,7 +124,7 @@ def grouped_gemm_dact(
     and K its model dimension), the hidden values `h` recomputed from the pre-activations, and the
     gate weight `s` of the row: `dpre = s * d * activation'(pre)`, `hidden = s * h` for the gradient
     of the down projection, and `<d, h>` over the tile's columns, one value a row and column tile,
-    whose sum is the gradient of `s`.
+    whose sum is the gradient of `s`. WIDTH_MULTIPLE as in `grouped_gemm_fwd`, for N.
     """
     tile_m, tile_n = tile_of_program(num_tiles_m, tl.cdiv(dim_n, BLOCK_N), GROUP_M)
     expert = tl.load(tile_expert_ptr + tile_m)
@@ -133,6 +143,23 @@ def grouped_gemm_dact(
     if GATHER_DIVISOR > 0:
         slots_of_rows = tl.load(order_ptr + rows)
         dout_rows = slots_of_rows // GATHER_DIVISOR
+    if WIDTH_MULTIPLE > 0:
+        first, width, stride, base = expert_columns(
+            starts_ptr, values_ptr, offsets_ptr, expert, WIDTH_MULTIPLE
+        )
+        if tile_n * BLOCK_N >= width:
+            if STORES_DSCALE:
+                place = tile_n.to(tl.int64) * num_rows + rows
+                tl.store(dscale_ptr + place, tl.zeros([BLOCK_M], dtype=tl.float32), mask=mask_r)
+            return
+        dim_n = width
+        weight_ptr += first * stride_wn
+        pre_ptr += base
+        dpre_ptr += base
+        hidden_ptr += base
+        stride_zr = stride
+        stride_dzr = stride
+        stride_hr = stride
     offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = offs_n.to(tl.int64)
     offs_k = tl.arange(0, BLOCK_K).to(tl.int64)
@@ -177,6 +204,7 @@ def grouped_gemm_dact(
             dpre_ptr + rows * stride_dzr,
             hidden_ptr + rows * stride_hr,
             dim_n,
+            stride_z_up,
             IS_GATED,
             ACTIVATION,
             IS_INTERLEAVED,

@@ -14,7 +14,6 @@ from torch import Tensor
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.kernel import grouped_gemm_fwd
 from moe_runtime.kernels.grouped_gemm.tile import ProductKind, Tile
-from moe_runtime.kernels.grouped_gemm.tiles import choose_tile
 from moe_runtime.kernels.triton_support import is_interpreted, launch
 
 if TYPE_CHECKING:
@@ -47,8 +46,9 @@ def plain_product(
     """`out[r] = scale * (x[r] @ weight[slot].T + bias[slot])` for the rows of experts with a slot.
 
     Args:
-        x: `[R, K]` in sorted order, or `[T, K]` if `gathers`: row r reads token `order[r] // K`.
-        weight_SNK: `[S, N, K]`, any strides.
+        x: `[R, K]` in sorted order, or `[T, K]` if `gathers`: row r reads token `order[r] // K`;
+            `[1, V]`, the hidden values of all rows, where experts differ in width.
+        weight_SNK: `[S, N, K]`, any strides; then `[E, N, K]` with the columns of all.
         groups: The rows.
         out: `[R, N]`, unit stride along N; other rows stay as they are.
         bias_SN: `[S, N]` or None.
@@ -58,7 +58,7 @@ def plain_product(
         tile: Instead of the rule's.
     """
     dim_n = weight_SNK.shape[1]
-    tile = tile or _tile("plain", x, groups, dim_n, weight_SNK.shape[2])
+    tile = tile or groups.choose_tile("plain", x, dim_n, weight_SNK.shape[2])
     _run(
         x,
         weight_SNK,
@@ -72,9 +72,7 @@ def plain_product(
         scatters=scatters,
         scale=scale_R,
         EPILOGUE="none",
-        pre_ptr=out,
-        stride_pr=0,
-        STORES_PRE=False,
+        pre=None,
         ACTIVATION=None,
     )
     return out
@@ -91,6 +89,7 @@ def activated_product(
     has_gate: bool,
     is_concatenated: bool,
     bias_SZ: Tensor | None = None,
+    up: tuple[Tensor, Tensor | None] | None = None,
     gathers: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
@@ -98,50 +97,41 @@ def activated_product(
 
     Args:
         x: As in `plain_product`.
-        weight_SZK: `[S, Z, K]`, any strides; Z = 2F with a gate, F without.
+        weight_SZK: `[S, Z, K]`, any strides; Z = 2F with a gate, F without. `[E, N, K]` of the
+            gate, or of up without one, where experts differ in width.
         groups: The rows.
         spec: The activation.
-        out: `[R, F]`, unit stride along F.
-        pre: `[R, Z]` for the pre-activations in the order of the weights' rows, or None.
+        out: `[R, F]`, unit stride along F; `[1, V]` where experts differ in width.
+        pre: `[R, Z]` for the pre-activations in the order of the weights' rows, or None; `[2, V]`
+            or `[1, V]` where experts differ in width.
         has_gate: Whether Z holds gate and up.
         is_concatenated: Whether all gate rows come first; else they alternate.
         bias_SZ: `[S, Z]` or None.
+        up: Weights and bias of up, where experts differ in width and have a gate.
         gathers: As in `plain_product`.
         tile: Instead of the rule's.
     """
-    dim_z = weight_SZK.shape[1]
+    dim_f = groups.width_of(weight_SZK.shape[1] // (2 if has_gate and up is None else 1))
+    dim_z = 2 * dim_f if has_gate else dim_f
     kind: ProductKind = "gated" if has_gate else "plain"
-    tile = tile or _tile(kind, x, groups, dim_z, weight_SZK.shape[2])
+    tile = tile or groups.choose_tile(kind, x, dim_z, weight_SZK.shape[2])
     _run(
         x,
         weight_SZK,
         groups,
         tile,
         out=out,
-        dim_n=dim_z // 2 if has_gate else dim_z,
+        dim_n=dim_f,
         columns_per_tile=tile.block_n // 2 if has_gate else tile.block_n,
         bias=bias_SZ,
         gathers=gathers,
         is_concatenated=is_concatenated,
         EPILOGUE="gated" if has_gate else "plain",
-        pre_ptr=out if pre is None else pre,
-        stride_pr=0 if pre is None else pre.stride(0),
-        STORES_PRE=pre is not None,
+        pre=pre,
+        up=up,
         ACTIVATION=spec,
     )
     return out
-
-
-def _tile(kind: ProductKind, x: Tensor, groups: Groups, dim_n: int, dim_k: int) -> Tile:
-    return choose_tile(
-        kind,
-        num_rows=groups.num_rows,
-        num_experts=groups.num_experts,
-        dim_n=dim_n,
-        dim_k=dim_k,
-        dtype=x.dtype,
-        device=x.device,
-    )
 
 
 def _run(
@@ -157,17 +147,24 @@ def _run(
     gathers: bool,
     scatters: bool = False,
     scale: Tensor | None = None,
+    pre: Tensor | None,
+    up: tuple[Tensor, Tensor | None] | None = None,
     is_concatenated: bool = True,
     **rest: Any,
 ) -> None:
     if not groups.num_rows or not dim_n:
         return
     tiles = groups.tiles(tile.block_m)
-    dim_k = weight.shape[2]
-    is_gated = rest["EPILOGUE"] == "gated"
+    is_plain, is_gated = (rest["EPILOGUE"] == name for name in ("none", "gated"))
+    dim_k = groups.width_of(weight.shape[2]) if is_plain else weight.shape[2]
     # Distances from one hidden column's gate row to the next one's, and to its up row.
     step, to_up = (2, 1) if is_gated and not is_concatenated else (1, dim_n)
     bias_or_weight = weight[:, :, 0] if bias is None else bias
+    to_up_w, to_up_b = weight.stride(1) * to_up, bias_or_weight.stride(1) * to_up
+    if up is not None:
+        # How far apart two tensors are: a kernel reads both from the address of one.
+        to_up_w = _distance(weight, up[0])
+        to_up_b = 0 if bias is None or up[1] is None else _distance(bias, up[1])
     launch(
         grouped_gemm_fwd,
         (len(tiles.expert) * triton.cdiv(dim_n, columns_per_tile),),
@@ -176,9 +173,7 @@ def _run(
         bias_ptr=bias_or_weight,
         out_ptr=out,
         scale_ptr=out if scale is None else scale,
-        order_ptr=groups.order,
-        slots_ptr=groups.slots,
-        offsets_ptr=groups.offsets_E1,
+        pre_ptr=out if pre is None else pre,
         tile_expert_ptr=tiles.expert,
         tile_row_ptr=tiles.first_row,
         num_tiles_m=len(tiles.expert),
@@ -189,21 +184,23 @@ def _run(
         stride_ws=weight.stride(0),
         stride_wn=weight.stride(1) * step,
         stride_wk=weight.stride(2),
-        stride_w_up=weight.stride(1) * to_up,
+        stride_w_up=to_up_w,
         stride_bs=bias_or_weight.stride(0),
         stride_bn=bias_or_weight.stride(1) * step,
-        stride_b_up=bias_or_weight.stride(1) * to_up,
+        stride_b_up=to_up_b,
         stride_or=out.stride(0),
+        stride_pr=0 if pre is None else pre.stride(0),
+        stride_p_up=dim_n if up is None or pre is None else pre.stride(0),
+        STORES_PRE=pre is not None,
         IS_INTERLEAVED=not is_concatenated,
         # Reads the weights in order where neighbours in memory are hidden columns.
         IN_HALVES=is_gated and is_concatenated and weight.stride(1) == 1 != weight.stride(2),
         GATHER_DIVISOR=groups.num_choices if gathers else 0,
         SCATTERS=scatters,
-        HAS_SLOTS=groups.slot_of_expert is not None,
         HAS_BIAS=bias is not None,
         HAS_SCALE=scale is not None,
-        EVEN_N=dim_n % columns_per_tile == 0,
-        EVEN_K=dim_k % tile.block_k == 0,
+        EVEN_N=groups.are_even(dim_n, columns_per_tile, is_width=not is_plain),
+        EVEN_K=groups.are_even(dim_k, tile.block_k, is_width=is_plain),
         PRECISION=precision_of(x),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
@@ -212,5 +209,12 @@ def _run(
         NUM_SLICES=2 if tile.block_n >= 256 else 1,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **groups.arguments(),
+        **groups.width_arguments(),
         **rest,
     )
+
+
+def _distance(first: Tensor, second: Tensor) -> int:
+    """Elements between the starts of two tensors."""
+    return (second.data_ptr() - first.data_ptr()) // first.element_size()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from moe_runtime.kernels.grouped_gemm.columns import ExpertColumns
 from moe_runtime.kernels.grouped_gemm.kernel import tile_map
+from moe_runtime.kernels.grouped_gemm.tile import ProductKind, Tile
+from moe_runtime.kernels.grouped_gemm.tiles import choose_tile
 from moe_runtime.kernels.triton_support import launch
 
 
@@ -35,6 +38,8 @@ class Groups:
         slot_of_expert: `[E]` or None; below 0 where an expert takes no part.
         order_R: `[R]` slot of each row, `t * K + k`; None where nothing is gathered or scattered.
         num_choices: K.
+        columns: Of experts that differ in width; None where all have one.
+        values_E1: `[E + 1]` int64: where the hidden values of such experts start.
     """
 
     offsets_E1: Tensor
@@ -42,21 +47,60 @@ class Groups:
     slot_of_expert: Tensor | None = None
     order_R: Tensor | None = None
     num_choices: int = 1
+    columns: ExpertColumns | None = None
+    values_E1: Tensor = field(init=False)
     _maps: dict[int, TileMap] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        """Sums up on the device where each expert's hidden values start."""
+        columns, offsets_E1 = self.columns, self.offsets_E1
+        self.values_E1 = offsets_E1 if columns is None else columns.value_offsets(offsets_E1)
 
     @property
     def num_experts(self) -> int:
         return len(self.offsets_E1) - 1
 
-    @property
-    def slots(self) -> Tensor:
-        """The slot table, or any tensor where there is none and nobody looks."""
-        return self.offsets_E1 if self.slot_of_expert is None else self.slot_of_expert
+    def arguments(self) -> dict[str, Any]:
+        """Where the rows are, for a kernel; any tensor where there is none and nobody looks."""
+        order_R, slots_E = self.order_R, self.slot_of_expert
+        return {
+            "offsets_ptr": self.offsets_E1,
+            "order_ptr": self.offsets_E1 if order_R is None else order_R,
+            "slots_ptr": self.offsets_E1 if slots_E is None else slots_E,
+            "HAS_SLOTS": slots_E is not None,
+        }
 
-    @property
-    def order(self) -> Tensor:
-        """The order, or any tensor where there is none and nobody looks."""
-        return self.offsets_E1 if self.order_R is None else self.order_R
+    def width_arguments(self) -> dict[str, Any]:
+        """The experts' own widths, for a kernel."""
+        columns = self.columns
+        return {
+            "starts_ptr": self.offsets_E1 if columns is None else columns.starts_E1,
+            "values_ptr": self.values_E1,
+            "WIDTH_MULTIPLE": 0 if columns is None else columns.multiple,
+        }
+
+    def width_of(self, dim: int) -> int:
+        """F: of the widest expert where they differ, else what is given."""
+        return dim if self.columns is None else max(self.columns.widths)
+
+    def are_even(self, dim: int, block: int, *, is_width: bool) -> bool:
+        """Whether blocks divide a dimension, that of every expert if it is their width."""
+        if self.columns is None or not is_width:
+            return dim % block == 0
+        return all(width % block == 0 for width in self.columns.widths)
+
+    def choose_tile(self, kind: ProductKind, x: Tensor, dim_n: int, dim_k: int) -> Tile:
+        """The tile of a product of these rows; see `choose_tile`."""
+        tile = choose_tile(
+            kind,
+            num_rows=self.num_rows,
+            num_experts=self.num_experts,
+            dim_n=dim_n,
+            dim_k=dim_k,
+            dtype=x.dtype,
+            device=x.device,
+        )
+        return tile if self.columns is None else tile.for_widths()
 
     def tiles(self, block_m: int) -> TileMap:
         """The tiles of `block_m` rows, computed once for each size.
@@ -71,16 +115,16 @@ class Groups:
                 torch.empty(num_tiles, dtype=torch.int32, device=device),
                 torch.empty(num_tiles, dtype=torch.int64, device=device),
             )
+            rows = self.arguments()
+            del rows["order_ptr"]
             launch(
                 tile_map,
                 (num_experts + 1,),
-                offsets_ptr=self.offsets_E1,
-                slots_ptr=self.slots,
+                **rows,
                 tile_expert_ptr=tiles.expert,
                 tile_row_ptr=tiles.first_row,
                 num_experts=num_experts,
                 num_tiles=num_tiles,
-                HAS_SLOTS=self.slot_of_expert is not None,
                 BLOCK_M=block_m,
                 BLOCK_E=triton.next_power_of_2(num_experts),
                 BLOCK_TILES=64,

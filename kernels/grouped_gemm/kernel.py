@@ -56,6 +56,21 @@ def tile_map(
 
 
 @triton.jit
+def expert_columns(starts_ptr, values_ptr, offsets_ptr, expert, MULTIPLE: tl.constexpr):
+    """Where the columns of an expert of its own width are, see `ExpertColumns.value_offsets`.
+
+    Returns:
+        `(first, width, stride, base)`: its first column of all experts' and how many it has; its
+        hidden values of row r start at `base + r * stride`.
+    """
+    first = tl.load(starts_ptr + expert)
+    width = (tl.load(starts_ptr + expert + 1) - first).to(tl.int32)
+    stride = (width + 15) // 16 * 16
+    base = tl.load(values_ptr + expert) - tl.load(offsets_ptr + expert) * stride
+    return first, tl.multiple_of(width, MULTIPLE), stride, tl.multiple_of(base, 16)
+
+
+@triton.jit
 def tile_of_program(num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
     """`(m, n)` of this program: GROUP_M row tiles share each column tile while it is in the L2."""
     pid = tl.program_id(0)
@@ -120,6 +135,7 @@ def _gated_slice(
     pre_ptrs,
     scale,
     dim_n,
+    stride_p_up,
     ACTIVATION: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
     STORES_PRE: tl.constexpr,
@@ -137,7 +153,7 @@ def _gated_slice(
             tl.store(pre_ptrs[:, None] + offs_z[None, :], both, mask=mask_z)
         else:
             tl.store(pre_ptrs[:, None] + offs_f[None, :], gate, mask=mask)
-            tl.store(pre_ptrs[:, None] + (dim_n + offs_f)[None, :], up, mask=mask)
+            tl.store(pre_ptrs[:, None] + (stride_p_up + offs_f)[None, :], up, mask=mask)
     hidden = gate_fwd(
         gate,
         up,
@@ -157,6 +173,8 @@ def grouped_gemm_fwd(
     order_ptr,
     slots_ptr,
     offsets_ptr,
+    starts_ptr,
+    values_ptr,
     tile_expert_ptr,
     tile_row_ptr,
     num_tiles_m,
@@ -173,6 +191,7 @@ def grouped_gemm_fwd(
     stride_b_up,
     stride_or,
     stride_pr,
+    stride_p_up,
     EPILOGUE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
@@ -180,6 +199,7 @@ def grouped_gemm_fwd(
     GATHER_DIVISOR: tl.constexpr,
     SCATTERS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
+    WIDTH_MULTIPLE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     STORES_PRE: tl.constexpr,
@@ -200,10 +220,12 @@ def grouped_gemm_fwd(
     counts columns of the result: hidden columns if gated.
 
     GATHER_DIVISOR is 0 for row r of `x`, else the row is `order[r] // GATHER_DIVISOR`.
+
+    With WIDTH_MULTIPLE, a divisor of all widths, experts have widths of their own: N columns with
+    an activation, else K. The dimension is that of the widest.
     """
-    tile_m, tile_n = tile_of_program(
-        num_tiles_m, tl.cdiv(dim_n, BLOCK_N // (2 if EPILOGUE == "gated" else 1)), GROUP_M
-    )
+    COLUMNS: tl.constexpr = BLOCK_N // 2 if EPILOGUE == "gated" else BLOCK_N
+    tile_m, tile_n = tile_of_program(num_tiles_m, tl.cdiv(dim_n, COLUMNS), GROUP_M)
     expert = tl.load(tile_expert_ptr + tile_m)
     if expert < 0:
         return
@@ -212,6 +234,25 @@ def grouped_gemm_fwd(
     slot = expert.to(tl.int64)
     if HAS_SLOTS:
         slot = tl.load(slots_ptr + expert).to(tl.int64)
+    if WIDTH_MULTIPLE > 0:
+        first, width, stride, base = expert_columns(
+            starts_ptr, values_ptr, offsets_ptr, expert, WIDTH_MULTIPLE
+        )
+        if EPILOGUE == "none":
+            dim_k = width
+            weight_ptr += first * stride_wk
+            x_ptr += base
+            stride_xr = stride
+        else:
+            if tile_n * COLUMNS >= width:
+                return
+            dim_n = width
+            weight_ptr += first * stride_wn
+            bias_ptr += first * stride_bn
+            out_ptr += base
+            pre_ptr += base
+            stride_or = stride
+            stride_pr = stride
 
     offs_r = first_row + tl.arange(0, BLOCK_M)
     mask_r = offs_r < end_row
@@ -296,6 +337,7 @@ def grouped_gemm_fwd(
                 pre_ptrs,
                 scale,
                 dim_n,
+                stride_p_up,
                 ACTIVATION,
                 IS_INTERLEAVED,
                 STORES_PRE,

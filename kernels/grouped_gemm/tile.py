@@ -48,6 +48,12 @@ class Tile:
         """Shared memory of the operands in flight."""
         return (self.block_m + self.block_n) * self.block_k * self.num_stages * element_bytes
 
+    def for_widths(self) -> Tile:
+        """The tile for experts that differ in width, whose addresses take registers of the sums."""
+        if self.block_m * self.block_n < 128 * 128:
+            return self
+        return replace(self, block_n=self.block_n // 2)
+
     def fitted(self, element_bytes: int, device: Device) -> Tile:
         """The tile as this device can hold it: narrower, then fewer stages, then less depth."""
         tile = self

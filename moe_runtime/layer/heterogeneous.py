@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_runtime.kernels.block_sparse import ExpertColumns
+from moe_runtime.kernels.expert_mlp import PackedExperts, expert_mlp
 from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
-from moe_runtime.kernels.heterogeneous_mlp import PackedExperts, heterogeneous_mlp
 from moe_runtime.layer.activations import Activation, activation_named
 from moe_runtime.layer.experts import compute_dtype
 
@@ -30,7 +30,7 @@ class HeterogeneousExperts(nn.Module):
         intermediate_sizes: Width of each expert; any numbers, multiples of 128 run fastest on GPUs.
         activation: A name of `ACTIVATIONS`.
         bias: With biases of both products.
-        impl: Implementation of `kernels.heterogeneous_mlp`.
+        impl: Implementation of `kernels.expert_mlp`.
         recompute: The backward pass computes the pre-activations again instead of keeping them.
 
     Attributes:
@@ -97,7 +97,7 @@ class HeterogeneousExperts(nn.Module):
         Choices with an id of `num_experts` are passed over.
         """
         dtype = compute_dtype(x_TD)
-        return heterogeneous_mlp(
+        return expert_mlp(
             x_TD.to(dtype),
             ids_TK,
             weights_TK,

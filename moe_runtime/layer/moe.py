@@ -54,8 +54,7 @@ class MoELayer(nn.Module):
 
     Args:
         hidden_size: Width of the tokens.
-        intermediate_size: Width inside one expert; or one width for each, and then the experts are
-            computed with block-sparse products (`kernels.heterogeneous_mlp`).
+        intermediate_size: Width inside one expert; or one width for each.
         num_experts: Routed experts.
         top_k: Experts of a token.
         gate: A name of `moe_runtime.routing.GATES`, or a gate of that width and those experts.

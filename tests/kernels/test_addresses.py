@@ -76,10 +76,10 @@ def combined(y: Tensor, dout: Tensor) -> Sequence[Tensor | None]:
     one = groups()
     rows, num_rows = torch.arange(NUM_ROWS, device=DEVICE), one.offsets_E1[-1:]
     weights = torch.full((NUM_ROWS, 1), 0.5, device=DEVICE)
-    inverse = torch.empty_like(one.order).scatter_(0, one.order, rows)
+    inverse = torch.empty_like(one.order_R).scatter_(0, one.order_R, rows)
     out = launch_combine_fwd(y, weights, inverse, num_rows, 1)
     grads = launch_combine_bwd(
-        dout, y, weights, one.order, num_rows, 1, needs_dy=True, needs_dweights=True
+        dout, y, weights, one.order_R, num_rows, 1, needs_dy=True, needs_dweights=True
     )
     return [out, *grads]
 

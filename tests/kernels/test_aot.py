@@ -26,7 +26,6 @@ EXPECTED = {
     *("grouped_gemm_fwd", "grouped_gemm_dact", "grouped_gemm_dw", "dscale_sum", "group_sum"),
     *("decode_up", "decode_down", "decode_combine"),
     *("block_sparse_sdd", "block_sparse_dsd", "expert_blocks"),
-    *("block_activation", "block_activation_bwd", "block_dots_sum"),
 }
 
 pytestmark = pytest.mark.skipif(

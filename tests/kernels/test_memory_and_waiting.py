@@ -15,10 +15,15 @@ from torch import Tensor
 
 from moe_runtime.kernels.block_sparse import ExpertColumns
 from moe_runtime.kernels.combine import combine
-from moe_runtime.kernels.expert_mlp import ActivationSpec, StackedExperts, expert_mlp, triton_path
+from moe_runtime.kernels.expert_mlp import (
+    ActivationSpec,
+    PackedExperts,
+    StackedExperts,
+    expert_mlp,
+)
 from moe_runtime.kernels.expert_mlp.rows import Needs, SortedRows
+from moe_runtime.kernels.expert_mlp.triton_path import TritonPath
 from moe_runtime.kernels.grouped_gemm import grouped_gemm
-from moe_runtime.kernels.heterogeneous_mlp import PackedExperts, heterogeneous_mlp
 from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.token_sort import token_sort
 
@@ -115,15 +120,15 @@ def stacked() -> StackedExperts:
 def whole_layer() -> None:
     """The three functions that the operator calls on a GPU; on `meta` it would call none."""
     x, ids, weights = (t.detach() for t in operands())
-    experts = stacked()
-    triton_path.infer(x, ids, weights, experts, SILU)
-    triton_path.infer(x[:3], ids[:3], weights[:3], experts, SILU)
+    experts, path = stacked(), TritonPath()
+    path.infer(x, ids, weights, experts, SILU)
+    path.infer(x[:3], ids[:3], weights[:3], experts, SILU)
     order = token_sort(ids, E, impl="triton")
     rows = SortedRows(order.order_R, order.offsets_E1)
     for keeps in (True, False):
-        out, z = triton_path.forward(x, weights, rows, experts, SILU, keeps=keeps)
-        needs = Needs(True, True, True, True, True, True)
-        triton_path.backward(out, x, weights, z, rows, experts, SILU, needs=needs)
+        out, z = path.forward(x, weights, rows, experts, SILU, keeps=keeps)
+        needs = Needs.of(*[True] * 6)
+        path.backward(out, x, weights, z, rows, experts, SILU, needs=needs)
 
 
 def products() -> None:
@@ -137,20 +142,21 @@ def products() -> None:
 
 
 def experts_of_different_widths() -> None:
-    x, ids, weights = operands()
+    x, ids, weights = (t.detach() for t in operands())
+    order = token_sort(ids, E, impl="triton")
+    rows, path = SortedRows(order.order_R, order.offsets_E1), TritonPath()
     widths = (8, 16, 40, 8)
     columns = ExpertColumns.of(widths, block_columns=16, device="cpu")
     moved = {
         name: getattr(columns, name).to(DEVICE)
         for name in ("starts_E1", "strips_E", "first", "end")
     }
-    gate, up, down = (torch.zeros(72, D, device=DEVICE).requires_grad_() for _ in range(3))
-    bias = torch.zeros(E, D, device=DEVICE)
-    experts = PackedExperts(
-        gate=gate, up=up, down=down, down_bias=bias, columns=replace(columns, **moved)
-    )
-    out = heterogeneous_mlp(x, ids, weights, experts, activation=SILU, impl="triton")
-    out.sum().backward()
+    gate, up, down = (torch.zeros(72, D, device=DEVICE) for _ in range(3))
+    experts = PackedExperts(gate=gate, up=up, down=down, columns=replace(columns, **moved))
+    for keeps in (True, False):
+        out, kept = path.forward(x, weights, rows, experts, SILU, keeps=keeps)
+        needs = Needs.of(*[True] * 5, False, False, False)
+        path.backward(out, x, weights, kept, rows, experts, SILU, needs=needs)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +164,7 @@ def experts_of_different_widths() -> None:
     [
         (whole_layer, {"decode_up", "grouped_gemm_dw", "dscale_sum", "_token_sort_small"}),
         (products, {"grouped_gemm_fwd", "_combine_bwd"}),
-        (experts_of_different_widths, {"expert_blocks", "block_sparse_dsd", "block_dots_sum"}),
+        (experts_of_different_widths, {"tile_map", "grouped_gemm_dact", "dscale_sum"}),
     ],
 )
 def test_the_host_never_waits(

@@ -23,26 +23,18 @@ from moe_runtime.kernels.block_sparse.kernel import (
     launch_dsd,
     launch_sdd,
 )
-from moe_runtime.kernels.block_sparse.topology import (
-    BLOCK_SIZES,
-    BlockTopology,
-    ExpertColumns,
-    expert_topology,
-)
+from moe_runtime.kernels.block_sparse.topology import BlockTopology, expert_topology
 from moe_runtime.kernels.block_sparse.topology_kernel import lists_from_offsets_triton
 from moe_runtime.kernels.block_sparse.topology_lists import Sizes
 from moe_runtime.kernels.combine.kernel import launch_combine_bwd, launch_combine_fwd
 from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
+from moe_runtime.kernels.grouped_gemm.columns import BLOCK_SIZES, ExpertColumns
 from moe_runtime.kernels.grouped_gemm.decode import decode_expert_mlp
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.tile import Device, ProductKind, Tile
 from moe_runtime.kernels.grouped_gemm.tiles import TILES_16_BIT, TILES_32_BIT
-from moe_runtime.kernels.heterogeneous_mlp.blocks_kernel import (
-    launch_activation,
-    launch_activation_bwd,
-)
 from moe_runtime.kernels.token_sort.kernel import token_sort_triton
 
 # One layer of Qwen3-30B-A3B, whose dimensions every tile divides, and gpt-oss, which has biases,
@@ -90,6 +82,33 @@ def product(kind: ProductKind, tile: Tile, dtype: torch.dtype, *, gpt_oss: bool 
         activation_backward(x, down, pre, scale, groups, spec, down_bias_SD=bias, **layout)
     else:
         weight_grad(pre, x, groups, out_SNK=up, right_divisor=K, tile=tile)
+
+
+def product_of_widths(kind: ProductKind, tile: Tile, dtype: torch.dtype, width: int) -> None:
+    """As `product`, for experts of which every other one is half as wide."""
+    T, K, E, D, _ = QWEN3.values()
+    rows = T * K
+    columns = ExpertColumns.of([width, width // 2] * (E // 2), block_columns=128, device="meta")
+    groups = Groups(
+        meta(E + 1, dtype=torch.int64), rows, None, meta(rows, dtype=torch.int64), K, columns
+    )
+    matrix = meta(columns.num_columns, D, dtype=dtype).expand(E, -1, -1)
+    bias = meta(columns.num_columns, dtype=dtype).expand(E, -1)
+    x, hidden = meta(T, D, dtype=dtype), meta(1, columns.most_values(rows), dtype=dtype)
+    pre = meta(2, hidden.shape[1], dtype=dtype)
+    layout: dict[str, Any] = {"has_gate": True, "is_concatenated": True, "tile": tile}
+    if kind == "plain":
+        out = meta(rows, D, dtype=dtype)
+        plain_product(hidden, matrix.transpose(1, 2), groups, out=out, tile=tile)
+    elif kind == "gated":
+        more: dict[str, Any] = {"bias_SZ": bias, "up": (matrix, bias), "gathers": True, **layout}
+        activated_product(x, matrix, groups, GPT_OSS_GATE, out=hidden, pre=pre, **more)
+    elif kind == "dact":
+        scale, down = meta(rows, dtype=torch.float32), matrix.transpose(1, 2)
+        activation_backward(x, down, pre, scale, groups, GPT_OSS_GATE, **layout)
+    else:
+        weight_grad(hidden, x, groups, out_SNK=matrix, right_divisor=K, tile=tile)
+        bias_grad(hidden, groups, out_SN=bias)
 
 
 def few_tokens(model: str, dtype: torch.dtype, device: Device) -> None:
@@ -152,9 +171,6 @@ def block_sparse(block_rows: int, dtype: torch.dtype, device: Device, *, is_even
     tile = choose_tile(block_rows, block_columns, x, device)
     bias = meta(width * E, dtype=dtype)
     values = launch_sdd(x, weight.T, topology, bias_N=bias, tile=tile, **gather)
-    launch_activation(values, values, topology, GPT_OSS_GATE)
-    scale = meta(T * K, dtype=torch.float32)
-    launch_activation_bwd(values, values, values, scale, order, topology, GPT_OSS_GATE)
     launch_sdd(meta(T * K, D, dtype=dtype), weight.T, topology, tile=tile)
     tile = choose_dsd_tile(block_rows, x, device)
     out = meta(T * K, D, dtype=dtype)
@@ -182,6 +198,12 @@ def calls(target: str, *, every_tile: bool) -> Iterator[tuple[str, Callable[[], 
             for _, tile in table if every_tile else table[-1:]:
                 fitted = tile.fitted(dtype.itemsize, DEVICES[target])
                 name = f"{kind} {dtype} {fitted}"
+                if tile is table[-1][1]:
+                    for width in (768, 744):
+                        yield (
+                            f"widths {width} {kind} {dtype} {fitted.for_widths()}",
+                            partial(product_of_widths, kind, fitted.for_widths(), dtype, width),
+                        )
                 yield name, lambda k=kind, t=fitted, d=dtype: product(k, t, d)
                 if dtype == torch.bfloat16 and tile is table[-1][1]:
                     yield (

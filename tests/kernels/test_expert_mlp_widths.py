@@ -1,4 +1,4 @@
-"""Experts of different widths: the block-sparse paths against one expert after another in fp64."""
+"""Experts of different widths: every path against one expert after another in fp64."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from stacked_experts import make_routing
 from torch import Tensor
 
 from moe_runtime.kernels.block_sparse import ExpertColumns
-from moe_runtime.kernels.expert_mlp import ActivationSpec
+from moe_runtime.kernels.expert_mlp import ActivationSpec, PackedExperts, expert_mlp
 from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
-from moe_runtime.kernels.heterogeneous_mlp import PackedExperts, heterogeneous_mlp
-from moe_runtime.kernels.heterogeneous_mlp.op import choose_block_rows
 from moe_runtime.kernels.native import native_library
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -63,7 +61,7 @@ def moved(experts: PackedExperts, device: str, dtype: torch.dtype) -> PackedExpe
         if (tensor := getattr(experts, name)) is not None
     }
     columns = columns_of(experts.columns.widths, device)
-    return PackedExperts(**{"gate": None, **tensors}, columns=columns)
+    return PackedExperts(**{"gate": None, **tensors}, columns=columns, waits=experts.waits)
 
 
 def run(
@@ -73,15 +71,15 @@ def run(
     x: Tensor,
     routing: tuple[Tensor, Tensor],
     activation: ActivationSpec,
-    **options: bool,
+    recompute: bool = False,
 ) -> dict[str, Tensor]:
     """Output and every gradient, on the CPU."""
     device = DEVICE if impl == "triton" else "cpu"
     experts = moved(experts, device, dtype)
     x = x.to(device, dtype).detach().requires_grad_()
     ids, weights = routing[0].to(device), routing[1].to(device).detach().requires_grad_()
-    out = heterogeneous_mlp(
-        x, ids, weights, experts, activation=activation, impl=impl, block_rows=16, **options
+    out = expert_mlp(
+        x, ids, weights, experts, activation=activation, impl=impl, recompute=recompute
     )
     generator = torch.Generator().manual_seed(5)
     grad = torch.randn(out.shape, generator=generator).bfloat16()
@@ -136,7 +134,7 @@ def test_gradients(impl: ExpertMlpImpl) -> None:
 
     def output(x: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
         layer = replace(experts, **dict(zip(NAMES, parameters, strict=True)))
-        return heterogeneous_mlp(x, ids, weights, layer, activation=OFFSET, impl=impl)
+        return expert_mlp(x, ids, weights, layer, activation=OFFSET, impl=impl)
 
     tensors = [torch.randn(5, 3).double(), weights, *(getattr(experts, n) for n in NAMES)]
     assert torch.autograd.gradcheck(output, [t.requires_grad_() for t in tensors])
@@ -169,62 +167,54 @@ def test_kept_for_the_backward_pass(impl: ExpertMlpImpl, recompute: bool) -> Non
     """The input, gate and up of every row's own width, and the order of the rows; or without."""
     device = DEVICE if impl == "triton" else "cpu"
     experts = moved(packed((16, 48), 24, torch.bfloat16), device, torch.bfloat16)
+    experts = replace(experts, waits=True)
     x = torch.randn(32, 24, device=device).bfloat16().requires_grad_()
-    # Full blocks: sixteen rows on each expert.
+    # Sixteen rows on each expert, whose widths need no rounding.
     ids = (torch.arange(32, device=device)[:, None] // 16).contiguous()
     weights = torch.rand(32, 1, device=device)
     kept = saved_bytes(
-        lambda: heterogeneous_mlp(
+        lambda: expert_mlp(
             x,
             ids,
             weights,
             experts,
             activation=SWIGLU,
             impl=impl,
-            block_rows=16,
-            waits=True,
             recompute=recompute,
         ),
         but=[getattr(experts, name) for name in NAMES[:3]],
     )
-    order = 8 * (2 + 3 + 2 * 32)
+    order = 8 * (3 + 32)
     hidden = 0 if recompute else 2 * 2 * (16 * 16 + 16 * 48)
     assert kept == 2 * 32 * 24 + hidden + 4 * 32 + order
 
 
-def test_waiting_changes_no_bit_of_the_output() -> None:
-    experts = moved(packed(WIDTHS, 24, torch.float32), DEVICE, torch.float32)
-    ids, weights = (t.to(DEVICE) for t in make_routing(30, 2, 4, dtype=torch.float32))
-    x = torch.randn(30, 24, device=DEVICE)
-    outputs = [
-        heterogeneous_mlp(
-            x, ids, weights, experts, activation=SWIGLU, impl="triton", block_rows=16, waits=waits
-        )
+def test_waiting_changes_no_bit() -> None:
+    experts = packed(WIDTHS, 24, torch.float32)
+    routing = make_routing(30, 2, 4, dtype=torch.float32)
+    x = torch.randn(30, 24)
+    there_is_room, counted = (
+        run("triton", torch.float32, replace(experts, waits=waits), x, routing, SWIGLU)
         for waits in (False, True)
-    ]
-    assert torch.equal(*outputs)
-
-
-def test_block_rows_are_filled_by_an_average_expert() -> None:
-    found = [choose_block_rows(rows, 4) for rows in (1, 64, 127, 128, 300, 512, 10**6)]
-    assert found == [16, 16, 16, 32, 64, 128, 128]
+    )
+    assert all(torch.equal(there_is_room[name], counted[name]) for name in counted)
 
 
 def test_bad_arguments() -> None:
     experts = packed(WIDTHS, 8, torch.float32)
     x, ids, weights = torch.zeros(3, 8), torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2)
     wrong = [
-        ((x[:, 1:], ids, weights), r"x must be \[T, 8\], got \[3, 7\]"),
+        ((x[:, 1:], ids, weights), r"x must be \[\*, 8\], got \[3, 7\]"),
         ((x.double(), ids, weights), r"x must be torch\.float32 .* got torch\.float64"),
         ((x, ids[1:], weights), r"ids must be \[3, K\], got \[2, 2\]"),
         ((x, ids, weights[:, 1:]), r"weights must be \[3, 2\] .* got \[3, 1\]"),
     ]
     for operands, message in wrong:
         with pytest.raises(ValueError, match=message):
-            heterogeneous_mlp(*operands, experts, activation=SWIGLU)
+            expert_mlp(*operands, experts, activation=SWIGLU)
     ids[0, 1] = 5
-    with pytest.raises(ValueError, match=r"ids must lie in \[0, 4\) .* got 5 at \[0, 1\]"):
-        heterogeneous_mlp(x, ids, weights, experts, activation=SWIGLU, checks_ids=True)
+    with pytest.raises(ValueError, match=r"ids must be in \[0, 4\).* got 5 for token 0, slot 1"):
+        expert_mlp(x, ids, weights, experts, activation=SWIGLU, checks_ids=True)
     with pytest.raises(ValueError, match=r"up must be \[126, D\] .* got \[125, 8\]"):
         replace(experts, up=experts.up[1:])
     with pytest.raises(ValueError, match=r"down must be \[126, 8\] .* got \[125, 8\]"):
@@ -234,4 +224,6 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="gate_bias is given, and gate is not"):
         replace(experts, gate=None, gate_bias=torch.zeros(126))
     with pytest.raises(ValueError, match="one of auto, triton, native, reference, torch"):
-        heterogeneous_mlp(x, ids, weights, experts, activation=SWIGLU, impl="fast")  # type: ignore[arg-type]
+        expert_mlp(x, ids, weights, experts, activation=SWIGLU, impl="fast")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="neither gradients= nor functions"):
+        expert_mlp(x, ids, weights, experts, activation=torch.sin)
