@@ -14,24 +14,34 @@ import errno
 import fcntl
 import os
 import re
-import secrets
 import shutil
 import stat
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning, named_failure, named_file
+from moe_runtime.places import (
+    PARTIAL_SUFFIX,
+    draft_of,
+    interrupted_of,
+    is_at,
+    is_folder_name,
+    open_directly,
+    partial_name,
+    partials_of,
+    place_of,
+    require_replaceable,
+    require_right,
+    writes_directly,
+)
 
-PARTIAL_SUFFIX = ".partial"
-DRAFT_SUFFIX = ".part"
-INTERRUPTED_SUFFIX = ".interrupted"
-_DESCRIPTORS = re.compile(r"/proc/(\d+)(/task/\d+)?/fd")
-_OURS = re.compile(rf".+\.([0-9a-f]{{8}}|\d+|shards){re.escape(PARTIAL_SUFFIX)}")
-_MOST_LINKS = 40
-_MOST_NAME_BYTES = 255 - len(".00000000.partial")
+_OURS = re.compile(rf"(.+\.([0-9a-f]{{8}}|\d+|shards)|model){re.escape(PARTIAL_SUFFIX)}")
+_NO_SYNC = {errno.EINVAL, errno.ENOTSUP}
 _PROBE_BYTES = 1 << 12
+_LOOKING_S = 1e-3
 
 
 @contextlib.contextmanager
@@ -74,33 +84,46 @@ def check_output_path(path: str | os.PathLike[str], what: str) -> None:
     Raises:
         CheckpointError: it is a folder, or its folder is missing, full or not writable.
     """
-    if os.path.isdir(path):
+    if is_folder_name(path) or os.path.isdir(path):
         raise CheckpointError(f"{path}: is a folder, expected the name of a {what} file")
     with named_failure(path, what):
-        place = _place_of(path)
-        if place is None or place.exists():
-            _check_right(Path(path) if place is None else place)
+        place = place_of(path)
         if place is None:
+            require_right(path)
             return
         if not place.parent.is_dir():
             reason = f"there is no folder {place.parent}"
             raise CheckpointError(f"{path}: the {what} cannot be written: {reason}")
-        probe = OutputFile(path)
-        try:
-            probe.file.write(bytes(_PROBE_BYTES))
-            probe.file.flush()
-        finally:
-            probe.discard()
+        _probe(place)
 
 
-def writes_directly(path: str | os.PathLike[str]) -> bool:
-    """Whether a name stands for a device, a pipe or an open descriptor: nothing can replace it.
+def check_output_folder(folder: str | os.PathLike[str], what: str) -> None:
+    """Refuses a folder, there or not, in which nothing could be written; nothing is made.
 
     Raises:
-        IsADirectoryError: it stands for a folder.
-        OSError: its links lead in a circle.
+        CheckpointError: something else has its name or that of a folder above it, or the last one
+            that is there is full or not writable.
     """
-    return _place_of(path) is None
+    there = Path(os.path.realpath(folder))
+    with named_failure(folder, what):
+        while not os.path.lexists(there):
+            there = there.parent
+        if not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"{there} is no folder", str(folder))
+        _probe(there / "probe")
+
+
+def check_draft_path(path: str | os.PathLike[str], what: str) -> None:
+    """Refuses a place where no output could grow, and keeps what a killed process left of one.
+
+    Warns with that one's new name (``MoERuntimeWarning``).
+
+    Raises:
+        CheckpointError: as `check_output_path`, or another process is writing it.
+    """
+    check_output_path(path, what)
+    with named_failure(path, what):
+        keep_interrupted(path)
 
 
 class OutputFile:
@@ -122,13 +145,14 @@ class OutputFile:
     file: BinaryIO
 
     def __init__(self, path: str | os.PathLike[str], *, is_draft: bool = False) -> None:
-        self._place = place = _place_of(path)
+        self._place = place = place_of(path)
         self._beside: Path | None = None
         if place is None:
-            self.file = _open_directly(path)
+            self.file = os.fdopen(open_directly(path), "wb")
             return
-        if place.exists():
-            _check_right(place)
+        if os.path.lexists(place):
+            require_right(place)
+            require_replaceable(place)
         if is_draft:
             keep_interrupted(path)
             self._beside = draft_of(path)
@@ -141,6 +165,9 @@ class OutputFile:
     def finish(self) -> None:
         """Brings the content to the disk and puts the file in its place.
 
+        Warns (``MoERuntimeWarning``) where the file is in its place, but a power cut could still
+        bring the older one back.
+
         Raises:
             OSError: that fails; the older file is as it was.
         """
@@ -150,7 +177,7 @@ class OutputFile:
             os.fsync(self.file.fileno())
             os.replace(self._beside, self._place)
             self._beside = None
-            sync_folder(self._place.parent)
+            sync_name(self._place)
         self.file.close()
 
     def write_at(self, offset: int, data: bytes) -> int:
@@ -179,12 +206,6 @@ class OutputFile:
             self.file.close()
 
 
-def draft_of(path: str | os.PathLike[str]) -> Path:
-    """Where an output lies while it grows: beside the file that its name leads to."""
-    end = _end_of_links(path)
-    return end.with_name(end.name + DRAFT_SUFFIX)
-
-
 def keep_interrupted(path: str | os.PathLike[str]) -> None:
     """Gives what a killed process left of an output a name under which nothing replaces it.
 
@@ -200,17 +221,18 @@ def keep_interrupted(path: str | os.PathLike[str]) -> None:
     draft = draft_of(path)
     if writes_directly(path) or not draft.exists():
         return
-    with _held(draft):
+    # Another process may have kept it meanwhile.
+    with contextlib.suppress(FileNotFoundError), held(draft):
         if draft.stat().st_size == 0:
             draft.unlink()
             return
-        kept = _free_name(draft.with_suffix(INTERRUPTED_SUFFIX))
+        kept = interrupted_of(path)
         os.rename(draft, kept)
-    warnings.warn(
-        f"{kept}: holds what an interrupted run left of {Path(path).name}",
-        MoERuntimeWarning,
-        stacklevel=2,
-    )
+        warnings.warn(
+            f"{kept}: holds what an interrupted run left of {Path(path).name}",
+            MoERuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def check_not_in_progress(path: str | os.PathLike[str], what: str) -> None:
@@ -221,14 +243,15 @@ def check_not_in_progress(path: str | os.PathLike[str], what: str) -> None:
     """
     draft = draft_of(path)
     if not writes_directly(path) and draft.exists():
-        with named_failure(path, what), _held(draft, fcntl.LOCK_SH):
+        with named_failure(path, what), held(draft, fcntl.LOCK_SH):
             pass
 
 
 def remove_abandoned(folder: Path) -> None:
     """Removes partial files and folders of this package that no living process holds.
 
-    Those of earlier versions, which had a process's number or nothing before ``.partial``, too.
+    Those of earlier versions too: they had a process's number before ``.partial``, and that of the
+    exported model nothing.
 
     Args:
         folder: where they lie; may be missing.
@@ -238,21 +261,9 @@ def remove_abandoned(folder: Path) -> None:
             remove_unless_held(left)
 
 
-def partials_of(place: Path, suffix: str = PARTIAL_SUFFIX) -> list[Path]:
-    """What lies beside a file or folder as partial versions of it."""
-    ours = re.compile(re.escape(_short(place.name)) + r"\.[0-9a-f]{8}" + re.escape(suffix))
-    names = os.listdir(place.parent)
-    return [place.parent / name for name in names if ours.fullmatch(name)]
-
-
-def partial_name(place: Path, token: str | None = None) -> Path:
-    """A name beside a file or folder for a new version of it; the token is random when omitted."""
-    return place.with_name(f"{_short(place.name)}.{token or secrets.token_hex(4)}{PARTIAL_SUFFIX}")
-
-
 def remove_unless_held(path: Path) -> None:
     """Removes a file or folder that no living process holds; leaves what it cannot remove."""
-    with contextlib.suppress(OSError), _held(path):
+    with contextlib.suppress(OSError), held(path):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -281,50 +292,52 @@ def make_folders(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Brings the folder's entries to the disk, so that a rename survives a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Brings the folder's entries to the disk, so that a rename survives a power cut.
+
+    Filesystems that have no such call need none.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # one may write to it, not list it
+        os.sync()
+        return
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
     finally:
         os.close(descriptor)
 
 
-def _place_of(path: str | os.PathLike[str]) -> Path | None:
-    """The regular file that a name leads to, there or not; None for what is no regular file."""
-    end = _end_of_links(path)
-    if _DESCRIPTORS.fullmatch(str(end.parent)):
-        return None
-    if not os.path.lexists(end):
-        return end
-    mode = end.stat().st_mode
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    return end if stat.S_ISREG(mode) else None
+def sync_name(place: Path) -> None:
+    """Brings the name of what has just taken its place to the disk; warns if that fails.
+
+    It is no failure of the output, which is whole and has its name.
+    """
+    try:
+        sync_folder(place.parent)
+    except OSError as error:
+        warnings.warn(
+            f"{place}: is written, but a power cut could bring back what was there before: its "
+            f"folder cannot be brought to the disk: {error.strerror}",
+            MoERuntimeWarning,
+            stacklevel=2,
+        )
 
 
-def _end_of_links(path: str | os.PathLike[str]) -> Path:
-    """What a name leads to, there or not; open descriptors are not looked through."""
-    end = Path(path)
-    for _ in range(_MOST_LINKS):
-        end = Path(os.path.realpath(end.parent), end.name)
-        if _DESCRIPTORS.fullmatch(str(end.parent)) or not end.is_symlink():
-            break
-        end = end.parent / os.readlink(end)
-    return end
+def _probe(place: Path) -> None:
+    """Writes a little beside a place and removes it.
 
-
-def _open_directly(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens what is no regular file; nothing is made, and descriptors go on where they stand."""
-    end = _end_of_links(path)
-    found = _DESCRIPTORS.fullmatch(str(end.parent))
-    if found is not None and int(found[1]) == os.getpid() and end.name.isdigit():
-        return os.fdopen(os.dup(int(end.name)), "wb")
-    return os.fdopen(os.open(end, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC), "wb")
-
-
-def _check_right(path: Path) -> None:
-    if not os.access(path, os.W_OK):
-        raise PermissionError(errno.EACCES, "no right to write to it", str(path))
+    Raises:
+        OSError: nothing can be written there, or nothing could take the place.
+    """
+    probe = OutputFile(place)
+    try:
+        probe.file.write(bytes(_PROBE_BYTES))
+        probe.file.flush()
+    finally:
+        probe.discard()
 
 
 def _new_held(path: Path) -> BinaryIO:
@@ -350,7 +363,7 @@ def _new_held(path: Path) -> BinaryIO:
 
 
 @contextlib.contextmanager
-def _held(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
+def held(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
     """Holds what a process left; within the block no other one takes or removes it.
 
     With ``LOCK_SH`` other processes may hold it in the same way: several look at the same time.
@@ -361,11 +374,13 @@ def _held(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
     """
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_NOFOLLOW)
     try:
-        try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        except OSError as error:
-            reason = f"another process is writing {path} (if none is, remove it)"
-            raise BlockingIOError(errno.EAGAIN, reason, str(path)) from error
+        while not _lock(descriptor, kind):
+            # Those who only look hold it for a moment.
+            if not _lock(descriptor, fcntl.LOCK_SH):
+                reason = f"another process is writing {path} (if none is, remove it)"
+                raise BlockingIOError(errno.EAGAIN, reason, str(path))
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            time.sleep(_LOOKING_S)
         if not is_at(path, descriptor):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         yield
@@ -373,23 +388,10 @@ def _held(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
         os.close(descriptor)
 
 
-def is_at(path: Path, descriptor: int) -> bool:
-    """Whether a name still stands for an open file: it may have been removed or taken since."""
+def _lock(descriptor: int, kind: int) -> bool:
+    """Takes a lock unless another one holds it, or the filesystem has none; whether it did."""
     try:
-        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
-    except FileNotFoundError:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError:
         return False
-
-
-def _free_name(path: Path) -> Path:
-    """The path, or the first of its kind with a number that nothing has yet."""
-    free, number = path, 1
-    while os.path.lexists(free):
-        number += 1
-        free = path.with_name(f"{path.name}-{number}")
-    return free
-
-
-def _short(name: str) -> str:
-    """A name that leaves room for what is put behind it."""
-    return os.fsdecode(os.fsencode(name)[:_MOST_NAME_BYTES])
+    return True

@@ -4,6 +4,11 @@ The new folder is made beside the old one, brought to the disk, and changes plac
 step (Linux' ``renameat2``). Only then the old content is removed. Where the filesystem cannot
 exchange, the old folder first steps aside as ``NAME.<8 hex digits>.old``; after a kill between the
 two steps the next writer puts it back.
+
+Some folders must stay where they are: the working directory, which this process would lose, and on
+an overlay filesystem those of a lower layer. Their content is replaced file by file, while the new
+folder lies whole beside them as ``NAME.<8 hex digits>.ready``; after a kill in between the next
+writer goes on from there.
 """
 
 import contextlib
@@ -20,15 +25,16 @@ from pathlib import Path
 from moe_runtime.errors import MoERuntimeWarning, named_file
 from moe_runtime.files import (
     copy_rights,
-    is_at,
+    held,
     make_folders,
-    partial_name,
-    partials_of,
     remove_unless_held,
     sync_folder,
+    sync_name,
 )
+from moe_runtime.places import PARTIAL_SUFFIX, is_at, partial_name, partials_of, require_replaceable
 
 _ASIDE_SUFFIX = ".old"
+_READY_SUFFIX = ".ready"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
@@ -61,17 +67,13 @@ def replace_folder(
 
     Raises:
         NotADirectoryError: something else has the name.
-        OSError: the working directory is the folder, or in it.
-        OSError: it cannot be written.
+        BlockingIOError: another process replaces the content of the folder.
+        OSError: it cannot be written, or nothing can take its place.
     """
     place = Path(os.path.realpath(folder))
     if place.exists() and not place.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "is a file; name a folder", str(folder))
-    if place.is_mount():
-        raise OSError(errno.EBUSY, "is a mount point; name a folder in it", str(folder))
-    if _is_worked_in(place):
-        reason = "is in use as the working directory; name a folder in it, or start elsewhere"
-        raise OSError(errno.EBUSY, reason, str(folder))
+    require_replaceable(place)
     make_folders(place.parent)
     recover_folder(place)
     new = partial_name(place, token)
@@ -90,16 +92,23 @@ def replace_folder(
             _swap(place, new)
         else:
             new.rename(place)
-        sync_folder(place.parent)
+        sync_name(place)
 
 
 def recover_folder(folder: str | os.PathLike[str]) -> None:
-    """Puts a folder back that stepped aside before a kill, and removes what killed writers left.
+    """Ends what a kill cut off: the old folder is put back, or all of the new content in place.
+
+    What else killed writers left is removed.
 
     Raises:
+        BlockingIOError: another process replaces the content of the folder.
         OSError: it cannot be put back.
     """
     place = Path(os.path.realpath(folder))
+    for ready in sorted(partials_of(place, _READY_SUFFIX)):
+        with held(ready):
+            place.mkdir(exist_ok=True)
+            _fill_from(place, ready)
     for aside in sorted(partials_of(place, _ASIDE_SUFFIX)):
         if place.exists():
             remove_unless_held(aside)
@@ -196,7 +205,7 @@ def _carry_over(old: Path, new: Path, keeps: Callable[[Path], bool] | None) -> N
         target = new / entry.name
         if os.path.lexists(target) or not keeps(entry):
             continue
-        if entry.is_dir() and not entry.is_symlink():
+        if _is_real_folder(entry):
             shutil.copytree(entry, target, symlinks=True, copy_function=_link)
         else:
             _link(entry, target)
@@ -212,12 +221,58 @@ def _link(source: str | Path, target: str | Path) -> None:
 
 
 def _swap(place: Path, new: Path) -> None:
-    """Puts a new folder in the place of an old one; the old one stays beside it."""
-    if _exchange(place, new):
-        return
-    os.rename(place, _aside(new))
+    """Puts a new folder in the place of an old one; the old one, if it is left, stays beside it."""
+    if not _is_worked_in(place):
+        try:
+            if not _exchange(place, new):
+                os.rename(place, _aside(new))
+                sync_folder(place.parent)
+                os.rename(new, place)
+            return
+        except OSError as error:
+            if error.errno != errno.EXDEV:  # as overlay filesystems say of a lower layer's folder
+                raise
+    ready = new.with_suffix(_READY_SUFFIX)
+    os.rename(new, ready)
     sync_folder(place.parent)
-    os.rename(new, place)
+    _fill_from(place, ready)
+
+
+def _fill_from(place: Path, ready: Path) -> None:
+    """Gives a folder the content of another one, which is whole until all of it is there."""
+    _fill(place, ready)
+    sync_tree(place)
+    os.rename(ready, ready.with_suffix(PARTIAL_SUFFIX))
+
+
+def _fill(place: Path, ready: Path) -> None:
+    """Links everything of one folder into another one and removes what else is in that."""
+    names = sorted(os.listdir(ready))
+    for name in names:
+        entry, target = ready / name, place / name
+        if _is_real_folder(entry):
+            if not _is_real_folder(target):
+                target.unlink(missing_ok=True)
+                target.mkdir()
+                shutil.copystat(entry, target)
+            _fill(target, entry)
+        elif not (os.path.lexists(target) and os.path.samestat(entry.lstat(), target.lstat())):
+            if _is_real_folder(target):
+                shutil.rmtree(target)
+            beside = partial_name(target)
+            _link(entry, beside)
+            os.rename(beside, target)
+    for entry in sorted(place.iterdir()):
+        if entry.name in names:
+            continue
+        if _is_real_folder(entry):
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def _is_real_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def _aside(new: Path) -> Path:

@@ -1,9 +1,10 @@
-"""A command that takes an option once, finite numbers, and no input as its output."""
+"""A command that takes an option once, finite numbers, and outputs that lie apart from inputs."""
 
+import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import typer
 from typer.core import TyperCommand
 
 from moe_runtime.checkpoints.model_files import files_of
+from moe_runtime.places import is_folder_name, require_apart
 from moe_runtime.reading import require_not_read
 
-OUTPUTS = frozenset({"--output", "--plot", "--table", "--timeline", "--trace"})
+OUTPUTS = frozenset({"--output", "--plot", "--png", "--table", "--timeline", "--trace"})
 """Options that name a file or folder to write; what else names a file names one to read."""
+FOLDER = "DIR"
+"""How the help shows an output that is a folder."""
 
 
 class StrictCommand(TyperCommand):
@@ -26,9 +30,9 @@ class StrictCommand(TyperCommand):
         Raises:
             typer.BadParameter: an option that takes one value has two, or a number is infinite or
                 none.
-            ValueError: an output would replace one of the inputs.
+            ValueError: an output would replace one of the inputs, or another output.
         """
-        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        words, _, given = self.make_parser(ctx).parse_args(args=list(args))
         for option, times in Counter(given).items():
             takes_many = getattr(option, "multiple", True) or getattr(option, "is_flag", False)
             if times > 1 and option.param_type_name == "option" and not takes_many:
@@ -44,16 +48,28 @@ class StrictCommand(TyperCommand):
                 raise typer.BadParameter(
                     f"expected a finite number, got {value}", param_hint=param.opts[0]
                 )
-        self._require_other_outputs(ctx)
+        self._check_outputs(ctx, {**(ctx.default_map or {}), **words})
         return rest
 
-    def _require_other_outputs(self, ctx: Any) -> None:
-        """Refuses outputs that are inputs; a folder stands for its files as a checkpoint."""
+    def _check_outputs(self, ctx: Any, words: Mapping[str, Any]) -> None:
+        """Refuses outputs that are inputs, or one another; a folder of inputs is a checkpoint."""
         inputs = [path for param in self.params for path in _inputs_of(param, ctx)]
+        files: dict[str, Path] = {}
         for param in self.params:
-            if OUTPUTS.intersection(param.opts):
-                what = param.opts[0].removeprefix("--")
-                require_not_read(ctx.params[param.name], what, inputs)
+            value = ctx.params.get(param.name)
+            if value is None or not OUTPUTS.intersection(param.opts):
+                continue
+            option = param.opts[0]
+            is_file = param.metavar != FOLDER
+            if is_file:
+                given = words.get(param.name, value)
+                if is_folder_name(given):
+                    raise ValueError(f"{option} {given}: is a folder, expected the name of a file")
+                files[option] = value
+            for path in [value] if is_file or option != "--png" else value.glob("*.png"):
+                require_not_read(path, option.removeprefix("--"), inputs)
+        for one, other in itertools.combinations(files, 2):
+            require_apart(files[one], files[other], (one, other))
 
 
 def _inputs_of(param: Any, ctx: Any) -> Iterator[Path]:

@@ -75,6 +75,9 @@ class RuntimeHandle:
             prefetcher: what reads experts before they are asked for, if anything does.
             timeline: where the times of what happens go, if anywhere.
             learning: who keeps what policies and predictors learned, if anybody does.
+
+        Raises:
+            CheckpointError: another process has begun the trace or the timeline.
         """
         self.facts = facts
         self.recorder = recorder
@@ -84,6 +87,17 @@ class RuntimeHandle:
         self._timeline = timeline
         self._learning = learning
         self._closed = False
+        self._hold_outputs()
+
+    def _hold_outputs(self) -> None:
+        """Begins trace and timeline, so that no other process can."""
+        with contextlib.ExitStack() as stack:
+            if self._timeline is not None:
+                stack.callback(self._timeline.close)
+                self._timeline.hold()
+            if self.recorder is not None:
+                self.recorder.hold()
+            stack.pop_all()
 
     def stats(self) -> RuntimeStats:
         """What the model did since it was loaded or its counters were reset."""

@@ -39,7 +39,7 @@ from moe_runtime.inference.learning import KeptLearning
 from moe_runtime.inference.libraries import settle_libraries
 from moe_runtime.inference.observing import attach_observer
 from moe_runtime.inference.prefetching import attach_prefetcher
-from moe_runtime.inference.routing_record import open_record
+from moe_runtime.inference.routing_record import check_records, open_record
 from moe_runtime.inference.steps import Steps
 from moe_runtime.inference.threads import rest_torch_threads
 from moe_runtime.inference.timed_store import TimedStore
@@ -60,7 +60,6 @@ from moe_runtime.parallel.communication.agreement import (
 )
 from moe_runtime.parallel.dispatch import Group, as_transport
 from moe_runtime.policies.eviction import LayerShares
-from moe_runtime.reading import require_not_read
 from moe_runtime.types import ModelSignature
 
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ def load(
         UnsupportedModelError: the checkpoint is sound but not one that can be served.
         CapacityError: the budget is too small, or memory cannot be had.
         RankFailureError: another process of the group died, stalled, or differs in something.
-        ValueError: an option is not one of those that exist, or an output would replace an input.
+        ValueError: an option is none that exists, or an output would replace an input or another.
     """
     start = time.perf_counter()
     budgets = {
@@ -152,8 +151,7 @@ def load(
     transport = as_transport(group)
     checkpoint = open_checkpoint(path_or_id, dtype)
     inputs = [*files_of(checkpoint.folder), predictor, placement]
-    require_not_read(trace, "trace", inputs)
-    require_not_read(timeline, "timeline", inputs)
+    check_records(trace, timeline, inputs)
     max_tokens = tokens_to_plan_for(checkpoint.config, max_tokens)
     model = build_on_meta(checkpoint)
     limit_tokens(model, max_tokens)

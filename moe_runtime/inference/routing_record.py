@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from moe_runtime.inference.expert_layer import OffloadedExperts
 from moe_runtime.inference.steps import RequestNumbers
 from moe_runtime.lab.traces.recent import RecentRouting
 from moe_runtime.lab.traces.recorder import TraceRecorder
+from moe_runtime.places import require_apart
+from moe_runtime.reading import require_not_read
 from moe_runtime.types import ModelSignature
 
 Recorder = TraceRecorder | RecentRouting
@@ -66,6 +69,16 @@ class RoutingRecord:
             recorder.routing(layer, expert_ids, weights)
         self._has_step = self._has_step or layer == self._last_layer
 
+    def hold(self) -> None:
+        """Begins the trace, if one is wanted, so that no other process can.
+
+        Raises:
+            CheckpointError: another process has begun it.
+        """
+        for recorder in self.recorders:
+            if isinstance(recorder, TraceRecorder):
+                recorder.hold()
+
     def close(self) -> None:
         """Writes what is not written yet, each of them even if another one cannot.
 
@@ -77,6 +90,27 @@ class RoutingRecord:
         with contextlib.ExitStack() as stack:
             for recorder in self.recorders:
                 stack.callback(recorder.close if self._has_step else recorder.discard)
+
+
+def check_records(
+    trace: str | os.PathLike[str] | None,
+    timeline: str | os.PathLike[str] | None,
+    inputs: Sequence[str | os.PathLike[str] | None],
+) -> None:
+    """Refuses a trace or timeline that would replace a file which is read, or the other one.
+
+    Args:
+        trace: the file of a trace, if one is wanted.
+        timeline: that of a timeline.
+        inputs: files that are read.
+
+    Raises:
+        ValueError: one would.
+    """
+    require_not_read(trace, "trace", inputs)
+    require_not_read(timeline, "timeline", inputs)
+    if trace is not None and timeline is not None:
+        require_apart(trace, timeline, ("trace", "timeline"))
 
 
 def open_record(

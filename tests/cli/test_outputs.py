@@ -6,7 +6,7 @@ import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from command_line import all_commands
@@ -157,6 +157,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 DRAW_LITTLE = ["--policy", "lru", "--predictor", "none"]
+OPTIONS = {"-o": "--output"}
 COMMANDS = {
     "report": (["report", "TRACE", "--max-accesses", "50", *DRAW_LITTLE], "-o"),
     "predictor fit": (["predictor", "fit", "TRACE", "--predictor", "popularity"], "-o"),
@@ -206,7 +207,10 @@ INPUTS = {
         (["run", "MODEL", "--prompts", "FILE", "--trace"], "FILE"),
         (["run", "MODEL", "--prompt-file", "FILE", "--timeline"], "FILE"),
     ],
-    "report": [(["report", "TRACE", "--output"], "TRACE")],
+    "report": [
+        (["report", "TRACE", "--output"], "TRACE"),
+        (["report", "PLOT", "-o", "FILE", "--png"], "FOLDER"),
+    ],
     "place": [(["place", "TRACE", "--gpus", "2", "--output"], "TRACE")],
     "simulate": [(["simulate", "--machine", "FILE", "--plot"], "FILE")],
     "finetune": [
@@ -221,6 +225,44 @@ INPUTS = {
     ],
     "bench kernels": [],  # reads nothing
 }
+FILES_THAT_ARE_READ = {
+    *("--config", "--from", "--machine", "--placement", "--prompt-file", "--prompts", "--text"),
+    "--train",
+}
+SCRATCH = {"--storage-dir"}
+"""Folders for files that have gone when the command ends, under names that nothing else has."""
+
+
+def test_every_option_that_names_a_path_is_an_output_or_an_input() -> None:
+    paths = set()
+    for command in all_commands().values():
+        kinds = get_type_hints(command.callback)
+        named = {param.opts[0] for param in command.params if "Path" in str(kinds.get(param.name))}
+        paths |= {option for option in named if option.startswith("--")}
+    assert paths == OUTPUTS | FILES_THAT_ARE_READ | SCRATCH
+
+
+@pytest.mark.parametrize("command", ["run", "report", "place", "predictor fit", "simulate"])
+def test_a_folder_s_name_is_no_output_file(
+    checkpoint: Path,
+    trace: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words, option = COMMANDS.get(command, (["run", str(checkpoint), "-p", "x"], "--trace"))
+    words = [word.replace("TRACE", str(trace)) for word in words]
+    Path("defaults.toml").write_text(f'{OPTIONS.get(option, option)[2:]} = "o/"\n')
+    asked = [[option, "o/"], [option, "o/."]]
+    if any("--config" in param.opts for param in all_commands()[command].params):
+        asked.append(["--config", "defaults.toml"])
+    for more in asked:
+        assert main([*words, *more]) == 2
+        err = capsys.readouterr().err
+        assert (err.count("\n"), "is a folder, expected the name of a file" in err) == (1, True)
+    assert sorted(os.listdir()) == ["defaults.toml", "input"]
 
 
 def test_the_table_has_every_command_with_outputs() -> None:
@@ -239,7 +281,10 @@ def test_an_output_that_is_an_input_is_refused(
 ) -> None:
     text = tmp_path / "file.txt"
     text.write_text("The store reads an expert. " * 40)
-    places = {"MODEL": str(checkpoint), "TRACE": str(trace), "FILE": str(text)}
+    plot = trace.with_suffix(".png")  # a trace all the same
+    plot.write_bytes(trace.read_bytes())
+    places = {"MODEL": str(checkpoint), "TRACE": str(trace), "FILE": str(text), "PLOT": str(plot)}
+    places["FOLDER"] = str(plot.parent)
     for name, place in places.items():
         words = [place if word == name else word for word in words]
         output = output.replace(name, place)
@@ -258,6 +303,56 @@ def test_an_output_that_is_an_input_is_refused(
 def test_a_new_file_beside_the_inputs_is_an_output(checkpoint: Path, trace: Path) -> None:
     for _ in range(2):
         assert main(["place", str(trace), "--gpus", "2", "-o", str(trace.parent / "map")]) == 0
+
+
+def test_plots_go_where_nothing_else_lies(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_runtime.lab.traces.readers.read_any_trace", None)  # it is not reached
+    (tmp_path / "file").write_bytes(b"")
+    words = ["report", str(trace), "-o", str(tmp_path / "plots" / "page.png"), "--png"]
+    (tmp_path / "plots").mkdir()
+    for folder, reason in (("plots", "among the plots"), ("file/below", "is no folder")):
+        assert main([*words, str(tmp_path / folder)]) == 2
+        err = capsys.readouterr().err
+        assert (err.count("\n"), reason in err) == (1, True)
+    assert os.listdir(tmp_path / "plots") == []
+
+
+@pytest.mark.parametrize("names", [("x", "x"), ("x", "link"), ("x", "x.part")])
+def test_load_refuses_one_file_for_trace_and_timeline(
+    checkpoint: Path, tmp_path: Path, names: tuple[str, str]
+) -> None:
+    (tmp_path / "link").symlink_to("x")
+    trace, timeline = (tmp_path / name for name in names)
+    with pytest.raises(ValueError, match="trace and timeline must be different files"):
+        load(checkpoint, trace=trace, timeline=timeline)
+    assert os.listdir(tmp_path) == ["link"]
+
+
+@pytest.mark.parametrize("option", ["trace", "timeline"])
+def test_a_loaded_model_holds_its_outputs(checkpoint: Path, tmp_path: Path, option: str) -> None:
+    outputs: dict[str, Any] = {"trace": tmp_path / "t.npz", "timeline": tmp_path / "t.json"}
+    held: Any = load(checkpoint, **{option: outputs[option]}).moe
+    with held:
+        with pytest.raises(CheckpointError, match="another process is writing"):
+            load(checkpoint, **outputs)
+        assert os.listdir(tmp_path) == [f"{outputs[option].name}.part"]
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("option", ["trace", "timeline"])
+def test_what_another_process_begins_while_a_model_is_loaded_is_refused(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    outputs: dict[str, Any] = {"trace": tmp_path / "t.npz", "timeline": tmp_path / "t.json"}
+    monkeypatch.setattr("moe_runtime.lab.traces.recorder.check_draft_path", lambda *_: None)
+    monkeypatch.setattr("moe_runtime.lab.traces.timeline.check_draft_path", lambda *_: None)
+    other = OutputFile(outputs[option], is_draft=True)
+    with pytest.raises(CheckpointError, match="another process is writing"):
+        load(checkpoint, **outputs)
+    assert os.listdir(tmp_path) == [f"{outputs[option].name}.part"]
+    other.discard()
 
 
 @pytest.mark.parametrize("option", ["trace", "timeline"])

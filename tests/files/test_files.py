@@ -8,20 +8,25 @@ import stat
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
 from injected_faults import CHANGING, LOOKING, at_call, fail, outcomes_of_kills
 
+from moe_runtime import files, places
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
 from moe_runtime.files import (
     OutputFile,
+    check_draft_path,
     check_not_in_progress,
+    check_output_folder,
     check_output_path,
     keep_interrupted,
     remove_abandoned,
     write_atomically,
 )
+from moe_runtime.places import draft_of, require_apart
 
 
 def write(path: Path | str, content: bytes = b"new") -> None:
@@ -58,6 +63,7 @@ def test_what_fails_leaves_the_old_file_and_nothing_else(
     assert os.listdir(tmp_path) == ["file"]
 
 
+@pytest.mark.filterwarnings("ignore:.*is written, but:moe_runtime.errors.MoERuntimeWarning")
 def test_a_full_disk_at_any_call_leaves_old_or_new(tmp_path: Path) -> None:
     path = tmp_path / "file"
     seen = set()
@@ -73,8 +79,7 @@ def test_a_full_disk_at_any_call_leaves_old_or_new(tmp_path: Path) -> None:
             break
         where = (number, made[number - 1])
         seen.add(made[number - 1])
-        assert path.read_bytes() in (b"old", b"new"), where
-        assert failed or path.read_bytes() == b"new", where
+        assert path.read_bytes() == (b"old" if failed else b"new"), where
         # Where removing itself fails, the partial file stays until somebody tidies up.
         remove_abandoned(tmp_path)
         assert os.listdir(tmp_path) == ["file"], where
@@ -217,10 +222,126 @@ def test_places_that_cannot_be_written_are_known_at_once(
     assert os.listdir(tmp_path) == ["file"]
 
 
+@pytest.mark.parametrize("name", ["out/", "out/."])
+def test_a_folder_s_name_is_no_file_s(tmp_path: Path, name: str) -> None:
+    with pytest.raises(CheckpointError, match="is a folder, expected the name of a trace file"):
+        check_output_path(f"{tmp_path}/{name}", "trace")
+    with pytest.raises(IsADirectoryError):
+        write(f"{tmp_path}/{name}")
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_nothing_can_take_the_place_of_is_known_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    assert places.is_mount_point(Path("/proc"))
+    assert not places.is_mount_point(path)
+    with monkeypatch.context() as patch:
+        # A file that is mounted alone, as into a container, lies on another mount than its folder.
+        patch.setattr(places, "_mount_of", lambda name: "2" if name == path else "1")
+        with pytest.raises(CheckpointError, match=r"the trace cannot be .*: is a mount point"):
+            check_output_path(path, "trace")
+        with pytest.raises(OSError, match="is a mount point"):
+            write(path)
+    tmp_path.chmod(0o1777)
+    check_output_path(path, "trace")
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(CheckpointError, match=r"the trace cannot .*: belongs to another user"):
+        check_output_path(path, "trace")
+    check_output_path(tmp_path / "new", "trace")
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_folder_that_cannot_be_listed_can_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, synced = os.open, []
+
+    def unreadable(name: Path, flags: int, *rest: int) -> int:
+        if name == tmp_path and not flags & getattr(os, "O_PATH", 0):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(name))
+        return real(name, flags, *rest)
+
+    def unlisted(name: Path) -> list[str]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(name))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", unreadable)
+        patch.setattr(os, "listdir", unlisted)
+        patch.setattr(os, "sync", lambda: synced.append(True))
+        check_output_path(tmp_path / "file", "trace")
+        write(tmp_path / "file")
+    assert synced == [True]
+    assert os.listdir(tmp_path) == ["file"]
+    assert (tmp_path / "file").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_a_file_in_its_place_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Some filesystems cannot bring a folder to the disk; on others that may fail."""
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        write(tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == b"new"
+    expected = ["is written, but a power cut could bring back"] * (number == errno.EIO)
+    assert [str(each.message).partition(": ")[2][:44] for each in caught] == expected
+
+
+@pytest.mark.parametrize("length", [238, 250, 251, 255])
+def test_an_output_of_any_name_can_grow(tmp_path: Path, length: int) -> None:
+    one, other = (tmp_path / ("n" * (length - 1) + last) for last in "12")
+    check_draft_path(one, "trace")
+    grown = [OutputFile(path, is_draft=True) for path in (one, other)]
+    for number, output in enumerate(grown):
+        output.file.write(b"%d" % number)
+        output.finish()
+    assert (one.read_bytes(), other.read_bytes()) == (b"0", b"1")
+    draft_of(one).write_bytes(b"half")
+    with pytest.warns(MoERuntimeWarning, match="holds what an interrupted run left"):
+        keep_interrupted(one)
+    assert len(os.listdir(tmp_path)) == 3
+    with pytest.raises(CheckpointError, match="File name too long"):
+        check_output_path(tmp_path / ("n" * 256), "trace")
+
+
+def test_folders_that_cannot_be_made_are_known_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    check_output_folder(tmp_path / "new" / "below", "plots")
+    check_output_folder(tmp_path, "plots")
+    for name in ("file", "file/below"):
+        with pytest.raises(CheckpointError, match=r"the plots cannot .*: .*file is no folder"):
+            check_output_folder(tmp_path / name, "plots")
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("names", [("a", "a"), ("a", "a.part"), ("link", "a"), ("a.part", "link")])
+def test_two_outputs_lie_apart(tmp_path: Path, names: tuple[str, str]) -> None:
+    (tmp_path / "link").symlink_to("a")
+    first, second = (tmp_path / name for name in names)
+    with pytest.raises(ValueError, match="trace and timeline must be different files"):
+        require_apart(first, second, ("trace", "timeline"))
+    require_apart(first, tmp_path / "b", ("trace", "timeline"))
+    require_apart("/dev/null", "/dev/null", ("trace", "timeline"))
+
+
 def test_only_what_nobody_writes_any_more_is_removed(tmp_path: Path) -> None:
     living = OutputFile(tmp_path / "living")
     living.file.write(b"new")
     (tmp_path / "dead.0123abcd.partial").write_bytes(b"half")
+    (tmp_path / "model.partial").mkdir()  # an export of an earlier version
     (tmp_path / "step.shards.partial").mkdir()
     (tmp_path / "step.shards.partial" / "shard").write_bytes(b"half")
     (tmp_path / "other").write_bytes(b"stays")
@@ -253,6 +374,19 @@ def test_several_may_look_whether_a_draft_is_in_progress(tmp_path: Path) -> None
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(CheckpointError, match="another process is writing"):
             check_not_in_progress(tmp_path / "t.npz", "trace")
+
+
+def test_what_others_only_look_at_is_kept_once_they_have_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = tmp_path / "t.npz.part"
+    draft.write_bytes(b"half")
+    with draft.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        monkeypatch.setattr(files.time, "sleep", lambda _: fcntl.flock(other, fcntl.LOCK_UN))
+        with pytest.warns(MoERuntimeWarning, match="holds what an interrupted run left"):
+            keep_interrupted(tmp_path / "t.npz")
+    assert os.listdir(tmp_path) == ["t.npz.interrupted"]
 
 
 def test_what_a_living_process_writes_is_not_taken(tmp_path: Path) -> None:

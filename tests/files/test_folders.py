@@ -13,14 +13,26 @@ from injected_faults import CHANGING, LOOKING, at_call, fail, outcomes_of_kills
 
 from moe_runtime import folders
 from moe_runtime.errors import MoERuntimeWarning
-from moe_runtime.files import partial_name
+from moe_runtime.files import held
 from moe_runtime.folders import recover_folder, replace_folder
+from moe_runtime.places import partial_name
 
 
-@pytest.fixture(params=["exchange", "without exchange"])
+def of_a_lower_layer(one: Path, other: Path) -> bool:
+    """What an overlay filesystem says of a folder that was there when it was mounted."""
+    raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(one), None, str(other))
+
+
+WAYS: dict[str, tuple[str, Any]] = {
+    "exchange": ("_READY_SUFFIX", ".ready"),
+    "without exchange": ("_exchange", lambda one, other: False),
+    "lower layer": ("_exchange", of_a_lower_layer),
+}
+
+
+@pytest.fixture(params=WAYS)
 def exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param != "exchange":
-        monkeypatch.setattr(folders, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(folders, *WAYS[request.param])
 
 
 @pytest.fixture
@@ -100,7 +112,17 @@ def test_a_full_disk_at_any_call_leaves_old_or_new(old: Path) -> None:
     assert seen >= {"mkdir", "open", "fsync", "unlink", "rmdir"}
 
 
-@pytest.mark.parametrize("way", ["", "folders._exchange = lambda one, other: False\n"])
+LOWER_LAYER = (
+    "def exchange(one, other): raise OSError(18, 'Invalid cross-device link')\n"
+    "folders._exchange = exchange\n"
+)
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["", "folders._exchange = lambda one, other: False\n", LOWER_LAYER],
+    ids=["exchange", "without exchange", "lower layer"],
+)
 def test_a_kill_at_any_call_leaves_old_or_new(tmp_path: Path, way: str) -> None:
     program = (
         "import pathlib, shutil\n"
@@ -125,7 +147,7 @@ def test_a_kill_at_any_call_leaves_old_or_new(tmp_path: Path, way: str) -> None:
     found = outcomes_of_kills(program, tmp_path)
     whole = {f"True {{{text!r}}} ['model']" for text in ("old", "new")}
     # Without an exchange there is a moment without the name; the next writer gives it back.
-    aside = {"False {'old'} ['model']"} if way else set()
+    aside = {"False {'old'} ['model']"} if "lambda" in way else set()
     assert set(found) == whole | aside
     assert found[-1] == "True {'new'} ['model']"
     assert len(found) > 15
@@ -159,6 +181,58 @@ def test_what_is_kept_goes_over(old: Path) -> None:
     assert (old / "notes").read_text() == "mine"
     assert os.readlink(old / "kept" / "link") == "elsewhere"
     assert not (old / "gone").exists()
+
+
+def test_a_folder_that_must_stay_where_it_is_gets_the_new_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    fill(folder, "old")
+    (folder / "a folder").mkdir()
+    (folder / "a folder" / "in it").write_text("old")
+    (folder / "a file").write_text("old")
+    (folder / "notes").write_text("mine")
+    os.link(folder / "notes", folder / "notes too")
+    before = folder.stat().st_ino
+    monkeypatch.chdir(folder / "sub")
+    with replace_folder("..", keeps=lambda path: path.name.startswith("notes")) as new:
+        fill(new, "new")
+        (new / "a folder").write_text("now a file")
+        (new / "a file").mkdir()
+    assert content(folder) == {"new"}
+    assert Path("b").read_text() == "new"
+    assert folder.stat().st_ino == before
+    assert sorted(os.listdir(folder)) == ["a", "a file", "a folder", "notes", "notes too", "sub"]
+    assert (folder / "a folder").read_text() == "now a file"
+    assert (folder / "notes too").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_what_another_process_still_puts_in_place_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    fill(folder, "old")
+    ready = partial_name(folder).with_suffix(".ready")
+    fill(ready, "new")
+    with held(ready), pytest.raises(BlockingIOError, match="another process is writing"):
+        replace(folder)
+    assert content(folder) == {"old"}
+    recover_folder(folder)
+    assert content(folder) == {"new"}
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_long_names_that_begin_alike_share_nothing_beside_them(tmp_path: Path) -> None:
+    one, other = (tmp_path / ("n" * 245 + last) for last in "12")
+    with replace_folder(one) as first, replace_folder(other) as second:
+        fill(first, "first")
+        fill(second, "second")
+        recover_folder(one)
+        recover_folder(other)
+    assert (content(one), content(other)) == ({"first"}, {"second"})
+    fill(partial_name(one).with_suffix(".old"), "older")
+    recover_folder(other)
+    assert content(other) == {"second"}
+    assert len(os.listdir(tmp_path)) == 3
 
 
 def test_links_to_a_folder_stay(old: Path) -> None:

@@ -210,22 +210,35 @@ def test_experts_of_another_checkpoint_are_not_written_as_the_models(
 
 
 def test_a_place_that_cannot_be_written_is_named_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     checkpoint(tmp_path / "first")
     (tmp_path / "file").write_text("x")
-    (tmp_path / "here" / "below").mkdir(parents=True)
     model = load(tmp_path / "first")
     with model.moe:
         with pytest.raises(NotADirectoryError, match=r"is a file; name a folder.*/file'"):
             model.save_pretrained(tmp_path / "file")
         with pytest.raises(OSError, match=r"no folder can be made.*'/proc/made'"):
             model.save_pretrained("/proc/made")
-        for place, above in ((tmp_path / "here", "."), (tmp_path / "here" / "below", "..")):
-            monkeypatch.chdir(place)
-            with pytest.raises(OSError, match=r"working directory; name a folder in it"):
-                model.save_pretrained(above)
-        # the folder is still there, and one in it can be written
-        monkeypatch.chdir(tmp_path / "here")
-        model.save_pretrained("out")
-    assert (tmp_path / "here" / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(("place", "name"), [(".", "."), ("below", "..")])
+def test_the_working_directory_may_be_saved_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, name: str
+) -> None:
+    checkpoint(folder := tmp_path / "first")
+    (folder / "below").mkdir()
+    (folder / "notes").write_text("mine")
+    before = tensors(folder)
+    monkeypatch.chdir(folder / place)
+    model = load(folder)
+    with model.moe:
+        for _ in range(2):  # the second time its experts come from what the first has written
+            model.save_pretrained(name, max_shard_size=40_000)
+    assert len(list(Path(name).glob("model-*.safetensors"))) > 1
+    saved = tensors(Path(name))
+    assert saved.keys() == before.keys()
+    assert all(torch.equal(saved[key], before[key]) for key in before)
+    assert (folder / "notes").read_text() == "mine"
+    assert not (folder / "model.safetensors").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from training_runs import error_of, train, write_run
 
-from moe_runtime.errors import MoERuntimeWarning
+from moe_runtime.errors import CheckpointError, MoERuntimeWarning
 from moe_runtime.files import OutputFile
 from moe_runtime.training.checkpoint import checkpoints_in, remove_oldest
 from moe_runtime.training.data.prepared import check_outputs
@@ -65,6 +65,25 @@ def test_a_full_disk_is_known_before_the_text_is_read(
 
 def test_a_trace_in_the_run_s_own_folder_may_come_before_the_folder(tmp_path: Path) -> None:
     check_outputs(tmp_path / "out", tmp_path / "out" / "trace.npz")
+
+
+def test_a_run_s_places_are_known_before_its_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    out = tmp_path / "out"
+    for output, trace, reason in (
+        (out, out / "missing" / "x.npz", "there is no folder"),
+        (out, out, "is the run's folder"),
+        (out / "run", out, "is the run's folder"),
+        (tmp_path / "file", None, "is no folder"),
+        (tmp_path / "file" / "below", None, "is no folder"),
+    ):
+        with pytest.raises(CheckpointError, match=reason):
+            check_outputs(output, trace)
+    (out / "checkpoints").mkdir(parents=True)
+    check_outputs(out, out / "checkpoints" / "x.npz")
+    (out / "data").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="is no folder"):
+        check_outputs(out, None)
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(

@@ -23,7 +23,7 @@ from moe_runtime.cli.step_speed import (
     warn_of_slow_disk,
     warn_where_much_moves,
 )
-from moe_runtime.cli.strict import refuse_given
+from moe_runtime.cli.strict import FOLDER, refuse_given
 from moe_runtime.config import format_bytes, parse_budget
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ Data = Annotated[
         metavar="DATA...", help="Text files, folders of .txt files, or patterns such as 'a/*.md'."
     ),
 ]
-Output = Annotated[Path, typer.Option("--output", "-o", help="Folder of the run.")]
+Output = Annotated[Path, typer.Option("--output", "-o", metavar=FOLDER, help="Folder of the run.")]
 Lora = Annotated[
     int | None,
     typer.Option(min=1, metavar="RANK", help="Train adapters of this rank, nothing else."),

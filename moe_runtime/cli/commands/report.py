@@ -7,10 +7,10 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, loading_bar, print_json, print_rows
-from moe_runtime.cli.strict import refuse_given
+from moe_runtime.cli.strict import FOLDER, refuse_given
 from moe_runtime.config import parse_bytes
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.files import check_output_path
+from moe_runtime.files import check_output_folder, check_output_path
 
 if TYPE_CHECKING:
     from moe_runtime.lab.report.page import Page
@@ -25,7 +25,7 @@ Source = Annotated[
 ]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Page to write (.html).")]
 Png = Annotated[
-    Path | None, typer.Option("--png", metavar="DIR", help="Also write every plot into a folder.")
+    Path | None, typer.Option("--png", metavar=FOLDER, help="Also write every plot into a folder.")
 ]
 Policies = Annotated[
     str, typer.Option("--policy", help="Policies to compare, with commas between.")
@@ -82,6 +82,10 @@ def report(
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
     check_output_path(output, "report")
+    if png is not None:
+        check_output_folder(png, "plots")
+        if output.suffix == ".png" and output.resolve().parent == png.resolve():
+            raise ValueError(f"{output}: the page would lie among the plots; name another file")
     _check_drawing()
     from moe_runtime.lab.report.page import write_page, write_plots
 

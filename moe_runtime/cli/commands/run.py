@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import os
 import secrets
 import sys
 from functools import partial
@@ -25,7 +24,7 @@ from moe_runtime.cli.prompt_progress import prompt_progress
 from moe_runtime.cli.prompts import read_prompts
 from moe_runtime.cli.run_outcome import outcome_json, outcome_rows
 from moe_runtime.config import parse_budget
-from moe_runtime.files import check_not_in_progress, check_output_path, draft_of, writes_directly
+from moe_runtime.files import check_not_in_progress, check_output_path
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -144,14 +143,6 @@ def _check_budgets_and_files(
         if path is not None:
             check_output_path(path, what)
             check_not_in_progress(path, what)
-    if trace is None or timeline is None or writes_directly(trace):
-        return
-    places = [{draft_of(path), Path(os.path.realpath(path))} for path in (trace, timeline)]
-    if places[0] & places[1]:
-        raise ValueError(
-            "--trace and --timeline must be different files, and neither the other's name with "
-            f".part, where that grows; got {trace} and {timeline}"
-        )
 
 
 def load_tokenizer(model: str) -> Any:

@@ -15,12 +15,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from moe_runtime.errors import named_failure
-from moe_runtime.files import (
-    check_output_path,
-    keep_interrupted,
-    writes_directly,
-)
+from moe_runtime.files import check_draft_path
 from moe_runtime.lab.traces.format import (
     PHASES,
     TRACE_VERSION,
@@ -33,6 +28,7 @@ from moe_runtime.lab.traces.format import (
     write_trace,
 )
 from moe_runtime.lab.traces.journal import JournalWriter
+from moe_runtime.places import writes_directly
 from moe_runtime.types import ModelSignature
 
 
@@ -72,9 +68,7 @@ class TraceRecorder:
                 f"a trace holds at most {0xFFFF} experts a layer, got {signature.num_experts}"
             )
         self._path = Path(path)
-        check_output_path(self._path, "trace")
-        with named_failure(self._path, "trace"):
-            keep_interrupted(self._path)
+        check_draft_path(path, "trace")
         self._keeps_journal = not writes_directly(self._path)
         self._signature = signature
         self._expert_dtype = expert_dtype(signature.num_experts)
@@ -213,6 +207,17 @@ class TraceRecorder:
         self._expert_ids[-1][:, layer, : ids.shape[1]] = chosen
         self._weights[-1][:, layer, : ids.shape[1]] = factors
 
+    def hold(self) -> None:
+        """Begins the journal, so that no other process can; otherwise the first steps do.
+
+        From then on `close` or `discard` must be called.
+
+        Raises:
+            CheckpointError: another process has begun it, or it cannot be made.
+        """
+        if self._journal is None and self._keeps_journal:
+            self._journal = JournalWriter(self._path)
+
     def pause(self) -> None:
         """Ignores all events until ``resume``; for warm-up."""
         self._recording = False
@@ -267,8 +272,8 @@ class TraceRecorder:
         end, num_steps = self._journalled
         if not self._keeps_journal or num_steps == len(self._phases):
             return
-        if self._journal is None:
-            self._journal = JournalWriter(self._path)
+        self.hold()
+        assert self._journal is not None, "a journal is kept"
         block = io.BytesIO()
         save_columns(block, self._trace(num_steps), compressed=False)
         self._journalled = self._journal.append(block.getvalue(), end), len(self._phases)

@@ -15,7 +15,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from moe_runtime.errors import named_failure
-from moe_runtime.files import OutputFile, check_output_path, keep_interrupted
+from moe_runtime.files import OutputFile, check_draft_path
+from moe_runtime.places import writes_directly
 from moe_runtime.types import ExpertKey
 
 COMPUTE = 1
@@ -47,9 +48,7 @@ class Timeline:
         self._tracks: set[int] = set()
         self._output: OutputFile | None = None
         self._closed = False
-        check_output_path(self._path, "timeline")
-        with self._named_failure():
-            keep_interrupted(self._path)
+        check_draft_path(path, "timeline")
         self._describe("process_name", COMPUTE, "moe-runtime")
         self._describe("thread_name", COMPUTE, "compute")
 
@@ -83,6 +82,18 @@ class Timeline:
             self._tracks.add(track)
             self._describe("thread_name", track, f"{tier} {lane}")
         return track
+
+    def hold(self) -> None:
+        """Begins the file beside its place, so that no other process can; else `flush` does.
+
+        From then on `close` must be called. A pipe is not opened before there is something to say.
+
+        Raises:
+            CheckpointError: another process has begun it, or it cannot be made.
+        """
+        with self._flushing, self._named_failure():
+            if self._output is None and not self._closed and not writes_directly(self._path):
+                self._output = OutputFile(self._path, is_draft=True)
 
     def flush(self) -> None:
         """Hands what was noted to the operating system.

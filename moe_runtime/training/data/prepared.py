@@ -12,6 +12,7 @@ import torch
 from moe_runtime.checkpoints.model_files import files_of
 from moe_runtime.errors import CheckpointError
 from moe_runtime.files import (
+    check_output_folder,
     check_output_path,
     make_folders,
     remove_abandoned,
@@ -129,13 +130,19 @@ def check_outputs(output: Path, trace: Path | None) -> None:
     Raises:
         CheckpointError: a file could not be written.
     """
-    # A trace in the run's folder finds it there when it is begun.
-    if trace is not None and not trace.resolve().is_relative_to(output.resolve()):
-        check_output_path(trace, "trace")
     for folder in (output, output / CHECKPOINTS, output / DATA):
         remove_abandoned(folder)
-        if folder.is_dir():
-            check_output_path(folder / SUMMARY_FILE, "run's output")
+        check_output_folder(folder, "run's output")
+    if output.is_dir():
+        check_output_path(output / SUMMARY_FILE, "run's output")
+    if trace is None:
+        return
+    run, place = output.resolve(), trace.resolve()
+    if run.is_relative_to(place):
+        raise CheckpointError(f"{trace}: is the run's folder, expected the name of a trace file")
+    # The run's folder is there when its trace is begun; no other one is made for it.
+    if run.is_dir() or place.parent != run:
+        check_output_path(trace, "trace")
 
 
 def find_state(

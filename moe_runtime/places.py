@@ -1,0 +1,214 @@
+"""Where outputs lie: what a name leads to, what may lie beside it, and what can be replaced there.
+
+A new version of a file or folder lies beside it until it is whole (``moe_runtime.files``,
+``moe_runtime.folders``). Where a name leaves no room for what is put behind it, its end gives way
+to a hash of the whole, so that two outputs never share what lies beside them.
+"""
+
+import errno
+import hashlib
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+
+PARTIAL_SUFFIX = ".partial"
+DRAFT_SUFFIX = ".part"
+INTERRUPTED_SUFFIX = ".interrupted"
+_DESCRIPTORS = re.compile(r"/proc/(\d+)(/task/\d+)?/fd")
+_MOST_LINKS = 40
+_MOST_NAME_BYTES = 255
+_PARTIAL_BYTES = len(f".00000000{PARTIAL_SUFFIX}")
+_INTERRUPTED_BYTES = len(f"{INTERRUPTED_SUFFIX}-0000")
+
+
+def is_folder_name(path: str | os.PathLike[str]) -> bool:
+    """Whether a name says that it is a folder's, as ``out/`` and ``out/.`` do, there or not.
+
+    A `Path` cannot say so any more.
+    """
+    return os.path.basename(path) in ("", ".")
+
+
+def place_of(path: str | os.PathLike[str]) -> Path | None:
+    """The regular file that a name leads to, there or not; None for what is no regular file.
+
+    Raises:
+        IsADirectoryError: it stands for a folder.
+        OSError: its links lead in a circle, or it is longer than names may be.
+    """
+    if is_folder_name(path):
+        raise _is_folder(path)
+    end = _end_of_links(path)
+    if _DESCRIPTORS.fullmatch(str(end.parent)):
+        return None
+    try:
+        mode = os.stat(end).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return end
+    if stat.S_ISDIR(mode):
+        raise _is_folder(path)
+    return end if stat.S_ISREG(mode) else None
+
+
+def writes_directly(path: str | os.PathLike[str]) -> bool:
+    """Whether a name stands for a device, a pipe or an open descriptor: nothing can replace it.
+
+    Raises:
+        OSError: as `place_of`.
+    """
+    return place_of(path) is None
+
+
+def open_directly(path: str | os.PathLike[str]) -> int:
+    """Opens what is no regular file; nothing is made, and descriptors go on where they stand.
+
+    Returns:
+        A descriptor to write to.
+    """
+    end = _end_of_links(path)
+    found = _DESCRIPTORS.fullmatch(str(end.parent))
+    if found is not None and int(found[1]) == os.getpid() and end.name.isdigit():
+        return os.dup(int(end.name))
+    return os.open(end, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
+
+
+def require_apart(
+    first: str | os.PathLike[str], second: str | os.PathLike[str], names: tuple[str, str]
+) -> None:
+    """Refuses two outputs of the same work of which one would replace the other, or its draft.
+
+    Args:
+        first: one output; what is no regular file may be written twice.
+        second: the other one.
+        names: what they are called.
+
+    Raises:
+        ValueError: they lead to the same file, or one to where the other grows.
+    """
+    if writes_directly(first):
+        return
+    places = [{draft_of(path), Path(os.path.realpath(path))} for path in (first, second)]
+    if places[0] & places[1]:
+        raise ValueError(
+            f"{names[0]} and {names[1]} must be different files, and neither the other's name with "
+            f"{DRAFT_SUFFIX}, where that grows; got {first} and {second}"
+        )
+
+
+def require_replaceable(place: Path) -> None:
+    """Refuses a file or folder, links followed, that a new one could not take the place of.
+
+    Raises:
+        OSError: something is mounted there, or only its owner may replace it.
+    """
+    if not os.path.lexists(place):
+        return
+    if is_mount_point(place):
+        reason = "is a mount point, so nothing can take its place; name one in a mounted folder"
+        raise OSError(errno.EBUSY, reason, str(place))
+    folder, user = os.stat(place.parent), os.geteuid()
+    if folder.st_mode & stat.S_ISVTX and user not in (0, folder.st_uid, os.stat(place).st_uid):
+        reason = "belongs to another user, and its folder lets owners alone replace what is theirs"
+        raise PermissionError(errno.EPERM, reason, str(place))
+
+
+def require_right(path: str | os.PathLike[str]) -> None:
+    """Refuses what this process may not write to.
+
+    Raises:
+        PermissionError: it may not.
+    """
+    if not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, "no right to write to it", os.fspath(path))
+
+
+def is_mount_point(path: Path) -> bool:
+    """Whether something is mounted at a name, a part of the same filesystem included.
+
+    That `os.path.ismount` cannot tell. What cannot be found out is none.
+    """
+    return os.path.ismount(path) or _mount_of(path) != _mount_of(path.parent)
+
+
+def is_at(path: Path, descriptor: int) -> bool:
+    """Whether a name still stands for an open file: it may have been removed or taken since."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def draft_of(path: str | os.PathLike[str]) -> Path:
+    """Where an output lies while it grows: beside the file that its name leads to."""
+    return _beside(_end_of_links(path), DRAFT_SUFFIX, len(DRAFT_SUFFIX))
+
+
+def interrupted_of(path: str | os.PathLike[str]) -> Path:
+    """A name beside an output, which nothing has, for what a killed process left of it."""
+    first = free = _beside(_end_of_links(path), INTERRUPTED_SUFFIX, _INTERRUPTED_BYTES)
+    number = 1
+    while os.path.lexists(free):
+        number += 1
+        free = first.with_name(f"{first.name}-{number}")
+    return free
+
+
+def partial_name(place: Path, token: str | None = None) -> Path:
+    """A name beside a file or folder for a new version of it; the token is random when omitted."""
+    return _beside(place, f".{token or secrets.token_hex(4)}{PARTIAL_SUFFIX}", _PARTIAL_BYTES)
+
+
+def partials_of(place: Path, suffix: str = PARTIAL_SUFFIX) -> list[Path]:
+    """What lies beside a file or folder as versions of it; none where that cannot be listed."""
+    stem = re.escape(_short(place.name, _PARTIAL_BYTES))
+    ours = re.compile(rf"{stem}\.[0-9a-f]{{8}}{re.escape(suffix)}")
+    try:
+        names = os.listdir(place.parent)
+    except PermissionError:
+        return []
+    return [place.parent / name for name in names if ours.fullmatch(name)]
+
+
+def _end_of_links(path: str | os.PathLike[str]) -> Path:
+    """What a name leads to, there or not; open descriptors are not looked through."""
+    end = Path(path)
+    for _ in range(_MOST_LINKS):
+        end = Path(os.path.realpath(end.parent), end.name)
+        if _DESCRIPTORS.fullmatch(str(end.parent)) or not os.path.islink(end):
+            break
+        end = end.parent / os.readlink(end)
+    return end
+
+
+def _is_folder(path: str | os.PathLike[str]) -> IsADirectoryError:
+    return IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+
+
+def _beside(place: Path, suffix: str, room: int) -> Path:
+    return place.with_name(_short(place.name, room) + suffix)
+
+
+def _short(name: str, room: int) -> str:
+    """A name that leaves room for so many bytes behind it."""
+    raw = os.fsencode(name)
+    if len(raw) + room <= _MOST_NAME_BYTES:
+        return name
+    mark = f"~{hashlib.sha256(raw).hexdigest()[:8]}"
+    return raw[: _MOST_NAME_BYTES - room - len(mark)].decode(errors="ignore") + mark
+
+
+def _mount_of(path: Path) -> str | None:
+    """The number of the mount that a name leads into; None where the system does not tell."""
+    try:
+        descriptor = os.open(path, getattr(os, "O_PATH", os.O_RDONLY) | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        with open(f"/proc/self/fdinfo/{descriptor}", encoding="ascii") as lines:
+            return next((line for line in lines if line.startswith("mnt_id:")), None)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
