@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from feature_rows import Feature, outcome
 from tiny_checkpoints import PROMPT
 from torch import Tensor
 from transformers import (
+    CompileConfig,
     ContinuousBatchingConfig,
     DynamicCache,
     GenerationConfig,
@@ -73,6 +75,27 @@ def stopped(model: Any, _: Path) -> Tensor:
 def assisted(model: Any, _: Path) -> Tensor:
     """Greedy decoding with itself as assistant: every guess is right."""
     return generate(model, assistant_model=model)
+
+
+@torch.no_grad()
+def compiled_call(model: Any, _: Path) -> Any:
+    """The call that generation with a static cache has compiled, and keeps."""
+    made = []
+
+    def compiled(call: Any, **options: Any) -> Any:
+        made.append(options["backend"])
+        return call
+
+    with mock.patch("torch.compile", compiled):
+        calls = [model.get_compiled_call(CompileConfig(backend="eager")) for _ in range(2)]
+    return [call(input_ids=PROMPT).logits for call in calls], made
+
+
+@torch.no_grad()
+def call_of_graphs(model: Any, _: Path) -> Any:
+    # a graph of the model of transformers takes long, and would compute what the model does
+    call = model.get_compiled_call(CompileConfig(backend="eager", fullgraph=False))
+    return (call if hasattr(model, "moe") else model)(input_ids=PROMPT).logits
 
 
 def recorded(model: Any, _: Path) -> Any:
@@ -170,8 +193,8 @@ FEATURES = [
     Feature(GENERATION, "streamer", streamed),
     Feature(GENERATION, "logits processors", processed),
     Feature(GENERATION, "stopping criteria", stopped),
-    Feature(GENERATION, "compiled call",
-            lambda m, _: callable(m.get_compiled_call(None)), methods=("get_compiled_call",)),
+    Feature(GENERATION, "compiled call", compiled_call, methods=("get_compiled_call",)),
+    Feature(GENERATION, "compiled call: experts between graphs", call_of_graphs, is_long=True),
     Feature(OUTPUTS, "scores, logits, hidden states and attentions of generation", recorded),
     Feature(OUTPUTS, "transition scores", transitions, methods=("compute_transition_scores",)),
     Feature(OUTPUTS, "loss, hidden states, attentions and router logits", forward_outputs,
@@ -187,6 +210,8 @@ FEATURES = [
             family="gpt_oss"),
     *(Feature(ATTENTION, f"`{name}`", attention(name), methods=("set_attn_implementation",))
       for name in ("eager", "sdpa")),
+    Feature(ATTENTION, "`flex_attention`",
+            lambda m, _: outcome(lambda: attention("flex_attention")(m, _)), is_long=True),
     Feature(BATCHES, "left padding", padded,
             methods=("warn_if_padding_and_no_attention_mask",)),
     Feature(BATCHES, "continuous batching", batch,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch
 from feature_rows import Feature, outcome
 from tiny_checkpoints import PROMPT
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AutoModelForCausalLM
 
 FACTS, PARTS = "What the model is", "Parts and settings"
@@ -23,6 +26,7 @@ WEIGHTS, SAVING, COPYING = "Weights", "Saving", "Copying"
 COMPILING = "Compiling and exporting"
 COPIED = "cannot be copied or pickled"
 NOT_HERE = "are in its checkpoint's files, not in memory"
+FOLLOWS = "cannot follow a loaded model"
 STAYS = "give dtype and device to moe_runtime.load"
 
 
@@ -114,6 +118,67 @@ def compiled_in_place(model: Any, _: Path) -> Any:
     return logits(model)
 
 
+@torch.no_grad()
+def prompt_and_steps(model: Any) -> list[Tensor]:
+    first = model(PROMPT, use_cache=True)
+    cache, found = first.past_key_values, [first.logits]
+    for token in (3, 4):
+        found.append(model(torch.tensor([[token]]), past_key_values=cache).logits)
+    return found
+
+
+def hooked(place: str) -> Callable[[Any, Path], Any]:
+    """What a hook before and one after a module do to a prompt and to steps of one token."""
+
+    def scaled(factor: float, value: Any) -> Any:
+        values = value if isinstance(value, tuple) else (value,)
+        changed = (values[0] * factor, *values[1:]) if values else values
+        return changed if isinstance(value, tuple) else changed[0]
+
+    def trial(model: Any, _: Path) -> Any:
+        before = prompt_and_steps(model)
+        part = model.get_submodule(place)
+        hooks = [
+            part.register_forward_pre_hook(lambda module, inputs: scaled(1.25, inputs)),
+            part.register_forward_hook(lambda module, inputs, out: scaled(1.5, out)),
+        ]
+        found = prompt_and_steps(model)
+        assert not torch.allclose(found[2], before[2], rtol=1e-2, atol=1e-2)
+        for hook in hooks:
+            hook.remove()
+        return found, prompt_and_steps(model)
+
+    return trial
+
+
+def rescaled(model: Any, _: Path) -> Any:
+    prompt_and_steps(model)
+    model.model.layers[0].self_attn.scaling *= 3
+    return prompt_and_steps(model)
+
+
+def transformed(transform: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A transform of the sum of logits, as a function of embedded tokens."""
+
+    def trial(model: Any) -> Any:
+        embedded = model.get_input_embeddings()(PROMPT).detach()
+        rows = embedded.expand(2, *embedded.shape) if transform is torch.func.vmap else embedded
+        return transform(lambda x: model(inputs_embeds=x, use_cache=False).logits.sum())(rows)
+
+    return trial
+
+
+def faked(model: Any) -> Any:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return model(PROMPT)
+
+
+@torch.no_grad()
+def called_with_others(model: Any, _: Path) -> Any:
+    others = {"lm_head.weight": torch.ones_like(model.lm_head.weight)}
+    return torch.func.functional_call(model, others, PROMPT).logits, logits(model)
+
+
 def is_loaded(model: Any) -> bool:
     """A graph of a model of transformers would compute what the model does: it takes half a minute
     to find that out."""
@@ -189,8 +254,15 @@ FEATURES = [
                 PROMPT, attention_mask=torch.ones_like(PROMPT), is_first_iteration=True).items()
                 if isinstance(value, Tensor)},
             methods=("prepare_inputs_for_generation",)),
-    changed(PARTS, "hooks on modules", lambda m: bool(m.model.register_forward_hook(
-        lambda module, inputs, out: None))),
+    *(Feature(PARTS, f"hooks {name}", hooked(place)) for name, place in (
+        ("on a layer", "model.layers.1"), ("on attention", "model.layers.1.self_attn"),
+        ("on a part of attention", "model.layers.1.self_attn.k_proj"),
+        ("on a norm", "model.layers.1.input_layernorm"), ("on a router", "model.layers.1.mlp.gate"),
+        ("on experts", "model.layers.1.mlp.experts"),
+        ("on the experts' activation", "model.layers.1.mlp.experts.act_fn"),
+        ("on `lm_head`", "lm_head"),
+    )),
+    Feature(PARTS, "a layer's number changed: the scale of its attention", rescaled),
     Feature(WEIGHTS, "`state_dict`, `parameters`: names, shapes, dtypes, devices",
             lambda m, _: [described(m.state_dict().items()), described(m.named_parameters())]),
     Feature(WEIGHTS, "values beside the experts",
@@ -242,6 +314,29 @@ FEATURES = [
     refused(COMPILING, "`torch.export`",
             lambda m: torch.export.export(m, (PROMPT,), {"use_cache": False}, strict=False),
             NOT_HERE),
+    *(refused(COMPILING, f"`{name}`", transform, FOLLOWS) for name, transform in {
+        "torch.jit.trace": lambda m: torch.jit.trace(m, PROMPT, strict=False),
+        "torch.jit.script": torch.jit.script,
+        "torch.onnx.export(dynamo=False)": lambda m: torch.onnx.export(
+            m, (PROMPT,), os.devnull, dynamo=False),
+        "make_fx": lambda m: make_fx(lambda ids: m(ids).logits)(PROMPT),
+        "FakeTensorMode": faked,
+    }.items()),
+    *(refused(COMPILING, f"`torch.func.{name}`", transformed(transform), line)
+      for name, transform, line in (
+          ("vmap", torch.func.vmap, "call it on a batch"),
+          ("grad", torch.func.grad, "use backward()"),
+          ("vjp", lambda f: lambda x: torch.func.vjp(f, x), "use backward()"),
+          ("jvp", lambda f: lambda x: torch.func.jvp(f, (x,), (x,)), "use backward()"),
+          ("jacrev", torch.func.jacrev, "use backward()"),
+          ("jacfwd", torch.func.jacfwd, "torch.func cannot transform"),
+          ("hessian", torch.func.hessian, "torch.func cannot transform"),
+          ("functionalize", torch.func.functionalize, "outside of the transform"),
+          ("linearize", lambda f: lambda x: torch.func.linearize(f, x), FOLLOWS),
+      )),
+    Feature(COMPILING, "`torch.func.functional_call` beside the experts", called_with_others),
+    Feature(COMPILING, "`torch.fx.symbolic_trace` (of no model of transformers)",
+            lambda m, _: outcome(lambda: torch.fx.symbolic_trace(m))),
     changed(INTERNAL, "`post_init`", lambda m: m.post_init(), "post_init"),
     Feature(INTERNAL, "`adjust_generation_fn`",
             lambda m, _: adjusted(m),

@@ -23,6 +23,7 @@ from moe_runtime.inference.hugging_face.absent import (
     refuse_copy,
 )
 from moe_runtime.inference.hugging_face.saving import SaveOptions, save_around_experts
+from moe_runtime.inference.hugging_face.transforms import refuse_tracing, require_plain_call
 from moe_runtime.inference.steps import Steps
 from moe_runtime.inference.token_limit import limit_batching, limit_generation
 from moe_runtime.memory.source import FileVersion
@@ -60,7 +61,10 @@ def as_loaded_model(
 
 
 # locks and listeners are no part of a graph; what is called within may be
-_beside_graphs: Any = torch.compiler.disable(recursive=False)
+_beside_graphs: Any = torch.compiler.disable(
+    recursive=False,
+    reason="the experts of a loaded model come and go: export the model that from_pretrained has",
+)
 
 
 class LoadedModel:
@@ -81,7 +85,12 @@ class LoadedModel:
 
     @_beside_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As in torch; calls of several threads take turns."""
+        """As in torch; calls of several threads take turns.
+
+        Raises:
+            UnsupportedUseError: torch traces it, or transforms it with ``torch.func``.
+        """
+        require_plain_call()
         return self._steps.run(cast(Any, super()).__call__, args, kwargs)
 
     def save_pretrained(
@@ -211,6 +220,10 @@ class LoadedModel:
                 f"{given[0]}: the experts of a loaded model are those of its checkpoint's files "
                 "and cannot be given; leave them out, or call from_pretrained of transformers"
             )
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """What ``torch.jit.script`` asks first."""
+        refuse_tracing("torch.jit.script")
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         refuse_copy()
