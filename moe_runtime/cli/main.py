@@ -5,7 +5,6 @@ Exit codes: 0 done, 1 a bug of ours, 2 something that the user or the machine ca
 """
 
 import contextlib
-import errno
 import sys
 import traceback
 from collections.abc import Sequence
@@ -63,7 +62,6 @@ _NO_MEMORY = (
 )
 """How torch, the dynamic linker, Python's threads and C++ say that there is no more memory."""
 
-_WRITING_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 _LONGEST_MESSAGE = 1000
 
 
@@ -138,10 +136,10 @@ def _first_screen(
 
 def _report(error: Exception, session: Session) -> int:
     """Says what went wrong in one line, and returns the exit code that goes with it."""
-    release_broken_streams()
-    if isinstance(error, BrokenPipeError):
+    broken = release_broken_streams()
+    if isinstance(error, BrokenPipeError) and broken:
         return 2
-    code, message = describe(error)
+    code, message = describe(error, broken)
     with contextlib.suppress(OSError):
         if session.debug:
             traceback.print_exception(error)
@@ -149,8 +147,13 @@ def _report(error: Exception, session: Session) -> int:
     return code
 
 
-def describe(error: Exception) -> tuple[int, str]:
-    """Turns an error into an exit code and one line of text."""
+def describe(error: Exception, broken: Sequence[str] = ()) -> tuple[int, str]:
+    """Turns an error into an exit code and one line of text.
+
+    Args:
+        error: what was raised.
+        broken: names of the standard streams that cannot be written.
+    """
     if isinstance(error, typer.TyperException):
         return 2, _one_line(error.format_message())
     is_ours = isinstance(error, MoERuntimeError | ValueError)
@@ -160,9 +163,9 @@ def describe(error: Exception) -> tuple[int, str]:
         return 2, "memory could not be allocated; try a smaller --host-memory, or a larger ulimit"
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return 2, _one_line(f"{error.filename}: {error.strerror}")
-    if isinstance(error, OSError) and error.errno in _WRITING_FAILED:
-        # Writers of files say which one.
-        return 2, f"stdout or stderr cannot be written: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{' and '.join(broken)} cannot be written: " if broken else ""
+        return 2, _one_line(f"{where}{error.strerror}")
     package = type(error).__module__.partition(".")[0]
     if is_ours or isinstance(error, OSError) or package in _OUTSIDE_PACKAGES:
         return 2, _one_line(str(error)) or type(error).__name__

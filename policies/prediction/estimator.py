@@ -102,6 +102,18 @@ def take_array(state: State, name: str, dtype: str, axes: tuple[int | None, ...]
     return array
 
 
+def take_chances(state: State, name: str, axes: tuple[int | None, ...]) -> np.ndarray:
+    """One array of chances, float32 from 0 to 1, of a state, verified.
+
+    Raises:
+        ValueError: as `take_array`, or one lies outside.
+    """
+    array = take_array(state, name, "<f4", axes)
+    if np.any(array < 0) or np.any(array > 1):
+        raise ValueError(f"array {name!r} must hold numbers from 0 to 1")
+    return array
+
+
 def visits(ids: np.ndarray, num_experts: int) -> np.ndarray:
     """Marks visited experts: ``[..., K]`` ids to ``[..., E]`` float32 of 0 and 1."""
     marks = np.zeros((*ids.shape[:-1], num_experts + 1), dtype=np.float32)

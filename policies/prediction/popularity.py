@@ -4,7 +4,7 @@ import numpy as np
 
 from moe_runtime.policies.prediction.base import Routes, Shape
 from moe_runtime.policies.prediction.context import Contexts
-from moe_runtime.policies.prediction.estimator import Estimator, State, popularity_of, take_array
+from moe_runtime.policies.prediction.estimator import Estimator, State, popularity_of, take_chances
 
 
 class Popularity(Estimator):
@@ -35,4 +35,4 @@ class Popularity(Estimator):
     def restore(self, state: State) -> None:
         """Takes over ``share``."""
         sizes = (self.shape.num_layers, self.shape.num_experts)
-        self.share_LE = take_array(state, "share", "<f4", sizes)
+        self.share_LE = take_chances(state, "share", sizes)

@@ -4,7 +4,7 @@ import numpy as np
 
 from moe_runtime.policies.prediction.base import Routes, Shape
 from moe_runtime.policies.prediction.context import Contexts
-from moe_runtime.policies.prediction.estimator import State, take_array, visits
+from moe_runtime.policies.prediction.estimator import State, take_chances, visits
 from moe_runtime.policies.prediction.popularity import Popularity
 
 
@@ -46,4 +46,4 @@ class PreviousToken(Popularity):
     def restore(self, state: State) -> None:
         """Takes over both."""
         super().restore(state)
-        self.reuse_L = take_array(state, "reuse", "<f4", (self.shape.num_layers,))
+        self.reuse_L = take_chances(state, "reuse", (self.shape.num_layers,))

@@ -1,5 +1,6 @@
 """Whatever is wrong with its input, a command ends with one line and exit code 2."""
 
+import errno
 import json
 import os
 import signal
@@ -161,9 +162,10 @@ def shell(command: str, *words: str) -> subprocess.CompletedProcess[str]:
         (
             '"$@" >/dev/full',
             2,
-            "moe-runtime: error: stdout or stderr cannot be written: No space left",
+            "moe-runtime: error: stdout cannot be written: No space left",
         ),
         ('{ "$@"; echo $? >&2; } | true', 0, "2"),
+        ('{ PYTHONUNBUFFERED=1 "$@"; echo $? >&2; } | true', 0, "2"),
     ],
 )
 def test_streams_that_are_closed_or_full(command: str, code: int, line: str) -> None:
@@ -171,6 +173,20 @@ def test_streams_that_are_closed_or_full(command: str, code: int, line: str) -> 
     assert done.returncode == code
     assert done.stderr.startswith(line)
     assert done.stderr.count("\n") == bool(line)
+
+
+def test_only_a_stream_that_cannot_be_written_is_blamed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An unnamed file may be full as well, and another pipe's reader may be gone."""
+
+    def fail(number: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    for number in (errno.ENOSPC, errno.EPIPE):
+        monkeypatch.setattr("moe_runtime.cli.main.build_app", lambda number=number: fail(number))
+        assert main(["doctor"]) == 2
+        assert capsys.readouterr().err == f"moe-runtime: error: {os.strerror(number)}\n"
 
 
 def test_a_full_stderr_does_not_hide_the_exit_code(tmp_path: Path) -> None:

@@ -93,6 +93,17 @@ def test_damaged_state_is_refused(name: str) -> None:
             PREDICTORS[name].from_state(SHAPE, wrong)
 
 
+@pytest.mark.parametrize("name", FROM_ROUTING)
+@pytest.mark.parametrize("wrong", [-0.25, 1.5, np.nan, np.inf])
+def test_chances_outside_of_0_to_1_are_refused(name: str, wrong: float) -> None:
+    state = dict(fitted(name).state())
+    for key in state.keys() & {"share", "reuse"}:
+        damaged = state[key].copy()
+        damaged.flat[-1] = wrong
+        with pytest.raises(ValueError, match=key):
+            PREDICTORS[name].from_state(SHAPE, {**state, key: damaged})
+
+
 def guesses_along(predictor: TrackedPredictor, routes: Routes) -> list[list[tuple]]:
     """Feeds sequences token by token, as a model would, and collects all guesses."""
     made = []
