@@ -75,6 +75,15 @@ def test_a_refused_run_leaves_old_outputs(
     assert_old(tmp_path)
 
 
+def test_an_option_that_sampling_alone_knows_is_refused_without_it(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(checkpoint, "--top-p", "0.5") == 2
+    assert capsys.readouterr().err == (
+        "moe-runtime: error: --top-p has no effect without sampling: give --temperature too\n"
+    )
+
+
 def test_a_run_that_fails_in_its_first_step_leaves_old_outputs(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

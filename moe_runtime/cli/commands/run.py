@@ -23,6 +23,7 @@ from moe_runtime.cli.processes import at_first, from_first, joined_processes
 from moe_runtime.cli.prompt_progress import prompt_progress
 from moe_runtime.cli.prompts import read_prompts
 from moe_runtime.cli.run_outcome import outcome_json, outcome_rows
+from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import parse_budget
 from moe_runtime.files import check_not_in_progress, check_output_path
 
@@ -71,6 +72,8 @@ def run(
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
+    if temperature == 0:
+        refuse_given(ctx, {"top_p"}, "has no effect without sampling: give --temperature too")
     sampling = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
