@@ -48,6 +48,7 @@ def test_settings_override_the_file(tmp_path: Path) -> None:
         ("steps = 8", "steps = true", "run.steps must be a whole number, got True"),
         ("steps = 8", "steps = 0", r"\[run\]: steps must be at least 1, got 0"),
         ("peak_rate = 1e-2", 'peak_rate = "fast"', "optimizer.peak_rate must be a number"),
+        ("peak_rate = 1e-2", "peak_rate = 1" + "0" * 400, "peak_rate must be a number"),
         ("peak_rate = 1e-2", "peak_rate = nan", "peak_rate must be positive, got nan"),
         ("peak_rate = 1e-2", "peak_rate = 1\nbetas = [0.9]", "betas must be two numbers"),
         ("warmup_steps = 2", "warmup_steps = -2", "warmup_steps must be at least 0"),
