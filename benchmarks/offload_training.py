@@ -43,11 +43,11 @@ from moe_runtime.inference.libraries import settle_libraries
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
-from moe_runtime.training.config import OptimizerConfig
 from moe_runtime.training.offload import AdamW, OffloadedTraining
 from moe_runtime.training.offload.offloading import find_sites, offload_training
 from moe_runtime.training.offload.states.initial import StreamedInit
 from moe_runtime.training.optimizer import Optimizer
+from moe_runtime.training.run_config import OptimizerConfig
 
 RESULTS = Path(__file__).parent / "results"
 RATE = 3e-4

@@ -27,8 +27,8 @@ from moe_runtime.files import write_text
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.model import LanguageModel, Losses
-from moe_runtime.training.config import OptimizerConfig
 from moe_runtime.training.optimizer import Optimizer
+from moe_runtime.training.run_config import OptimizerConfig
 
 RESULTS = Path(__file__).parent / "results"
 BALANCE = 1e-3

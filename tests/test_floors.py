@@ -149,6 +149,15 @@ def test_files_are_short() -> None:
     assert {path: length for path, length in lengths.items() if length > MAX_FILE_LINES} == {}
 
 
+def test_file_names_say_what_they_are() -> None:
+    """No name occurs in three rooms or more."""
+    rooms: dict[str, set[str | None]] = {}
+    for path in PRODUCT:
+        rooms.setdefault(path.name, set()).add(room_of_file(path))
+    del rooms["__init__.py"]
+    assert {name: found for name, found in rooms.items() if len(found) > 2} == {}
+
+
 def environment_reads(tree: ast.Module) -> list[int]:
     names = {"environ", "environb", "getenv", "putenv", "unsetenv"}
     return [

@@ -9,8 +9,8 @@ refuses, because no writer produces it and it hides mistakes: a key that occurs 
 a tensor written as a list instead of an object, or a dtype as an object instead of a string; and,
 so that a hostile header cannot exhaust memory or time, numbers of more than 1000 characters, fields
 unknown to the format that nest more than 100 deep, and headers that are mostly brackets.
-By hand, because ``safetensors.safe_open`` gives no byte ranges and ``huggingface_hub``, whose parser
-gives them, checks none of this.
+By hand, because ``safetensors.safe_open`` gives no byte ranges, and ``huggingface_hub``, whose
+parser gives them, checks none of this.
 
 Format: https://github.com/huggingface/safetensors#format
 """

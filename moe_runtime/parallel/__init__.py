@@ -7,10 +7,10 @@ from moe_runtime.parallel.communication.transport import (
     Transport,
 )
 from moe_runtime.parallel.dispatch import Dispatched, combine, dispatch
-from moe_runtime.parallel.experts import ExpertGroup, ExpertSpread, ParallelExperts
 from moe_runtime.parallel.groups import LayoutGroups
-from moe_runtime.parallel.layout import ParallelLayout
 from moe_runtime.parallel.panels import PanelExperts, StackedPanels
+from moe_runtime.parallel.parallel_experts import ExpertGroup, ExpertSpread, ParallelExperts
+from moe_runtime.parallel.parallel_layout import ParallelLayout
 from moe_runtime.parallel.pipeline import Overlap, expert_parallel
 from moe_runtime.parallel.rebalancing import Rebalanced, Rebalancer
 from moe_runtime.parallel.replicas import ExpertMove, keep_in_place, sum_replica_gradients

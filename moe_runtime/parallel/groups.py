@@ -17,7 +17,12 @@ from moe_runtime.parallel.communication.watch import (
     backend_limit,
     device_of,
 )
-from moe_runtime.parallel.layout import DENSE_DIMENSIONS, EXPERT_DIMENSIONS, ParallelLayout, Side
+from moe_runtime.parallel.parallel_layout import (
+    DENSE_DIMENSIONS,
+    EXPERT_DIMENSIONS,
+    ParallelLayout,
+    Side,
+)
 from moe_runtime.parallel.slots import ExpertSlots
 
 # Name of the dimension of a mesh that FSDP2 shards over.

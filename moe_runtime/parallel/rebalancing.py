@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from moe_runtime.parallel.experts import ParallelExperts
 from moe_runtime.parallel.groups import LayoutGroups
+from moe_runtime.parallel.parallel_experts import ParallelExperts
 from moe_runtime.parallel.replicas import keep_in_place
 from moe_runtime.parallel.slots import ExpertSlots
 from moe_runtime.policies.placement import Devices, rebalance

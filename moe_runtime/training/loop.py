@@ -22,7 +22,6 @@ from moe_runtime.training.checkpoint import (
     restore_random_states,
     save_checkpoint,
 )
-from moe_runtime.training.config import LoopConfig
 from moe_runtime.training.data.batches import Batches, DataPosition, shorten
 from moe_runtime.training.machine import autocast_of
 from moe_runtime.training.metrics import EvaluationRecord, MetricsSink, Record, StepRecord
@@ -31,6 +30,7 @@ from moe_runtime.training.offload.expert_training import ExpertTraining
 from moe_runtime.training.offloaded import offload_report
 from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.ranks import OneProcess
+from moe_runtime.training.run_config import LoopConfig
 from moe_runtime.training.schedule import learning_rate
 from moe_runtime.training.sharded import ShardedCheckpoints
 from moe_runtime.training.tracing import TrainingTrace

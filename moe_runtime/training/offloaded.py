@@ -18,7 +18,6 @@ from moe_runtime.models.lm.loss import CHUNK_BYTES
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.parallel import ExpertSlots
 from moe_runtime.training.checkpoint import TrainingState
-from moe_runtime.training.config import LoopConfig, TrainConfig
 from moe_runtime.training.offload.execution.adapters import AdapterTraining
 from moe_runtime.training.offload.expert_training import ExpertTraining
 from moe_runtime.training.offload.handle import OffloadedTraining
@@ -40,6 +39,7 @@ from moe_runtime.training.offload.states.initial import StreamedInit
 from moe_runtime.training.offload.states.records import RecordLayout
 from moe_runtime.training.offload.states.saved import remove_own_files
 from moe_runtime.training.ranks import OneProcess
+from moe_runtime.training.run_config import LoopConfig, TrainConfig
 from moe_runtime.training.tracing import signature_of_config, trace_bytes
 from moe_runtime.types import ExpertKey
 

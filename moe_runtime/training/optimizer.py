@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from moe_runtime.training.config import OptimizerConfig
 from moe_runtime.training.offload.optimizers.dense_adamw import DenseAdamW, StepOutcome, clip_scale
 from moe_runtime.training.ranks import OneProcess
+from moe_runtime.training.run_config import OptimizerConfig
 
 S = TypeVar("S")
 

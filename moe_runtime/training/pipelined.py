@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from moe_runtime.models.lm.model import Losses
 from moe_runtime.models.lm.stages import StageModule
-from moe_runtime.training.config import PipelineSchedule
+from moe_runtime.training.run_config import PipelineSchedule
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

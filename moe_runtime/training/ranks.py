@@ -17,8 +17,8 @@ from torch import Tensor
 
 from moe_runtime.errors import RankFailureError
 from moe_runtime.models.lm.model import LanguageModel
-from moe_runtime.training.config import TrainConfig
 from moe_runtime.training.machine import autocast_of
+from moe_runtime.training.run_config import TrainConfig
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -5,7 +5,7 @@ Source: Loshchilov and Hutter, "SGDR" (2017), without restarts.
 
 import math
 
-from moe_runtime.training.config import OptimizerConfig
+from moe_runtime.training.run_config import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:

@@ -26,7 +26,6 @@ from moe_runtime.training.checkpoint import (
     checkpoints_in,
     load_checkpoint,
 )
-from moe_runtime.training.config import TrainConfig
 from moe_runtime.training.data.batches import Batches, check_groups, windows_of
 from moe_runtime.training.data.prepared import (
     CHECKPOINTS,
@@ -55,6 +54,7 @@ from moe_runtime.training.offload.states.initial import StreamedInit
 from moe_runtime.training.offloaded import build_model, export_of_all, offloaded_optimizer
 from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.ranks import OneProcess
+from moe_runtime.training.run_config import TrainConfig
 from moe_runtime.training.sharded import ShardedCheckpoints, whole_model
 from moe_runtime.training.tracing import (
     TrainingTrace,

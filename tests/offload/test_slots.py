@@ -11,8 +11,8 @@ from moe_runtime.errors import CheckpointError
 from moe_runtime.training.offload.states.disk import Disk
 from moe_runtime.training.offload.states.entries import Version
 from moe_runtime.training.offload.states.record_file import RecordFile
+from moe_runtime.training.offload.states.record_slots import RecordSlots
 from moe_runtime.training.offload.states.records import ExpertTensor, RecordLayout, Sections
-from moe_runtime.training.offload.states.slots import RecordSlots
 from moe_runtime.types import ExpertKey
 
 FIRST, *OTHERS = [ExpertKey(0, expert) for expert in range(4)]

@@ -25,9 +25,9 @@ from moe_runtime.policies.placement import Devices, Placement
 from moe_runtime.research.elastic import ElasticService, GenerationRequest, start_local_workers
 from moe_runtime.research.elastic import change as changes
 from moe_runtime.research.elastic.coordinator import _rebalance
-from moe_runtime.research.elastic.model import SpreadModel, load_spread_model
 from moe_runtime.research.elastic.paged_experts import Epoch, keys_of
 from moe_runtime.research.elastic.requests import RunningRequest
+from moe_runtime.research.elastic.spread_model import SpreadModel, load_spread_model
 from moe_runtime.research.elastic.worker import _check_agreement, describe
 from moe_runtime.types import ExpertKey
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from moe_runtime.errors import CapacityError, RankFailureError
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.training.checkpoint import checkpoints_in, load_checkpoint
-from moe_runtime.training.config import TrainConfig
 from moe_runtime.training.config_tree import read_tree
 from moe_runtime.training.ranks import OneProcess, SeveralProcesses
+from moe_runtime.training.run_config import TrainConfig
 from moe_runtime.training.session import finish, prepare, start
 from moe_runtime.training.sharded import whole_model
 

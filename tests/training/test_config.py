@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from training_runs import CONFIG, write_run
 
-from moe_runtime.training.config import TrainConfig
 from moe_runtime.training.config_tree import read_tree
+from moe_runtime.training.run_config import TrainConfig
 
 
 def test_a_file_becomes_a_tree(tmp_path: Path) -> None:

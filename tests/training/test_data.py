@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from moe_runtime.errors import CheckpointError
 from moe_runtime.models.lm.tokenizer import train_tokenizer
-from moe_runtime.training.config import DataConfig, SourceConfig
 from moe_runtime.training.data.batches import (
     Batches,
     WindowStream,
@@ -18,6 +17,7 @@ from moe_runtime.training.data.batches import (
 )
 from moe_runtime.training.data.text import Corpus, read_corpus
 from moe_runtime.training.data.tokens import encode_corpus, load_tokenizer, save_tokenizer
+from moe_runtime.training.run_config import DataConfig, SourceConfig
 
 
 def data_config(share: float = 0.1, separator: str | None = None) -> DataConfig:

@@ -8,8 +8,8 @@ from statistics import fmean
 import pytest
 from training_runs import write_run
 
-from moe_runtime.training.config import TrainConfig
 from moe_runtime.training.config_tree import read_tree
+from moe_runtime.training.run_config import TrainConfig
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "training.md"
 

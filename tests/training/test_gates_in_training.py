@@ -10,9 +10,9 @@ from training_runs import write_run
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.routing import GATES, ZeroExpertCounts
-from moe_runtime.training.config import OptimizerConfig, TrainConfig
 from moe_runtime.training.config_tree import read_tree
 from moe_runtime.training.optimizer import Optimizer
+from moe_runtime.training.run_config import OptimizerConfig, TrainConfig
 
 # What a gate cannot do without; every other setting is left as the gate has it.
 SPECIAL: dict[str, dict[str, Any]] = {

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from moe_runtime.training.config import OptimizerConfig
 from moe_runtime.training.offload.optimizers.dense_adamw import decays
 from moe_runtime.training.optimizer import Optimizer
+from moe_runtime.training.run_config import OptimizerConfig
 from moe_runtime.training.schedule import learning_rate
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from training_runs import CONFIG, error_of, states_equal, train, training_records, write_run
 
-from moe_runtime.training.config import TrainConfig
 from moe_runtime.training.config_tree import read_tree
+from moe_runtime.training.run_config import TrainConfig
 from moe_runtime.training.session import prepare, start
 
 # More steps than any machine takes before it is told to stop.

@@ -12,8 +12,8 @@ from training_runs import CONFIG, write_run
 from moe_runtime.cli.main import main
 from moe_runtime.lab.traces import Trace, read_trace
 from moe_runtime.models.lm.model import LanguageModel
-from moe_runtime.training.config import TrainConfig
 from moe_runtime.training.config_tree import read_tree
+from moe_runtime.training.run_config import TrainConfig
 from moe_runtime.training.session import prepare, start
 
 TRACED = ["--set", "run.trace=routing.npz", "--set", "run.trace_steps=2"]

@@ -21,9 +21,9 @@ from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.reading import require_not_read
 
 if TYPE_CHECKING:
-    from moe_runtime.training.config import RunConfig
     from moe_runtime.training.loop import Trainer
     from moe_runtime.training.ranks import OneProcess
+    from moe_runtime.training.run_config import RunConfig
     from moe_runtime.training.session import Preparation
 
 ConfigFile = Annotated[
@@ -73,8 +73,8 @@ def train(
     session.begin(debug=debug, as_json=as_json)
     if reschedule and not resume:
         raise ValueError("--reschedule changes a run that goes on: give --resume too")
-    from moe_runtime.training.config import TrainConfig
     from moe_runtime.training.config_tree import read_tree
+    from moe_runtime.training.run_config import TrainConfig
 
     with joined_processes(session) as group:
         config = read_tree(TrainConfig, config_file, settings=tuple(settings or ()))

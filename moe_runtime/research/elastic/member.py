@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from moe_runtime.parallel.communication.membership import Store, exchange_bytes
 from moe_runtime.research.elastic.change import Change, Preparation, decide
-from moe_runtime.research.elastic.model import SpreadModel
 from moe_runtime.research.elastic.requests import GenerationRequest, RunningRequest
+from moe_runtime.research.elastic.spread_model import SpreadModel
 
 POLL_S = 0.02
 _SIZE_BYTES = 8

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moe_runtime.training.config import DataConfig, LoopConfig
 from moe_runtime.training.data.tokens import Ids, TokenStreams
+from moe_runtime.training.run_config import DataConfig, LoopConfig
 
 
 class WindowStream:

@@ -25,11 +25,11 @@ from moe_runtime.training.checkpoint import (
     checkpoints_in,
     load_checkpoint,
 )
-from moe_runtime.training.config import LoopConfig, ParallelConfig
 from moe_runtime.training.config_tree import leaves
 from moe_runtime.training.data.tokens import TokenStreams
 from moe_runtime.training.loop import Trainer
 from moe_runtime.training.metrics import JsonLines, MetricsSink, TensorBoard, read_records
+from moe_runtime.training.run_config import LoopConfig, ParallelConfig
 from moe_runtime.training.sharded import read_progress
 
 SUMMARY_FILE = "summary.json"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_runtime.reading import decode_text, read_bounded
-from moe_runtime.training.config import DataConfig, SourceConfig
+from moe_runtime.training.run_config import DataConfig, SourceConfig
 
 # Fewer documents than this cannot be divided by their names: the share would be none or far off.
 _MIN_DOCUMENTS_TO_DIVIDE = 20

@@ -13,8 +13,8 @@ from moe_runtime.errors import blamed_on
 from moe_runtime.files import make_folders, write_atomically
 from moe_runtime.folders import replace_folder
 from moe_runtime.models.lm.tokenizer import train_tokenizer
-from moe_runtime.training.config import TokenizerConfig
 from moe_runtime.training.data.text import Corpus
+from moe_runtime.training.run_config import TokenizerConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_runtime.training.config import DataConfig, OptimizerConfig, RunConfig
 from moe_runtime.training.finetune.method import Backpropagation, TrainingMethod
 from moe_runtime.training.offloaded import optimizer_settings
+from moe_runtime.training.run_config import DataConfig, OptimizerConfig, RunConfig
 
 LORA_PLACES = ("attention", "experts")
 ExportDtype = Literal["auto", "float32", "bfloat16", "float16"]

@@ -10,8 +10,8 @@ from torch import nn
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError
 from moe_runtime.planning.record_tiers import spread
+from moe_runtime.training.offload.states.record_slots import MIN_RING_SLOTS
 from moe_runtime.training.offload.states.records import BLOCK_BYTES, RecordLayout
-from moe_runtime.training.offload.states.slots import MIN_RING_SLOTS
 from moe_runtime.types import ExpertKey
 
 RING_BYTES = 256 * 2**20

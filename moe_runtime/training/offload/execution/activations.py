@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 
 from moe_runtime.config import nearest
-from moe_runtime.planning.activations import (
+from moe_runtime.planning.activation_plan import (
     ActivationChoice,
     LayerActivations,
     StepSpeeds,

@@ -26,8 +26,8 @@ from moe_runtime.training.offload.execution.activations import ActivationPolicy,
 from moe_runtime.training.offload.execution.compute_copies import ComputeCopies, crosses
 from moe_runtime.training.offload.optimizers.optimizer import ExpertOptimizer
 from moe_runtime.training.offload.site import ExpertsModuleSpec
+from moe_runtime.training.offload.states.record_slots import Need
 from moe_runtime.training.offload.states.records import Sections
-from moe_runtime.training.offload.states.slots import Need
 from moe_runtime.types import ExpertKey
 
 

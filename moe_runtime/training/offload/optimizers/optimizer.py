@@ -15,8 +15,8 @@ from moe_runtime.training.offload.optimizers.dense_adamw import clip_scale
 from moe_runtime.training.offload.optimizers.device_updates import DeviceUpdates
 from moe_runtime.training.offload.optimizers.updates import Step, take_steps
 from moe_runtime.training.offload.processes import OneProcess
+from moe_runtime.training.offload.states.record_slots import Need
 from moe_runtime.training.offload.states.records import Sections
-from moe_runtime.training.offload.states.slots import Need
 from moe_runtime.training.offload.states.states import ExpertStates
 from moe_runtime.types import ExpertKey
 

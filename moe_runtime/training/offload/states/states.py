@@ -14,9 +14,9 @@ from torch import Tensor
 
 from moe_runtime.memory.io_queue import Priority, Read
 from moe_runtime.training.offload.states.entries import ExpertState, Version
+from moe_runtime.training.offload.states.record_slots import RecordSlots
 from moe_runtime.training.offload.states.records import RecordLayout, Sections
 from moe_runtime.training.offload.states.saved import check_digest
-from moe_runtime.training.offload.states.slots import RecordSlots
 from moe_runtime.types import ExpertKey
 
 

@@ -1,9 +1,9 @@
 """`ParallelLayout`: one set of ranks, factorised in two ways.
 
 MoE Parallel Folding (Megatron-Core): attention and experts use the same ranks with different
-degrees of parallelism. Only the pipeline stages must coincide. Arithmetic on rank numbers, for plans
-without processes too; `moe_runtime.parallel.groups` makes process groups of it, one for equal ranks
-of both sides, where two `DeviceMesh`es would make two, and a `DeviceMesh` for who takes one.
+degrees of parallelism. Only the pipeline stages must coincide. Arithmetic on rank numbers, which
+plans without processes need too; `moe_runtime.parallel.groups` makes process groups of it, one
+where both sides have the same ranks, for which two `DeviceMesh`es would make two.
 """
 
 from __future__ import annotations
