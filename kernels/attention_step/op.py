@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from moe_runtime.kernels.attention_step.reference import attention_step_reference
 from moe_runtime.kernels.attention_step.weights import AttentionWeights
@@ -140,7 +141,8 @@ def _native_problem(
         return f"keys have at most {MAX_COLUMNS} elements, got {key.shape[-1]}"
     if key.stride(-1) != 1 or value.stride(-1) != 1:
         return f"keys and values need unit stride, got {key.stride()} and {value.stride()}"
-    if is_differentiated(x, *weights.tensors()):
+    is_inference = not torch.is_grad_enabled() and forward_ad._current_level < 0
+    if not is_inference and is_differentiated(x, *weights.tensors()):
         return NO_BACKWARD
     return None
 
@@ -183,7 +185,7 @@ def _run_native(
         None if mask is None else mask.data_ptr(),
         scratch.data_ptr(),
         out.data_ptr(),
-        library.shares_threads(),
+        torch.get_num_threads() == library.num_threads,
     )
     if status == STATUS_NO_MEMORY:
         raise MemoryError(f"no memory for an attention step of {batch} sequences")

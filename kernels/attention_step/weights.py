@@ -45,6 +45,8 @@ class AttentionWeights:
         key_dim: Values of a query or key head.
         value_dim: Values of a value head.
         scale: Factor of the scores.
+        dtype: Of all tensors.
+        num_queries: Values of all queries of a token.
         record: What the native kernel reads, or None when it cannot use these weights.
     """
 
@@ -59,6 +61,8 @@ class AttentionWeights:
     key_dim: int
     value_dim: int
     scale: float
+    dtype: torch.dtype = field(init=False)
+    num_queries: int = field(init=False)
     record: bytes | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -67,6 +71,8 @@ class AttentionWeights:
         Raises:
             ValueError: Shapes or dtypes do not belong together.
         """
+        object.__setattr__(self, "dtype", self.qkv.dtype)
+        object.__setattr__(self, "num_queries", self.num_heads * self.key_dim)
         if self.num_key_heads < 1 or self.num_heads % self.num_key_heads:
             raise ValueError(
                 f"{self.num_heads} query heads need key heads that divide them, got "
@@ -99,19 +105,9 @@ class AttentionWeights:
         object.__setattr__(self, "record", self._native_record())
 
     @property
-    def num_queries(self) -> int:
-        """Values of all queries of a token."""
-        return self.num_heads * self.key_dim
-
-    @property
     def num_keys(self) -> int:
         """Values of all keys of a token."""
         return self.num_key_heads * self.key_dim
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of all tensors."""
-        return self.qkv.dtype
 
     def tensors(self) -> list[Tensor]:
         """All tensors that there are."""

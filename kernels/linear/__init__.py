@@ -1,6 +1,5 @@
 """`linear`: a matrix product with row-major weights, at the speed of memory for few rows."""
 
-from moe_runtime.kernels.linear.bound import PreparedLinear
 from moe_runtime.kernels.linear.frozen import frozen_linear
 from moe_runtime.kernels.linear.op import (
     ROWS_PER_CALL,
@@ -13,7 +12,6 @@ from moe_runtime.kernels.linear.op import (
 __all__ = [
     "ROWS_PER_CALL",
     "UNLIMITED",
-    "PreparedLinear",
     "frozen_linear",
     "is_faster_widened",
     "linear",

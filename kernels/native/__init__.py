@@ -1,7 +1,6 @@
 """The native CPU library: its C sources, and what finds, loads and describes the built file."""
 
 from moe_runtime.kernels.native.differentiation import NO_BACKWARD, is_differentiated
-from moe_runtime.kernels.native.layout import place_of
 from moe_runtime.kernels.native.library import (
     ACTIVATION_CODES,
     DTYPE_CODES,
@@ -27,6 +26,5 @@ __all__ = [
     "describe",
     "is_differentiated",
     "native_library",
-    "place_of",
     "require_native",
 ]

@@ -12,6 +12,7 @@
  */
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "kernels.h"
 #include "pool.h"
@@ -21,6 +22,10 @@ enum { STAGE_HIDDEN, STAGE_OUT, NUM_STAGES };
 /* Weight rows of one item: a multiple of every k_step and tile height, so that hidden values are packed whole. */
 enum { BLOCK_ROWS = 32 };
 enum { BLOCK_BYTES = 128 << 10, MAX_BLOCK_ROWS = 512, MAX_BLOCK_SUMS = 1 << 14 };
+
+/* Weights times rows, in bytes, up to which the calling thread works alone: a few microseconds, as long as it takes to
+ * be sure that no other thread is inside. A small router is such a call. */
+enum { ALONE_BYTES = 32 << 10 };
 
 /* Items [begin, end) of one stage that are not taken yet, packed as begin << 32 | end; alone on its cache line. */
 typedef struct {
@@ -257,11 +262,20 @@ static void share_items(Call *call) {
     }
 }
 
+static int is_small(const Call *call, const int64_t *counts) {
+    const int64_t depth = call->dim_hidden ? call->dim_hidden : call->dim_in;
+    const int64_t expert_bytes =
+        (2 * call->dim_hidden * call->dim_in + depth * call->dim_out) * dtype_bytes(call->weight_dtype);
+    int64_t bytes = 0;
+    for (int64_t e = 0; e < call->num_experts && bytes <= ALONE_BYTES; e++) bytes += counts[e] * expert_bytes;
+    return bytes <= ALONE_BYTES;
+}
+
 /* Lays the call out in the pool's scratch memory and runs it; the pool's lock is held. */
 static int run_call(Call *call, const Expert *experts, const int64_t *counts) {
     call->isa = current_isa();
     call->kind = weight_kind(call->isa, call->x_dtype, call->weight_dtype);
-    call->num_threads = pool_threads();
+    call->num_threads = is_small(call, counts) ? 1 : pool_threads();
     call->work = calloc((size_t)call->num_experts, sizeof *call->work);
     if (!call->work) return STATUS_NO_MEMORY;
     int64_t total_rows = 0;
@@ -282,7 +296,10 @@ static int run_call(Call *call, const Expert *experts, const int64_t *counts) {
         for (int64_t e = 0; e < call->num_experts; e++)
             call->work[e].hidden = scratch + range_bytes + call->work[e].first_row * row_bytes;
         share_items(call);
-        pool_run(work_on, call, call->share_threads);
+        if (call->num_threads == 1)
+            work_on(call);
+        else
+            pool_run(work_on, call, call->share_threads);
     }
     free(call->work);
     return scratch ? STATUS_OK : STATUS_NO_MEMORY;
@@ -322,5 +339,44 @@ MOE_EXPORT int moe_expert_ffn(const Expert *experts, int64_t num_experts, const 
     pool_begin();
     int status = run_call(&call, experts, counts);
     pool_end();
+    return status;
+}
+
+/* Sorts rows by expert, each expert's in their order; 0 if there is no such expert. */
+static int sort_rows(const int64_t *expert_of_row, int64_t num_rows, int64_t choices, int64_t num_experts, int64_t *counts,
+                     int64_t *next, int64_t *token_ids, int64_t *rows) {
+    for (int64_t r = 0; r < num_rows; r++) {
+        if (expert_of_row[r] < 0 || expert_of_row[r] >= num_experts) return 0;
+        counts[expert_of_row[r]]++;
+    }
+    for (int64_t e = 0, first = 0; e < num_experts; first += counts[e++]) next[e] = first;
+    for (int64_t r = 0; r < num_rows; r++) {
+        const int64_t place = next[expert_of_row[r]]++;
+        token_ids[place] = r / choices;
+        rows[place] = r;
+    }
+    return 1;
+}
+
+/* The experts of a few tokens and the weighted sums of what they give: row r, the choice r % choices of token
+ * r / choices, goes through experts[expert_of_row[r]]. Gate weights and out lie without gaps. */
+MOE_EXPORT int moe_expert_step(const Expert *experts, int64_t num_experts, const int64_t *expert_of_row, const char *x,
+                               int64_t x_stride, int64_t num_tokens, int64_t choices, const char *gates, char *out,
+                               int64_t dim_in, int64_t dim_hidden, int64_t dim_out, int x_dtype, int weight_dtype,
+                               int gates_dtype, int activation, int share_threads) {
+    const int64_t num_rows = num_tokens * choices, row_bytes = dim_out * dtype_bytes(x_dtype);
+    const int64_t words = 2 * (num_experts + num_rows);
+    int64_t *counts = malloc((size_t)(words * (int64_t)sizeof *counts + num_rows * row_bytes));
+    if (!counts) return STATUS_NO_MEMORY;
+    memset(counts, 0, (size_t)num_experts * sizeof *counts);
+    int64_t *next = counts + num_experts, *token_ids = next + num_experts, *rows = token_ids + num_rows;
+    char *results = (char *)(counts + words);
+    int status = STATUS_BAD_ROW;
+    if (sort_rows(expert_of_row, num_rows, choices, num_experts, counts, next, token_ids, rows))
+        status = moe_expert_ffn(experts, num_experts, counts, x, x_stride, num_tokens, token_ids, rows, results, row_bytes,
+                                num_rows, dim_in, dim_hidden, dim_out, x_dtype, weight_dtype, activation, share_threads);
+    if (status == STATUS_OK)
+        status = moe_combine_slots(results, gates, out, num_tokens, choices, dim_out, x_dtype, gates_dtype, share_threads);
+    free(counts);
     return status;
 }

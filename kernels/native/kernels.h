@@ -25,7 +25,7 @@
 #endif
 
 /* Raised with every incompatible change of this interface; library.py refuses another number. */
-#define MOE_ABI_VERSION 10
+#define MOE_ABI_VERSION 11
 
 enum { DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_F16 = 2 };
 
@@ -87,6 +87,8 @@ const Isa *current_isa(void);
 MOE_EXPORT int moe_linear(const char *x, int64_t x_stride, int64_t num_rows, const char *weight, int64_t weight_stride,
                           const char *bias, char *out, int64_t out_stride, int64_t dim_in, int64_t dim_out, int x_dtype,
                           int weight_dtype, int share_threads);
+MOE_EXPORT int moe_combine_slots(const char *rows, const char *weights, char *out, int64_t num_tokens, int64_t choices,
+                                 int64_t dim, int dtype, int weights_dtype, int share_threads);
 MOE_EXPORT int moe_single_query_attention(const char *query, int64_t query_stride, const char *key, int64_t key_outer,
                                           int64_t key_inner, int64_t key_row, const char *value, int64_t value_outer,
                                           int64_t value_inner, int64_t value_row, const float *mask, char *out,

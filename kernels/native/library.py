@@ -16,7 +16,7 @@ import torch
 from moe_runtime.errors import MoERuntimeError
 
 LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
-ABI_VERSION = 10
+ABI_VERSION = 11
 # Long enough to bridge the small operations between two products of a model's layer.
 SPIN_S = 300e-6
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -137,6 +137,17 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
             *(_INT64, _INT64, _INT64, _INT, _INT, _INT, _INT),
         ],
     ),
+    # experts, num_experts, expert_of_row, x, x_stride, num_tokens, choices, gates, out, dim_in,
+    # dim_hidden, dim_out, x_dtype, weight_dtype, gates_dtype, activation, share_threads
+    "moe_expert_step": (
+        _INT,
+        [
+            *(_POINTER, _INT64, _POINTER),
+            *(_POINTER, _INT64, _INT64, _INT64),
+            *(_POINTER, _POINTER),
+            *(_INT64, _INT64, _INT64, _INT, _INT, _INT, _INT, _INT),
+        ],
+    ),
 }
 
 
@@ -172,6 +183,7 @@ class NativeLibrary:
         path: The loaded file.
         linear: `moe_linear` of driver.c.
         expert_ffn: `moe_expert_ffn` of driver.c.
+        expert_step: `moe_expert_step` of driver.c.
         attention_step: `moe_attention_step` of attention.c.
         combine_slots: `moe_combine_slots` of batched.c.
         single_query_attention: `moe_single_query_attention` of batched.c.
@@ -184,6 +196,8 @@ class NativeLibrary:
         reads_open, reads_stop, reads_close, reads_events, reads_submit, reads_knows, reads_start,
             reads_promote, reads_cancel, reads_ended, reads_forget, reads_wait, reads_kick: the
             functions of reads.c.
+        num_threads: Threads that work on one call, the calling one included; `set_num_threads`
+            changes it.
         cpu_has_amx: Whether the processor multiplies bf16 in matrix units (these kernels do not).
     """
 
@@ -209,6 +223,7 @@ class NativeLibrary:
             )
         self.linear = library.moe_linear
         self.expert_ffn = library.moe_expert_ffn
+        self.expert_step = library.moe_expert_step
         self.attention_step = library.moe_attention_step
         self.combine_slots = library.moe_combine_slots
         self.single_query_attention = library.moe_single_query_attention
@@ -261,11 +276,6 @@ class NativeLibrary:
             raise ValueError(f"isa must be one of {', '.join(self.isas())}, got {name!r}")
         self._isa = name
 
-    @property
-    def num_threads(self) -> int:
-        """Threads that work on one call, the calling one included."""
-        return self._num_threads
-
     def set_num_threads(self, num_threads: int) -> None:
         """Changes the number of threads. Results do not depend on it.
 
@@ -275,7 +285,7 @@ class NativeLibrary:
         if num_threads < 1:
             raise ValueError(f"num_threads must be at least 1, got {num_threads}")
         self._library.moe_set_num_threads(num_threads)
-        self._num_threads = num_threads
+        self.num_threads = num_threads
 
     def shares_threads(self) -> bool:
         """Whether calls run on torch's own threads rather than on the library's.
@@ -284,7 +294,7 @@ class NativeLibrary:
         milliseconds after each of their operations, and others would compete with them. While torch
         is set to another number of threads, one above all, its threads rest and ours are used.
         """
-        return torch.get_num_threads() == self._num_threads
+        return torch.get_num_threads() == self.num_threads
 
     def set_spin_s(self, spin_s: float) -> None:
         """How long an idle worker watches for the next call, in seconds, before it sleeps."""
@@ -318,6 +328,7 @@ def _load() -> tuple[NativeLibrary | None, str | None]:
         return None, f"the native library is out of date ({error}); run `pip install` again"
 
 
+@functools.cache
 def native_library() -> NativeLibrary | None:
     """The library of this process, or None when it cannot be used. Loaded once."""
     return _load()[0]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
-from moe_runtime.checkpoints.expert_map import ExpertMap, ExpertsModule
+from moe_runtime.checkpoints.expert_map import ExpertsModule
 from moe_runtime.inference.cpu.small_batch import is_observed
 from moe_runtime.inference.expert_gradients import (
     differentiable_experts,
@@ -17,9 +17,15 @@ from moe_runtime.inference.expert_gradients import (
     refuse_tangents,
     wants_gradient,
 )
-from moe_runtime.inference.hugging_face.absent import AbsentParameters
+from moe_runtime.inference.hugging_face.absent import AbsentParameters, AbsentTensor
 from moe_runtime.kernels.combine import combine_slots
-from moe_runtime.kernels.expert_ffn import Activation, ExpertWeights, expert_ffn, frozen_expert
+from moe_runtime.kernels.expert_ffn import (
+    Activation,
+    ExpertStep,
+    ExpertWeights,
+    expert_ffn,
+    frozen_expert,
+)
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.types import ExpertKey
 
@@ -38,9 +44,6 @@ _FUSED_ACTIVATIONS: dict[str, Activation] = {
     "ReLUSquaredActivation": "relu2",
 }
 """Classes of activation modules that the kernels compute themselves, by their name there."""
-
-_MOST_BOUND = 2048
-"""Views of slots that are remembered: a few megabytes."""
 
 RoutingWatcher = Callable[
     [int, Sequence[ExpertKey], torch.Tensor, torch.Tensor, torch.Tensor], None
@@ -91,6 +94,7 @@ class OffloadedExperts(AbsentParameters):
         for name, child in original.named_children():
             self.add_module(name, child)
         self._activation: Activation | GateFunction = _activation(original)
+        self._step: ExpertStep | None = None
         # not registered: its remaining submodules are ours, and its class would be initialised anew
         self.__dict__["replaced"] = original
 
@@ -106,6 +110,7 @@ class OffloadedExperts(AbsentParameters):
         if replaced is not None and hasattr(replaced, name):  # what its gate computes with, say
             setattr(replaced, name, value)
             super().__setattr__("_activation", _activation(replaced))
+            super().__setattr__("_step", None)
 
     def list_parameters(self, dtype: torch.dtype, device: torch.device) -> None:
         """Lists the experts' parameters under transformers' names, once all others are loaded."""
@@ -135,7 +140,56 @@ class OffloadedExperts(AbsentParameters):
         """
         if torch.compiler.is_compiling():
             return _beside_graphs(self._forward, hidden_states, top_k_index, top_k_weights)
+        step = self._step
+        if (
+            step is not None
+            and top_k_index.numel() <= step.most_rows
+            and not torch.is_grad_enabled()
+        ):
+            out = self._resident(step, hidden_states, top_k_index, top_k_weights)
+            if out is not None:
+                return out
         return self._forward(hidden_states, top_k_index, top_k_weights)
+
+    def _resident(
+        self,
+        step: ExpertStep,
+        hidden_TD: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """What ``_forward`` gives for a few tokens whose experts are all resident, else None."""
+        store, parameters = self.store, self._parameters
+        assert store is not None
+        if self.share is not None or self.watcher is not None or self.late_observer is not None:
+            return None
+        if self.recorder is not None or self.observer is not None:
+            return None
+        if self._activation_now() is not self._activation:
+            return None
+        for name in self._absent_names:
+            if not isinstance(parameters.get(name), AbsentTensor):
+                return None
+        ids_R = ids_TK.flatten().tolist()
+        experts = list(dict.fromkeys(reversed(ids_R)))
+        experts.reverse()  # the expert used last in last place
+        if not experts or min(experts) < 0 or max(experts) >= self.num_experts:
+            return None
+        if len(ids_TK) > 1 and len(experts) > store.share(self.layer):
+            return None
+        place_of = {expert: place for place, expert in enumerate(experts)}
+        places_R = [*map(place_of.__getitem__, ids_R)]
+        is_done = False
+        try:
+            out = store.use_resident(
+                [*map(self._keys.__getitem__, experts)],
+                partial(step, hidden_TD, weights_TK, places_R),
+            )
+            is_done = True
+            return out
+        finally:
+            if not is_done:
+                store.let_go()
 
     def _forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -227,6 +281,12 @@ class OffloadedExperts(AbsentParameters):
         assert self.store is not None
         self.store.let_go()
 
+    def _make_step(self, weights: ExpertWeights) -> ExpertStep | None:
+        """The short way of steps of a few tokens, if the layer is one that it knows."""
+        if self._norms_outputs or not isinstance(self._activation, str):
+            return None
+        return ExpertStep(weights.shape, self._activation)
+
     def _rows(self, weights: ExpertWeights, x_RD: torch.Tensor) -> torch.Tensor:
         y_RD = frozen_expert(x_RD, weights, self._activation_now())
         return self.get_submodule("post_expert_norm")(y_RD) if self._norms_outputs else y_RD
@@ -263,6 +323,8 @@ class OffloadedExperts(AbsentParameters):
                         self.store.read_ahead(self._following)
                     counts = [len(rows[key.expert]) for key, _ in group]
                     destinations = [row for key, _ in group for row in rows[key.expert]]
+                    if self._step is None:
+                        self._step = self._make_step(group[0][1])
                     expert_ffn(
                         hidden_TD,
                         [weights for _, weights in group],
@@ -285,44 +347,6 @@ def _call(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.
 
 # between two graphs of the compiler, which would follow every read and thread
 _beside_graphs: Any = torch.compiler.disable(_call)
-
-
-def bind_weights(experts: ExpertMap) -> Callable[[ExpertKey, torch.Tensor], ExpertWeights]:
-    """Makes the function by which a store turns a filled slot into an expert's weights."""
-
-    def bind(key: ExpertKey, slot: torch.Tensor) -> ExpertWeights:
-        views = experts.layouts[key].views(slot)
-        named = dict(zip(experts.matrices[key.layer], views, strict=True))
-        return ExpertWeights(gate=named.pop("gate", None), **named)
-
-    return bind
-
-
-def bind_slots(experts: ExpertMap) -> Callable[[ExpertKey, torch.Tensor], ExpertWeights]:
-    """The same for slots that stay where they are for as long as the function lives.
-
-    Experts whose matrices lie alike in a slot share its views: making them anew for every arrival
-    takes as long as reading a small expert. A slot that goes from layer to layer keeps the views of
-    each, up to ``_MOST_BOUND`` in all.
-    """
-    bind = bind_weights(experts)
-    forms: dict[object, int] = {}
-    form_of: dict[ExpertKey, int] = {}
-    bound: dict[tuple[int, int], ExpertWeights] = {}  # by a slot's address, and the form
-
-    def bind_slot(key: ExpertKey, slot: torch.Tensor) -> ExpertWeights:
-        form, address = form_of.get(key), slot.data_ptr()
-        if form is None:
-            described = experts.matrices[key.layer], experts.layouts[key].form
-            form = form_of[key] = forms.setdefault(described, len(forms))
-        known = bound.get((address, form))
-        if known is None:
-            if len(bound) >= _MOST_BOUND:
-                bound.clear()
-            known = bound[address, form] = bind(key, slot)
-        return known
-
-    return bind_slot
 
 
 def _activation(experts: Any) -> Activation | GateFunction:

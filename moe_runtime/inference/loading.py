@@ -29,8 +29,9 @@ from moe_runtime.inference.budget import (
 from moe_runtime.inference.cpu.attention import use_single_query_attention
 from moe_runtime.inference.cpu.fused_attention import fuse_attention_layers
 from moe_runtime.inference.cpu.small_batch import use_small_batch_layers
-from moe_runtime.inference.expert_layer import OffloadedExperts, bind_slots
+from moe_runtime.inference.expert_layer import OffloadedExperts
 from moe_runtime.inference.expert_partition import ExpertPartition, divide_experts
+from moe_runtime.inference.expert_weights import bind_slots
 from moe_runtime.inference.handle import LoadedFacts, RuntimeHandle
 from moe_runtime.inference.hugging_face.loaded_model import as_loaded_model
 from moe_runtime.inference.kv_cache import grow_cache_in_place
@@ -145,7 +146,8 @@ def load(
         "device": parse_budget(device_memory, name="device_memory"),
     }
     choosing.check_names(policy, shares, predictor)
-    _check_threads(io_threads)
+    if io_threads < 1:
+        raise ValueError(f"io_threads must be at least 1, got {io_threads}")
     mode = parse_mode(prefetch)
     place = _resolve_device(device)
     transport = as_transport(group)
@@ -228,11 +230,6 @@ def load(
         learning=learning,
     )
     return model
-
-
-def _check_threads(io_threads: int) -> None:
-    if io_threads < 1:
-        raise ValueError(f"io_threads must be at least 1, got {io_threads}")
 
 
 def _resolve_device(device: str | torch.device) -> torch.device:

@@ -67,6 +67,9 @@ class TimedStore(ExpertStore[W], Generic[W]):
         make = Lease if self._tier else TimedLease
         return make(cast(Any, self), keys, streaming=streaming, above=above)
 
+    def use_resident(self, keys: Any, use: Any) -> None:
+        """Leaves all to leases, which are noted."""
+
     def begin_dense(self) -> None:
         """Dense computation begins."""
         self._dense_since_s = time.perf_counter()

@@ -7,6 +7,7 @@ whoever takes the lock next, or whoever unwinds, finds the operation that did no
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
@@ -41,10 +42,16 @@ class Changes:
 
     Attributes:
         mend: makes the state whole from what an exception cannot have touched; set by their owner.
+        events: counts what happened without the lock; an operation first takes note of it.
+        seen: the events that were taken note of.
+        has_new: whether something was put off until the operation ends.
     """
 
     def __init__(self) -> None:
         self.mend: Callable[[], None] = _nothing
+        self.events = ctypes.c_int64()
+        self.seen = 0
+        self.has_new = False
         self._lock: Any = threading.RLock()
         self._told = threading.Condition(self._lock)
         self._operation: FrameType | None = None  # who is at work, until all of it is done
@@ -62,7 +69,10 @@ class Changes:
                 return False
             self._release()
         lock.acquire()
-        self._begin(operation)
+        if self._operation is None and not self._is_disturbed and self.events.value == self.seen:
+            self._operation = operation
+        else:
+            self._begin(operation)
         return True
 
     def __exit__(self, kind: Any, error: Any, trace: Any, /) -> None:
@@ -72,7 +82,8 @@ class Changes:
         if self._operation is sys._getframe(1):
             if kind is not None:
                 self._repair()
-            self._end()
+            if self.has_new:
+                self._start()
             self._operation = None
         lock.release()
 
@@ -135,9 +146,16 @@ class Changes:
         self._operation = operation
         if is_torn:
             self._repair()
+        if self.events.value != self.seen:
+            self._deliver()
 
-    def _end(self) -> None:
-        """An operation ends."""
+    def _deliver(self) -> None:
+        """Takes note of what happened since ``seen``."""
+        self.seen = self.events.value
+
+    def _start(self) -> None:
+        """Has begin what was put off until the operation ends."""
+        self.has_new = False
 
     def _sleep(self) -> None:
         """Waits without the lock and takes it again."""

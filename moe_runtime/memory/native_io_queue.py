@@ -12,7 +12,6 @@ import os
 import struct
 import weakref
 from collections.abc import Callable, Sequence
-from types import FrameType
 
 from moe_runtime.errors import CapacityError, MoERuntimeError
 from moe_runtime.kernels.native.library import NativeLibrary
@@ -66,13 +65,11 @@ class NativeReadQueue:
         # what the threads write into must not be given back before they have ended
         self._close = weakref.finalize(self, library.reads_close, queue)
         self._close.atexit = False
-        self._events = ctypes.c_int64.from_address(library.reads_events(queue))
-        self._seen = 0
-        self._has_new = False
         self._names = itertools.count(1)
         self._running: dict[int, tuple[Read, BlockFault]] = {}
         self._ended = (ctypes.c_int64 * (_FIELDS * _ROOM))()
         self.changed = _Delivery(self)
+        self.changed.events = ctypes.c_int64.from_address(library.reads_events(queue))
 
     def submit(self, blocks: bytes, address: int, read: Read, fault: BlockFault) -> None:
         """Queues a read.
@@ -91,7 +88,7 @@ class NativeReadQueue:
         number, is_ahead = len(blocks) // _BLOCK.size, read.priority is not Priority.DEMAND
         read.name = next(self._names)
         self._running[read.name] = (read, fault)  # first: no read may be under way that is unknown
-        self._has_new = True
+        self.changed.has_new = True
         if not self._library.reads_submit(
             self._queue, read.name, blocks, number, address, is_ahead
         ):
@@ -99,9 +96,9 @@ class NativeReadQueue:
 
     def start(self) -> None:
         """Has the threads serve what was submitted, if anything was since the last call."""
-        if self._has_new and self._queue is not None:
+        if self.changed.has_new and self._queue is not None:
             self._library.reads_start(self._queue)
-        self._has_new = False
+        self.changed.has_new = False
 
     def promote(self, read: Read) -> None:
         """Serves what is left of a read-ahead as a demand from now on."""
@@ -137,21 +134,16 @@ class NativeReadQueue:
                 self._library.reads_stop(self._queue)
                 self.deliver()
             self._queue = None
-            self._events = ctypes.c_int64(self._seen)
+            self.changed.events = ctypes.c_int64(self.changed.seen)
             for name, (read, _) in list(self._running.items()):
                 read.refuse()
                 self._running.pop(name, None)
         if not self.changed.has_sleepers:  # else whoever wakes up last gives the memory back
             self._close()
 
-    @property
-    def has_news(self) -> bool:
-        """Whether something happened since ``deliver``."""
-        return self._events.value != self._seen
-
     def deliver(self) -> None:
         """Tells those who submitted them of the reads that have ended."""
-        self._seen = self._events.value
+        self.changed.seen = self.changed.events.value
         number = _ROOM
         while number == _ROOM:
             number = self._library.reads_ended(self._queue, self._ended, _ROOM)
@@ -165,8 +157,8 @@ class NativeReadQueue:
         reached the threads is not under way."""
         if self._queue is None:
             return
-        self._has_new = True
-        self._seen = self._events.value - 1
+        self.changed.has_new = True
+        self.changed.seen = self.changed.events.value - 1
         unknown = [n for n in self._running if not self._library.reads_knows(self._queue, n)]
         for name in unknown:
             self._running.pop(name, None)
@@ -180,7 +172,7 @@ class NativeReadQueue:
         Raises:
             MoERuntimeError: nothing will happen any more.
         """
-        queue, seen = self._queue, self._seen
+        queue, seen = self._queue, self.changed.seen
         self.start()
         if queue is None:
             raise MoERuntimeError(CLOSED)
@@ -195,7 +187,7 @@ class NativeReadQueue:
     def leave_to_parent(self) -> None:
         """This process is a fork: the threads are the parent's, and so is their memory."""
         self._close.detach()
-        self._events = ctypes.c_int64(self._seen)
+        self.changed.events = ctypes.c_int64(self.changed.seen)
         self._queue = None
 
     def _end(
@@ -237,12 +229,10 @@ class _Delivery(Changes):
         super().leave_to_parent()
         self._queue.leave_to_parent()
 
-    def _begin(self, operation: FrameType) -> None:
-        super()._begin(operation)
-        if self._queue.has_news:
-            self._queue.deliver()
+    def _deliver(self) -> None:
+        self._queue.deliver()
 
-    def _end(self) -> None:
+    def _start(self) -> None:
         self._queue.start()
 
     def _repair(self) -> None:

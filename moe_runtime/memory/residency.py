@@ -17,6 +17,7 @@ from moe_runtime.policies.prediction.base import Event
 from moe_runtime.types import ExpertKey, StoreStats
 
 W = TypeVar("W")
+R = TypeVar("R")
 
 
 class ExpertStore(Generic[W]):
@@ -88,6 +89,38 @@ class ExpertStore(Generic[W]):
             above: the read of the tier above that the experts are for; its priority is theirs.
         """
         return Lease(self, keys, streaming=streaming, above=above)
+
+    def use_resident(
+        self, keys: Sequence[ExpertKey], use: Callable[[list[W]], R | None]
+    ) -> R | None:
+        """Computes from experts of one layer that are all resident: a lease in short.
+
+        The lock is held meanwhile, so that nothing has to be pinned: what is done with the experts
+        should be short, and it must not wait for another thread that uses the store.
+
+        Args:
+            keys: as of a lease.
+            use: is given the experts in the order of the keys; None says that it did not use them.
+
+        Returns:
+            What ``use`` returns, or None where the experts have to be leased.
+        """
+        with self._changed:
+            if self._passing:
+                return None
+            found: list[W] = []
+            for key in keys:
+                entry = self._entries.get(key)
+                if entry is None or entry.weights is None or entry.read.error is not None:
+                    return None
+                found.append(entry.weights)
+            result = use(found)
+            if result is not None:
+                touch = self._policy.layers[keys[0].layer].touch
+                for key in keys:
+                    touch(key)
+                self._counters.hits += len(keys)
+            return result
 
     def give_up(self, lease: Lease[W]) -> None:
         """Ends a lease that an exception left, wherever that struck: a ``with`` block that is left

@@ -38,6 +38,8 @@ class LayerShares(EvictionPolicy[ExpertKey], has_rule=True):
         shares: how many experts each layer may hold.
 
     Attributes:
+        layers: the policy of each layer; whoever holds one of them may find it replaced by
+            ``restore``.
         watchers: those of the layers' policies, each once.
     """
 
@@ -46,29 +48,29 @@ class LayerShares(EvictionPolicy[ExpertKey], has_rule=True):
     ) -> None:
         self._shares = list(shares)
         self._make_policy = make_policy
-        self._layers = [make_policy() for _ in shares]
+        self.layers = [make_policy() for _ in shares]
         self._find_watchers()
-        self.may_decline = any(policy.may_decline for policy in self._layers)
-        self.needs_no_events = all(policy.needs_no_events for policy in self._layers)
-        rules = [policy.replay_rule for policy in self._layers]
+        self.may_decline = any(policy.may_decline for policy in self.layers)
+        self.needs_no_events = all(policy.needs_no_events for policy in self.layers)
+        rules = [policy.replay_rule for policy in self.layers]
         self.rule = rules[0] if all(rule == rules[0] for rule in rules) else None
 
     def access(self, keys: Sequence[ExpertKey], num_slots: int) -> int:
         """Serves one event of one layer from that layer's share; ``num_slots`` is not asked."""
         layer = keys[0].layer
-        return self._layers[layer].access(keys, self._shares[layer])
+        return self.layers[layer].access(keys, self._shares[layer])
 
     def access_all(self, events: Sequence[Sequence[ExpertKey]], num_slots: int) -> list[int]:
         """Serves layer after layer, where none of them can learn from the others' events."""
         if self.watcher and not self.needs_no_events:
             return super().access_all(events, num_slots)
-        places: list[list[int]] = [[] for _ in self._layers]
+        places: list[list[int]] = [[] for _ in self.layers]
         for place, keys in enumerate(events):
             places[keys[0].layer].append(place)
         hits = np.zeros(len(events), np.int64)
         for layer, mine in enumerate(places):
             of_layer = [events[place] for place in mine]
-            hits[mine] = self._layers[layer].access_all(of_layer, self._shares[layer])
+            hits[mine] = self.layers[layer].access_all(of_layer, self._shares[layer])
         return hits.tolist()
 
     @property
@@ -82,85 +84,85 @@ class LayerShares(EvictionPolicy[ExpertKey], has_rule=True):
 
     def room(self, layer: int) -> int:
         """How many more experts the layer may hold before its share is used up."""
-        return max(0, self._shares[layer] - len(self._layers[layer]))
+        return max(0, self._shares[layer] - len(self.layers[layer]))
 
     def touch(self, key: ExpertKey) -> None:
         """Notes a use of a held key in its layer's order."""
-        self._layers[key.layer].touch(key)
+        self.layers[key.layer].touch(key)
 
     def insert(self, key: ExpertKey) -> None:
         """Starts to hold a key in its layer's order."""
-        self._layers[key.layer].insert(key)
+        self.layers[key.layer].insert(key)
 
     def declines(self, incoming: ExpertKey, victim: ExpertKey) -> bool:
         """Asks the layer's policy where both are of one layer; its share is granted otherwise."""
         same_layer = incoming.layer == victim.layer
-        return same_layer and self._layers[incoming.layer].declines(incoming, victim)
+        return same_layer and self.layers[incoming.layer].declines(incoming, victim)
 
     def decline(self, key: ExpertKey) -> None:
         """Notes a use of a key that its layer did not keep."""
-        self._layers[key.layer].decline(key)
+        self.layers[key.layer].decline(key)
 
     def remove(self, key: ExpertKey) -> None:
         """Stops holding a key."""
-        self._layers[key.layer].remove(key)
+        self.layers[key.layer].remove(key)
 
     def victim(self, evictable: Evictable, incoming: ExpertKey) -> ExpertKey | None:
         """Chooses from the incoming key's layer if its share is used up, else the fullest layer."""
         if self.room(incoming.layer) == 0:
-            own = self._layers[incoming.layer].victim(evictable, incoming)
+            own = self.layers[incoming.layer].victim(evictable, incoming)
             if own is not None:
                 return own
-        layers = sorted(range(len(self._layers)), key=self._surplus, reverse=True)
-        victims = (self._layers[layer].victim(evictable, incoming) for layer in layers)
+        layers = sorted(range(len(self.layers)), key=self._surplus, reverse=True)
+        victims = (self.layers[layer].victim(evictable, incoming) for layer in layers)
         return next((key for key in victims if key is not None), None)
 
     def victim_within(
         self, layer: int, evictable: Evictable, incoming: ExpertKey
     ) -> ExpertKey | None:
         """Chooses from one layer only, whatever the shares."""
-        return self._layers[layer].victim(evictable, incoming)
+        return self.layers[layer].victim(evictable, incoming)
 
     def restore(self, keys: Collection[ExpertKey]) -> None:
         """Holds just these keys, after an exception may have cut any method short.
 
         A layer whose policy contradicts itself, or holds others, gets a new one.
         """
-        for layer in range(len(self._layers)):
+        for layer in range(len(self.layers)):
             own = [key for key in keys if key.layer == layer]
             if not self._holds(layer, own):
                 policy = self._make_policy()
                 for key in own:
                     policy.insert(key)
-                self._layers[layer] = policy
+                self.layers[layer] = policy
         self._find_watchers()
 
     def check(self) -> None:
         """Proves that every key is held by its own layer's policy, and each policy's invariants."""
-        for policy in self._layers:
+        for policy in self.layers:
             policy.check()
 
     def __len__(self) -> int:
-        return sum(map(len, self._layers))
+        return sum(map(len, self.layers))
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, ExpertKey) and key in self._layers[key.layer]
+        return isinstance(key, ExpertKey) and key in self.layers[key.layer]
 
     def _holds(self, layer: int, keys: Collection[ExpertKey]) -> bool:
         """Whether a layer's policy is sound and holds just these keys."""
-        policy = self._layers[layer]
+        policy = self.layers[layer]
         with contextlib.suppress(Exception):  # what is torn may raise anything
             policy.check()
             return len(policy) == len(keys) and all(key in policy for key in keys)
         return False
 
     def _find_watchers(self) -> None:
-        watchers = {id(policy.watcher): policy.watcher for policy in self._layers}
+        watchers = {id(policy.watcher): policy.watcher for policy in self.layers}
         self.watchers = [one for one in watchers.values() if one is not None]
         self.watcher = _Watchers(self.watchers)
 
     def _surplus(self, layer: int) -> int:
-        return len(self._layers[layer]) - self._shares[layer]
+        return len(self.layers[layer]) - self._shares[layer]
 
 
 class _Watchers:

@@ -15,6 +15,7 @@ from moe_families import Family
 
 import moe_runtime
 from moe_runtime.inference.inspection import inspect_checkpoint
+from moe_runtime.kernels.native import native_library
 from moe_runtime.lab.traces.format import Trace, read_trace
 
 PROMPT = torch.tensor([[5, 70, 11, 13]])
@@ -109,6 +110,22 @@ def test_an_exception_on_any_line_leaves_nothing_behind(checkpoint: Path) -> Non
     for number, (site, times) in enumerate(sites.items()):
         trial.strike(site, generator.randint(1, min(times, 8)), KINDS[number % len(KINDS)])
     assert trial.num_struck > len(sites) / 2  # the others depend on which read is quicker
+    trial.close()
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_an_exception_in_a_layer_whose_experts_are_resident_leaves_nothing_behind(
+    checkpoint: Path,
+) -> None:
+    """Where experts are used without being leased, on every line and in every way."""
+    trial = Trial(moe_runtime.load(checkpoint, device="cpu", host_memory="1GiB", max_tokens=64))
+    holding = ("inference/expert_layer.py", "memory/", "policies/eviction/")
+    sites = [site for site in trial.sites if str(site).startswith(holding)]
+    if native_library() is not None:
+        assert not any(str(site).startswith("memory/lease.py") for site in sites)
+    for number, site in enumerate(sites):
+        trial.strike(site, 1 + number % trial.sites[site], KINDS[number % len(KINDS)])
+    assert trial.num_struck == len(sites)
     trial.close()
 
 

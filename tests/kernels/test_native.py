@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -167,8 +168,17 @@ for isa, dtype in itertools.product(library.isas(), (torch.float32, torch.bfloat
     assert done.returncode == 0, done.stderr
 
 
-def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library_module, "_load", lambda: (None, "there is none; do this"))
+@pytest.fixture
+def _no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patched:
+        patched.setattr(library_module, "_load", lambda: (None, "there is none; do this"))
+        native_library.cache_clear()
+        yield
+    native_library.cache_clear()
+
+
+@pytest.mark.usefixtures("_no_library")
+def test_without_the_library() -> None:
     assert native_library() is None
     found = describe()
     assert (found.problem, found.isa, found.isas) == ("there is none; do this", None, ())

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -130,3 +131,53 @@ def test_what_a_store_keeps_is_what_a_replay_keeps(name):
     # A store touches what it holds before it makes room, and settles group by group: where two
     # experts of one token are worth the same, another one may go.
     assert differing <= 0.03 * routes.num_tokens * SHAPE.num_layers
+
+
+@pytest.mark.parametrize("name", LIVE_POLICIES)
+def test_resident_experts_used_at_once_leave_what_a_lease_leaves(name):
+    """The same hits, the same residents, and the same victim whenever one is asked for."""
+    routes = make_routes(SHAPE, num_sequences=2, length=60)
+    generator = random.Random(0)
+    stores = []
+    for _ in range(2):
+        predictor = TrackedPredictor(make_estimator("running-counts", SHAPE))
+        setting = Setting(shape=SHAPE, predictor=predictor)
+        policy = make_policy(name, num_slots=24, setting=setting, reserve=2)
+        stores.append(open_store(policy, 24))
+    shortened = 0
+    for number in range(routes.num_tokens):
+        found = [decode(store, routes, number) for store in stores]
+        assert found[0] == found[1]
+        layer = generator.randrange(SHAPE.num_layers)
+        again = [ExpertKey(layer, int(e)) for e in routes.expert_ids[number, layer]]
+        for store in stores:  # until what passed through is gone or kept
+            store.read_ahead([])
+        before = stores[0].stats().hits
+        used = stores[0].use_resident(again, lambda slots: [int(slot[0]) for slot in slots])
+        stores[0].check()
+        if used is None:
+            assert stores[0].stats().hits == before
+            continue
+        shortened += 1
+        assert used == [key.layer * 16 + key.expert for key in again]
+        with stores[1].lease(again) as lease:
+            assert sum(map(len, lease)) == len(again)
+        assert stores[0].stats() == replace(stores[1].stats(), stall_s=stores[0].stats().stall_s)
+        assert stores[0]._entries.keys() == stores[1]._entries.keys()
+    assert shortened > 20
+
+
+def test_experts_that_are_not_all_there_are_left_to_a_lease():
+    policy = make_policy("lru", num_slots=6, setting=Setting(shape=SHAPE))
+    store = open_store(policy, 6)
+    wanted = [ExpertKey(0, 1), ExpertKey(0, 2)]
+    for present in (wanted[:1], wanted[1:]):
+        assert store.use_resident(wanted, list) is None
+        with store.lease(present) as lease:
+            assert sum(map(len, lease)) == 1
+    misses = store.stats().misses
+    assert store.use_resident(wanted, lambda _: None) is None  # who is given them has no use
+    assert store.stats().hits == 0
+    assert len(store.use_resident(wanted, list)) == 2
+    assert (store.stats().hits, store.stats().misses) == (2, misses)
+    store.check()

@@ -198,10 +198,10 @@ def test_closing_native_threads_ends_what_waits_with_an_error() -> None:
     with queue.changed:
         while not reads[0].ended_s:
             queue.changed.wait()
-    events = queue._events.value
+    events = queue.changed.events.value
     closing = threading.Thread(target=queue.close)
     closing.start()
-    while queue._events.value == events:  # closing is an event
+    while queue.changed.events.value == events:  # closing is an event
         closing.join(0.001)
     # the thread is in the second read, which is let finish; the third has not begun
     os.write(pipes[1][1], bytes(8))

@@ -23,7 +23,7 @@ ATTENTION = "moe_runtime"
 SHORT_CONTEXT = 1024
 """Tokens up to which attention over half precision is computed in fp32 where it would keep code."""
 
-_CHANGING_OPTIONS = frozenset(
+CHANGING_OPTIONS = frozenset(
     ("dropout", "output_attentions", "softcap", "position_bias", "s_aux", "cache")
 )
 """Options that ask for more than softmax, scale and mask."""
@@ -116,7 +116,7 @@ def _is_single_query(
 
 def changes_attention(options: dict[str, Any]) -> bool:
     """Whether options that are passed to attention ask for more than softmax, scale and mask."""
-    return any(_is_set(options[name]) for name in _CHANGING_OPTIONS & options.keys())
+    return any(_is_set(options[name]) for name in CHANGING_OPTIONS & options.keys())
 
 
 def _is_set(option: Any) -> bool:

@@ -9,18 +9,23 @@ and every layer that somebody looks into or changes, goes the layer's own way.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.autograd import forward_ad
 
-from moe_runtime.inference.cpu.attention import ATTENTION, added_mask, changes_attention
+from moe_runtime.inference.cpu.attention import (
+    ATTENTION,
+    CHANGING_OPTIONS,
+    added_mask,
+    changes_attention,
+)
 from moe_runtime.inference.cpu.small_batch import SmallBatchLinear, SmallBatchRMSNorm, is_observed
 from moe_runtime.inference.kv_cache import growing_cache, take_place
 from moe_runtime.kernels.attention_step import AttentionWeights, HeadNorm, attention_step
 from moe_runtime.kernels.linear import ROWS_PER_CALL, native_row_limit
-from moe_runtime.kernels.native import native_library, place_of
+from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.rms_norm import NATIVE_ROW_LIMIT
 from moe_runtime.memory.slab import aligned_bytes
 
@@ -74,14 +79,14 @@ class FusedAttention:
     def __init__(self, module: torch.nn.Module) -> None:
         """Takes the place of the method; the layer's own stays in its class."""
         self._module: Any = module
-        names = [name for name in (*_PROJECTIONS, *_NORMS) if name in module._modules]
-        self._parts = [(name, module.get_submodule(name)) for name in names]
+        self._names = [name for name in (*_PROJECTIONS, *_NORMS) if name in module._modules]
+        self._parts = [module.get_submodule(name) for name in self._names]
         own = type(module).forward
         constants = own.__code__.co_consts
         named = (*own.__code__.co_names, *(c for c in constants if isinstance(c, str)))
         self._called = tuple(name for name in named if name in own.__globals__)
         self._functions = self._functions_now()
-        norms = [(part, ("eps",)) for name, part in self._parts if name in _NORMS]
+        norms = [(module._modules[name], ("eps",)) for name in self._names if name in _NORMS]
         self._owners: list[tuple[object, tuple[str, ...]]] = [
             *((o, tuple(filter(vars(o).__contains__, named))) for o in (module, module.config)),
             *norms,
@@ -117,7 +122,7 @@ class FusedAttention:
             or forward_ad._current_level >= 0
             or torch.is_autocast_enabled("cpu")
             or torch.compiler.is_compiling()
-            or changes_attention(options)
+            or (not CHANGING_OPTIONS.isdisjoint(options) and changes_attention(options))
             or self._is_changed()
         ):
             return None
@@ -133,23 +138,26 @@ class FusedAttention:
             return True
         if torch.nn.modules.module._has_any_global_hook():
             return True
-        if _differ(self._functions_now(), self._functions):
+        if any(map(operator.is_not, self._functions_now(), self._functions)):
             return True
-        parts = module._modules
-        return any(parts[name] is not part or is_observed(part) for name, part in self._parts)
+        if any(map(operator.is_not, map(module._modules.get, self._names), self._parts)):
+            return True
+        return is_observed(*self._parts)
 
     def _may_fuse(self, num_sequences: int, cos: torch.Tensor) -> bool:
         """Whether a step of so many sequences has been found to give the layer's own bits."""
-        places = [
-            place_of(parameter)
-            for _, part in self._parts
-            for parameter in part._parameters.values()
-            if parameter is not None
-        ]
-        constants = self._constants_now()
+        places: list[Any] = []
+        for part in self._parts:
+            for tensor in part._parameters.values():
+                if tensor is not None:
+                    places += (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        constants: list[Any] = []
+        for owner, names in self._owners:
+            constants.extend(map(vars(owner).get, names))
         if (
             places != self._places
-            or _differ(constants, self._constants)
+            or len(constants) != len(self._constants)
+            or any(map(operator.is_not, constants, self._constants))
             or cos.shape[-1] != self._angle_dim
         ):
             self._places = []  # until all that depends on them is known
@@ -162,12 +170,7 @@ class FusedAttention:
     def _functions_now(self) -> list[Any]:
         """What the layer's own way calls, and the configuration it asks."""
         own = type(self._module).forward
-        known = own.__globals__
-        return [own, self._module.config, *(known.get(name) for name in self._called)]
-
-    def _constants_now(self) -> list[Any]:
-        """The numbers that the layer's own way depends on."""
-        return [vars(owner).get(name) for owner, names in self._owners for name in names]
+        return [own, self._module.config, *map(own.__globals__.get, self._called)]
 
     def _fused(
         self,
@@ -317,11 +320,6 @@ def _bind(module: Any) -> AttentionWeights | None:
         value_dim=value_dim,
         scale=float(module.scaling),
     )
-
-
-def _differ(found: Sequence[object], known: Sequence[object]) -> bool:
-    """Whether something is another object than it was."""
-    return len(found) != len(known) or any(map(operator.is_not, found, known))
 
 
 def _head_norm(part: torch.nn.Module | None) -> HeadNorm | None:

@@ -12,8 +12,9 @@ from typing import Any, cast
 
 import torch
 
-from moe_runtime.kernels.linear import PreparedLinear, linear
-from moe_runtime.kernels.rms_norm import BoundRMSNorm, rms_norm
+from moe_runtime.kernels.linear import linear
+from moe_runtime.kernels.prepared import PreparedLinear, PreparedRMSNorm
+from moe_runtime.kernels.rms_norm import rms_norm
 
 
 def use_small_batch_layers(model: torch.nn.Module) -> None:
@@ -32,12 +33,15 @@ def use_small_batch_layers(model: torch.nn.Module) -> None:
                 setattr(module, name, norm)
 
 
-def is_observed(part: torch.nn.Module) -> bool:
-    """Whether somebody wants to see or to change what goes through a part of a layer."""
-    # a part of a part is a parametrization
-    watchers = part._forward_hooks or part._forward_pre_hooks or part._modules
-    watchers = watchers or part._backward_hooks or part._backward_pre_hooks
-    return bool(watchers) or "forward" in vars(part)
+def is_observed(*parts: torch.nn.Module) -> bool:
+    """Whether somebody wants to see or to change what goes through parts of a layer."""
+    for part in parts:
+        # a part of a part is a parametrization
+        watchers = part._forward_hooks or part._forward_pre_hooks or part._modules
+        watchers = watchers or part._backward_hooks or part._backward_pre_hooks
+        if watchers or "forward" in vars(part):
+            return True
+    return False
 
 
 class SmallBatchLinear(torch.nn.Linear):
@@ -50,7 +54,7 @@ class SmallBatchLinear(torch.nn.Linear):
         super().__init__(replaced.in_features, replaced.out_features, bias=False, device="meta")
         self.weight = replaced.weight
         self.bias = replaced.bias
-        self._bound: PreparedLinear | None = None
+        self._prepared = PreparedLinear()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Applies the layer: ``[..., in_features]`` to ``[..., out_features]``."""
@@ -60,10 +64,7 @@ class SmallBatchLinear(torch.nn.Linear):
             return super().forward(input)  # parametrized or pruned: computed for every call
         weight, bias = parameters["weight"], parameters["bias"]
         assert weight is not None
-        bound = self._bound
-        if bound is None or not bound.fits(weight, bias):
-            bound = self._bound = PreparedLinear(weight, bias)
-        y = bound(input)
+        y = self._prepared(input, weight, bias)
         return linear(input, weight, bias) if y is None else y
 
 
@@ -83,7 +84,7 @@ class SmallBatchRMSNorm(torch.nn.Module):
         super().__init__()
         self.weight = cast(torch.nn.Parameter, replaced.weight)
         self.eps = eps
-        self._bound: BoundRMSNorm | None = None
+        self._prepared = PreparedRMSNorm()
         self.__dict__["replaced"] = replaced  # not registered: its weight is this one's
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -91,10 +92,7 @@ class SmallBatchRMSNorm(torch.nn.Module):
         weight = self._parameters.get("weight")
         if weight is None:  # parametrized: computed for every call
             return rms_norm(hidden_states, self.weight, self.eps)
-        bound = self._bound
-        if bound is None or not bound.fits(weight):
-            bound = self._bound = BoundRMSNorm(weight, self.eps)
-        normed = bound(hidden_states)
+        normed = self._prepared(hidden_states, weight, self.eps)
         if normed is not None:
             return normed
         if hidden_states.dtype is weight.dtype:
@@ -111,7 +109,7 @@ class SmallBatchRMSNorm(torch.nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _EPS_NAMES and "replaced" in self.__dict__:
             setattr(self.__dict__["replaced"], name, value)
-            name, self._bound = "eps", None
+            name = "eps"
         super().__setattr__(name, value)
 
 
@@ -121,7 +119,7 @@ class _SmallBatchWeight(torch.nn.Parameter):
     That is how routers are written: not as a linear layer that could be replaced.
     """
 
-    bound: PreparedLinear | None = None
+    prepared: PreparedLinear | None = None
 
     @staticmethod
     def of(weight: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -139,9 +137,9 @@ class _SmallBatchWeight(torch.nn.Parameter):
 def _multiply(x: torch.Tensor, weight: Any, *bias: Any) -> torch.Tensor:
     if bias or not isinstance(weight, _SmallBatchWeight):
         return linear(x, weight, *bias)
-    if weight.bound is None or not weight.bound.fits(weight, None):
-        weight.bound = PreparedLinear(weight, None)
-    y = weight.bound(x)
+    if weight.prepared is None:
+        weight.prepared = PreparedLinear()
+    y = weight.prepared(x, weight, None)
     return linear(x, weight) if y is None else y
 
 

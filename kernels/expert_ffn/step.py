@@ -1,0 +1,126 @@
+"""A step of a few tokens through the experts of one layer: from routing to sums in one native call.
+
+Shape suffixes: T tokens, K choices a token, D model in, O model out, R routed rows = T * K.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from moe_runtime.kernels.combine.slots import MAX_CHOICES
+from moe_runtime.kernels.expert_ffn.weights import ExpertShape, ExpertWeights
+from moe_runtime.kernels.linear import native_row_limit
+from moe_runtime.kernels.native import (
+    ACTIVATION_CODES,
+    DTYPE_CODES,
+    STATUS_BAD_ROW,
+    STATUS_NO_MEMORY,
+    native_library,
+)
+
+STEP_ROWS = 64
+"""Routed rows of a step: with more, what is checked for every call is a small part of it."""
+
+
+class ExpertStep:
+    """`expert_ffn` and `combine_slots` in their bits, checked once instead of always.
+
+    A decode step calls it for every layer of a model.
+
+    Attributes:
+        shape: of the experts that it takes.
+        most_rows: routed rows up to which it may take a step; 0 where it takes none.
+    """
+
+    def __init__(self, shape: ExpertShape, activation: str) -> None:
+        """Finds out what the native kernel takes.
+
+        Args:
+            shape: of the experts.
+            activation: a name that `expert_ffn` knows.
+        """
+        self.shape = shape
+        library = native_library()
+        self.most_rows = self._row_limit = 0
+        if library is not None and shape.dtype in DTYPE_CODES and activation in ACTIVATION_CODES:
+            self._row_limit = min(native_row_limit(library, shape.dtype), STEP_ROWS)
+            self.most_rows = STEP_ROWS
+            self._dims = shape.dim_in, shape.dim_hidden, shape.dim_out
+            self._activation = ACTIVATION_CODES[activation]
+
+    def __call__(
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        expert_of_row_R: Sequence[int],
+        experts: Sequence[ExpertWeights],
+    ) -> Tensor | None:
+        """The sums over each token's experts, weighted by its gate.
+
+        Args:
+            x_TD: `[T, D]`.
+            weights_TK: gate weights.
+            expert_of_row_R: the place in `experts` of every token's choices, one after another.
+            experts: each once.
+
+        Returns:
+            `[T, O]` in the dtype of `x`; None for what has to go through `expert_ffn`: many rows,
+            another type or shape, gradients enabled.
+
+        Raises:
+            MemoryError: no memory to work in.
+            ValueError: a row is of no expert.
+        """
+        num_tokens, num_choices = weights_TK.shape
+        num_rows = num_tokens * num_choices
+        # each expert's own number of rows decides for it, in `expert_ffn` too
+        own_rows = 1 if len(experts) == num_rows else num_rows
+        dtype, library = self.shape.dtype, native_library()
+        if (
+            library is None
+            or not 0 < own_rows <= self._row_limit
+            or not 0 < num_choices <= MAX_CHOICES
+            or num_rows > self.most_rows
+            or x_TD.shape != (num_tokens, self._dims[0])
+            or (x_TD.dtype is not dtype and x_TD.dtype is not torch.float32)
+            or weights_TK.dtype not in DTYPE_CODES
+            or not (x_TD.is_cpu and x_TD.is_contiguous())
+            or not (weights_TK.is_cpu and weights_TK.is_contiguous())
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled("cpu")
+            or forward_ad._current_level >= 0
+        ):
+            return None
+        records: list[bytes] = []
+        for weights in experts:
+            if weights.record is None or weights.shape != self.shape:
+                return None
+            records.append(weights.record)
+        out_TO = x_TD.new_empty((num_tokens, self._dims[2]))
+        status = library.expert_step(
+            b"".join(records),
+            len(records),
+            array("q", expert_of_row_R).tobytes(),
+            x_TD.data_ptr(),
+            self._dims[0] * x_TD.element_size(),
+            num_tokens,
+            num_choices,
+            weights_TK.data_ptr(),
+            out_TO.data_ptr(),
+            *self._dims,
+            DTYPE_CODES[x_TD.dtype],
+            DTYPE_CODES[dtype],
+            DTYPE_CODES[weights_TK.dtype],
+            self._activation,
+            torch.get_num_threads() == library.num_threads,
+        )
+        if status == STATUS_BAD_ROW:
+            raise ValueError(f"expert_of_row must be in [0, {len(records)}), got {expert_of_row_R}")
+        if status == STATUS_NO_MEMORY:
+            raise MemoryError(f"no memory for {num_rows} routed rows")
+        return out_TO

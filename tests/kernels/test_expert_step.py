@@ -1,0 +1,98 @@
+"""`ExpertStep` gives the bits of `expert_ffn` and `combine_slots`, or leaves the call to them."""
+
+import pytest
+import torch
+
+from moe_runtime.kernels.combine import combine_slots
+from moe_runtime.kernels.expert_ffn import ExpertStep, ExpertWeights, expert_ffn
+from moe_runtime.kernels.expert_ffn.step import STEP_ROWS
+from moe_runtime.kernels.native import NativeLibrary
+
+DIM, HIDDEN, EXPERTS = 48, 40, 6
+
+
+def make_experts(dtype: torch.dtype, *, gate: bool = True) -> list[ExpertWeights]:
+    def matrix(*shape: int) -> torch.Tensor:
+        return torch.randn(shape).to(dtype)
+
+    return [
+        ExpertWeights(
+            matrix(HIDDEN, DIM) if gate else None,
+            matrix(HIDDEN, DIM),
+            matrix(DIM, HIDDEN),
+            down_bias=matrix(DIM),
+        )
+        for _ in range(EXPERTS)
+    ]
+
+
+def one_by_one(
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    ids_R: list[int],
+    experts: list[ExpertWeights],
+    activation: str,
+) -> torch.Tensor:
+    """Every routed row in a call of its own."""
+    num_choices = weights_TK.shape[1]
+    rows_RD = x_TD.new_empty((len(ids_R), DIM))
+    for row, expert in enumerate(ids_R):
+        token = row // num_choices
+        expert_ffn(x_TD, [experts[expert]], [1], [token], [row], rows_RD, activation=activation)  # type: ignore[arg-type]
+    return combine_slots(rows_RD, weights_TK)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "ids_TK",
+    [[[0, 1]], [[5, 2]], [[3, 3]], [[4, 1, 0], [1, 5, 4]], [[2], [2], [2]]],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("wide", [False, True], ids=["same dtype", "fp32 rows"])
+def test_a_step_has_the_bits_of_its_rows_one_by_one(
+    isa: str, library: NativeLibrary, ids_TK: list[list[int]], dtype: torch.dtype, wide: bool
+) -> None:
+    experts = make_experts(dtype, gate=dtype is not torch.float16)
+    x_TD = torch.randn(len(ids_TK), DIM).to(torch.float32 if wide else dtype)
+    weights_TK = torch.rand(len(ids_TK), len(ids_TK[0]))
+    ids_R = [expert for row in ids_TK for expert in row]
+    visited = sorted(set(ids_R))
+    step = ExpertStep(experts[0].shape, "silu")
+    for num_threads in (1, 3):
+        library.set_num_threads(num_threads)
+        found = step(
+            x_TD, weights_TK, [visited.index(e) for e in ids_R], [experts[e] for e in visited]
+        )
+        if found is None:
+            assert isa == "portable"  # where torch takes most products in half precision
+            continue
+        assert torch.equal(found, one_by_one(x_TD, weights_TK, ids_R, experts, "silu"))
+
+
+@torch.no_grad()
+def test_what_the_step_does_not_take_is_left_to_others(library: NativeLibrary) -> None:
+    experts = make_experts(torch.float32)
+    step = ExpertStep(experts[0].shape, "silu")
+    x_TD, weights_TK = torch.randn(1, DIM), torch.rand(1, 2)
+    assert step(x_TD, weights_TK, [0, 1], experts[:2]) is not None
+    many = STEP_ROWS // 2 + 1
+    assert step(torch.randn(many, DIM), torch.rand(many, 2), [0, 1] * many, experts[:2]) is None
+    assert step(x_TD.double(), weights_TK, [0, 1], experts[:2]) is None
+    assert step(x_TD, weights_TK.double(), [0, 1], experts[:2]) is None
+    assert step(x_TD, torch.rand(2, 1).t(), [0, 1], experts[:2]) is not None
+    assert step(x_TD[:, ::2], weights_TK, [0, 1], experts[:2]) is None
+    assert step(x_TD, weights_TK, [0, 1], make_experts(torch.bfloat16)[:2]) is None
+    assert ExpertStep(experts[0].shape, "unheard of")(x_TD, weights_TK, [0, 1], experts[:2]) is None
+    with torch.enable_grad():
+        assert step(x_TD, weights_TK, [0, 1], experts[:2]) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert step(x_TD, weights_TK, [0, 1], experts[:2]) is None
+
+
+@torch.no_grad()
+def test_a_row_of_no_expert_is_refused(library: NativeLibrary) -> None:
+    experts = make_experts(torch.float32)
+    step = ExpertStep(experts[0].shape, "silu")
+    with pytest.raises(ValueError, match="expert_of_row must be in"):
+        step(torch.randn(1, DIM), torch.rand(1, 2), [0, 2], experts[:2])
