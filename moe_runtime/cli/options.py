@@ -16,6 +16,10 @@ Model = Annotated[
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")
 ]
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", "-v", help="Say in the table why policy and prefetch were chosen."),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")]
 Config = Annotated[
     Path | None,

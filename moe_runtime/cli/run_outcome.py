@@ -51,9 +51,15 @@ def _sums(results: "Sequence[GenerationResult]") -> dict[str, Any]:
 
 
 def outcome_rows(
-    results: "Sequence[GenerationResult]", stats: "RuntimeStats"
+    results: "Sequence[GenerationResult]", stats: "RuntimeStats", *, verbose: bool = False
 ) -> list[tuple[str, str]]:
-    """The rows of the table for people."""
+    """The rows of the table for people.
+
+    Args:
+        results: of each prompt.
+        stats: of all of them together.
+        verbose: with the reasons for the policy and the prefetch mode, and what prefetch did.
+    """
     asked = stats.hits + stats.late_hits + stats.misses
     hit_share = f"{stats.hits / asked:.1%}" if asked else "none asked for"
     sums = _sums(results)
@@ -82,20 +88,23 @@ def outcome_rows(
             f"{asked}: {hit_share} in memory, {stats.late_hits} on their way, {stats.misses} read",
         ),
         ("read from disk", f"{format_bytes(stats.bytes_read)}, waited {stats.stall_s:.2f} s"),
-        *_policy_rows(stats),
-        *_prefetch_rows(stats),
+        *_policy_rows(stats, verbose=verbose),
+        *_prefetch_rows(stats, verbose=verbose),
     ]
 
 
-def _policy_rows(stats: "RuntimeStats") -> list[tuple[str, str]]:
+def _policy_rows(stats: "RuntimeStats", *, verbose: bool) -> list[tuple[str, str]]:
     if not stats.policy_reason:
         return []
-    return [("policy", f"{stats.policy}, {stats.shares} shares: {stats.policy_reason}")]
+    chosen = f"{stats.policy}, {stats.shares} shares"
+    return [("policy", f"{chosen}: {stats.policy_reason}" if verbose else chosen)]
 
 
-def _prefetch_rows(stats: "RuntimeStats") -> list[tuple[str, str]]:
+def _prefetch_rows(stats: "RuntimeStats", *, verbose: bool) -> list[tuple[str, str]]:
     if stats.prefetch == "off":
         return []
+    if not verbose:
+        return [("prefetch", stats.prefetch.split(":")[0])]
     outcome = (
         f"{stats.guesses} experts: {stats.useful_guesses} in time, {stats.late_guesses} late, "
         f"{stats.wasted_guesses} wasted; guessing took {stats.predict_s:.2f} s"

@@ -3,13 +3,16 @@
 import io
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moe_runtime.cli.main import main
+from moe_runtime.cli.run_outcome import outcome_rows
 from moe_runtime.errors import CapacityError, CheckpointError, UnsupportedModelError
+from moe_runtime.inference.generation import GenerationResult
 
 PROMPT = "The store reads"
 
@@ -40,6 +43,56 @@ def test_text_goes_to_stdout_and_the_table_to_stderr(
     assert "90.0% in memory, 4 on their way, 6 read" in err
     assert "3 MiB, waited 0.25 s" in err
     assert fake_load.runtime.closed
+
+
+@pytest.mark.parametrize(
+    ("verbose", "rows"),
+    [
+        (False, [("policy", "lru, even shares"), ("prefetch", "auto, off")]),
+        (
+            True,
+            [
+                ("policy", "lru, even shares: all experts fit"),
+                ("prefetch", "auto, off: too little to save; in use for 0 of 7 steps"),
+                ("prefetched", "3 experts: 1 in time, 0 late, 2 wasted; guessing took 0.25 s"),
+            ],
+        ),
+    ],
+)
+def test_the_table_gives_reasons_when_asked(
+    fake_load: Any, verbose: bool, rows: list[tuple[str, str]]
+) -> None:
+    stats = replace(
+        fake_load.runtime.stats(),
+        policy="lru",
+        shares="even",
+        policy_reason="all experts fit",
+        prefetch="auto, off: too little to save; in use for 0 of 7 steps",
+        guesses=3,
+        useful_guesses=1,
+        late_guesses=0,
+        wasted_guesses=2,
+        predict_s=0.25,
+    )
+    result = GenerationResult(
+        text="text",
+        token_ids=tuple(range(8)),
+        prompt_tokens=2,
+        new_tokens=8,
+        ttft_s=0.1,
+        decode_tokens_per_s=5.0,
+        finish_reason="length",
+    )
+    assert outcome_rows([result], stats, verbose=verbose)[-len(rows) :] == rows
+
+
+def test_verbose_and_json_exclude_each_other(
+    checkpoint: Path, fake_load: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(checkpoint, "--json", "--verbose") == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out)["error"] == err.removeprefix("moe-runtime: error: ").removesuffix("\n")
+    assert "give one of them" in err
 
 
 def test_a_terminal_sees_the_prompt_dimmed_and_no_escape_sequences(

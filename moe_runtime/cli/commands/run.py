@@ -61,6 +61,7 @@ def run(
     trace: options.Trace = None,
     timeline: options.Timeline = None,
     as_json: options.Json = False,
+    verbose: options.Verbose = False,
     debug: options.Debug = False,
     config: options.Config = None,
 ) -> None:
@@ -74,6 +75,8 @@ def run(
     session.begin(debug=debug, as_json=as_json)
     if temperature == 0:
         refuse_given(ctx, {"top_p"}, "has no effect without sampling: give --temperature too")
+    if as_json and verbose:
+        raise ValueError("--verbose is for the table, which --json leaves out; give one of them")
     sampling = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -122,7 +125,11 @@ def run(
             is_list = prompts is not None or len(texts) > 1
             print_json(outcome_json(model, results, stats, is_list=is_list))
         else:
-            print_rows("what the runtime did", outcome_rows(results, stats), to_stderr=True)
+            print_rows(
+                "what the runtime did",
+                outcome_rows(results, stats, verbose=verbose),
+                to_stderr=True,
+            )
     if is_interrupted:
         raise typer.Exit(130)
 
