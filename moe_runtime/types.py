@@ -36,21 +36,18 @@ class ModelSignature:
     vocab_size: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoreStats:
-    """Counters of an expert store since it was opened or last reset.
+@dataclass(kw_only=True, slots=True)
+class ExpertCounters:
+    """What became of the experts that layers asked for, and of those that were prefetched.
 
     Every request for an expert is exactly one of hit, late hit or miss.
 
     Attributes:
-        hits: experts that lay in the fastest tier when they were asked for.
-        late_hits: experts whose read was under way when they were asked for.
-        misses: experts that had to be demanded from a slower tier.
-        bytes_read: bytes read from the checkpoint's files, alignment included.
-        demand_bytes: the part of ``bytes_read`` that a waiting layer had asked for.
-        readahead_bytes: the part of ``bytes_read`` that was read before it was asked for.
-        evictions: experts that gave their slot to another one.
-        stall_s: seconds that computation waited for an expert.
+        hits: experts that lay in the fastest tier when a layer asked for them.
+        late_hits: experts that were on their way when a layer asked for them.
+        misses: experts that a layer had to demand from a slower tier.
+        stall_s: seconds that computation waited for experts.
+        readahead_bytes: the part of the bytes read that was read before it was asked for.
         expert_slots: experts that fit into the fastest tier at once.
         slot_bytes: size of one slot.
         guesses: experts whose prefetch was started and not taken back; each is at last useful,
@@ -58,49 +55,58 @@ class StoreStats:
         useful_guesses: prefetched experts that lay ready when a layer asked for them.
         late_guesses: prefetched experts that were on their way when a layer asked for them.
         wasted_guesses: prefetched experts that gave up their slot without having been asked for.
-        cancelled_guesses: prefetches that were taken back before their read began.
     """
 
-    hits: int
-    late_hits: int
-    misses: int
-    bytes_read: int
-    demand_bytes: int
-    readahead_bytes: int
-    evictions: int
-    stall_s: float
-    expert_slots: int
-    slot_bytes: int
+    hits: int = 0
+    late_hits: int = 0
+    misses: int = 0
+    stall_s: float = 0.0
+    readahead_bytes: int = 0
+    expert_slots: int = 0
+    slot_bytes: int = 0
     guesses: int = 0
     useful_guesses: int = 0
     late_guesses: int = 0
     wasted_guesses: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class StoreStats(ExpertCounters):
+    """Counters of one tier since it was opened or last reset; the tier counts in one of these.
+
+    Attributes:
+        demand_bytes: bytes read that a waiting layer had asked for.
+        evictions: experts that gave their slot to another one.
+        cancelled_guesses: prefetches that were taken back before their read began.
+    """
+
+    demand_bytes: int = 0
+    evictions: int = 0
     cancelled_guesses: int = 0
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from the tier below or the checkpoint's files, alignment included."""
+        return self.demand_bytes + self.readahead_bytes
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RuntimeStats:
+    @property
+    def judged_guesses(self) -> int:
+        """Guesses of which it is known what became of them."""
+        return self.useful_guesses + self.late_guesses + self.wasted_guesses
+
+
+@dataclass(kw_only=True, slots=True)
+class RuntimeStats(ExpertCounters):
     """What a loaded model did so far; the value of ``model.moe.stats()``.
 
     Attributes:
-        hits: experts that lay in the fastest tier when a layer asked for them.
-        late_hits: experts that were on their way when a layer asked for them.
-        misses: experts that a layer had to demand.
-        stall_s: seconds that computation waited for experts.
         bytes_read: bytes read from the checkpoint's files for experts, alignment included.
-        readahead_bytes: the part of ``bytes_read`` that was read before it was asked for.
-        expert_slots: experts that fit into the fastest tier at once.
-        slot_bytes: size of one slot.
         budget_bytes: host memory that the runtime was allowed to allocate.
         dense_bytes: bytes of everything but the routed experts.
         expert_bytes: bytes of all routed experts of the checkpoint.
         baseline_rss_bytes: resident memory of the process after its imports, before loading.
         peak_rss_bytes: highest resident memory of the process so far, as the kernel counts it.
         load_s: seconds that loading took.
-        guesses: experts whose prefetch was started; each is at last useful, late or wasted.
-        useful_guesses: prefetched experts that lay ready when a layer asked for them.
-        late_guesses: prefetched experts that were on their way when a layer asked for them.
-        wasted_guesses: prefetched experts that gave up their slot without having been asked for.
         prefetch: whether experts are prefetched now, and why.
         predict_s: seconds spent on guessing.
         policy: the eviction policy.
@@ -108,24 +114,13 @@ class RuntimeStats:
         policy_reason: why this policy, where it was not named; empty where it was.
     """
 
-    hits: int
-    late_hits: int
-    misses: int
-    stall_s: float
     bytes_read: int
-    readahead_bytes: int
-    expert_slots: int
-    slot_bytes: int
     budget_bytes: int
     dense_bytes: int
     expert_bytes: int
     baseline_rss_bytes: int
     peak_rss_bytes: int
     load_s: float
-    guesses: int = 0
-    useful_guesses: int = 0
-    late_guesses: int = 0
-    wasted_guesses: int = 0
     prefetch: str = "off"
     predict_s: float = 0.0
     policy: str = "lru"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
@@ -12,7 +13,7 @@ from moe_runtime.inference.hugging_face.absent import refuse_copy
 from moe_runtime.kernels.expert_ffn import ExpertWeights
 from moe_runtime.lab.replay.choice import Choice
 from moe_runtime.memory.residency import ExpertStore
-from moe_runtime.types import ModelSignature, RuntimeStats, StoreStats
+from moe_runtime.types import ExpertCounters, ModelSignature, RuntimeStats, StoreStats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,15 +104,11 @@ class RuntimeHandle:
         """What the model did since it was loaded or its counters were reset."""
         facts = self.facts
         fastest, slowest = self._store.stats(), self._disk_stats()
+        counted = {f.name: getattr(fastest, f.name) for f in dataclasses.fields(ExpertCounters)}
+        counted["readahead_bytes"] = slowest.readahead_bytes
         return RuntimeStats(
-            hits=fastest.hits,
-            late_hits=fastest.late_hits,
-            misses=fastest.misses,
-            stall_s=fastest.stall_s,
+            **counted,
             bytes_read=slowest.bytes_read,
-            readahead_bytes=slowest.readahead_bytes,
-            expert_slots=fastest.expert_slots,
-            slot_bytes=fastest.slot_bytes,
             budget_bytes=facts.host_plan.budget_bytes,
             dense_bytes=facts.dense_bytes,
             expert_bytes=facts.expert_bytes,
@@ -121,10 +118,6 @@ class RuntimeHandle:
             policy=facts.choice.policy,
             shares="adaptive" if facts.choice.adaptive else "even",
             policy_reason=facts.choice.reason,
-            guesses=fastest.guesses,
-            useful_guesses=fastest.useful_guesses,
-            late_guesses=fastest.late_guesses,
-            wasted_guesses=fastest.wasted_guesses,
             prefetch="off" if self.prefetcher is None else self.prefetcher.describe(),
             predict_s=0.0 if self.prefetcher is None else self.prefetcher.stats().predict_s,
         )

@@ -1,13 +1,13 @@
-"""What an expert store works with: where experts come from, its entries and its counters."""
+"""What an expert store works with: where experts come from, and its entries."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from moe_runtime.memory.changes import Changes
 from moe_runtime.memory.io_queue import Read
-from moe_runtime.types import ExpertKey, StoreStats
+from moe_runtime.types import ExpertKey
 
 W = TypeVar("W")
 
@@ -62,35 +62,3 @@ class Entry(Generic[W]):
     pins: int = 0
     arrived: bool = False
     weights: W | None = None
-
-
-@dataclass(slots=True)
-class Counters:
-    """What ``StoreStats`` and the prefetcher's statistics are made of."""
-
-    hits: int = 0
-    late_hits: int = 0
-    misses: int = 0
-    demand_bytes: int = 0
-    readahead_bytes: int = 0
-    evictions: int = 0
-    stall_s: float = 0.0
-    guesses: int = 0
-    useful_guesses: int = 0
-    late_guesses: int = 0
-    wasted_guesses: int = 0
-    cancelled_guesses: int = 0
-
-    @property
-    def judged_guesses(self) -> int:
-        """Guesses of which it is known what became of them."""
-        return self.useful_guesses + self.late_guesses + self.wasted_guesses
-
-    def stats(self, num_slots: int, slot_bytes: int) -> StoreStats:
-        """The counters so far, with the slots of the tier that they are of."""
-        return StoreStats(
-            **asdict(self),
-            bytes_read=self.demand_bytes + self.readahead_bytes,
-            expert_slots=num_slots,
-            slot_bytes=slot_bytes,
-        )

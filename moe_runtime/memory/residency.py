@@ -1,5 +1,6 @@
 """The expert store: which experts lie in a tier's slots, and the leases that hold them there."""
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -7,7 +8,7 @@ from typing import Generic, TypeVar, cast
 
 import torch
 
-from moe_runtime.memory.entries import Counters, Entry, Fetcher
+from moe_runtime.memory.entries import Entry, Fetcher
 from moe_runtime.memory.io_queue import Priority, Read
 from moe_runtime.memory.lease import Lease
 from moe_runtime.memory.link_meter import LinkMeter
@@ -57,7 +58,7 @@ class ExpertStore(Generic[W]):
         self._leases: set[weakref.ref[Lease[W]] | None] = set()  # those that are open
         self._changed = fetcher.changed
         self._changed.mend = self._mend
-        self._counters = Counters()
+        self._counters = StoreStats()
         self._guesses_before = 0  # made before the counters were reset, and not judged by then
         self._link = LinkMeter()
 
@@ -191,12 +192,15 @@ class ExpertStore(Generic[W]):
     def stats(self) -> StoreStats:
         """The counters so far."""
         with self._changed:
-            return self._counters.stats(self._slab.num_slots, self._slab.slot_bytes)
+            slab = self._slab
+            return dataclasses.replace(
+                self._counters, expert_slots=slab.num_slots, slot_bytes=slab.slot_bytes
+            )
 
     def reset_stats(self) -> None:
         """Sets all counters to zero, as after a warm-up."""
         with self._changed:
-            self._counters = Counters()
+            self._counters = StoreStats()
             self._guesses_before = self._num_open_guesses()
 
     def check(self) -> None:
