@@ -223,7 +223,7 @@ def assert_one_line(capsys: pytest.CaptureFixture[str], message: str) -> None:
         (["--max-new-tokens", "many"], "--max-new-tokens"),
         (["--temperature", "-1"], "--temperature"),
         (["--temperature", "nan"], "temperature"),
-        (["--top-p", "2"], "top_p"),
+        (["--temperature", "1", "--top-p", "2"], "top_p"),
         (["--seed", "-1"], "--seed"),
         (["--chat"], "no chat template"),
         (["--max-tokens", "4"], "--max-tokens 4 is too small"),
