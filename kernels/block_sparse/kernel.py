@@ -26,7 +26,6 @@ _GROUP_M = 8
 def block_sparse_sdd(
     a_ptr,
     b_ptr,
-    bias_ptr,
     values_ptr,
     order_ptr,
     launch_order_ptr,
@@ -41,7 +40,6 @@ def block_sparse_sdd(
     stride_bk,
     stride_bn,
     GATHER_DIVISOR: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -49,7 +47,7 @@ def block_sparse_sdd(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """`values[block] = a[rows of the block] @ b[:, its columns] + bias`; zeros where none is.
+    """`values[block] = a[rows of the block] @ b[:, its columns]`; zeros where none is.
 
     GATHER_DIVISOR is 0 for row r of `a`, else the row is `order[r] // GATHER_DIVISOR`.
     """
@@ -72,8 +70,6 @@ def block_sparse_sdd(
         rows = tl.load(order_ptr + rows) // GATHER_DIVISOR
     columns = tl.load(column_first_ptr + block) + offs_n
     mask_n = columns < tl.load(column_end_ptr + block)
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + columns, mask=mask_n, other=0.0).to(tl.float32)[None, :]
     offs_k = tl.arange(0, BLOCK_K).to(tl.int64)
     acc = tile_product(
         acc,
@@ -218,18 +214,16 @@ def launch_sdd(
     b_KN: Tensor,
     topology: BlockTopology,
     *,
-    bias_N: Tensor | None = None,
     order_R: Tensor | None = None,
     num_choices: int = 0,
     tile: Tile | None = None,
 ) -> Tensor:
-    """The values of `a @ b + bias` in the topology's blocks, `[B, block_rows, block_columns]`.
+    """The values of `a @ b` in the topology's blocks, `[B, block_rows, block_columns]`.
 
     Args:
         a: `[R, K]`, or `[T, K]` whose row `order[r] // num_choices` is row r.
         b_KN: `[K, N]`, any strides.
         topology: The blocks.
-        bias_N: `[N]`, contiguous, or None.
         order_R: Slot of each row, where rows are gathered.
         num_choices: Choices of a token; 0 where nothing is gathered.
         tile: Instead of the rule's.
@@ -244,7 +238,6 @@ def launch_sdd(
         (topology.num_blocks,),
         a_ptr=a,
         b_ptr=b_KN,
-        bias_ptr=b_KN if bias_N is None else bias_N,
         values_ptr=values,
         order_ptr=topology.launch_order_B if order_R is None else order_R,
         launch_order_ptr=topology.launch_order_B,
@@ -259,7 +252,6 @@ def launch_sdd(
         stride_bk=b_KN.stride(0),
         stride_bn=b_KN.stride(1),
         GATHER_DIVISOR=num_choices,
-        HAS_BIAS=bias_N is not None,
         EVEN_N=topology.has_full_columns,
         EVEN_K=dim_k % tile.block_k == 0,
         PRECISION=precision_of(a),

@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_runtime.kernels.block_sparse.autograd import Dsd, Gather, Products, Sdd
 from moe_runtime.kernels.block_sparse.reference import dsd_reference, sdd_reference
 from moe_runtime.kernels.block_sparse.topology import BlockTopology
+from moe_runtime.kernels.operands import check_like, check_shape
 from moe_runtime.kernels.token_sort import SortedTokens
 from moe_runtime.kernels.triton_support import resolve_impl
 
@@ -93,11 +94,7 @@ def dsd(
     """
     chosen = resolve_impl(impl, values.device, IMPLS)
     summed = topology.num_rows if is_transposed else topology.num_columns
-    if tuple(values.shape) != topology.values_shape:
-        raise ValueError(
-            f"values must be {list(topology.values_shape)} for this topology, got "
-            f"{list(values.shape)}"
-        )
+    check_shape("values", values, topology.values_shape, "for this topology")
     _validate("b", b, [summed, b.shape[-1]], values, topology)
     if chosen == "reference":
         return dsd_reference(values, b, topology, is_transposed=is_transposed)
@@ -153,13 +150,8 @@ def _gather(
 def _validate(
     name: str, tensor: Tensor, shape: list[int], like: Tensor, topology: BlockTopology
 ) -> None:
-    if list(tensor.shape) != shape:
-        raise ValueError(f"{name} must be {shape} for this topology, got {list(tensor.shape)}")
-    if tensor.dtype != like.dtype or tensor.device != like.device:
-        raise ValueError(
-            f"{name} must be {like.dtype} on {like.device} like the other operand, got "
-            f"{tensor.dtype} on {tensor.device}"
-        )
+    check_shape(name, tensor, shape, "for this topology")
+    check_like(name, tensor, like, "the other operand")
     if topology.device != like.device:
         raise ValueError(f"the topology is on {topology.device}, the operands on {like.device}")
 

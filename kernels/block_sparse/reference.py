@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.block_sparse.topology import BlockTopology
+from moe_runtime.kernels.operands import precise_dtype
 
 
 def to_dense(values_BMJ: Tensor, topology: BlockTopology) -> Tensor:
@@ -40,11 +41,6 @@ def dsd_reference(
     precise = precise_dtype(values)
     sparse = to_dense(values.to(precise), topology)
     return ((sparse.T if is_transposed else sparse) @ b.to(precise)).to(values.dtype)
-
-
-def precise_dtype(x: Tensor) -> torch.dtype:
-    """What sums are formed in."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _indices(topology: BlockTopology) -> tuple[Tensor, Tensor]:

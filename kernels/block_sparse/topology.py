@@ -13,21 +13,15 @@ Shape suffixes: R rows, N columns, E experts, G strips of rows, C strips of colu
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.block_sparse.topology_lists import (
-    Lists,
-    Sizes,
-    lists_from_mask,
-    lists_from_offsets,
-)
 from moe_runtime.kernels.grouped_gemm.columns import ExpertColumns, check_block
-from moe_runtime.kernels.triton_support import resolve_impl
 
-IMPLS = ("auto", "triton", "torch")
+# Strips of rows that go over a strip of columns while its operand lies in the cache.
+_BAND = 8
 
 
 class Strips(NamedTuple):
@@ -113,12 +107,7 @@ class BlockTopology:
 
 
 def expert_topology(
-    offsets_E1: Tensor,
-    columns: ExpertColumns,
-    *,
-    num_rows: int,
-    block_rows: int = 128,
-    impl: str = "auto",
+    offsets_E1: Tensor, columns: ExpertColumns, *, num_rows: int, block_rows: int = 128
 ) -> BlockTopology:
     """The blocks of rows sorted by expert: each expert's rows times its own columns.
 
@@ -129,52 +118,87 @@ def expert_topology(
         columns: The experts' columns.
         num_rows: R; rows from the last offset on have no block.
         block_rows: Most rows of a strip.
-        impl: `triton` (one launch), `torch` (any device), or `auto`: by the device.
 
     Raises:
-        ValueError: Shapes, dtypes or devices do not fit, or `impl` cannot run here.
-        TritonUnavailableError: `impl` comes out as `triton` and Triton is not installed.
+        ValueError: Shapes, dtypes or devices do not fit.
     """
-    chosen = resolve_impl(impl, offsets_E1.device, IMPLS)
     check_block("block_rows", block_rows)
-    num_experts = len(columns.widths)
+    num_experts, device = len(columns.widths), offsets_E1.device
     if tuple(offsets_E1.shape) != (num_experts + 1,) or offsets_E1.dtype != torch.int64:
         raise ValueError(
             f"offsets must be [{num_experts + 1}] of int64 for {num_experts} widths, got "
             f"{list(offsets_E1.shape)} of {offsets_E1.dtype}"
         )
-    if offsets_E1.device != columns.first.device:
-        raise ValueError(f"offsets are on {offsets_E1.device}, columns on {columns.first.device}")
-    # Every expert may end with a short strip, and so may the rows without an expert.
-    num_strips = min(num_rows, num_rows // block_rows + num_experts + 1)
-    num_blocks = columns.most_blocks(num_rows, block_rows)
-    make = lists_from_offsets
-    if chosen == "triton":
-        from moe_runtime.kernels.block_sparse.topology_kernel import lists_from_offsets_triton
+    if device != columns.first.device:
+        raise ValueError(f"offsets are on {device}, columns on {columns.first.device}")
+    # The rows without an expert are one more expert, with no columns.
+    row_ends = torch.cat([offsets_E1[1:], offsets_E1.new_full((1,), num_rows)])
+    row_begins = torch.cat([offsets_E1[:-1], offsets_E1[-1:]])
+    tiles = (row_ends - row_begins + block_rows - 1) // block_rows
+    last_tile = tiles.cumsum(0)
 
-        make = lists_from_offsets_triton
-    lists = make(
-        offsets_E1,
-        columns.starts_E1,
-        columns.strips_E,
-        sizes=Sizes(
-            num_rows=num_rows,
-            row_strips=num_strips,
-            column_strips=len(columns.first),
-            num_blocks=num_blocks,
-            block_rows=block_rows,
-            block_columns=columns.block_columns,
-        ),
+    # Every expert may end with a short strip, and so may the rows without an expert.
+    strip_G = torch.arange(min(num_rows, num_rows // block_rows + num_experts + 1), device=device)
+    expert_G = torch.searchsorted(last_tile, strip_G, right=True)
+    is_used = expert_G <= num_experts
+    expert_G = expert_G.clamp(max=num_experts)
+    nth_G = strip_G - (last_tile - tiles)[expert_G]
+    row_first = torch.where(is_used, row_begins[expert_G] + nth_G * block_rows, 0)
+    row_end = torch.where(is_used, torch.minimum(row_first + block_rows, row_ends[expert_G]), 0)
+    across = torch.nn.functional.pad(columns.strips_E, (0, 1))
+    tiles_of_column = tiles[:-1].repeat_interleave(columns.strips_E, output_size=len(columns.first))
+
+    # Both orders keep an expert's blocks together: it has the same places in either.
+    blocks = tiles[:-1] * columns.strips_E
+    last_block = blocks.cumsum(0)
+    place_B = torch.arange(columns.most_blocks(num_rows, block_rows), device=device)
+    expert_B = torch.searchsorted(last_block, place_B, right=True)
+    is_block = expert_B < num_experts
+    expert_B = expert_B.clamp(max=num_experts - 1)
+    base_B = (last_block - blocks)[expert_B]
+    nth_B = torch.where(is_block, place_B - base_B, 0)
+    tiles_B, strips_B = tiles[expert_B].clamp(min=1), columns.strips_E[expert_B]
+    tile_B, strip_B = nth_B // strips_B, nth_B % strips_B
+    column_first_B = columns.starts_E1[expert_B] + strip_B * columns.block_columns
+    column_end_B = torch.minimum(
+        column_first_B + columns.block_columns, columns.starts_E1[expert_B + 1]
     )
-    return _topology(
-        lists,
-        columns.first,
-        columns.end,
+    row_of_block_B = torch.where(is_block, (last_tile - tiles)[expert_B] + tile_B, -1)
+
+    tile_B, strip_B = nth_B % tiles_B, nth_B // tiles_B
+    by_column_B = torch.where(is_block, base_B + tile_B * strips_B + strip_B, place_B)
+    row_first_B = row_begins[expert_B] + tile_B * block_rows
+    row_end_B = torch.minimum(row_first_B + block_rows, row_ends[expert_B])
+
+    band_B = nth_B // (_BAND * strips_B)
+    tiles_in_band = (tiles_B - band_B * _BAND).clamp(max=_BAND)
+    nth_B = nth_B - band_B * _BAND * strips_B
+    tile_B, strip_B = band_B * _BAND + nth_B % tiles_in_band, nth_B // tiles_in_band
+    launch_B = torch.where(is_block, base_B + tile_B * strips_B + strip_B, place_B)
+    return BlockTopology(
         num_rows=num_rows,
         num_columns=columns.num_columns,
         block_rows=block_rows,
         block_columns=columns.block_columns,
         has_full_columns=columns.is_full,
+        rows=Strips(
+            row_first,
+            row_end,
+            _offsets(torch.where(is_used, across[expert_G], 0)),
+            None,
+            torch.where(is_block, column_first_B, 0),
+            torch.where(is_block, column_end_B, 0),
+        ),
+        columns=Strips(
+            columns.first,
+            columns.end,
+            _offsets(tiles_of_column),
+            by_column_B.int(),
+            torch.where(is_block, row_first_B, 0),
+            torch.where(is_block, row_end_B, 0),
+        ),
+        row_of_block_B=row_of_block_B.int(),
+        launch_order_B=launch_B.int(),
     )
 
 
@@ -202,18 +226,31 @@ def mask_topology(
             f"{block_rows} x {block_columns}, got {list(mask_GC.shape)} of {mask_GC.dtype}"
         )
     first, end = _even_strips(num_columns, block_columns, mask_GC.device)
-    lists = lists_from_mask(
-        mask_GC, *_even_strips(num_rows, block_rows, mask_GC.device), first, end
-    )
-    return _topology(
-        lists,
-        first,
-        end,
+    row_first, row_end = _even_strips(num_rows, block_rows, mask_GC.device)
+    row_B, column_B = mask_GC.nonzero(as_tuple=True)
+    by_column_B = torch.argsort(column_B, stable=True)
+    across_B = row_B[by_column_B]
+    # Bands of strips of rows, columns within them, rows within those.
+    key_B = (row_B // _BAND * mask_GC.shape[1] + column_B) * _BAND + row_B % _BAND
+    return BlockTopology(
         num_rows=num_rows,
         num_columns=num_columns,
         block_rows=block_rows,
         block_columns=block_columns,
         has_full_columns=num_columns % block_columns == 0,
+        rows=Strips(
+            row_first, row_end, _offsets(mask_GC.sum(1)), None, first[column_B], end[column_B]
+        ),
+        columns=Strips(
+            first,
+            end,
+            _offsets(mask_GC.sum(0)),
+            by_column_B.int(),
+            row_first[across_B],
+            row_end[across_B],
+        ),
+        row_of_block_B=row_B.int(),
+        launch_order_B=torch.argsort(key_B).int(),
     )
 
 
@@ -222,27 +259,6 @@ def _even_strips(length: int, size: int, device: torch.device) -> tuple[Tensor, 
     return first, (first + size).clamp(max=length)
 
 
-def _topology(
-    lists: Lists, column_first: Tensor, column_end: Tensor, **sizes: Any
-) -> BlockTopology:
-    return BlockTopology(
-        rows=Strips(
-            lists.row_first,
-            lists.row_end,
-            lists.row_offsets,
-            None,
-            lists.column_first_B,
-            lists.column_end_B,
-        ),
-        columns=Strips(
-            column_first,
-            column_end,
-            lists.column_offsets,
-            lists.by_column_B,
-            lists.row_first_B,
-            lists.row_end_B,
-        ),
-        row_of_block_B=lists.row_of_block_B,
-        launch_order_B=lists.launch_order_B,
-        **sizes,
-    )
+def _offsets(counts: Tensor) -> Tensor:
+    """Where each strip's blocks begin, and how many there are, int32."""
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()

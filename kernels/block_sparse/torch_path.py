@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.block_sparse.reference import precise_dtype
 from moe_runtime.kernels.block_sparse.topology import BlockTopology
+from moe_runtime.kernels.operands import precise_dtype
 
 
 class Rectangle(NamedTuple):

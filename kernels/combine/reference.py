@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_runtime.kernels.operands import precise_dtype
+
 
 def combine_reference(
     y_RD: Tensor, weights_TK: Tensor | None, inverse_TK: Tensor, num_rows: Tensor
@@ -14,7 +16,7 @@ def combine_reference(
     Sums are kept in fp32 (fp64 for fp64) and rounded once. A slot whose row is not below `num_rows`
     adds nothing, whatever its weight and whatever lies in `y` there.
     """
-    precise = torch.float64 if y_RD.dtype == torch.float64 else torch.float32
+    precise = precise_dtype(y_RD)
     num_tokens, num_choices = inverse_TK.shape
     total = torch.zeros(num_tokens, y_RD.shape[1], dtype=precise, device=y_RD.device)
     for k in range(num_choices):

@@ -19,6 +19,7 @@ from moe_runtime.kernels.native import (
     native_library,
     require_native,
 )
+from moe_runtime.kernels.operands import precise_dtype
 
 TOKENS_PER_PRODUCT = 256
 """Tokens summed at once in plain torch, which copies their rows in fp32."""
@@ -67,7 +68,7 @@ def combine_slots(y_RD: Tensor, weights_TK: Tensor, *, impl: Impl = "auto") -> T
 
 def combine_slots_reference(y_RD: Tensor, weights_TK: Tensor) -> Tensor:
     """`combine_slots` in plain torch: the specification. Computes in fp64 when `y` is fp64."""
-    wide = torch.float64 if y_RD.dtype == torch.float64 else torch.float32
+    wide = precise_dtype(y_RD)
     num_choices = weights_TK.shape[1]
     parts = zip(
         y_RD.split(TOKENS_PER_PRODUCT * num_choices),

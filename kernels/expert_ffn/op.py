@@ -38,6 +38,7 @@ from moe_runtime.kernels.native import (
     native_library,
     require_native,
 )
+from moe_runtime.kernels.operands import check_choice
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 ExpertImpl = Literal["auto", "native", "reference", "torch"]
@@ -88,11 +89,10 @@ def expert_ffn(
         raise ValueError(f"expected one count per expert, got {len(experts)} and {len(counts)}")
     if not experts:
         return
+    check_choice(impl, IMPLS)
     library = native_library() if impl == "auto" else None
     if impl == "native":
         library = require_native()
-    elif impl not in IMPLS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
     problem = _problem(x_TD, experts, out_RO)
     if problem:
         raise ValueError(problem)

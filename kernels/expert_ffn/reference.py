@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moe_runtime.kernels.expert_ffn.weights import ExpertWeights
 from moe_runtime.kernels.linear.reference import linear_reference
+from moe_runtime.kernels.operands import precise_dtype
+from moe_runtime.kernels.operands.activation import ActivationName, ActivationSpec
 
 ActivationFn = Callable[[Tensor | None, Tensor], Tensor]
 LinearFn = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-
-_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
-}
 
 
 def activation_function(name: str) -> ActivationFn:
@@ -31,10 +25,8 @@ def activation_function(name: str) -> ActivationFn:
     Raises:
         ValueError: The name is unknown.
     """
-    if name not in _FUNCTIONS:
-        raise ValueError(f"activation must be one of {', '.join(_FUNCTIONS)}, got {name!r}")
-    function = _FUNCTIONS[name]
-    return lambda gate, up: function(up) if gate is None else function(gate) * up
+    plain = ActivationSpec(cast(ActivationName, name))
+    return lambda gate, up: plain(None, up) if gate is None else plain(None, gate) * up
 
 
 def expert_ffn_reference(
@@ -48,7 +40,7 @@ def expert_ffn_reference(
 
     Nothing is rounded between the input and the output.
     """
-    precise = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
+    precise = precise_dtype(x_TD)
     pieces: list[Tensor] = []
     first = 0
     for weights, count in zip(experts, counts, strict=True):

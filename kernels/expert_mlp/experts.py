@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.grouped_gemm.columns import ExpertColumns
+from moe_runtime.kernels.operands import check_like, check_shape
 
 
 class OneExpert(NamedTuple):
@@ -50,16 +51,9 @@ def _check_tensors(experts: StackedExperts | PackedExperts, shapes: dict[str, li
         tensor: Tensor | None = getattr(experts, name)
         if tensor is None:
             continue
-        if list(tensor.shape) != shape:
-            raise ValueError(
-                f"{name} must be {shape} for {experts.names[0]} {list(first.shape)} of "
-                f"{experts.num_experts} experts, got {list(tensor.shape)}"
-            )
-        if tensor.dtype != first.dtype or tensor.device != first.device:
-            raise ValueError(
-                f"{name} must be {first.dtype} on {first.device} like {experts.names[0]}, got "
-                f"{tensor.dtype} on {tensor.device}"
-            )
+        like = f"{experts.names[0]} {list(first.shape)} of {experts.num_experts} experts"
+        check_shape(name, tensor, shape, f"for {like}")
+        check_like(name, tensor, first, experts.names[0])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

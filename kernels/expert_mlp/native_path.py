@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
 from moe_runtime.kernels.expert_mlp.experts import (
     OneExpert,
     PackedExperts,
@@ -32,6 +31,7 @@ from moe_runtime.kernels.native import (
     require_native,
 )
 from moe_runtime.kernels.native.pages import with_huge_pages
+from moe_runtime.kernels.operands.activation import ActivationSpec
 
 
 class NativeSteps(TorchSteps):

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp import torch_path
-from moe_runtime.kernels.expert_mlp.activation import ActivationSpec, PreactivationFunction
 from moe_runtime.kernels.expert_mlp.experts import OneExpert, StackedExperts
 from moe_runtime.kernels.expert_mlp.paths import path_of
-from moe_runtime.kernels.expert_mlp.reference import precise_dtype
 from moe_runtime.kernels.expert_mlp.rows import Gradients, Group, Needs, SortedRows, sort_rows
 from moe_runtime.kernels.expert_mlp.steps import TorchSteps
+from moe_runtime.kernels.operands import precise_dtype
+from moe_runtime.kernels.operands.activation import ActivationSpec, PreactivationFunction
 
 
 class FunctionSteps(TorchSteps):

@@ -11,12 +11,6 @@ from typing import Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.expert_mlp.activation import (
-    Activation,
-    ActivationName,
-    ActivationSpec,
-    PreactivationFunction,
-)
 from moe_runtime.kernels.expert_mlp.experts import PackedExperts, RoutedExperts, StackedExperts
 from moe_runtime.kernels.expert_mlp.parameter_gradients import (
     ParameterGradients,
@@ -30,9 +24,15 @@ from moe_runtime.kernels.expert_mlp.projection import (
 from moe_runtime.kernels.expert_mlp.reference import (
     expert_mlp_reference,
     grouped_expert_mlp_reference,
-    precise_dtype,
 )
 from moe_runtime.kernels.expert_mlp.registration import call
+from moe_runtime.kernels.operands import check_choice, check_like, precise_dtype
+from moe_runtime.kernels.operands.activation import (
+    Activation,
+    ActivationName,
+    ActivationSpec,
+    PreactivationFunction,
+)
 
 AnyExperts = TypeVar("AnyExperts", bound=RoutedExperts)
 ExpertMlpImpl = Literal["auto", "triton", "native", "reference", "torch"]
@@ -230,8 +230,7 @@ def check_impl(impl: str) -> None:
     Raises:
         ValueError: The name is unknown.
     """
-    if impl not in IMPLS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
+    check_choice(impl, IMPLS)
 
 
 def _refuse_functions(impl: str) -> None:
@@ -245,11 +244,7 @@ def _refuse_functions(impl: str) -> None:
 def _validate_rows(name: str, x: Tensor, experts: RoutedExperts) -> None:
     if x.ndim != 2 or x.shape[1] != experts.dim_model:
         raise ValueError(f"{name} must be [*, {experts.dim_model}], got {list(x.shape)}")
-    if x.dtype != experts.dtype or x.device != experts.device:
-        raise ValueError(
-            f"{name} must be {experts.dtype} on {experts.device} like the experts, got {x.dtype} "
-            f"on {x.device}"
-        )
+    check_like(name, x, experts.tensors()[0], "the experts")
 
 
 def validate_routing(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:

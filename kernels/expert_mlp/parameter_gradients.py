@@ -13,10 +13,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
 from moe_runtime.kernels.expert_mlp.experts import RoutedExperts, StackedExperts
 from moe_runtime.kernels.expert_mlp.paths import path_of
-from moe_runtime.kernels.expert_mlp.rows import Needs, SortedRows, sort_rows
+from moe_runtime.kernels.expert_mlp.rows import Needs, RoutedBatch, SortedRows, sort_rows
+from moe_runtime.kernels.operands import check_like, check_shape
+from moe_runtime.kernels.operands.activation import ActivationSpec
 
 NAMES = ("gate_up", "down", "gate_up_bias", "down_bias")
 
@@ -65,16 +66,9 @@ class ParameterGradients:
                     raise ValueError(f"into lacks the gradient of {name}, which needs one")
             elif parameter is None:
                 raise ValueError(f"into has a gradient of {name}, and there is no such parameter")
-            elif (given.shape, given.dtype, given.device) != (
-                parameter.shape,
-                parameter.dtype,
-                parameter.device,
-            ):
-                raise ValueError(
-                    f"into's {name} must be {list(parameter.shape)} of {parameter.dtype} on "
-                    f"{parameter.device}, got {list(given.shape)} of {given.dtype} on "
-                    f"{given.device}"
-                )
+            else:
+                check_shape(f"into's {name}", given, parameter.shape)
+                check_like(f"into's {name}", given, parameter, "the parameter")
 
     def trained_slots(self, experts: RoutedExperts) -> Tensor | None:
         """The slot table with the experts that do not train left out; None if it is the same."""
@@ -112,7 +106,7 @@ class _ExpertMlp(torch.autograd.Function):
         ids_TK, experts, ctx.activation, ctx.gradients, ctx.impl, keeps = call
         rows = sort_rows(ids_TK, experts.num_experts)
         out_TD, kept = path_of(ctx.impl, x_TD).forward(
-            x_TD, weights_TK, rows, experts, ctx.activation, keeps=keeps
+            RoutedBatch(x_TD, weights_TK, rows, experts, ctx.activation), keeps=keeps
         )
         ctx.save_for_backward(x_TD, weights_TK, kept, *rows, *parameters, experts.slot_of_expert)
         ctx.kind, ctx.names, ctx.layout = type(experts), experts.names, experts.layout()
@@ -128,17 +122,11 @@ class _ExpertMlp(torch.autograd.Function):
         if slots is not None:
             tensors["slot_of_expert"] = slots
         needs = Needs.of(*ctx.needs_input_grad[:-1])
+        rows, experts = SortedRows(order_R, offsets_E1), ctx.kind(**tensors, **ctx.layout)
+        batch = RoutedBatch(x_TD, weights_TK, rows, experts, ctx.activation)
         with torch.autocast(x_TD.device.type, enabled=False):
             found = path_of(ctx.impl, x_TD).backward(
-                grads[0],
-                x_TD,
-                weights_TK,
-                kept,
-                SortedRows(order_R, offsets_E1),
-                ctx.kind(**tensors, **ctx.layout),
-                ctx.activation,
-                needs=needs,
-                parameter_gradients=ctx.gradients,
+                grads[0], batch, kept, needs=needs, parameter_gradients=ctx.gradients
             )
         needed = (needs.x, needs.weights, *needs.parameters)
         given = [grad if need else None for grad, need in zip(found.flat(), needed, strict=True)]

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from torch import Tensor
 
-from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
 from moe_runtime.kernels.expert_mlp.experts import RoutedExperts
-from moe_runtime.kernels.expert_mlp.rows import Gradients, Needs, SortedRows
+from moe_runtime.kernels.expert_mlp.rows import Gradients, Needs, RoutedBatch
 from moe_runtime.kernels.native import DTYPE_CODES, native_library, require_native
+from moe_runtime.kernels.operands.activation import ActivationSpec
 
 if TYPE_CHECKING:
     from moe_runtime.kernels.expert_mlp.parameter_gradients import ParameterGradients
@@ -37,19 +37,10 @@ class Path(Protocol):
         """The output ``[T, D]`` when nothing is kept for a backward pass."""
         ...
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        weights_TK: Tensor | None,
-        rows: SortedRows,
-        experts: RoutedExperts,
-        activation: ActivationSpec,
-        *,
-        keeps: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: RoutedBatch, *, keeps: bool) -> tuple[Tensor, Tensor]:
         """The output, and the pre-activations ``[R, Z]`` of the sorted rows if it `keeps` them.
 
-        Without `weights_TK` the rows of `x` are sorted by expert already, and so is the output; it
+        Without gate weights the rows of `x` are sorted by expert already, and so is the output; it
         is zero after the last expert's row. Experts of several widths take tokens alone, and keep
         what `backward` reads in a form of their own.
         """
@@ -58,12 +49,8 @@ class Path(Protocol):
     def backward(
         self,
         grad_TD: Tensor,
-        x_TD: Tensor,
-        weights_TK: Tensor | None,
+        batch: RoutedBatch,
         kept: Tensor,
-        rows: SortedRows,
-        experts: RoutedExperts,
-        activation: ActivationSpec,
         *,
         needs: Needs,
         parameter_gradients: ParameterGradients | None = None,

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.expert_mlp.activation import ActivationSpec, PreactivationFunction
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
-from moe_runtime.kernels.expert_mlp.reference import apply_activation, precise_dtype
+from moe_runtime.kernels.expert_mlp.reference import apply_activation
 from moe_runtime.kernels.expert_mlp.rows import (
     Group,
     SortedRows,
@@ -25,6 +24,8 @@ from moe_runtime.kernels.expert_mlp.rows import (
     groups_between,
     sort_rows,
 )
+from moe_runtime.kernels.operands import precise_dtype
+from moe_runtime.kernels.operands.activation import ActivationSpec, PreactivationFunction
 
 RowFunction = Callable[[Tensor], Tensor]
 _FORWARD = "moe_runtime::expert_projection"

@@ -11,12 +11,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.expert_mlp.activation import (
+from moe_runtime.kernels.expert_mlp.experts import OneExpert, RoutedExperts, StackedExperts
+from moe_runtime.kernels.operands import precise_dtype
+from moe_runtime.kernels.operands.activation import (
     ActivationSpec,
     PreactivationFunction,
     split_preactivations,
 )
-from moe_runtime.kernels.expert_mlp.experts import OneExpert, RoutedExperts, StackedExperts
 
 
 def expert_mlp_reference(
@@ -99,8 +100,3 @@ def apply_activation(
         z_RZ, has_gate=layout.has_gate, is_concatenated=layout.is_concatenated
     )
     return activation(gate, up)
-
-
-def precise_dtype(x: Tensor) -> torch.dtype:
-    """What sums over values of the dtype of `x` are kept in."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

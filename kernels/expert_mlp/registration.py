@@ -6,22 +6,23 @@ pieces. The compiler sees one opaque call; what runs inside is chosen by the dev
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
 from moe_runtime.kernels.expert_mlp.paths import path_of
 from moe_runtime.kernels.expert_mlp.rows import (
     Needs,
+    RoutedBatch,
     SortedRows,
     already_sorted,
     sort_rows,
 )
+from moe_runtime.kernels.operands.activation import ActivationSpec
 
-# Layout flags, formula and implementation, in the order of `Static`.
+# Layout flags, formula and implementation, as `static_arguments` gives them.
 _STATIC = (
     "bool has_gate, bool is_transposed, bool is_concatenated, str function, float[] numbers, "
     "str impl"
@@ -33,43 +34,38 @@ _FORWARD = "moe_runtime::expert_mlp"
 _BACKWARD = "moe_runtime::expert_mlp_backward"
 
 
-class Static(NamedTuple):
+def static_arguments(
+    experts: StackedExperts, activation: ActivationSpec, impl: str
+) -> tuple[Any, ...]:
     """What an operator is told beside tensors."""
+    layout = (experts.has_gate, experts.is_transposed, experts.is_concatenated)
+    return *layout, activation.function, activation.numbers(), impl
 
-    has_gate: bool
-    is_transposed: bool
-    is_concatenated: bool
-    function: str
-    numbers: list[float]
-    impl: str
 
-    @classmethod
-    def of(cls, experts: StackedExperts, activation: ActivationSpec, impl: str) -> Static:
-        return cls(
-            experts.has_gate,
-            experts.is_transposed,
-            experts.is_concatenated,
-            activation.function,
-            activation.numbers(),
-            impl,
-        )
-
-    def experts(self, tensors: tuple[Any, ...]) -> StackedExperts:
-        """The experts of the five parameters."""
-        gate_up, down, gate_up_bias, down_bias, slot_of_expert = tensors
-        return StackedExperts(
-            gate_up=gate_up,
-            down=down,
-            gate_up_bias=gate_up_bias,
-            down_bias=down_bias,
-            has_gate=self.has_gate,
-            is_transposed=self.is_transposed,
-            is_concatenated=self.is_concatenated,
-            slot_of_expert=slot_of_expert,
-        )
-
-    def activation(self) -> ActivationSpec:
-        return ActivationSpec.from_numbers(self.function, self.numbers)
+def _experts(
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    slot_of_expert: Tensor | None,
+    has_gate: bool,
+    is_transposed: bool,
+    is_concatenated: bool,
+    function: str,
+    numbers: list[float],
+) -> tuple[StackedExperts, ActivationSpec]:
+    """The experts and the formula of an operator's arguments."""
+    experts = StackedExperts(
+        gate_up=gate_up,
+        down=down,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        has_gate=has_gate,
+        is_transposed=is_transposed,
+        is_concatenated=is_concatenated,
+        slot_of_expert=slot_of_expert,
+    )
+    return experts, ActivationSpec.from_numbers(function, numbers)
 
 
 def call(
@@ -93,7 +89,7 @@ def call(
         counts_E,
         *experts.tensors(),
         experts.slot_of_expert,
-        *Static.of(experts, activation, impl),
+        *static_arguments(experts, activation, impl),
         keeps,
         recompute,
     )
@@ -101,45 +97,25 @@ def call(
 
 
 def _forward(
-    x: Tensor,
-    ids: Tensor | None,
-    weights: Tensor | None,
-    counts: Tensor | None,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    slot_of_expert: Tensor | None,
-    has_gate: bool,
-    is_transposed: bool,
-    is_concatenated: bool,
-    function: str,
-    numbers: list[float],
-    impl: str,
-    keeps: bool,
-    recompute: bool,
+    x: Tensor, ids: Tensor | None, weights: Tensor | None, counts: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    static = Static(has_gate, is_transposed, is_concatenated, function, numbers, impl)
-    experts = static.experts((gate_up, down, gate_up_bias, down_bias, slot_of_expert))
+    *pieces, impl, keeps, recompute = rest
+    experts, activation = _experts(*pieces)
     path = path_of(impl, x)
     with torch.autocast(x.device.type, enabled=False):
         if not keeps and ids is not None and weights is not None:
-            out = path.infer(x, ids, weights, experts, static.activation())
+            out = path.infer(x, ids, weights, experts, activation)
             return out, x.new_empty(0), *_no_rows(x)
-        rows = _sorted(ids, counts, experts)
-        out, z = path.forward(
-            x, weights, rows, experts, static.activation(), keeps=keeps and not recompute
-        )
+        if ids is not None:
+            rows = sort_rows(ids, experts.num_experts)
+        else:
+            assert counts is not None
+            rows = already_sorted(counts)
+        batch = RoutedBatch(x, weights, rows, experts, activation)
+        out, z = path.forward(batch, keeps=keeps and not recompute)
     if not keeps:
         return out, x.new_empty(0), *_no_rows(x)
     return out, z, rows.order_R, rows.offsets_E1
-
-
-def _sorted(ids: Tensor | None, counts: Tensor | None, experts: StackedExperts) -> SortedRows:
-    if ids is not None:
-        return sort_rows(ids, experts.num_experts)
-    assert counts is not None
-    return already_sorted(counts)
 
 
 def _no_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,7 +129,7 @@ def _forward_fake(
     keeps, recompute = rest[-2:]
     if not keeps:
         return out, x.new_empty(0), *_no_rows(x)
-    experts = Static(*rest[5:11]).experts(rest[:5])
+    experts, _ = _experts(*rest[:-3])
     num_rows = x.shape[0] if ids is None else ids.numel()
     z = x.new_empty((0 if recompute else num_rows, experts.dim_preactivation))
     order = x.new_empty(0 if ids is None else num_rows, dtype=torch.int64)
@@ -190,44 +166,18 @@ def _backward(
     z: Tensor,
     order: Tensor,
     offsets: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    slot_of_expert: Tensor | None,
-    has_gate: bool,
-    is_transposed: bool,
-    is_concatenated: bool,
-    function: str,
-    numbers: list[float],
-    impl: str,
-    needs: list[bool],
+    *rest: Any,
 ) -> tuple[Tensor, ...]:
-    static = Static(has_gate, is_transposed, is_concatenated, function, numbers, impl)
+    *pieces, impl, needs = rest
+    batch = RoutedBatch(x, weights, SortedRows(order, offsets), *_experts(*pieces))
     with torch.autocast(x.device.type, enabled=False):
-        found = path_of(impl, x).backward(
-            grad,
-            x,
-            weights,
-            z,
-            SortedRows(order, offsets),
-            static.experts((gate_up, down, gate_up_bias, down_bias, slot_of_expert)),
-            static.activation(),
-            needs=Needs.of(*needs),
-        )
-    return found.flat()
+        return path_of(impl, x).backward(grad, batch, z, needs=Needs.of(*needs)).flat()
 
 
 def _backward_fake(
-    grad: Tensor,
-    x: Tensor,
-    weights: Tensor | None,
-    z: Tensor,
-    order: Tensor,
-    offsets: Tensor,
-    *rest: Any,
+    grad: Tensor, x: Tensor, weights: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
-    candidates = (x, weights, *rest[:4])
+    candidates = (x, weights, *rest[3:7])
     return tuple(
         torch.empty_like(tensor, memory_format=torch.contiguous_format)
         if need and tensor is not None

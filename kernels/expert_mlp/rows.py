@@ -6,6 +6,7 @@ Shape suffixes: T tokens, K top-k, R routed rows = T * K, E experts.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp.experts import RoutedExperts
+from moe_runtime.kernels.operands.activation import ActivationSpec
 from moe_runtime.kernels.token_sort import token_sort
 
 
@@ -73,6 +75,35 @@ class Group(NamedTuple):
     @property
     def rows(self) -> slice:
         return slice(self.first, self.last)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutedBatch:
+    """What the experts of a layer are given in one call.
+
+    Attributes:
+        x_TD: Tokens ``[T, D]``, or rows ``[R, D]`` in the order of their experts.
+        weights_TK: Gate weights; None for such rows, whose own outputs are wanted.
+        rows: Where each expert's rows are.
+        experts: The parameters.
+        activation: What lies between the products.
+    """
+
+    x_TD: Tensor
+    weights_TK: Tensor | None
+    rows: SortedRows
+    experts: RoutedExperts
+    activation: ActivationSpec
+
+    @property
+    def num_choices(self) -> int:
+        """K; 0 for rows that are sorted already."""
+        return 0 if self.weights_TK is None else self.weights_TK.shape[1]
+
+    @property
+    def num_rows(self) -> int:
+        """R, those of no expert among them."""
+        return len(self.x_TD) if self.weights_TK is None else self.weights_TK.numel()
 
 
 def sort_rows(ids_TK: Tensor, num_experts: int) -> SortedRows:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.expert_mlp.activation import ActivationSpec, split_preactivations
 from moe_runtime.kernels.expert_mlp.experts import OneExpert
 from moe_runtime.kernels.expert_mlp.products import Products
-from moe_runtime.kernels.expert_mlp.reference import precise_dtype
+from moe_runtime.kernels.operands import precise_dtype
+from moe_runtime.kernels.operands.activation import ActivationSpec, split_preactivations
 
 
 class TorchSteps:

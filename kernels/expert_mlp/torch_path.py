@@ -16,24 +16,25 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
 from moe_runtime.kernels.expert_mlp.experts import (
     OneExpert,
     PackedExperts,
     RoutedExperts,
     StackedExperts,
 )
-from moe_runtime.kernels.expert_mlp.reference import precise_dtype
 from moe_runtime.kernels.expert_mlp.rows import (
     Gradients,
     Group,
     Needs,
+    RoutedBatch,
     SortedRows,
     groups,
     sort_rows,
 )
 from moe_runtime.kernels.expert_mlp.steps import TorchSteps
 from moe_runtime.kernels.native.pages import untouched_zeros, with_huge_pages
+from moe_runtime.kernels.operands import precise_dtype
+from moe_runtime.kernels.operands.activation import ActivationSpec
 
 if TYPE_CHECKING:
     from moe_runtime.kernels.expert_mlp.parameter_gradients import ParameterGradients
@@ -59,53 +60,35 @@ class TorchPath:
     ) -> Tensor:
         """As `Path.infer`."""
         rows = sort_rows(ids_TK, experts.num_experts)
-        return self.forward(x_TD, weights_TK, rows, experts, activation, keeps=False)[0]
+        batch = RoutedBatch(x_TD, weights_TK, rows, experts, activation)
+        return self.forward(batch, keeps=False)[0]
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        weights_TK: Tensor | None,
-        rows: SortedRows,
-        experts: RoutedExperts,
-        activation: ActivationSpec,
-        *,
-        keeps: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: RoutedBatch, *, keeps: bool) -> tuple[Tensor, Tensor]:
         """As `Path.forward`; experts of several widths keep their pre-activations ``[R * Z]``."""
-        found = list(groups(rows, experts))
-        ones = [experts.one(group.slot) for group in found]
-        call = Call(x_TD, weights_TK, rows, found, activation, self.steps)
+        x_TD, experts = batch.x_TD, batch.experts
+        call, pairs = self._call(batch)
         if isinstance(experts, PackedExperts):
-            call.set_widths([one.dim_preactivation for one in ones])
             kept = x_TD.new_empty(call.num_kept if keeps else 0)
         else:
-            num_rows = x_TD.shape[0] if weights_TK is None else weights_TK.numel()
-            kept = x_TD.new_empty(num_rows if keeps else 0, experts.dim_preactivation)
+            kept = x_TD.new_empty(batch.num_rows if keeps else 0, experts.dim_preactivation)
         kept = with_huge_pages(kept)
         sums_TD = call.new_sums()
-        for group, one in zip(found, ones, strict=True):
+        for group, one in pairs:
             call.run_forward(group, one, kept, sums_TD)
         return sums_TD.to(x_TD.dtype), kept
 
     def backward(
         self,
         grad_TD: Tensor,
-        x_TD: Tensor,
-        weights_TK: Tensor | None,
+        batch: RoutedBatch,
         kept: Tensor,
-        rows: SortedRows,
-        experts: RoutedExperts,
-        activation: ActivationSpec,
         *,
         needs: Needs,
         parameter_gradients: ParameterGradients | None = None,
     ) -> Gradients:
         """As `Path.backward`."""
-        found = list(groups(rows, experts))
-        ones = [experts.one(group.slot) for group in found]
-        call = Call(x_TD, weights_TK, rows, found, activation, self.steps)
-        if isinstance(experts, PackedExperts):
-            call.set_widths([one.dim_preactivation for one in ones])
+        x_TD, weights_TK, experts = batch.x_TD, batch.weights_TK, batch.experts
+        call, pairs = self._call(batch)
         grad_TD = grad_TD.to(x_TD.dtype).contiguous()
         sums_TD = call.new_sums() if needs.x else x_TD.new_empty(0)
         into, slots = None, experts.slot_of_expert
@@ -127,7 +110,7 @@ class TorchPath:
         # Slots whose gradients something was written to.
         used: set[int] = set() if into is None else set(trained)
         frozen = needs._replace(parameters=(False,) * len(tensors))
-        for group, one in zip(found, ones, strict=True):
+        for group, one in pairs:
             needed = needs if group.slot in trained else frozen
             is_first = group.slot not in used
             call.run_backward(
@@ -136,8 +119,17 @@ class TorchPath:
             used.add(group.slot)
         weights_grad = x_TD.new_empty(0)
         if needs.weights and weights_TK is not None:
-            weights_grad = unsorted(gradients.weights, rows, weights_TK)
+            weights_grad = unsorted(gradients.weights, batch.rows, weights_TK)
         return gradients._replace(x=sums_TD.to(x_TD.dtype), weights=weights_grad)
+
+    def _call(self, batch: RoutedBatch) -> tuple[Call, list[tuple[Group, OneExpert]]]:
+        """The call, and the experts that have rows, in order."""
+        found = list(groups(batch.rows, batch.experts))
+        pairs = [(group, batch.experts.one(group.slot)) for group in found]
+        call = Call(batch.x_TD, batch.weights_TK, batch.rows, found, batch.activation, self.steps)
+        if isinstance(batch.experts, PackedExperts):
+            call.set_widths([one.dim_preactivation for _, one in pairs])
+        return call, pairs
 
 
 def unsorted(sorted_R: Tensor, rows: SortedRows, like_TK: Tensor) -> Tensor:
@@ -164,7 +156,7 @@ class Call:
         activation: ActivationSpec,
         steps: TorchSteps,
     ) -> None:
-        """Takes the arguments of `forward`, and the experts that will have their turn."""
+        """Takes what a `RoutedBatch` holds, and the experts that will have their turn."""
         self.activation = activation
         self.steps = steps
         self.products = steps.products(x_TD.dtype)

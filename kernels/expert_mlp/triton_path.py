@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.combine.kernel import launch_combine_fwd
-from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
 from moe_runtime.kernels.expert_mlp.experts import (
     PackedExperts,
     RoutedExperts,
     StackedExperts,
 )
-from moe_runtime.kernels.expert_mlp.rows import Gradients, Needs, SortedRows
+from moe_runtime.kernels.expert_mlp.rows import Gradients, Needs, RoutedBatch, SortedRows
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
 from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS, decode_expert_mlp
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
+from moe_runtime.kernels.operands.activation import ActivationSpec
 from moe_runtime.kernels.token_sort import token_sort
 from moe_runtime.kernels.triton_support import require_triton
 
@@ -64,52 +64,39 @@ class TritonPath:
             )
         order = token_sort(ids_TK, experts.num_experts, impl="triton")
         rows = SortedRows(order.order_R, order.offsets_E1)
-        groups = _groups(rows, ids_TK.shape[1], x_TD, experts)
-        y_RD, _ = _products(x_TD, groups, experts, activation, keeps=False)
+        batch = RoutedBatch(x_TD, weights_TK, rows, experts, activation)
+        groups = _groups(batch)
+        y_RD, _ = _products(batch, groups, keeps=False)
         return _combine(y_RD, weights_TK, order.inverse_R, groups)
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        weights_TK: Tensor | None,
-        rows: SortedRows,
-        experts: RoutedExperts,
-        activation: ActivationSpec,
-        *,
-        keeps: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: RoutedBatch, *, keeps: bool) -> tuple[Tensor, Tensor]:
         """As `Path.forward`; experts of several widths keep ``[2, V]``, or ``[1, V]`` of up."""
-        _check(x_TD)
-        num_choices = 0 if weights_TK is None else weights_TK.shape[1]
-        groups = _groups(rows, num_choices, x_TD, experts)
-        y_RD, kept = _products(x_TD, groups, experts, activation, keeps=keeps)
-        if weights_TK is None:
+        _check(batch.x_TD)
+        groups = _groups(batch)
+        y_RD, kept = _products(batch, groups, keeps=keeps)
+        if batch.weights_TK is None:
             return y_RD, kept
-        return _combine(y_RD, weights_TK, _inverse(rows.order_R), groups), kept
+        return _combine(y_RD, batch.weights_TK, _inverse(batch.rows.order_R), groups), kept
 
     def backward(
         self,
         grad_TD: Tensor,
-        x_TD: Tensor,
-        weights_TK: Tensor | None,
+        batch: RoutedBatch,
         kept: Tensor,
-        rows: SortedRows,
-        experts: RoutedExperts,
-        activation: ActivationSpec,
         *,
         needs: Needs,
         parameter_gradients: ParameterGradients | None = None,
     ) -> Gradients:
         """As `Path.backward`."""
+        x_TD, weights_TK, experts = batch.x_TD, batch.weights_TK, batch.experts
         _check(x_TD)
-        num_choices = 0 if weights_TK is None else weights_TK.shape[1]
-        groups = _groups(rows, num_choices, x_TD, experts)
+        num_choices, groups = batch.num_choices, _groups(batch)
         inputs = [_stack(matrix, experts) for matrix in experts.tensors()[: experts.num_inputs]]
         num_inputs = len(inputs)
         if grad_TD.stride(1) != 1:
             grad_TD = grad_TD.contiguous()
         if not kept.numel():
-            kept = _preactivations(x_TD, groups, experts, activation)
+            kept = _preactivations(batch, groups)
         scale_R = None if weights_TK is None else weights_TK.reshape(-1).contiguous()
         found = activation_backward(
             grad_TD,
@@ -117,7 +104,7 @@ class TritonPath:
             kept,
             scale_R,
             groups,
-            activation,
+            batch.activation,
             has_gate=experts.has_gate,
             is_concatenated=experts.is_concatenated,
             down_bias_SD=experts.down_bias,
@@ -130,7 +117,7 @@ class TritonPath:
         halves = found.dpre.split(1) if is_packed else (found.dpre,)
         if needs.x:
             # Up before the gate, whose part is added to it.
-            parts = [_input_grad(*p, rows, groups, x_TD) for p in zip(halves, inputs, strict=True)]
+            parts = [_input_grad(*pair, batch, groups) for pair in zip(halves, inputs, strict=True)]
             dx = parts.pop()
             for part in parts:
                 dx += part
@@ -142,7 +129,7 @@ class TritonPath:
         into = parameter_gradients.into if parameter_gradients is not None else None
         own = groups
         if parameter_gradients is not None:
-            own = _groups(rows, num_choices, x_TD, experts, slots)
+            own = _groups(batch, slots)
         adds: dict[str, Any] = {"accumulates": into is not None}
 
         def start(place: int) -> Tensor:
@@ -178,17 +165,11 @@ class TritonPath:
         return Gradients(dx, dweights, tuple(gradients))
 
 
-def _products(
-    x_TD: Tensor,
-    groups: Groups,
-    experts: RoutedExperts,
-    activation: ActivationSpec,
-    *,
-    keeps: bool,
-) -> tuple[Tensor, Tensor]:
+def _products(batch: RoutedBatch, groups: Groups, *, keeps: bool) -> tuple[Tensor, Tensor]:
     """The experts' outputs in sorted order, and the pre-activations if they are kept."""
-    pre = _memory(x_TD, groups, experts) if keeps else None
-    hidden = _activated(x_TD, groups, experts, activation, pre)
+    x_TD, experts = batch.x_TD, batch.experts
+    pre = _memory(batch, groups) if keeps else None
+    hidden = _activated(batch, groups, pre)
     y_RD = plain_product(
         hidden,
         _down(experts),
@@ -199,15 +180,9 @@ def _products(
     return y_RD, x_TD.new_empty(0) if pre is None else pre
 
 
-def _activated(
-    x_TD: Tensor,
-    groups: Groups,
-    experts: RoutedExperts,
-    activation: ActivationSpec,
-    pre: Tensor | None,
-) -> Tensor:
+def _activated(batch: RoutedBatch, groups: Groups, pre: Tensor | None) -> Tensor:
     """Hidden values of all rows, and their pre-activations into `pre`."""
-    up = None
+    x_TD, experts, up = batch.x_TD, batch.experts, None
     if isinstance(experts, StackedExperts):
         matrix, bias = _stack(experts.gate_up, experts), experts.gate_up_bias
         out = x_TD.new_empty(groups.num_rows, experts.dim_hidden)
@@ -216,12 +191,12 @@ def _activated(
         if experts.gate is not None:
             up, matrix, bias = (matrix, bias), experts.gate, experts.gate_bias
         matrix, bias = _stack(matrix, experts), None if bias is None else _stack(bias, experts)
-        out = _memory(x_TD, groups, experts)[:1] if pre is None else torch.empty_like(pre[:1])
+        out = _memory(batch, groups)[:1] if pre is None else torch.empty_like(pre[:1])
     return activated_product(
         x_TD,
         matrix,
         groups,
-        activation,
+        batch.activation,
         out=out,
         pre=pre,
         has_gate=experts.has_gate,
@@ -232,16 +207,14 @@ def _activated(
     )
 
 
-def _preactivations(
-    x_TD: Tensor, groups: Groups, experts: RoutedExperts, activation: ActivationSpec
-) -> Tensor:
+def _preactivations(batch: RoutedBatch, groups: Groups) -> Tensor:
     """Those of all rows, computed again."""
-    pre = _memory(x_TD, groups, experts)
+    pre, experts = _memory(batch, groups), batch.experts
     if isinstance(experts, PackedExperts):
-        _activated(x_TD, groups, experts, activation, pre)
+        _activated(batch, groups, pre)
         return pre
     return plain_product(
-        x_TD,
+        batch.x_TD,
         _stack(experts.gate_up, experts),
         groups,
         out=pre,
@@ -250,8 +223,9 @@ def _preactivations(
     )
 
 
-def _memory(x_TD: Tensor, groups: Groups, experts: RoutedExperts) -> Tensor:
+def _memory(batch: RoutedBatch, groups: Groups) -> Tensor:
     """Memory for the pre-activations of all rows."""
+    x_TD, experts = batch.x_TD, batch.experts
     if isinstance(experts, StackedExperts):
         return x_TD.new_empty(groups.num_rows, experts.dim_preactivation)
     waits = experts.waits
@@ -264,30 +238,26 @@ def _combine(y_RD: Tensor, weights_TK: Tensor, inverse_R: Tensor, groups: Groups
     return launch_combine_fwd(y_RD, weights_TK, inverse_R, num_rows, groups.num_choices)
 
 
-def _input_grad(
-    dpre: Tensor, weight_SZD: Tensor, rows: SortedRows, groups: Groups, x_TD: Tensor
-) -> Tensor:
-    dx_RD = plain_product(dpre, weight_SZD.transpose(1, 2), groups, out=_rows_like(x_TD, groups))
+def _input_grad(dpre: Tensor, weight_SZD: Tensor, batch: RoutedBatch, groups: Groups) -> Tensor:
+    dx_RD = plain_product(
+        dpre, weight_SZD.transpose(1, 2), groups, out=_rows_like(batch.x_TD, groups)
+    )
     if groups.order_R is None:
         return dx_RD
     num_rows = groups.offsets_E1[-1:]
-    return launch_combine_fwd(dx_RD, None, _inverse(rows.order_R), num_rows, groups.num_choices)
+    return launch_combine_fwd(
+        dx_RD, None, _inverse(batch.rows.order_R), num_rows, groups.num_choices
+    )
 
 
-def _groups(
-    rows: SortedRows,
-    num_choices: int,
-    x_TD: Tensor,
-    experts: RoutedExperts,
-    slots: Tensor | None = None,
-) -> Groups:
-    """The rows as the launchers take them; `num_choices` is 0 for rows that lie sorted in `x`."""
+def _groups(batch: RoutedBatch, slots: Tensor | None = None) -> Groups:
+    """The rows as the launchers take them."""
+    experts, rows = batch.experts, batch.rows
     columns = experts.columns if isinstance(experts, PackedExperts) else None
     slots = experts.slot_of_expert if slots is None else slots
-    if not num_choices:
-        return Groups(rows.offsets_E1, len(x_TD), slots, columns=columns)
-    num_rows = len(x_TD) * num_choices
-    return Groups(rows.offsets_E1, num_rows, slots, rows.order_R, num_choices, columns)
+    if batch.weights_TK is None:
+        return Groups(rows.offsets_E1, batch.num_rows, slots, columns=columns)
+    return Groups(rows.offsets_E1, batch.num_rows, slots, rows.order_R, batch.num_choices, columns)
 
 
 def _rows_like(x_TD: Tensor, groups: Groups) -> Tensor:

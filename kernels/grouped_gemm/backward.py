@@ -20,7 +20,7 @@ from moe_runtime.kernels.grouped_gemm.tile import Tile
 from moe_runtime.kernels.triton_support import launch
 
 if TYPE_CHECKING:
-    from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
+    from moe_runtime.kernels.operands.activation import ActivationSpec
 
 
 class ActivationGrads(NamedTuple):

@@ -19,7 +19,7 @@ from moe_runtime.kernels.grouped_gemm.tiles import describe_device
 from moe_runtime.kernels.triton_support import launch
 
 if TYPE_CHECKING:
-    from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
+    from moe_runtime.kernels.operands.activation import ActivationSpec
 
 # A tile holds every token; the smallest a matrix instruction takes.
 MAX_TOKENS = 16

@@ -17,7 +17,7 @@ from moe_runtime.kernels.grouped_gemm.tile import ProductKind, Tile
 from moe_runtime.kernels.triton_support import is_interpreted, launch
 
 if TYPE_CHECKING:
-    from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
+    from moe_runtime.kernels.operands.activation import ActivationSpec
 
 
 def precision_of(x: Tensor) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.grouped_gemm.reference import grouped_gemm_by_expert
+from moe_runtime.kernels.operands import check_like, check_shape, precise_dtype
 from moe_runtime.kernels.token_sort import SortedTokens
 from moe_runtime.kernels.triton_support import resolve_impl
 
@@ -102,7 +103,7 @@ def grouped_gemm(
     reads_R = None
     if order_R is not None and gathers_choices:
         reads_R = order_R // gathers_choices
-    precise = torch.float64 if x.dtype == torch.float64 else torch.float32
+    precise = precise_dtype(x)
     num_experts = len(offsets_E1) - 1
     return grouped_gemm_by_expert(
         x,
@@ -132,8 +133,8 @@ def _validate(
         raise ValueError(
             f"offsets must be [E + 1] of int64, got {list(offsets_E1.shape)} of {offsets_E1.dtype}"
         )
-    if bias_SN is not None and tuple(bias_SN.shape) != (num_slots, dim_n):
-        raise ValueError(f"bias must be {[num_slots, dim_n]}, got {list(bias_SN.shape)}")
+    if bias_SN is not None:
+        check_shape("bias", bias_SN, (num_slots, dim_n))
     num_experts = len(offsets_E1) - 1
     if slot_of_expert is None:
         if num_experts != num_slots:
@@ -150,11 +151,8 @@ def _validate(
             f"{list(slot_of_expert.shape)} of {slot_of_expert.dtype}"
         )
     for name, tensor in (("weight", weight_SNK), ("bias", bias_SN)):
-        if tensor is not None and (tensor.dtype != x.dtype or tensor.device != x.device):
-            raise ValueError(
-                f"{name} must be {x.dtype} on {x.device} like x, got {tensor.dtype} on "
-                f"{tensor.device}"
-            )
+        if tensor is not None:
+            check_like(name, tensor, x, "x")
     for name, tensor in (("offsets", offsets_E1), ("slot_of_expert", slot_of_expert)):
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name} must be on {x.device} like x, got {tensor.device}")
@@ -163,12 +161,8 @@ def _validate(
 def _validate_out(
     out: Tensor, x: Tensor, weight_SNK: Tensor, bias_SN: Tensor | None, num_rows: int
 ) -> None:
-    shape = (num_rows, weight_SNK.shape[1])
-    if tuple(out.shape) != shape or out.dtype != x.dtype or out.device != x.device:
-        raise ValueError(
-            f"out must be {list(shape)} of {x.dtype} on {x.device}, got {list(out.shape)} of "
-            f"{out.dtype} on {out.device}"
-        )
+    check_shape("out", out, (num_rows, weight_SNK.shape[1]))
+    check_like("out", out, x, "x")
     operands = [x, weight_SNK] if bias_SN is None else [x, weight_SNK, bias_SN]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in operands):
         raise ValueError("out cannot be given where a gradient is wanted; use torch.no_grad()")

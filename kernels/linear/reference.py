@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from moe_runtime.kernels.operands import precise_dtype
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -17,7 +18,7 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     Returns:
         `[..., N]` in the dtype of `x`.
     """
-    precise = torch.float64 if x.dtype == torch.float64 else torch.float32
+    precise = precise_dtype(x)
     y = x.to(precise) @ weight.to(precise).T
     if bias is not None:
         y = y + bias.to(precise)

@@ -3,9 +3,11 @@
 import torch
 from torch import Tensor
 
+from moe_runtime.kernels.operands import precise_dtype
+
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalises in fp32, or in fp64 when `x` is fp64, and rounds before and after the weight."""
-    wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    wide = x.to(precise_dtype(x))
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * (wide * scale).to(x.dtype)

@@ -3,12 +3,14 @@
 import torch
 from torch import Tensor
 
+from moe_runtime.kernels.operands import precise_dtype
+
 
 def single_query_attention_reference(
     query_BHD: Tensor, key_BGSD: Tensor, value_BGSV: Tensor, mask_BS: Tensor | None, scale: float
 ) -> Tensor:
     """Computes in fp32, or in fp64 when the query is fp64, and rounds once."""
-    wide = torch.float64 if query_BHD.dtype == torch.float64 else torch.float32
+    wide = precise_dtype(query_BHD)
     shared = query_BHD.shape[1] // key_BGSD.shape[1]
     query_BGRD = query_BHD.to(wide).unflatten(1, (-1, shared)) * scale
     scores_BGRS = query_BGRD @ key_BGSD.to(wide).transpose(-1, -2)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from moe_runtime.errors import MoERuntimeError
+from moe_runtime.kernels.operands import check_choice
 
 TRITON_HINT = "install it with `pip install triton` (Linux; CUDA builds of torch bring their own)"
 
@@ -29,8 +30,7 @@ def resolve_impl(impl: str, device: torch.device, supported: Sequence[str]) -> s
         ValueError: The name is unknown, or it is `triton` and the tensors are not on a GPU.
         TritonUnavailableError: It comes out as `triton` and Triton is not installed.
     """
-    if impl not in supported:
-        raise ValueError(f"impl must be one of {', '.join(supported)}, got {impl!r}")
+    check_choice(impl, supported)
     if impl == "auto":
         impl = "triton" if device.type == "cuda" else "torch"
     if impl == "triton":

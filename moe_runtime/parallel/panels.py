@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_runtime.kernels.expert_mlp import StackedExperts
-from moe_runtime.kernels.expert_mlp.activation import Activation
 from moe_runtime.kernels.expert_mlp.op import resolve_activation
 from moe_runtime.kernels.expert_mlp.reference import apply_activation
 from moe_runtime.kernels.grouped_gemm import grouped_gemm
+from moe_runtime.kernels.operands.activation import Activation
 
 
 @runtime_checkable

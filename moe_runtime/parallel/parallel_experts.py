@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
-from moe_runtime.kernels.expert_mlp.activation import Activation
 from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
+from moe_runtime.kernels.operands.activation import Activation
 from moe_runtime.parallel.communication.wire import WireName
 from moe_runtime.parallel.dispatch import Group, as_transport
 from moe_runtime.parallel.groups import LayoutGroups

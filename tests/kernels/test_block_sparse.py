@@ -296,40 +296,16 @@ def check(topology: BlockTopology) -> None:
 def test_topology_of_any_experts(
     experts: list[tuple[int, int]], tail: int, block_rows: int, block_columns: int
 ) -> None:
-    """The kernel's lists are those of plain torch, and cover what they should."""
+    """Its lists cover what they should, with as much room as was promised."""
     counts, widths = zip(*experts, strict=True)
     offsets = torch.tensor([0, *counts]).cumsum(0)
     columns = ExpertColumns.of(widths, block_columns=block_columns)
-    made = [
-        expert_topology(
-            offsets.to(device),
-            ExpertColumns.of(widths, block_columns=block_columns, device=device),
-            num_rows=sum(counts) + tail,
-            block_rows=block_rows,
-            impl=impl,
-        )
-        for impl, device in (("torch", "cpu"), ("triton", DEVICE))
-    ]
-    for one, other in zip(*(lists_of(topology) for topology in made), strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other.cpu())
-    topology = made[0]
+    topology = expert_topology(offsets, columns, num_rows=sum(counts) + tail, block_rows=block_rows)
     check(topology)
     check(topology.trimmed())
     covered = sum(-(-n // block_rows) * -(-w // block_columns) for n, w in experts)
     assert topology.trimmed().num_blocks == covered <= topology.num_blocks
     assert columns.most_blocks(topology.num_rows, block_rows) == topology.num_blocks
-
-
-def lists_of(topology: BlockTopology) -> list[Tensor]:
-    rows, columns = topology.rows, topology.columns
-    assert columns.block is not None
-    return [
-        *(rows.first, rows.end, rows.offsets, rows.first_across, rows.end_across),
-        *(columns.first, columns.end, columns.offsets, columns.block),
-        *(columns.first_across, columns.end_across),
-        *(topology.row_of_block_B, topology.launch_order_B),
-    ]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)

@@ -7,7 +7,7 @@ import torch
 from stacked_experts import DIM_MODEL, make_experts, make_routing
 
 from moe_runtime.kernels.expert_mlp import StackedExperts, expert_mlp, grouped_expert_mlp
-from moe_runtime.kernels.expert_mlp.registration import Static
+from moe_runtime.kernels.expert_mlp.registration import static_arguments
 from moe_runtime.kernels.native import native_library
 
 needs_native = pytest.mark.skipif(native_library() is None, reason="the library was not built")
@@ -59,7 +59,7 @@ def test_operator_check(impl: str) -> None:
     from moe_runtime.kernels.expert_mlp import ActivationSpec
 
     tensors = [t.requires_grad_() for t in (x, weights, *experts.tensors()) if t is not None]
-    static = Static.of(experts, ActivationSpec("silu"), impl)
+    static = static_arguments(experts, ActivationSpec("silu"), impl)
     arguments = (tensors[0], ids, tensors[1], None, *tensors[2:], None, *static, True, False)
     torch.library.opcheck(
         torch.ops.moe_runtime.expert_mlp.default,

@@ -16,8 +16,8 @@ from moe_runtime.kernels.expert_mlp import (
     expert_mlp,
     grouped_expert_mlp,
 )
-from moe_runtime.kernels.expert_mlp.activation import ACTIVATION_NAMES
 from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
+from moe_runtime.kernels.operands.activation import ACTIVATION_NAMES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("gate_up", "down", "gate_up_bias", "down_bias")

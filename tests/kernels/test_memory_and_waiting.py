@@ -21,7 +21,7 @@ from moe_runtime.kernels.expert_mlp import (
     StackedExperts,
     expert_mlp,
 )
-from moe_runtime.kernels.expert_mlp.rows import Needs, SortedRows
+from moe_runtime.kernels.expert_mlp.rows import Needs, RoutedBatch, SortedRows
 from moe_runtime.kernels.expert_mlp.triton_path import TritonPath
 from moe_runtime.kernels.grouped_gemm import grouped_gemm
 from moe_runtime.kernels.native import native_library
@@ -125,10 +125,11 @@ def whole_layer() -> None:
     path.infer(x[:3], ids[:3], weights[:3], experts, SILU)
     order = token_sort(ids, E, impl="triton")
     rows = SortedRows(order.order_R, order.offsets_E1)
+    batch = RoutedBatch(x, weights, rows, experts, SILU)
     for keeps in (True, False):
-        out, z = path.forward(x, weights, rows, experts, SILU, keeps=keeps)
+        out, z = path.forward(batch, keeps=keeps)
         needs = Needs.of(*[True] * 6)
-        path.backward(out, x, weights, z, rows, experts, SILU, needs=needs)
+        path.backward(out, batch, z, needs=needs)
 
 
 def products() -> None:
@@ -153,10 +154,11 @@ def experts_of_different_widths() -> None:
     }
     gate, up, down = (torch.zeros(72, D, device=DEVICE) for _ in range(3))
     experts = PackedExperts(gate=gate, up=up, down=down, columns=replace(columns, **moved))
+    batch = RoutedBatch(x, weights, rows, experts, SILU)
     for keeps in (True, False):
-        out, kept = path.forward(x, weights, rows, experts, SILU, keeps=keeps)
+        out, kept = path.forward(batch, keeps=keeps)
         needs = Needs.of(*[True] * 5, False, False, False)
-        path.backward(out, x, weights, kept, rows, experts, SILU, needs=needs)
+        path.backward(out, batch, kept, needs=needs)
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,7 @@ from moe_runtime.kernels.block_sparse.kernel import (
     launch_sdd,
 )
 from moe_runtime.kernels.block_sparse.topology import BlockTopology, expert_topology
-from moe_runtime.kernels.block_sparse.topology_kernel import lists_from_offsets_triton
-from moe_runtime.kernels.block_sparse.topology_lists import Sizes
 from moe_runtime.kernels.combine.kernel import launch_combine_bwd, launch_combine_fwd
-from moe_runtime.kernels.expert_mlp.activation import ActivationSpec
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
 from moe_runtime.kernels.grouped_gemm.columns import BLOCK_SIZES, ExpertColumns
 from moe_runtime.kernels.grouped_gemm.decode import decode_expert_mlp
@@ -35,6 +32,7 @@ from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_pr
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.tile import Device, ProductKind, Tile
 from moe_runtime.kernels.grouped_gemm.tiles import TILES_16_BIT, TILES_32_BIT
+from moe_runtime.kernels.operands.activation import ActivationSpec
 from moe_runtime.kernels.token_sort.kernel import token_sort_triton
 
 # One layer of Qwen3-30B-A3B, whose dimensions every tile divides, and gpt-oss, which has biases,
@@ -147,13 +145,6 @@ def small_kernels(device: Device) -> None:
     few_tokens("qwen3", torch.bfloat16, device)
     few_tokens("gpt-oss", torch.bfloat16, device)
     few_tokens("qwen3", torch.float32, device)
-    columns = ExpertColumns.of([768] * 128, block_columns=128, device="meta")
-    lists_from_offsets_triton(
-        meta(129, dtype=torch.int64),
-        columns.starts_E1,
-        columns.strips_E,
-        sizes=Sizes(4096 * 8, 385, len(columns.first), 2304, 128, 128),
-    )
     groups = Groups(meta(129, dtype=torch.int64), 4096 * 8, None, order, num_choices=8)
     bias_grad(y, groups, out_SN=meta(128, 2048))
 
@@ -169,8 +160,7 @@ def block_sparse(block_rows: int, dtype: torch.dtype, device: Device, *, is_even
     order = meta(T * K, dtype=torch.int64)
     gather: dict[str, Any] = {"order_R": order, "num_choices": K}
     tile = choose_tile(block_rows, block_columns, x, device)
-    bias = meta(width * E, dtype=dtype)
-    values = launch_sdd(x, weight.T, topology, bias_N=bias, tile=tile, **gather)
+    values = launch_sdd(x, weight.T, topology, tile=tile, **gather)
     launch_sdd(meta(T * K, D, dtype=dtype), weight.T, topology, tile=tile)
     tile = choose_dsd_tile(block_rows, x, device)
     out = meta(T * K, D, dtype=dtype)
@@ -182,7 +172,7 @@ def block_sparse(block_rows: int, dtype: torch.dtype, device: Device, *, is_even
 
 def meta_topology(columns: ExpertColumns, num_rows: int, block_rows: int) -> BlockTopology:
     offsets = meta(len(columns.widths) + 1, dtype=torch.int64)
-    return expert_topology(offsets, columns, num_rows=num_rows, block_rows=block_rows, impl="torch")
+    return expert_topology(offsets, columns, num_rows=num_rows, block_rows=block_rows)
 
 
 def calls(target: str, *, every_tile: bool) -> Iterator[tuple[str, Callable[[], None]]]:

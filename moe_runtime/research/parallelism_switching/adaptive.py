@@ -19,8 +19,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
-from moe_runtime.kernels.expert_mlp.activation import Activation
 from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
+from moe_runtime.kernels.operands.activation import Activation
 from moe_runtime.parallel.dispatch import Group, as_transport
 from moe_runtime.parallel.pipeline import Overlap, expert_parallel
 from moe_runtime.parallel.slices import replace_tensors
