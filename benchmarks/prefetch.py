@@ -29,9 +29,9 @@ from harness.machine import commit, describe_machine, machine_name, versions
 from harness.shapes import SHAPES
 
 import moe_runtime
+from moe_runtime.config import PrefetchMode
 from moe_runtime.files import write_text
 from moe_runtime.inference.inspection import inspect_checkpoint
-from moe_runtime.memory.prefetcher import PrefetchMode
 from moe_runtime.models.pocket import pocket_path
 
 HERE = Path(__file__).resolve().parent

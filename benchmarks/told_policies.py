@@ -26,12 +26,12 @@ from moe_runtime.files import write_text
 from moe_runtime.lab.replay.untimed import replay_demand
 from moe_runtime.lab.traces.format import Trace
 from moe_runtime.lab.traces.readers import read_any_trace
-from moe_runtime.lab.traces.routes import routes_of, shape_of, split_sequences, without_repeats
+from moe_runtime.lab.traces.routes import routes_of, split_sequences, without_repeats
 from moe_runtime.lab.traces.workload import Workload, workload_of
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.policies.eviction import LayerShares, Setting, make_global_policy, make_policy
 from moe_runtime.policies.prediction import TrackedPredictor, make_estimator
-from moe_runtime.policies.prediction.base import Learner
+from moe_runtime.policies.prediction.base import Learner, shape_of
 from moe_runtime.types import ExpertKey
 
 LEARNERS = ("activation-aware", "reuse", "predicted")

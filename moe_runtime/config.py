@@ -1,9 +1,10 @@
-"""Sizes as people write them, and names with a suggestion when one is not known."""
+"""Sizes and modes as people write them, and names with a suggestion when one is not known."""
 
 import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
 _UNITS = {
     "": 1,
@@ -121,3 +122,24 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}known: {', '.join(names)}"
+
+
+class PrefetchMode(StrEnum):
+    """How far guesses go."""
+
+    OFF = "off"
+    OBSERVE = "observe"
+    ENFORCE = "enforce"
+    AUTO = "auto"
+
+
+def parse_mode(name: str) -> PrefetchMode:
+    """The mode of this name.
+
+    Raises:
+        ValueError: there is none; the message suggests the nearest one.
+    """
+    known = [mode.value for mode in PrefetchMode]
+    if name not in known:
+        raise ValueError(f"unknown prefetch mode {name!r}: {nearest(name, known)}")
+    return PrefetchMode(name)

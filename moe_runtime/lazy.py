@@ -36,18 +36,17 @@ class LazyTable(Mapping[str, T]):
 
 
 def lazy_names(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
-    """A package's ``__getattr__`` that imports the module of a public name on first use (PEP 562).
+    """A module's ``__getattr__`` that imports where a name is defined on first use (PEP 562).
 
     Args:
-        package: the package's name.
-        places: the modules of the package that have public names, and these names, with spaces
-            between them. None of them may be the name of a module of the package.
+        package: the module; for a package none of the names may be that of a module in it.
+        places: modules, a leading dot for one of the package, and their names, separated by spaces.
     """
     homes = {name: module for module, names in places.items() for name in names.split()}
 
     def find(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{homes[name]}"), name)
+        return getattr(import_module(homes[name], package), name)
 
     return find

@@ -9,34 +9,30 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from moe_runtime.config import nearest
+from moe_runtime.config import PrefetchMode, nearest
 from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.inference import options
 from moe_runtime.inference.budget import MemoryPlan
-from moe_runtime.inference.prefetching import (
+from moe_runtime.inference.gates import find_gate
+from moe_runtime.inference.predictors import (
     check_predictor,
-    find_gate,
     learned_bytes,
     make_live_estimator,
 )
-from moe_runtime.lab.replay.choice import Choice, choose_policy
-from moe_runtime.lab.traces.recent import read_recent
-from moe_runtime.lab.traces.routes import shape_of
 from moe_runtime.memory.layout import ExpertLayout
-from moe_runtime.memory.prefetcher import PrefetchMode
+from moe_runtime.policies import prediction
 from moe_runtime.policies.eviction import LIVE_POLICIES, LayerShares, Setting, make_policy
-from moe_runtime.policies.prediction import (
-    Estimator,
-    NextGate,
-    RunningCounts,
-    TrackedPredictor,
-    make_estimator,
-)
+from moe_runtime.policies.eviction.setting import Choice
+from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.types import ExpertKey, ModelSignature
 
 if TYPE_CHECKING:
     from moe_runtime.inference.learning import KeptLearning
+    from moe_runtime.policies.prediction import Estimator
 
 AUTO = "auto"
+GATES, COUNTS = "next-gate", "running-counts"
+"""Predictors that stand for others: the model's own gates tell most, counts are always there."""
 SHARES = (AUTO, "even", "adaptive")
 
 
@@ -123,10 +119,10 @@ def settle_policy(
     """
     chosen = Choice(policy=policy, adaptive=False, reason="")
     if policy == AUTO:
-        recent = read_recent(signature)
-        chosen = choose_policy(signature, recent, num_slots, trained, expert_bytes)
+        recent = options.read_recent(signature)
+        chosen = options.choose_policy(signature, recent, num_slots, trained, expert_bytes)
     elif policy == "predicted":
-        name = RunningCounts.name if trained is None else trained.name
+        name = COUNTS if trained is None else trained.name
         chosen = replace(chosen, predictor=name)
     if shares == AUTO:
         return chosen
@@ -171,8 +167,10 @@ def policy_maker(
         predictor = None
         if choice.predictor:
             is_given = policy_estimator is not None and policy_estimator.name == choice.predictor
-            estimator = policy_estimator if is_given else make_estimator(choice.predictor, shape)
-            predictor = TrackedPredictor(cast(Estimator, estimator))
+            estimator = policy_estimator
+            if not is_given:
+                estimator = prediction.make_estimator(choice.predictor, shape)
+            predictor = prediction.TrackedPredictor(cast("Estimator", estimator))
         made = make_policy(
             choice.policy,
             num_slots=plan.num_slots,
@@ -200,5 +198,5 @@ def _settle_predictor(
         for name in block_names:
             find_gate(model, name, shape_of(signature))
     except UnsupportedModelError:
-        return RunningCounts.name
-    return NextGate.name
+        return COUNTS
+    return GATES

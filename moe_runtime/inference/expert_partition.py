@@ -19,6 +19,13 @@ import torch
 from torch import Tensor
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
+from moe_runtime.checkpoints.opening import Checkpoint
+from moe_runtime.parallel.communication.agreement import (
+    arithmetic_facts,
+    processes_here,
+    require_same,
+    software_facts,
+)
 from moe_runtime.parallel.communication.transport import Transport
 from moe_runtime.parallel.placement_map import PlacementMap, load_placement_map
 from moe_runtime.policies.prediction import Event, Guess, Predictor
@@ -89,6 +96,10 @@ class ExpertPartition:
         """Whether this process holds an expert."""
         return self.transport.rank in self._holders[key.layer][key.expert]
 
+    def own_guesses(self, predictor: Predictor) -> Predictor:
+        """A predictor that guesses about the experts of this process alone."""
+        return _OwnGuesses(predictor, self)
+
     def own_rows(self, layer: int, rows: Mapping[int, list[int]]) -> dict[int, list[int]]:
         """Those of a layer's visited experts that this process computes, with their rows."""
         computed_by = self._computed_by(layer, rows)
@@ -113,6 +124,39 @@ class ExpertPartition:
             rank = chosen[expert] = min(holders[expert], key=lambda r: (num_rows[r], r))
             num_rows[rank] += len(rows[expert])
         return chosen
+
+    def processes_here(self) -> int:
+        """How many of the processes run on this machine; a collective call."""
+        return processes_here(self.transport)
+
+    def require_same_model(
+        self, checkpoint: Checkpoint, experts: ExpertMap, place: torch.device
+    ) -> None:
+        """Makes sure that all processes compute the same model in the same way; a collective call.
+
+        Raises:
+            RankFailureError: one of them does not.
+        """
+        import transformers
+
+        config = checkpoint.config.to_dict()
+        require_same(
+            self.transport,
+            {
+                **software_facts(),
+                **arithmetic_facts(),
+                **self.facts,
+                "the version of transformers": transformers.__version__,
+                "the kind of device": place.type,
+                "the dtype": str(checkpoint.dtype),
+                "the model's configuration": str(
+                    sorted((k, str(v)) for k, v in config.items() if k != "_name_or_path")
+                ),
+                "the model's dense tensors": str(
+                    sorted((name, e.dtype, e.shape) for name, e in experts.dense_entries.items())
+                ),
+            },
+        )
 
     def exchange(self, layer: int, rows: Mapping[int, list[int]], out_RD: Tensor) -> None:
         """Completes a layer's rows with those that other processes computed; a collective call.
@@ -178,7 +222,7 @@ def _holders_in(experts_of_ranks: Sequence[Sequence[int]], num_experts: int) -> 
     ]
 
 
-class OwnGuesses:
+class _OwnGuesses:
     """A predictor's guesses about the experts of one process."""
 
     def __init__(self, predictor: Predictor, share: ExpertPartition) -> None:

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from moe_runtime.inference.expert_layer import OffloadedExperts
-from moe_runtime.inference.prefetching import find_gates
-from moe_runtime.lab.traces.routes import shape_of
+from moe_runtime.inference.gates import find_gates
 from moe_runtime.policies.prediction import HiddenLookahead, NextGate, Routes, Shape
+from moe_runtime.policies.prediction.base import shape_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

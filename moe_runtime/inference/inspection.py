@@ -19,7 +19,7 @@ from moe_runtime.inference.budget import (
 from moe_runtime.inference.choosing import AUTO, settle_policy
 from moe_runtime.inference.loading import signature_of
 from moe_runtime.inference.token_limit import tokens_to_plan_for
-from moe_runtime.lab.replay.choice import Choice
+from moe_runtime.policies.eviction.setting import Choice
 from moe_runtime.types import ModelSignature
 
 

@@ -13,12 +13,8 @@ from moe_runtime.lab.traces.timeline import Timeline
 from moe_runtime.memory.residency import ExpertStore
 
 
-def attach_timeline(
-    model: torch.nn.Module, store: ExpertStore[Any], timeline: Timeline | None
-) -> None:
-    """Notes every forward pass from now on, where there is a timeline."""
-    if timeline is None:
-        return
+def attach_timeline(model: torch.nn.Module, store: ExpertStore[Any], timeline: Timeline) -> None:
+    """Notes every forward pass from now on."""
     assert isinstance(store, TimedStore)
     begun: list[tuple[float, Step]] = []
 

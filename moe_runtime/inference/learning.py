@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from moe_runtime.inference.prefetching import is_file_name
-from moe_runtime.lab.traces.learned import keep_learned, restore_learned
+from moe_runtime.inference import options
+from moe_runtime.inference.predictors import is_file_name
 from moe_runtime.policies.prediction import PREDICTORS
 from moe_runtime.policies.prediction.base import Learner
 from moe_runtime.types import ModelSignature
@@ -47,14 +47,14 @@ class KeptLearning:
                 continue
             if self._has_trained and watcher.name in PREDICTORS:
                 continue
-            restore_learned(watcher, self._signature)
+            options.restore_learned(watcher, self._signature)
             self._learners.setdefault(watcher.name, watcher)
 
     def close(self) -> None:
         """Writes what was learned, requests that still run included."""
         if self._has_step and self._writes:
             for learner in self._learners.values():
-                keep_learned(learner, self._signature)
+                options.keep_learned(learner, self._signature)
 
     def _note_step(self, *_: Any) -> None:
         self._has_step = True

@@ -14,8 +14,8 @@ from moe_runtime.checkpoints.dense_weights import Progress, load_dense
 from moe_runtime.checkpoints.expert_map import ExpertMap, ExpertsModule, map_experts
 from moe_runtime.checkpoints.model_files import files_of, read_generation_config
 from moe_runtime.checkpoints.opening import Checkpoint, build_on_meta, open_checkpoint
-from moe_runtime.config import Budget, MemorySize, parse_budget
-from moe_runtime.inference import choosing
+from moe_runtime.config import Budget, MemorySize, parse_budget, parse_mode
+from moe_runtime.inference import choosing, options
 from moe_runtime.inference.budget import (
     MemoryPlan,
     available_device_bytes,
@@ -30,41 +30,30 @@ from moe_runtime.inference.cpu.attention import use_single_query_attention
 from moe_runtime.inference.cpu.fused_attention import fuse_attention_layers
 from moe_runtime.inference.cpu.small_batch import use_small_batch_layers
 from moe_runtime.inference.expert_layer import OffloadedExperts
-from moe_runtime.inference.expert_partition import ExpertPartition, divide_experts
 from moe_runtime.inference.expert_weights import bind_slots
 from moe_runtime.inference.handle import LoadedFacts, RuntimeHandle
 from moe_runtime.inference.hugging_face.loaded_model import as_loaded_model
 from moe_runtime.inference.kv_cache import grow_cache_in_place
-from moe_runtime.inference.layer_times import attach_timeline
 from moe_runtime.inference.learning import KeptLearning
 from moe_runtime.inference.libraries import settle_libraries
 from moe_runtime.inference.observing import attach_observer
-from moe_runtime.inference.prefetching import attach_prefetcher
 from moe_runtime.inference.routing_record import check_records, open_record
 from moe_runtime.inference.steps import Steps
 from moe_runtime.inference.threads import rest_torch_threads
-from moe_runtime.inference.timed_store import TimedStore
 from moe_runtime.inference.token_limit import limit_tokens, tokens_to_plan_for
 from moe_runtime.kernels.expert_ffn import ExpertWeights
-from moe_runtime.lab.traces.timeline import Timeline
 from moe_runtime.memory.prefault import touched_meanwhile
-from moe_runtime.memory.prefetcher import parse_mode
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.memory.slab import Slab
 from moe_runtime.memory.source import ExpertSource
-from moe_runtime.memory.tiers import TierFetcher
-from moe_runtime.parallel.communication.agreement import (
-    arithmetic_facts,
-    processes_here,
-    require_same,
-    software_facts,
-)
-from moe_runtime.parallel.dispatch import Group, as_transport
 from moe_runtime.policies.eviction import LayerShares
 from moe_runtime.types import ModelSignature
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from moe_runtime.lab.traces.timeline import Timeline
+    from moe_runtime.parallel.dispatch import Group
 
 ExpertsT = TypeVar("ExpertsT", bound=torch.nn.Module)
 
@@ -150,7 +139,7 @@ def load(
         raise ValueError(f"io_threads must be at least 1, got {io_threads}")
     mode = parse_mode(prefetch)
     place = _resolve_device(device)
-    transport = as_transport(group)
+    transport = None if group is None and placement is None else options.as_transport(group)
     checkpoint = open_checkpoint(path_or_id, dtype)
     inputs = [*files_of(checkpoint.folder), predictor, placement]
     check_records(trace, timeline, inputs)
@@ -163,7 +152,10 @@ def load(
     experts = map_experts(model, checkpoint)
     expert_bytes = sum(layout.tensor_bytes for layout in experts.layouts.values())
     signature = signature_of(checkpoint, experts)
-    share = divide_experts(transport, experts, signature, placement)
+    share = None
+    if transport is not None:
+        share = options.divide_experts(transport, experts, signature, placement)
+    is_first = share is None or share.transport.rank == 0
     modules = replace_experts(
         model,
         experts,
@@ -174,10 +166,11 @@ def load(
     dense_bytes = experts.dense_bytes(checkpoint.dtype)
     blocks = [module.name.rpartition(".")[0] for module in experts.modules]
     guessers = choosing.settle_guessers(mode, policy, predictor, model, blocks, signature)
-    free = _free_bytes(place, processes_here(transport))
+    free = _free_bytes(place, 1 if share is None else share.processes_here())
     plans = _plan(checkpoint, experts, budgets, free, dense_bytes, max_tokens, guessers.table_bytes)
     # Everybody has looked how much memory is free before anybody takes some.
-    _require_same_model(share, checkpoint, experts, place)
+    if share is not None:
+        share.require_same_model(checkpoint, experts, place)
 
     # Before weights are there: what the choice needs is free again for them.
     fastest = plans.get("device", plans["host"])
@@ -187,13 +180,14 @@ def load(
     with touched_meanwhile(slab := Slab(plans["host"].num_slots, plans["host"].slot_bytes)):
         finish_dense(model, checkpoint, experts, place, progress)
     source = ExpertSource(experts.layouts, io_threads=io_threads)
-    learning = KeptLearning(model, signature, predictor, writes=not transport.rank)
+    learning = KeptLearning(model, signature, predictor, writes=is_first)
     new_policy = choosing.policy_maker(
         choice, signature, guessers.policy_estimator, experts.layouts, learning
     )
-    events = None if timeline is None or transport.rank else Timeline(timeline)
+    events = None if timeline is None or not is_first else options.Timeline(timeline)
     store, host_store = _open_stores(source, slab, experts, plans, new_policy, place, events)
-    attach_timeline(model, store, events)
+    if events is not None:
+        options.attach_timeline(model, store, events)
     for module in modules:
         module.store, module.share = store, share
         module.list_parameters(checkpoint.dtype, place)
@@ -212,11 +206,11 @@ def load(
     )
     keeps_recent = policy == choosing.AUTO
     recorder = None
-    if transport.rank == 0:
+    if is_first:
         recorder = open_record(model, modules, signature, trace, keeps_recent=keeps_recent)
     prefetcher = None
     if guessers.reader is not None:
-        prefetcher = attach_prefetcher(
+        prefetcher = options.attach_prefetcher(
             model, blocks, modules, store, guessers.reader, mode, place, share, learning
         )
         steps.on_failure(prefetcher.forget)
@@ -325,34 +319,6 @@ def _plan(
     }
 
 
-def _require_same_model(
-    share: ExpertPartition | None, checkpoint: Checkpoint, experts: ExpertMap, place: torch.device
-) -> None:
-    """Makes sure that all processes of a group compute the same model in the same way."""
-    if share is None:
-        return
-    import transformers
-
-    config = checkpoint.config.to_dict()
-    require_same(
-        share.transport,
-        {
-            **software_facts(),
-            **arithmetic_facts(),
-            **share.facts,
-            "the version of transformers": transformers.__version__,
-            "the kind of device": place.type,
-            "the dtype": str(checkpoint.dtype),
-            "the model's configuration": str(
-                sorted((k, str(v)) for k, v in config.items() if k != "_name_or_path")
-            ),
-            "the model's dense tensors": str(
-                sorted((name, e.dtype, e.shape) for name, e in experts.dense_entries.items())
-            ),
-        },
-    )
-
-
 def _open_stores(
     source: ExpertSource,
     slab: Slab,
@@ -363,7 +329,7 @@ def _open_stores(
     timeline: Timeline | None,
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[torch.Tensor] | None]:
     """The store that experts are computed from and, for a device, the one below it."""
-    new: Any = ExpertStore if timeline is None else partial(TimedStore, timeline=timeline)
+    new: Any = ExpertStore if timeline is None else partial(options.TimedStore, timeline=timeline)
     bind = bind_slots(experts)
     host = plans["host"]
     if "device" not in plans:
@@ -375,7 +341,7 @@ def _open_stores(
     )
     device = plans["device"]
     above = new(
-        TierFetcher(below, place),
+        options.TierFetcher(below, place),
         Slab(device.num_slots, device.slot_bytes, device=place),
         new_policy(device),
         bind,

@@ -7,21 +7,24 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from moe_runtime.inference import options
 from moe_runtime.inference.expert_layer import OffloadedExperts
 from moe_runtime.inference.steps import RequestNumbers
-from moe_runtime.lab.traces.recent import RecentRouting
-from moe_runtime.lab.traces.recorder import TraceRecorder
 from moe_runtime.places import require_apart
 from moe_runtime.reading import require_not_read
 from moe_runtime.types import ModelSignature
 
-Recorder = TraceRecorder | RecentRouting
+if TYPE_CHECKING:
+    from moe_runtime.lab.traces.recent import RecentRouting
+    from moe_runtime.lab.traces.recorder import TraceRecorder
+
+    Recorder = TraceRecorder | RecentRouting
 
 
 class RoutingRecord:
@@ -135,9 +138,9 @@ def open_record(
     """
     recorders: list[Recorder] = []
     if trace is not None:
-        recorders.append(TraceRecorder(Path(trace), signature))
+        recorders.append(options.TraceRecorder(Path(trace), signature))
     if keeps_recent:
-        recorders.append(RecentRouting(signature))
+        recorders.append(options.RecentRouting(signature))
     if not recorders:
         return None
     record = RoutingRecord(recorders, signature)

@@ -6,36 +6,14 @@ Nothing here changes what is computed: a guess only changes when an expert is re
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, Protocol
 
-from moe_runtime.config import nearest
+from moe_runtime.config import PrefetchMode
 from moe_runtime.memory.link_meter import LinkState
 from moe_runtime.memory.prefetch_slots import Guesses
 from moe_runtime.policies.prediction.base import Guess, LayerRouted, Predictor, StepBegins
 from moe_runtime.policies.prefetch import Admission, Controller, PrefetchRules, StepCost
 from moe_runtime.types import ExpertKey
-
-
-class PrefetchMode(StrEnum):
-    """How far guesses go."""
-
-    OFF = "off"
-    OBSERVE = "observe"
-    ENFORCE = "enforce"
-    AUTO = "auto"
-
-
-def parse_mode(name: str) -> PrefetchMode:
-    """The mode of this name.
-
-    Raises:
-        ValueError: there is none; the message suggests the nearest one.
-    """
-    known = [mode.value for mode in PrefetchMode]
-    if name not in known:
-        raise ValueError(f"unknown prefetch mode {name!r}: {nearest(name, known)}")
-    return PrefetchMode(name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

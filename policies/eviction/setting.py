@@ -1,4 +1,4 @@
-"""What an eviction policy may be told when it is made."""
+"""Which eviction policy is to be made, and what it may be told then."""
 
 from __future__ import annotations
 
@@ -44,3 +44,20 @@ class Setting:
     def cost_of(self) -> Callable[[Any], float] | None:
         """The cost of an expert's miss; None where all cost the same."""
         return None if self.costs is None else self.costs.__getitem__
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """An eviction policy and why.
+
+    Attributes:
+        policy: its name.
+        adaptive: whether the layers' shares of the slots move.
+        reason: one sentence.
+        predictor: name of what the policy ``predicted`` asks; empty for others.
+    """
+
+    policy: str
+    adaptive: bool
+    reason: str
+    predictor: str = ""

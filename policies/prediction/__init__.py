@@ -33,16 +33,16 @@ else:
     __getattr__ = lazy_names(
         __name__,
         {
-            "context": "Contexts contexts_of",
-            "eam": "EamCollection",
-            "estimator": "Estimator",
-            "hidden_lookahead": "HiddenLookahead",
-            "lookahead": "LookaheadPredictor make_predictor",
-            "next_gate": "NextGate",
-            "popularity": "Popularity",
-            "previous_token": "PreviousToken",
-            "running_counts": "RunningCounts",
-            "tracked": "TrackedPredictor",
+            ".context": "Contexts contexts_of",
+            ".eam": "EamCollection",
+            ".estimator": "Estimator",
+            ".hidden_lookahead": "HiddenLookahead",
+            ".lookahead": "LookaheadPredictor make_predictor",
+            ".next_gate": "NextGate",
+            ".popularity": "Popularity",
+            ".previous_token": "PreviousToken",
+            ".running_counts": "RunningCounts",
+            ".tracked": "TrackedPredictor",
         },
     )
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from moe_runtime.types import ExpertKey
+from moe_runtime.types import ExpertKey, ModelSignature
 
 Guess = tuple[ExpertKey, float]
 """An expert, and the probability that the running step visits it."""
@@ -30,6 +30,15 @@ class Shape:
     num_layers: int
     num_experts: int
     top_k: int
+
+
+def shape_of(signature: ModelSignature) -> Shape:
+    """The sizes that predictors of a model are made for."""
+    return Shape(
+        num_layers=signature.num_layers,
+        num_experts=signature.num_experts,
+        top_k=signature.top_k,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)

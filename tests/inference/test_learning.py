@@ -18,9 +18,9 @@ from moe_runtime.inference.learning import KeptLearning
 from moe_runtime.lab.traces import read_trace
 from moe_runtime.lab.traces.learned import learned_path
 from moe_runtime.lab.traces.predictor_file import write_predictor
-from moe_runtime.lab.traces.routes import shape_of
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.policies.prediction import EamCollection
+from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.policies.prediction.limits import COLLECTED_MATRICES
 
 SLOTS = 30

@@ -11,7 +11,7 @@ from moe_runtime.config import format_bytes, parse_budget
 
 if TYPE_CHECKING:
     from moe_runtime.inference.inspection import CheckpointSummary
-    from moe_runtime.lab.replay.choice import Choice
+    from moe_runtime.policies.eviction.setting import Choice
 
 _SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
 """Shares of the experts whose budgets the table shows."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from moe_runtime.inference.expert_partition import ExpertPartition
 from moe_runtime.kernels.gate_ranking import MOST_TOKENS, GateRanking, NativeLookAhead
 from moe_runtime.policies.prediction import Guess, NextGate
 from moe_runtime.policies.prediction.ranks import PRIOR, REMEMBERED, believed_at_first
 from moe_runtime.types import ExpertKey
+
+if TYPE_CHECKING:
+    from moe_runtime.inference.expert_partition import ExpertPartition
 
 
 class TokenLookAhead:

@@ -22,7 +22,6 @@ from moe_runtime.inference.hugging_face.absent import (
     convert_as_a_whole,
     refuse_copy,
 )
-from moe_runtime.inference.hugging_face.saving import SaveOptions, save_around_experts
 from moe_runtime.inference.hugging_face.transforms import refuse_tracing, require_plain_call
 from moe_runtime.inference.steps import Steps
 from moe_runtime.inference.token_limit import limit_batching, limit_generation
@@ -120,6 +119,9 @@ class LoadedModel:
             super_save = cast(Any, super()).save_pretrained
             super_save(save_directory, is_main_process, state_dict, **options)
             return
+        # few models are saved
+        from moe_runtime.inference.hugging_face.saving import SaveOptions, save_around_experts
+
         settings = SaveOptions.of(options)
         if any(".base_layer." in name for name in model.state_dict()):
             raise UnsupportedUseError(

@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 
 from moe_runtime.lab.replay.untimed import replay_demand
 from moe_runtime.lab.traces.format import Trace
-from moe_runtime.lab.traces.routes import shape_of
 from moe_runtime.lab.traces.workload import Workload, workload_of
 from moe_runtime.policies.eviction import LayerShares, Setting, make_policy
-from moe_runtime.policies.eviction.setting import Events
+from moe_runtime.policies.eviction.setting import Choice, Events
 from moe_runtime.policies.prediction import (
     Estimator,
     PreviousToken,
@@ -17,6 +16,7 @@ from moe_runtime.policies.prediction import (
     TrackedPredictor,
     make_estimator,
 )
+from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.types import ModelSignature
 
 FALLBACK = "lru"
@@ -37,23 +37,6 @@ THINKING_S = 3e-4
 """Seconds that a thinker takes of each layer of a step on a processor of two cores."""
 LINK_BYTES_PER_S = 1e9
 """What a disk gives, to tell whether the misses that a thinker saves are worth its time."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """An eviction policy and why.
-
-    Attributes:
-        policy: its name.
-        adaptive: whether the layers' shares of the slots move.
-        reason: one sentence.
-        predictor: name of what the policy ``predicted`` asks; empty for others.
-    """
-
-    policy: str
-    adaptive: bool
-    reason: str
-    predictor: str = ""
 
 
 @dataclass(frozen=True)

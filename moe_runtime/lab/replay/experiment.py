@@ -9,7 +9,7 @@ from moe_runtime.config import nearest
 from moe_runtime.lab.replay.link_model import Machine
 from moe_runtime.lab.replay.timed import TimedReplay, replay_timed
 from moe_runtime.lab.replay.untimed import replay_demand
-from moe_runtime.lab.traces.routes import routes_of, shape_of
+from moe_runtime.lab.traces.routes import routes_of
 from moe_runtime.lab.traces.workload import Workload
 from moe_runtime.policies.eviction import (
     POLICIES,
@@ -25,7 +25,7 @@ from moe_runtime.policies.prediction import (
     TrackedPredictor,
     make_estimator,
 )
-from moe_runtime.policies.prediction.base import Routes
+from moe_runtime.policies.prediction.base import Routes, shape_of
 from moe_runtime.types import ExpertKey, ModelSignature
 
 ALWAYS = ("random", "lru", "belady", "belady-bypass")

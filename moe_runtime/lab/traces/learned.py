@@ -13,7 +13,6 @@ from moe_runtime.files import make_folders
 from moe_runtime.lab.traces.archive import Archive
 from moe_runtime.lab.traces.format import parse_signature
 from moe_runtime.lab.traces.recent import cached_path
-from moe_runtime.lab.traces.routes import shape_of
 from moe_runtime.lab.traces.state_file import (
     MAX_HEADER_BYTES,
     StateKind,
@@ -21,7 +20,7 @@ from moe_runtime.lab.traces.state_file import (
     read_header,
     write_state,
 )
-from moe_runtime.policies.prediction.base import Learner
+from moe_runtime.policies.prediction.base import Learner, shape_of
 from moe_runtime.policies.prediction.limits import most_learned_bytes
 from moe_runtime.types import ModelSignature
 

@@ -6,9 +6,10 @@ from typing import Any
 from moe_runtime.errors import CheckpointError
 from moe_runtime.lab.traces.archive import Archive
 from moe_runtime.lab.traces.format import parse_signature
-from moe_runtime.lab.traces.routes import same_model, shape_of
+from moe_runtime.lab.traces.routes import same_model
 from moe_runtime.lab.traces.state_file import StateKind, read_arrays, read_header, write_state
 from moe_runtime.policies.prediction import PREDICTORS, Estimator
+from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.types import ModelSignature
 
 PREDICTOR_FORMAT = "moe-runtime-predictor"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moe_runtime.lab.traces.format import Trace
-from moe_runtime.policies.prediction.base import Routes, Shape
+from moe_runtime.policies.prediction.base import Routes, shape_of
 from moe_runtime.types import ModelSignature
 
 GRAM_TOKENS = 8
@@ -15,15 +15,6 @@ UNKNOWN_MODEL = "unknown"
 """Model type of files from elsewhere that do not say it."""
 REPEATED_SHARE = 0.5
 """A sequence is a repetition when this share of its grams stands in one earlier sequence."""
-
-
-def shape_of(signature: ModelSignature) -> Shape:
-    """The sizes that predictors of a model are made for."""
-    return Shape(
-        num_layers=signature.num_layers,
-        num_experts=signature.num_experts,
-        top_k=signature.top_k,
-    )
 
 
 def same_model(one: ModelSignature, other: ModelSignature) -> bool:

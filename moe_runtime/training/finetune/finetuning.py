@@ -27,11 +27,11 @@ from moe_runtime.checkpoints.model_files import read_generation_config
 from moe_runtime.checkpoints.opening import Checkpoint, build_on_meta, open_checkpoint
 from moe_runtime.inference.budget import MemoryPlan
 from moe_runtime.inference.loading import signature_of
-from moe_runtime.lab.traces.routes import shape_of
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.memory.slab import Slab
 from moe_runtime.memory.source import ExpertSource
 from moe_runtime.policies.eviction import Setting, make_policy
+from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.training.checkpoint import TrainingState
 from moe_runtime.training.checkpoint_model import (
     CheckpointModel,

@@ -1,0 +1,47 @@
+"""What ``load`` imports only where an option asks for it."""
+
+from typing import TYPE_CHECKING
+
+from moe_runtime.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from moe_runtime.inference.expert_partition import divide_experts as divide_experts
+    from moe_runtime.inference.layer_times import attach_timeline as attach_timeline
+    from moe_runtime.inference.prefetching import attach_prefetcher as attach_prefetcher
+    from moe_runtime.inference.timed_store import TimedStore as TimedStore
+    from moe_runtime.lab.replay.choice import choose_policy as choose_policy
+    from moe_runtime.lab.traces.learned import keep_learned as keep_learned
+    from moe_runtime.lab.traces.learned import restore_learned as restore_learned
+    from moe_runtime.lab.traces.predictor_file import read_predictor as read_predictor
+    from moe_runtime.lab.traces.predictor_file import (
+        read_predictor_signature as read_predictor_signature,
+    )
+    from moe_runtime.lab.traces.recent import RecentRouting as RecentRouting
+    from moe_runtime.lab.traces.recent import read_recent as read_recent
+    from moe_runtime.lab.traces.recorder import TraceRecorder as TraceRecorder
+    from moe_runtime.lab.traces.timeline import Timeline as Timeline
+    from moe_runtime.memory.tiers import TierFetcher as TierFetcher
+    from moe_runtime.parallel.dispatch import as_transport as as_transport
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            # several processes
+            "moe_runtime.parallel.dispatch": "as_transport",
+            "moe_runtime.inference.expert_partition": "divide_experts",
+            # a device
+            "moe_runtime.memory.tiers": "TierFetcher",
+            # prefetching
+            "moe_runtime.inference.prefetching": "attach_prefetcher",
+            "moe_runtime.lab.traces.predictor_file": "read_predictor read_predictor_signature",
+            # a policy that is chosen by replay, or that learns from requests
+            "moe_runtime.lab.replay.choice": "choose_policy",
+            "moe_runtime.lab.traces.recent": "RecentRouting read_recent",
+            "moe_runtime.lab.traces.learned": "keep_learned restore_learned",
+            # a trace, a timeline
+            "moe_runtime.lab.traces.recorder": "TraceRecorder",
+            "moe_runtime.lab.traces.timeline": "Timeline",
+            "moe_runtime.inference.timed_store": "TimedStore",
+            "moe_runtime.inference.layer_times": "attach_timeline",
+        },
+    )

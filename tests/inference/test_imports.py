@@ -1,0 +1,97 @@
+"""What `load` and `moe-runtime run` import of this project: what they need, and no more."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import moe_runtime.models.pocket
+
+POCKET = str(Path(moe_runtime.models.pocket.__file__).parent)
+REPORT = """
+import json, pathlib, sys
+files = {
+    name: getattr(module, "__file__", None)
+    for name, module in sys.modules.items()
+    if name.split(".")[0] == "moe_runtime"
+}
+lines = {
+    name: len(pathlib.Path(file).read_text().splitlines()) if file else 0
+    for name, file in files.items()
+}
+print("\\n" + json.dumps(lines))
+"""
+# Rooms that a model in one process without a device has nothing to do with.
+FOREIGN = {"layer", "parallel", "planning", "research", "routing", "training"}
+
+
+def imported(code: str) -> dict[str, int]:
+    """Lines of each module of this project that is imported after running code."""
+    command = [sys.executable, "-P", "-c", code + REPORT, POCKET]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return json.loads(printed.splitlines()[-1])
+
+
+def room(name: str) -> str:
+    return name.split(".")[1] if "." in name else name
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, int]:
+    return imported("""
+import sys, torch, moe_runtime
+model = moe_runtime.load(sys.argv[1], host_memory="28MiB", max_tokens=64)
+model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4)
+""")
+
+
+def test_a_loaded_model_that_has_generated_needs_few_modules(loaded):
+    """Issue 15's bounds; `python benchmarks/imports.py --modules` says who imports what."""
+    assert "moe_runtime.inference.expert_layer" in loaded
+    assert len(loaded) <= 100
+    assert sum(loaded.values()) <= 13_000
+
+
+def test_a_loaded_model_needs_nothing_of_rooms_for_other_purposes(loaded):
+    assert {name for name in loaded if room(name) in {*FOREIGN, "lab", "cli"}} == set()
+
+
+def test_of_policies_and_predictors_only_those_asked_for_are_imported(loaded):
+    rules = {name for name in loaded if name.startswith("moe_runtime.policies.eviction.rules.")}
+    assert rules == {"moe_runtime.policies.eviction.rules.lru"}
+    predictors = {name for name in loaded if name.startswith("moe_runtime.policies.prediction.")}
+    assert predictors == {f"moe_runtime.policies.prediction.{part}" for part in ("base", "limits")}
+
+
+def test_the_command_run_needs_nothing_of_training_or_of_simulated_machines():
+    found = imported("""
+import sys
+from moe_runtime.cli.main import main
+words = ["--prompt", "The", "--max-new-tokens", "2", "--host-memory", "28MiB"]
+assert main(["run", sys.argv[1], *words]) == 0
+""")
+    assert "moe_runtime.inference.generation" in found
+    assert {name for name in found if room(name) in FOREIGN} == set()
+    labs = {".".join(name.split(".")[:3]) for name in found if room(name) == "lab"}
+    # `policy=auto` replays the latest routing, which lies in a trace
+    assert labs <= {"moe_runtime.lab", "moe_runtime.lab.traces", "moe_runtime.lab.replay"}
+
+
+def test_a_table_of_names_imports_what_is_asked_for_and_refuses_other_names():
+    found = imported("""
+import sys
+from moe_runtime.policies.prediction import PREDICTORS
+assert "eam" in PREDICTORS and len(PREDICTORS) == len(list(PREDICTORS))
+assert PREDICTORS["popularity"].name == "popularity"
+assert "nonsense" not in PREDICTORS and PREDICTORS.get("nonsense") is None
+try:
+    from moe_runtime.policies.prediction import Nonsense
+except ImportError as error:
+    assert "Nonsense" in str(error)
+else:
+    raise AssertionError("imported a name that nothing has")
+""")
+    assert "moe_runtime.policies.prediction.popularity" in found
+    assert "moe_runtime.policies.prediction.eam" not in found
