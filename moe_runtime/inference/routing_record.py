@@ -79,8 +79,7 @@ class RoutingRecord:
             CheckpointError: another process has begun it.
         """
         for recorder in self.recorders:
-            if isinstance(recorder, TraceRecorder):
-                recorder.hold()
+            recorder.hold()
 
     def close(self) -> None:
         """Writes what is not written yet, each of them even if another one cannot.

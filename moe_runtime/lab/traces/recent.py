@@ -73,6 +73,9 @@ class RecentRouting:
         """Whether enough was recorded."""
         return len(self._steps) >= RECORDED_STEPS
 
+    def hold(self) -> None:
+        """Nothing is held: of several runs at once the last one's routing is kept."""
+
     def begin_request(self, *, num_sequences: int = 1) -> None:
         """Begins a batch of prompts."""
         self._requests += self._running
