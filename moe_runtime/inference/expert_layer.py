@@ -18,6 +18,7 @@ from moe_runtime.inference.expert_gradients import (
     wants_gradient,
 )
 from moe_runtime.inference.hugging_face.absent import AbsentParameters, AbsentTensor
+from moe_runtime.inference.steps import LayerRouting, Listeners
 from moe_runtime.kernels.combine import combine_slots
 from moe_runtime.kernels.expert_ffn import (
     Activation,
@@ -31,7 +32,6 @@ from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:
     from moe_runtime.inference.expert_partition import ExpertPartition
-    from moe_runtime.inference.routing_record import RoutingRecord
 
 # T tokens, D model, F hidden, E experts, K top-k, R routed rows = T * K
 
@@ -44,12 +44,6 @@ _FUSED_ACTIVATIONS: dict[str, Activation] = {
     "ReLUSquaredActivation": "relu2",
 }
 """Classes of activation modules that the kernels compute themselves, by their name there."""
-
-RoutingWatcher = Callable[
-    [int, Sequence[ExpertKey], torch.Tensor, torch.Tensor, torch.Tensor], None
-]
-"""Told of a layer's routing once its demands are queued: layer, the experts that this process
-computes, hidden values, ids, gate weights."""
 
 GateFunction = Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor]
 """Takes gate ``[R, F]`` (None where there is none) and up ``[R, F]``, returns ``[R, F]``."""
@@ -79,10 +73,7 @@ class OffloadedExperts(AbsentParameters):
         self.layer = layer
         self.store: ExpertStore[ExpertWeights] | None = None
         self.share: ExpertPartition | None = None
-        self.recorder: RoutingRecord | None = None
-        self.watcher: RoutingWatcher | None = None
-        self.observer: RoutingWatcher | None = None
-        self.late_observer: RoutingWatcher | None = None
+        self.listeners = Listeners()
         self._keys = tuple(ExpertKey(layer, expert) for expert in range(self.num_experts))
         self._following = tuple(following)
         self._norms_outputs = bool(getattr(original, "has_post_expert_norm", False))
@@ -159,11 +150,9 @@ class OffloadedExperts(AbsentParameters):
         weights_TK: torch.Tensor,
     ) -> torch.Tensor | None:
         """What ``_forward`` gives for a few tokens whose experts are all resident, else None."""
-        store, parameters = self.store, self._parameters
+        store, parameters, listeners = self.store, self._parameters, self.listeners
         assert store is not None
-        if self.share is not None or self.watcher is not None or self.late_observer is not None:
-            return None
-        if self.recorder is not None or self.observer is not None:
+        if self.share is not None or listeners.routed or listeners.demanded:
             return None
         if self._activation_now() is not self._activation:
             return None
@@ -210,10 +199,6 @@ class OffloadedExperts(AbsentParameters):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """What ``forward`` computes, without gradients."""
-        if self.recorder is not None and not is_recomputing():
-            self.recorder.routing(
-                self.layer, top_k_index.cpu().numpy(), top_k_weights.float().cpu().numpy()
-            )
         out_RD = self.expert_rows(hidden_states, top_k_index, top_k_weights)
         if self._norms_outputs:
             out_RD = self.get_submodule("post_expert_norm")(out_RD)
@@ -225,6 +210,11 @@ class OffloadedExperts(AbsentParameters):
         """The outputs of the experts before they are summed: ``[T * K, D]``, a row a choice."""
         num_tokens, top_k = top_k_index.shape
         rows = self.rows_of(top_k_index)
+        if self.listeners.routed and not is_recomputing():
+            keys = [self._keys[expert] for expert in rows]
+            routing = LayerRouting(self.layer, keys, hidden_TD, top_k_index, top_k_weights)
+            for listener in self.listeners.routed:
+                listener.routed(routing)
         num_rows = sum(map(len, rows.values()))
         # rows of skipped slots are summed with the others, so they must be zero
         make = torch.empty if num_rows == num_tokens * top_k else torch.zeros
@@ -233,7 +223,9 @@ class OffloadedExperts(AbsentParameters):
         )
         own_rows = rows if self.share is None else self.share.own_rows(self.layer, rows)
         if num_rows:
-            self._compute(hidden_TD, own_rows, out_RD, (top_k_index, top_k_weights))
+            keys = [self._keys[expert] for expert in own_rows]
+            routing = LayerRouting(self.layer, keys, hidden_TD, top_k_index, top_k_weights)
+            self._compute(routing, own_rows, out_RD)
         if num_rows and self.share is not None:
             self.share.exchange(self.layer, rows, out_RD)
         return out_RD
@@ -292,28 +284,19 @@ class OffloadedExperts(AbsentParameters):
         return self.get_submodule("post_expert_norm")(y_RD) if self._norms_outputs else y_RD
 
     def _compute(
-        self,
-        hidden_TD: torch.Tensor,
-        rows: dict[int, list[int]],
-        out_RD: torch.Tensor,
-        routing: tuple[torch.Tensor, torch.Tensor],
+        self, routing: LayerRouting, rows: dict[int, list[int]], out_RD: torch.Tensor
     ) -> None:
         assert self.store is not None
-        num_tokens, top_k = routing[0].shape
-        keys = [self._keys[expert] for expert in rows]
-        streaming = num_tokens > 1 and len(keys) > self.store.share(self.layer)
+        num_tokens, top_k = routing.ids_TK.shape
+        streaming = num_tokens > 1 and len(rows) > self.store.share(self.layer)
         activation = self._activation_now()
-        watchers = [w for w in (self.late_observer, self.watcher) if w is not None]
-        if (watchers or self.observer is not None) and is_recomputing():
-            watchers = []
-        elif self.observer is not None:
-            self.observer(self.layer, keys, hidden_TD, *routing)
+        waiting = [] if is_recomputing() else [*self.listeners.demanded]
 
         def tell() -> None:
-            while watchers:
-                watchers.pop(0)(self.layer, keys, hidden_TD, *routing)
+            while waiting:
+                waiting.pop(0).demanded(routing)
 
-        lease, is_done = self.store.lease(keys, streaming=streaming), False
+        lease, is_done = self.store.lease(routing.keys, streaming=streaming), False
         try:
             with lease:
                 if not lease.will_wait:
@@ -326,7 +309,7 @@ class OffloadedExperts(AbsentParameters):
                     if self._step is None:
                         self._step = self._make_step(group[0][1])
                     expert_ffn(
-                        hidden_TD,
+                        routing.hidden_TD,
                         [weights for _, weights in group],
                         counts,
                         [row // top_k for row in destinations],

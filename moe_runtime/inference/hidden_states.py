@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 
 from moe_runtime.inference.expert_layer import OffloadedExperts
 from moe_runtime.inference.gates import find_gates
+from moe_runtime.inference.steps import LayerRouting, Listener
 from moe_runtime.policies.prediction import HiddenLookahead, NextGate, Routes, Shape
 from moe_runtime.policies.prediction.base import shape_of
 
@@ -39,18 +39,15 @@ def record_hidden(
     ids: list[list[np.ndarray]] = [[] for _ in range(shape.num_layers)]
     weights: list[list[np.ndarray]] = [[] for _ in range(shape.num_layers)]
 
-    def keep(
-        layer: int,
-        _keys: Any,
-        hidden_TD: torch.Tensor,
-        ids_TK: torch.Tensor,
-        weights_TK: torch.Tensor,
-    ) -> None:
-        hidden[layer].append(hidden_TD.half().cpu().numpy())
-        ids[layer].append(ids_TK.cpu().numpy())
-        weights[layer].append(weights_TK.float().cpu().numpy())
+    class Keep(Listener):
+        hears_routing = True
 
-    with _watched(model, keep), torch.no_grad():
+        def routed(self, routing: LayerRouting) -> None:
+            hidden[routing.layer].append(routing.hidden_TD.half().cpu().numpy())
+            ids[routing.layer].append(routing.ids_TK.cpu().numpy())
+            weights[routing.layer].append(routing.weights_TK.float().cpu().numpy())
+
+    with cast(Any, model)._steps.listeners.also(Keep()), torch.no_grad():
         for number, window in enumerate(windows):
             model(input_ids=torch.tensor([list(window)], device=model.device), use_cache=False)
             if progress is not None:
@@ -97,16 +94,3 @@ def _gates_of(model: PreTrainedModel, shape: Shape) -> tuple[np.ndarray, np.ndar
 def _expert_modules(model: torch.nn.Module) -> list[tuple[str, OffloadedExperts]]:
     found = [(n, m) for n, m in model.named_modules() if isinstance(m, OffloadedExperts)]
     return sorted(found, key=lambda pair: pair[1].layer)
-
-
-@contextmanager
-def _watched(model: torch.nn.Module, watcher: Callable[..., None]) -> Iterator[None]:
-    modules = [module for _, module in _expert_modules(model)]
-    before = [module.watcher for module in modules]
-    for module in modules:
-        module.watcher = watcher
-    try:
-        yield
-    finally:
-        for module, previous in zip(modules, before, strict=True):
-            module.watcher = previous

@@ -1,25 +1,65 @@
-"""What policies and predictors learn from requests, kept from one process to the next."""
+"""What policies and predictors learn from requests: who tells them, and what is kept of it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from moe_runtime.inference import options
 from moe_runtime.inference.predictors import is_file_name
-from moe_runtime.policies.prediction import PREDICTORS
+from moe_runtime.inference.steps import LayerRouting, Listener, Step
+from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.policies.prediction import PREDICTORS, LayerRouted, StepBegins
 from moe_runtime.policies.prediction.base import Learner
 from moe_runtime.types import ModelSignature
 
 
-class KeptLearning:
+class PolicyListener(Listener):
+    """Tells eviction policies that ask for it of steps and of the routing of layers.
+
+    Policies that decide after the use are told when the layer's demands are already under way, so
+    that their thinking costs no time while there is something to wait for.
+    """
+
+    def __init__(self, stores: Sequence[ExpertStore[Any]]) -> None:
+        self._stores = [store for store in stores if store.watches]
+        decide_later = all(store.decides_later for store in self._stores)
+        self.hears_demands = bool(self._stores) and decide_later
+        self.hears_routing = not decide_later
+
+    def begin(self, step: Step) -> None:
+        """Tells of a step, and of the requests that ended before it."""
+        if not self._stores:
+            return
+        for store in self._stores:
+            for request in step.ended:
+                store.finish(request)
+        sequences = step.sequences + step.first_request
+        for store in self._stores:
+            store.observe(StepBegins(sequences=sequences, token_ids=step.token_ids))
+
+    def routed(self, routing: LayerRouting) -> None:
+        """Tells of a layer, if any token goes to one of its experts."""
+        if routing.keys:
+            self.demanded(routing)
+
+    def demanded(self, routing: LayerRouting) -> None:
+        """Tells of a layer."""
+        event = LayerRouted(
+            layer=routing.layer,
+            expert_ids=routing.ids_TK.cpu().numpy(),
+            gate_weights=routing.weights_TK.float().cpu().numpy(),
+        )
+        for store in self._stores:
+            store.observe(event)
+
+
+class KeptLearning(Listener):
     """The learners of a loaded model: each begins with what earlier processes learned.
 
     Args:
-        model: the model; one that has not come to the end of a step keeps nothing.
-        signature: what it is.
+        signature: the model; one that has not come to the end of a step keeps nothing.
         predictor: name of the predictor, or the file of a trained one, which says what it begins
             with.
         writes: whether this process writes what is learned, as one of a group does.
@@ -27,7 +67,6 @@ class KeptLearning:
 
     def __init__(
         self,
-        model: torch.nn.Module,
         signature: ModelSignature,
         predictor: str | Path,
         *,
@@ -38,7 +77,6 @@ class KeptLearning:
         self._has_trained = is_file_name(predictor)
         self._has_step = False
         self._learners: dict[str, Learner] = {}
-        self._hook = model.register_forward_hook(self._note_step)
 
     def keep(self, *watchers: object) -> None:
         """Restores those of the watchers that learn from requests, and keeps them in the end."""
@@ -56,6 +94,6 @@ class KeptLearning:
             for learner in self._learners.values():
                 options.keep_learned(learner, self._signature)
 
-    def _note_step(self, *_: Any) -> None:
+    def end(self) -> None:
+        """A step came to its end."""
         self._has_step = True
-        self._hook.remove()

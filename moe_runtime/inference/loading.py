@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -29,18 +29,17 @@ from moe_runtime.inference.budget import (
 from moe_runtime.inference.cpu.attention import use_single_query_attention
 from moe_runtime.inference.cpu.fused_attention import fuse_attention_layers
 from moe_runtime.inference.cpu.small_batch import use_small_batch_layers
+from moe_runtime.inference.cpu.threads import rest_torch_threads
 from moe_runtime.inference.expert_layer import OffloadedExperts
 from moe_runtime.inference.expert_weights import bind_slots
 from moe_runtime.inference.handle import LoadedFacts, RuntimeHandle
 from moe_runtime.inference.hugging_face.loaded_model import as_loaded_model
 from moe_runtime.inference.kv_cache import grow_cache_in_place
-from moe_runtime.inference.learning import KeptLearning
+from moe_runtime.inference.learning import KeptLearning, PolicyListener
 from moe_runtime.inference.libraries import settle_libraries
-from moe_runtime.inference.observing import attach_observer
 from moe_runtime.inference.routing_record import check_records, open_record
 from moe_runtime.inference.steps import Steps
-from moe_runtime.inference.threads import rest_torch_threads
-from moe_runtime.inference.token_limit import limit_tokens, tokens_to_plan_for
+from moe_runtime.inference.token_limit import TokenLimit, tokens_to_plan_for
 from moe_runtime.kernels.expert_ffn import ExpertWeights
 from moe_runtime.memory.prefault import touched_meanwhile
 from moe_runtime.memory.residency import ExpertStore
@@ -52,7 +51,7 @@ from moe_runtime.types import ModelSignature
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from moe_runtime.lab.traces.timeline import Timeline
+    from moe_runtime.inference.step_times import StepTimes
     from moe_runtime.parallel.dispatch import Group
 
 ExpertsT = TypeVar("ExpertsT", bound=torch.nn.Module)
@@ -145,7 +144,6 @@ def load(
     check_records(trace, timeline, inputs)
     max_tokens = tokens_to_plan_for(checkpoint.config, max_tokens)
     model = build_on_meta(checkpoint)
-    limit_tokens(model, max_tokens)
     settle_libraries(checkpoint.dtype)
     # what is imported and set up by now is the libraries'; everything after this line is ours
     baseline = resident_bytes()
@@ -180,20 +178,21 @@ def load(
     with touched_meanwhile(slab := Slab(plans["host"].num_slots, plans["host"].slot_bytes)):
         finish_dense(model, checkpoint, experts, place, progress)
     source = ExpertSource(experts.layouts, io_threads=io_threads)
-    learning = KeptLearning(model, signature, predictor, writes=is_first)
+    learning = KeptLearning(signature, predictor, writes=is_first)
     new_policy = choosing.policy_maker(
         choice, signature, guessers.policy_estimator, experts.layouts, learning
     )
-    events = None if timeline is None or not is_first else options.Timeline(timeline)
-    store, host_store = _open_stores(source, slab, experts, plans, new_policy, place, events)
-    if events is not None:
-        options.attach_timeline(model, store, events)
-    for module in modules:
-        module.store, module.share = store, share
-        module.list_parameters(checkpoint.dtype, place)
+    times = None
+    if timeline is not None and is_first:
+        times = options.StepTimes(options.Timeline(timeline))
+    store, host_store = _open_stores(source, slab, experts, plans, new_policy, place, times)
     stores: list[ExpertStore[Any]] = [store] if host_store is None else [store, host_store]
-    as_loaded_model(model, checkpoint.folder, source.versions(), steps := Steps(stores), max_tokens)
-    attach_observer(model, modules, stores)
+    steps = Steps(stores, [*inspect.signature(model.forward).parameters])
+    listeners = steps.listeners
+    for module in modules:
+        module.store, module.share, module.listeners = store, share, listeners
+        module.list_parameters(checkpoint.dtype, place)
+    as_loaded_model(model, checkpoint.folder, source.versions(), steps, max_tokens)
     facts = LoadedFacts(
         signature=signature,
         host_plan=plans["host"],
@@ -204,23 +203,24 @@ def load(
         load_s=time.perf_counter() - start,
         choice=choice,
     )
-    keeps_recent = policy == choosing.AUTO
-    recorder = None
+    for listener in (TokenLimit(max_tokens), times, PolicyListener(stores), learning):
+        if listener is not None:
+            listeners.add(listener)
+    recorder = prefetcher = None
     if is_first:
-        recorder = open_record(model, modules, signature, trace, keeps_recent=keeps_recent)
-    prefetcher = None
+        keeps_recent = policy == choosing.AUTO
+        recorder = open_record(listeners, signature, trace, keeps_recent=keeps_recent)
     if guessers.reader is not None:
-        prefetcher = options.attach_prefetcher(
-            model, blocks, modules, store, guessers.reader, mode, place, share, learning
+        prefetcher = options.open_prefetcher(
+            model, listeners, blocks, store, guessers.reader, mode, place, share, learning
         )
-        steps.on_failure(prefetcher.forget)
     cast(Any, model).moe = RuntimeHandle(
         store,
         facts,
         host_store=host_store,
         recorder=recorder,
         prefetcher=prefetcher,
-        timeline=events,
+        timeline=None if times is None else times.timeline,
         learning=learning,
     )
     return model
@@ -326,26 +326,33 @@ def _open_stores(
     plans: dict[str, MemoryPlan],
     new_policy: Callable[[MemoryPlan], LayerShares],
     place: torch.device,
-    timeline: Timeline | None,
+    times: StepTimes | None,
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[torch.Tensor] | None]:
     """The store that experts are computed from and, for a device, the one below it."""
-    new: Any = ExpertStore if timeline is None else partial(options.TimedStore, timeline=timeline)
     bind = bind_slots(experts)
     host = plans["host"]
+    fast, slow = (None if times is None else options.StoreTimes(times, tier) for tier in (0, 1))
     if "device" not in plans:
-        return new(source, slab, new_policy(host), bind, stream_slots=host.stream_slots), None
+        return ExpertStore(
+            source, slab, new_policy(host), bind, stream_slots=host.stream_slots, listener=fast
+        ), None
     slab.pin()
-    lower: Any = new if timeline is None else partial(new, tier=1)
-    below: ExpertStore[torch.Tensor] = lower(
-        source, slab, new_policy(host), lambda _, slot: slot, stream_slots=host.stream_slots
+    below: ExpertStore[torch.Tensor] = ExpertStore(
+        source,
+        slab,
+        new_policy(host),
+        lambda _, slot: slot,
+        stream_slots=host.stream_slots,
+        listener=slow,
     )
     device = plans["device"]
-    above = new(
+    above = ExpertStore(
         options.TierFetcher(below, place),
         Slab(device.num_slots, device.slot_bytes, device=place),
         new_policy(device),
         bind,
         stream_slots=device.stream_slots,
+        listener=fast,
     )
     return above, below
 

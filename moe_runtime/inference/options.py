@@ -6,9 +6,9 @@ from moe_runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
     from moe_runtime.inference.expert_partition import divide_experts as divide_experts
-    from moe_runtime.inference.layer_times import attach_timeline as attach_timeline
-    from moe_runtime.inference.prefetching import attach_prefetcher as attach_prefetcher
-    from moe_runtime.inference.timed_store import TimedStore as TimedStore
+    from moe_runtime.inference.prefetching import open_prefetcher as open_prefetcher
+    from moe_runtime.inference.step_times import StepTimes as StepTimes
+    from moe_runtime.inference.step_times import StoreTimes as StoreTimes
     from moe_runtime.lab.replay.choice import choose_policy as choose_policy
     from moe_runtime.lab.traces.learned import keep_learned as keep_learned
     from moe_runtime.lab.traces.learned import restore_learned as restore_learned
@@ -32,7 +32,7 @@ else:
             # a device
             "moe_runtime.memory.tiers": "TierFetcher",
             # prefetching
-            "moe_runtime.inference.prefetching": "attach_prefetcher",
+            "moe_runtime.inference.prefetching": "open_prefetcher",
             "moe_runtime.lab.traces.predictor_file": "read_predictor read_predictor_signature",
             # a policy that is chosen by replay, or that learns from requests
             "moe_runtime.lab.replay.choice": "choose_policy",
@@ -41,7 +41,6 @@ else:
             # a trace, a timeline
             "moe_runtime.lab.traces.recorder": "TraceRecorder",
             "moe_runtime.lab.traces.timeline": "Timeline",
-            "moe_runtime.inference.timed_store": "TimedStore",
-            "moe_runtime.inference.layer_times": "attach_timeline",
+            "moe_runtime.inference.step_times": "StepTimes StoreTimes",
         },
     )

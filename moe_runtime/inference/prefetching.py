@@ -9,11 +9,9 @@ import numpy as np
 import torch
 
 from moe_runtime.config import PrefetchMode
-from moe_runtime.inference.cpu.token_look_ahead import make_token_look_ahead
-from moe_runtime.inference.expert_layer import OffloadedExperts
+from moe_runtime.inference.cpu.token_look_ahead import TokenLookAhead, make_token_look_ahead
 from moe_runtime.inference.gates import as_numpy, find_gate
-from moe_runtime.inference.routing_record import read_step
-from moe_runtime.inference.steps import RequestNumbers
+from moe_runtime.inference.steps import LayerRouting, Listener, Listeners, Step
 from moe_runtime.kernels.gate_ranking import GateRanking
 from moe_runtime.memory.prefetch_slots import Guesses
 from moe_runtime.memory.prefetcher import Prefetcher
@@ -28,7 +26,6 @@ from moe_runtime.policies.prediction import (
     make_predictor,
 )
 from moe_runtime.policies.prefetch import PrefetchRules
-from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:
     from moe_runtime.inference.expert_partition import ExpertPartition
@@ -71,10 +68,67 @@ def _bind_ranker(
     return rankings
 
 
-def attach_prefetcher(
+class PrefetchListener(Listener):
+    """Tells a prefetcher of steps and of the routing of layers."""
+
+    hears_demands = True
+
+    def __init__(
+        self,
+        prefetcher: Prefetcher,
+        look_ahead: TokenLookAhead | None,
+        *,
+        needs_weights: bool,
+        needs_hidden: bool,
+    ) -> None:
+        """Joins steps with a prefetcher.
+
+        Args:
+            prefetcher: who is told.
+            look_ahead: the quicker predictor of steps of a few tokens that it was given.
+            needs_weights: whether its predictor looks at gate weights.
+            needs_hidden: whether it looks at hidden states.
+        """
+        self._prefetcher = prefetcher
+        self._look_ahead = look_ahead
+        self._needs_weights = needs_weights
+        self._needs_hidden = needs_hidden
+        # each conversion takes as long as a small gate
+        self._no_weights = np.zeros((0, 0), np.float32)
+
+    def begin(self, step: Step) -> None:
+        """Ends what ended, and has the first layers guessed."""
+        for request in step.ended:
+            self._prefetcher.finish(request)
+        sequences = step.sequences + step.first_request
+        self._prefetcher.step(StepBegins(sequences=sequences, token_ids=step.token_ids))
+
+    def demanded(self, routing: LayerRouting) -> None:
+        """Has the next layers guessed."""
+        prefetcher, look_ahead = self._prefetcher, self._look_ahead
+        if not prefetcher.wants_layers:
+            return
+        layer, keys, hidden_TD, ids_TK, weights_TK = routing
+        if look_ahead is not None and look_ahead.takes(ids_TK, hidden_TD):
+            prefetcher.tokens_routed(layer, keys, ids_TK, hidden_TD)
+            return
+        event = LayerRouted(
+            layer=layer,
+            expert_ids=as_numpy(ids_TK),
+            gate_weights=as_numpy(weights_TK) if self._needs_weights else self._no_weights,
+            hidden=hidden_TD if self._needs_hidden else None,
+        )
+        prefetcher.routed(event, keys)
+
+    def forget(self) -> None:
+        """The step failed."""
+        self._prefetcher.forget()
+
+
+def open_prefetcher(
     model: torch.nn.Module,
+    listeners: Listeners,
     block_names: Sequence[str],
-    modules: Sequence[OffloadedExperts],
     store: ExpertStore[Any],
     estimator: Estimator,
     mode: PrefetchMode,
@@ -82,13 +136,13 @@ def attach_prefetcher(
     share: ExpertPartition | None = None,
     learning: KeptLearning | None = None,
 ) -> Prefetcher:
-    """Lets a prefetcher watch every forward pass of a model from now on.
+    """Lets a prefetcher listen to every forward pass of a model from now on.
 
     Args:
         model: the model.
+        listeners: of the model.
         block_names: of its layers' blocks.
-        modules: its experts.
-        store: where they lie.
+        store: where its experts lie.
         estimator: who guesses.
         mode: how far guesses go.
         place: where the model computes.
@@ -114,45 +168,17 @@ def attach_prefetcher(
         Guesses(store),
         predictor,
         mode,
-        num_layers=len(modules),
+        num_layers=len(block_names),
         top_k=shape.top_k,
         rules=rules,
         token_look_ahead=look_ahead,
     )
-    requests = RequestNumbers()
-
-    def begin_step(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        step = read_step(args, kwargs)
-        first_request, ended = requests.begin(step)
-        for request in ended:
-            prefetcher.finish(request)
-        sequences = step.sequences + first_request
-        prefetcher.step(StepBegins(sequences=sequences, token_ids=step.token_ids))
-
-    # gate weights are for those who remember them; each conversion takes as long as a small gate
-    no_weights = np.zeros((0, 0), np.float32)
-
-    def routed(
-        layer: int,
-        keys: Sequence[ExpertKey],
-        hidden_TD: torch.Tensor,
-        ids_TK: torch.Tensor,
-        weights_TK: torch.Tensor,
-    ) -> None:
-        if not prefetcher.wants_layers:
-            return
-        if look_ahead is not None and look_ahead.takes(ids_TK, hidden_TD):
-            prefetcher.tokens_routed(layer, keys, ids_TK, hidden_TD)
-            return
-        event = LayerRouted(
-            layer=layer,
-            expert_ids=as_numpy(ids_TK),
-            gate_weights=as_numpy(weights_TK) if predictor.needs_history else no_weights,
-            hidden=hidden_TD if estimator.needs_hidden else None,
+    listeners.add(
+        PrefetchListener(
+            prefetcher,
+            look_ahead,
+            needs_weights=predictor.needs_history,
+            needs_hidden=estimator.needs_hidden,
         )
-        prefetcher.routed(event, keys)
-
-    model.register_forward_pre_hook(begin_step, with_kwargs=True)
-    for module in modules:
-        module.watcher = routed
+    )
     return prefetcher

@@ -1,21 +1,199 @@
-"""What holds around every forward pass of a loaded model, whatever happens within it."""
+"""Forward passes of a loaded model: read once, heard by all who listen, and whole in the end.
+
+Shape suffixes: T tokens, K top-k, D model width.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.memory.changes import FORKED
 from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.types import ExpertKey
 
-if TYPE_CHECKING:
-    from moe_runtime.inference.routing_record import Step
+
+class Step:
+    """The tokens of one forward pass, T in all, sequence by sequence.
+
+    Attributes:
+        num_sequences: sequences of the batch.
+        num_new: tokens of a sequence that the pass computes.
+        num_cached: tokens of a sequence that were computed before.
+        cache: of keys and values, if there is one.
+        first_request: number of the first sequence's request; they are counted as they begin.
+        ended: the requests that have ended with this step.
+    """
+
+    def __init__(self, inputs: Mapping[str, Any], shape: tuple[int, int]) -> None:
+        """Reads what a causal language model's ``forward`` was called with, by name.
+
+        Args:
+            inputs: the arguments; they must stay as they are until the step has begun.
+            shape: sequences, and tokens of each.
+        """
+        self.num_sequences, self.num_new = shape
+        self.cache = inputs.get("past_key_values")
+        self.num_cached = 0 if self.cache is None else int(self.cache.get_seq_length())
+        self.first_request = 0
+        self.ended = range(0)
+        self._ids: torch.Tensor | None = inputs.get("input_ids")
+        self._positions: torch.Tensor | None = inputs.get("position_ids")
+
+    @property
+    def phase(self) -> str:
+        """``"prefill"`` or ``"decode"``."""
+        return "decode" if self.num_cached and self.num_new == 1 else "prefill"
+
+    @property
+    def is_new(self) -> bool:
+        """Whether a new batch of prompts begins."""
+        return self.num_cached == 0
+
+    @cached_property
+    def token_ids(self) -> np.ndarray:
+        """``[T]``, -1 where the model is fed embeddings."""
+        if self._ids is None:
+            return np.full(self.num_sequences * self.num_new, -1)
+        return self._ids.cpu().numpy().reshape(-1)
+
+    @cached_property
+    def positions(self) -> np.ndarray:
+        """``[T]`` positions in the sequences."""
+        shape, given = (self.num_sequences, self.num_new), self._positions
+        if given is not None and given.shape == shape:
+            return given.cpu().numpy().reshape(-1)
+        return np.tile(np.arange(self.num_cached, self.num_cached + self.num_new), shape[0])
+
+    @cached_property
+    def sequences(self) -> np.ndarray:
+        """``[T]`` number of the sequence in the batch."""
+        return np.repeat(np.arange(self.num_sequences), self.num_new)
+
+
+class LayerRouting(NamedTuple):
+    """Where a layer sends the tokens of a step.
+
+    Attributes:
+        layer: its index among the layers with experts.
+        keys: the experts that this process computes, the expert used last in last place.
+        hidden_TD: what the gate was given.
+        ids_TK: experts of each token; ids outside of the layer's experts are choices of none.
+        weights_TK: their gate weights.
+    """
+
+    layer: int
+    keys: Sequence[ExpertKey]
+    hidden_TD: torch.Tensor
+    ids_TK: torch.Tensor
+    weights_TK: torch.Tensor
+
+
+class Listener:
+    """Hears of a model's forward passes, as far as it overrides what follows.
+
+    Attributes:
+        hears_routing: whether ``routed`` is called; a layer to which nobody listens is quicker.
+        hears_demands: whether ``demanded`` is called.
+    """
+
+    hears_routing = False
+    hears_demands = False
+
+    def allow(self, step: Step) -> None:
+        """A pass is asked for; raises an error if it must not be."""
+
+    def begin(self, step: Step) -> None:
+        """A pass begins, which all have allowed."""
+
+    def routed(self, routing: LayerRouting) -> None:
+        """A layer was routed; its experts have not been asked for."""
+
+    def demanded(self, routing: LayerRouting) -> None:
+        """A layer's missing experts are being read, and there is time to think."""
+
+    def end(self) -> None:
+        """The pass came to its end."""
+
+    def forget(self) -> None:
+        """The pass failed: what was noted for it counts no more. May be called twice."""
+
+
+class Listeners:
+    """All who listen to a model, in the order in which they are told.
+
+    Attributes:
+        routed: those who hear of a layer's routing before its experts are asked for.
+        demanded: those who hear of it afterwards.
+    """
+
+    def __init__(self) -> None:
+        self._all: tuple[Listener, ...] = ()
+        self._requests = RequestNumbers()
+        self.routed: tuple[Listener, ...] = ()
+        self.demanded: tuple[Listener, ...] = ()
+
+    def add(self, listener: Listener) -> None:
+        """Tells somebody of all passes that begin from now on."""
+        self._set((*self._all, listener))
+
+    def remove(self, listener: Listener) -> None:
+        """Tells somebody no more; nothing happens if nobody told it."""
+        self._set(tuple(one for one in self._all if one is not listener))
+
+    @contextmanager
+    def also(self, listener: Listener) -> Iterator[None]:
+        """Tells somebody of the passes within a ``with`` block."""
+        self.add(listener)
+        try:
+            yield
+        finally:
+            self.remove(listener)
+
+    def begin(self, inputs: Mapping[str, Any]) -> None:
+        """Reads a pass that is asked for, and tells all of it.
+
+        Args:
+            inputs: what ``forward`` is called with, by name.
+
+        Raises:
+            MoERuntimeError: one of the listeners refuses it.
+        """
+        tokens = inputs.get("input_ids")
+        if tokens is None:
+            tokens = inputs.get("inputs_embeds")
+        if tokens is None or not self._all:  # the model says what it lacks
+            return
+        step = Step(inputs, tokens.shape[:2])
+        for listener in self._all:
+            listener.allow(step)
+        step.first_request, step.ended = self._requests.begin(step)
+        for listener in self._all:
+            listener.begin(step)
+
+    def end(self) -> None:
+        """The pass came to its end."""
+        for listener in self._all:
+            listener.end()
+
+    def forget(self) -> None:
+        """The pass did not come to its end."""
+        for listener in self._all:
+            listener.forget()
+
+    def _set(self, listeners: tuple[Listener, ...]) -> None:
+        self._all = listeners
+        self.routed = tuple(one for one in listeners if one.hears_routing)
+        self.demanded = tuple(one for one in listeners if one.hears_demands)
 
 
 class Steps:
@@ -25,18 +203,24 @@ class Steps:
     threads take turns; a pass may call the model again. However a pass ends, Ctrl-C included, other
     threads may go on, torch has its threads, and the stores are mended. Everything is given back
     twice, since an exception may strike while it is given back.
+
+    Attributes:
+        listeners: who hears of the passes.
     """
 
-    def __init__(self, stores: Sequence[ExpertStore[Any]]) -> None:
+    def __init__(self, stores: Sequence[ExpertStore[Any]], names: Sequence[str] = ()) -> None:
+        """Makes passes of a model safe.
+
+        Args:
+            stores: where its experts lie.
+            names: of the arguments of its ``forward``, in their order.
+        """
+        self.listeners = Listeners()
+        self._names = tuple(names)
         self._stores = list(stores)
         self._turn: Any = threading.RLock()
-        self._forgetful: list[Callable[[], None]] = []
         self._known = threading.local()  # threads whose number of torch's threads is their own
         self._known.is_known = True
-
-    def on_failure(self, forget: Callable[[], None]) -> None:
-        """Has somebody told when a pass did not come to its end."""
-        self._forgetful.append(forget)
 
     def run(self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Calls the model when it is this thread's turn.
@@ -66,7 +250,10 @@ class Steps:
         try:
             with self._turn:
                 before.num_threads = self._num_threads()
+                named = dict(zip(self._names, args, strict=False)) if args else {}
+                self.listeners.begin({**kwargs, **named} if named else kwargs)
                 result = call(*args, **kwargs)
+                self.listeners.end()
                 is_done = True
                 return result
         finally:
@@ -78,8 +265,7 @@ class Steps:
         if not is_done:
             for store in self._stores:
                 store.let_go()
-            for forget in self._forgetful:
-                forget()
+            self.listeners.forget()
         while not before.is_inner and self._turn._is_owned():
             self._turn.release()
 

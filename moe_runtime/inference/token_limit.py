@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from moe_runtime.errors import CapacityError
 from moe_runtime.inference.kv_cache import room_for
+from moe_runtime.inference.steps import Listener, Step
 
 if TYPE_CHECKING:
-    from transformers import (
-        ContinuousBatchingConfig,
-        PreTrainedConfig,
-        PreTrainedModel,
-    )
+    from transformers import ContinuousBatchingConfig, PreTrainedConfig
 
 DEFAULT_TOKENS = 4096
 """Tokens that memory is set aside for where nothing was said, if the model knows as many."""
@@ -41,29 +37,31 @@ def tokens_to_plan_for(config: PreTrainedConfig, max_tokens: int | None) -> int:
     return max_tokens
 
 
-def limit_tokens(model: PreTrainedModel, max_tokens: int) -> None:
-    """Has a model refuse what needs room for more tokens than memory was set aside for.
+class TokenLimit(Listener):
+    """Refuses what needs room for more tokens than memory was set aside for, before it computes.
 
-    A forward pass is refused before it computes: cached and new tokens of all its sequences count,
-    of a static cache all the places that it has.
+    Cached and new tokens of all sequences of a pass count, of a static cache all the places that it
+    has.
     """
-    from transformers import StaticCache
 
-    names = list(inspect.signature(model.forward).parameters)
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
 
-    def refuse_long_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if args:
-            kwargs = kwargs | dict(zip(names, args, strict=False))
-        tokens = kwargs.get("input_ids")
-        if tokens is None:
-            tokens = kwargs.get("inputs_embeds")
-        if tokens is not None:
-            num_sequences, num_new = tokens.shape[:2]
-            length = _length_with(kwargs.get("past_key_values"), num_new, StaticCache)
-            if num_sequences * length > max_tokens:
-                raise _too_long(num_sequences, length, max_tokens)
+    def allow(self, step: Step) -> None:
+        """Refuses a pass that needs more room.
 
-    model.register_forward_pre_hook(refuse_long_step, with_kwargs=True)
+        Raises:
+            CapacityError: it does.
+        """
+        length = step.num_cached + step.num_new
+        if step.cache is not None:
+            from transformers import StaticCache
+
+            if isinstance(step.cache, StaticCache):
+                places = [getattr(layer, "max_cache_len", 0) for layer in step.cache.layers]
+                length = max(step.num_new, *places)
+        if step.num_sequences * length > self._max_tokens:
+            raise _too_long(step.num_sequences, length, self._max_tokens)
 
 
 def limit_batching(
@@ -173,15 +171,6 @@ def _longest_text(inputs: Any, config: Any, options: dict[str, Any]) -> tuple[in
         length = num_prompt_tokens + num_new
     widened = max(option("num_beams") or 1, option("num_return_sequences") or 1)
     return num_sequences * widened, length or 0
-
-
-def _length_with(cache: Any, num_new: int, static: type) -> int:
-    """Tokens of a sequence that a static cache has places for, or any other will hold."""
-    if cache is None:
-        return num_new
-    if isinstance(cache, static):
-        return max(num_new, *(getattr(layer, "max_cache_len", 0) for layer in cache.layers))
-    return num_new + int(cache.get_seq_length())
 
 
 def _too_long(num_sequences: int, length: int, max_tokens: int) -> CapacityError:

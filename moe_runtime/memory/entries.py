@@ -1,12 +1,13 @@
 """What an expert store works with: where experts come from, and its entries."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from moe_runtime.memory.changes import Changes
-from moe_runtime.memory.io_queue import Read
+from moe_runtime.memory.io_queue import Priority, Read
 from moe_runtime.types import ExpertKey
 
 W = TypeVar("W")
@@ -44,6 +45,52 @@ class Fetcher(Protocol):
 
     def close(self) -> None:
         """Ends what is under way: every read is told, with its data or an error."""
+        ...
+
+
+class LeaseListener(Protocol):
+    """Hears what becomes of one lease."""
+
+    def entered(
+        self, hits: Sequence[ExpertKey], late: Sequence[ExpertKey], misses: Sequence[ExpertKey]
+    ) -> None:
+        """The lease holds what is there, and its misses are demanded."""
+        ...
+
+    def asked(self, done: Sequence[ExpertKey]) -> None:
+        """The next group is asked for; those of the last one were computed."""
+        ...
+
+    def given(self, group: Sequence[ExpertKey], *, waited: bool) -> None:
+        """The next group is there; an empty one is the end."""
+        ...
+
+    def left(self) -> None:
+        """The lease ended."""
+        ...
+
+
+class StoreListener(Protocol):
+    """Hears what a store does; called with its lock held, ``lease`` excepted."""
+
+    def read_began(self, key: ExpertKey, priority: Priority) -> None:
+        """An expert is being read into a slot."""
+        ...
+
+    def read_ended(self, key: ExpertKey, read: Read) -> None:
+        """The read ended, with data or an error; it may be told twice."""
+        ...
+
+    def dropped(self, key: ExpertKey) -> None:
+        """An expert gave up its slot, perhaps before its read began."""
+        ...
+
+    def mended(self, arriving: Collection[ExpertKey]) -> None:
+        """After an exception these are being read, and no others."""
+        ...
+
+    def lease(self) -> LeaseListener | None:
+        """Who hears of a lease that is about to be entered."""
         ...
 
 

@@ -54,6 +54,8 @@ class Lease(Generic[W]):
         self._keep: set[ExpertKey] = set()
         # A policy that may decline an expert is asked when the expert was used.
         self._decides_later = store._policy.may_decline and not streaming
+        self._listener = None if store.listener is None else store.listener.lease()
+        self._has_waited = False
 
     def __enter__(self) -> Lease[W]:
         store = self._store
@@ -62,6 +64,8 @@ class Lease(Generic[W]):
             self._ref = weakref.ref(self, store._changed.disturb)
             store._leases.add(self._ref)
             missing = [key for key in self._keys if not self._pin_present(key)]
+            if self._listener is not None:
+                self._listener.entered([*self._resident], [*self._arriving], missing)
             if store._passing:
                 for layer in {key.layer for key in self._keys}:
                     store._forget_expected(layer)
@@ -74,6 +78,11 @@ class Lease(Generic[W]):
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._leave()
+        if self._listener is not None:
+            self._listener.left()
+
+    def _leave(self) -> None:
         store = self._store
         if not (self._held or self._resident or self._arriving or self._wanted):
             self._forget()
@@ -95,7 +104,15 @@ class Lease(Generic[W]):
         return [*self._held, *self._resident, *self._arriving]
 
     def __iter__(self) -> Iterator[list[tuple[ExpertKey, W]]]:
-        while group := self._next_group():
+        listener = self._listener
+        while True:
+            if listener is not None:
+                listener.asked(self._held)
+            group = self._next_group()
+            if listener is not None:
+                listener.given(group, waited=self._has_waited)
+            if not group:
+                return
             yield [(key, self._weights(key)) for key in group]
 
     @property
@@ -115,7 +132,7 @@ class Lease(Generic[W]):
         with store._changed:
             if self._ref not in store._leases:
                 raise MoERuntimeError("this lease has ended; ask for the experts again")
-            self.is_whole = False
+            self.is_whole = self._has_waited = False
             self._release(self._held)
             self._held = []
             while True:
@@ -124,7 +141,7 @@ class Lease(Generic[W]):
                 self.is_whole = True
                 if self._held or not (self._wanted or self._arriving):
                     return self._held
-                start = time.perf_counter()
+                start, self._has_waited = time.perf_counter(), True
                 store._changed.wait()
                 store._counters.stall_s += time.perf_counter() - start
                 self.is_whole = False

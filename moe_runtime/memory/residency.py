@@ -8,7 +8,7 @@ from typing import Generic, TypeVar, cast
 
 import torch
 
-from moe_runtime.memory.entries import Entry, Fetcher
+from moe_runtime.memory.entries import Entry, Fetcher, StoreListener
 from moe_runtime.memory.io_queue import Priority, Read
 from moe_runtime.memory.lease import Lease
 from moe_runtime.memory.link_meter import LinkMeter
@@ -37,6 +37,7 @@ class ExpertStore(Generic[W]):
         bind: Callable[[ExpertKey, torch.Tensor], W],
         *,
         stream_slots: int,
+        listener: StoreListener | None = None,
     ) -> None:
         """Takes over the fetcher and the slab.
 
@@ -46,7 +47,9 @@ class ExpertStore(Generic[W]):
             policy: decides who gives up a slot; must hold no key yet.
             bind: turns a filled slot (``uint8``) into the expert's weights.
             stream_slots: slots that experts who only pass through may take from the others.
+            listener: hears what the store does.
         """
+        self.listener = listener
         self._fetcher = fetcher
         self._slab = slab
         self._policy = policy
@@ -107,7 +110,7 @@ class ExpertStore(Generic[W]):
             What ``use`` returns, or None where the experts have to be leased.
         """
         with self._changed:
-            if self._passing:
+            if self._passing or self.listener is not None:
                 return None
             found: list[W] = []
             for key in keys:
@@ -238,6 +241,8 @@ class ExpertStore(Generic[W]):
     def _start(
         self, key: ExpertKey, slot: int, *, keep: bool, priority: Priority, passes: bool = False
     ) -> Entry[W]:
+        if self.listener is not None:
+            self.listener.read_began(key, priority)
         entry: Entry[W] = Entry(slot, Read(priority, partial(self._arrive, key), passes=passes))
         self._entries[key] = entry
         if keep:
@@ -256,6 +261,8 @@ class ExpertStore(Generic[W]):
 
     def _arrive(self, key: ExpertKey, read: Read) -> None:
         with self._changed:
+            if self.listener is not None:
+                self.listener.read_ended(key, read)
             entry, counters = self._entries.get(key), self._counters
             if entry is None or entry.read is not read or entry.arrived:
                 return  # told of before an exception cut that short
@@ -288,6 +295,8 @@ class ExpertStore(Generic[W]):
         self._policy.insert(key)
 
     def _drop(self, key: ExpertKey) -> None:
+        if self.listener is not None:
+            self.listener.dropped(key)
         self._counters.wasted_guesses += self._entries[key].guessed
         if key in self._passing:
             self._passing.remove(key)
@@ -363,4 +372,6 @@ class ExpertStore(Generic[W]):
         counters.guesses = counters.judged_guesses + open_guesses
         for key in list(self._entries):
             self._drop_if_done(key)
+        if self.listener is not None:
+            self.listener.mended({key for key, e in self._entries.items() if not e.arrived})
         self._changed.notify_all()

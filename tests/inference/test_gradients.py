@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 import moe_runtime
 from moe_runtime.errors import UnsupportedUseError
-from moe_runtime.inference.expert_layer import OffloadedExperts
 from moe_runtime.inference.inspection import inspect_checkpoint
+from moe_runtime.inference.steps import LayerRouting, Listener
 from moe_runtime.lab.traces.format import read_trace
 
 TOKENS = torch.arange(24).mul(37).remainder(200).view(2, 12)
@@ -262,25 +262,26 @@ def test_skipped_slots_have_no_gradient(checkpoint):
 def test_nobody_is_told_of_a_backward_pass(checkpoint, tmp_path):
     """Neither of the experts that it leases, nor of layers that checkpointing computes again."""
     told = []
+
+    class Told(Listener):
+        hears_routing = hears_demands = True
+
+        def routed(self, routing: LayerRouting) -> None:
+            told.append(("routed", routing.layer))
+
+        def demanded(self, routing: LayerRouting) -> None:
+            told.append(("demanded", routing.layer))
+
     model = load(checkpoint, trace=tmp_path / "trace.npz", prefetch="observe").train()
     model.model.embed_tokens.weight.requires_grad_(True)
     model.gradient_checkpointing_enable()
-    for module in model.modules():
-        if isinstance(module, OffloadedExperts):
-            watcher = module.watcher
-            assert watcher is not None
-
-            def watch(layer, *arguments, watcher=watcher):
-                told.append(layer)
-                watcher(layer, *arguments)
-
-            module.watcher = watch
+    model._steps.listeners.add(Told())
     with model.moe:
         loss = model(input_ids=TOKENS, labels=TOKENS).loss
         misses = model.moe.stats().misses
         loss.backward()
         assert model.moe.stats().misses > misses
-    assert told == [0, 1, 2]
+    assert told == [(what, layer) for layer in range(3) for what in ("routed", "demanded")]
     assert len(read_trace(tmp_path / "trace.npz").token_id) == TOKENS.numel()
 
 

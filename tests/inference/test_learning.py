@@ -216,7 +216,8 @@ def test_only_one_process_of_a_group_writes() -> None:
     with (model := open_model()).moe:
         answer(model)
         (learner,) = model.moe._store._policy.watchers
-        other = KeptLearning(model, SIGNATURE, "next-gate", writes=False)
+        other = KeptLearning(SIGNATURE, "next-gate", writes=False)
+        model._steps.listeners.add(other)
         other.keep(learner)
         answer(model)
         other.close()

@@ -7,9 +7,9 @@ import pytest
 import torch
 from fake_tier import FakeTier, make_store
 
-from moe_runtime.inference import threads
+from moe_runtime.inference.cpu import threads
+from moe_runtime.inference.cpu.threads import rest_torch_threads
 from moe_runtime.inference.steps import Steps
-from moe_runtime.inference.threads import rest_torch_threads
 from moe_runtime.kernels.linear import UNLIMITED, native_row_limit
 from moe_runtime.kernels.native import native_library
 

@@ -56,7 +56,6 @@ def as_loaded_model(
     cast(Any, model).checkpoint_folder = folder
     vars(model).update(_steps=steps, _max_tokens=max_tokens, _expert_files=versions)
     convert_as_a_whole(model)
-    model.register_forward_pre_hook(_require_something_to_train, with_kwargs=True)
 
 
 # locks and listeners are no part of a graph; what is called within may be
@@ -90,6 +89,8 @@ class LoadedModel:
             UnsupportedUseError: torch traces it, or transforms it with ``torch.func``.
         """
         require_plain_call()
+        if cast(Any, self).training:
+            _require_something_to_train(self, args, kwargs)
         return self._steps.run(cast(Any, super()).__call__, args, kwargs)
 
     def save_pretrained(
@@ -252,7 +253,7 @@ class GeneratingModel(LoadedModel):
 
 def _require_something_to_train(model: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
     """Refuses to give a training loop a loss that nothing can be trained by."""
-    if not model.training or kwargs.get("labels") is None or not torch.is_grad_enabled():
+    if kwargs.get("labels") is None or not torch.is_grad_enabled():
         return
     given = itertools.chain(args, kwargs.values(), model.parameters())
     if not any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in given):

@@ -1,0 +1,157 @@
+"""Writes what a model does to a timeline: steps, layers, waits, and reads of every tier."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+
+from moe_runtime.inference.steps import Listener, Step
+from moe_runtime.lab.traces.timeline import Timeline, expert_name
+from moe_runtime.memory.io_queue import Priority, Read
+from moe_runtime.types import ExpertKey
+
+_KINDS = {Priority.DEMAND: "demand", Priority.READAHEAD: "prefetch"}
+_TIERS = ("reads", "reads below")
+
+
+class StepTimes(Listener):
+    """Notes every step; what lies between two of its layers is dense computation.
+
+    Attributes:
+        timeline: where events go.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self._begun: list[tuple[float, Step]] = []
+        self._dense_since_s: float | None = None
+
+    def begin(self, step: Step) -> None:
+        """A step begins."""
+        self._begun[:] = [(time.perf_counter(), step)]
+        self.begin_dense()
+
+    def end(self) -> None:
+        """The step came to its end."""
+        now_s = time.perf_counter()
+        self.end_dense(now_s)
+        for begin_s, step in self._begun:
+            num_tokens = step.num_sequences * step.num_new
+            self.timeline.slice(step.phase, begin_s, now_s, tokens=num_tokens)
+        self._begun.clear()
+        self.timeline.flush()
+
+    def begin_dense(self) -> None:
+        """Dense computation begins."""
+        self._dense_since_s = time.perf_counter()
+
+    def end_dense(self, now_s: float) -> None:
+        """Dense computation ended, if any was under way."""
+        if self._dense_since_s is not None:
+            self.timeline.slice("dense", self._dense_since_s, now_s)
+        self._dense_since_s = None
+
+
+class StoreTimes:
+    """Notes every read of a store with its expert, and the layers that compute from it."""
+
+    def __init__(self, steps: StepTimes, tier: int) -> None:
+        """Joins a store with a timeline.
+
+        Args:
+            steps: notes the steps.
+            tier: 0 for the store that layers compute from, 1 for the one below.
+        """
+        self._steps = steps
+        self._timeline = steps.timeline
+        self._tier = tier
+        # Reads under way: begin, row on the timeline, and what they were begun as.
+        self._begun: dict[ExpertKey, tuple[float, int, str]] = {}
+
+    def read_began(self, key: ExpertKey, priority: Priority) -> None:
+        """Notes when, in a row of the timeline that no other read is in."""
+        taken = {lane for _, lane, _ in self._begun.values()}
+        lane = next(number for number in range(len(taken) + 1) if number not in taken)
+        self._begun[key] = (time.perf_counter(), lane, _KINDS[priority])
+
+    def read_ended(self, key: ExpertKey, read: Read) -> None:
+        """Writes the read."""
+        outcome = "failed" if read.error else _KINDS[read.priority]
+        self._write(key, outcome, read.num_bytes, read.ended_s)
+
+    def dropped(self, key: ExpertKey) -> None:
+        """Writes a read that was taken back, if one was."""
+        self._write(key, "taken back", 0, time.perf_counter())
+
+    def mended(self, arriving: Collection[ExpertKey]) -> None:
+        """Forgets reads that never began."""
+        self._begun = {key: self._begun[key] for key in self._begun.keys() & set(arriving)}
+
+    def lease(self) -> LayerTimes | None:
+        """Layers compute from the first tier only."""
+        return None if self._tier else LayerTimes(self._steps)
+
+    def _write(self, key: ExpertKey, outcome: str, num_bytes: int, end_s: float) -> None:
+        begun = self._begun.pop(key, None)
+        if begun is None:
+            return
+        begin_s, lane, kind = begun
+        self._timeline.slice(
+            f"{kind} {expert_name(key)}",
+            begin_s,
+            end_s,
+            track=self._timeline.read_track(_TIERS[self._tier], self._tier, lane),
+            began_as=kind,
+            ended_as=outcome,
+            bytes=num_bytes,
+        )
+
+
+class LayerTimes:
+    """Notes a layer: in turn the computation of the experts that are there and the waits for those
+    that are not."""
+
+    def __init__(self, steps: StepTimes) -> None:
+        self._steps = steps
+        self._timeline = steps.timeline
+        self._begin_s = self._asked_s = time.perf_counter()
+        self._computing_since_s: float | None = None
+        self._layers: set[int] = set()
+        self._outcome: dict[str, list[str]] = {"hits": [], "late": [], "misses": []}
+        steps.end_dense(self._begin_s)
+
+    def entered(
+        self, hits: Sequence[ExpertKey], late: Sequence[ExpertKey], misses: Sequence[ExpertKey]
+    ) -> None:
+        """Notes what the layer asked for."""
+        named = {"hits": hits, "late": late, "misses": misses}
+        self._layers = {key.layer for keys in named.values() for key in keys}
+        self._outcome = {name: [*map(expert_name, keys)] for name, keys in named.items()}
+
+    def asked(self, done: Sequence[ExpertKey]) -> None:
+        """Writes the computation of a group."""
+        self._asked_s = time.perf_counter()
+        if self._computing_since_s is not None:
+            experts = [*map(expert_name, done)]
+            self._timeline.slice("experts", self._computing_since_s, self._asked_s, experts=experts)
+
+    def given(self, group: Sequence[ExpertKey], *, waited: bool) -> None:
+        """Writes the wait for a group, if there was one."""
+        now_s = time.perf_counter()
+        if waited:
+            self._timeline.slice("wait", self._asked_s, now_s, then=[*map(expert_name, group)])
+        self._computing_since_s = now_s if group else None
+
+    def left(self) -> None:
+        """Writes the layer."""
+        name = f"layer {next(iter(self._layers))}" if len(self._layers) == 1 else "layer"
+        outcome = self._outcome
+        self._timeline.slice(
+            name,
+            self._begin_s,
+            time.perf_counter(),
+            hits=outcome["hits"],
+            late=outcome["late"],
+            misses=outcome["misses"],
+        )
+        self._steps.begin_dense()
