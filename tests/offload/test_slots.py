@@ -75,3 +75,46 @@ def test_a_read_ahead_that_cannot_begin_fails_whoever_waits(
     with pytest.raises(CheckpointError, match="the disk is gone"):
         slots.wait_for_transfers()
     slots.close()
+
+
+def test_a_lock_that_an_exception_left_held_is_given_up(slots: RecordSlots) -> None:
+    """An interrupt may strike between taking the lock and the block that gives it back."""
+    is_free = []
+
+    def be_interrupted() -> None:
+        slots._changed.__enter__()
+
+    def try_lock() -> None:
+        # the reading thread waits at the gate, so nobody else can have it
+        if slots._changed._lock.acquire(blocking=False):
+            slots._changed._lock.release()
+            is_free.append(True)
+
+    be_interrupted()
+    slots.expect([])
+    taker = threading.Thread(target=try_lock)
+    taker.start()
+    taker.join()
+    Gate.open.set()
+    slots.close()
+    assert is_free
+
+
+def test_a_slot_that_an_exception_left_without_an_entry_is_free_again(
+    slots: RecordSlots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Gate.open.set()
+    slots.wait_for_transfers()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    missing = next(key for key in [FIRST, *OTHERS] if key not in slots._entries)
+    with monkeypatch.context() as patch:
+        patch.setattr("moe_runtime.training.offload.states.record_slots.Entry", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            slots.acquire(missing, Sections.STATE)
+    slots.check()
+    slots.acquire(missing, Sections.STATE)
+    slots.release(missing)
+    slots.close()

@@ -7,7 +7,6 @@ pass wants next. Buffers under way are bounded: who packs waits for earlier ones
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.errors import MoERuntimeError
+from moe_runtime.memory.changes import Changes
 from moe_runtime.memory.io_queue import Priority, Read, ReadQueue
 from moe_runtime.memory.slab import aligned_bytes, host_view
 from moe_runtime.training.offload.states.record_file import RecordFile
@@ -73,7 +73,7 @@ class ActivationSwap:
     ) -> None:
         self._file = RecordFile(folder / "activations.scratch", SLOT_BYTES, 0, direct=direct)
         self._queue = ReadQueue(io_threads)
-        self._changed = threading.Condition(threading.RLock())
+        self._changed = Changes()
         self.buffer_bytes = buffer_bytes
         self._smallest_bytes = smallest_bytes
         self._writing_bytes = self._reading_bytes = 0

@@ -1,11 +1,14 @@
 """Slots of host memory: tiers of some experts, and a ring that the others pass through.
 
 What is needed next is said beforehand (`expect`), so that it arrives while other experts compute.
+
+The lock is that of the stores of `moe_runtime.memory`. Their cache is not used here: it moves whole
+experts in one direction and chooses by a policy, while records come and go by sections, are changed
+in their slots and written back as versions, in an order that is known.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +18,7 @@ from itertools import islice
 from torch import Tensor
 
 from moe_runtime.errors import MoERuntimeError
+from moe_runtime.memory.changes import Changes
 from moe_runtime.memory.io_queue import Priority, Read
 from moe_runtime.memory.slab import Slab
 from moe_runtime.training.offload.states.disk import Disk
@@ -60,10 +64,12 @@ class RecordSlots:
         self._slab = Slab(ring_slots + len(resident), slot_bytes)
         for slot, key in enumerate(resident, start=ring_slots):
             self.experts[key].resident_slot = slot
-        self._free = list(range(ring_slots))
+        self._ring_slots = range(ring_slots)
+        self._free = list(self._ring_slots)
         self._entries: OrderedDict[ExpertKey, Entry] = OrderedDict()
         self._expected: deque[Need] = deque()
-        self._changed = threading.Condition()
+        self._changed = Changes()
+        self._changed.mend = self._mend
         self._failure: MoERuntimeError | None = None
         self.traffic = Traffic()
 
@@ -179,6 +185,11 @@ class RecordSlots:
             assert all(entry.pins >= 0 for entry in self._entries.values())
 
     # What follows is called with the lock held.
+
+    def _mend(self) -> None:
+        """After an exception: slots without an entry are free; `abandon` takes pins back."""
+        used = {entry.slot for entry in self._entries.values()}
+        self._free = [slot for slot in self._ring_slots if slot not in used]
 
     @property
     def _on_disk(self) -> Disk:
