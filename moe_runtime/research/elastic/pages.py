@@ -2,7 +2,8 @@
 
 Which experts a rank holds can change while it computes: pages arrive beside those in use, the table
 is turned, and what is no longer wanted is given back. A page that stays is neither moved nor copied
-(ElasticMoE's remap of virtual pages; here the kernels take the address of each expert).
+(ElasticMoE's remap of virtual pages; here the kernels take the address of each expert). It is no
+cache: the placement says which experts are here, and none is evicted or fetched on demand.
 """
 
 from __future__ import annotations

@@ -93,6 +93,8 @@ class Entry:
 class Traffic:
     """Bytes by way, whole sections; every needed byte is resident, reused or read.
 
+    Not `ExpertCounters`, which count requests: a record's sections come by different ways.
+
     Attributes:
         needed_bytes: sections that computation asked for.
         resident_bytes: of them, those whose tier is memory.
