@@ -1,0 +1,224 @@
+"""What runs take of their memory budgets: `python benchmarks/budget.py --save`.
+
+The pocket model writes under budgets from too small to unlimited, with the native library and as
+where no compiler was there: one request, and five of different lengths in one process that begins
+with what an earlier one kept. The smallest budget that loads and one byte less are tried too: that
+must be refused. `--all` adds every eviction policy beside every way of prefetching, and every
+predictor. Each run is a process of its own, since a peak is never forgotten. What counts is the
+kernel's counter of resident memory at its peak, less what the process held before it loaded. The
+exit code is 1 where a run exceeds its budget or fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from harness.machine import commit, describe_machine, machine_name, versions
+
+from moe_runtime.config import format_bytes
+from moe_runtime.files import write_text
+from moe_runtime.models.pocket import pocket_path
+from moe_runtime.policies.eviction import LIVE_POLICIES
+from moe_runtime.policies.prediction import PREDICTORS
+
+BUDGETS = ("16MiB", "20MiB", "24MiB", "32MiB", "48MiB", "64MiB", "auto")
+TIGHT = "20MiB"
+"""The budget of the sweeps over policies and predictors."""
+PREFETCH = ("off", "observe", "enforce", "auto")
+KERNELS = ("native", "none")
+NEW_TOKENS = 16
+PROMPTS = tuple(
+    " ".join(f"{words} {i}" for i in range(count))
+    for words, count in (
+        ("The for statement is used to iterate", 8),
+        ("import", 2),
+        ("A class definition is an executable statement", 5),
+        ("Raise", 1),
+        ("The with statement wraps the execution of a block", 3),
+    )
+)
+"""Of 80, 8, 50, 2 and 30 tokens, about."""
+
+_RUN = """
+import sys
+from moe_runtime.cli.main import main
+if sys.argv.pop(1) == "none":
+    from moe_runtime.kernels.native import library
+    from moe_runtime.policies.eviction import compiled
+    for module in (library, compiled):
+        module.LIBRARY_PATH = module.LIBRARY_PATH.with_name("not_built.so")
+sys.exit(main(sys.argv[1:]))
+"""
+"""The command line with one kind of kernels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run.
+
+    Attributes:
+        budget: of host memory; "smallest", or "less" for one byte less than that.
+        kernels: "native", or "none" for torch's products.
+        requests: how many prompts.
+        kept: whether an earlier process has kept its routing and learning.
+        policy: as for `moe-runtime run`, like the two that follow.
+    """
+
+    budget: str
+    kernels: str
+    requests: int = 1
+    kept: bool = False
+    policy: str = "auto"
+    prefetch: str = "auto"
+    predictor: str = "auto"
+
+
+def cases(kernels: str, *, all_policies: bool) -> Iterator[Case]:
+    """What is run with one kind of kernels."""
+    for budget in ("less", "smallest", *BUDGETS):
+        yield Case(budget=budget, kernels=kernels)
+    for budget in ("smallest", TIGHT):
+        yield Case(budget=budget, kernels=kernels, requests=5, kept=True)
+    if all_policies:
+        tight = Case(budget=TIGHT, kernels=kernels)
+        for policy, prefetch in itertools.product(LIVE_POLICIES, PREFETCH):
+            yield replace(tight, policy=policy, prefetch=prefetch)
+        for predictor in PREDICTORS:
+            yield replace(tight, policy="predicted", prefetch="enforce", predictor=predictor)
+
+
+def words_of(case: Case, smallest: int = 0) -> list[str]:
+    """The command of a case, where the smallest budget has so many bytes."""
+    words = ["run", str(pocket_path()), "--json", "--max-new-tokens", str(NEW_TOKENS)]
+    for prompt in PROMPTS[: case.requests]:
+        words += ["--prompt", prompt]
+    budget = {"smallest": str(smallest), "less": str(smallest - 1)}.get(case.budget, case.budget)
+    words += ["--host-memory", budget, "--policy", case.policy, "--prefetch", case.prefetch]
+    return [*words, "--predictor", case.predictor]
+
+
+def run(case: Case, cache: Path, smallest: int = 0) -> subprocess.CompletedProcess[str]:
+    """Runs a case in a process of its own, which keeps its learning in `cache`."""
+    return subprocess.run(
+        [sys.executable, "-P", "-c", _RUN, case.kernels, *words_of(case, smallest)],
+        env={**os.environ, "XDG_CACHE_HOME": str(cache)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def measure(case: Case, smallest: int, kept: Path) -> dict[str, Any]:
+    """The row of a case; `kept` is the cache of an earlier process."""
+    with tempfile.TemporaryDirectory() as folder:
+        cache = Path(folder) / "cache"
+        if case.kept:
+            shutil.copytree(kept, cache)
+        return row_of(case, run(case, cache, smallest))
+
+
+def row_of(case: Case, done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """What came of a case: bytes at the peak, or the line of a refusal."""
+    row: dict[str, Any] = asdict(case) | {"exit_code": done.returncode}
+    if done.returncode:
+        told = [line for line in done.stderr.splitlines() if "error: " in line]
+        return row | {"refused": " ".join(told)}
+    stats = json.loads(done.stdout)
+    used = stats["peak_rss_bytes"] - stats["baseline_rss_bytes"]
+    return row | {
+        "budget_bytes": stats["budget_bytes"],
+        "expert_slots": stats["expert_slots"],
+        "used_bytes": used,
+        "within": used <= stats["budget_bytes"],
+    }
+
+
+def smallest_budget(kernels: str, requests: int, cache: Path) -> int:
+    """The smallest budget that loads, as the refusal of one byte says."""
+    case = Case(budget="1", kernels=kernels, requests=requests)
+    named = re.search(r"\((\d+) bytes\)", run(case, cache).stderr)
+    assert named is not None
+    return int(named[1])
+
+
+def rows_of(kernels: str, *, all_policies: bool) -> Iterator[dict[str, Any]]:
+    """Runs the cases of one kind of kernels."""
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder)
+        run(Case(budget=TIGHT, kernels=kernels, policy="reuse", prefetch="observe"), kept)
+        smallest = {requests: smallest_budget(kernels, requests, kept) for requests in (1, 5)}
+        for case in cases(kernels, all_policies=all_policies):
+            yield measure(case, smallest[case.requests], kept)
+
+
+def main() -> int:
+    arguments = _arguments()
+    rows = []
+    for kernels in KERNELS:
+        for row in rows_of(kernels, all_policies=arguments.all):
+            rows.append(row)
+            print(told(row), flush=True)
+    if arguments.save:
+        save(rows)
+    return int(any(is_broken(row) for row in rows))
+
+
+def is_broken(row: dict[str, Any]) -> bool:
+    """Whether a promise was not kept: a run beyond its budget, or a wrong refusal."""
+    if not row["exit_code"]:
+        return not row["within"] or row["budget"] == "less"
+    is_refusal = row["exit_code"] == 2 and "too small" in row["refused"]
+    return not (is_refusal and row["budget"] in ("less", BUDGETS[0]))
+
+
+def told(row: dict[str, Any]) -> str:
+    """A row as a line."""
+    words = [str(row[name]) for name in Case.__dataclass_fields__]
+    if row["exit_code"]:
+        result = f"refused: {row['refused']}"
+    else:
+        result = f"{format_bytes(row['used_bytes'])} of {format_bytes(row['budget_bytes'])}"
+    return f"{'BROKEN' if is_broken(row) else 'kept'}  {' '.join(words)}: {result}"
+
+
+def save(rows: list[dict[str, Any]]) -> None:
+    """Writes the rows with machine, versions and commit."""
+    facts, here = describe_machine(), Path(__file__).resolve().parent
+    result = {
+        "subject": "memory at its peak, less that before loading, of runs under budgets",
+        "machine": facts,
+        "versions": versions(),
+        "commit": commit(here.parent),
+        "command": shlex.join(["python", "benchmarks/budget.py", *sys.argv[1:]]),
+        "new_tokens": NEW_TOKENS,
+        "prompts": PROMPTS,
+        "runs": rows,
+    }
+    path = here / "results" / f"budget-{machine_name(facts)}.json"
+    write_text(path, json.dumps(result, indent=1) + "\n")
+    print(f"written to {path}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--save", action="store_true", help="write a file in benchmarks/results")
+    parser.add_argument("--all", action="store_true", help="policies and predictors, too")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
