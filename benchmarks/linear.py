@@ -20,7 +20,7 @@ import torch
 from harness.machine import commit, describe_machine, versions
 from torch import Tensor
 
-from moe_runtime.kernels.expert_ffn import ExpertWeights, expert_ffn
+from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
 from moe_runtime.kernels.linear import linear
 from moe_runtime.kernels.native import NativeLibrary, require_native
 

@@ -1,16 +1,52 @@
-"""`expert_mlp`: the whole routed feed-forward of one layer, differentiable in everything."""
+"""`expert_mlp`: the routed feed-forward of one layer, in torch, C and Triton.
 
-from moe_runtime.kernels.expert_mlp.experts import PackedExperts, StackedExperts
-from moe_runtime.kernels.expert_mlp.op import expert_mlp, grouped_expert_mlp
-from moe_runtime.kernels.expert_mlp.parameter_gradients import ParameterGradients
+Tokens with their choices (`expert_mlp`), rows that are sorted already (`grouped_expert_mlp`), or
+experts that come and go (`expert_ffn`). Each is imported when it is asked for: what loads a model
+needs the last alone.
+"""
+
+from typing import TYPE_CHECKING
+
 from moe_runtime.kernels.operands.activation import ACTIVATION_NAMES, ActivationSpec
+from moe_runtime.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from moe_runtime.kernels.expert_mlp.decode_step import ExpertStep
+    from moe_runtime.kernels.expert_mlp.expert_weights import ExpertWeights
+    from moe_runtime.kernels.expert_mlp.experts import PackedExperts, StackedExperts
+    from moe_runtime.kernels.expert_mlp.op import expert_mlp, grouped_expert_mlp
+    from moe_runtime.kernels.expert_mlp.parameter_gradients import ParameterGradients
+    from moe_runtime.kernels.expert_mlp.separate_experts import (
+        ACTIVATIONS,
+        Activation,
+        expert_ffn,
+        frozen_expert,
+    )
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            ".decode_step": "ExpertStep",
+            ".expert_weights": "ExpertWeights",
+            ".experts": "PackedExperts StackedExperts",
+            ".op": "expert_mlp grouped_expert_mlp",
+            ".parameter_gradients": "ParameterGradients",
+            ".separate_experts": "ACTIVATIONS Activation expert_ffn frozen_expert",
+        },
+    )
 
 __all__ = [
+    "ACTIVATIONS",
     "ACTIVATION_NAMES",
+    "Activation",
     "ActivationSpec",
+    "ExpertStep",
+    "ExpertWeights",
     "PackedExperts",
     "ParameterGradients",
     "StackedExperts",
+    "expert_ffn",
     "expert_mlp",
+    "frozen_expert",
     "grouped_expert_mlp",
 ]

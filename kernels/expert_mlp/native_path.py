@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_runtime.kernels.expert_mlp.expert_weights import ExpertShape
 from moe_runtime.kernels.expert_mlp.experts import (
     OneExpert,
     PackedExperts,
@@ -21,12 +22,12 @@ from moe_runtime.kernels.expert_mlp.experts import (
 )
 from moe_runtime.kernels.expert_mlp.products import NativeProducts
 from moe_runtime.kernels.expert_mlp.rows import Group, SortedRows, groups, sort_rows
+from moe_runtime.kernels.expert_mlp.separate_experts import call_kernel
 from moe_runtime.kernels.expert_mlp.steps import TorchSteps
 from moe_runtime.kernels.expert_mlp.torch_path import Call, TorchPath
 from moe_runtime.kernels.native import (
     ACTIVATION_CODES,
     DTYPE_CODES,
-    STATUS_NO_MEMORY,
     NativeLibrary,
     require_native,
 )
@@ -211,29 +212,19 @@ def _run_kernel(
     destinations_N = torch.arange(len(order_N))
     y_ND = with_huge_pages(x_TD.new_empty(len(order_N), experts.dim_model))
     records = _records([group.slot for group in few], experts)
-    size = x_TD.element_size()
-    status = library.expert_ffn(
+    dim_d = experts.dim_model
+    call_kernel(
+        library,
         records.ctypes.data,
-        len(few),
         counts.ctypes.data,
-        x_TD.data_ptr(),
-        x_TD.stride(0) * size,
-        x_TD.shape[0],
+        len(few),
+        x_TD,
         tokens_N.data_ptr(),
         destinations_N.data_ptr(),
-        y_ND.data_ptr(),
-        y_ND.stride(0) * size,
-        len(y_ND),
-        experts.dim_model,
-        experts.dim_hidden,
-        experts.dim_model,
-        DTYPE_CODES[x_TD.dtype],
-        DTYPE_CODES[experts.dtype],
-        ACTIVATION_CODES[activation.function],
-        library.shares_threads(),
+        y_ND,
+        ExpertShape(dim_d, experts.dim_hidden, dim_d, experts.dtype),
+        activation.function,
     )
-    if status == STATUS_NO_MEMORY:
-        raise MemoryError(f"no memory to pack {len(order_N)} routed rows")
     return y_ND, order_N
 
 

@@ -25,7 +25,7 @@ from moe_runtime.kernels.expert_mlp.reference import (
     expert_mlp_reference,
     grouped_expert_mlp_reference,
 )
-from moe_runtime.kernels.expert_mlp.registration import call
+from moe_runtime.kernels.expert_mlp.torch_op import call
 from moe_runtime.kernels.operands import check_choice, check_like, precise_dtype
 from moe_runtime.kernels.operands.activation import (
     Activation,

@@ -9,11 +9,11 @@ import triton
 from torch import Tensor
 
 from moe_runtime.kernels.grouped_gemm.backward_kernel import (
-    dscale_sum,
-    group_sum,
+    gate_weight_grad,
+    grouped_bias_grad,
     grouped_gemm_dw,
 )
-from moe_runtime.kernels.grouped_gemm.dact_kernel import grouped_gemm_dact
+from moe_runtime.kernels.grouped_gemm.down_act_kernel import grouped_gemm_down_act
 from moe_runtime.kernels.grouped_gemm.forward import precision_of
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.tile import Tile
@@ -85,7 +85,7 @@ def activation_backward(
     if num_rows and dim_f:
         tiles = groups.tiles(tile.block_m)
         launch(
-            grouped_gemm_dact,
+            grouped_gemm_down_act,
             (len(tiles.expert) * num_tiles_n,),
             dout_ptr=dout_TD,
             weight_ptr=down_SDF,
@@ -142,7 +142,7 @@ def _sum_dscale(
     if groups.num_rows:
         bias = dout_TD if down_bias_SD is None else down_bias_SD
         launch(
-            dscale_sum,
+            gate_weight_grad,
             (groups.num_rows,),
             partial_ptr=partial,
             dout_ptr=dout_TD,
@@ -252,7 +252,7 @@ def bias_grad(
         return out_SN
     block_n = 64
     launch(
-        group_sum,
+        grouped_bias_grad,
         (triton.cdiv(dim, block_n), groups.num_experts),
         x_ptr=x,
         scale_ptr=x if scale_R is None else scale_R,

@@ -12,7 +12,7 @@ from moe_runtime.kernels.grouped_gemm.kernel import expert_columns, tile_of_prog
 
 
 @triton.jit
-def dscale_sum(
+def gate_weight_grad(
     partial_ptr,
     dout_ptr,
     bias_ptr,
@@ -160,7 +160,7 @@ def grouped_gemm_dw(
 
 
 @triton.jit
-def group_sum(
+def grouped_bias_grad(
     x_ptr,
     scale_ptr,
     order_ptr,

@@ -20,7 +20,7 @@ from moe_runtime.inference.expert_gradients import (
 from moe_runtime.inference.hugging_face.absent import AbsentParameters, AbsentTensor
 from moe_runtime.inference.steps import LayerRouting, Listeners
 from moe_runtime.kernels.combine import combine_slots
-from moe_runtime.kernels.expert_ffn import (
+from moe_runtime.kernels.expert_mlp import (
     Activation,
     ExpertStep,
     ExpertWeights,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
-from moe_runtime.kernels.expert_ffn import ExpertWeights
+from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.types import ExpertKey
 
 _MOST_BOUND = 2048

@@ -40,7 +40,7 @@ from moe_runtime.inference.libraries import settle_libraries
 from moe_runtime.inference.routing_record import check_records, open_record
 from moe_runtime.inference.steps import Steps
 from moe_runtime.inference.token_limit import TokenLimit, tokens_to_plan_for
-from moe_runtime.kernels.expert_ffn import ExpertWeights
+from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.memory.prefault import touched_meanwhile
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.memory.slab import Slab

@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.expert_ffn import ACTIVATIONS, ExpertWeights, expert_ffn
-from moe_runtime.kernels.expert_ffn.op import ExpertImpl
-from moe_runtime.kernels.expert_ffn.reference import activation_function, expert_ffn_reference
+from moe_runtime.kernels.expert_mlp import ACTIVATIONS, ExpertWeights, expert_ffn
+from moe_runtime.kernels.expert_mlp.separate_experts import (
+    ExpertImpl,
+    activation_function,
+    expert_ffn_reference,
+)
 from moe_runtime.kernels.linear import ROWS_PER_CALL, native_row_limit
 from moe_runtime.kernels.native import NativeLibrary
 

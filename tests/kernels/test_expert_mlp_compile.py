@@ -7,7 +7,7 @@ import torch
 from stacked_experts import DIM_MODEL, make_experts, make_routing
 
 from moe_runtime.kernels.expert_mlp import StackedExperts, expert_mlp, grouped_expert_mlp
-from moe_runtime.kernels.expert_mlp.registration import static_arguments
+from moe_runtime.kernels.expert_mlp.torch_op import static_arguments
 from moe_runtime.kernels.native import native_library
 
 needs_native = pytest.mark.skipif(native_library() is None, reason="the library was not built")

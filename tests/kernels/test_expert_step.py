@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from moe_runtime.kernels.combine import combine_slots
-from moe_runtime.kernels.expert_ffn import ExpertStep, ExpertWeights, expert_ffn
-from moe_runtime.kernels.expert_ffn.step import STEP_ROWS
+from moe_runtime.kernels.expert_mlp import ExpertStep, ExpertWeights, expert_ffn
+from moe_runtime.kernels.expert_mlp.decode_step import STEP_ROWS
 from moe_runtime.kernels.native import NativeLibrary
 
 DIM, HIDDEN, EXPERTS = 48, 40, 6

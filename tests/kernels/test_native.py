@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_runtime.kernels.expert_ffn import ExpertWeights, expert_ffn
+from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
 from moe_runtime.kernels.linear import linear
 from moe_runtime.kernels.native import (
     NativeLibrary,

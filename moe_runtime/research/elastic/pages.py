@@ -14,7 +14,7 @@ import torch
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.inference.expert_weights import bind_weights
-from moe_runtime.kernels.expert_ffn import ExpertWeights
+from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.memory.slab import aligned_bytes
 from moe_runtime.memory.source import ExpertSource
 from moe_runtime.types import ExpertKey

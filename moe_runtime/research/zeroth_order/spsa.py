@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from moe_runtime.kernels.expert_mlp.one_by_one import RoutedCall
+from moe_runtime.kernels.expert_mlp.streamed import StreamedExperts
 from moe_runtime.layer.experts import compute_dtype
 from moe_runtime.research.zeroth_order.directions import ZerothOrder, descend, direction, perturb
 from moe_runtime.training.offload.execution.passes import LayerInput
@@ -74,7 +74,7 @@ class SpsaExecutor:
         """
         site = self._sites[layer]
         calls = [
-            RoutedCall(x, ids, weights, site.num_experts, site.activation, site.impl)
+            StreamedExperts(x, ids, weights, site.num_experts, site.activation, site.impl)
             for x, ids, weights in inputs
         ]
         keys = [ExpertKey(layer, e) for e in sorted({e for call in calls for e in call.experts})]
@@ -98,7 +98,9 @@ class SpsaExecutor:
         self._states.release(key)
         return copies
 
-    def _visit(self, key: ExpertKey, left: list[RoutedCall], right: list[RoutedCall]) -> None:
+    def _visit(
+        self, key: ExpertKey, left: list[StreamedExperts], right: list[StreamedExperts]
+    ) -> None:
         record = self._fetch(key)
         named = self._named(key, record)
         along = self._directions(key, named, self.step)
@@ -157,7 +159,7 @@ class SpsaExecutor:
             for name, tensor in named.items()
         }
 
-    def _compute(self, key: ExpertKey, record: Tensor, calls: Sequence[RoutedCall]) -> None:
+    def _compute(self, key: ExpertKey, record: Tensor, calls: Sequence[StreamedExperts]) -> None:
         here = [call for call in calls if call.num_rows(key.expert)]
         if not here:
             return

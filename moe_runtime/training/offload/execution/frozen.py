@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.checkpoints.expert_tensors import fill_matrices
 from moe_runtime.kernels.expert_mlp import StackedExperts
-from moe_runtime.kernels.expert_mlp.one_by_one import RoutedCall
+from moe_runtime.kernels.expert_mlp.streamed import StreamedExperts
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.training.offload.execution.passes import LayerInput, Visits, visited
 from moe_runtime.training.offload.site import ExpertsModuleSpec
@@ -124,11 +124,11 @@ class FrozenPasses:
 
     def forward(
         self, layer: int, inputs: Sequence[LayerInput], *, keeps: bool, is_visit: bool
-    ) -> tuple[list[RoutedCall], list[Tensor]]:
+    ) -> tuple[list[StreamedExperts], list[Tensor]]:
         """One layer for all micro-batches that are there; as `LayerExecutor.forward`."""
         site = self._sites[layer]
         calls = [
-            RoutedCall(x, ids, weights, site.num_experts, site.activation, site.impl)
+            StreamedExperts(x, ids, weights, site.num_experts, site.activation, site.impl)
             for x, ids, weights in inputs
         ]
         keys = visited(layer, calls)
@@ -145,7 +145,7 @@ class FrozenPasses:
         return calls, [call.output() for call in calls]
 
     def backward(
-        self, layer: int, calls: Sequence[RoutedCall], grads_TD: Sequence[Tensor]
+        self, layer: int, calls: Sequence[StreamedExperts], grads_TD: Sequence[Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
         """Gradients of a layer's inputs and gate weights; the adapters take their own."""
         keys = visited(layer, calls)
@@ -180,7 +180,7 @@ class FrozenPasses:
         return torch.stack([self.expert(ExpertKey(layer, e))[name] for e in experts])
 
     def _each(
-        self, keys: Sequence[ExpertKey], then: Sequence[ExpertKey], calls: Sequence[RoutedCall]
+        self, keys: Sequence[ExpertKey], then: Sequence[ExpertKey], calls: Sequence[StreamedExperts]
     ) -> Iterator[tuple[ExpertKey, StackedExperts]]:
         """Experts with their adapters, in order, while the next ones are read."""
         for place, key in enumerate(keys):

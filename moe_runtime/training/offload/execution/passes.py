@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp import StackedExperts
-from moe_runtime.kernels.expert_mlp.one_by_one import RoutedCall
+from moe_runtime.kernels.expert_mlp.streamed import StreamedExperts
 from moe_runtime.training.offload.execution.activations import ActivationPolicy, Pass
 from moe_runtime.training.offload.execution.compute_copies import ComputeCopies, crosses
 from moe_runtime.training.offload.optimizers.optimizer import ExpertOptimizer
@@ -108,7 +108,7 @@ class LayerExecutor:
 
     def forward(
         self, layer: int, inputs: Sequence[LayerInput], *, keeps: bool, is_visit: bool
-    ) -> tuple[list[RoutedCall], list[Tensor]]:
+    ) -> tuple[list[StreamedExperts], list[Tensor]]:
         """One layer for all micro-batches that are there.
 
         Args:
@@ -122,7 +122,7 @@ class LayerExecutor:
         """
         site = self._sites[layer]
         calls = [
-            RoutedCall(x, ids, weights, site.num_experts, site.activation, site.impl)
+            StreamedExperts(x, ids, weights, site.num_experts, site.activation, site.impl)
             for x, ids, weights in inputs
         ]
         keys = visited(layer, calls)
@@ -146,7 +146,7 @@ class LayerExecutor:
         return calls, [call.output() for call in calls]
 
     def backward(
-        self, layer: int, calls: Sequence[RoutedCall], grads_TD: Sequence[Tensor]
+        self, layer: int, calls: Sequence[StreamedExperts], grads_TD: Sequence[Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
         """The gradients of a layer's inputs; those of its experts go to the optimizer.
 
@@ -189,7 +189,9 @@ class LayerExecutor:
                 parts.append(named[name].clone())
         return torch.stack(parts)
 
-    def _step_back(self, key: ExpertKey, calls: Sequence[RoutedCall], rate: float | None) -> None:
+    def _step_back(
+        self, key: ExpertKey, calls: Sequence[StreamedExperts], rate: float | None
+    ) -> None:
         record = self._optimizer.fetch(key, self._backward_sections(key), writes=self._trains)
         here = [call for call in calls if call.num_rows(key.expert)]
         weights = self._weights(key, record, here[0].x_TD)
@@ -309,6 +311,6 @@ class LayerExecutor:
         return self._scratch[place]
 
 
-def visited(layer: int, calls: Sequence[RoutedCall]) -> list[ExpertKey]:
+def visited(layer: int, calls: Sequence[StreamedExperts]) -> list[ExpertKey]:
     """Experts that any micro-batch visits, in ascending order."""
     return [ExpertKey(layer, e) for e in sorted({e for call in calls for e in call.experts})]

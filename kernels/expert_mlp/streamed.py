@@ -64,7 +64,7 @@ class FunctionSteps(TorchSteps):
         return weight_grad_n
 
 
-class RoutedCall:
+class StreamedExperts:
     """One call of a layer, whose experts are given one after another.
 
     Forward: `begin_forward`, `forward` for every expert of `experts` in ascending order, `output`.

@@ -15,7 +15,7 @@ from moe_runtime.kernels.grouped_gemm.kernel import (
 
 
 @triton.jit
-def _dact_slice(
+def _down_act_slice(
     dhidden,
     first_column,
     scale,
@@ -32,7 +32,7 @@ def _dact_slice(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The epilogue of `grouped_gemm_dact` for some columns; returns each row's `<d, h>`.
+    """The epilogue of `grouped_gemm_down_act` for some columns; returns each row's `<d, h>`.
 
     Pointers are one a row. Columns past the end have d = 0.
     """
@@ -72,7 +72,7 @@ def _dact_slice(
 
 
 @triton.jit
-def grouped_gemm_dact(
+def grouped_gemm_down_act(
     dout_ptr,
     weight_ptr,
     pre_ptr,
@@ -195,7 +195,7 @@ def grouped_gemm_dact(
         slices = (first, second, third, fourth)
     dscale = tl.zeros([BLOCK_M], dtype=tl.float32)
     for i in tl.static_range(NUM_SLICES):  # type: ignore[misc]
-        dscale += _dact_slice(
+        dscale += _down_act_slice(
             slices[i],
             tile_n * BLOCK_N + i * SLICE,
             scale,

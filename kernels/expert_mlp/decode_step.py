@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from moe_runtime.kernels.combine.slots import MAX_CHOICES
-from moe_runtime.kernels.expert_ffn.weights import ExpertShape, ExpertWeights
+from moe_runtime.kernels.expert_mlp.expert_weights import ExpertShape, ExpertWeights
 from moe_runtime.kernels.linear import native_row_limit
 from moe_runtime.kernels.native import (
     ACTIVATION_CODES,

@@ -1,4 +1,6 @@
-"""`expert_ffn`: validation and choice of the implementation.
+"""`expert_ffn`: experts whose matrices lie each in a place of its own, without their gradients.
+
+For weights that come and go: rows are grouped by the caller, and written where it wants them.
 
 Shape suffixes: T tokens, D model in, F hidden, O model out, R routed rows.
 """
@@ -9,24 +11,19 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.expert_ffn.reference import (
-    ActivationFn,
-    activation_function,
-    expert_ffn_reference,
-    one_expert,
-)
-from moe_runtime.kernels.expert_ffn.weights import ExpertWeights
+from moe_runtime.kernels.expert_mlp.expert_weights import ExpertShape, ExpertWeights
 from moe_runtime.kernels.linear import (
     ROWS_PER_CALL,
     frozen_linear,
     linear,
     native_row_limit,
 )
+from moe_runtime.kernels.linear.reference import linear_reference
 from moe_runtime.kernels.native import (
     ACTIVATION_CODES,
     DTYPE_CODES,
@@ -38,13 +35,16 @@ from moe_runtime.kernels.native import (
     native_library,
     require_native,
 )
-from moe_runtime.kernels.operands import check_choice
+from moe_runtime.kernels.operands import check_choice, precise_dtype
+from moe_runtime.kernels.operands.activation import ActivationName, ActivationSpec
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 ExpertImpl = Literal["auto", "native", "reference", "torch"]
 ACTIVATIONS: tuple[str, ...] = tuple(ACTIVATION_CODES)
 IMPLS: tuple[ExpertImpl, ...] = ("auto", "native", "reference", "torch")
 RowIds = Tensor | Sequence[int]
+ActivationFn = Callable[[Tensor | None, Tensor], Tensor]
+LinearFn = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def expert_ffn(
@@ -203,7 +203,6 @@ def _run_native(
     activation: str,
 ) -> None:
     shape = experts[0].shape
-    size = x_TD.element_size()
     first = 0
     for some, some_counts in _portions(experts, counts):
         last = first + sum(some_counts)
@@ -211,34 +210,76 @@ def _run_native(
             _int64(token_ids_R[first:last]),
             _int64(destinations_R[first:last]),
         )
-        status = library.expert_ffn(
+        call_kernel(
+            library,
             b"".join([weights.record for weights in some]),  # type: ignore[misc]
-            len(some),
             array("q", some_counts).tobytes(),
-            x_TD.data_ptr(),
-            x_TD.stride(0) * size,
-            x_TD.shape[0],
+            len(some),
+            x_TD,
             token_ids if isinstance(token_ids, bytes) else token_ids.data_ptr(),
             destinations if isinstance(destinations, bytes) else destinations.data_ptr(),
-            out_RO.data_ptr(),
-            out_RO.stride(0) * size,
-            out_RO.shape[0],
-            shape.dim_in,
-            shape.dim_hidden,
-            shape.dim_out,
-            DTYPE_CODES[x_TD.dtype],
-            DTYPE_CODES[shape.dtype],
-            ACTIVATION_CODES[activation],
-            library.shares_threads(),
+            out_RO,
+            shape,
+            activation,
         )
-        if status == STATUS_BAD_ROW:
-            raise ValueError(
-                f"token_ids must be in [0, {x_TD.shape[0]}) and destinations in "
-                f"[0, {out_RO.shape[0]})"
-            )
-        if status == STATUS_NO_MEMORY:
-            raise MemoryError(f"no memory to pack {last - first} routed rows")
         first = last
+
+
+def call_kernel(
+    library: NativeLibrary,
+    records: bytes | int,
+    counts: bytes | int,
+    num_experts: int,
+    x_TD: Tensor,
+    token_ids: bytes | int,
+    destinations: bytes | int,
+    out_RO: Tensor,
+    shape: ExpertShape,
+    activation: str,
+) -> None:
+    """The C kernel of whole experts; lists are bytes, or the address of 64-bit numbers.
+
+    Args:
+        library: The native library.
+        records: The C struct `Expert` of each expert.
+        counts: Rows of each.
+        num_experts: How many there are.
+        x_TD: As in `expert_ffn`, and so the others.
+        token_ids: See there.
+        destinations: See there.
+        out_RO: See there.
+        shape: Of every expert.
+        activation: A name.
+
+    Raises:
+        ValueError: A row number is out of range.
+        MemoryError: There is no memory to pack the rows in.
+    """
+    size = x_TD.element_size()
+    status = library.expert_ffn(
+        records,
+        num_experts,
+        counts,
+        x_TD.data_ptr(),
+        x_TD.stride(0) * size,
+        x_TD.shape[0],
+        token_ids,
+        destinations,
+        out_RO.data_ptr(),
+        out_RO.stride(0) * size,
+        out_RO.shape[0],
+        *shape[:3],
+        DTYPE_CODES[x_TD.dtype],
+        DTYPE_CODES[shape.dtype],
+        ACTIVATION_CODES[activation],
+        library.shares_threads(),
+    )
+    if status == STATUS_BAD_ROW:
+        raise ValueError(
+            f"token_ids must be in [0, {x_TD.shape[0]}) and destinations in [0, {out_RO.shape[0]})"
+        )
+    if status == STATUS_NO_MEMORY:
+        raise MemoryError(f"no memory to pack the rows of {num_experts} experts")
 
 
 def _portions(
@@ -299,3 +340,47 @@ def _run_by_expert(
                 x_RD, weights, function, partial(linear, impl=impl)
             )
         first += count
+
+
+def activation_function(name: str) -> ActivationFn:
+    """The function `(gate_RF | None, up_RF) -> hidden_RF` of a named activation.
+
+    With a gate it is `act(gate) * up`, without one `act(up)`.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
+    plain = ActivationSpec(cast(ActivationName, name))
+    return lambda gate, up: plain(None, up) if gate is None else plain(None, gate) * up
+
+
+def expert_ffn_reference(
+    x_TD: Tensor,
+    experts: Sequence[ExpertWeights],
+    counts: Sequence[int],
+    token_ids_R: Tensor,
+    activation: ActivationFn,
+) -> Tensor:
+    """The output rows `[R, O]` in the order of `token_ids_R`, computed in fp32 (fp64 for fp64).
+
+    Nothing is rounded between the input and the output.
+    """
+    precise = precise_dtype(x_TD)
+    pieces: list[Tensor] = []
+    first = 0
+    for weights, count in zip(experts, counts, strict=True):
+        x_RD = x_TD[token_ids_R[first : first + count]].to(precise)
+        pieces.append(one_expert(x_RD, weights, activation, linear_reference))
+        first += count
+    return torch.cat(pieces).to(x_TD.dtype)
+
+
+def one_expert(
+    x_RD: Tensor, weights: ExpertWeights, activation: ActivationFn, linear: LinearFn
+) -> Tensor:
+    """An expert's outputs `[R, O]` in the dtype that `linear(x, weight, bias)` gives."""
+    gate = None
+    if weights.gate is not None:
+        gate = linear(x_RD, weights.gate, weights.gate_bias)
+    up = linear(x_RD, weights.up, weights.up_bias)
+    return linear(activation(gate, up), weights.down, weights.down_bias)
