@@ -363,10 +363,11 @@ def _new_held(path: Path) -> BinaryIO:
 
 
 @contextlib.contextmanager
-def held(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
+def held(path: Path, kind: int = fcntl.LOCK_EX, advice: str = "remove it") -> Iterator[None]:
     """Holds what a process left; within the block no other one takes or removes it.
 
     With ``LOCK_SH`` other processes may hold it in the same way: several look at the same time.
+    The advice is for somebody who knows that no process holds it.
 
     Raises:
         BlockingIOError: a living process holds it, or its filesystem cannot tell.
@@ -377,7 +378,7 @@ def held(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
         while not _lock(descriptor, kind):
             # Those who only look hold it for a moment.
             if not _lock(descriptor, fcntl.LOCK_SH):
-                reason = f"another process is writing {path} (if none is, remove it)"
+                reason = f"another process is writing {path} (if none is, {advice})"
                 raise BlockingIOError(errno.EAGAIN, reason, str(path))
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             time.sleep(_LOOKING_S)

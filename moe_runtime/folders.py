@@ -106,7 +106,7 @@ def recover_folder(folder: str | os.PathLike[str]) -> None:
     """
     place = Path(os.path.realpath(folder))
     for ready in sorted(partials_of(place, _READY_SUFFIX)):
-        with held(ready):
+        with held(ready, advice=f"move its files into {place}, which needs them"):
             place.mkdir(exist_ok=True)
             _fill_from(place, ready)
     for aside in sorted(partials_of(place, _ASIDE_SUFFIX)):

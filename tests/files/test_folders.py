@@ -213,7 +213,7 @@ def test_what_another_process_still_puts_in_place_is_refused(tmp_path: Path) -> 
     fill(folder, "old")
     ready = partial_name(folder).with_suffix(".ready")
     fill(ready, "new")
-    with held(ready), pytest.raises(BlockingIOError, match="another process is writing"):
+    with held(ready), pytest.raises(BlockingIOError, match="move its files into"):
         replace(folder)
     assert content(folder) == {"old"}
     recover_folder(folder)
