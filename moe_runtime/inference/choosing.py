@@ -22,7 +22,7 @@ from moe_runtime.inference.predictors import (
 from moe_runtime.memory.layout import ExpertLayout
 from moe_runtime.policies import prediction
 from moe_runtime.policies.eviction import LIVE_POLICIES, LayerShares, Setting, make_policy
-from moe_runtime.policies.eviction.setting import Choice
+from moe_runtime.policies.eviction.setting import PolicyChoice
 from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.types import ExpertKey, ModelSignature
 
@@ -106,7 +106,7 @@ def settle_policy(
     num_slots: int,
     trained: Estimator | None = None,
     expert_bytes: int | None = None,
-) -> Choice:
+) -> PolicyChoice:
     """The policy and shares that were named, or for ``auto`` the ones that replay best.
 
     Args:
@@ -117,7 +117,7 @@ def settle_policy(
         trained: a predictor of routing that was given, for the policy ``predicted``.
         expert_bytes: bytes of an expert.
     """
-    chosen = Choice(policy=policy, adaptive=False, reason="")
+    chosen = PolicyChoice(policy=policy, adaptive=False, reason="")
     if policy == AUTO:
         recent = options.read_recent(signature)
         chosen = options.choose_policy(signature, recent, num_slots, trained, expert_bytes)
@@ -146,7 +146,7 @@ def read_costs(layouts: Mapping[ExpertKey, ExpertLayout]) -> dict[ExpertKey, flo
 
 
 def policy_maker(
-    choice: Choice,
+    choice: PolicyChoice,
     signature: ModelSignature,
     policy_estimator: Estimator | None,
     layouts: Mapping[ExpertKey, ExpertLayout],

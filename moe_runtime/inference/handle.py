@@ -12,7 +12,7 @@ from moe_runtime.inference.budget import MemoryPlan, peak_resident_bytes
 from moe_runtime.inference.hugging_face.absent import refuse_copy
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.memory.residency import ExpertStore
-from moe_runtime.policies.eviction.setting import Choice
+from moe_runtime.policies.eviction.setting import PolicyChoice
 from moe_runtime.types import ExpertCounters, ModelSignature, RuntimeStats, StoreStats
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class LoadedFacts:
     expert_bytes: int
     baseline_rss_bytes: int
     load_s: float
-    choice: Choice
+    choice: PolicyChoice
 
 
 class RuntimeHandle:

@@ -19,7 +19,7 @@ from moe_runtime.inference.budget import (
 from moe_runtime.inference.choosing import AUTO, settle_policy
 from moe_runtime.inference.loading import signature_of
 from moe_runtime.inference.token_limit import tokens_to_plan_for
-from moe_runtime.policies.eviction.setting import Choice
+from moe_runtime.policies.eviction.setting import PolicyChoice
 from moe_runtime.types import ModelSignature
 
 
@@ -73,7 +73,7 @@ class CheckpointSummary:
         short_bytes = max(0, self.smallest_budget_bytes - budget_bytes)
         return max(0, self.max_tokens - -(-short_bytes // self.token_bytes))
 
-    def choice_for(self, num_slots: int) -> Choice:
+    def choice_for(self, num_slots: int) -> PolicyChoice:
         """The eviction policy that ``policy="auto"`` takes where so many experts fit, and why."""
         return settle_policy(AUTO, AUTO, self.signature, num_slots, expert_bytes=self.slot_bytes)
 

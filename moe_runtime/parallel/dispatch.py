@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_runtime.parallel.communication.transport import FlatTransport, LocalTransport, Transport
 from moe_runtime.parallel.communication.wire import WireName, wires
 from moe_runtime.parallel.exchange import AsyncAllToAll
-from moe_runtime.parallel.plan import DispatchPlan, Stage, plan_dispatch
+from moe_runtime.parallel.plan import DispatchPlan, DispatchStage, plan_dispatch
 from moe_runtime.parallel.rows import (
     Expansion,
     Splitting,
@@ -169,7 +169,7 @@ class Dispatch:
         return combine_rows(y_RD, self._weights_TK, self.plan.source_R, self.plan.place_TK)
 
     def _flight(
-        self, stage: Stage, *, is_return: bool, out_RD: Tensor | None = None
+        self, stage: DispatchStage, *, is_return: bool, out_RD: Tensor | None = None
     ) -> AsyncAllToAll:
         wire, gradient_wire = self._back if is_return else self._there
         return AsyncAllToAll(

@@ -28,7 +28,7 @@ _MESSAGE_NUMBERS = 128
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Stage:
+class DispatchStage:
     """Rows that go through the experts together.
 
     Attributes:
@@ -63,7 +63,7 @@ class DispatchPlan:
 
     source_R: Tensor
     place_TK: Tensor
-    stages: tuple[Stage, ...]
+    stages: tuple[DispatchStage, ...]
     num_sent: int
     sent_P: tuple[int, ...]
     received_P: tuple[int, ...]
@@ -178,7 +178,7 @@ def _stages(
     num_chunks: int,
     is_local_first: bool,
     device: torch.device,
-) -> tuple[Stage, ...]:
+) -> tuple[DispatchStage, ...]:
     rank = transport.rank
     nothing_PS = torch.zeros_like(counts_PS)
     kept_PS = nothing_PS.clone()
@@ -209,12 +209,12 @@ def _stage(
     sent: tuple[int, int],
     route: object | None,
     device: torch.device,
-) -> Stage:
+) -> DispatchStage:
     keeps_rows = kept_PS is not None
     if kept_PS is None:
         kept_PS = torch.zeros_like(arriving_PS)
     all_PS = arriving_PS + kept_PS
-    return Stage(
+    return DispatchStage(
         counts_S=all_PS.sum(dim=0).to(device),
         sent=sent,
         keeps_rows=keeps_rows,

@@ -47,7 +47,7 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class PolicyChoice:
     """An eviction policy and why.
 
     Attributes:

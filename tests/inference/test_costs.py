@@ -15,7 +15,7 @@ from moe_runtime.inference.choosing import policy_maker
 from moe_runtime.memory.layout import TensorRange, lay_out
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.policies.eviction import LayerShares
-from moe_runtime.policies.eviction.setting import Choice
+from moe_runtime.policies.eviction.setting import PolicyChoice
 from moe_runtime.types import ExpertKey, ModelSignature
 
 SIGNATURE = ModelSignature(model_type="some", num_layers=1, num_experts=6, top_k=1, vocab_size=10)
@@ -30,7 +30,7 @@ def policy_for(name: str, widths: list[int]) -> LayerShares:
         )
         for expert, width in enumerate(widths)
     }
-    choice = Choice(policy=name, adaptive=False, reason="")
+    choice = PolicyChoice(policy=name, adaptive=False, reason="")
     return policy_maker(choice, SIGNATURE, None, layouts)(PLAN)
 
 
@@ -69,7 +69,7 @@ def test_adaptive_shares_move_to_the_layer_whose_misses_read_more() -> None:
     }
     signature = replace(SIGNATURE, num_layers=2)
     plan = replace(PLAN, num_slots=8)
-    choice = Choice(policy="lru", adaptive=True, reason="")
+    choice = PolicyChoice(policy="lru", adaptive=True, reason="")
     moving = policy_maker(choice, signature, None, layouts)(plan)
     even = policy_maker(choice, signature, None, dict.fromkeys(layouts, layouts[ExpertKey(0, 0)]))(
         plan

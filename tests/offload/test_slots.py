@@ -111,7 +111,7 @@ def test_a_slot_that_an_exception_left_without_an_entry_is_free_again(
 
     missing = next(key for key in [FIRST, *OTHERS] if key not in slots._entries)
     with monkeypatch.context() as patch:
-        patch.setattr("moe_runtime.training.offload.states.record_slots.Entry", interrupt)
+        patch.setattr("moe_runtime.training.offload.states.record_slots.RingEntry", interrupt)
         with pytest.raises(KeyboardInterrupt):
             slots.acquire(missing, Sections.STATE)
     slots.check()

@@ -82,7 +82,7 @@ def test_a_rank_without_pages_keeps_its_connections_for_slower_ranks(monkeypatch
         slots=((0, 1),),
         transfers=((0, 1, 0, 1),),
     )
-    preparation = changes.Preparation(change, 2, no_pages, store, timeout_s=TIMEOUT_S)
+    preparation = changes.ChangePreparation(change, 2, no_pages, store, timeout_s=TIMEOUT_S)
     preparation._thread.join()
     gc.collect()
     assert said == ["epoch/4/ready"]

@@ -11,7 +11,7 @@ from moe_runtime.config import format_bytes, parse_budget
 
 if TYPE_CHECKING:
     from moe_runtime.inference.inspection import CheckpointSummary
-    from moe_runtime.policies.eviction.setting import Choice
+    from moe_runtime.policies.eviction.setting import PolicyChoice
 
 _SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
 """Shares of the experts whose budgets the table shows."""
@@ -50,7 +50,7 @@ def inspect(
         print_rows("what --policy auto takes", rows, to_stderr=False)
 
 
-def _choice(purchase: "Purchase", choice: "Choice") -> dict[str, str]:
+def _choice(purchase: "Purchase", choice: "PolicyChoice") -> dict[str, str]:
     return {
         "budget": format_bytes(purchase.budget_bytes),
         "policy": choice.policy,

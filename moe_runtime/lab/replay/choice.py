@@ -8,7 +8,7 @@ from moe_runtime.lab.replay.untimed import replay_demand
 from moe_runtime.lab.traces.format import Trace
 from moe_runtime.lab.traces.workload import Workload, workload_of
 from moe_runtime.policies.eviction import LayerShares, Setting, make_policy
-from moe_runtime.policies.eviction.setting import Choice, Events
+from moe_runtime.policies.eviction.setting import Events, PolicyChoice
 from moe_runtime.policies.prediction import (
     Estimator,
     PreviousToken,
@@ -60,7 +60,7 @@ def choose_policy(
     num_slots: int,
     trained: Estimator | None = None,
     expert_bytes: int | None = None,
-) -> Choice:
+) -> PolicyChoice:
     """Replays the latest steps through the candidates and takes the one that misses least.
 
     Equal traces and budgets give equal choices. Each candidate has even shares for the layers at
@@ -110,7 +110,7 @@ def _price(misses: dict[_Option, int], option: _Option, worth: float) -> float:
     return found if found <= base - least else base + 1 + found
 
 
-def _explain(misses: dict[_Option, int], best: _Option, num_steps: int) -> Choice:
+def _explain(misses: dict[_Option, int], best: _Option, num_steps: int) -> PolicyChoice:
     others = ", ".join(
         f"{other} {count}"
         for other, count in misses.items()
@@ -118,7 +118,7 @@ def _explain(misses: dict[_Option, int], best: _Option, num_steps: int) -> Choic
     )
     asked = f"asking {best.predictor}, " if best.predictor else ""
     shares = "adaptive" if best.adaptive else "even"
-    return Choice(
+    return PolicyChoice(
         policy=best.policy,
         adaptive=best.adaptive,
         predictor=best.predictor,
@@ -130,8 +130,8 @@ def _explain(misses: dict[_Option, int], best: _Option, num_steps: int) -> Choic
     )
 
 
-def _fallback(why: str) -> Choice:
-    return Choice(policy=FALLBACK, adaptive=False, reason=why)
+def _fallback(why: str) -> PolicyChoice:
+    return PolicyChoice(policy=FALLBACK, adaptive=False, reason=why)
 
 
 def _misses(

@@ -11,7 +11,7 @@ FREE = -1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class Timeline:
+class SimulatedTimeline:
     """When every task ran.
 
     Attributes:
@@ -74,7 +74,7 @@ class TaskGraph:
         self._waiting_for.append(count)
         return number
 
-    def run(self) -> Timeline:
+    def run(self) -> SimulatedTimeline:
         """Runs all tasks as early as order and resources allow."""
         count = len(self._durations)
         start, finish = [0.0] * count, [0.0] * count
@@ -97,7 +97,7 @@ class TaskGraph:
                 waiting[follower] -= 1
                 if waiting[follower] == 0:
                     heapq.heappush(heap, (ready[follower], follower))
-        return Timeline(
+        return SimulatedTimeline(
             start_s=np.array(start),
             finish_s=np.array(finish),
             resource=np.array(self._resources, dtype=np.int64),

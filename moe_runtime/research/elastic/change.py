@@ -116,7 +116,7 @@ def decide(store: Store, change: Change) -> bool:
     return True
 
 
-class Preparation:
+class ChangePreparation:
     """One rank's part of a change, up to the switch; runs in a thread of its own.
 
     Pages in use are only read, so the rank goes on computing with them.

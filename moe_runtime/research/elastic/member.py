@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from moe_runtime.parallel.communication.membership import Store, exchange_bytes
-from moe_runtime.research.elastic.change import Change, Preparation, decide
+from moe_runtime.research.elastic.change import Change, ChangePreparation, decide
 from moe_runtime.research.elastic.requests import GenerationRequest, RunningRequest
 from moe_runtime.research.elastic.spread_model import SpreadModel
 
@@ -49,7 +49,7 @@ class Member:
         self._store = store
         self._timeout_s = timeout_s
         self._requests: dict[int, RunningRequest] = {}
-        self._preparation: Preparation | None = None
+        self._preparation: ChangePreparation | None = None
         self._reports_loads = False
 
     def join(self, change: Change, rank: int, *, decides: bool = False) -> bool:
@@ -66,7 +66,7 @@ class Member:
         Raises:
             RankFailureError: this process decides, and some rank cannot be made ready.
         """
-        preparation = Preparation(
+        preparation = ChangePreparation(
             change, rank, self._spread.pages, self._store, timeout_s=self._timeout_s
         )
         go, abandoned = f"epoch/{change.epoch}/go", f"epoch/{change.epoch}/abandoned"
@@ -144,7 +144,7 @@ class Member:
         self._reports_loads = order.get("loads", False)
         if "prepare" in order:
             change = Change.from_json(order["prepare"])
-            self._preparation = Preparation(
+            self._preparation = ChangePreparation(
                 change,
                 self._spread.epoch.transport.rank,
                 self._spread.pages,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_runtime.planning.update_stride import UpdateSpeeds, best_stride, takes_turns
 from moe_runtime.training.offload.optimizers.adamw import AdamW
-from moe_runtime.training.offload.optimizers.updates import Step, take_steps
+from moe_runtime.training.offload.optimizers.updates import UpdateStep, take_steps
 from moe_runtime.training.offload.states.records import ExpertTensor, RecordLayout, Sections
 
 _STATE_BYTES = 12
@@ -60,7 +60,7 @@ class DeviceUpdates:
         layout: RecordLayout,
         record: Tensor,
         settings: AdamW,
-        step: Step,
+        step: UpdateStep,
         *,
         refreshes: bool,
         finish: Callable[[], None],
@@ -120,7 +120,7 @@ def measure_speeds(device: torch.device) -> UpdateSpeeds:
 
     def update(target: Tensor) -> None:
         gradient = _TRIAL.flat(target, Sections.GRADIENT)
-        take_steps(_TRIAL, target, AdamW(), [Step(1, 0.0)], gradient)
+        take_steps(_TRIAL, target, AdamW(), [UpdateStep(1, 0.0)], gradient)
 
     size = _TRIAL.record_bytes
     return UpdateSpeeds(

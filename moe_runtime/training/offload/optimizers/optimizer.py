@@ -13,7 +13,7 @@ from moe_runtime.planning.record_tiers import UseCounts
 from moe_runtime.training.offload.optimizers.adamw import AdamW, LossScale
 from moe_runtime.training.offload.optimizers.dense_adamw import clip_scale
 from moe_runtime.training.offload.optimizers.device_updates import DeviceUpdates
-from moe_runtime.training.offload.optimizers.updates import Step, take_steps
+from moe_runtime.training.offload.optimizers.updates import UpdateStep, take_steps
 from moe_runtime.training.offload.processes import OneProcess
 from moe_runtime.training.offload.states.record_slots import Need
 from moe_runtime.training.offload.states.records import Sections
@@ -223,12 +223,12 @@ class ExpertOptimizer:
         layout, count = self.states.experts[key].layout, self.states.experts[key].count
         pending, behind = self._pending(key), self.states.content_step(key)
         steps = [
-            Step(number, rates[step])
+            UpdateStep(number, rates[step])
             for step in range(behind, len(rates))
             if (number := self.settings.update_number(step)) is not None
         ]
         if self.settings.untouched == "sparse_skip":
-            steps = [] if pending is None else [Step(count + 1, rates[pending + 1])]
+            steps = [] if pending is None else [UpdateStep(count + 1, rates[pending + 1])]
         gradient = None
         if pending is not None:
             gradient = layout.kept_gradient(record).mul_(self._scales[pending])
@@ -280,7 +280,7 @@ class ExpertOptimizer:
     ) -> None:
         expert = self.states.experts[key]
         is_exact = self.settings.untouched == "dense_exact"
-        step = Step(self.step + 1 if is_exact else expert.count + 1, rate)
+        step = UpdateStep(self.step + 1 if is_exact else expert.count + 1, rate)
         gradient = expert.layout.flat(record, Sections.GRADIENT)
         if scale != 1:
             gradient.mul_(scale)

@@ -37,7 +37,7 @@ from moe_runtime.training.offload.states.records import (
 _MOMENTS = (Sections.MEAN, Sections.VARIANCE)
 
 
-class Step(NamedTuple):
+class UpdateStep(NamedTuple):
     """One step: its number for the bias correction, the first is 1, and its learning rate."""
 
     number: int
@@ -48,7 +48,7 @@ def take_steps(
     layout: RecordLayout,
     record: Tensor,
     settings: AdamW,
-    steps: Sequence[Step],
+    steps: Sequence[UpdateStep],
     gradient: Tensor | None = None,
     *,
     refreshes: bool = False,
@@ -86,7 +86,7 @@ def _take_in_subspaces(
     layout: RecordLayout,
     record: Tensor,
     settings: AdamW,
-    steps: Sequence[Step],
+    steps: Sequence[UpdateStep],
     gradient: Tensor | None,
     refreshes: bool,
 ) -> None:
@@ -117,7 +117,7 @@ def _low_rank_step(
     gradient: Tensor | None,
     moments: tuple[Tensor, Tensor],
     settings: AdamW,
-    step: Step,
+    step: UpdateStep,
 ) -> Tensor:
     """What a step without decay adds to a tensor, or to its part in the subspace."""
     size = span.stop - span.start
@@ -137,7 +137,7 @@ def _move(
     move: Tensor,
     basis: Tensor | None,
     settings: AdamW,
-    step: Step,
+    step: UpdateStep,
 ) -> None:
     if tensor.decays:
         weight.mul_(1 - step.rate * settings.weight_decay)
@@ -185,7 +185,11 @@ def _decode(layout: RecordLayout, record: Tensor, start: int, stop: int) -> tupl
 
 
 def _encode(
-    layout: RecordLayout, record: Tensor, moments: tuple[Tensor, Tensor], start: int, step: Step
+    layout: RecordLayout,
+    record: Tensor,
+    moments: tuple[Tensor, Tensor],
+    start: int,
+    step: UpdateStep,
 ) -> None:
     for salt, (section, values) in enumerate(zip(_MOMENTS, moments, strict=True)):
         layout.codec.encode(values, layout.moment(record, section), start, step.number, salt)
@@ -209,7 +213,7 @@ def _adamw(
     variance: Tensor,
     settings: AdamW,
     decay: float,
-    step: Step,
+    step: UpdateStep,
 ) -> None:
     # what torch.optim.AdamW(fused=True) itself calls
     torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]

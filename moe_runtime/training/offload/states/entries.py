@@ -62,7 +62,7 @@ class ExpertState:
 
 
 @dataclass(slots=True)
-class Entry:
+class RingEntry:
     """One slot of the ring.
 
     Attributes:
@@ -115,7 +115,7 @@ class Traffic:
     written_bytes: int = 0
     stall_s: float = field(default=0.0)
 
-    def count_use(self, entry: Entry, need: Sections, layout: RecordLayout) -> None:
+    def count_use(self, entry: RingEntry, need: Sections, layout: RecordLayout) -> None:
         """Counts sections that are asked for now."""
         self.needed_bytes += layout.bytes_of(need)
         self.useful_bytes += layout.bytes_of(need & entry.fresh)

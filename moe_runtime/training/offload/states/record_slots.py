@@ -22,7 +22,7 @@ from moe_runtime.memory.changes import Changes
 from moe_runtime.memory.io_queue import Priority, Read
 from moe_runtime.memory.slab import Slab
 from moe_runtime.training.offload.states.disk import Disk
-from moe_runtime.training.offload.states.entries import Entry, ExpertState, Traffic, Version
+from moe_runtime.training.offload.states.entries import ExpertState, RingEntry, Traffic, Version
 from moe_runtime.training.offload.states.records import BLOCK_BYTES, RecordLayout, Sections
 from moe_runtime.types import ExpertKey
 
@@ -66,7 +66,7 @@ class RecordSlots:
             self.experts[key].resident_slot = slot
         self._ring_slots = range(ring_slots)
         self._free = list(self._ring_slots)
-        self._entries: OrderedDict[ExpertKey, Entry] = OrderedDict()
+        self._entries: OrderedDict[ExpertKey, RingEntry] = OrderedDict()
         self._expected: deque[Need] = deque()
         self._changed = Changes()
         self._changed.mend = self._mend
@@ -207,13 +207,13 @@ class RecordSlots:
         if self._failure is not None:
             raise self._failure
 
-    def _admit(self, key: ExpertKey) -> Entry:
+    def _admit(self, key: ExpertKey) -> RingEntry:
         """A slot for an expert that is needed now."""
         self._wait_for(lambda: bool(self._free) or self._make_room(may_drop_expected=True))
         return self._enter(key)
 
-    def _enter(self, key: ExpertKey) -> Entry:
-        entry = Entry(self._free.pop(), self.experts[key].step)
+    def _enter(self, key: ExpertKey) -> RingEntry:
+        entry = RingEntry(self._free.pop(), self.experts[key].step)
         self._entries[key] = entry
         return entry
 
@@ -244,7 +244,9 @@ class RecordSlots:
                 entry = self._enter(key)
             self._start_read(key, entry, need, Priority.READAHEAD)
 
-    def _start_read(self, key: ExpertKey, entry: Entry, need: Sections, priority: Priority) -> None:
+    def _start_read(
+        self, key: ExpertKey, entry: RingEntry, need: Sections, priority: Priority
+    ) -> None:
         missing = need & ~entry.have
         if not missing:
             return
@@ -268,7 +270,7 @@ class RecordSlots:
             partial(self._arrive, entry, missing),
         )
 
-    def _arrive(self, entry: Entry, sections: Sections, read: Read) -> None:
+    def _arrive(self, entry: RingEntry, sections: Sections, read: Read) -> None:
         with self._changed:
             entry.arriving &= ~sections
             entry.transfers -= 1
@@ -292,7 +294,7 @@ class RecordSlots:
         )  # fmt: skip
 
     def _leave(
-        self, expert: ExpertState, entry: Entry | None, version: Version | None, read: Read
+        self, expert: ExpertState, entry: RingEntry | None, version: Version | None, read: Read
     ) -> None:
         with self._changed:
             if version is not None:
