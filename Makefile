@@ -14,6 +14,10 @@ PYTEST_ARGS ?= --numprocesses 2
 # The rooms whose tests call the native kernels.
 ISA_ROOMS ?= $(addprefix tests/,kernels memory layer inference offload training models lab cli parallel)
 
+# The lower bound, and the newest that is tested.
+TRANSFORMERS_VERSIONS ?= 5.17.0 $(shell sed -n 's/^transformers==//p' constraints.txt)
+VERSIONS_ROOMS ?= $(addprefix tests/,checkpoints compatibility inference)
+
 # Empty for the full comparison: an hour, and 28 GB of disk. Peers join in once they are installed:
 # .venv/bin/pip install -c constraints.txt -e ".[peers]"
 BENCH_ARGS ?= --quick
@@ -34,12 +38,13 @@ INSTALLED := $(VENV)/.installed
 NATIVE_SOURCES := $(wildcard setup.py kernels/*/*.[ch] kernels/*/*.cpp policies/*/*.[ch])
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-isa test-long check bench format clean
+.PHONY: help install demo test test-isa test-versions test-long check bench format clean
 
 help:
 	@echo "make demo    install, then generate text with two thirds of the experts left on disk"
 	@echo "make test    install, then run every test"
 	@echo "make test-isa   install, then test what the native kernels reach with each instruction set"
+	@echo "make test-versions  install, then test the engine with the oldest and newest transformers"
 	@echo "make test-long  install, then run the tests that take minutes: every layout of 8 processes"
 	@echo "make check   install, then ruff and pyright"
 	@echo "make bench   install, then time generation on a tiny checkpoint; BENCH_ARGS= for everything"
@@ -74,6 +79,19 @@ test-isa: $(INSTALLED)
 	@for isa in $$($(BIN)/python -P -c 'from moe_runtime.kernels.native import describe; \
 	  print(*describe().isas, "none")'); do \
 	  echo "== $$isa"; $(BIN)/pytest $(PYTEST_ARGS) --isa $$isa $(ISA_ROOMS) || exit 1; \
+	done
+
+# The engine with each end of the range of transformers that pyproject.toml names, in an environment
+# of its own: what is installed for the other tests, under another transformers.
+test-versions: $(INSTALLED)
+	@for version in $(TRANSFORMERS_VERSIONS); do \
+	  echo "== transformers $$version"; other=$(VENV)/transformers-$$version; \
+	  $(BIN)/python -m venv $$other || exit 1; \
+	  site="import sysconfig; print(sysconfig.get_path('purelib'))"; \
+	  echo "import site; site.addsitedir('$$($(BIN)/python -c "$$site")')" \
+	    > $$($$other/bin/python -c "$$site")/base.pth; \
+	  $$other/bin/pip install --quiet "transformers==$$version" || exit 1; \
+	  $$other/bin/python -P -m pytest $(PYTEST_ARGS) $(VERSIONS_ROOMS) || exit 1; \
 	done
 
 test-long: $(INSTALLED)

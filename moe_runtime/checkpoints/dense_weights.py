@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
@@ -108,20 +109,17 @@ def load_dense(
         CheckpointError: a weight is missing, unreadable or of another shape than the model's.
         UnsupportedModelError: a weight has an element type that transformers cannot use as it is.
     """
-    from transformers.core_model_loading import convert_and_load_state_dict_in_model
-    from transformers.modeling_utils import LoadStateDictConfig
-
     reader = _Reader(experts.dense_entries.values(), progress)
-    config = LoadStateDictConfig(
+    config = private.LoadStateDictConfig(
         pretrained_model_name_or_path=str(checkpoint.folder),
         device_map={"": device},
         dtype=checkpoint.dtype,
-        dtype_plan=model._get_dtype_plan(checkpoint.dtype),
+        dtype_plan=private.dtype_plan(model, checkpoint.dtype),
         weight_mapping=cast(Any, experts.weight_mapping),
     )
     lazy = {name: _LazyTensor(entry, reader) for name, entry in experts.dense_entries.items()}
     try:
-        info, _ = convert_and_load_state_dict_in_model(model, lazy, config)
+        info, _ = private.convert_and_load_state_dict_in_model(model, lazy, config)
     finally:
         reader.close()
     for name, found, expected in sorted(info.mismatched_keys, key=str):
@@ -131,7 +129,7 @@ def load_dense(
     for name, error in info.conversion_errors.items():
         raise CheckpointError(f"{name} cannot be converted: {error.strip().splitlines()[-1]}")
     _forget_expert_parameters(model, experts)
-    info = model._finalize_model_loading(model, config, info)
+    info = private.finish_loading(model, config, info)
     if info.missing_keys:
         names = sorted(info.missing_keys)
         raise CheckpointError(
@@ -166,7 +164,7 @@ def _forget_expert_parameters(model: PreTrainedModel, experts: ExpertMap) -> Non
     for module in experts.modules:
         # some families initialise their experts from the block around them
         block = model.get_submodule(module.name.rpartition(".")[0])
-        cast(Any, block)._is_hf_initialized = True
+        private.mark_as_initialized(block)
     gone = {f"{module.name}.{name}" for module in experts.modules for name in module.parameters}
     tied = model.all_tied_weights_keys
     model.all_tied_weights_keys = {key: tied[key] for key in tied if key not in gone}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.families import checkpoint_renamings
 from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
 from moe_runtime.checkpoints.provenance import Provenance
@@ -25,7 +26,8 @@ from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-    from transformers.core_model_loading import WeightTransform
+
+    from moe_runtime.checkpoints.transformers_private import WeightTransform
 
 MATRICES = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 """Names of an expert's tensors, in the order in which layouts list those that exist."""
@@ -84,12 +86,10 @@ def map_experts(model: PreTrainedModel, checkpoint: Checkpoint) -> ExpertMap:
         UnsupportedModelError: the model has no routed experts, or none that can be read by range.
         CheckpointError: experts are missing or have another shape than the model's.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
     experts = ExpertMap(find_experts(model))
     experts.weight_mapping = [
         *checkpoint_renamings(model),
-        *get_model_conversion_mapping(model),
+        *private.get_model_conversion_mapping(model),
     ]
     provenance = Provenance()
     entries = list(checkpoint.entries.values())
@@ -141,7 +141,7 @@ def find_experts(model: PreTrainedModel) -> list[ExpertsModule]:
     """
     found = []
     for name, module in model.named_modules():
-        if hasattr(module, "_apply_gate") and hasattr(module, "is_transposed"):
+        if private.is_experts_module(module):
             parameters = tuple(
                 key
                 for key, value in module.named_parameters(recurse=False)
@@ -175,26 +175,23 @@ def _convert(
     provenance: Provenance,
 ) -> dict[str, torch.Tensor]:
     """Runs the conversion of all expert tensors on stand-ins; what is dense goes to the map."""
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
-
-    renamings = [entry for entry in experts.weight_mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in experts.weight_mapping if isinstance(entry, WeightConverter)]
+    renamings = [
+        entry for entry in experts.weight_mapping if isinstance(entry, private.WeightRenaming)
+    ]
+    converters = [
+        entry for entry in experts.weight_mapping if isinstance(entry, private.WeightConverter)
+    ]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     state = model.state_dict()
     targets = {f"{m.name}.{parameter}" for m in experts.modules for parameter in m.parameters}
     prefix = model.base_model_prefix
     jobs: dict[str, Any] = {}
-    order = sorted(range(len(entries)), key=lambda i: dot_natural_key(entries[i].name))
+    order = sorted(range(len(entries)), key=lambda i: private.dot_natural_key(entries[i].name))
     for index in order:
         entry = entries[index]
-        name, pattern = rename_source_key(entry.name, renamings, converters, prefix, state)
+        name, pattern = private.rename_source_key(entry.name, renamings, converters, prefix, state)
         if name not in state and entry.name in state:
-            name, pattern = rename_source_key(entry.name, [], [], prefix, state)
+            name, pattern = private.rename_source_key(entry.name, [], [], prefix, state)
         if name not in targets:
             if name in state:
                 experts.dense_entries[entry.name] = entry
@@ -202,7 +199,7 @@ def _convert(
         job = jobs.get(name)
         if job is None:
             job = jobs[name] = (
-                WeightRenaming(entry.name, name)
+                private.WeightRenaming(entry.name, name)
                 if pattern is None
                 else deepcopy(by_pattern[pattern])
             )

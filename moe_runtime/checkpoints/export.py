@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.checkpoints.expert_tensors import TensorsOf, matrices_of
 from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
@@ -276,11 +277,9 @@ class LikeCheckpoint:
         self, state: Mapping[str, Tensor], *, same_shapes: bool = True
     ) -> dict[str, Tensor]:
         """Tensors of the checkpoint that are no experts', by their names there."""
-        from transformers.core_model_loading import revert_weight_conversion
-
         targets = {f"{m.name}.{name}" for m in self._experts.modules for name in m.parameters}
         state = {name: tensor for name, tensor in state.items() if name not in targets}
-        reverted = revert_weight_conversion(self._model, dict(state))
+        reverted = private.revert_weight_conversion(self._model, dict(state))
         prefix = f"{self._model.base_model_prefix}."
         found = {}
         for name, entry in self._experts.dense_entries.items():

@@ -14,6 +14,7 @@ from moe_runtime.checkpoints.families import give_experts_interface
 from moe_runtime.checkpoints.model_files import find_checkpoint, read_config
 from moe_runtime.checkpoints.safetensors_index import TensorEntry, read_checkpoint_index
 from moe_runtime.checkpoints.settings_check import check_layers
+from moe_runtime.checkpoints.transformers_private import warn_if_untested
 from moe_runtime.errors import UnsupportedModelError, blamed_on
 
 if TYPE_CHECKING:
@@ -81,6 +82,9 @@ def build_on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
         UnsupportedModelError: transformers knows no model for the configuration.
         CheckpointError: the configuration contradicts itself.
     """
+    import transformers
+
+    warn_if_untested(transformers.__version__)
     model_class = _model_class(checkpoint.config)
     file = checkpoint.folder / "config.json"
     with ExitStack() as stack:

@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from moe_runtime.checkpoints.expert_map import ExpertsModule
+from moe_runtime.checkpoints.transformers_private import gate_of, has_usual_gate
 from moe_runtime.inference.cpu.small_batch import is_observed
 from moe_runtime.inference.expert_gradients import (
     differentiable_experts,
@@ -338,11 +339,8 @@ def _activation(experts: Any) -> Activation | GateFunction:
     A gate that the model overrides is never guessed at: it is called on gate and up laid out as the
     model expects them.
     """
-    from transformers.integrations.moe import _default_apply_gate
-
     fused = _FUSED_ACTIVATIONS.get(type(experts.act_fn).__name__) if _has_act_fn(experts) else None
-    is_default = type(experts)._apply_gate is _default_apply_gate
-    if fused is not None and is_default and "_apply_gate" not in vars(experts):
+    if fused is not None and has_usual_gate(experts):
         return fused
     return _own_gate(experts)
 
@@ -352,8 +350,8 @@ def _own_gate(experts: Any) -> GateFunction:
         if gate is None:
             return experts.act_fn(up)
         if experts.is_concatenated:
-            return experts._apply_gate(torch.cat((gate, up), dim=-1))
-        return experts._apply_gate(torch.stack((gate, up), dim=-1).flatten(-2))
+            return gate_of(experts)(torch.cat((gate, up), dim=-1))
+        return gate_of(experts)(torch.stack((gate, up), dim=-1).flatten(-2))
 
     return own_gate
 

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from moe_runtime.checkpoints.transformers_private import page_size_name
 from moe_runtime.errors import CapacityError
 from moe_runtime.inference.kv_cache import room_for
 from moe_runtime.inference.steps import Listener, Step
@@ -93,11 +94,14 @@ def limit_batching(
 
     text = config.get_text_config()
     settings = ContinuousBatchingConfig() if given is None else copy.copy(given)
+    page = page_size_name(settings)
+    page_size = getattr(settings, page)
     if given is None:
         # Two more blocks than the tokens need still fit then, see `_tokens_of_blocks`.
-        settings.page_size = max(4, min(settings.page_size, max_tokens // 32))
-    blocks = max_tokens // settings.page_size
-    while blocks and _tokens_of_blocks(text, blocks, settings.page_size) > room_for(max_tokens):
+        page_size = max(4, min(page_size, max_tokens // 32))
+        setattr(settings, page, page_size)
+    blocks = max_tokens // page_size
+    while blocks and _tokens_of_blocks(text, blocks, page_size) > room_for(max_tokens):
         blocks -= 1
     # The mask has a value for each token of a step and each cached one: with as few tokens in a
     # step it is a small part of their activations, which are 48 bytes or more per hidden value.
@@ -115,7 +119,7 @@ def limit_batching(
         if asked is None and value:
             setattr(settings, name, value)
         elif asked is None or asked > value:
-            pages = f" of {settings.page_size} tokens" if name == "num_blocks" else ""
+            pages = f" of {page_size} tokens" if name == "num_blocks" else ""
             raise CapacityError(
                 f"continuous batching may have a {name} of at most {value}{pages}, got {asked}: "
                 f"memory is set aside for {max_tokens} tokens; load the model with a larger "

@@ -10,9 +10,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from moe_runtime.checkpoints import transformers_private as private
+
 if TYPE_CHECKING:
-    from transformers.core_model_loading import WeightRenaming
-    from transformers.modeling_utils import PreTrainedModel
+    from transformers import PreTrainedModel
+
+    from moe_runtime.checkpoints.transformers_private import WeightRenaming
 
 BLOCKS = {
     "JetMoeMoE": "jetmoe",
@@ -36,11 +39,9 @@ def give_experts_interface(model: PreTrainedModel) -> None:
 
 def checkpoint_renamings(model: PreTrainedModel) -> list[WeightRenaming]:
     """Renamings from the names in checkpoints to those that a turned model has for its weights."""
-    from transformers.core_model_loading import WeightRenaming
-
     bases = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     return [
-        WeightRenaming(source_patterns=source, target_patterns=target)
+        private.WeightRenaming(source_patterns=source, target_patterns=target)
         for name in sorted(BLOCKS.keys() & bases)
         for source, target in _load(name).RENAMINGS.items()
     ]

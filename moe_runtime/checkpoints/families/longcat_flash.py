@@ -15,7 +15,8 @@ RENAMINGS: dict[str, str] = {}
 class _Block(LongcatFlashMoE):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         hidden_TD = hidden_states.view(-1, hidden_states.shape[-1])
-        _, weights_TK, ids_TK = self.router(hidden_states)
+        # before transformers 5.20 the router did not return its logits first
+        *_, weights_TK, ids_TK = self.router(hidden_states)
         num_experts = self.experts.num_experts
         # the id behind the last expert adds nothing; a token's own values are added for it here
         routed_TD = self.experts(hidden_TD, ids_TK.clamp(max=num_experts), weights_TK)

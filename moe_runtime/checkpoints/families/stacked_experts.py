@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.integrations.moe import batched_mm_experts_forward, use_experts_implementation
+
+from moe_runtime.checkpoints.transformers_private import (
+    batched_mm_experts_forward,
+    use_experts_implementation,
+)
 
 # T tokens, K top-k, D model, F hidden, E experts
 

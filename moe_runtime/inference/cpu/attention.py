@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.kernels.single_query_attention import native_attention
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def use_single_query_attention(model: PreTrainedModel) -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    if model.config._attn_implementation != "sdpa" or _asks_for_implementation(type(model)):
+    if private.attention_name(model) != "sdpa" or _asks_for_implementation(type(model)):
         return
     AttentionInterface.register(ATTENTION, attend)
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
@@ -75,13 +76,11 @@ def attend(
         mixed = native_attention(query.squeeze(2), key, value, added, scale)
         if mixed is not None:
             return mixed.unsqueeze(1), None
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     if not _keeps_code(query, key):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return private.sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     wide = [_widened(part) for part in (query, key, value, attention_mask)]
     options = {name: _widened(option) for name, option in options.items()}
-    mixed, weights = sdpa_attention_forward(module, *wide, **options)
+    mixed, weights = private.sdpa_attention_forward(module, *wide, **options)
     return mixed.to(query.dtype), weights
 
 

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.kernels.expert_mlp import (
     ACTIVATION_NAMES,
@@ -44,11 +45,8 @@ def register_with_transformers() -> None:
     whose experts transformers builds with its experts interface, in generation and in training,
     fp8 checkpoints included. Calling it again changes nothing.
     """
-    from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
-    from transformers.integrations.moe import ExpertsInterface
-
-    ExpertsInterface.register(BACKEND_NAME, experts_forward)
-    FP8ExpertsInterface.register(BACKEND_NAME, fp8_experts_forward)
+    private.ExpertsInterface.register(BACKEND_NAME, experts_forward)
+    private.FP8ExpertsInterface.register(BACKEND_NAME, fp8_experts_forward)
 
 
 def experts_forward(
@@ -112,7 +110,7 @@ def _run(
     module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: StackedExperts
 ) -> Tensor:
     spec = recognise_activation(module)
-    own = module._apply_gate if module.has_gate else module.act_fn
+    own = private.gate_of(module) if module.has_gate else module.act_fn
     out_TD = expert_mlp(
         hidden_TD.to(experts.dtype),
         ids_TK,
@@ -178,7 +176,7 @@ def _find_formula(module: Any) -> ActivationSpec | None:
     pair = torch.cat((gate, up), -1)
     if not module.is_concatenated:
         pair = torch.stack((gate, up), -1).flatten(-2)
-    return _first_match(_candidates(numbers), gate, up, module._apply_gate(pair))
+    return _first_match(_candidates(numbers), gate, up, private.gate_of(module)(pair))
 
 
 def _first_match(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 from torch import Tensor
 
+from moe_runtime.checkpoints.transformers_private import has_adapters
 from moe_runtime.errors import UnsupportedUseError
 from moe_runtime.inference.cpu.attention import ATTENTION
 from moe_runtime.inference.hugging_face.absent import (
@@ -115,7 +116,7 @@ class LoadedModel:
             UnsupportedUseError: an option cannot be honoured.
         """
         model = cast(Any, self)
-        if getattr(self, "_hf_peft_config_loaded", False):
+        if has_adapters(self):
             # adapters alone are written then, which are all in memory
             super_save = cast(Any, super()).save_pretrained
             super_save(save_directory, is_main_process, state_dict, **options)

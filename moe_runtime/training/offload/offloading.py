@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_runtime.checkpoints.expert_map import find_experts
+from moe_runtime.checkpoints.transformers_private import gate_of
 from moe_runtime.config import MemorySize, parse_budget
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.inference.budget import (
@@ -252,7 +253,7 @@ def _transformers_sites(model: Any) -> list[ExpertsModuleSpec]:
                 f"({', '.join(sorted(others)) or 'a norm after them'}); training it offloaded is "
                 "not supported yet"
             )
-        own = module._apply_gate if module.has_gate else module.act_fn
+        own = gate_of(module) if module.has_gate else module.act_fn
         sites.append(
             ExpertsModuleSpec(
                 name=experts.name,

@@ -1,0 +1,138 @@
+"""Everything of transformers that its documentation does not promise, in one place.
+
+What is used, and since which version it is as we use it. A test keeps other modules from touching
+a private part, and `make test-versions` runs the engine's tests with both ends of the range.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+from moe_runtime.errors import MoERuntimeWarning
+from moe_runtime.lazy import lazy_names
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+    from transformers.conversion_mapping import (
+        get_model_conversion_mapping as get_model_conversion_mapping,
+    )
+    from transformers.core_model_loading import WeightConverter as WeightConverter
+    from transformers.core_model_loading import WeightRenaming as WeightRenaming
+    from transformers.core_model_loading import WeightTransform as WeightTransform
+    from transformers.core_model_loading import (
+        convert_and_load_state_dict_in_model as convert_and_load_state_dict_in_model,
+    )
+    from transformers.core_model_loading import dot_natural_key as dot_natural_key
+    from transformers.core_model_loading import rename_source_key as rename_source_key
+    from transformers.core_model_loading import (
+        revert_weight_conversion as revert_weight_conversion,
+    )
+    from transformers.integrations.finegrained_fp8 import (
+        FP8ExpertsInterface as FP8ExpertsInterface,
+    )
+    from transformers.integrations.moe import ExpertsInterface as ExpertsInterface
+    from transformers.integrations.moe import (
+        batched_mm_experts_forward as batched_mm_experts_forward,
+    )
+    from transformers.integrations.moe import (
+        use_experts_implementation as use_experts_implementation,
+    )
+    from transformers.integrations.sdpa_attention import (
+        sdpa_attention_forward as sdpa_attention_forward,
+    )
+    from transformers.modeling_utils import LoadStateDictConfig as LoadStateDictConfig
+else:
+    _find = lazy_names(
+        __name__,
+        {
+            # Names and stacking of weights, from checkpoints to models and back; 5.17. The map of
+            # experts runs it on stand-ins, dense loading on the weights, export backwards.
+            "transformers.conversion_mapping": "get_model_conversion_mapping",
+            "transformers.core_model_loading": "WeightConverter WeightRenaming WeightTransform "
+            "convert_and_load_state_dict_in_model dot_natural_key rename_source_key "
+            "revert_weight_conversion",
+            # The settings of dense loading; 5.17.
+            "transformers.modeling_utils": "LoadStateDictConfig",
+            # The experts interface: what our backend is registered with, and what families whose
+            # experts transformers builds without it are given; 5.17.
+            "transformers.integrations.moe": "ExpertsInterface batched_mm_experts_forward "
+            "use_experts_implementation",
+            "transformers.integrations.finegrained_fp8": "FP8ExpertsInterface",
+            # The attention that ours stands before; 5.17.
+            "transformers.integrations.sdpa_attention": "sdpa_attention_forward",
+        },
+    )
+
+    def __getattr__(name: str) -> Any:
+        # kept: some are asked for in every step
+        return globals().setdefault(name, _find(name))
+
+
+FIRST_TESTED, FIRST_UNTESTED = (5, 17), (5, 24)
+"""Versions of transformers that the tests ran with; `pyproject.toml` has the same."""
+
+
+@functools.cache
+def warn_if_untested(version: str) -> None:
+    """Says once that a version of transformers is none that the tests ran with."""
+    number = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if not FIRST_TESTED <= number < FIRST_UNTESTED:
+        first, last = (".".join(map(str, v)) for v in (FIRST_TESTED, FIRST_UNTESTED))
+        warnings.warn(
+            f"transformers {version} is not one that moe_runtime was tested with: expected at "
+            f"least {first} and below {last}; install one of those if a model fails or differs",
+            MoERuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def is_experts_module(module: torch.nn.Module) -> bool:
+    """Whether a module has the experts interface: its flags and its gate; 5.17."""
+    return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
+
+
+def gate_of(experts: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What an experts module does with gate and up in one tensor; 5.17."""
+    return experts._apply_gate
+
+
+def has_usual_gate(experts: Any) -> bool:
+    """Whether that is the activation of the gate, times up, in neither class nor object else."""
+    from transformers.integrations.moe import _default_apply_gate
+
+    is_usual = type(experts)._apply_gate is _default_apply_gate
+    return is_usual and "_apply_gate" not in vars(experts)
+
+
+def dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> Any:
+    """Which weights stay in another type than the model's; 5.17."""
+    return model._get_dtype_plan(dtype)
+
+
+def finish_loading(model: PreTrainedModel, config: Any, info: Any) -> Any:
+    """Initialises and ties what loading left, as `from_pretrained` does; 5.17."""
+    return model._finalize_model_loading(model, config, info)
+
+
+def mark_as_initialized(module: torch.nn.Module) -> None:
+    """Keeps transformers from giving a module's parameters their first values; 5.17."""
+    cast(Any, module)._is_hf_initialized = True
+
+
+def attention_name(model: PreTrainedModel) -> str | None:
+    """The attention that a model was built with; 5.17."""
+    return model.config._attn_implementation
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether adapters were added by transformers' own means; 5.17."""
+    return getattr(model, "_hf_peft_config_loaded", False)
+
+
+def page_size_name(settings: Any) -> str:
+    """What the tokens of a page are called in the settings of continuous batching."""
+    return "page_size" if hasattr(settings, "page_size") else "block_size"  # until 5.20

@@ -1,0 +1,115 @@
+"""What transformers does not promise is used in one place, with the versions that were tested."""
+
+import ast
+import re
+import tomllib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moe_runtime.checkpoints import transformers_private
+from moe_runtime.errors import MoERuntimeWarning
+
+ROOT = Path(__file__).resolve().parents[2]
+PLACE = "moe_runtime/checkpoints/transformers_private.py"
+# Modules of transformers that its documentation has pages of; its top level is public.
+DOCUMENTED = {"cache_utils", "generation.streamers", "masking_utils", "utils"}
+PRIVATE = {
+    *("_apply_gate", "_default_apply_gate", "_finalize_model_loading", "_get_dtype_plan"),
+    *("_hf_peft_config_loaded", "_is_hf_initialized"),
+}
+# And who else may use what, because it is about nothing else.
+ELSEWHERE = {
+    # families: the block that the file is about
+    "moe_runtime/checkpoints/families/": "models.",
+    # an interface of 5.23 and later, which is looked for
+    "moe_runtime/inference/hugging_face/dispatcher.py": "distributed.expert_parallel",
+}
+
+
+def private_uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Lines of a module that touch a private part of transformers, and what."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers."):
+            module = str(node.module).removeprefix("transformers.")
+            if module not in DOCUMENTED:
+                yield node.lineno, module
+        elif isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+            yield from ((node.lineno, n) for n in found if n.startswith("transformers."))
+        elif isinstance(node, ast.Attribute) and node.attr in PRIVATE:
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.Constant) and node.value in PRIVATE:
+            yield node.lineno, str(node.value)
+
+
+def may_use(path: str, what: str) -> bool:
+    return any(path.startswith(who) and what.startswith(it) for who, it in ELSEWHERE.items())
+
+
+def test_no_other_module_touches_a_private_part_of_transformers():
+    links = [ROOT / "moe_runtime" / name for name in ("kernels", "policies", "models")]
+    wrong = [
+        f"{path}:{line} {what}"
+        for top in ("moe_runtime", "models", "kernels", "policies")
+        for file in sorted((ROOT / top).rglob("*.py"))
+        if not any(file.is_relative_to(link) for link in links)
+        and (path := str(file.relative_to(ROOT))) != PLACE
+        for line, what in private_uses(ast.parse(file.read_text(encoding="utf-8")))
+        if not may_use(path, what)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from transformers.core_model_loading import rename_source_key",
+        "import transformers.conversion_mapping",
+        "def f():\n    model._finalize_model_loading(a, b)",
+        "hasattr(module, '_apply_gate')",
+    ],
+)
+def test_a_private_part_is_found_however_it_is_touched(line):
+    assert len(list(private_uses(ast.parse(line)))) == 1
+
+
+def test_every_private_part_is_there():
+    tree = ast.parse((ROOT / PLACE).read_text(encoding="utf-8"))
+    names = {
+        alias.asname
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("transformers.")
+        for alias in node.names
+        if alias.asname
+    }
+    assert len(names) > 10
+    for name in names:
+        assert callable(getattr(transformers_private, name))
+
+
+def test_the_range_of_versions_is_that_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (bound,) = [d for d in project["dependencies"] if d.startswith("transformers")]
+    numbers = re.findall(r"(\d+)\.(\d+)", bound)
+    ends = [tuple(map(int, number)) for number in numbers]
+    assert ends == [transformers_private.FIRST_TESTED, transformers_private.FIRST_UNTESTED]
+
+
+@pytest.mark.parametrize("version", ["5.16.1", "5.24.0", "5.24.0.dev0", "6.0.0", "nonsense"])
+def test_a_version_that_was_not_tested_is_named_in_one_line(version):
+    transformers_private.warn_if_untested.cache_clear()
+    with pytest.warns(
+        MoERuntimeWarning, match=rf"^transformers {version} is not one .*5\.17.*5\.24"
+    ):
+        transformers_private.warn_if_untested(version)
+
+
+@pytest.mark.parametrize("version", ["5.17.0", "5.23.0", "5.23.1.dev0"])
+def test_a_version_that_was_tested_is_not_mentioned(version):
+    transformers_private.warn_if_untested.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        transformers_private.warn_if_untested(version)
