@@ -126,6 +126,18 @@ def test_against_fp64(
             assert_rounded_only(eager[name], value, name)
 
 
+@pytest.mark.usefixtures("poisoned_memory")
+def test_experts_that_end_before_the_tiles_of_the_widest() -> None:
+    experts = packed((150, 8, 70), 24, torch.float32, has_bias=True)
+    x = torch.randn(9, 24)
+    routing = make_routing(9, 2, 3, kind="gaps", dtype=torch.float32)
+    exact = run("reference", torch.float64, experts, x, routing, OFFSET)
+    eager = run("torch", torch.float32, experts, x, routing, OFFSET)
+    found = run("triton", torch.float32, experts, x, routing, OFFSET)
+    for name, value in exact.items():
+        assert_as_good_as_eager(found[name], eager[name], value.double(), name, dtype=torch.float32)
+
+
 @pytest.mark.parametrize("impl", ["reference", "torch"])
 def test_gradients(impl: ExpertMlpImpl) -> None:
     """In fp64, which the CPU path computes in as well."""
