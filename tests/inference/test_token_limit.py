@@ -14,12 +14,14 @@ from transformers import (
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from moe_runtime import load
+from moe_runtime.checkpoints.transformers_private import page_size_name
 from moe_runtime.errors import CapacityError
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.inference.kv_cache import room_for
 from moe_runtime.inference.token_limit import tokens_to_plan_for
 from moe_runtime.models.pocket import pocket_path
 
+PAGE = page_size_name(ContinuousBatchingConfig())
 LIMIT = 24
 
 
@@ -187,12 +189,13 @@ def batched(model: Any, settings: Any = None, *, length: int = 6, new: int = 4) 
     )
 
 
+@pytest.mark.skipif(PAGE != "page_size", reason="the paged cache was made otherwise then")
 def test_continuous_batching_keeps_its_cache_and_steps_within_the_limit(pocket: Any) -> None:
     tokens = [found.generated_tokens for found in batched(pocket).values()]
     first = prompt(1, 6)
     alone = pocket.generate(first, max_new_tokens=4, do_sample=False, eos_token_id=None)
     assert alone[0, 6:].tolist() in tokens
-    settings = ContinuousBatchingConfig(page_size=4)
+    settings = ContinuousBatchingConfig(**{PAGE: 4})
     manager = pocket.init_continuous_batching(
         GenerationConfig(eos_token_id=-1), continuous_batching_config=settings
     )
@@ -216,11 +219,11 @@ def test_continuous_batching_keeps_its_cache_and_steps_within_the_limit(pocket: 
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"page_size": 4, "num_blocks": LIMIT // 4 + 1}, f"num_blocks of at most {LIMIT // 4} of"),
-        ({"page_size": 256}, "num_blocks of at most 0 of 256 tokens"),
-        ({"page_size": 4, "max_batch_tokens": LIMIT}, f"max_batch_tokens of at most {LIMIT // 2}"),
-        ({"page_size": 4, "max_requests_per_batch": 64}, "max_requests_per_batch of at most 4,"),
-        ({"page_size": 4, "cpu_offload_space": 0.1}, "cpu_offload_space of at most 0,"),
+        ({PAGE: 4, "num_blocks": LIMIT // 4 + 1}, f"num_blocks of at most {LIMIT // 4} of"),
+        ({PAGE: 256}, "num_blocks of at most 0 of 256 tokens"),
+        ({PAGE: 4, "max_batch_tokens": LIMIT}, f"max_batch_tokens of at most {LIMIT // 2}"),
+        ({PAGE: 4, "max_requests_per_batch": 64}, "max_requests_per_batch of at most 4,"),
+        ({PAGE: 4, "cpu_offload_space": 0.1}, "cpu_offload_space of at most 0,"),
     ],
 )
 def test_continuous_batching_beyond_the_limit_does_not_begin(

@@ -20,9 +20,12 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from moe_runtime.checkpoints.transformers_private import page_size_name
+
 SHORT = PROMPT[:, :4]
 GENERATION, OUTPUTS = "Generation", "Outputs"
-FEW_BLOCKS = ContinuousBatchingConfig(page_size=16, num_blocks=8, max_batch_tokens=32)
+FEW_BLOCKS = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=32)
+setattr(FEW_BLOCKS, page_size_name(FEW_BLOCKS), 16)
 CACHES, ATTENTION, BATCHES = "Caches", "Attention", "Batches"
 
 

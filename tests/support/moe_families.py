@@ -4,6 +4,7 @@ A row names the class that a checkpoint of the family loads as and what its
 configuration needs beyond the sizes in `tiny_sizes`; `tiny_checkpoints` makes a checkpoint of it.
 """
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -67,7 +68,20 @@ def of_installed_version(families: Sequence[Family]) -> list[Family]:
     assert spec is not None
     assert spec.origin is not None
     models = Path(spec.origin).parent / "models"
-    return [family for family in families if (models / family.folder).is_dir()]
+    found = [family for family in families if (models / family.folder).is_dir()]
+    is_oldest = importlib.metadata.version("transformers").startswith("5.17.")
+    return [family for family in found if not (is_oldest and str(family) in NOT_IN_5_17)]
+
+
+NOT_IN_5_17 = {
+    # without the experts interface
+    *("AriaTextForCausalLM", "AriaForConditionalGeneration"),
+    # with configurations of another form
+    *("Glm5NextForConditionalGeneration", "MiniMaxM3SparseForConditionalGeneration"),
+    *("Qwen3OmniMoeForConditionalGeneration", "Qwen4ExpForCausalLM"),
+    "Qwen4ExpForConditionalGeneration",
+}
+"""Families that the oldest `transformers` builds otherwise: there they are refused, or not made."""
 
 
 # Every family that `transformers` builds with its experts interface. Where a family can be loaded
