@@ -160,15 +160,16 @@ class OffloadedExperts(AbsentParameters):
         for name in self._absent_names:
             if not isinstance(parameters.get(name), AbsentTensor):
                 return None
-        ids_R = ids_TK.flatten().tolist()
-        experts = list(dict.fromkeys(reversed(ids_R)))
-        experts.reverse()  # the expert used last in last place
+        ids_R = experts = ids_TK.flatten().tolist()
+        places_R: Sequence[int] = range(len(ids_R))
+        if len(set(ids_R)) < len(ids_R):
+            experts = [*dict.fromkeys(reversed(ids_R))][::-1]  # the one used last in last place
+            place_of = dict(zip(experts, places_R, strict=False))
+            places_R = [*map(place_of.__getitem__, ids_R)]
         if not experts or min(experts) < 0 or max(experts) >= self.num_experts:
             return None
         if len(ids_TK) > 1 and len(experts) > store.share(self.layer):
             return None
-        place_of = {expert: place for place, expert in enumerate(experts)}
-        places_R = [*map(place_of.__getitem__, ids_R)]
         is_done = False
         try:
             out = store.use_resident(

@@ -36,10 +36,15 @@ def use_small_batch_layers(model: torch.nn.Module) -> None:
 def is_observed(*parts: torch.nn.Module) -> bool:
     """Whether somebody wants to see or to change what goes through parts of a layer."""
     for part in parts:
-        # a part of a part is a parametrization
-        watchers = part._forward_hooks or part._forward_pre_hooks or part._modules
-        watchers = watchers or part._backward_hooks or part._backward_pre_hooks
-        if watchers or "forward" in vars(part):
+        own = part.__dict__
+        if (
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or own["_modules"]  # a part of a part is a parametrization
+            or "forward" in own
+        ):
             return True
     return False
 

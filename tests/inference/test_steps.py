@@ -1,0 +1,73 @@
+"""A step is read once, as `forward` would read it, and told to all who listen."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import moe_runtime
+from moe_runtime.errors import CapacityError
+from moe_runtime.inference.steps import Listener, Step
+from moe_runtime.lab.traces.format import read_trace
+from moe_runtime.models.pocket import pocket_path
+
+TOKENS = torch.tensor([[5, 70, 11, 13]])
+NEXT = torch.tensor([[43]])
+
+
+class Heard(Listener):
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def begin(self, step: Step) -> None:
+        self.told.append(
+            (step.phase, step.first_request, list(step.ended), step.positions.tolist())
+        )
+
+    def end(self) -> None:
+        self.told.append("end")
+
+    def forget(self) -> None:
+        self.told.append("forget")
+
+
+@torch.no_grad()
+def test_a_cache_that_is_given_by_place_goes_on_with_its_request(tmp_path: Path) -> None:
+    model: Any = moe_runtime.load(pocket_path(), device="cpu", trace=tmp_path / "t.npz")
+    with model.moe:
+        cache = model(TOKENS).past_key_values
+        model(NEXT, None, None, cache)
+    trace = read_trace(tmp_path / "t.npz")
+    assert trace.token_id.tolist() == [*TOKENS[0].tolist(), *NEXT[0].tolist()]
+    assert set(trace.token_request.tolist()) == {0}
+
+
+@torch.no_grad()
+def test_all_listeners_hear_of_steps_that_are_allowed_and_of_their_end() -> None:
+    model: Any = moe_runtime.load(pocket_path(), device="cpu", max_tokens=8)
+    heard, others = Heard(), Heard()
+    model._steps.listeners.add(heard)
+    with model.moe:
+        with model._steps.listeners.also(others):
+            cache = model(TOKENS).past_key_values
+        model(NEXT, past_key_values=cache)
+        with pytest.raises(CapacityError):
+            model(TOKENS.repeat(1, 3))  # no request of its own: the first one goes on
+        model(NEXT, past_key_values=cache)
+        with pytest.raises(IndexError):
+            model(torch.tensor([[10**6]]))
+        model(TOKENS)
+    first = [("prefill", 0, [], [0, 1, 2, 3]), "end"]
+    assert others.told == first
+    told = [one for one in heard.told if one != "forget"]
+    assert told == [
+        *first,
+        *[("decode", 0, [], [4]), "end"],
+        *[("decode", 0, [], [5]), "end"],
+        ("prefill", 1, [0], [0]),
+        *[("prefill", 2, [1], [0, 1, 2, 3]), "end"],
+    ]
+    assert heard.told.count("forget") >= 2  # of the refused step, and of the failed one
