@@ -33,7 +33,10 @@ TOLERANCE = 1e-4
 
 
 def family_named(folder: str) -> Family:
-    return next(family for family in FAMILIES if family.folder == folder)
+    found = next((family for family in FAMILIES if family.folder == folder), None)
+    if found is None:
+        pytest.skip(f"{folder} came with a later transformers")
+    return found
 
 
 def run_experts(
