@@ -86,6 +86,7 @@ class ExpertStep:
             or not 0 < own_rows <= self._row_limit
             or not 0 < num_choices <= MAX_CHOICES
             or num_rows > self.most_rows
+            or len(expert_of_row_R) != num_rows
             or x_TD.shape != (num_tokens, self._dims[0])
             or (x_TD.dtype is not dtype and x_TD.dtype is not torch.float32)
             or weights_TK.dtype not in DTYPE_CODES

@@ -155,6 +155,8 @@ class OffloadedExperts(AbsentParameters):
         assert store is not None
         if self.share is not None or listeners.routed or listeners.demanded:
             return None
+        if ids_TK.ndim != 2 or ids_TK.shape != weights_TK.shape:
+            return None
         if self._activation_now() is not self._activation:
             return None
         for name in self._absent_names:

@@ -120,9 +120,7 @@ class ExpertStore(Generic[W]):
                 found.append(entry.weights)
             result = use(found)
             if result is not None:
-                touch = self._policy.layers[keys[0].layer].touch
-                for key in keys:
-                    touch(key)
+                self._policy.touch_all(keys)
                 self._counters.hits += len(keys)
             return result
 

@@ -49,6 +49,11 @@ class AdaptiveShares(LayerShares):
         super().touch(key)
         self._count_use()
 
+    def touch_all(self, keys: Sequence[ExpertKey]) -> None:
+        """Notes one use after another of held keys of one layer."""
+        for key in keys:
+            self.touch(key)
+
     def insert(self, key: ExpertKey) -> None:
         """Starts to hold a key, which may be one that was evicted too early."""
         super().insert(key)

@@ -90,6 +90,12 @@ class LayerShares(EvictionPolicy[ExpertKey], has_rule=True):
         """Notes a use of a held key in its layer's order."""
         self.layers[key.layer].touch(key)
 
+    def touch_all(self, keys: Sequence[ExpertKey]) -> None:
+        """Notes one use after another of held keys of one layer."""
+        touch = self.layers[keys[0].layer].touch
+        for key in keys:
+            touch(key)
+
     def insert(self, key: ExpertKey) -> None:
         """Starts to hold a key in its layer's order."""
         self.layers[key.layer].insert(key)

@@ -126,9 +126,8 @@ def popularity_of(routes: Routes, prior: float = 1.0) -> np.ndarray:
     shape = routes.shape
     counts = np.zeros((shape.num_layers, shape.num_experts), dtype=np.float64)
     for layer in range(shape.num_layers):
-        ids = routes.expert_ids[:, layer].ravel()
-        counts[layer] = np.bincount(ids, minlength=shape.num_experts + 1)[: shape.num_experts]
-    known = (routes.expert_ids[:, :, 0] < shape.num_experts).sum(axis=0)[:, None]
+        counts[layer] = visits(routes.expert_ids[:, layer], shape.num_experts).sum(axis=0)
+    known = (routes.expert_ids < shape.num_experts).any(axis=2).sum(axis=0)[:, None]
     even = shape.top_k / shape.num_experts
     return ((counts + prior * even) / (known + prior)).astype(np.float32)
 

@@ -312,12 +312,26 @@ def patched_class(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Qwen3MoeAttention, "forward", lambda *a, **k: (2 * own(*a, **k)[0], None))
 
 
+class Doubled:
+    """Called like a function, and has nothing else of one."""
+
+    def __init__(self, own) -> None:
+        self.own = own
+
+    def __call__(self, *args, **kwargs):
+        return 2 * self.own(*args, **kwargs)[0], None
+
+
+def patched_by_an_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Qwen3MoeAttention, "forward", Doubled(Qwen3MoeAttention.forward))
+
+
 def patched_function(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "transformers.models.qwen3_moe.modeling_qwen3_moe"
     monkeypatch.setattr(f"{module}.apply_rotary_pos_emb", lambda q, k, *_: (2 * q, k))
 
 
-@pytest.mark.parametrize("patch", [patched_class, patched_function])
+@pytest.mark.parametrize("patch", [patched_class, patched_by_an_object, patched_function])
 def test_a_family_whose_code_is_replaced_goes_its_own_way(patch, monkeypatch, fused_steps):
     model = make("qwen3")
     before = run(model, model.layer)

@@ -81,6 +81,8 @@ def test_what_the_step_does_not_take_is_left_to_others(library: NativeLibrary) -
     assert step(x_TD.double(), weights_TK, [0, 1], experts[:2]) is None
     assert step(x_TD, weights_TK.double(), [0, 1], experts[:2]) is None
     assert step(x_TD, torch.rand(2, 1).t(), [0, 1], experts[:2]) is not None
+    assert step(x_TD, torch.rand(1, 60), [0, 1], experts[:2]) is None
+    assert step(x_TD, torch.rand(1, 1), [0, 1], experts[:2]) is None
     assert step(x_TD[:, ::2], weights_TK, [0, 1], experts[:2]) is None
     assert step(x_TD, weights_TK, [0, 1], make_experts(torch.bfloat16)[:2]) is None
     assert ExpertStep(experts[0].shape, "unheard of")(x_TD, weights_TK, [0, 1], experts[:2]) is None

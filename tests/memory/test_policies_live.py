@@ -133,8 +133,9 @@ def test_what_a_store_keeps_is_what_a_replay_keeps(name):
     assert differing <= 0.03 * routes.num_tokens * SHAPE.num_layers
 
 
+@pytest.mark.parametrize("adaptive", [False, True], ids=["even", "adaptive"])
 @pytest.mark.parametrize("name", LIVE_POLICIES)
-def test_resident_experts_used_at_once_leave_what_a_lease_leaves(name):
+def test_resident_experts_used_at_once_leave_what_a_lease_leaves(name, adaptive):
     """The same hits, the same residents, and the same victim whenever one is asked for."""
     routes = make_routes(SHAPE, num_sequences=2, length=60)
     generator = random.Random(0)
@@ -142,7 +143,7 @@ def test_resident_experts_used_at_once_leave_what_a_lease_leaves(name):
     for _ in range(2):
         predictor = TrackedPredictor(make_estimator("running-counts", SHAPE))
         setting = Setting(shape=SHAPE, predictor=predictor)
-        policy = make_policy(name, num_slots=24, setting=setting, reserve=2)
+        policy = make_policy(name, num_slots=24, setting=setting, adaptive=adaptive, reserve=2)
         stores.append(open_store(policy, 24))
     shortened = 0
     for number in range(routes.num_tokens):
@@ -164,6 +165,8 @@ def test_resident_experts_used_at_once_leave_what_a_lease_leaves(name):
             assert sum(map(len, lease)) == len(again)
         assert stores[0].stats() == replace(stores[1].stats(), stall_s=stores[0].stats().stall_s)
         assert stores[0]._entries.keys() == stores[1]._entries.keys()
+        uses = [getattr(store._policy, "_num_uses", 0) for store in stores]
+        assert uses[0] == uses[1]
     assert shortened > 20
 
 

@@ -170,7 +170,8 @@ class FusedAttention:
     def _functions_now(self) -> list[Any]:
         """What the layer's own way calls, and the configuration it asks."""
         own = type(self._module).forward
-        return [own, self._module.config, *map(own.__globals__.get, self._called)]
+        names = getattr(own, "__globals__", {})  # any object may have been put in its place
+        return [own, self._module.config, *map(names.get, self._called)]
 
     def _fused(
         self,

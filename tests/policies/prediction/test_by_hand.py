@@ -28,6 +28,22 @@ ROUTES = make_routes(SHAPE, num_sequences=5, length=12, vocabulary=6)
 SHARE_LE = popularity_of(ROUTES)
 
 
+def test_a_share_of_tokens_counts_a_token_once_wherever_its_expert_stands() -> None:
+    """Choices of no expert come first, in between and last, and one expert is chosen twice."""
+    nobody = SHAPE.num_experts
+    ids = np.array([[nobody, 1], [1, nobody], [1, 1], [2, 1], [nobody, nobody]])
+    tokens = np.arange(len(ids))
+    routes = Routes(
+        shape=SHAPE,
+        expert_ids=np.repeat(ids[:, None], SHAPE.num_layers, axis=1),
+        gate_weights=np.ones((len(ids), SHAPE.num_layers, 2), np.float32),
+        token_ids=tokens,
+        offsets=np.array([0, len(ids)]),
+    )
+    expected = np.array([0, 4, 1, 0, 0, 0]) / 4
+    assert np.allclose(popularity_of(routes, prior=0.0), expected)
+
+
 def fitted(name: str, routes: Routes = ROUTES) -> Estimator:
     estimator = make_estimator(name, routes.shape)
     estimator.fit(routes)
