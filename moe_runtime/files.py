@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -94,7 +95,12 @@ def check_output_path(path: str | os.PathLike[str], what: str) -> None:
         if not place.parent.is_dir():
             reason = f"there is no folder {place.parent}"
             raise CheckpointError(f"{path}: the {what} cannot be written: {reason}")
-        _probe(place)
+        probe = OutputFile(place)
+        try:
+            probe.file.write(bytes(_PROBE_BYTES))
+            probe.file.flush()
+        finally:
+            probe.discard()
 
 
 def check_output_folder(folder: str | os.PathLike[str], what: str) -> None:
@@ -110,7 +116,8 @@ def check_output_folder(folder: str | os.PathLike[str], what: str) -> None:
             there = there.parent
         if not there.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, f"{there} is no folder", str(folder))
-        _probe(there / "probe")
+        with tempfile.TemporaryFile(dir=there) as probe:
+            probe.write(bytes(_PROBE_BYTES))
 
 
 def check_draft_path(path: str | os.PathLike[str], what: str) -> None:
@@ -324,20 +331,6 @@ def sync_name(place: Path) -> None:
             MoERuntimeWarning,
             stacklevel=2,
         )
-
-
-def _probe(place: Path) -> None:
-    """Writes a little beside a place and removes it.
-
-    Raises:
-        OSError: nothing can be written there, or nothing could take the place.
-    """
-    probe = OutputFile(place)
-    try:
-        probe.file.write(bytes(_PROBE_BYTES))
-        probe.file.flush()
-    finally:
-        probe.discard()
 
 
 def _new_held(path: Path) -> BinaryIO:

@@ -127,9 +127,14 @@ def require_right(path: str | os.PathLike[str]) -> None:
 def is_mount_point(path: Path) -> bool:
     """Whether something is mounted at a name, a part of the same filesystem included.
 
-    That `os.path.ismount` cannot tell. What cannot be found out is none.
+    The numbers of the mounts decide; device numbers, which `os.path.ismount` compares, only of
+    folders and where the system tells no others: on an overlay of several filesystems every file
+    has another device number than its folder.
     """
-    return os.path.ismount(path) or _mount_of(path) != _mount_of(path.parent)
+    mounts = _mount_of(path), _mount_of(path.parent)
+    if path == path.parent or None in mounts:
+        return path.is_dir() and os.path.ismount(path)
+    return mounts[0] != mounts[1]
 
 
 def is_at(path: Path, descriptor: int) -> bool:
