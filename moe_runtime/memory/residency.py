@@ -120,7 +120,10 @@ class ExpertStore(Generic[W]):
                 found.append(entry.weights)
             result = use(found)
             if result is not None:
-                self._policy.touch_all(keys)
+                policy = self._policy
+                layer = policy if policy.counts_uses else policy.layers[keys[0].layer]
+                for key in keys:
+                    layer.touch(key)
                 self._counters.hits += len(keys)
             return result
 

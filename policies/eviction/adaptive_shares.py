@@ -28,6 +28,8 @@ class AdaptiveShares(LayerShares):
         worths: what a saved miss of each layer is worth; only ratios matter. One each when omitted.
     """
 
+    counts_uses = True
+
     def __init__(
         self,
         make_policy: Callable[[], EvictionPolicy[ExpertKey]],
@@ -48,11 +50,6 @@ class AdaptiveShares(LayerShares):
         """Notes a use of a held key."""
         super().touch(key)
         self._count_use()
-
-    def touch_all(self, keys: Sequence[ExpertKey]) -> None:
-        """Notes one use after another of held keys of one layer."""
-        for key in keys:
-            self.touch(key)
 
     def insert(self, key: ExpertKey) -> None:
         """Starts to hold a key, which may be one that was evicted too early."""

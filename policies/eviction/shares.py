@@ -41,7 +41,10 @@ class LayerShares(EvictionPolicy[ExpertKey], has_rule=True):
         layers: the policy of each layer; whoever holds one of them may find it replaced by
             ``restore``.
         watchers: those of the layers' policies, each once.
+        counts_uses: whether it has to hear of every use itself, not only the layer's policy.
     """
+
+    counts_uses = False
 
     def __init__(
         self, make_policy: Callable[[], EvictionPolicy[ExpertKey]], shares: Sequence[int]
@@ -89,12 +92,6 @@ class LayerShares(EvictionPolicy[ExpertKey], has_rule=True):
     def touch(self, key: ExpertKey) -> None:
         """Notes a use of a held key in its layer's order."""
         self.layers[key.layer].touch(key)
-
-    def touch_all(self, keys: Sequence[ExpertKey]) -> None:
-        """Notes one use after another of held keys of one layer."""
-        touch = self.layers[keys[0].layer].touch
-        for key in keys:
-            touch(key)
 
     def insert(self, key: ExpertKey) -> None:
         """Starts to hold a key in its layer's order."""
