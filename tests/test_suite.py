@@ -44,12 +44,14 @@ def test_an_instruction_set_is_forced_from_the_start(isa: str, tmp_path: Path) -
     """In the tests and in the programs that they start; torch's own kernels follow."""
     if isa not in (*describe().isas, "none"):
         pytest.skip(f"this machine or this build has no {isa}")
+    # A conftest file of a folder that pytest is given comes before its options are known.
+    (tmp_path / "early.py").write_text("import moe_runtime.kernels.native\n")
     test = tmp_path / "test_look.py"
     test.write_text(f"def test_look():\n    exec({LOOK!r})\n    exec({LOOK_IN_A_CHILD!r})\n")
     command = [sys.executable, "-P", "-m", "pytest", "-sq", "-p", "no:cacheprovider"]
     command += ["--confcutdir", "/", "-c", str(TESTS.parent / "pyproject.toml")]
-    command += ["--isa", isa, "-p", "conftest", str(test)]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    command += ["--isa", isa, "-p", "early", "-p", "conftest", str(test)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(tmp_path)])}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     name = "None" if isa == "none" else isa
     torch_name = "AVX2" if isa == "avx2" else ""

@@ -54,3 +54,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 if VARIABLE in os.environ:
     sys.meta_path.insert(0, _Finder())
+    # what a conftest file of a folder that pytest was given has imported already, but not loaded
+    for name in LIBRARIES:
+        if name in sys.modules:
+            force(sys.modules[name], os.environ[VARIABLE])
