@@ -8,7 +8,7 @@ two steps the next writer puts it back.
 Some folders must stay where they are: the working directory, which this process would lose, and on
 an overlay filesystem those of a lower layer. Their content is replaced file by file, while the new
 folder lies whole beside them as ``NAME.<8 hex digits>.ready``; after a kill in between the next
-writer goes on from there.
+writer goes on from there, and readers refuse the folder (`require_whole`).
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from moe_runtime.errors import MoERuntimeWarning, named_file
+from moe_runtime.errors import CheckpointError, MoERuntimeWarning, named_file
 from moe_runtime.files import (
     copy_rights,
     held,
@@ -117,6 +117,20 @@ def recover_folder(folder: str | os.PathLike[str]) -> None:
             sync_folder(place.parent)
     for left in partials_of(place):
         remove_unless_held(left)
+
+
+def require_whole(folder: str | os.PathLike[str]) -> None:
+    """Refuses to read a folder whose content is being replaced file by file, or was until a kill.
+
+    Raises:
+        CheckpointError: it is; says where the new content lies.
+    """
+    ready = partials_of(Path(os.path.realpath(folder)), _READY_SUFFIX)
+    if ready:
+        raise CheckpointError(
+            f"{folder}: is half replaced, with old files beside new ones; wait for the process "
+            f"that writes it, or, where none does, write it again or use {ready[0]}, which is whole"
+        )
 
 
 def remove_or_warn(path: Path, why: str) -> None:
@@ -239,15 +253,33 @@ def _swap(place: Path, new: Path) -> None:
 
 
 def _fill_from(place: Path, ready: Path) -> None:
-    """Gives a folder the content of another one, which is whole until all of it is there."""
+    """Gives a folder the content of another one, which is whole until all of it is there.
+
+    Meanwhile it has no ``config.json``, so that nothing else takes it for a checkpoint either.
+    """
+    for name in sorted(os.listdir(place), key=_turn, reverse=True):
+        if name.endswith(".json") and not _is_real_folder(place / name):
+            (place / name).unlink()
     _fill(place, ready)
     sync_tree(place)
     os.rename(ready, ready.with_suffix(PARTIAL_SUFFIX))
 
 
+def _turn(name: str) -> tuple[bool, bool, str]:
+    """Orders files: what describes the others comes after them, and ``config.json`` last."""
+    return name.endswith(".json"), name == "config.json", name
+
+
 def _fill(place: Path, ready: Path) -> None:
-    """Links everything of one folder into another one and removes what else is in that."""
-    names = sorted(os.listdir(ready))
+    """Removes what one folder has and another one has not, and links all of that into it."""
+    names = sorted(os.listdir(ready), key=_turn)
+    for entry in sorted(place.iterdir()):
+        if entry.name in names:
+            continue
+        if _is_real_folder(entry):
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
     for name in names:
         entry, target = ready / name, place / name
         if _is_real_folder(entry):
@@ -262,13 +294,6 @@ def _fill(place: Path, ready: Path) -> None:
             beside = partial_name(target)
             _link(entry, beside)
             os.rename(beside, target)
-    for entry in sorted(place.iterdir()):
-        if entry.name in names:
-            continue
-        if _is_real_folder(entry):
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
 
 
 def _is_real_folder(path: Path) -> bool:

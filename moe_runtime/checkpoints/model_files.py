@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from moe_runtime.checkpoints.settings_check import check_config, check_generation_settings
 from moe_runtime.checkpoints.strict_json import one_line, parse_object
 from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
+from moe_runtime.folders import require_whole
 from moe_runtime.reading import read_bounded
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ def find_checkpoint(path_or_id: str | Path, *, weights: bool = True) -> Path:
         weights: also download the weights.
 
     Raises:
-        CheckpointError: neither a folder nor a repository that can be reached is there.
+        CheckpointError: neither a folder nor a repository that can be reached is there, or a new
+            checkpoint has taken the folder's place only in part.
     """
     name = str(path_or_id)
     try:
@@ -43,6 +45,7 @@ def find_checkpoint(path_or_id: str | Path, *, weights: bool = True) -> Path:
     except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{one_line(name)}: not the name of a folder: {error}") from None
     if is_folder:
+        require_whole(folder)
         return folder
     if is_there:
         raise CheckpointError(f"{folder} is a file; expected the folder of a checkpoint")

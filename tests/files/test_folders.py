@@ -1,5 +1,6 @@
 """A folder is replaced as a whole or not at all."""
 
+import contextlib
 import errno
 import itertools
 import os
@@ -12,9 +13,9 @@ import pytest
 from injected_faults import CHANGING, LOOKING, at_call, fail, outcomes_of_kills
 
 from moe_runtime import folders
-from moe_runtime.errors import MoERuntimeWarning
+from moe_runtime.errors import CheckpointError, MoERuntimeWarning
 from moe_runtime.files import held
-from moe_runtime.folders import recover_folder, replace_folder
+from moe_runtime.folders import recover_folder, replace_folder, require_whole
 from moe_runtime.places import partial_name
 
 
@@ -206,6 +207,42 @@ def test_a_folder_that_must_stay_where_it_is_gets_the_new_content(
     assert (folder / "a folder").read_text() == "now a file"
     assert (folder / "notes too").read_text() == "mine"
     assert os.listdir(tmp_path) == ["model"]
+
+
+@pytest.mark.filterwarnings("ignore::moe_runtime.errors.MoERuntimeWarning")
+def test_a_half_replaced_folder_is_no_checkpoint_to_anybody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither to what looks for ``config.json`` nor to what asks `require_whole`."""
+    names = ("added_tokens.json", "config.json", "model-1", "model-2", "model.index.json")
+    folder = tmp_path / "model"
+    monkeypatch.setattr(folders, "_exchange", of_a_lower_layer)
+    whole = ({f"old {name}" for name in names}, {f"new {name}" for name in names})
+    mixed = 0
+    for number in itertools.count(1):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for name in names:
+            (folder / name).write_text(f"old {name}")
+        with (
+            at_call(number, fail, CHANGING) as made,
+            contextlib.suppress(OSError),
+            replace_folder(folder) as new,
+        ):
+            for name in names:
+                (new / name).write_text(f"new {name}")
+        if len(made) < number:
+            break
+        found = {path.read_text() for path in folder.iterdir()}
+        if found not in whole:
+            mixed += 1
+            assert not (folder / "config.json").exists(), (number, found)
+            with pytest.raises(CheckpointError, match=r"is half replaced.* use .*\.ready, which"):
+                require_whole(folder)
+        recover_folder(folder)
+        require_whole(folder)
+        assert {path.read_text() for path in folder.iterdir()} in whole
+    assert mixed > 2 * len(names)
 
 
 def test_what_another_process_still_puts_in_place_is_refused(tmp_path: Path) -> None:
