@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from moe_runtime.checkpoints import transformers_private
 from moe_runtime.inference.cpu.attention import attend
 from moe_runtime.kernels.native import native_library
 
@@ -65,7 +65,7 @@ def test_everything_else_is_transformers_own(change):
 def test_options_that_ask_for_more_are_passed_on(monkeypatch: pytest.MonkeyPatch):
     passed: list[dict[str, object]] = []
     monkeypatch.setattr(
-        sdpa_attention, "sdpa_attention_forward", lambda *_, **options: passed.append(options)
+        transformers_private, "sdpa_attention_forward", lambda *_, **options: passed.append(options)
     )
     query, key, value = inputs(torch.float32)
     with torch.inference_mode():
