@@ -96,7 +96,8 @@ def cases(kernels: str, *, all_policies: bool) -> Iterator[Case]:
         tight = Case(budget=TIGHT, kernels=kernels)
         for policy, prefetch in itertools.product(LIVE_POLICIES, PREFETCH):
             yield replace(tight, policy=policy, prefetch=prefetch)
-        for predictor in PREDICTORS:
+        untrained = [name for name in PREDICTORS if not PREDICTORS[name].needs_training]
+        for predictor in untrained:
             yield replace(tight, policy="predicted", prefetch="enforce", predictor=predictor)
 
 

@@ -18,7 +18,8 @@ def bind_weights(experts: ExpertMap) -> Callable[[ExpertKey, torch.Tensor], Expe
     """Makes the function by which a store turns a filled slot into an expert's weights."""
 
     def bind(key: ExpertKey, slot: torch.Tensor) -> ExpertWeights:
-        views = experts.layouts[key].views(slot)
+        with torch.inference_mode(False):  # views are kept, and a later call may want gradients
+            views = experts.layouts[key].views(slot)
         named = dict(zip(experts.matrices[key.layer], views, strict=True))
         return ExpertWeights(gate=named.pop("gate", None), **named)
 

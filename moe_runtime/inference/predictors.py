@@ -25,7 +25,7 @@ def check_predictor(predictor: str | Path) -> None:
 
     Raises:
         CheckpointError: the file is missing, or is not a predictor.
-        ValueError: no predictor has this name.
+        ValueError: no predictor has this name, or the one that has it must be trained first.
     """
     if is_file_name(predictor):
         options.read_predictor_signature(predictor)
@@ -33,6 +33,11 @@ def check_predictor(predictor: str | Path) -> None:
         raise ValueError(
             f"unknown predictor {predictor!r}: {nearest(str(predictor), PREDICTORS)}; "
             "or the file of a trained one, which ends in .npz"
+        )
+    elif PREDICTORS[str(predictor)].needs_training:
+        raise ValueError(
+            f"{predictor} guesses nothing before it is trained: give the .npz file that "
+            f"`moe-runtime predictor fit --model MODEL --text FILE --predictor {predictor}` writes"
         )
 
 

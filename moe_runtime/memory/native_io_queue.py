@@ -48,8 +48,13 @@ class NativeReadQueue:
         changed: the lock of whoever submits; every method is called with it held.
     """
 
-    def __init__(self, library: NativeLibrary, num_threads: int) -> None:
+    def __init__(self, library: NativeLibrary, num_threads: int, keeps: object = None) -> None:
         """Starts the threads.
+
+        Args:
+            library: whose threads.
+            num_threads: how many reads are served at once.
+            keeps: what must live until the threads have ended: the files that they read.
 
         Raises:
             ValueError: there would be no thread.
@@ -63,7 +68,7 @@ class NativeReadQueue:
         self._library = library
         self._queue: int | None = queue
         # what the threads write into must not be given back before they have ended
-        self._close = weakref.finalize(self, library.reads_close, queue)
+        self._close = weakref.finalize(self, _close_queue, library, queue, keeps)
         self._close.atexit = False
         self._names = itertools.count(1)
         self._running: dict[int, tuple[Read, BlockFault]] = {}
@@ -204,6 +209,11 @@ class NativeReadQueue:
             read.error = fault(block, OSError(error, os.strerror(error)))
         read.end(1e-9 * age_ns)
         self._running.pop(name, None)
+
+
+def _close_queue(library: NativeLibrary, queue: int, _keeps: object) -> None:
+    """Ends the threads; only then is what they read from let go of."""
+    library.reads_close(queue)
 
 
 class _Delivery(Changes):

@@ -1,6 +1,7 @@
 """Experts in the files of a checkpoint: positional reads of whole experts, past the page cache."""
 
 import os
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -54,6 +55,8 @@ class CheckpointFile:
             self._fd = self._open()
         except OSError as error:
             raise CheckpointError(f"cannot open {path}: {error.strerror}") from None
+        self._close = weakref.finalize(self, os.close, self._fd)
+        self._close.atexit = False
 
     def read(self, offset: int, into: memoryview, needed_bytes: int) -> int:
         """Fills a buffer from the file.
@@ -89,8 +92,8 @@ class CheckpointFile:
         return file_version(self._fd)
 
     def close(self) -> None:
-        """Closes the file."""
-        os.close(self._fd)
+        """Closes the file, as does who drops it; again changes nothing."""
+        self._close()
 
     def _open(self) -> int:
         if self.direct:
@@ -137,10 +140,10 @@ class ExpertSource:
         self._layouts = dict(layouts)
         paths = {extent.file for layout in layouts.values() for extent in layout.extents}
         library = native_library()
-        self._native = library and NativeReadQueue(library, io_threads)
+        self._files: dict[Path, CheckpointFile] = {}
+        self._native = library and NativeReadQueue(library, io_threads, self._files)
         self._queue = None if self._native else ReadQueue(io_threads)
         self.changed: Changes = self._native.changed if self._native else Changes()
-        self._files: dict[Path, CheckpointFile] = {}
         self._packed: dict[ExpertKey, tuple[bytes, BlockFault]] = {}
         try:
             for path in sorted(paths):

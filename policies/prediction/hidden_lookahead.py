@@ -22,6 +22,7 @@ class HiddenLookahead(NextGate):
     """
 
     name = "hidden-lookahead"
+    needs_training = True
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)

@@ -138,6 +138,16 @@ def test_residency_changes_no_bit_of_a_gradient(checkpoint):
     assert torch.equal(found[0], found[2])
 
 
+def test_what_was_computed_in_inference_mode_can_be_differentiated_afterwards(checkpoint):
+    """Every expert is made for the first time within the mode; all stay resident."""
+    fresh, used = load(checkpoint, host_memory="1GiB"), load(checkpoint, host_memory="1GiB")
+    with fresh.moe, used.moe:
+        with torch.inference_mode():
+            used(TOKENS)
+            used.generate(TOKENS, max_new_tokens=3, do_sample=False)
+        assert torch.equal(input_gradient(used), input_gradient(fresh))
+
+
 @pytest.mark.parametrize("family", KINDS, ids=str)
 def test_half_precision_is_no_further_from_the_truth_than_transformers(family, tmp_path):
     check_half_precision(family, tmp_path)

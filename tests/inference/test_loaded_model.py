@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn.utils import parametrize as parametrizations
 from torch.nn.utils import prune as pruning
 
 import moe_runtime
+from moe_runtime.kernels.native import native_library
 from moe_runtime.models.pocket import pocket_path
 
 PROMPT = torch.arange(8)[None]
@@ -74,6 +76,23 @@ def test_it_is_freed_when_it_is_let_go() -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.skipif(native_library() is None, reason="threads of Python keep the store alive")
+def test_dropped_without_being_closed_it_closes_its_files() -> None:
+    def open_files() -> int:
+        names = map(os.path.realpath, Path("/proc/self/fd").iterdir())
+        return sum(name.endswith(".safetensors") for name in names)
+
+    gc.collect()
+    before = open_files()
+    model = load()
+    with torch.no_grad():
+        model(PROMPT)
+    assert open_files() > before
+    del model
+    gc.collect()
+    assert open_files() == before
 
 
 class Zero(nn.Module):

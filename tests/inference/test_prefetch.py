@@ -97,6 +97,8 @@ def test_wrong_settings_are_refused_before_loading(trained: Path, tmp_path: Path
         moe_runtime.load(pocket_path(), prefetch="enforced")
     with pytest.raises(ValueError, match="did you mean 'next-gate'"):
         moe_runtime.load(pocket_path(), predictor="nextgate")
+    with pytest.raises(ValueError, match="predictor fit --model MODEL --text FILE"):
+        moe_runtime.load(pocket_path(), predictor="hidden-lookahead")
     with pytest.raises(CheckpointError, match=r"missing\.npz"):
         moe_runtime.load(pocket_path(), predictor=tmp_path / "missing.npz")
 
