@@ -67,7 +67,7 @@ def open_checkpoint(path_or_id: str | Path, dtype: str | torch.dtype) -> Checkpo
         UnsupportedModelError: the weights are quantised, or the architecture is unknown.
         ValueError: the dtype is not one to compute in.
     """
-    folder = find_checkpoint(path_or_id)
+    folder = find_checkpoint(path_or_id).absolute()  # whatever the working directory is later
     config = read_config(folder)
     _refuse_quantized(config)
     entries = read_checkpoint_index(folder)

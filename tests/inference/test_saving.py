@@ -242,3 +242,15 @@ def test_the_working_directory_may_be_saved_to(
     assert (folder / "notes").read_text() == "mine"
     assert not (folder / "model.safetensors").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
+
+
+def test_a_model_loaded_by_a_relative_name_is_saved_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint(tmp_path / "first")
+    monkeypatch.chdir(tmp_path)
+    model = load(Path("first"))
+    monkeypatch.chdir("/")
+    with model.moe:
+        model.save_pretrained(tmp_path / "second")
+    assert torch.equal(logits(tmp_path / "second"), logits(tmp_path / "first"))
