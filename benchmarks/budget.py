@@ -32,7 +32,7 @@ from moe_runtime.config import format_bytes
 from moe_runtime.files import write_text
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.policies.eviction import LIVE_POLICIES
-from moe_runtime.policies.prediction import PREDICTORS
+from moe_runtime.policies.prediction import NEED_TRAINING, PREDICTORS
 
 BUDGETS = ("16MiB", "20MiB", "24MiB", "32MiB", "48MiB", "64MiB", "auto")
 TIGHT = "20MiB"
@@ -96,8 +96,7 @@ def cases(kernels: str, *, all_policies: bool) -> Iterator[Case]:
         tight = Case(budget=TIGHT, kernels=kernels)
         for policy, prefetch in itertools.product(LIVE_POLICIES, PREFETCH):
             yield replace(tight, policy=policy, prefetch=prefetch)
-        untrained = [name for name in PREDICTORS if not PREDICTORS[name].needs_training]
-        for predictor in untrained:
+        for predictor in sorted(PREDICTORS.keys() - NEED_TRAINING):
             yield replace(tight, policy="predicted", prefetch="enforce", predictor=predictor)
 
 

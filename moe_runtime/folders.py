@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from moe_runtime.errors import CheckpointError, MoERuntimeWarning, named_file
+from moe_runtime.errors import MoERuntimeWarning, named_file
 from moe_runtime.files import (
     copy_rights,
     held,
@@ -31,10 +31,16 @@ from moe_runtime.files import (
     sync_folder,
     sync_name,
 )
-from moe_runtime.places import PARTIAL_SUFFIX, is_at, partial_name, partials_of, require_replaceable
+from moe_runtime.places import (
+    PARTIAL_SUFFIX,
+    READY_SUFFIX,
+    is_at,
+    partial_name,
+    partials_of,
+    require_replaceable,
+)
 
 _ASIDE_SUFFIX = ".old"
-_READY_SUFFIX = ".ready"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
@@ -105,7 +111,7 @@ def recover_folder(folder: str | os.PathLike[str]) -> None:
         OSError: it cannot be put back.
     """
     place = Path(os.path.realpath(folder))
-    for ready in sorted(partials_of(place, _READY_SUFFIX)):
+    for ready in sorted(partials_of(place, READY_SUFFIX)):
         with held(ready, advice=f"move its files into {place}, which needs them"):
             place.mkdir(exist_ok=True)
             _fill_from(place, ready)
@@ -117,20 +123,6 @@ def recover_folder(folder: str | os.PathLike[str]) -> None:
             sync_folder(place.parent)
     for left in partials_of(place):
         remove_unless_held(left)
-
-
-def require_whole(folder: str | os.PathLike[str]) -> None:
-    """Refuses to read a folder whose content is being replaced file by file, or was until a kill.
-
-    Raises:
-        CheckpointError: it is; says where the new content lies.
-    """
-    ready = partials_of(Path(os.path.realpath(folder)), _READY_SUFFIX)
-    if ready:
-        raise CheckpointError(
-            f"{folder}: is half replaced, with old files beside new ones; wait for the process "
-            f"that writes it, or, where none does, write it again or use {ready[0]}, which is whole"
-        )
 
 
 def remove_or_warn(path: Path, why: str) -> None:
@@ -246,7 +238,7 @@ def _swap(place: Path, new: Path) -> None:
         except OSError as error:
             if error.errno != errno.EXDEV:  # as overlay filesystems say of a lower layer's folder
                 raise
-    ready = new.with_suffix(_READY_SUFFIX)
+    ready = new.with_suffix(READY_SUFFIX)
     os.rename(new, ready)
     sync_folder(place.parent)
     _fill_from(place, ready)

@@ -13,7 +13,10 @@ import secrets
 import stat
 from pathlib import Path
 
+from moe_runtime.errors import CheckpointError
+
 PARTIAL_SUFFIX = ".partial"
+READY_SUFFIX = ".ready"
 DRAFT_SUFFIX = ".part"
 INTERRUPTED_SUFFIX = ".interrupted"
 _DESCRIPTORS = re.compile(r"/proc/(\d+)(/task/\d+)?/fd")
@@ -217,3 +220,17 @@ def _mount_of(path: Path) -> str | None:
         return None
     finally:
         os.close(descriptor)
+
+
+def require_whole(folder: str | os.PathLike[str]) -> None:
+    """Refuses to read a folder whose content is being replaced file by file, or was until a kill.
+
+    Raises:
+        CheckpointError: it is; says where the new content lies.
+    """
+    ready = partials_of(Path(os.path.realpath(folder)), READY_SUFFIX)
+    if ready:
+        raise CheckpointError(
+            f"{folder}: is half replaced, with old files beside new ones; wait for the process "
+            f"that writes it, or, where none does, write it again or use {ready[0]}, which is whole"
+        )

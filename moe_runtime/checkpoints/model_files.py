@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from moe_runtime.checkpoints.settings_check import check_config, check_generation_settings
 from moe_runtime.checkpoints.strict_json import one_line, parse_object
 from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
-from moe_runtime.folders import require_whole
+from moe_runtime.places import require_whole
 from moe_runtime.reading import read_bounded
 
 if TYPE_CHECKING:

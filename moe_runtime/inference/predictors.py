@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from moe_runtime.config import nearest
 from moe_runtime.inference import options
-from moe_runtime.policies.prediction import PREDICTORS, make_estimator
+from moe_runtime.policies.prediction import NEED_TRAINING, PREDICTORS, make_estimator
 from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.types import ModelSignature
 
@@ -34,7 +34,7 @@ def check_predictor(predictor: str | Path) -> None:
             f"unknown predictor {predictor!r}: {nearest(str(predictor), PREDICTORS)}; "
             "or the file of a trained one, which ends in .npz"
         )
-    elif PREDICTORS[str(predictor)].needs_training:
+    elif predictor in NEED_TRAINING:
         raise ValueError(
             f"{predictor} guesses nothing before it is trained: give the .npz file that "
             f"`moe-runtime predictor fit --model MODEL --text FILE --predictor {predictor}` writes"

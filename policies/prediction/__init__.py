@@ -47,6 +47,7 @@ else:
     )
 
 __all__ = [
+    "NEED_TRAINING",
     "PREDICTORS",
     "Contexts",
     "EamCollection",
@@ -87,6 +88,9 @@ PREDICTORS: Mapping[str, "type[Estimator]"] = LazyTable(
         "hidden-lookahead": f"{__name__}.hidden_lookahead:HiddenLookahead",
     }
 )
+
+NEED_TRAINING = frozenset({"hidden-lookahead"})
+"""Those of `PREDICTORS` that guess nothing before they are trained."""
 
 
 def make_estimator(name: str, shape: Shape) -> "Estimator":

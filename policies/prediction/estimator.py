@@ -19,12 +19,10 @@ class Estimator(ABC):
     Attributes:
         name: its name on the command line and in files.
         needs_hidden: whether it reads hidden states, which traces do not hold.
-        needs_training: whether it can say nothing before it was trained.
     """
 
     name: ClassVar[str]
     needs_hidden: ClassVar[bool] = False
-    needs_training: ClassVar[bool] = False
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape

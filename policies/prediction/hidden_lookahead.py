@@ -22,7 +22,6 @@ class HiddenLookahead(NextGate):
     """
 
     name = "hidden-lookahead"
-    needs_training = True
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)

@@ -15,8 +15,8 @@ from injected_faults import CHANGING, LOOKING, at_call, fail, outcomes_of_kills
 from moe_runtime import folders
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
 from moe_runtime.files import held
-from moe_runtime.folders import recover_folder, replace_folder, require_whole
-from moe_runtime.places import partial_name
+from moe_runtime.folders import recover_folder, replace_folder
+from moe_runtime.places import partial_name, require_whole
 
 
 def of_a_lower_layer(one: Path, other: Path) -> bool:
@@ -25,7 +25,7 @@ def of_a_lower_layer(one: Path, other: Path) -> bool:
 
 
 WAYS: dict[str, tuple[str, Any]] = {
-    "exchange": ("_READY_SUFFIX", ".ready"),
+    "exchange": ("READY_SUFFIX", ".ready"),
     "without exchange": ("_exchange", lambda one, other: False),
     "lower layer": ("_exchange", of_a_lower_layer),
 }

@@ -66,8 +66,8 @@ def test_every_weight_is_written(
     first, second = tensors(tmp_path / "first"), tensors(tmp_path / "second")
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-    # the same weights in the same program
-    assert torch.equal(logits(tmp_path / "second"), logits(tmp_path / "first"))
+    # the same weights; where they lie in memory decides how MKL sums on old processors
+    torch.testing.assert_close(logits(tmp_path / "second"), logits(tmp_path / "first"))
     torch.testing.assert_close(logits(tmp_path / "second"), expected, rtol=1e-5, atol=1e-5)
     assert sorted(path.name for path in (tmp_path / "second").iterdir()) == [
         "config.json",
@@ -253,4 +253,4 @@ def test_a_model_loaded_by_a_relative_name_is_saved_from_elsewhere(
     monkeypatch.chdir("/")
     with model.moe:
         model.save_pretrained(tmp_path / "second")
-    assert torch.equal(logits(tmp_path / "second"), logits(tmp_path / "first"))
+    torch.testing.assert_close(logits(tmp_path / "second"), logits(tmp_path / "first"))
