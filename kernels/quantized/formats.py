@@ -1,0 +1,89 @@
+"""What the numbers of a quantised weight are: codes, scales of groups, zero points.
+
+Sources: OCP Microscaling Formats (MX) 1.0 for e2m1, e4m3 and e8m0; DeepSeek-V3 (arXiv:2412.19437)
+for fp8 in blocks of 128 x 128; compressed-tensors for integers in groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+
+CodeName = Literal["e2m1", "e4m3", "uint4", "uint8", "int8"]
+ScaleName = Literal["e8m0", "e4m3", "bf16", "f16", "f32"]
+GlobalScale = Literal["none", "multiply", "divide"]
+
+CODES = MappingProxyType({"e2m1": 4, "e4m3": 8, "uint4": 4, "uint8": 8, "int8": 8})
+"""Bits of every kind of code. Of two codes in a byte, the low one has the smaller column."""
+
+SCALES = MappingProxyType(
+    {
+        "e8m0": torch.uint8,
+        "e4m3": torch.float8_e4m3fn,
+        "bf16": torch.bfloat16,
+        "f16": torch.float16,
+        "f32": torch.float32,
+    }
+)
+"""Element type of the tensor that holds every kind of scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How a weight `[N, K]` is written: `value[n, k] = (code - zero) * scale * global scale`.
+
+    Attributes:
+        codes: `e2m1` (fp4: sign, two exponent bits, one of mantissa), `e4m3` (fp8 without
+            infinities, NaN is 0x7f), `uint4` and `uint8` (unsigned integers), `int8`.
+        scales: Type of the scales; `e8m0` is `2 ** (byte - 127)`, and 255 is NaN.
+        group_rows: Rows that share a scale; 0 when all do.
+        group_cols: Columns that share a scale; 0 when all do. The last group may be shorter.
+        zero: What is subtracted from every integer code where there are no zero points.
+        has_zero_points: Whether each group has a zero point of its own, a byte.
+        global_scale: Whether one fp32 number multiplies or divides all scales (NVFP4).
+    """
+
+    codes: CodeName
+    scales: ScaleName
+    group_rows: int = 1
+    group_cols: int = 0
+    zero: int = 0
+    has_zero_points: bool = False
+    global_scale: GlobalScale = "none"
+
+    def __post_init__(self) -> None:
+        """Checks the fields.
+
+        Raises:
+            ValueError: A name is unknown, a size is negative, or zeros belong to no integer code.
+        """
+        if self.codes not in CODES:
+            raise ValueError(f"codes must be one of {', '.join(CODES)}, got {self.codes!r}")
+        if self.scales not in SCALES:
+            raise ValueError(f"scales must be one of {', '.join(SCALES)}, got {self.scales!r}")
+        if self.group_rows < 0 or self.group_cols < 0:
+            raise ValueError(
+                f"a group cannot have {self.group_rows} rows and {self.group_cols} columns"
+            )
+        if (self.zero or self.has_zero_points) and self.codes not in ("uint4", "uint8"):
+            raise ValueError(f"zero points belong to uint4 and uint8, not to {self.codes}")
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return CODES[self.codes]
+
+    def row_bytes(self, num_cols: int) -> int:
+        """Bytes of the codes of a row."""
+        return -(-num_cols * self.bits // 8)
+
+    def scales_shape(self, num_rows: int, num_cols: int) -> tuple[int, int]:
+        """Groups of a matrix along its rows and its columns."""
+        return _groups(num_rows, self.group_rows), _groups(num_cols, self.group_cols)
+
+
+def _groups(size: int, group: int) -> int:
+    return 1 if group == 0 else -(-size // group)

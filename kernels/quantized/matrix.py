@@ -1,0 +1,101 @@
+"""A quantised weight: codes, scales and zero points as views of wherever they lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.quantized.formats import SCALES, WeightFormat
+from moe_runtime.kernels.quantized.reference import code_values, scale_values
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedMatrix:
+    """A weight `[N, K]`, row-major. Rows of codes and scales may lie at any distance.
+
+    Attributes:
+        format: What the numbers mean.
+        num_cols: K.
+        codes: `uint8 [N, ceil(K * bits / 8)]`, unit stride along its last dimension.
+        scales: `[groups of rows, groups of columns]`, unit stride along its last dimension, of the
+            element type that `SCALES` names.
+        zero_points: `uint8`, shaped as the scales, or None.
+        global_scale: `fp32 [1]`, or None.
+    """
+
+    format: WeightFormat
+    num_cols: int
+    codes: Tensor
+    scales: Tensor
+    zero_points: Tensor | None = None
+    global_scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Checks that the parts belong together.
+
+        Raises:
+            ValueError: They do not; says which, what was expected and what came.
+        """
+        kind = self.format
+        row_bytes = kind.row_bytes(self.num_cols)
+        if self.codes.dtype != torch.uint8 or self.codes.shape[1:] != (row_bytes,):
+            raise ValueError(f"codes must be uint8 [N, {row_bytes}], got {_described(self.codes)}")
+        groups = kind.scales_shape(len(self.codes), self.num_cols)
+        if self.scales.dtype != SCALES[kind.scales] or self.scales.shape != groups:
+            raise ValueError(
+                f"scales must be {SCALES[kind.scales]} {list(groups)}, "
+                f"got {_described(self.scales)}"
+            )
+        zeros = self.zero_points
+        if (zeros is not None) != kind.has_zero_points:
+            raise ValueError(f"zero points: the format says {kind.has_zero_points}")
+        if zeros is not None and (zeros.dtype != torch.uint8 or zeros.shape != groups):
+            raise ValueError(f"zero points must be uint8 {list(groups)}, got {_described(zeros)}")
+        factor = self.global_scale
+        if (factor is not None) != (kind.global_scale != "none"):
+            raise ValueError(f"global scale: the format says {kind.global_scale}")
+        if factor is not None and (factor.dtype != torch.float32 or factor.numel() != 1):
+            raise ValueError(f"the global scale must be one fp32 number, got {_described(factor)}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(N, K)`."""
+        return len(self.codes), self.num_cols
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        parts = (self.codes, self.scales, self.zero_points, self.global_scale)
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values `[N, K]`: the specification of every kernel.
+
+        Codes and scales are exact in fp32; their product is rounded to fp32 once, and then to
+        `dtype`.
+        """
+        values = code_values(self.codes, self.format.codes, self.num_cols)
+        scales = scale_values(self.scales, self.format.scales)
+        if self.global_scale is not None:
+            is_factor = self.format.global_scale == "multiply"
+            scales = scales * self.global_scale if is_factor else scales / self.global_scale
+        if self.zero_points is not None:
+            values = values - self._spread(self.zero_points.float())
+        elif self.format.zero:
+            values = values - self.format.zero
+        return (values * self._spread(scales)).to(dtype)
+
+    def _spread(self, groups: Tensor) -> Tensor:
+        """A number of each group for every element that it belongs to: `[N, K]`."""
+        rows, cols = self.format.group_rows, self.format.group_cols
+        for dim, (group, size) in enumerate(((rows, len(self.codes)), (cols, self.num_cols))):
+            place = torch.arange(size, device=groups.device)
+            place = torch.zeros_like(place) if group == 0 else place // group
+            groups = groups.index_select(dim, place)
+        return groups
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"

@@ -1,0 +1,51 @@
+"""What codes and scales stand for, in plain torch.
+
+Shape suffixes: N rows, K columns, B bytes of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of the eight e2m1 codes without their sign, which is bit 3."""
+
+
+def code_values(codes_NB: Tensor, kind: str, num_cols: int) -> Tensor:
+    """The number that each code stands for, without zero point and scale.
+
+    Args:
+        codes_NB: `uint8`.
+        kind: A name of `CODES`.
+        num_cols: K.
+
+    Returns:
+        `fp32 [N, K]`, exact.
+    """
+    if kind == "e4m3":
+        return codes_NB.contiguous().view(torch.float8_e4m3fn).float()
+    if kind == "int8":
+        return codes_NB.contiguous().view(torch.int8).float()
+    if kind == "uint8":
+        return codes_NB.float()
+    nibbles_NK = torch.stack((codes_NB & 15, codes_NB >> 4), dim=-1).flatten(1)[:, :num_cols]
+    if kind == "uint4":
+        return nibbles_NK.float()
+    magnitudes = torch.tensor(E2M1_VALUES, device=codes_NB.device)
+    return torch.cat((magnitudes, -magnitudes))[nibbles_NK.int()]
+
+
+def scale_values(scales: Tensor, kind: str) -> Tensor:
+    """The numbers that scales stand for: fp32, exact.
+
+    Args:
+        scales: Of the element type that `SCALES` names.
+        kind: A name of `SCALES`.
+    """
+    if kind != "e8m0":
+        return scales.float()
+    bits = scales.int() << 23
+    bits = torch.where(scales == 0, 1 << 22, bits)  # 2 ** -127 is subnormal in fp32
+    values = bits.view(torch.float32)
+    return torch.where(scales == 255, torch.nan, values)
