@@ -32,7 +32,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True, slots=True)
-class LayerShape:
+class ExpertsShape:
     """One layer's experts: E, K, D, F, and the transformers model that has them."""
 
     model_type: str
@@ -44,9 +44,9 @@ class LayerShape:
 
 
 SHAPES = {
-    "olmoe-1b-7b": LayerShape("olmoe", "OlmoeExperts", 64, 8, 2048, 1024),
-    "qwen3-30b-a3b": LayerShape("qwen3_moe", "Qwen3MoeExperts", 128, 8, 2048, 768),
-    "mixtral-8x7b": LayerShape("mixtral", "MixtralExperts", 8, 2, 4096, 14336),
+    "olmoe-1b-7b": ExpertsShape("olmoe", "OlmoeExperts", 64, 8, 2048, 1024),
+    "qwen3-30b-a3b": ExpertsShape("qwen3_moe", "Qwen3MoeExperts", 128, 8, 2048, 768),
+    "mixtral-8x7b": ExpertsShape("mixtral", "MixtralExperts", 8, 2, 4096, 14336),
 }
 TOKENS = (1, 16, 256, 2048)
 # A call as long as this needs no other to warm up before it.
@@ -81,7 +81,7 @@ def main() -> None:
         _save(rows, facts, head)
 
 
-def make_experts(shape: LayerShape, dtype: torch.dtype) -> Any:
+def make_experts(shape: ExpertsShape, dtype: torch.dtype) -> Any:
     """The experts module of a model, with random weights."""
     from transformers import CONFIG_MAPPING
     from transformers.models import mixtral, olmoe, qwen3_moe
@@ -109,7 +109,7 @@ def make_experts(shape: LayerShape, dtype: torch.dtype) -> Any:
     return module
 
 
-def routing(shape: LayerShape, num_tokens: int, seed: int) -> tuple[Tensor, Tensor]:
+def routing(shape: ExpertsShape, num_tokens: int, seed: int) -> tuple[Tensor, Tensor]:
     """Uniform top-k ids and normalised gate weights."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(num_tokens, shape.num_experts, generator=generator)
@@ -118,7 +118,7 @@ def routing(shape: LayerShape, num_tokens: int, seed: int) -> tuple[Tensor, Tens
 
 
 def measure(
-    module: Any, shape: LayerShape, num_tokens: int, passes: str, arguments: argparse.Namespace
+    module: Any, shape: ExpertsShape, num_tokens: int, passes: str, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Median milliseconds of one call by implementation, and the ratio to the best peer."""
     trains = passes == "forward+backward"

@@ -19,7 +19,7 @@ from harness.machine import commit, versions
 from moe_runtime.cli.commands.simulate import plain_numbers
 from moe_runtime.files import write_atomically, write_text
 from moe_runtime.lab.simulate.machine_file import ASSUMED, read_machine
-from moe_runtime.lab.simulate.scaling import Imbalance, LayerShape, sweep_scaling
+from moe_runtime.lab.simulate.scaling import Imbalance, SimulatedLayer, sweep_scaling
 
 LARGEST_SKEWED = 512
 HERE = Path(__file__).parent
@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 
 def predict(ranks: list[int], degrees: list[int]) -> list[dict[str, Any]]:
     """Layers on machines described by files: exchanges, chunks, placements, stragglers."""
-    shape = LayerShape()
+    shape = SimulatedLayer()
     variants = {
         "equal loads": Imbalance(),
         "Zipf(0.5), round-robin": Imbalance(zipf=0.5),

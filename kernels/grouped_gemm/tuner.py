@@ -27,7 +27,7 @@ from moe_runtime.kernels.token_sort import token_sort
 _SUMS_OF_A_THREAD = 128
 
 
-class LayerShape(NamedTuple):
+class LayerBatch(NamedTuple):
     """One layer of experts and a batch: T, D, F, E, K."""
 
     num_tokens: int
@@ -137,7 +137,7 @@ def candidate_tiles(problem: Problem, device: Device) -> list[Tile]:
 
 
 def layer_problems(
-    shape: LayerShape, dtype: torch.dtype, device: torch.device, *, impl: str = "auto"
+    shape: LayerBatch, dtype: torch.dtype, device: torch.device, *, impl: str = "auto"
 ) -> list[Problem]:
     """Every product of a gated layer, forward and backward, with tokens spread at random.
 
@@ -232,7 +232,7 @@ def layer_problems(
     ]
 
 
-def parse_shape(text: str) -> LayerShape:
+def parse_shape(text: str) -> LayerBatch:
     """A shape from `tokens,hidden,intermediate,experts,top_k`.
 
     Raises:
@@ -244,7 +244,7 @@ def parse_shape(text: str) -> LayerShape:
             f"a shape is tokens,hidden,intermediate,experts,top_k, five numbers from 1 on; got "
             f"{text!r}"
         )
-    shape = LayerShape(*map(int, parts))
+    shape = LayerBatch(*map(int, parts))
     if shape.num_choices > shape.num_experts:
         raise ValueError(
             f"top_k must be at most the number of experts ({shape.num_experts}), got "

@@ -44,7 +44,7 @@ class ReadText:
 
         Those that look at hidden states get the model's gates.
         """
-        from moe_runtime.inference.hidden_states import fit_lookahead, next_gate
+        from moe_runtime.inference.prediction.hidden_states import fit_lookahead, next_gate
         from moe_runtime.policies.prediction import HiddenLookahead, NextGate, make_estimator
 
         routes, hidden = self.part(windows)
@@ -78,7 +78,7 @@ def read_text(session: Session, model: str, text: Path, host_memory: str) -> Rea
             f"{text}: has {len(ids)} tokens, expected at least {2 * WINDOW_TOKENS} to learn from"
         )
     import moe_runtime
-    from moe_runtime.inference.hidden_states import record_hidden
+    from moe_runtime.inference.prediction.hidden_states import record_hidden
 
     with loading_bar() as progress:
         loaded: Any = moe_runtime.load(

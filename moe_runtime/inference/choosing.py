@@ -13,8 +13,8 @@ from moe_runtime.config import PrefetchMode, nearest
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference import options
 from moe_runtime.inference.budget import MemoryPlan
-from moe_runtime.inference.gates import find_gate
-from moe_runtime.inference.predictors import (
+from moe_runtime.inference.prediction.gates import find_gate
+from moe_runtime.inference.prediction.predictors import (
     check_predictor,
     learned_bytes,
     make_live_estimator,

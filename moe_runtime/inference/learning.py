@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_runtime.inference import options
-from moe_runtime.inference.predictors import is_file_name
+from moe_runtime.inference.prediction.predictors import is_file_name
 from moe_runtime.inference.steps import LayerRouting, Listener, Step
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.policies.prediction import PREDICTORS, LayerRouted, StepBegins

@@ -6,7 +6,7 @@ from moe_runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
     from moe_runtime.inference.expert_partition import divide_experts as divide_experts
-    from moe_runtime.inference.prefetching import open_prefetcher as open_prefetcher
+    from moe_runtime.inference.prediction.prefetching import open_prefetcher as open_prefetcher
     from moe_runtime.inference.step_times import StepTimes as StepTimes
     from moe_runtime.inference.step_times import StoreTimes as StoreTimes
     from moe_runtime.lab.replay.choice import choose_policy as choose_policy
@@ -32,7 +32,7 @@ else:
             # a device
             "moe_runtime.memory.tiers": "TierFetcher",
             # prefetching
-            "moe_runtime.inference.prefetching": "open_prefetcher",
+            "moe_runtime.inference.prediction.prefetching": "open_prefetcher",
             "moe_runtime.lab.traces.predictor_file": "read_predictor read_predictor_signature",
             # a policy that is chosen by replay, or that learns from requests
             "moe_runtime.lab.replay.choice": "choose_policy",

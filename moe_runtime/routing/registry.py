@@ -19,7 +19,7 @@ from moe_runtime.routing.prototype import Prototype
 from moe_runtime.routing.reinforce import Reinforce
 from moe_runtime.routing.sam import Sam
 from moe_runtime.routing.switch import Switch
-from moe_runtime.routing.topk import GroupLimitedTopK, RoundRobin, SigmoidTopK, SoftmaxTopK
+from moe_runtime.routing.topk import GroupLimitedTopK, RoundRobinTopK, SigmoidTopK, SoftmaxTopK
 from moe_runtime.routing.variable import DenseToSparse, ExpertChoice
 
 GATES: Mapping[str, type[Gate]] = MappingProxyType(
@@ -40,7 +40,7 @@ GATES: Mapping[str, type[Gate]] = MappingProxyType(
         "base": Base,
         "moepp": MoEPlusPlus,
         "rl_r": Reinforce,
-        "round_robin": RoundRobin,
+        "round_robin": RoundRobinTopK,
     }
 )
 

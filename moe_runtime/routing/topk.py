@@ -251,7 +251,7 @@ class GroupLimitedTopK(SoftmaxTopK):
         return limited_TGM.flatten(1).topk(self.top_k, dim=-1).indices
 
 
-class RoundRobin(SoftmaxTopK):
+class RoundRobinTopK(SoftmaxTopK):
     """Perfectly balanced choices in turn, with the weights of their real scores.
 
     For benchmarks: it takes the skew of a random model out of a measurement.

@@ -29,7 +29,7 @@ from moe_runtime.training.offload.execution.adapters import AdapterTraining
 from moe_runtime.training.offload.expert_training import ExpertTraining
 from moe_runtime.training.offloaded import offload_report
 from moe_runtime.training.optimizer import Optimizer
-from moe_runtime.training.ranks import OneProcess
+from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.run_config import LoopConfig
 from moe_runtime.training.schedule import learning_rate
 from moe_runtime.training.sharded import ShardedCheckpoints
@@ -98,7 +98,7 @@ class TrainingRun:
     checkpoints: Path
     settings: Mapping[str, Any]
     sinks: Sequence[MetricsSink] = field(default_factory=tuple)
-    ranks: OneProcess = field(default_factory=OneProcess)
+    ranks: OneRank = field(default_factory=OneRank)
     shards: ShardedCheckpoints | None = None
     trace: TrainingTrace | None = None
 

@@ -38,7 +38,7 @@ from moe_runtime.training.offload.optimizers.adamw import AdamW, bytes_of_step
 from moe_runtime.training.offload.states.initial import StreamedInit
 from moe_runtime.training.offload.states.records import RecordLayout
 from moe_runtime.training.offload.states.saved import remove_own_files
-from moe_runtime.training.ranks import OneProcess
+from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.run_config import LoopConfig, TrainConfig
 from moe_runtime.training.tracing import signature_of_config, trace_bytes
 from moe_runtime.types import ExpertKey
@@ -76,7 +76,7 @@ def offloaded_optimizer(
     folder: Path,
     *,
     resumes: bool,
-    ranks: OneProcess,
+    ranks: OneRank,
 ) -> OffloadedTraining:
     """Sends the experts to their tiers.
 
@@ -166,7 +166,7 @@ def optimizer_settings(config: LoopConfig) -> AdamW:
     )
 
 
-def offload_plan(config: TrainConfig, model: LanguageModel, ranks: OneProcess) -> dict[str, Any]:
+def offload_plan(config: TrainConfig, model: LanguageModel, ranks: OneRank) -> dict[str, Any]:
     """Where experts would live, and the bytes of a step in which every expert gets tokens.
 
     Of several processes, this one's experts and bytes.

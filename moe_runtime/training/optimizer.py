@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from moe_runtime.training.offload.optimizers.dense_adamw import DenseAdamW, StepOutcome, clip_scale
-from moe_runtime.training.ranks import OneProcess
+from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.run_config import OptimizerConfig
 
 S = TypeVar("S")
@@ -29,12 +29,12 @@ class Optimizer:
     """
 
     def __init__(
-        self, model: nn.Module, config: OptimizerConfig, ranks: OneProcess | None = None
+        self, model: nn.Module, config: OptimizerConfig, ranks: OneRank | None = None
     ) -> None:
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self._named:
             raise ValueError("the model has no trainable parameter")
-        self._ranks = ranks or OneProcess()
+        self._ranks = ranks or OneRank()
         self._clip_norm = config.clip_norm
         self._adamw = DenseAdamW(
             self._named,

@@ -31,7 +31,7 @@ T = TypeVar("T")
 _POLL_S = 0.02
 
 
-class OneProcess:
+class OneRank:
     """A process that trains by itself.
 
     Attributes:
@@ -108,7 +108,7 @@ class OneProcess:
         self.any(False)
 
 
-class SeveralProcesses(OneProcess):
+class SeveralRanks(OneRank):
     """One of the processes of a `torch.distributed` world that train together.
 
     Args:

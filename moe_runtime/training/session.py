@@ -53,7 +53,7 @@ from moe_runtime.training.offload.optimizers.dense_adamw import state_order
 from moe_runtime.training.offload.states.initial import StreamedInit
 from moe_runtime.training.offloaded import build_model, export_of_all, offloaded_optimizer
 from moe_runtime.training.optimizer import Optimizer
-from moe_runtime.training.ranks import OneProcess
+from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.run_config import TrainConfig
 from moe_runtime.training.sharded import ShardedCheckpoints, whole_model
 from moe_runtime.training.tracing import (
@@ -190,7 +190,7 @@ def start(
     *,
     resume: bool,
     reschedule: bool = False,
-    ranks: OneProcess | None = None,
+    ranks: OneRank | None = None,
 ) -> Trainer:
     """A trainer at the beginning of the run, or at its last checkpoint.
 
@@ -209,7 +209,7 @@ def start(
         ValueError: a package for the logs is missing.
         OSError: the folder cannot be written.
     """
-    ranks = ranks or OneProcess()
+    ranks = ranks or OneRank()
     last, state = find_state(preparation, resume=resume, reschedule=reschedule)
     first_step = 0 if state is None else state.step
     trained = {name: p for name, p in preparation.model.named_parameters() if p.requires_grad}
@@ -308,7 +308,7 @@ def _with_whole_model(preparation: Preparation, use: Callable[[LanguageModel], N
 
 
 def _offloaded_optimizer(
-    preparation: Preparation, ranks: OneProcess, *, resumes: bool
+    preparation: Preparation, ranks: OneRank, *, resumes: bool
 ) -> OffloadedTraining:
     """Spreads the experts, which are not in memory yet, and sends them to their tiers."""
     folder = preparation.storage
@@ -321,9 +321,7 @@ def _offloaded_optimizer(
     )
 
 
-def _open_trace(
-    preparation: Preparation, ranks: OneProcess, first_step: int
-) -> TrainingTrace | None:
+def _open_trace(preparation: Preparation, ranks: OneRank, first_step: int) -> TrainingTrace | None:
     run, model = preparation.config.run, preparation.model
     if run.trace is None:
         return None

@@ -36,7 +36,7 @@ from moe_runtime.training.checkpoint import (
     remove_oldest,
 )
 from moe_runtime.training.optimizer import Optimizer
-from moe_runtime.training.ranks import OneProcess
+from moe_runtime.training.ranks import OneRank
 
 _PROGRESS_FILE = "progress.pt"
 _TOKEN = "00000000"
@@ -59,7 +59,7 @@ class ShardedCheckpoints:
         self,
         model: LanguageModel,
         optimizer: Optimizer,
-        ranks: OneProcess,
+        ranks: OneRank,
         names: Sequence[str],
     ) -> None:
         self._model = model
@@ -198,7 +198,7 @@ def logical_tensors(
     return tensors
 
 
-def read_tensors(path: Path, tensors: dict[str, Tensor], ranks: OneProcess) -> None:
+def read_tensors(path: Path, tensors: dict[str, Tensor], ranks: OneRank) -> None:
     """Reads tensors of a checkpoint in place; a collective call.
 
     Raises:
@@ -237,7 +237,7 @@ def whole_model(config: LanguageModelConfig, path: Path) -> LanguageModel:
         CheckpointError: the folder is damaged.
     """
     model = LanguageModel(config)
-    read_tensors(path, logical_tensors(model, {}), OneProcess())
+    read_tensors(path, logical_tensors(model, {}), OneRank())
     return model
 
 

@@ -81,7 +81,7 @@ PREDICTORS: Mapping[str, "type[Estimator]"] = LazyTable(
         "naive-bayes": f"{__name__}.transitions:NaiveBayes",
         "token-identity": f"{__name__}.token_identity:TokenIdentity",
         "eam": f"{__name__}.eam:EamCollection",
-        "expert-map": f"{__name__}.expert_map:ExpertMap",
+        "expert-map": f"{__name__}.expert_map:ExpertMapSearch",
         "combined": f"{__name__}.combination:Combination",
         "path-network": f"{__name__}.path_network:PathNetwork",
         "next-gate": f"{__name__}.next_gate:NextGate",

@@ -19,7 +19,7 @@ PRIOR_MAPS = 1.0
 """Maps that popularity weighs as much as."""
 
 
-class ExpertMap(Popularity):
+class ExpertMapSearch(Popularity):
     """The maps whose gate weights along the known layers are nearest by cosine, averaged.
 
     Before a layer of the token is known, maps of tokens with the same id stand in for the search by

@@ -23,7 +23,7 @@ from moe_runtime.kernels.grouped_gemm.table import (
 )
 from moe_runtime.kernels.grouped_gemm.tile import Device, Tile
 from moe_runtime.kernels.grouped_gemm.tuner import (
-    LayerShape,
+    LayerBatch,
     Problem,
     candidate_tiles,
     layer_problems,
@@ -101,7 +101,7 @@ def test_candidates_fit_the_device_and_the_rows(kind: str, rows: int) -> None:
 def test_every_product_of_a_layer_runs_in_a_tile_of_the_tuner() -> None:
     """In the interpreter: the calls are those that a GPU would time."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = layer_problems(LayerShape(6, 32, 16, 3, 2), torch.float32, device)
+    found = layer_problems(LayerBatch(6, 32, 16, 3, 2), torch.float32, device)
     keys = [problem.key for problem in found]
     assert len(set(keys)) == len(keys) == 6
     assert {key.kind for key in keys} == {"plain", "gated", "dact", "dw"}
@@ -161,7 +161,7 @@ def test_tables_are_added_to_and_damaged_ones_refused(tmp_path: Path) -> None:
 
 
 def test_shapes_are_read_from_the_command_line() -> None:
-    assert parse_shape("1,2, 3,4,4") == LayerShape(1, 2, 3, 4, 4)
+    assert parse_shape("1,2, 3,4,4") == LayerBatch(1, 2, 3, 4, 4)
     for text in ("1,2,3,4", "1,2,3,4,x", "0,2,3,4,1", ""):
         with pytest.raises(ValueError, match="five numbers from 1 on"):
             parse_shape(text)

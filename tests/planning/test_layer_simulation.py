@@ -14,7 +14,7 @@ from moe_runtime.lab.simulate.layer_simulation import (
     _phases,
     predict_layer,
 )
-from moe_runtime.lab.simulate.scaling import Imbalance, LayerShape, rank_shares, sweep_scaling
+from moe_runtime.lab.simulate.scaling import Imbalance, SimulatedLayer, rank_shares, sweep_scaling
 from moe_runtime.planning.cluster import Cluster, Link, fit_link
 
 FAST = Link(alpha_s=0.0, bytes_per_s=1.0)
@@ -213,7 +213,7 @@ def test_exposed_communication_at_64_ranks() -> None:
         launch_s=1e-5,
         copy_bytes_per_s=3e12,
     )
-    points = sweep_scaling(cluster, LayerShape(), Imbalance(), ranks=[64], degrees=[1, 4, 8])
+    points = sweep_scaling(cluster, SimulatedLayer(), Imbalance(), ranks=[64], degrees=[1, 4, 8])
     ratios = {(point.hierarchical, point.degree): point.exposed_ratio for point in points}
     assert ratios[False, 1] == 1
     assert ratios[True, 8] <= 0.3
@@ -224,7 +224,7 @@ def test_replicas_and_placement_shorten_the_layer() -> None:
     balance = {}
     for algorithm, replicas in (("round-robin", 0), ("greedy", 0), ("eplb", 2)):
         imbalance = Imbalance(zipf=1.0, algorithm=algorithm, replicas_per_rank=replicas)
-        shares = rank_shares(cluster, LayerShape(), imbalance)
+        shares = rank_shares(cluster, SimulatedLayer(), imbalance)
         assert shares.shape == (16,)
         assert shares.sum() == pytest.approx((1 / np.arange(1, 65)).sum())
         balance[algorithm] = shares.mean() / shares.max()

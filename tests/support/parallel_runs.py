@@ -17,7 +17,7 @@ from moe_runtime.errors import CapacityError, RankFailureError
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.training.checkpoint import checkpoints_in, load_checkpoint
 from moe_runtime.training.config_tree import read_tree
-from moe_runtime.training.ranks import OneProcess, SeveralProcesses
+from moe_runtime.training.ranks import OneRank, SeveralRanks
 from moe_runtime.training.run_config import TrainConfig
 from moe_runtime.training.session import finish, prepare, start
 from moe_runtime.training.sharded import whole_model
@@ -34,9 +34,9 @@ def train(
     torch.set_default_dtype(torch.float64)
     try:
         config = read_tree(TrainConfig, Path(path), settings=settings)
-        ranks = OneProcess()
+        ranks = OneRank()
         if dist.is_initialized():
-            ranks = SeveralProcesses(config)
+            ranks = SeveralRanks(config)
         with ranks.first_alone():
             preparation = prepare(config, Path(path).parent)
         trainer = start(preparation, resume=resume, ranks=ranks)
@@ -104,7 +104,7 @@ def stalled(path: str, settings: tuple[str, ...], where: str, culprit: int) -> s
         store.wait([f"gave up/{path}/{other}" for other in others])
         raise InterruptedError
 
-    ranks = SeveralProcesses(config)
+    ranks = SeveralRanks(config)
     with ranks.first_alone():
         preparation = prepare(config, Path(path).parent)
     trainer = start(preparation, resume=False, ranks=ranks)
@@ -126,7 +126,7 @@ def stalled(path: str, settings: tuple[str, ...], where: str, culprit: int) -> s
 
 def refused(path: str, *settings: str) -> str:
     try:
-        SeveralProcesses(read_tree(TrainConfig, Path(path), settings=settings))
+        SeveralRanks(read_tree(TrainConfig, Path(path), settings=settings))
     except ValueError as error:
         return str(error)
     return ""

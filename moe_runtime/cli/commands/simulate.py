@@ -82,13 +82,13 @@ def simulate(
     if backbone_s is not None and 1 not in chunks:
         raise ValueError("--shortcut hides the exchange in one piece: --degrees must have 1")
     from moe_runtime.lab.simulate.machine_file import ASSUMED, read_machine
-    from moe_runtime.lab.simulate.scaling import Imbalance, LayerShape, sweep_scaling
+    from moe_runtime.lab.simulate.scaling import Imbalance, SimulatedLayer, sweep_scaling
     from moe_runtime.research.placement_solvers import place_experts
 
     if plot is not None:
         check_output_path(plot, "plot")
     cluster = ASSUMED if machine is None else read_machine(machine)
-    shape = LayerShape(
+    shape = SimulatedLayer(
         tokens_per_rank=tokens,
         model_dim=model_dim,
         expert_hidden=expert_hidden,

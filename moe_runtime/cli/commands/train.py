@@ -22,7 +22,7 @@ from moe_runtime.reading import require_not_read
 
 if TYPE_CHECKING:
     from moe_runtime.training.loop import Trainer
-    from moe_runtime.training.ranks import OneProcess
+    from moe_runtime.training.ranks import OneRank
     from moe_runtime.training.run_config import RunConfig
     from moe_runtime.training.session import Preparation
 
@@ -84,11 +84,11 @@ def train(
         )
         quiet_transformers(session)
         with loading_bar() as progress:
-            from moe_runtime.training.ranks import OneProcess, SeveralProcesses
+            from moe_runtime.training.ranks import OneRank, SeveralRanks
             from moe_runtime.training.session import prepare
 
             is_alone = group is None or group.size() == 1
-            ranks = OneProcess() if is_alone else SeveralProcesses(config)
+            ranks = OneRank() if is_alone else SeveralRanks(config)
             with ranks.first_alone():
                 preparation = prepare(
                     config,
@@ -108,7 +108,7 @@ def train(
 
 
 def _train(
-    preparation: "Preparation", ranks: "OneProcess", *, resume: bool, reschedule: bool
+    preparation: "Preparation", ranks: "OneRank", *, resume: bool, reschedule: bool
 ) -> tuple[dict[str, Any], int]:
     """Trains and exports; returns the summary, in the first process, and the exit code."""
     from moe_runtime.training.session import finish, start
@@ -155,7 +155,7 @@ def _export_family(preparation: "Preparation") -> tuple[str | None, str]:
         return None, str(error)
 
 
-def _show_plan(preparation: "Preparation", ranks: "OneProcess", *, as_json: bool) -> None:
+def _show_plan(preparation: "Preparation", ranks: "OneRank", *, as_json: bool) -> None:
     plan = _plan(preparation, ranks)
     if as_json:
         print_json(plan)
@@ -163,7 +163,7 @@ def _show_plan(preparation: "Preparation", ranks: "OneProcess", *, as_json: bool
         print_rows("what would be trained", _plan_rows(plan), to_stderr=False)
 
 
-def _plan(preparation: "Preparation", ranks: "OneProcess") -> dict[str, Any]:
+def _plan(preparation: "Preparation", ranks: "OneRank") -> dict[str, Any]:
     from moe_runtime.training.checkpoint import checkpoints_in
 
     config = preparation.config
@@ -206,7 +206,7 @@ def _dense_equivalent(preparation: "Preparation") -> dict[str, Any] | None:
     return {"law": law, "parameters": round(parameters)}
 
 
-def _offload_plan(preparation: "Preparation", ranks: "OneProcess") -> dict[str, Any]:
+def _offload_plan(preparation: "Preparation", ranks: "OneRank") -> dict[str, Any]:
     """Where experts live and what a step moves; empty where all are in memory."""
     if preparation.config.run.host_memory is None:
         return {}
@@ -215,7 +215,7 @@ def _offload_plan(preparation: "Preparation", ranks: "OneProcess") -> dict[str, 
     return offload_plan(preparation.config, preparation.model, ranks)
 
 
-def _timed_offload_plan(preparation: "Preparation", ranks: "OneProcess") -> dict[str, Any]:
+def _timed_offload_plan(preparation: "Preparation", ranks: "OneRank") -> dict[str, Any]:
     """Likewise, with how long a step will take; warns of a slow disk."""
     plan = _offload_plan(preparation, ranks)
     if not plan:

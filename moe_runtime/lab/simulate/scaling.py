@@ -20,7 +20,7 @@ NO_OVERLAP = LayerSchedule()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerShape:
+class SimulatedLayer:
     """One layer of a model, and how many tokens each rank brings.
 
     Attributes:
@@ -84,7 +84,7 @@ class ScalingPoint:
 
 def sweep_scaling(
     cluster: Cluster,
-    shape: LayerShape,
+    shape: SimulatedLayer,
     imbalance: Imbalance,
     *,
     ranks: Sequence[int],
@@ -132,7 +132,7 @@ def sweep_scaling(
 
 def rank_shares(
     cluster: Cluster,
-    shape: LayerShape,
+    shape: SimulatedLayer,
     imbalance: Imbalance,
     place: Callable[..., Placement] = place_experts,
 ) -> np.ndarray:
@@ -154,7 +154,7 @@ def rank_shares(
 
 
 def _workload(
-    cluster: Cluster, shape: LayerShape, imbalance: Imbalance, shares_P: np.ndarray
+    cluster: Cluster, shape: SimulatedLayer, imbalance: Imbalance, shares_P: np.ndarray
 ) -> LayerWorkload:
     slowdown = np.ones(cluster.num_ranks)
     slowdown[0] = imbalance.straggler

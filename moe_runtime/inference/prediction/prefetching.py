@@ -10,7 +10,7 @@ import torch
 
 from moe_runtime.config import PrefetchMode
 from moe_runtime.inference.cpu.token_look_ahead import TokenLookAhead, make_token_look_ahead
-from moe_runtime.inference.gates import as_numpy, find_gate
+from moe_runtime.inference.prediction.gates import as_numpy, find_gate
 from moe_runtime.inference.steps import LayerRouting, Listener, Listeners, Step
 from moe_runtime.kernels.gate_ranking import GateRanking
 from moe_runtime.memory.prefetch_slots import Guesses

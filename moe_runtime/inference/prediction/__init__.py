@@ -1,0 +1,1 @@
+"""What a loaded model will need next: gates, predictors, and the prefetcher that asks them."""
