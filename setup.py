@@ -38,6 +38,14 @@ X86_VARIANTS = {
     "avx2": AVX2_FLAGS,
     "avx512": AVX512_FLAGS,
     "avx512bf16": [*AVX512_FLAGS, "-mavx512bf16"],
+    "vbmi2": [*AVX512_FLAGS, "-mavx512vbmi2"],
+}
+SOURCES_OF_VARIANTS = {
+    "isa_avx2.c": "avx2",
+    "isa_avx512.c": "avx512",
+    "isa_avx512bf16.c": "avx512bf16",
+    "planes_avx2.c": "avx2",
+    "planes_vbmi2.c": "vbmi2",
 }
 
 
@@ -50,6 +58,7 @@ SOURCES_OF_ALL_VARIANTS = (
     "gate.c",
     "look_ahead.c",
     "norm.c",
+    "planes.c",
     "rank.c",
     "reads.c",
     "library.c",
@@ -88,16 +97,21 @@ class BuildNativeLibrary(build_ext):
         objects: list[str] = []
         macros: list[tuple[str, str]] = []
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            variants = {
-                variant: pool.submit(self._compile, SOURCES / f"isa_{variant}.c", flags, [])
+            of_variants = {
+                variant: [
+                    pool.submit(self._compile, SOURCES / source, flags, [])
+                    for source, variant_of in SOURCES_OF_VARIANTS.items()
+                    if variant_of == variant
+                ]
                 for variant, flags in (X86_VARIANTS.items() if is_x86 else ())
             }
-            for variant, compiled in variants.items():
+            for variant, sources in of_variants.items():
                 try:
-                    objects += compiled.result()
+                    compiled_variant = [path for source in sources for path in source.result()]
                 except CompileError:
                     self.warn(f"this compiler cannot build the {variant} kernels; leaving them out")
                     continue
+                objects += compiled_variant
                 macros.append((f"MOE_HAVE_{variant.upper()}", "1"))
             # These know which variants there are.
             common = [

@@ -25,7 +25,7 @@
 #endif
 
 /* Raised with every incompatible change of this interface; library.py refuses another number. */
-#define MOE_ABI_VERSION 11
+#define MOE_ABI_VERSION 12
 
 enum { DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_F16 = 2 };
 
@@ -34,7 +34,7 @@ enum { ACT_SILU = 0, ACT_GELU = 1, ACT_GELU_TANH = 2, ACT_RELU = 3, ACT_RELU2 = 
 /* The largest gate that is ranked without allocating; gate_ranking/op.py sends larger ones through torch. */
 enum { MOST_EXPERTS = 1024, MOST_DIMS = 16384 };
 
-enum { STATUS_OK = 0, STATUS_NO_MEMORY = 1, STATUS_BAD_ROW = 2 };
+enum { STATUS_OK = 0, STATUS_NO_MEMORY = 1, STATUS_BAD_ROW = 2, STATUS_DAMAGED = 3 };
 
 /* How weights are multiplied, and with it how the rows of x are packed:
  *   KIND_F32      fp32 weights, x as fp32 in order

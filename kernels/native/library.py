@@ -16,12 +16,12 @@ import torch
 from moe_runtime.errors import MoERuntimeError
 
 LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
-ABI_VERSION = 11
+ABI_VERSION = 12
 # Long enough to bridge the small operations between two products of a model's layer.
 SPIN_S = 300e-6
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
-STATUS_OK, STATUS_NO_MEMORY, STATUS_BAD_ROW = 0, 1, 2
+STATUS_OK, STATUS_NO_MEMORY, STATUS_BAD_ROW, STATUS_DAMAGED = 0, 1, 2, 3
 
 _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
@@ -104,6 +104,21 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "moe_add_rows": (
         None,
         [_POINTER, _INT64, _POINTER, _POINTER, _INT64, _POINTER, _INT, _INT],
+    ),
+    # weight, stride, rows, cols, counts
+    "moe_planes_count": (None, [_POINTER, _INT64, _INT64, _INT64, _POINTER]),
+    # weight, stride, rows, cols, book, coded, starts, escapes
+    "moe_planes_encode": (
+        _INT64,
+        [*(_POINTER, _INT64, _INT64, _INT64), *(_POINTER, _POINTER, _POINTER, _POINTER)],
+    ),
+    # coded, starts, escapes, num_escapes, book, rows, cols, out, out_stride, share_threads
+    "moe_planes_decode": (
+        _INT,
+        [
+            *(_POINTER, _POINTER, _POINTER, _INT64),
+            *(_POINTER, _INT64, _INT64, _POINTER, _INT64, _INT),
+        ],
     ),
     # hidden, gate, ranked
     "moe_rank_experts": (_INT, [_POINTER, _POINTER, _POINTER]),
@@ -191,6 +206,7 @@ class NativeLibrary:
         gate: `moe_gate` of gate.c.
         gather_rows: `moe_gather_rows` of gate.c.
         add_rows: `moe_add_rows` of gate.c.
+        planes_count, planes_encode, planes_decode: the functions of planes.c.
         rank_experts: `moe_rank_experts` of rank.c.
         look_ahead, look_ahead_anew: the functions of look_ahead.c.
         reads_open, reads_stop, reads_close, reads_events, reads_submit, reads_knows, reads_start,
@@ -231,6 +247,9 @@ class NativeLibrary:
         self.gate = library.moe_gate
         self.gather_rows = library.moe_gather_rows
         self.add_rows = library.moe_add_rows
+        self.planes_count = library.moe_planes_count
+        self.planes_encode = library.moe_planes_encode
+        self.planes_decode = library.moe_planes_decode
         self.rank_experts = library.moe_rank_experts
         self.look_ahead = library.moe_look_ahead
         self.look_ahead_anew = library.moe_look_ahead_anew

@@ -1,0 +1,157 @@
+"""bf16 matrices as planes of signs and mantissas, and bits of exponents' places in a code book.
+
+Exponents of trained weights carry 2.6 of their 8 bits. Seven frequent ones are written in three
+bits; the eighth index says that the exponent follows in a list of escapes. Rows are read alone.
+
+The idea is that of ZipServ's triple bitmaps (arXiv:2603.17435), laid out for vectors of bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_runtime.errors import CheckpointError
+from moe_runtime.kernels.lossless.reference import (
+    BOOK_SIZE,
+    TAIL_BYTES,
+    choose_book,
+    coded_row_bytes,
+    decode_reference,
+    encode_reference,
+)
+from moe_runtime.kernels.native import STATUS_OK, NativeLibrary, native_library
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanesMatrix:
+    """A bf16 matrix `[N, K]` in the lossless code.
+
+    Attributes:
+        num_cols: K.
+        coded: `uint8 [N, 88 * ceil(K / 64)]`, contiguous.
+        starts: `int32 [N + 1]`: the first escape of each row, and their number.
+        escapes: `uint8`, the exponents that are not in the book, and 64 bytes that mean nothing.
+        book: `uint8 [8]`: seven exponents, and a byte that means nothing.
+    """
+
+    num_cols: int
+    coded: Tensor
+    starts: Tensor
+    escapes: Tensor
+    book: Tensor
+
+    def __post_init__(self) -> None:
+        """Checks that the parts belong together.
+
+        Raises:
+            ValueError: They do not; says which, what was expected and what came.
+        """
+        rows = len(self.coded)
+        expected = {
+            "coded": (torch.uint8, (rows, coded_row_bytes(self.num_cols))),
+            "starts": (torch.int32, (rows + 1,)),
+            "escapes": (torch.uint8, (max(TAIL_BYTES, self.escapes.numel()),)),
+            "book": (torch.uint8, (BOOK_SIZE,)),
+        }
+        for name, (dtype, shape) in expected.items():
+            tensor = getattr(self, name)
+            if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+                raise ValueError(
+                    f"{name} must be contiguous {dtype} {list(shape)}, "
+                    f"got {tensor.dtype} {list(tensor.shape)}"
+                )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(N, K)`."""
+        return len(self.coded), self.num_cols
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in (self.coded, self.starts, self.escapes, self.book))
+
+
+def encode_planes(weight_NK: Tensor) -> PlanesMatrix:
+    """Writes a bf16 matrix in the code: in C where the library is there, else in torch.
+
+    Args:
+        weight_NK: bf16 on the CPU, unit stride along K.
+
+    Raises:
+        ValueError: It is no such matrix.
+    """
+    if weight_NK.dtype != torch.bfloat16 or weight_NK.ndim != 2 or not weight_NK.is_cpu:
+        raise ValueError(
+            "the lossless code is for bf16 matrices [N, K] on the CPU, got "
+            f"{weight_NK.dtype} {list(weight_NK.shape)} on {weight_NK.device}"
+        )
+    if weight_NK.stride(-1) != 1 and weight_NK.shape[-1] > 1:
+        raise ValueError(f"expected unit stride along K, got strides {weight_NK.stride()}")
+    library = native_library()
+    parts = _encode_native(library, weight_NK) if library else encode_reference(weight_NK)
+    return PlanesMatrix(weight_NK.shape[1], *parts)
+
+
+def decode_planes(matrix: PlanesMatrix) -> Tensor:
+    """The matrix as it was: `bf16 [N, K]`.
+
+    Raises:
+        CheckpointError: The parts contradict each other, so bytes were lost or changed.
+    """
+    library = native_library()
+    if library is None:
+        found = decode_reference(
+            matrix.coded, matrix.starts, matrix.escapes, matrix.book, matrix.num_cols
+        )
+    else:
+        found = _decode_native(library, matrix)
+    if found is None:
+        raise CheckpointError(
+            f"a coded matrix of {len(matrix.coded)} x {matrix.num_cols} is damaged: its escapes "
+            "do not fit its rows; write the packed checkpoint again"
+        )
+    return found
+
+
+def _encode_native(library: NativeLibrary, weight_NK: Tensor) -> tuple[Tensor, ...]:
+    rows, cols = weight_NK.shape
+    source = weight_NK.data_ptr(), weight_NK.stride(0) * 2, rows, cols
+    counts = torch.zeros(256, dtype=torch.int64)
+    library.planes_count(*source, counts.data_ptr())
+    book = choose_book(counts)
+    room = rows * cols - int(counts[book[: BOOK_SIZE - 1].long()].sum())
+    coded = torch.empty(rows, coded_row_bytes(cols), dtype=torch.uint8)
+    starts = torch.empty(rows + 1, dtype=torch.int32)
+    escapes = torch.zeros(room + TAIL_BYTES, dtype=torch.uint8)
+    parts = coded, starts, escapes, book
+    found = library.planes_encode(
+        *source,
+        book.data_ptr(),
+        coded.data_ptr(),
+        starts.data_ptr(),
+        escapes.data_ptr(),
+    )
+    assert found == room
+    return parts
+
+
+def _decode_native(library: NativeLibrary, matrix: PlanesMatrix) -> Tensor | None:
+    rows, cols = matrix.shape
+    padded = torch.empty(rows, -(-cols // 64) * 64, dtype=torch.bfloat16)
+    status = library.planes_decode(
+        matrix.coded.data_ptr(),
+        matrix.starts.data_ptr(),
+        matrix.escapes.data_ptr(),
+        matrix.escapes.numel() - TAIL_BYTES,
+        matrix.book.data_ptr(),
+        rows,
+        cols,
+        padded.data_ptr(),
+        padded.stride(0) * 2,
+        library.shares_threads(),
+    )
+    return padded[:, :cols] if status == STATUS_OK else None

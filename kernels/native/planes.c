@@ -1,0 +1,151 @@
+/* The lossless code of bf16 matrices: writing it, reading it anywhere, and the functions that Python calls. */
+#include <stdatomic.h>
+#include <string.h>
+
+#include "convert.h"
+#include "kernels.h"
+#include "planes.h"
+#include "pool.h"
+
+/* Bit i of a byte as byte i of a word, and back; little-endian, as everything that is packed. */
+static const uint64_t EACH = 0x0101010101010101u;
+
+static inline uint64_t spread_bits(uint8_t bits) {
+    const uint64_t apart = bits * EACH & 0x8040201008040201u;
+    return (apart + 0x7f * EACH) >> 7 & EACH;
+}
+
+static inline uint8_t gather_bits(uint64_t bytes) { return (uint8_t)((bytes & EACH) * 0x0102040810204080u >> 56); }
+
+int planes_decode_portable(const char *row, const uint8_t *escapes, const uint8_t *end, const uint8_t *book, int64_t blocks,
+                           char *out) {
+    const char *signs = row + blocks * PLANES_INDEX_BYTES;
+    for (int64_t block = 0; block < blocks; block++, row += PLANES_INDEX_BYTES, signs += PLANES_BLOCK, out += 2 * PLANES_BLOCK) {
+        const uint8_t *planes = (const uint8_t *)row;
+        uint8_t exponents[PLANES_BLOCK];
+        for (int i = 0; i < 8; i++) {
+            uint8_t indices[8];
+            const uint64_t word = spread_bits(planes[i]) | spread_bits(planes[8 + i]) << 1 | spread_bits(planes[16 + i]) << 2;
+            memcpy(indices, &word, sizeof word);
+            for (int j = 0; j < 8; j++) exponents[8 * i + j] = book[indices[j]];
+            for (unsigned escaped = planes[i] & planes[8 + i] & planes[16 + i]; escaped; escaped &= escaped - 1) {
+                if (escapes >= end) return 0;
+                exponents[8 * i + __builtin_ctz(escaped)] = *escapes++;
+            }
+        }
+        for (int p = 0; p < PLANES_BLOCK; p++) {
+            const unsigned sign = (uint8_t)signs[p];
+            store_u16(out + 2 * planes_element(p), (uint16_t)((sign & 0x80u) << 8 | (unsigned)exponents[p] << 7 | (sign & 0x7fu)));
+        }
+    }
+    return escapes == end;
+}
+
+PlanesDecode planes_decode(void) {
+    const char *isa = current_isa()->name;
+#if defined(MOE_HAVE_VBMI2)
+    if (!strncmp(isa, "avx512", 6) && __builtin_cpu_supports("avx512vbmi2")) return planes_decode_vbmi2;
+#endif
+#if defined(MOE_HAVE_AVX2)
+    if (strcmp(isa, "portable")) return planes_decode_avx2;
+#endif
+    (void)isa;
+    return planes_decode_portable;
+}
+
+/* counts[e] grows by the elements of a matrix with exponent e. */
+MOE_EXPORT void moe_planes_count(const char *weight, int64_t stride, int64_t rows, int64_t cols, int64_t *counts) {
+    for (int64_t n = 0; n < rows; n++, weight += stride)
+        for (int64_t k = 0; k < cols; k++) counts[load_u16(weight + 2 * k) >> 7 & 255]++;
+}
+
+/* Writes one block and returns how many escapes it has; there is room for 64. */
+static int encode_block(const uint16_t *values, const uint8_t *index_of, char *indices, char *signs, uint8_t *escapes) {
+    uint8_t index[PLANES_BLOCK], exponents[PLANES_BLOCK];
+    int count = 0;
+    for (int p = 0; p < PLANES_BLOCK; p++) {
+        const unsigned value = values[planes_element(p)];
+        signs[p] = (char)((value >> 8 & 0x80) | (value & 0x7f));
+        exponents[p] = (uint8_t)(value >> 7);
+    }
+    for (int p = 0; p < PLANES_BLOCK; p++) {
+        index[p] = index_of[exponents[p]];
+        escapes[count] = exponents[p];
+        count += index[p] == PLANES_BOOK;
+    }
+    for (int i = 0; i < 8; i++) {
+        uint64_t word;
+        memcpy(&word, index + 8 * i, sizeof word);
+        for (int bit = 0; bit < 3; bit++) indices[8 * bit + i] = (char)gather_bits(word >> bit);
+    }
+    return count;
+}
+
+/* Writes a matrix. `coded` rows lie without gaps; starts[n] is the first escape of row n, starts[rows] their number, which
+ * is returned. There is room for all escapes and PLANES_TAIL bytes more. */
+MOE_EXPORT int64_t moe_planes_encode(const char *weight, int64_t stride, int64_t rows, int64_t cols, const uint8_t *book,
+                                     char *coded, uint32_t *starts, uint8_t *escapes) {
+    uint8_t index_of[256];
+    memset(index_of, PLANES_BOOK, sizeof index_of);
+    for (int i = PLANES_BOOK - 1; i >= 0; i--) index_of[book[i]] = (uint8_t)i;
+    const int64_t blocks = planes_blocks(cols);
+    int64_t count = 0;
+    for (int64_t n = 0; n < rows; n++, weight += stride) {
+        char *signs = coded + blocks * PLANES_INDEX_BYTES;
+        starts[n] = (uint32_t)count;
+        for (int64_t first = 0; first < cols; first += PLANES_BLOCK, coded += PLANES_INDEX_BYTES, signs += PLANES_BLOCK) {
+            const int64_t filled = cols - first < PLANES_BLOCK ? cols - first : PLANES_BLOCK;
+            uint16_t values[PLANES_BLOCK];
+            for (int k = 0; k < PLANES_BLOCK; k++) values[k] = (uint16_t)(book[0] << 7);
+            memcpy(values, weight + 2 * first, (size_t)(2 * filled));
+            count += encode_block(values, index_of, coded, signs, escapes + count);
+        }
+        coded = signs;
+    }
+    starts[rows] = (uint32_t)count;
+    memset(escapes + count, 0, PLANES_TAIL);
+    return count;
+}
+
+typedef struct {
+    const char *coded;
+    const uint32_t *starts;
+    const uint8_t *escapes, *book;
+    int64_t rows, cols, out_stride;
+    char *out;
+    atomic_llong next_row;
+    atomic_int is_damaged;
+} Decoding;
+
+enum { ROWS_A_TURN = 16 };
+
+static void decode_rows(void *context) {
+    Decoding *call = context;
+    const int64_t blocks = planes_blocks(call->cols), stride = blocks * (PLANES_INDEX_BYTES + PLANES_BLOCK);
+    const PlanesDecode decode = planes_decode();
+    for (;;) {
+        const int64_t first = atomic_fetch_add(&call->next_row, ROWS_A_TURN);
+        if (first >= call->rows) return;
+        for (int64_t n = first; n < first + ROWS_A_TURN && n < call->rows; n++) {
+            const uint8_t *from = call->escapes + call->starts[n], *to = call->escapes + call->starts[n + 1];
+            char *out = call->out + n * call->out_stride;
+            if (call->starts[n] > call->starts[n + 1] || call->starts[n + 1] > call->starts[call->rows] ||
+                !decode(call->coded + n * stride, from, to, call->book, blocks, out))
+                atomic_store(&call->is_damaged, 1);
+        }
+    }
+}
+
+/* Reads a matrix into rows of bf16, each of which has room for whole blocks. The escapes end `num_escapes` after they
+ * begin, and PLANES_TAIL bytes follow them. */
+MOE_EXPORT int moe_planes_decode(const char *coded, const uint32_t *starts, const uint8_t *escapes, int64_t num_escapes,
+                                 const uint8_t *book, int64_t rows, int64_t cols, char *out, int64_t out_stride,
+                                 int share_threads) {
+    if (starts[rows] != num_escapes) return STATUS_DAMAGED;
+    Decoding call = {.coded = coded, .starts = starts, .escapes = escapes, .book = book, .rows = rows, .cols = cols,
+                     .out = out, .out_stride = out_stride};
+    pool_begin();
+    pool_run(decode_rows, &call, share_threads);
+    pool_end();
+    return atomic_load(&call.is_damaged) ? STATUS_DAMAGED : STATUS_OK;
+}

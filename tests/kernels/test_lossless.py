@@ -1,0 +1,142 @@
+"""The lossless code of bf16 matrices: every bit comes back, and what is damaged is noticed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moe_runtime.errors import CheckpointError
+from moe_runtime.kernels.lossless import (
+    PlanesMatrix,
+    decode_planes,
+    decode_reference,
+    encode_planes,
+    encode_reference,
+)
+from moe_runtime.kernels.lossless import planes as planes_module
+from moe_runtime.kernels.native import native_library
+
+SIZES = [(1, 1), (3, 64), (5, 63), (2, 65), (17, 130), (40, 512), (0, 64)]
+
+
+def weights(rows: int, cols: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (0.02 * torch.randn(rows, cols, generator=generator)).bfloat16()
+
+
+def any_bits(rows: int, cols: int, seed: int = 0) -> Tensor:
+    """Every pattern is as likely: infinities, NaNs with payloads, subnormals, both zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(-(2**15), 2**15, (rows, cols), generator=generator)
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+def same_bits(found: Tensor, expected: Tensor) -> bool:
+    return torch.equal(found.view(torch.int16), expected.view(torch.int16))
+
+
+def parts(matrix: PlanesMatrix) -> tuple[Tensor, ...]:
+    return matrix.coded, matrix.starts, matrix.escapes, matrix.book
+
+
+@pytest.fixture(params=["native", "torch"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "torch":
+        monkeypatch.setattr(planes_module, "native_library", lambda: None)
+    elif native_library() is None:
+        pytest.skip("the native library is not built")
+    return request.param
+
+
+@pytest.mark.parametrize("make", [weights, any_bits])
+@pytest.mark.parametrize(("rows", "cols"), SIZES)
+def test_every_bit_comes_back(implementation: str, make, rows: int, cols: int) -> None:
+    weight = make(rows, cols)
+    assert same_bits(decode_planes(encode_planes(weight)), weight)
+
+
+@pytest.mark.parametrize("make", [weights, any_bits])
+@pytest.mark.parametrize(("rows", "cols"), SIZES)
+def test_c_writes_what_the_specification_writes(make, rows: int, cols: int) -> None:
+    if native_library() is None:
+        pytest.skip("the native library is not built")
+    weight = make(rows, cols, seed=1)
+    expected = encode_reference(weight)
+    assert all(map(torch.equal, parts(encode_planes(weight)), expected))
+
+
+@pytest.mark.parametrize("make", [weights, any_bits])
+def test_every_instruction_set_reads_the_same(make) -> None:
+    library = native_library()
+    if library is None:
+        pytest.skip("the native library is not built")
+    chosen = library.isa
+    weight = make(37, 321, seed=2)
+    matrix = PlanesMatrix(321, *encode_reference(weight))
+    try:
+        for isa in library.isas():
+            library.select_isa(isa)
+            assert same_bits(decode_planes(matrix), weight), isa
+    finally:
+        library.select_isa(chosen)
+
+
+def test_rows_at_any_distance() -> None:
+    weight = any_bits(24, 96, seed=3)
+    assert same_bits(decode_planes(encode_planes(weight[1::2, :70])), weight[1::2, :70])
+
+
+def test_gaussian_weights_take_0_70_of_their_bytes() -> None:
+    # 11 of 16 bits, 2.4 % escapes of a byte, and four bytes a row: 0.6875 + 0.012 + 0.001
+    weight = weights(512, 2048)
+    assert encode_planes(weight).nbytes / weight.nbytes < 0.705
+
+
+def test_the_book_holds_the_most_frequent_exponents() -> None:
+    weight = weights(64, 256)
+    exponents = (weight.view(torch.int16).int() >> 7 & 255).flatten().tolist()
+    by_count = sorted(set(exponents), key=lambda e: (-exponents.count(e), e))
+    assert encode_planes(weight).book[:7].tolist() == by_count[:7]
+
+
+@given(st.integers(0, 3), st.integers(0, 2**31), st.integers(1, 255))
+def test_a_changed_byte_is_noticed_or_changes_no_other_row(part: int, place: int, change: int):
+    weight = any_bits(6, 130, seed=4)
+    matrix = encode_planes(weight)
+    changed = [tensor.clone() for tensor in parts(matrix)]
+    data = changed[part].view(torch.uint8).view(-1)
+    data[place % len(data)] ^= change
+    coded, starts, escapes, book = changed
+    damaged = PlanesMatrix(130, coded, starts, escapes, book)
+    expected = decode_reference(coded, starts, escapes, book, 130)
+    if expected is None:
+        with pytest.raises(CheckpointError, match="damaged"):
+            decode_planes(damaged)
+    else:
+        assert same_bits(decode_planes(damaged), expected)
+
+
+def test_parts_that_do_not_belong_together() -> None:
+    matrix = encode_planes(weights(4, 64))
+    for name, wrong in (
+        ("coded", matrix.coded[:, :80]),
+        ("starts", matrix.starts[:-1]),
+        ("starts", matrix.starts.long()),
+        ("escapes", matrix.escapes[:-1][:60]),
+        ("book", matrix.book[:7]),
+    ):
+        with pytest.raises(ValueError, match=name):
+            dataclasses.replace(matrix, **{name: wrong})
+
+
+@pytest.mark.parametrize(
+    "weight", [torch.zeros(2, 2), torch.zeros(4, dtype=torch.bfloat16), weights(4, 8).T]
+)
+def test_what_has_no_lossless_code(weight: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"bf16 matrices|unit stride"):
+        encode_planes(weight)
