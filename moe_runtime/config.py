@@ -2,9 +2,10 @@
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 _UNITS = {
     "": 1,
@@ -114,6 +115,40 @@ def _number(text: str, name: str) -> int | float:
         return parse_bytes(text)
     except ValueError as error:
         raise ValueError(f"{name}: {error}, a share such as 0.25, or 'auto'") from None
+
+
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    Path: "a path",
+    Callable: "a function",
+    type(None): "None",
+}
+
+
+def type_in_words(kind: type) -> str:
+    """What a value of a type is called in messages."""
+    return _WORDS.get(kind, kind.__name__)
+
+
+def require_types(kinds: Mapping[str, tuple[type, ...]], given: Mapping[str, object]) -> None:
+    """Refuses options of types that they cannot have; True and False are no numbers.
+
+    Args:
+        kinds: the types of each option.
+        given: a value for each of them at least.
+
+    Raises:
+        TypeError: names the option, what was expected and what came.
+    """
+    for name, expected in kinds.items():
+        value = given[name]
+        if isinstance(value, expected) and (bool in expected or not isinstance(value, bool)):
+            continue
+        words = " or ".join(type_in_words(kind) for kind in expected)
+        raise TypeError(f"{name} must be {words}, got {value!r}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -34,6 +34,28 @@ def is_folder_name(path: str | os.PathLike[str]) -> bool:
     return os.path.basename(path) in ("", ".")
 
 
+def require_file_name(name: str | os.PathLike[str], what: str) -> None:
+    """Refuses a text that names no file to write; a `Path` has lost what it says of that.
+
+    Args:
+        name: as it was given.
+        what: the option or key, for the message.
+
+    Raises:
+        ValueError: it is empty, ends as the name of a folder, or is ``-``: no output goes to
+            standard output, where results go.
+    """
+    if not os.fspath(name):
+        raise ValueError(f"{what}: is empty, expected the name of a file")
+    if os.fspath(name) == "-":
+        raise ValueError(
+            f"{what} -: expected the name of a file; outputs do not go to standard output "
+            "(./- names a file of that name)"
+        )
+    if is_folder_name(name):
+        raise ValueError(f"{what} {name}: is a folder, expected the name of a file")
+
+
 def place_of(path: str | os.PathLike[str]) -> Path | None:
     """The regular file that a name leads to, there or not; None for what is no regular file.
 

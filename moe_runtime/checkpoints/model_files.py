@@ -39,6 +39,8 @@ def find_checkpoint(path_or_id: str | Path, *, weights: bool = True) -> Path:
             checkpoint has taken the folder's place only in part.
     """
     name = str(path_or_id)
+    if not name:
+        raise CheckpointError("expected a checkpoint's folder or its name on the hub, got no name")
     try:
         folder = Path(path_or_id).expanduser()
         is_folder, is_there = folder.is_dir(), folder.exists()

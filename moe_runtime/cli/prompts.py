@@ -73,4 +73,11 @@ def _prompt_of(line: str, place: str) -> str:
         raise ValueError(
             f"{place}: expected a JSON string, or an object with a text 'prompt', got {line:.60}"
         )
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(prompt[error.start])[1:-1]
+        raise ValueError(
+            f"{place}: {half} is half a surrogate pair, which is no text; give the character itself"
+        ) from None
     return prompt

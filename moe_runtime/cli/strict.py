@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from moe_runtime.checkpoints.model_files import files_of
-from moe_runtime.places import is_folder_name, require_apart
+from moe_runtime.places import require_apart, require_file_name
 from moe_runtime.reading import require_not_read
 
 OUTPUTS = frozenset({"--output", "--plot", "--png", "--table", "--timeline", "--trace"})
@@ -30,7 +30,8 @@ class StrictCommand(TyperCommand):
         Raises:
             typer.BadParameter: an option that takes one value has two, or a number is infinite or
                 none.
-            ValueError: an output would replace one of the inputs, or another output.
+            ValueError: a file's or folder's name is empty or none for an output, or an output would
+                replace one of the inputs, or another output.
         """
         words, _, given = self.make_parser(ctx).parse_args(args=list(args))
         for option, times in Counter(given).items():
@@ -48,7 +49,12 @@ class StrictCommand(TyperCommand):
                 raise typer.BadParameter(
                     f"expected a finite number, got {value}", param_hint=param.opts[0]
                 )
-        self._check_outputs(ctx, {**(ctx.default_map or {}), **words})
+        written = {**(ctx.default_map or {}), **words}
+        for param in self.params:
+            is_path = isinstance(ctx.params.get(param.name), Path)
+            if is_path and written.get(param.name) == "":
+                raise ValueError(f"{_shown(param)}: is empty, expected the name of a file")
+        self._check_outputs(ctx, written)
         return rest
 
     def _check_outputs(self, ctx: Any, words: Mapping[str, Any]) -> None:
@@ -61,15 +67,22 @@ class StrictCommand(TyperCommand):
                 continue
             option = param.opts[0]
             is_file = param.metavar != FOLDER
+            given = words.get(param.name, value)
             if is_file:
-                given = words.get(param.name, value)
-                if is_folder_name(given):
-                    raise ValueError(f"{option} {given}: is a folder, expected the name of a file")
+                require_file_name(given, option)
                 files[option] = value
+            elif str(given) == "-":
+                raise ValueError(f"{option} -: expected the name of a folder")
             for path in [value] if is_file or option != "--png" else value.glob("*.png"):
                 require_not_read(path, option.removeprefix("--"), inputs)
         for one, other in itertools.combinations(files, 2):
             require_apart(files[one], files[other], (one, other))
+
+
+def _shown(param: Any) -> str:
+    """A parameter as the help calls it."""
+    is_option = param.param_type_name == "option"
+    return param.opts[0] if is_option else param.metavar or param.name.upper()
 
 
 def _inputs_of(param: Any, ctx: Any) -> Iterator[Path]:

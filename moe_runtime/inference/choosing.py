@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from moe_runtime.config import PrefetchMode, nearest
+from moe_runtime.config import PrefetchMode, nearest, require_types
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference import options
 from moe_runtime.inference.budget import MemoryPlan
@@ -34,6 +34,18 @@ AUTO = "auto"
 GATES, COUNTS = "next-gate", "running-counts"
 """Predictors that stand for others: the model's own gates tell most, counts are always there."""
 SHARES = (AUTO, "even", "adaptive")
+_NONE = type(None)
+_TYPES: dict[str, tuple[type, ...]] = {
+    "path_or_id": (str, Path),
+    "device": (str, int, torch.device),
+    "dtype": (str, torch.dtype),
+    **dict.fromkeys(("policy", "prefetch", "shares"), (str,)),
+    "predictor": (str, Path),
+    **dict.fromkeys(("trace", "timeline", "placement"), (str, Path, _NONE)),
+    "max_tokens": (int, _NONE),
+    "io_threads": (int,),
+    "progress": (cast("type", Callable), _NONE),
+}
 
 
 @dataclass(frozen=True)
@@ -82,6 +94,18 @@ def settle_guessers(
     return Guessers(
         reader, policy_estimator, table_bytes + learned_bytes(predictor, policy_estimator)
     )
+
+
+def check_types(given: Mapping[str, object]) -> None:
+    """Refuses options of `load` that have a wrong type.
+
+    Args:
+        given: all of them by name.
+
+    Raises:
+        TypeError: one has; memory sizes and the group are looked at where they are read.
+    """
+    require_types(_TYPES, given)
 
 
 def check_names(policy: str, shares: str, predictor: str | Path) -> None:

@@ -92,7 +92,7 @@ def load(
             most of what the machine or the process's control group has free. What a call returns
             is the caller's: logits of all tokens where ``logits_to_keep`` does not say fewer, and
             what a backward pass needs, activations and gradients.
-        device_memory: the same for the memory of a GPU; unused on a CPU.
+        device_memory: the same for the memory of a GPU; only there.
         policy: the eviction policy, by name; ``"auto"`` replays what was kept of the model's latest
             routing, if anything was, takes the policy that misses least, and keeps the routing of
             this run for the next one (unless a ``trace`` is recorded).
@@ -127,7 +127,9 @@ def load(
         CapacityError: the budget is too small, or memory cannot be had.
         RankFailureError: another process of the group died, stalled, or differs in something.
         ValueError: an option is none that exists, or an output would replace an input or another.
+        TypeError: an option has another type than it may have.
     """
+    choosing.check_types(locals())
     start = time.perf_counter()
     budgets = {
         "host": parse_budget(host_memory, name="host_memory"),
@@ -138,6 +140,10 @@ def load(
         raise ValueError(f"io_threads must be at least 1, got {io_threads}")
     mode = parse_mode(prefetch)
     place = _resolve_device(device)
+    if place.type == "cpu" and budgets["device"] != Budget():
+        raise ValueError(
+            f"device_memory is for models on a GPU; this one is on the CPU, got {device_memory!r}"
+        )
     transport = None if group is None and placement is None else options.as_transport(group)
     checkpoint = open_checkpoint(path_or_id, dtype)
     inputs = [*files_of(checkpoint.folder), predictor, placement]

@@ -12,7 +12,7 @@ import numpy as np
 
 from moe_runtime.inference import options
 from moe_runtime.inference.steps import LayerRouting, Listener, Listeners, Step
-from moe_runtime.places import require_apart
+from moe_runtime.places import require_apart, require_file_name
 from moe_runtime.reading import require_not_read
 from moe_runtime.types import ModelSignature
 
@@ -106,8 +106,11 @@ def check_records(
         inputs: files that are read.
 
     Raises:
-        ValueError: one would.
+        ValueError: one would, or has a name that no file has.
     """
+    for output, what in ((trace, "trace"), (timeline, "timeline")):
+        if output is not None:
+            require_file_name(output, what)
     require_not_read(trace, "trace", inputs)
     require_not_read(timeline, "timeline", inputs)
     if trace is not None and timeline is not None:

@@ -13,10 +13,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moe_runtime.config import nearest
+from moe_runtime.config import nearest, type_in_words
+from moe_runtime.places import require_file_name
 from moe_runtime.reading import read_toml
 
 _Config = TypeVar("_Config")
+
+FILE_NAME = "file name"
+"""Marks the type of a key, ``Annotated[Path, FILE_NAME]``, that names a file to write."""
 
 
 def read_tree(cls: type[_Config], path: Path, *, settings: tuple[str, ...] = ()) -> _Config:
@@ -54,7 +58,7 @@ def build_tree(cls: type[_Config], values: Mapping[str, Any], *, where: str = ""
         ValueError: as for `read_tree`.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     place = f"[{where}]" if where else "the file"
     for key in values:
         if key not in fields:
@@ -98,6 +102,10 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return _convert_union(arguments, value, name)
+    if origin is typing.Annotated:
+        if FILE_NAME in arguments and isinstance(value, str):
+            require_file_name(value, name)
+        return _convert(arguments[0], value, name)
     if origin is typing.Literal:
         return _choose(arguments, value, name)
     if origin is tuple:
@@ -142,15 +150,14 @@ def _choose(choices: tuple[Any, ...], value: Any, name: str) -> Any:
 def _convert_scalar(hint: Any, value: Any, name: str) -> Any:
     if hint is Any:
         return value
-    if hint is Path and isinstance(value, str):
+    if hint is Path and isinstance(value, str) and value:
         return Path(value)
     if hint is float and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
     # bool is an int to Python, and never meant as one in a configuration.
     if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-    raise ValueError(f"{name} must be {words.get(hint, hint.__name__)}, got {value!r}")
+    raise ValueError(f"{name} must be {type_in_words(hint)}, got {value!r}")
 
 
 def _dotted(where: str, key: str) -> str:

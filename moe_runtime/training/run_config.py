@@ -5,9 +5,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 from moe_runtime.models.lm.config import LanguageModelConfig
+from moe_runtime.training.config_tree import FILE_NAME
 from moe_runtime.training.offload.execution.activations import Activations
 from moe_runtime.training.offload.optimizers.adamw import AdamW, Untouched
 from moe_runtime.training.offload.optimizers.moments import MomentStorage
@@ -253,7 +254,7 @@ class RunConfig:
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
     tensorboard: bool = False
-    trace: Path | None = None
+    trace: Annotated[Path, FILE_NAME] | None = None
     trace_steps: int = 100
     export_dtype: Precision = "bfloat16"
 

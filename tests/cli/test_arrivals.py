@@ -117,13 +117,11 @@ CASES = {
             "nodes": ("--nodes 2", ("num_nodes", 2)),
             "replicas": ("--replicas 3", ("num_replicas", 3)),
             "algorithm": ("--algorithm moetuner", "moetuner"),
-            "groups": ("--groups 5", ("num_groups", 5)),
             "fit": ("--fit 0.375", 0.375),
             "load_slack": ("--load-slack 0.23", 0.23),
             "time_limit": ("--time-limit 7.5", 7.5),
-            "align": ("--no-align", ("aligned", False)),
         },
-        {"output": "tests/cli/test_place.py", "from_map": "tests/cli/test_place.py"},
+        dict.fromkeys(("output", "from_map", "groups", "align"), "tests/cli/test_place.py"),
     ),
     "simulate": Case(
         (
@@ -164,7 +162,6 @@ CASES = {
             "sequences": ("--sequences 12", 19 * 12),
             "micro_batches": ("--micro-batches 6", ("micro_batches", 6)),
             "host_memory": ("--host-memory 7GiB", "7GiB"),
-            "storage_dir": ("--storage-dir fast", Path("fast")),
             "precision": ("--precision bfloat16", ("precision", "bfloat16")),
             "recompute": ("--recompute", ("recompute", True)),
             "checkpoint_every": ("--checkpoint-every 241", 241),
@@ -175,8 +172,9 @@ CASES = {
         {
             "zeroth_order": "tests/research/test_zeroth_order_runs.py",
             "eps": "tests/research/test_zeroth_order_runs.py",
-            "resume": "tests/training/test_finetuning.py",
-            "dry_run": "tests/training/test_finetuning.py",
+            **dict.fromkeys(
+                ("storage_dir", "resume", "dry_run"), "tests/training/test_finetuning.py"
+            ),
         },
     ),
     "train": Case(

@@ -229,3 +229,13 @@ def test_an_option_that_takes_one_value_is_not_given_twice(
     many = ["--set", "run.steps=1", "--set", "run.steps=2", "--dry-run", "--dry-run"]
     assert main(["train", trace, *many]) == 2
     assert "none.npz" in capsys.readouterr().err
+
+
+def test_an_empty_word_is_no_model_and_no_input(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, complaint in (
+        (["inspect", ""], "got no name"),
+        (["replay", ""], "TRACE: is empty"),
+        (["run", "m", "--prompt-file", ""], "--prompt-file: is empty"),
+    ):
+        assert main(words) == 2
+        assert complaint in capsys.readouterr().err

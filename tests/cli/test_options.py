@@ -17,7 +17,9 @@ from moe_runtime.cli.main import main
 from moe_runtime.inference.generation import GenerationResult, generate_text
 from moe_runtime.inference.loading import load
 from moe_runtime.lab.traces import write_trace
+from moe_runtime.planning.placement import PlacementOptions
 from moe_runtime.policies.prediction import Shape
+from moe_runtime.research.placement_solvers import ALGORITHMS
 
 CLI = Path(inspect.getfile(main)).parent
 # Read by a callback of its own before the command begins: `apply_config`.
@@ -139,6 +141,7 @@ def test_options_without_effect_are_refused(
     stats, times = tmp_path / "run.json", tmp_path / "times.toml"
     stats.write_text("{}")
     times.write_text("latency = 0.5\n")
+    run = ["run", "m", "-p", "x", "--prefetch", "off", "--policy", "lru"]
     page = ["-o", str(tmp_path / "r.html")]
     for words, complaint in (
         (["replay", trace, "--config", str(times)], "--latency is about modelled time"),
@@ -148,9 +151,44 @@ def test_options_without_effect_are_refused(
             "--host-memory is for the model",
         ),
         (["finetune", "m", "d", "--lora-on", "bogus"], "--lora-on says where adapters are"),
+        (
+            ["finetune", "m", "d", "--lora", "2", "--storage-dir", "s"],
+            "--storage-dir is for experts that are trained",
+        ),
+        ([*run, "--predictor", "popularity"], "--predictor has nobody to guess for"),
+        (["replay", trace, "--train", trace], "--train has nothing to train"),
     ):
         assert main(words) == 2
         assert complaint in capsys.readouterr().err
+
+
+def test_an_algorithm_s_options_are_refused_beside_another_one(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the algorithms themselves: what none of their parts can tell apart has no effect."""
+    values: dict[str, Any] = {
+        "--groups": ("num_groups", 2),
+        "--load-slack": ("load_slack", 0.3),
+        "--time-limit": ("time_limit_s", 2.0),
+    }
+    for algorithm, make in ALGORITHMS.items():
+        plain = make(PlacementOptions())
+        for option, (name, value) in values.items():
+            told = make(PlacementOptions(**{name: value}))
+            words = ["place", trace, "--gpus", "2", "--algorithm", algorithm, option, str(value)]
+            code = main([*words, "-o", "nowhere/map"])
+            refusal = f"{option} has no effect on {algorithm}" in capsys.readouterr().err
+            assert (code, refusal) == (2, vars_of(told) == vars_of(plain)), (algorithm, option)
+    for algorithm in ("round-robin", "exflow", "moetuner"):
+        words = ["place", trace, "--gpus", "2", "--algorithm", algorithm, "--no-align"]
+        assert main(words) == 2
+        assert "--align has no effect" in capsys.readouterr().err
+
+
+def vars_of(policy: object) -> dict[str, object]:
+    """The settings of a placement policy."""
+    held = {name: getattr(policy, name) for name in dir(policy) if not name.startswith("__")}
+    return {name: value for name, value in held.items() if not callable(value)}
 
 
 def test_a_rate_of_zero_is_not_the_default(capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,10 +78,11 @@ def test_a_refused_run_leaves_old_outputs(
 def test_an_option_that_sampling_alone_knows_is_refused_without_it(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(checkpoint, "--top-p", "0.5") == 2
-    assert capsys.readouterr().err == (
-        "moe-runtime: error: --top-p has no effect without sampling: give --temperature too\n"
-    )
+    for option, value in (("--top-p", "0.5"), ("--seed", "3")):
+        assert run(checkpoint, option, value) == 2
+        assert capsys.readouterr().err == (
+            f"moe-runtime: error: {option} has no effect without sampling: give --temperature too\n"
+        )
 
 
 def test_a_run_that_fails_in_its_first_step_leaves_old_outputs(
@@ -186,7 +187,7 @@ def test_a_full_disk_is_known_before_the_work_and_costs_no_output(
     folder = tmp_path / "out"
     folder.mkdir()
     words, option = COMMANDS[name]
-    path = folder / "old.png"
+    path = folder / ("old.npz" if name == "predictor fit" else "old.png")
     path.write_bytes(b"old")
     words = [word.replace("TRACE", str(trace)) for word in words]
 
@@ -206,7 +207,7 @@ def test_a_full_disk_is_known_before_the_work_and_costs_no_output(
         assert main([*words, option, str(path)]) == 2
     assert "No space left on device" in capsys.readouterr().err
     assert path.read_bytes() == b"old"
-    assert os.listdir(folder) == ["old.png"]
+    assert os.listdir(folder) == [path.name]
 
 
 INPUTS = {
@@ -252,7 +253,7 @@ def test_every_option_that_names_a_path_is_an_output_or_an_input() -> None:
 
 
 @pytest.mark.parametrize("command", ["run", "report", "place", "predictor fit", "simulate"])
-def test_a_folder_s_name_is_no_output_file(
+def test_a_name_of_no_file_is_no_output(
     checkpoint: Path,
     trace: Path,
     tmp_path: Path,
@@ -264,14 +265,31 @@ def test_a_folder_s_name_is_no_output_file(
     words, option = COMMANDS.get(command, (["run", str(checkpoint), "-p", "x"], "--trace"))
     words = [word.replace("TRACE", str(trace)) for word in words]
     Path("defaults.toml").write_text(f'{OPTIONS.get(option, option)[2:]} = "o/"\n')
-    asked = [[option, "o/"], [option, "o/."]]
+    folder, stream = "is a folder, expected the name of a file", "do not go to standard output"
+    asked = [([option, "o/"], folder), ([option, "o/."], folder), ([option, "-"], stream)]
+    asked.append(([option, ""], "is empty, expected the name of a file"))
     if any("--config" in param.opts for param in all_commands()[command].params):
-        asked.append(["--config", "defaults.toml"])
-    for more in asked:
+        asked.append((["--config", "defaults.toml"], folder))
+    for more, complaint in asked:
         assert main([*words, *more]) == 2
         err = capsys.readouterr().err
-        assert (err.count("\n"), "is a folder, expected the name of a file" in err) == (1, True)
+        assert (err.count("\n"), complaint in err) == (1, True)
     assert sorted(os.listdir()) == ["defaults.toml", "input"]
+
+
+@pytest.mark.parametrize("name", ["-", ""])
+def test_a_name_of_no_folder_is_no_output(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in (["finetune", "m", "d", "--output"], ["report", "t.npz", "--png"]):
+        assert main([*words, name]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n"), words[-1] in err) == ("", 1, True)
+    assert os.listdir() == []
 
 
 def test_the_table_has_every_command_with_outputs() -> None:

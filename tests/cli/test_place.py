@@ -51,7 +51,8 @@ def test_groups_are_kept_together(
 ) -> None:
     output = tmp_path / "map.json"
     words = ["place", str(trace), "--gpus", "4", "--algorithm", algorithm, "-o", str(output)]
-    report = run_json([*words, "--time-limit", "1000000", "--load-slack", "0.5"], capsys)
+    slack = ["--load-slack", "0.5"] if algorithm == "moetuner" else []
+    report = run_json([*words, "--time-limit", "1000000", *slack], capsys)
     assert report["scores"][algorithm]["hops"] == 0
     assert report["scores"]["random"]["hops"] > 0.6
     assert report["fit_tokens"] == report["scored_tokens"] == 200
@@ -75,6 +76,16 @@ def test_replicas_nodes_and_the_map_in_use(
     )
     assert report["transfers"] == lacking
     assert report["scores"]["eplb"]["balancedness"] > 0.7
+
+
+def test_devices_are_renamed_to_save_hops_unless_told_otherwise(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["place", str(trace), "--gpus", "4", "--algorithm", "greedy"]
+    aligned, plain = (run_json([*words, *more], capsys) for more in ([], ["--no-align"]))
+    scores = [report["scores"]["greedy"] for report in (aligned, plain)]
+    assert scores[0]["hops"] < scores[1]["hops"]
+    assert scores[0]["balancedness"] == scores[1]["balancedness"]
 
 
 def test_tables(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,6 +87,15 @@ def test_bad_options_are_one_line(trace: Path, capsys, words: list[str], complai
     assert len(message.strip().splitlines()) == 1
 
 
+def test_a_name_that_no_command_would_take_for_a_file_is_not_written(
+    trace: Path, tmp_path: Path, capsys
+) -> None:
+    output = tmp_path / "p.txt"
+    assert main(["predictor", "fit", str(trace), "-o", str(output)]) == 2
+    assert "expected a name that ends in .npz" in capsys.readouterr().err
+    assert not output.exists()
+
+
 def test_traces_of_two_models_are_refused(trace: Path, tmp_path: Path, capsys) -> None:
     other = save(tmp_path / "other.npz", model_type="mixtral")
     assert main(["predictor", "evaluate", str(trace), str(other)]) == 2

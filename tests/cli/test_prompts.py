@@ -112,6 +112,7 @@ def test_ctrl_c_keeps_the_texts_so_far(
         ("p.jsonl", '"a"\n{"text": "b"}', "line 2: expected a JSON string, or an object"),
         ("p.jsonl", '"a"\n\n{', "line 3: not JSON"),
         ("p.jsonl", '{"prompt": 3}', "line 1: expected a JSON string"),
+        ("p.jsonl", '"a"\n{"prompt": "b \\ud800"}', r"line 2: \\ud800 is half a surrogate pair"),
     ],
 )
 def test_lines_that_are_no_prompts(tmp_path: Path, name: str, content: str, message: str) -> None:

@@ -146,7 +146,7 @@ def test_a_trace_of_another_model_names_both(trace, tmp_path, capsys):
     path = tmp_path / "wide.npz"
     shape = Shape(num_layers=2, num_experts=9, top_k=2)
     write_trace(path, trace_of(make_routes(shape, num_sequences=2, length=5)))
-    assert main(["replay", trace, "--train", str(path)]) == 2
+    assert main(["replay", trace, "--train", str(path), "--policy", "static"]) == 2
     error = capsys.readouterr().err
     assert "num_experts=9" in error
     assert "num_experts=8" in error

@@ -314,6 +314,9 @@ def test_a_tokenizer_of_another_model(checkpoint):
         ({"max_tokens": 0}, "max_tokens must be"),
         ({"io_threads": 0}, "io_threads must be"),
         ({"host_memory": "lots"}, "host_memory"),
+        ({"device": "cpu", "device_memory": "1GiB"}, "device_memory is for models on a GPU"),
+        ({"trace": ""}, "trace: is empty, expected the name of a file"),
+        ({"timeline": "there/"}, "timeline there/: is a folder, expected the name of a file"),
     ],
 )
 def test_options(checkpoint, option, text):

@@ -47,6 +47,19 @@ def test_a_refused_run_leaves_the_trace(tmp_path: Path) -> None:
     assert trace.read_bytes() == b"old"
 
 
+def test_a_name_of_no_file_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As on the command line of other runs: a path alone has lost the slash at its end."""
+    path = write_run(tmp_path)
+    for setting, complaint in (
+        ("run.trace='folder/'", "run.trace folder/: is a folder, expected the name of a file"),
+        ("run.trace='-'", "run.trace -: expected the name of a file"),
+        ("run.output=''", "run.output must be a path, got ''"),
+    ):
+        assert train(path, *FEW, "--set", setting) == 2
+        assert complaint in capsys.readouterr().err
+    assert set(os.listdir(tmp_path)) == {path.name, "texts"}
+
+
 def test_a_full_disk_is_known_before_the_text_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -182,6 +182,7 @@ def finetune(
     if lora is not None:
         places = [place.strip() for place in lora_on.split(",")]
         tree["lora"] = {"rank": lora, "places": places}
+        refuse_given(ctx, ("storage_dir",), "is for experts that are trained; --lora writes none")
     else:
         refuse_given(ctx, ("lora_on",), "says where adapters are; give --lora RANK too")
     quiet_transformers(session)

@@ -11,6 +11,7 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, print_json, print_table
+from moe_runtime.cli.strict import refuse_given
 from moe_runtime.files import check_output_path
 
 if TYPE_CHECKING:
@@ -55,8 +56,20 @@ TimeLimit = Annotated[
     ),
 ]
 Align = Annotated[
-    bool, typer.Option(help="Rename devices layer by layer to save hops; balance stays as it is.")
+    bool,
+    typer.Option(
+        help="Rename devices layer by layer to save hops (eplb, greedy, anti-correlation); balance "
+        "stays as it is."
+    ),
 ]
+
+_READERS = {
+    "groups": {"eplb"},
+    "load_slack": {"moetuner"},
+    "time_limit": {"exflow", "moetuner"},
+    "align": {"eplb", "greedy", "anti-correlation"},
+}
+"""The algorithms that read a parameter; all read the others."""
 
 _COLUMNS = {
     "balancedness": "balance",
@@ -92,6 +105,11 @@ def place(
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
+    refuse_given(
+        ctx,
+        {name for name, readers in _READERS.items() if algorithm not in readers},
+        f"has no effect on {algorithm}; leave it out, or name another --algorithm",
+    )
     if gpus % nodes:
         raise ValueError(f"--gpus {gpus} is not a multiple of --nodes {nodes}")
     from moe_runtime.lab.traces import read_trace

@@ -88,6 +88,11 @@ def fit(
     _begin(ctx, debug, as_json)
     from moe_runtime.lab.traces.predictor_file import write_predictor
 
+    if output.suffix != ".npz":
+        raise ValueError(
+            f"--output {output}: expected a name that ends in .npz, by which `run --predictor` "
+            "tells a file from a predictor's name"
+        )
     check_output_path(output, "predictor")
     read = _read_text(ctx, traces, model, text, host_memory, [predictor])
     if read is None:

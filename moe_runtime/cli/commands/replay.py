@@ -79,6 +79,8 @@ KnownAhead = Annotated[
         "with ScMoE's shortcut.",
     ),
 ]
+_LEARNERS = frozenset({"static", "activation-aware"})
+"""Policies that learn from `--train`."""
 ExpertTime = Annotated[float, typer.Option(min=0.0, help="Seconds that one expert computes.")]
 
 
@@ -110,6 +112,7 @@ def replay(
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
+    from moe_runtime.inference.predictors import is_file_name
     from moe_runtime.lab.replay.experiment import Experiment, run_experiment, usual_capacities
     from moe_runtime.lab.traces.predictor_file import read_predictor
     from moe_runtime.lab.traces.readers import read_any_trace
@@ -129,6 +132,10 @@ def replay(
     machine = _machine(bandwidth, latency, expert_size, layer_time, known_ahead, expert_time)
     all_names = [name for name in POLICIES if name != "predicted" or predictor is not None]
     names = all_names if policy == "all" else [name.strip() for name in policy.split(",")]
+    is_trained = predictor is not None and is_file_name(predictor)
+    if train is not None and (predictor is None or is_trained) and not _LEARNERS & set(names):
+        known = f"{predictor} is trained already" if is_trained else "nothing that is named learns"
+        raise ValueError(f"--train has nothing to train: {known}; leave one out")
     with loading_bar() as progress:
         progress(f"reading {trace.name}", 0, 0)
         recorded = read_any_trace(trace, num_experts=num_experts)
@@ -140,12 +147,8 @@ def replay(
             _check_same_model(recorded, other, trace, train)
             training = routes_of(other)
         trained = None
-        if predictor is not None and predictor.endswith(".npz"):
+        if predictor is not None and is_trained:
             trained = read_predictor(predictor, recorded.signature)
-            if training is not None and not {"static", "activation-aware"} & set(names):
-                raise ValueError(
-                    f"--train has nothing to train: {predictor} is trained already; leave one out"
-                )
         experiment = Experiment(
             policies=names,
             capacities=(

@@ -74,7 +74,14 @@ def run(
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
     if temperature == 0:
-        refuse_given(ctx, {"top_p"}, "has no effect without sampling: give --temperature too")
+        needs_sampling = "has no effect without sampling: give --temperature too"
+        refuse_given(ctx, {"top_p", "seed"}, needs_sampling)
+    if prefetch == "off" and policy not in ("auto", "predicted"):
+        refuse_given(
+            ctx,
+            {"predictor"},
+            "has nobody to guess for: give --prefetch, or --policy predicted or auto",
+        )
     if as_json and verbose:
         raise ValueError("--verbose is for the table, which --json leaves out; give one of them")
     sampling = {
