@@ -13,15 +13,28 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.native import DTYPE_CODES
+from moe_runtime.kernels.quantized import QuantizedMatrix, WeightFormat
+
+Matrix = Tensor | QuantizedMatrix
 
 
 class ExpertShape(NamedTuple):
-    """What the experts of one call must have in common."""
+    """What the experts of one call must have in common.
+
+    Attributes:
+        dim_in: D.
+        dim_hidden: F.
+        dim_out: O.
+        dtype: Of all tensors; where a matrix is quantised, bf16, and `formats` has the rest.
+        formats: Where a matrix is quantised: of gate, up and down the format, the dtype of one that
+            is not, or None for none; then the dtype of the biases, or None. Else empty.
+    """
 
     dim_in: int
     dim_hidden: int
     dim_out: int
     dtype: torch.dtype
+    formats: tuple[WeightFormat | torch.dtype | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,6 +44,7 @@ class ExpertWeights:
     Rows may lie at any distance, so one half of a fused `[2F, D]` tensor (`w[:F]`, `w[F:]`) and
     every other row of an interleaved one (`w[0::2]`, `w[1::2]`) are used where they lie. The object
     remembers addresses: make it once for a place in memory, and anew when the place changes.
+    Each matrix may be quantised in a format of its own; one that is not is bf16 then.
 
     Attributes:
         gate: `[F, D]`, or None for an expert without a gate.
@@ -42,9 +56,9 @@ class ExpertWeights:
         record: What the native kernel reads, or None when it cannot use these weights.
     """
 
-    gate: Tensor | None
-    up: Tensor
-    down: Tensor
+    gate: Matrix | None
+    up: Matrix
+    down: Matrix
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
@@ -75,35 +89,69 @@ class ExpertWeights:
                 raise ValueError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
         if self.gate is None and self.gate_bias is not None:
             raise ValueError("gate_bias was given without gate")
-        dtypes = {tensor.dtype for tensor in self._tensors()}
-        if len(dtypes) > 1:
-            raise ValueError(f"all tensors of an expert must have one dtype, got {dtypes}")
-        shape = ExpertShape(dim_in, dim_hidden, dim_out, self.up.dtype)
+        shape = ExpertShape(dim_in, dim_hidden, dim_out, *self._types())
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "record", self._native_record())
 
+    def _types(self) -> tuple[torch.dtype, tuple[WeightFormat | torch.dtype | None, ...]]:
+        """The dtype and the formats of the shape.
+
+        Raises:
+            ValueError: Dtypes do not belong together.
+        """
+        matrices, biases = (self.gate, self.up, self.down), self._biases()
+        bias_dtypes = {bias.dtype for bias in biases}
+        dtypes = {matrix.dtype for matrix in matrices if isinstance(matrix, Tensor)}
+        if not any(isinstance(matrix, QuantizedMatrix) for matrix in matrices):
+            if len(dtypes | bias_dtypes) > 1:
+                raise ValueError(
+                    f"all tensors of an expert must have one dtype, got {dtypes | bias_dtypes}"
+                )
+            return dtypes.pop(), ()
+        if len(bias_dtypes) > 1 or not dtypes <= {torch.bfloat16}:
+            raise ValueError(
+                "beside quantised matrices the others must be bf16 and biases have one dtype, "
+                f"got {dtypes} and {bias_dtypes}"
+            )
+        formats = (
+            matrix.format
+            if isinstance(matrix, QuantizedMatrix)
+            else None
+            if matrix is None
+            else matrix.dtype
+            for matrix in matrices
+        )
+        return torch.bfloat16, (*formats, biases[0].dtype if biases else None)
+
+    def _biases(self) -> list[Tensor]:
+        every = (self.gate_bias, self.up_bias, self.down_bias)
+        return [bias for bias in every if bias is not None]
+
     def _tensors(self) -> list[Tensor]:
-        every = (self.gate, self.up, self.down, self.gate_bias, self.up_bias, self.down_bias)
-        return [tensor for tensor in every if tensor is not None]
+        matrices = (self.gate, self.up, self.down)
+        return [matrix for matrix in matrices if isinstance(matrix, Tensor)] + self._biases()
 
     def _native_record(self) -> bytes | None:
         """The C struct `Expert`: three matrices (address, bytes between rows) and three biases."""
-        if 0 in self.shape[:3]:
+        if 0 in self.shape[:3] or self.shape.formats:
             return None
-        if any(not tensor.is_cpu for tensor in self._tensors()) or self.up.dtype not in DTYPE_CODES:
+        if any(not tensor.is_cpu for tensor in self._tensors()):
+            return None
+        if self.shape.dtype not in DTYPE_CODES:
             return None
         if any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in self._tensors()):
             return None
         words: list[int] = []
         for matrix in (self.gate, self.up, self.down):
+            assert not isinstance(matrix, QuantizedMatrix)
             words += _address_and_stride(matrix)
         for bias in (self.gate_bias, self.up_bias, self.down_bias):
             words.append(0 if bias is None else bias.data_ptr())
         return struct.pack("9q", *words)
 
 
-def _matrix_shape(name: str, matrix: Tensor) -> tuple[int, int]:
-    if matrix.ndim != 2:
+def _matrix_shape(name: str, matrix: Matrix) -> tuple[int, int]:
+    if len(matrix.shape) != 2:
         raise ValueError(f"{name} must have two dimensions, got {list(matrix.shape)}")
     return matrix.shape[0], matrix.shape[1]
 

@@ -16,7 +16,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.expert_mlp.expert_weights import ExpertShape, ExpertWeights
+from moe_runtime.kernels.expert_mlp.expert_weights import ExpertShape, ExpertWeights, Matrix
 from moe_runtime.kernels.linear import (
     ROWS_PER_CALL,
     frozen_linear,
@@ -71,7 +71,7 @@ def expert_ffn(
     Args:
         x_TD: `[T, D]`, unit stride along D.
         experts: The experts that take part, all of one shape and dtype: that of `x`, or bf16 or
-            fp16 under fp32 `x`.
+            fp16 under fp32 `x`. Quantised ones, which are of one format, take any `x`.
         counts: Rows of each expert; 0 is allowed.
         token_ids_R: Row of `x` that each routed row reads: an int64 CPU tensor or a list.
         destinations_R: Row of `out` that each routed row writes; no two may be equal.
@@ -379,8 +379,15 @@ def one_expert(
     x_RD: Tensor, weights: ExpertWeights, activation: ActivationFn, linear: LinearFn
 ) -> Tensor:
     """An expert's outputs `[R, O]` in the dtype that `linear(x, weight, bias)` gives."""
+
+    def product(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
+        if isinstance(matrix, Tensor):
+            return linear(x, matrix, bias)
+        values = matrix.dequantize(x.dtype)
+        return linear(x, values, None if bias is None else bias.to(x.dtype))
+
     gate = None
     if weights.gate is not None:
-        gate = linear(x_RD, weights.gate, weights.gate_bias)
-    up = linear(x_RD, weights.up, weights.up_bias)
-    return linear(activation(gate, up), weights.down, weights.down_bias)
+        gate = product(x_RD, weights.gate, weights.gate_bias)
+    up = product(x_RD, weights.up, weights.up_bias)
+    return product(activation(gate, up), weights.down, weights.down_bias)

@@ -1,0 +1,79 @@
+"""Random quantised weights of every format, for the tests of what multiplies them."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.quantized import SCALES, QuantizedMatrix, WeightFormat
+
+MXFP4 = WeightFormat("e2m1", "e8m0", group_cols=32)
+NVFP4 = WeightFormat("e2m1", "e4m3", group_cols=16, global_scale="multiply")
+NVFP4_DIVIDED = WeightFormat("e2m1", "e4m3", group_cols=16, global_scale="divide")
+INT4 = WeightFormat("uint4", "bf16", group_cols=32, zero=8)
+AWQ = WeightFormat("uint4", "f16", group_cols=128, has_zero_points=True)
+FP8_BLOCK = WeightFormat("e4m3", "f32", group_rows=128, group_cols=128)
+FP8_CHANNEL = WeightFormat("e4m3", "bf16")
+FP8_TENSOR = WeightFormat("e4m3", "f32", group_rows=0)
+MXFP8 = WeightFormat("e4m3", "e8m0", group_cols=32)
+INT8 = WeightFormat("int8", "bf16")
+GPTQ8 = WeightFormat("uint8", "f16", group_cols=64, has_zero_points=True)
+PUBLISHED = {
+    "mxfp4": MXFP4,
+    "nvfp4": NVFP4,
+    "nvfp4-divided": NVFP4_DIVIDED,
+    "int4": INT4,
+    "awq": AWQ,
+    "fp8-block": FP8_BLOCK,
+    "fp8-channel": FP8_CHANNEL,
+    "fp8-tensor": FP8_TENSOR,
+    "mxfp8": MXFP8,
+    "int8": INT8,
+    "gptq8": GPTQ8,
+}
+"""The formats that checkpoints are published in."""
+
+
+def every_format() -> list[WeightFormat]:
+    """Every code with every scale and group, with and without zero points."""
+    formats = []
+    groups = ((1, 16), (1, 32), (1, 64), (128, 128), (1, 0))
+    for codes, scales, (rows, cols) in itertools.product(
+        ("e2m1", "e4m3", "uint4", "uint8", "int8"), SCALES, groups
+    ):
+        zero = {"uint4": 8, "uint8": 128}.get(codes, 0)
+        formats.append(WeightFormat(codes, scales, rows, cols, zero))  # type: ignore[arg-type]
+        if zero:
+            formats.append(WeightFormat(codes, scales, rows, cols, has_zero_points=True))  # type: ignore[arg-type]
+    return formats
+
+
+def random_matrix(
+    kind: WeightFormat, num_rows: int, num_cols: int, generator: torch.Generator
+) -> QuantizedMatrix:
+    """Codes of every value but NaN, under scales that make the weights about 1 / sqrt(K)."""
+    codes = _bytes((num_rows, kind.row_bytes(num_cols)), generator)
+    if kind.codes == "e4m3":
+        codes[codes & 0x7F == 0x7F] = 0x30
+    groups = kind.scales_shape(num_rows, num_cols)
+    largest = {"e2m1": 6, "e4m3": 448, "uint4": 16, "uint8": 256, "int8": 128}[kind.codes]
+    scales = torch.rand(groups, generator=generator) * num_cols**-0.5 / largest
+    zeros = factor = None
+    if kind.has_zero_points:
+        zeros = _bytes(groups, generator)
+        zeros = zeros % 17 if kind.codes == "uint4" else zeros
+    if kind.global_scale != "none":
+        factor = torch.tensor([3e-3 if kind.global_scale == "multiply" else 3e2])
+        scales = scales * 300
+    if kind.scales == "e8m0":
+        stored = (scales.log2().floor() + 127).to(torch.uint8)
+    else:
+        scales = scales * (64 if kind.scales == "e4m3" else 1)
+        stored = scales.clamp(max=448).to(SCALES[kind.scales])
+    return QuantizedMatrix(kind, num_cols, codes, stored, zeros, factor)
+
+
+def _bytes(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
