@@ -118,3 +118,23 @@ def test_a_slot_that_an_exception_left_without_an_entry_is_free_again(
     slots.acquire(missing, Sections.STATE)
     slots.release(missing)
     slots.close()
+
+
+def test_an_expert_that_is_read_ahead_while_it_waits_for_a_slot_takes_one(
+    slots: RecordSlots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another was expected next, so it stays expected, and a read that ends begins to read it."""
+    slots.expect((key, Sections.STATE) for key in [FIRST, OTHERS[2]])
+    wait = slots._changed.wait
+
+    def wait_until_it_is_read_ahead() -> None:
+        Gate.open.set()
+        wait()
+        while OTHERS[2] not in slots._entries:
+            wait()
+
+    monkeypatch.setattr(slots._changed, "wait", wait_until_it_is_read_ahead)
+    slots.acquire(OTHERS[2], Sections.STATE)
+    slots.release(OTHERS[2])
+    slots.check()
+    slots.close()

@@ -208,9 +208,13 @@ class RecordSlots:
             raise self._failure
 
     def _admit(self, key: ExpertKey) -> RingEntry:
-        """A slot for an expert that is needed now."""
-        self._wait_for(lambda: bool(self._free) or self._make_room(may_drop_expected=True))
-        return self._enter(key)
+        """A slot for an expert that is needed now, unless one is read ahead while this waits."""
+        self._wait_for(
+            lambda: (
+                key in self._entries or bool(self._free) or self._make_room(may_drop_expected=True)
+            )
+        )
+        return self._entries.get(key) or self._enter(key)
 
     def _enter(self, key: ExpertKey) -> RingEntry:
         entry = RingEntry(self._free.pop(), self.experts[key].step)
