@@ -7,7 +7,11 @@ needs the last alone.
 
 from typing import TYPE_CHECKING
 
-from moe_runtime.kernels.operands.activation import ACTIVATION_NAMES, ActivationSpec
+from moe_runtime.kernels.operands.activation import (
+    ACTIVATION_NAMES,
+    ActivationName,
+    ActivationSpec,
+)
 from moe_runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
@@ -16,12 +20,7 @@ if TYPE_CHECKING:
     from moe_runtime.kernels.expert_mlp.experts import PackedExperts, StackedExperts
     from moe_runtime.kernels.expert_mlp.op import expert_mlp, grouped_expert_mlp
     from moe_runtime.kernels.expert_mlp.parameter_gradients import ParameterGradients
-    from moe_runtime.kernels.expert_mlp.separate_experts import (
-        ACTIVATIONS,
-        Activation,
-        expert_ffn,
-        frozen_expert,
-    )
+    from moe_runtime.kernels.expert_mlp.separate_experts import expert_ffn, frozen_expert
 else:
     __getattr__ = lazy_names(
         __name__,
@@ -31,14 +30,13 @@ else:
             ".experts": "PackedExperts StackedExperts",
             ".op": "expert_mlp grouped_expert_mlp",
             ".parameter_gradients": "ParameterGradients",
-            ".separate_experts": "ACTIVATIONS Activation expert_ffn frozen_expert",
+            ".separate_experts": "expert_ffn frozen_expert",
         },
     )
 
 __all__ = [
-    "ACTIVATIONS",
     "ACTIVATION_NAMES",
-    "Activation",
+    "ActivationName",
     "ActivationSpec",
     "ExpertStep",
     "ExpertWeights",

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_runtime.kernels.grouped_gemm.columns import ExpertColumns
 from moe_runtime.kernels.operands import check_like, check_shape
+from moe_runtime.kernels.operands.activation import GateLayout
 
 
 class OneExpert(NamedTuple):
@@ -26,8 +27,7 @@ class OneExpert(NamedTuple):
         down_DF: Of the second product.
         down_bias: ``[D]`` or None.
         dim_hidden: F.
-        has_gate: Whether the pre-activations hold gate and up, or up alone.
-        is_concatenated: Whether the gate's come first; else they alternate.
+        layout: Of the pre-activations.
     """
 
     inputs: tuple[Tensor, ...]
@@ -35,13 +35,12 @@ class OneExpert(NamedTuple):
     down_DF: Tensor
     down_bias: Tensor | None
     dim_hidden: int
-    has_gate: bool
-    is_concatenated: bool
+    layout: GateLayout
 
     @property
     def dim_preactivation(self) -> int:
         """Z."""
-        return 2 * self.dim_hidden if self.has_gate else self.dim_hidden
+        return 2 * self.dim_hidden if self.layout.has_gate else self.dim_hidden
 
 
 def _check_tensors(experts: StackedExperts | PackedExperts, shapes: dict[str, list[int]]) -> None:
@@ -159,10 +158,14 @@ class StackedExperts:
         """Matrices of the first product."""
         return 1
 
-    def layout(self) -> dict[str, Any]:
+    @property
+    def layout(self) -> GateLayout:
+        """Of the pre-activations."""
+        return GateLayout(self.has_gate, self.is_concatenated)
+
+    def static(self) -> dict[str, Any]:
         """What makes experts of other such tensors, beside the slot table."""
-        names = ("has_gate", "is_transposed", "is_concatenated")
-        return {name: getattr(self, name) for name in names}
+        return {**self.layout._asdict(), "is_transposed": self.is_transposed}
 
     def slots(self) -> list[int]:
         """The slot of every expert; copies a slot table on another device to the host."""
@@ -181,10 +184,7 @@ class StackedExperts:
             gate_up, down = gate_up.T, down.T
         first = None if self.gate_up_bias is None else self.gate_up_bias[slot]
         second = None if self.down_bias is None else self.down_bias[slot]
-        return OneExpert(
-            (gate_up,), (first,), down, second,
-            self.dim_hidden, self.has_gate, self.is_concatenated,
-        )  # fmt: skip
+        return OneExpert((gate_up,), (first,), down, second, self.dim_hidden, self.layout)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -272,16 +272,16 @@ class PackedExperts:
         return self.gate is not None
 
     @property
-    def is_concatenated(self) -> bool:
-        """Pre-activations of gates come before those of up."""
-        return True
+    def layout(self) -> GateLayout:
+        """Of the pre-activations: those of gates come before those of up."""
+        return GateLayout(self.has_gate)
 
     @property
     def num_inputs(self) -> int:
         """Matrices of the first product."""
         return 2 if self.has_gate else 1
 
-    def layout(self) -> dict[str, Any]:
+    def static(self) -> dict[str, Any]:
         """What makes experts of other such tensors."""
         gate = {"gate": None} if self.gate is None else {}
         return {**gate, "columns": self.columns, "waits": self.waits}
@@ -307,10 +307,7 @@ class PackedExperts:
         ]
         inputs, biases = zip(*found, strict=True)
         second = None if self.down_bias is None else self.down_bias[slot]
-        return OneExpert(
-            inputs, biases, self.down[rows].T, second,
-            last - first, self.has_gate, self.is_concatenated,
-        )  # fmt: skip
+        return OneExpert(inputs, biases, self.down[rows].T, second, last - first, self.layout)
 
 
 RoutedExperts = StackedExperts | PackedExperts

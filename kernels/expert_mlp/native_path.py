@@ -14,14 +14,9 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp.expert_weights import ExpertShape
-from moe_runtime.kernels.expert_mlp.experts import (
-    OneExpert,
-    PackedExperts,
-    RoutedExperts,
-    StackedExperts,
-)
+from moe_runtime.kernels.expert_mlp.experts import PackedExperts, StackedExperts
 from moe_runtime.kernels.expert_mlp.products import NativeProducts
-from moe_runtime.kernels.expert_mlp.rows import Group, SortedRows, groups, sort_rows
+from moe_runtime.kernels.expert_mlp.rows import Group, RoutedBatch, groups
 from moe_runtime.kernels.expert_mlp.separate_experts import call_kernel
 from moe_runtime.kernels.expert_mlp.steps import TorchSteps
 from moe_runtime.kernels.expert_mlp.torch_path import Call, TorchPath
@@ -32,16 +27,18 @@ from moe_runtime.kernels.native import (
     require_native,
 )
 from moe_runtime.kernels.native.pages import with_huge_pages
-from moe_runtime.kernels.operands.activation import ActivationSpec
+from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
 
 
 class NativeSteps(TorchSteps):
     """The steps between the products in C, and the products for few rows."""
 
-    def __init__(self, library: NativeLibrary) -> None:
+    def __init__(self, library: NativeLibrary, activation: ActivationSpec) -> None:
+        super().__init__(activation)
         self._library = library
         self._shares_threads = library.shares_threads()
-        self._formulas: dict[ActivationSpec, ctypes.Array[ctypes.c_float]] = {}
+        numbers = activation.numbers()
+        self._formula = (ctypes.c_float * len(numbers))(*numbers)
 
     def products(self, dtype: torch.dtype) -> NativeProducts:
         return NativeProducts(self._library, dtype)
@@ -61,35 +58,22 @@ class NativeSteps(TorchSteps):
         return out_nD
 
     def activate(
-        self,
-        z_nZ: Tensor,
-        layout: OneExpert,
-        activation: ActivationSpec,
-        hidden_nF: Tensor,
-        kept_nZ: Tensor | None = None,
+        self, z_nZ: Tensor, layout: GateLayout, hidden_nF: Tensor, kept_nZ: Tensor | None = None
     ) -> None:
-        self._gate(z_nZ, layout, activation, hidden_nF, kept_nZ=kept_nZ)
+        self._gate(z_nZ, layout, hidden_nF, kept_nZ=kept_nZ)
 
     def activate_backward(
         self,
         z_nZ: Tensor,
+        layout: GateLayout,
         hidden_nF: Tensor,
         weights_n: Tensor | None,
-        layout: OneExpert,
-        activation: ActivationSpec,
         grad_z_nZ: Tensor,
     ) -> Tensor:
-        grad_weights_n = torch.empty(len(z_nZ))
-        self._gate(
-            z_nZ,
-            layout,
-            activation,
-            hidden_nF,
-            grad_z_nZ=grad_z_nZ,
-            weights_n=weights_n,
-            grad_weights_n=grad_weights_n,
-        )
-        return grad_weights_n
+        weights_grad_n = torch.empty(len(z_nZ))
+        backward = (grad_z_nZ, weights_n, weights_grad_n)
+        self._gate(z_nZ, layout, hidden_nF, backward=backward)
+        return weights_grad_n
 
     def add_rows(
         self, sums_TD: Tensor, tokens_n: Tensor, rows_nD: Tensor, weights_n: Tensor | None
@@ -108,36 +92,28 @@ class NativeSteps(TorchSteps):
     def _gate(
         self,
         z_nZ: Tensor,
-        layout: OneExpert,
-        activation: ActivationSpec,
+        layout: GateLayout,
         hidden_nF: Tensor,
         *,
         kept_nZ: Tensor | None = None,
-        grad_z_nZ: Tensor | None = None,
-        weights_n: Tensor | None = None,
-        grad_weights_n: Tensor | None = None,
+        backward: tuple[Tensor | None, ...] = (None, None, None),
     ) -> None:
-        if activation not in self._formulas:
-            numbers = activation.numbers()
-            self._formulas[activation] = (ctypes.c_float * len(numbers))(*numbers)
+        """Either pass; `backward` is the gradient of `z`, the gate weights, and their gradient."""
         self._library.gate(
             z_nZ.data_ptr(),
             z_nZ.stride(0) * z_nZ.element_size(),
             len(z_nZ),
-            layout.dim_hidden,
-            layout.has_gate,
-            layout.is_concatenated,
+            hidden_nF.shape[1],
+            *layout,
             DTYPE_CODES[z_nZ.dtype],
             DTYPE_CODES[hidden_nF.dtype],
-            ACTIVATION_CODES[activation.function],
-            activation.is_plain,
-            self._formulas[activation],
+            ACTIVATION_CODES[self._activation.function],
+            self._activation.is_plain,
+            self._formula,
             _address(kept_nZ),
             DTYPE_CODES[z_nZ.dtype if kept_nZ is None else kept_nZ.dtype],
             hidden_nF.data_ptr(),
-            _address(grad_z_nZ),
-            _address(weights_n),
-            _address(grad_weights_n),
+            *(_address(tensor) for tensor in backward),
             self._shares_threads,
         )
 
@@ -151,41 +127,38 @@ class NativePath(TorchPath):
 
     def __init__(self) -> None:
         self._library = require_native()
-        super().__init__(NativeSteps(self._library))
 
-    def infer(
-        self,
-        x_TD: Tensor,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        experts: RoutedExperts,
-        activation: ActivationSpec,
-    ) -> Tensor:
+    def steps(self, activation: ActivationSpec) -> NativeSteps:
+        """The operations of one expert."""
+        return NativeSteps(self._library, activation)
+
+    def infer(self, batch: RoutedBatch) -> Tensor:
         """As `Path.infer`.
 
         Experts with few rows run in one call of the C kernel, which reads each weight once and
         splits the work evenly; the others follow one by one.
         """
-        if isinstance(experts, PackedExperts):
-            return super().infer(x_TD, ids_TK, weights_TK, experts, activation)
-        library, top_k = self._library, ids_TK.shape[1]
-        rows = sort_rows(ids_TK, experts.num_experts)
-        found = list(groups(rows, experts))
+        x_TD, weights_TK, experts = batch.x_TD, batch.weights_TK, batch.experts
+        if isinstance(experts, PackedExperts) or weights_TK is None:
+            return super().infer(batch)
+        found = list(groups(batch.rows, experts))
         limit = 0
-        if _fits_kernel(experts, activation):
-            limit = NativeProducts(library, experts.dtype).row_limit
+        if _fits_kernel(experts, batch.activation):
+            limit = NativeProducts(self._library, experts.dtype).row_limit
         few = [group for group in found if group.num_rows <= limit]
         many = [group for group in found if group.num_rows > limit]
-        call = Call(x_TD, weights_TK, rows, many, activation, self.steps)
-        sums_TD = call.new_sums()
+        steps = self.steps(batch.activation)
+        call = Call(x_TD, weights_TK, batch.rows, many, steps)
+        call.begin_forward(x_TD.new_empty(0))
         if few:
-            y_ND, order_N = _run_kernel(library, few, x_TD, rows, top_k, experts, activation)
+            order_N = torch.cat([batch.rows.order_R[group.rows] for group in few])
+            tokens_N = order_N // batch.num_choices
+            y_ND = _run_kernel(self._library, few, tokens_N, x_TD, experts, batch.activation)
             weights_N = weights_TK.flatten()[order_N].float()
-            self.steps.add_rows(sums_TD, order_N // top_k, y_ND, weights_N)
-        nothing = x_TD.new_empty(0)
+            steps.add_rows(call.sums_TD, tokens_N, y_ND, weights_N)
         for group in many:
-            call.run_forward(group, experts.one(group.slot), nothing, sums_TD)
-        return sums_TD.to(x_TD.dtype)
+            call.forward(group, experts.one(group.slot))
+        return call.sums()
 
 
 def _fits_kernel(experts: StackedExperts, activation: ActivationSpec) -> bool:
@@ -198,34 +171,24 @@ def _fits_kernel(experts: StackedExperts, activation: ActivationSpec) -> bool:
 def _run_kernel(
     library: NativeLibrary,
     few: Sequence[Group],
+    tokens_N: Tensor,
     x_TD: Tensor,
-    rows: SortedRows,
-    top_k: int,
     experts: StackedExperts,
     activation: ActivationSpec,
-) -> tuple[Tensor, Tensor]:
-    """Output rows ``[N, D]`` of some experts, and the flat position ``t * K + k`` of each."""
+) -> Tensor:
+    """Output rows ``[N, D]`` of some experts, for these rows of `x`."""
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
-    counts = np.array([group.num_rows for group in few], dtype=np.int64)
-    order_N = torch.cat([rows.order_R[group.first : group.last] for group in few])
-    tokens_N = order_N // top_k
-    destinations_N = torch.arange(len(order_N))
-    y_ND = with_huge_pages(x_TD.new_empty(len(order_N), experts.dim_model))
-    records = _records([group.slot for group in few], experts)
     dim_d = experts.dim_model
+    y_ND = with_huge_pages(x_TD.new_empty(len(tokens_N), dim_d))
+    records = _records([group.slot for group in few], experts).tobytes()
+    counts = [group.num_rows for group in few]
+    shape = ExpertShape(dim_d, experts.dim_hidden, dim_d, experts.dtype)
+    destinations_N, function = torch.arange(len(tokens_N)), activation.function
     call_kernel(
-        library,
-        records.ctypes.data,
-        counts.ctypes.data,
-        len(few),
-        x_TD,
-        tokens_N.data_ptr(),
-        destinations_N.data_ptr(),
-        y_ND,
-        ExpertShape(dim_d, experts.dim_hidden, dim_d, experts.dtype),
-        activation.function,
-    )
-    return y_ND, order_N
+        library, x_TD, records, counts, tokens_N, destinations_N, y_ND,
+        shape=shape, activation=function,
+    )  # fmt: skip
+    return y_ND
 
 
 def _records(slots: Sequence[int], experts: StackedExperts) -> np.ndarray:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp.experts import PackedExperts, RoutedExperts, StackedExperts
 from moe_runtime.kernels.expert_mlp.parameter_gradients import (
+    EVERY_GRADIENT,
     ParameterGradients,
-    call_with_gradients,
 )
 from moe_runtime.kernels.expert_mlp.projection import (
     RowFunction,
@@ -25,7 +25,8 @@ from moe_runtime.kernels.expert_mlp.reference import (
     expert_mlp_reference,
     grouped_expert_mlp_reference,
 )
-from moe_runtime.kernels.expert_mlp.torch_op import call
+from moe_runtime.kernels.expert_mlp.rows import RoutedBatch
+from moe_runtime.kernels.expert_mlp.torch_op import call, call_with_gradients
 from moe_runtime.kernels.operands import check_choice, check_like, precise_dtype
 from moe_runtime.kernels.operands.activation import (
     Activation,
@@ -100,16 +101,9 @@ def expert_mlp(
             raise ValueError("gradients= goes with a formula as activation and another impl")
         gradients.check(experts)
         if torch.is_grad_enabled():
-            return call_with_gradients(
-                x_TD,
-                ids_TK,
-                weights_TK,
-                experts,
-                formula,
-                gradients,
-                impl=impl,
-                recompute=recompute,
-            ).to(dtype)
+            batch = RoutedBatch(x_TD, ids_TK, weights_TK, experts, formula)
+            out_TD = call_with_gradients(batch, gradients, impl=impl, recompute=recompute)
+            return out_TD.to(dtype)
     if impl == "reference":
         out_TD = expert_mlp_reference(x_TD, ids_TK, weights_TK, experts, spec, post_expert)
         return out_TD.to(dtype)
@@ -178,9 +172,8 @@ def _of_any_width(
     if impl == "reference":
         return expert_mlp_reference(x_TD, ids_TK, weights_TK, experts, activation)
     products = replace(experts, down_bias=None)
-    out_TD = call_with_gradients(
-        x_TD, ids_TK, weights_TK, products, activation, None, impl=impl, recompute=recompute
-    )
+    batch = RoutedBatch(x_TD, ids_TK, weights_TK, products, activation)
+    out_TD = call_with_gradients(batch, EVERY_GRADIENT, impl=impl, recompute=recompute)
     if experts.down_bias is None:
         return out_TD
     return out_TD + _summed_bias(ids_TK, weights_TK, experts.down_bias).to(out_TD.dtype)

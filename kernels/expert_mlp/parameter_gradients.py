@@ -8,16 +8,12 @@ the backward pass adds to them as it writes. Not for `torch.compile`: what is ad
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp.experts import RoutedExperts, StackedExperts
-from moe_runtime.kernels.expert_mlp.paths import path_of
-from moe_runtime.kernels.expert_mlp.rows import Needs, RoutedBatch, SortedRows, sort_rows
 from moe_runtime.kernels.operands import check_like, check_shape
-from moe_runtime.kernels.operands.activation import ActivationSpec
 
 NAMES = ("gate_up", "down", "gate_up_bias", "down_bias")
 
@@ -80,56 +76,5 @@ class ParameterGradients:
         return torch.where(self.trains_E, slots, -1)
 
 
-def call_with_gradients(
-    x_TD: Tensor,
-    ids_TK: Tensor,
-    weights_TK: Tensor,
-    experts: RoutedExperts,
-    activation: ActivationSpec,
-    gradients: ParameterGradients | None,
-    *,
-    impl: str,
-    recompute: bool,
-) -> Tensor:
-    """`expert_mlp` outside the compiler: experts in any form, gradients as `gradients` says."""
-    tensors = (x_TD, weights_TK, *experts.tensors())
-    is_differentiated = any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    keeps = torch.is_grad_enabled() and is_differentiated and not recompute
-    call = (ids_TK, experts, activation, gradients, impl, keeps)
-    return cast(Tensor, _ExpertMlp.apply(*tensors, call))
-
-
-class _ExpertMlp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, *parameters_and_call: Any) -> Tensor:
-        *parameters, call = parameters_and_call
-        ids_TK, experts, ctx.activation, ctx.gradients, ctx.impl, keeps = call
-        rows = sort_rows(ids_TK, experts.num_experts)
-        out_TD, kept = path_of(ctx.impl, x_TD).forward(
-            RoutedBatch(x_TD, weights_TK, rows, experts, ctx.activation), keeps=keeps
-        )
-        ctx.save_for_backward(x_TD, weights_TK, kept, *rows, *parameters, experts.slot_of_expert)
-        ctx.kind, ctx.names, ctx.layout = type(experts), experts.names, experts.layout()
-        return out_TD
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        x_TD, weights_TK, kept, order_R, offsets_E1, *parameters, slots = ctx.saved_tensors
-        tensors = dict(zip(ctx.names, parameters, strict=True))
-        if slots is not None:
-            tensors["slot_of_expert"] = slots
-        needs = Needs.of(*ctx.needs_input_grad[:-1])
-        rows, experts = SortedRows(order_R, offsets_E1), ctx.kind(**tensors, **ctx.layout)
-        batch = RoutedBatch(x_TD, weights_TK, rows, experts, ctx.activation)
-        with torch.autocast(x_TD.device.type, enabled=False):
-            found = path_of(ctx.impl, x_TD).backward(
-                grads[0], batch, kept, needs=needs, parameter_gradients=ctx.gradients
-            )
-        needed = (needs.x, needs.weights, *needs.parameters)
-        given = [grad if need else None for grad, need in zip(found.flat(), needed, strict=True)]
-        if ctx.gradients is not None and ctx.gradients.into is not None:
-            given[2:] = [None] * len(parameters)
-        return *given, None
+EVERY_GRADIENT = ParameterGradients()
+"""Autograd gets the gradients of all experts."""

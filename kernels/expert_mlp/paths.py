@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 from torch import Tensor
 
-from moe_runtime.kernels.expert_mlp.experts import RoutedExperts
+from moe_runtime.kernels.expert_mlp.parameter_gradients import EVERY_GRADIENT, ParameterGradients
 from moe_runtime.kernels.expert_mlp.rows import Gradients, Needs, RoutedBatch
 from moe_runtime.kernels.native import DTYPE_CODES, native_library, require_native
-from moe_runtime.kernels.operands.activation import ActivationSpec
-
-if TYPE_CHECKING:
-    from moe_runtime.kernels.expert_mlp.parameter_gradients import ParameterGradients
 
 # A module and its class; imported when first used.
 _CLASSES = {
@@ -26,15 +22,8 @@ _CLASSES = {
 class Path(Protocol):
     """An implementation."""
 
-    def infer(
-        self,
-        x_TD: Tensor,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        experts: RoutedExperts,
-        activation: ActivationSpec,
-    ) -> Tensor:
-        """The output ``[T, D]`` when nothing is kept for a backward pass."""
+    def infer(self, batch: RoutedBatch) -> Tensor:
+        """The output ``[T, D]`` of tokens when nothing is kept for a backward pass."""
         ...
 
     def forward(self, batch: RoutedBatch, *, keeps: bool) -> tuple[Tensor, Tensor]:
@@ -53,7 +42,7 @@ class Path(Protocol):
         kept: Tensor,
         *,
         needs: Needs,
-        parameter_gradients: ParameterGradients | None = None,
+        parameter_gradients: ParameterGradients = EVERY_GRADIENT,
     ) -> Gradients:
         """The gradients that are needed; with empty `kept` it computes the pre-activations again.
 

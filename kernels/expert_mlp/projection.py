@@ -74,7 +74,7 @@ def _rows(
     gate_up, down, gate_up_bias, down_bias = experts.tensors()
     slots, transposed = experts.slot_of_expert, experts.is_transposed
     z_RZ = _project(x_TD, tokens_R, rows.offsets_E1, gate_up, gate_up_bias, slots, transposed)
-    hidden_RF = apply_activation(z_RZ, experts, activation)
+    hidden_RF = apply_activation(z_RZ, experts.layout, activation)
     return _project(hidden_RF, None, rows.offsets_E1, down, down_bias, slots, transposed)
 
 

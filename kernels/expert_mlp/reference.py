@@ -11,12 +11,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.expert_mlp.experts import OneExpert, RoutedExperts, StackedExperts
+from moe_runtime.kernels.expert_mlp.experts import RoutedExperts
 from moe_runtime.kernels.operands import precise_dtype
 from moe_runtime.kernels.operands.activation import (
     ActivationSpec,
+    GateLayout,
     PreactivationFunction,
-    split_preactivations,
 )
 
 
@@ -76,7 +76,7 @@ def grouped_expert_mlp_reference(
             rows_RD = x_RD[first : first + count]
             parts = zip(one.inputs, one.input_biases, strict=True)
             z_RZ = torch.cat([_product(rows_RD, matrix, bias) for matrix, bias in parts], dim=1)
-            hidden_RF = apply_activation(z_RZ, one, activation)
+            hidden_RF = apply_activation(z_RZ, one.layout, activation)
             pieces.append(_product(hidden_RF, one.down_DF, one.down_bias))
         first += count
     pieces.append(x_RD.new_zeros(len(x_RD) - first, experts.dim_model))
@@ -90,13 +90,10 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def apply_activation(
     z_RZ: Tensor,
-    layout: OneExpert | StackedExperts,
+    layout: GateLayout,
     activation: ActivationSpec | PreactivationFunction,
 ) -> Tensor:
     """Hidden values ``[R, F]`` of pre-activations ``[R, Z]``."""
     if not isinstance(activation, ActivationSpec):
         return activation(z_RZ)
-    gate, up = split_preactivations(
-        z_RZ, has_gate=layout.has_gate, is_concatenated=layout.is_concatenated
-    )
-    return activation(gate, up)
+    return activation(*layout.split(z_RZ))

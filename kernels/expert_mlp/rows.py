@@ -5,8 +5,9 @@ Shape suffixes: T tokens, K top-k, R routed rows = T * K, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -48,6 +49,11 @@ class Needs(NamedTuple):
     def of(cls, x: bool, weights: bool, *parameters: bool) -> Needs:
         return cls(x, weights, parameters)
 
+    def chosen(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """Of all gradients, in the order of `of`, those that are needed; None for the others."""
+        needed = (self.x, self.weights, *self.parameters)
+        return [grad if need else None for grad, need in zip(gradients, needed, strict=True)]
+
 
 class Gradients(NamedTuple):
     """The gradients of `Needs`, empty tensors where none is needed."""
@@ -77,23 +83,33 @@ class Group(NamedTuple):
         return slice(self.first, self.last)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class RoutedBatch:
     """What the experts of a layer are given in one call.
 
     Attributes:
         x_TD: Tokens ``[T, D]``, or rows ``[R, D]`` in the order of their experts.
-        weights_TK: Gate weights; None for such rows, whose own outputs are wanted.
-        rows: Where each expert's rows are.
+        ids_TK: The choices of every token; None where `sorted_rows` says all about them.
+        weights_TK: Gate weights; None for sorted rows, whose own outputs are wanted.
         experts: The parameters.
         activation: What lies between the products.
+        sorted_rows: Where each expert's rows are, if the caller knows it.
     """
 
     x_TD: Tensor
+    ids_TK: Tensor | None
     weights_TK: Tensor | None
-    rows: SortedRows
     experts: RoutedExperts
     activation: ActivationSpec
+    sorted_rows: SortedRows | None = None
+
+    @cached_property
+    def rows(self) -> SortedRows:
+        """Where each expert's rows are; sorts the choices when first asked for."""
+        if self.sorted_rows is not None:
+            return self.sorted_rows
+        assert self.ids_TK is not None, "rows are sorted, or there are choices to sort them by"
+        return sort_rows(self.ids_TK, self.experts.num_experts)
 
     @property
     def num_choices(self) -> int:

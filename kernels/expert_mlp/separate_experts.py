@@ -8,10 +8,10 @@ Shape suffixes: T tokens, D model in, F hidden, O model out, R routed rows.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,11 +19,11 @@ from torch import Tensor
 from moe_runtime.kernels.expert_mlp.expert_weights import ExpertShape, ExpertWeights, Matrix
 from moe_runtime.kernels.linear import (
     ROWS_PER_CALL,
+    UNLIMITED,
     frozen_linear,
     linear,
     native_row_limit,
 )
-from moe_runtime.kernels.linear.reference import linear_reference
 from moe_runtime.kernels.native import (
     ACTIVATION_CODES,
     DTYPE_CODES,
@@ -38,13 +38,29 @@ from moe_runtime.kernels.native import (
 from moe_runtime.kernels.operands import check_choice, precise_dtype
 from moe_runtime.kernels.operands.activation import ActivationName, ActivationSpec
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 ExpertImpl = Literal["auto", "native", "reference", "torch"]
-ACTIVATIONS: tuple[str, ...] = tuple(ACTIVATION_CODES)
 IMPLS: tuple[ExpertImpl, ...] = ("auto", "native", "reference", "torch")
 RowIds = Tensor | Sequence[int]
 ActivationFn = Callable[[Tensor | None, Tensor], Tensor]
 LinearFn = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class ExpertRuns(NamedTuple):
+    """Some experts, the number of rows of each, and where these rows are read and written."""
+
+    experts: Sequence[ExpertWeights]
+    counts: Sequence[int]
+    token_ids_R: RowIds
+    destinations_R: RowIds
+
+    def cut(self, pieces: Iterable[Iterable[Sequence[Any]]]) -> Iterator[ExpertRuns]:
+        """Each piece, a pair of experts and counts in the order of all, with its rows."""
+        first = 0
+        for experts, counts in pieces:
+            last = first + sum(counts)
+            rows = slice(first, last)
+            yield ExpertRuns(experts, counts, self.token_ids_R[rows], self.destinations_R[rows])
+            first = last
 
 
 def expert_ffn(
@@ -55,7 +71,7 @@ def expert_ffn(
     destinations_R: RowIds,
     out_RO: Tensor,
     *,
-    activation: Activation | Callable[[Tensor | None, Tensor], Tensor],
+    activation: ActivationName | ActivationFn,
     impl: ExpertImpl = "auto",
 ) -> None:
     """Runs every routed row through its expert and writes the results where they are wanted.
@@ -102,42 +118,32 @@ def expert_ffn(
             f"counts add up to {num_rows} rows, got {len(token_ids_R)} token ids and "
             f"{len(destinations_R)} destinations"
         )
-    limit = 0
+    runs = ExpertRuns(experts, counts, token_ids_R, destinations_R)
+    limit = -1
     if library is not None and isinstance(activation, str):
         reason = _native_problem(x_TD, experts, out_RO, activation)
         if impl == "native" and reason:
             raise ValueError(f"impl='native' cannot compute this: {reason}")
         if not reason:
-            limit = native_row_limit(library, experts[0].shape.dtype)
-            if impl == "native" or max(counts) <= limit:
-                _run_native(
-                    library, x_TD, experts, counts, token_ids_R, destinations_R, out_RO, activation
-                )
+            every = impl == "native"
+            limit = UNLIMITED if every else native_row_limit(library, experts[0].shape.dtype)
+            if max(counts) <= limit:
+                _run_native(library, x_TD, runs, out_RO, activation)
                 return
-    first = 0
     # Each expert's own number of rows decides for it: its result must not depend on the others.
-    for is_native, run in groupby(zip(experts, counts, strict=True), lambda pair: pair[1] <= limit):
-        run_experts, run_counts = zip(*run, strict=True)
-        last = first + sum(run_counts)
-        arguments = (
-            x_TD,
-            run_experts,
-            run_counts,
-            token_ids_R[first:last],
-            destinations_R[first:last],
-            out_RO,
-        )
-        if is_native and library is not None and isinstance(activation, str) and limit:
-            _run_native(library, *arguments, activation)
+    alike = groupby(zip(experts, counts, strict=True), lambda pair: pair[1] <= limit)
+    pieces = [zip(*pairs, strict=True) for _, pairs in alike]
+    for some in runs.cut(pieces):
+        if library is not None and isinstance(activation, str) and max(some.counts) <= limit:
+            _run_native(library, x_TD, some, out_RO, activation)
         else:
-            _run_by_expert(*arguments, activation=activation, impl=impl)
-        first = last
+            _run_by_expert(x_TD, some, out_RO, activation=activation, impl=impl)
 
 
 def frozen_expert(
     x_RD: Tensor,
     weights: ExpertWeights,
-    activation: Activation | Callable[[Tensor | None, Tensor], Tensor],
+    activation: ActivationName | ActivationFn,
 ) -> Tensor:
     """One expert's outputs, with a gradient of `x` and of what the activation holds.
 
@@ -193,78 +199,49 @@ def _native_problem(
 
 
 def _run_native(
-    library: NativeLibrary,
-    x_TD: Tensor,
-    experts: Sequence[ExpertWeights],
-    counts: Sequence[int],
-    token_ids_R: RowIds,
-    destinations_R: RowIds,
-    out_RO: Tensor,
-    activation: str,
+    library: NativeLibrary, x_TD: Tensor, runs: ExpertRuns, out_RO: Tensor, activation: str
 ) -> None:
-    shape = experts[0].shape
-    first = 0
-    for some, some_counts in _portions(experts, counts):
-        last = first + sum(some_counts)
-        token_ids, destinations = (
-            _int64(token_ids_R[first:last]),
-            _int64(destinations_R[first:last]),
-        )
-        call_kernel(
-            library,
-            b"".join([weights.record for weights in some]),  # type: ignore[misc]
-            array("q", some_counts).tobytes(),
-            len(some),
-            x_TD,
-            token_ids if isinstance(token_ids, bytes) else token_ids.data_ptr(),
-            destinations if isinstance(destinations, bytes) else destinations.data_ptr(),
-            out_RO,
-            shape,
-            activation,
-        )
-        first = last
+    for some in runs.cut(_portions(runs.experts, runs.counts)):
+        records = b"".join([weights.record for weights in some.experts])  # type: ignore[misc]
+        shape = some.experts[0].shape
+        call_kernel(library, x_TD, records, *some[1:], out_RO, shape=shape, activation=activation)
 
 
 def call_kernel(
     library: NativeLibrary,
-    records: bytes | int,
-    counts: bytes | int,
-    num_experts: int,
     x_TD: Tensor,
-    token_ids: bytes | int,
-    destinations: bytes | int,
+    records: bytes,
+    counts: Sequence[int],
+    token_ids_R: RowIds,
+    destinations_R: RowIds,
     out_RO: Tensor,
+    *,
     shape: ExpertShape,
     activation: str,
 ) -> None:
-    """The C kernel of whole experts; lists are bytes, or the address of 64-bit numbers.
+    """The C kernel of whole experts; arguments as in `expert_ffn`, which are checked already.
 
     Args:
         library: The native library.
-        records: The C struct `Expert` of each expert.
-        counts: Rows of each.
-        num_experts: How many there are.
-        x_TD: As in `expert_ffn`, and so the others.
-        token_ids: See there.
-        destinations: See there.
-        out_RO: See there.
+        x_TD: As in `expert_ffn`, and so what is not listed.
+        records: The C struct `Expert` of each expert, one after another.
         shape: Of every expert.
-        activation: A name.
 
     Raises:
         ValueError: A row number is out of range.
         MemoryError: There is no memory to pack the rows in.
     """
     size = x_TD.element_size()
+    token_ids, destinations = _int64(token_ids_R), _int64(destinations_R)
     status = library.expert_ffn(
         records,
-        num_experts,
-        counts,
+        len(counts),
+        array("q", counts).tobytes(),
         x_TD.data_ptr(),
         x_TD.stride(0) * size,
         x_TD.shape[0],
-        token_ids,
-        destinations,
+        token_ids if isinstance(token_ids, bytes) else token_ids.data_ptr(),
+        destinations if isinstance(destinations, bytes) else destinations.data_ptr(),
         out_RO.data_ptr(),
         out_RO.stride(0) * size,
         out_RO.shape[0],
@@ -279,7 +256,7 @@ def call_kernel(
             f"token_ids must be in [0, {x_TD.shape[0]}) and destinations in [0, {out_RO.shape[0]})"
         )
     if status == STATUS_NO_MEMORY:
-        raise MemoryError(f"no memory to pack the rows of {num_experts} experts")
+        raise MemoryError(f"no memory to pack the rows of {len(counts)} experts")
 
 
 def _portions(
@@ -314,31 +291,27 @@ def _int64(rows: RowIds) -> Tensor | bytes:
 
 def _run_by_expert(
     x_TD: Tensor,
-    experts: Sequence[ExpertWeights],
-    counts: Sequence[int],
-    token_ids_R: RowIds,
-    destinations_R: RowIds,
+    runs: ExpertRuns,
     out_RO: Tensor,
     *,
     activation: str | ActivationFn,
     impl: ExpertImpl,
 ) -> None:
-    """One expert after another, in torch operations and `linear`."""
+    """One expert after another, in torch operations and `linear`.
+
+    `reference` is the specification: in fp32 (fp64 for fp64), nothing is rounded before the output.
+    """
     function = activation_function(activation) if isinstance(activation, str) else activation
-    token_ids = torch.as_tensor(token_ids_R, dtype=torch.int64, device=x_TD.device)
-    destinations = torch.as_tensor(destinations_R, dtype=torch.int64, device=x_TD.device)
-    if impl == "reference":
-        rows = expert_ffn_reference(x_TD, experts, counts, token_ids, function)
-        out_RO[destinations] = rows
-        return
+    dtype = precise_dtype(x_TD) if impl == "reference" else x_TD.dtype
+    token_ids = torch.as_tensor(runs.token_ids_R, dtype=torch.int64, device=x_TD.device)
+    destinations = torch.as_tensor(runs.destinations_R, dtype=torch.int64, device=x_TD.device)
     first = 0
-    for weights, count in zip(experts, counts, strict=True):
+    for weights, count in zip(runs.experts, runs.counts, strict=True):
         if count:
-            rows_here = slice(first, first + count)
-            x_RD = x_TD[token_ids[rows_here]]
-            out_RO[destinations[rows_here]] = one_expert(
-                x_RD, weights, function, partial(linear, impl=impl)
-            )
+            rows = slice(first, first + count)
+            x_RD = x_TD[token_ids[rows]].to(dtype)
+            y_RO = one_expert(x_RD, weights, function, partial(linear, impl=impl))
+            out_RO[destinations[rows]] = y_RO.to(out_RO.dtype)
         first += count
 
 
@@ -352,27 +325,6 @@ def activation_function(name: str) -> ActivationFn:
     """
     plain = ActivationSpec(cast(ActivationName, name))
     return lambda gate, up: plain(None, up) if gate is None else plain(None, gate) * up
-
-
-def expert_ffn_reference(
-    x_TD: Tensor,
-    experts: Sequence[ExpertWeights],
-    counts: Sequence[int],
-    token_ids_R: Tensor,
-    activation: ActivationFn,
-) -> Tensor:
-    """The output rows `[R, O]` in the order of `token_ids_R`, computed in fp32 (fp64 for fp64).
-
-    Nothing is rounded between the input and the output.
-    """
-    precise = precise_dtype(x_TD)
-    pieces: list[Tensor] = []
-    first = 0
-    for weights, count in zip(experts, counts, strict=True):
-        x_RD = x_TD[token_ids_R[first : first + count]].to(precise)
-        pieces.append(one_expert(x_RD, weights, activation, linear_reference))
-        first += count
-    return torch.cat(pieces).to(x_TD.dtype)
 
 
 def one_expert(

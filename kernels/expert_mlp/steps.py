@@ -8,14 +8,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.expert_mlp.experts import OneExpert
 from moe_runtime.kernels.expert_mlp.products import Products
 from moe_runtime.kernels.operands import precise_dtype
-from moe_runtime.kernels.operands.activation import ActivationSpec, split_preactivations
+from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
 
 
 class TorchSteps:
-    """Products and what happens between them, for `forward` and `backward`."""
+    """Products and what happens between them, for `forward` and `backward`.
+
+    Args:
+        activation: What lies between the products.
+    """
+
+    def __init__(self, activation: ActivationSpec) -> None:
+        self._activation = activation
 
     def products(self, dtype: torch.dtype) -> Products:
         """The products of one call, for experts of `dtype`."""
@@ -28,59 +34,51 @@ class TorchSteps:
         return out_nD.copy_(source_TD[tokens_n])
 
     def activate(
-        self,
-        z_nZ: Tensor,
-        layout: OneExpert,
-        activation: ActivationSpec,
-        hidden_nF: Tensor,
-        kept_nZ: Tensor | None = None,
+        self, z_nZ: Tensor, layout: GateLayout, hidden_nF: Tensor, kept_nZ: Tensor | None = None
     ) -> None:
         """Hidden values of pre-activations, computed in fp32 or better, into `hidden`.
 
         Args:
             z_nZ: Pre-activations.
-            layout: The expert, for how `z` lies.
-            activation: What lies between the products.
+            layout: How `z` lies.
             hidden_nF: Receives them.
             kept_nZ: Receives a copy of `z`, in its own dtype.
         """
         if kept_nZ is not None:
             kept_nZ.copy_(z_nZ)
-        gate, up = _halves(z_nZ.to(precise_dtype(z_nZ)), layout)
-        hidden_nF.copy_(activation(gate, up))
+        gate, up = layout.split(z_nZ.to(precise_dtype(z_nZ)))
+        hidden_nF.copy_(self._activation(gate, up))
 
     def activate_backward(
         self,
         z_nZ: Tensor,
+        layout: GateLayout,
         hidden_nF: Tensor,
         weights_n: Tensor | None,
-        layout: OneExpert,
-        activation: ActivationSpec,
         grad_z_nZ: Tensor,
     ) -> Tensor:
         """Steps back over the activation, with the gate weight still to be multiplied.
 
         Args:
             z_nZ: Pre-activations, possibly in a narrower dtype than the rest.
+            layout: How `z` lies.
             hidden_nF: Gradient of the hidden values for a gate weight of one; receives the hidden
                 values times the gate weight.
             weights_n: Gate weights in fp32 or better; None stands for ones.
-            layout: The expert, for how `z` lies.
-            activation: What lies between.
             grad_z_nZ: Receives the gradient of `z`; may be `z`.
 
         Returns:
             The gradient of the gate weights ``[n]`` in fp32 or better.
         """
         precise = precise_dtype(z_nZ)
-        gate, up = _halves(z_nZ.to(precise), layout)
+        gate, up = layout.split(z_nZ.to(precise))
         grad = hidden_nF.to(precise)
-        hidden = activation(gate, up)
+        hidden = self._activation(gate, up)
         grad_weights_n = (grad * hidden).sum(1)
         if weights_n is not None:
             grad, hidden = grad * weights_n[:, None], hidden * weights_n[:, None]
-        gate_grad, up_grad = activation.backward(gate, up, grad)
-        out_gate, out_up = _halves(grad_z_nZ, layout)
+        gate_grad, up_grad = self._activation.backward(gate, up, grad)
+        out_gate, out_up = layout.split(grad_z_nZ)
         out_up.copy_(up_grad)
         if out_gate is not None and gate_grad is not None:
             out_gate.copy_(gate_grad)
@@ -99,9 +97,3 @@ class TorchSteps:
             sums_TD.index_put_((tokens_n,), rows_nD, accumulate=True)
         else:
             sums_TD.index_add_(0, tokens_n, rows_nD)
-
-
-def _halves(z_nZ: Tensor, layout: OneExpert) -> tuple[Tensor | None, Tensor]:
-    return split_preactivations(
-        z_nZ, has_gate=layout.has_gate, is_concatenated=layout.is_concatenated
-    )

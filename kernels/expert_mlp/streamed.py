@@ -14,13 +14,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.expert_mlp import torch_path
-from moe_runtime.kernels.expert_mlp.experts import OneExpert, StackedExperts
+from moe_runtime.kernels.expert_mlp.experts import StackedExperts
 from moe_runtime.kernels.expert_mlp.paths import path_of
-from moe_runtime.kernels.expert_mlp.rows import Gradients, Group, Needs, SortedRows, sort_rows
+from moe_runtime.kernels.expert_mlp.rows import Group, Needs, SortedRows, sort_rows
 from moe_runtime.kernels.expert_mlp.steps import TorchSteps
+from moe_runtime.kernels.expert_mlp.torch_path import Call, TorchPath
 from moe_runtime.kernels.operands import precise_dtype
-from moe_runtime.kernels.operands.activation import ActivationSpec, PreactivationFunction
+from moe_runtime.kernels.operands.activation import (
+    ActivationSpec,
+    GateLayout,
+    PreactivationFunction,
+)
 
 
 class FunctionSteps(TorchSteps):
@@ -30,12 +34,7 @@ class FunctionSteps(TorchSteps):
         self._function = function
 
     def activate(
-        self,
-        z_nZ: Tensor,
-        layout: OneExpert,
-        activation: ActivationSpec,
-        hidden_nF: Tensor,
-        kept_nZ: Tensor | None = None,
+        self, z_nZ: Tensor, layout: GateLayout, hidden_nF: Tensor, kept_nZ: Tensor | None = None
     ) -> None:
         assert kept_nZ is None, "products of the dtype of x leave z where it is kept"
         hidden_nF.copy_(self._function(z_nZ))
@@ -43,10 +42,9 @@ class FunctionSteps(TorchSteps):
     def activate_backward(
         self,
         z_nZ: Tensor,
+        layout: GateLayout,
         hidden_nF: Tensor,
         weights_n: Tensor | None,
-        layout: OneExpert,
-        activation: ActivationSpec,
         grad_z_nZ: Tensor,
     ) -> Tensor:
         with torch.enable_grad():
@@ -101,14 +99,12 @@ class StreamedExperts:
         self._bounds: list[int] = self.rows.offsets_E1.tolist()
         self.experts = [e for e in range(num_experts) if self._bounds[e] < self._bounds[e + 1]]
         self.z_RZ = x_TD.new_empty(0)
-        self._spec = activation if isinstance(activation, ActivationSpec) else ActivationSpec()
-        if not isinstance(activation, ActivationSpec):
-            self._steps = FunctionSteps(activation)
-        else:
+        if isinstance(activation, ActivationSpec):
             path = path_of(impl, x_TD)
-            self._steps = path.steps if isinstance(path, torch_path.TorchPath) else TorchSteps()
-        self._call: torch_path.Call | None = None
-        self._sums_TD = self._grad_out_TD = self._grad_weights_R = torch.empty(0)
+            self._steps = (path if isinstance(path, TorchPath) else TorchPath()).steps(activation)
+        else:
+            self._steps = FunctionSteps(activation)
+        self._call: Call | None = None
 
     def give_up_tensors(self) -> tuple[Tensor, ...]:
         """What the backward pass needs, for autograd to keep; the call has it no more."""
@@ -133,7 +129,7 @@ class StreamedExperts:
         """Makes room for the output, and for the pre-activations if they are kept."""
         num_rows = self._num_rows if keeps else 0
         self.z_RZ = self.x_TD.new_empty(num_rows, dim_preactivation)
-        self._begin()
+        self._begin().begin_forward(self.z_RZ)
 
     def forward(self, expert: int, weights: StackedExperts) -> None:
         """Adds one expert's part of the output.
@@ -143,7 +139,7 @@ class StreamedExperts:
             weights: Its parameters, alone in slot 0, in the dtype of `x`.
         """
         assert self._call is not None, "begin_forward comes first"
-        self._call.run_forward(self._group(expert), weights.one(0), self.z_RZ, self._sums_TD)
+        self._call.forward(self._group(expert), weights.one(0))
 
     def output(self) -> Tensor:
         """`[T, D]` in the dtype of `x`, once every expert had its turn."""
@@ -151,9 +147,7 @@ class StreamedExperts:
 
     def begin_backward(self, grad_TD: Tensor) -> None:
         """Takes the output's gradient and makes room for those of `x` and the gate weights."""
-        call = self._begin()
-        self._grad_out_TD = grad_TD.to(call.x_TD.dtype).contiguous()
-        self._grad_weights_R = torch.zeros_like(call.weights_R)
+        self._begin().begin_backward(grad_TD, self.z_RZ)
 
     def backward(
         self, expert: int, weights: StackedExperts, out: Sequence[Tensor | None] | None
@@ -167,39 +161,33 @@ class StreamedExperts:
                 None when the expert is frozen.
         """
         assert self._call is not None, "begin_backward comes first"
-        trains = out is not None
-        nothing = self.x_TD.new_empty(0)
-        found = [nothing if t is None else t for t in out] if out is not None else [nothing] * 4
-        trained = (trains and tensor is not None for tensor in weights.tensors())
+        nothing, tensors = self.x_TD.new_empty(0), weights.tensors()
+        found = [nothing if t is None else t for t in out or [None] * len(tensors)]
+        trained = (out is not None and tensor is not None for tensor in tensors)
         needs = Needs.of(True, not self._is_sorted, *trained)
-        gradients = Gradients(self._sums_TD, self._grad_weights_R, tuple(found))
-        self._call.run_backward(
-            self._group(expert), weights, weights.one(0), self._grad_out_TD, self.z_RZ, gradients,
-            needs, is_first=True,
-        )  # fmt: skip
+        self._call.backward(
+            self._group(expert), weights, weights.one(0), found, needs, is_first=True
+        )
 
     def input_gradients(self) -> tuple[Tensor, Tensor]:
         """Gradients of `x` and of the gate weights (empty without), after every expert's turn."""
-        if self._is_sorted:
-            self._grad_out_TD = torch.empty(0)
-            return self._end(), self.weights_TK
-        grad_weights_TK = torch_path.unsorted(self._grad_weights_R, self.rows, self.weights_TK)
-        self._grad_out_TD = self._grad_weights_R = torch.empty(0)
+        assert self._call is not None, "begin_backward comes first"
+        grad_weights_TK = self.weights_TK
+        if not self._is_sorted:
+            grad_weights_TK = self._call.weights_grad(self.weights_TK)
         return self._end(), grad_weights_TK
 
-    def _begin(self) -> torch_path.Call:
+    def _begin(self) -> Call:
         groups = [self._group(expert) for expert in self.experts]
         weights_TK = None if self._is_sorted else self.weights_TK
-        self._call = torch_path.Call(
-            self.x_TD, weights_TK, self.rows, groups, self._spec, self._steps
-        )
-        self._sums_TD = self._call.new_sums()
+        self._call = Call(self.x_TD, weights_TK, self.rows, groups, self._steps)
         return self._call
 
     def _end(self) -> Tensor:
         """The sums, in the dtype of `x`; lets the memory of the experts go."""
-        sums_TD = self._sums_TD.to(self.x_TD.dtype)
-        self._call, self._sums_TD = None, torch.empty(0)
+        assert self._call is not None, "there was a beginning"
+        sums_TD = self._call.sums()
+        self._call = None
         return sums_TD
 
     def _group(self, expert: int) -> Group:

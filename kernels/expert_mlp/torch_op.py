@@ -6,19 +6,20 @@ pieces. The compiler sees one opaque call; what runs inside is chosen by the dev
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
+from moe_runtime.kernels.expert_mlp.parameter_gradients import ParameterGradients
 from moe_runtime.kernels.expert_mlp.paths import path_of
 from moe_runtime.kernels.expert_mlp.rows import (
     Needs,
     RoutedBatch,
     SortedRows,
     already_sorted,
-    sort_rows,
 )
 from moe_runtime.kernels.operands.activation import ActivationSpec
 
@@ -48,13 +49,10 @@ def _experts(
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     slot_of_expert: Tensor | None,
-    has_gate: bool,
-    is_transposed: bool,
-    is_concatenated: bool,
-    function: str,
-    numbers: list[float],
+    *static: Any,
 ) -> tuple[StackedExperts, ActivationSpec]:
     """The experts and the formula of an operator's arguments."""
+    has_gate, is_transposed, is_concatenated, function, numbers = static
     experts = StackedExperts(
         gate_up=gate_up,
         down=down,
@@ -80,19 +78,12 @@ def call(
     recompute: bool,
 ) -> Tensor:
     """Runs the operator: tokens with `ids_TK` and `weights_TK`, or sorted rows with `counts_E`."""
-    wanted = [x, weights_TK, *experts.tensors()]
-    keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in wanted)
+    keeps = wants_gradient((x, weights_TK, *experts.tensors()))
+    static = static_arguments(experts, activation, impl)
     out, *_ = torch.ops.moe_runtime.expert_mlp(
-        x,
-        ids_TK,
-        weights_TK,
-        counts_E,
-        *experts.tensors(),
-        experts.slot_of_expert,
-        *static_arguments(experts, activation, impl),
-        keeps,
-        recompute,
-    )
+        x, ids_TK, weights_TK, counts_E, *experts.tensors(), experts.slot_of_expert, *static,
+        keeps, recompute,
+    )  # fmt: skip
     return out
 
 
@@ -100,22 +91,15 @@ def _forward(
     x: Tensor, ids: Tensor | None, weights: Tensor | None, counts: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *pieces, impl, keeps, recompute = rest
-    experts, activation = _experts(*pieces)
+    known = None if counts is None else already_sorted(counts)
+    batch = RoutedBatch(x, ids, weights, *_experts(*pieces), known)
     path = path_of(impl, x)
     with torch.autocast(x.device.type, enabled=False):
-        if not keeps and ids is not None and weights is not None:
-            out = path.infer(x, ids, weights, experts, activation)
+        if not keeps:
+            out = path.forward(batch, keeps=False)[0] if ids is None else path.infer(batch)
             return out, x.new_empty(0), *_no_rows(x)
-        if ids is not None:
-            rows = sort_rows(ids, experts.num_experts)
-        else:
-            assert counts is not None
-            rows = already_sorted(counts)
-        batch = RoutedBatch(x, weights, rows, experts, activation)
-        out, z = path.forward(batch, keeps=keeps and not recompute)
-    if not keeps:
-        return out, x.new_empty(0), *_no_rows(x)
-    return out, z, rows.order_R, rows.offsets_E1
+        out, z = path.forward(batch, keeps=not recompute)
+        return out, z, batch.rows.order_R, batch.rows.offsets_E1
 
 
 def _no_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,13 +134,14 @@ def _autograd_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...
     needs_x, _, needs_weights, _, *needs_parameters = ctx.needs_input_grad[:8]
     if grad is None:
         return (None,) * len(ctx.needs_input_grad)
-    needs = [needs_x, needs_weights, *needs_parameters]
+    needs = Needs.of(needs_x, needs_weights, *needs_parameters)
+    flat = [needs.x, needs.weights, *needs.parameters]
     gradients = torch.ops.moe_runtime.expert_mlp_backward(
-        grad, x, weights, *rest, *ctx.static, needs
+        grad, x, weights, *rest, *ctx.static, flat
     )
-    found = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
+    dx, dweights, *parameters = needs.chosen(gradients)
     num_rest = len(ctx.needs_input_grad) - 8
-    return (found[0], None, found[1], None, *found[2:], *(None,) * num_rest)
+    return (dx, None, dweights, None, *parameters, *(None,) * num_rest)
 
 
 def _backward(
@@ -169,7 +154,7 @@ def _backward(
     *rest: Any,
 ) -> tuple[Tensor, ...]:
     *pieces, impl, needs = rest
-    batch = RoutedBatch(x, weights, SortedRows(order, offsets), *_experts(*pieces))
+    batch = RoutedBatch(x, None, weights, *_experts(*pieces), SortedRows(order, offsets))
     with torch.autocast(x.device.type, enabled=False):
         return path_of(impl, x).backward(grad, batch, z, needs=Needs.of(*needs)).flat()
 
@@ -208,3 +193,49 @@ torch.library.custom_op(
     ),
 )
 torch.library.register_fake(_BACKWARD, _backward_fake)
+
+
+def call_with_gradients(
+    batch: RoutedBatch, gradients: ParameterGradients, *, impl: str, recompute: bool
+) -> Tensor:
+    """`expert_mlp` outside the compiler: experts in any form, gradients as `gradients` says."""
+    tensors = (batch.x_TD, batch.weights_TK, *batch.experts.tensors())
+    keeps = wants_gradient(tensors) and not recompute
+    return cast(Tensor, _ExpertMlp.apply(*tensors, batch, gradients, impl, keeps))
+
+
+def wants_gradient(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether autograd will step back to one of these."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+class _ExpertMlp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, *rest: Any) -> Tensor:
+        *parameters, batch, ctx.gradients, ctx.impl, keeps = rest
+        experts, rows, ctx.activation = batch.experts, batch.rows, batch.activation
+        out_TD, kept = path_of(ctx.impl, x_TD).forward(batch, keeps=keeps)
+        ctx.save_for_backward(x_TD, weights_TK, kept, *rows, *parameters, experts.slot_of_expert)
+        ctx.kind, ctx.names, ctx.static = type(experts), experts.names, experts.static()
+        return out_TD
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        x_TD, weights_TK, kept, order_R, offsets_E1, *parameters, slots = ctx.saved_tensors
+        tensors = dict(zip(ctx.names, parameters, strict=True))
+        if slots is not None:
+            tensors["slot_of_expert"] = slots
+        experts, rows = ctx.kind(**tensors, **ctx.static), SortedRows(order_R, offsets_E1)
+        batch = RoutedBatch(x_TD, None, weights_TK, experts, ctx.activation, rows)
+        needs = Needs.of(*ctx.needs_input_grad[:-4])
+        with torch.autocast(x_TD.device.type, enabled=False):
+            found = path_of(ctx.impl, x_TD).backward(
+                grads[0], batch, kept, needs=needs, parameter_gradients=ctx.gradients
+            )
+        given = needs.chosen(found.flat())
+        if ctx.gradients.into is not None:
+            given[2:] = [None] * len(parameters)
+        return *given, *[None] * 4

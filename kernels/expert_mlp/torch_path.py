@@ -11,7 +11,6 @@ Z = 2F with a gate and F without.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from moe_runtime.kernels.expert_mlp.experts import (
     RoutedExperts,
     StackedExperts,
 )
+from moe_runtime.kernels.expert_mlp.parameter_gradients import EVERY_GRADIENT, ParameterGradients
 from moe_runtime.kernels.expert_mlp.rows import (
     Gradients,
     Group,
@@ -29,38 +29,22 @@ from moe_runtime.kernels.expert_mlp.rows import (
     RoutedBatch,
     SortedRows,
     groups,
-    sort_rows,
 )
 from moe_runtime.kernels.expert_mlp.steps import TorchSteps
 from moe_runtime.kernels.native.pages import untouched_zeros, with_huge_pages
 from moe_runtime.kernels.operands import precise_dtype
 from moe_runtime.kernels.operands.activation import ActivationSpec
 
-if TYPE_CHECKING:
-    from moe_runtime.kernels.expert_mlp.parameter_gradients import ParameterGradients
-
 
 class TorchPath:
-    """The implementation `torch`.
+    """The implementation `torch`."""
 
-    Args:
-        steps: The operations of one expert.
-    """
+    def steps(self, activation: ActivationSpec) -> TorchSteps:
+        """The operations of one expert."""
+        return TorchSteps(activation)
 
-    def __init__(self, steps: TorchSteps | None = None) -> None:
-        self.steps = steps or TorchSteps()
-
-    def infer(
-        self,
-        x_TD: Tensor,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        experts: RoutedExperts,
-        activation: ActivationSpec,
-    ) -> Tensor:
+    def infer(self, batch: RoutedBatch) -> Tensor:
         """As `Path.infer`."""
-        rows = sort_rows(ids_TK, experts.num_experts)
-        batch = RoutedBatch(x_TD, weights_TK, rows, experts, activation)
         return self.forward(batch, keeps=False)[0]
 
     def forward(self, batch: RoutedBatch, *, keeps: bool) -> tuple[Tensor, Tensor]:
@@ -72,10 +56,10 @@ class TorchPath:
         else:
             kept = x_TD.new_empty(batch.num_rows if keeps else 0, experts.dim_preactivation)
         kept = with_huge_pages(kept)
-        sums_TD = call.new_sums()
+        call.begin_forward(kept)
         for group, one in pairs:
-            call.run_forward(group, one, kept, sums_TD)
-        return sums_TD.to(x_TD.dtype), kept
+            call.forward(group, one)
+        return call.sums(), kept
 
     def backward(
         self,
@@ -84,16 +68,13 @@ class TorchPath:
         kept: Tensor,
         *,
         needs: Needs,
-        parameter_gradients: ParameterGradients | None = None,
+        parameter_gradients: ParameterGradients = EVERY_GRADIENT,
     ) -> Gradients:
         """As `Path.backward`."""
         x_TD, weights_TK, experts = batch.x_TD, batch.weights_TK, batch.experts
         call, pairs = self._call(batch)
-        grad_TD = grad_TD.to(x_TD.dtype).contiguous()
-        sums_TD = call.new_sums() if needs.x else x_TD.new_empty(0)
-        into, slots = None, experts.slot_of_expert
-        if parameter_gradients is not None:
-            into, slots = parameter_gradients.into, parameter_gradients.trained_slots(experts)
+        call.begin_backward(grad_TD, kept, needs_x=needs.x)
+        into, slots = parameter_gradients.into, parameter_gradients.trained_slots(experts)
         trained = set(range(experts.num_experts) if slots is None else slots.tolist())
         tensors = experts.tensors()
         parameters = tuple(
@@ -106,37 +87,28 @@ class TorchPath:
                 tensors, needs.parameters, into or (None,) * len(tensors), strict=True
             )
         )
-        gradients = Gradients(sums_TD, torch.zeros_like(call.weights_R), parameters)
         # Slots whose gradients something was written to.
         used: set[int] = set() if into is None else set(trained)
         frozen = needs._replace(parameters=(False,) * len(tensors))
         for group, one in pairs:
             needed = needs if group.slot in trained else frozen
             is_first = group.slot not in used
-            call.run_backward(
-                group, experts, one, grad_TD, kept, gradients, needed, is_first=is_first
-            )
+            call.backward(group, experts, one, parameters, needed, is_first=is_first)
             used.add(group.slot)
         weights_grad = x_TD.new_empty(0)
         if needs.weights and weights_TK is not None:
-            weights_grad = unsorted(gradients.weights, batch.rows, weights_TK)
-        return gradients._replace(x=sums_TD.to(x_TD.dtype), weights=weights_grad)
+            weights_grad = call.weights_grad(weights_TK)
+        return Gradients(call.sums(), weights_grad, parameters)
 
     def _call(self, batch: RoutedBatch) -> tuple[Call, list[tuple[Group, OneExpert]]]:
         """The call, and the experts that have rows, in order."""
         found = list(groups(batch.rows, batch.experts))
         pairs = [(group, batch.experts.one(group.slot)) for group in found]
-        call = Call(batch.x_TD, batch.weights_TK, batch.rows, found, batch.activation, self.steps)
+        steps = self.steps(batch.activation)
+        call = Call(batch.x_TD, batch.weights_TK, batch.rows, found, steps)
         if isinstance(batch.experts, PackedExperts):
             call.set_widths([one.dim_preactivation for _, one in pairs])
         return call, pairs
-
-
-def unsorted(sorted_R: Tensor, rows: SortedRows, like_TK: Tensor) -> Tensor:
-    """One value a sorted row, back where its slot is in ``[T, K]``."""
-    values_TK = torch.empty_like(like_TK, memory_format=torch.contiguous_format)
-    values_TK.view(-1)[rows.order_R] = sorted_R.to(like_TK.dtype)
-    return values_TK
 
 
 class Call:
@@ -153,11 +125,9 @@ class Call:
         weights_TK: Tensor | None,
         rows: SortedRows,
         found: Sequence[Group],
-        activation: ActivationSpec,
         steps: TorchSteps,
     ) -> None:
         """Takes what a `RoutedBatch` holds, and the experts that will have their turn."""
-        self.activation = activation
         self.steps = steps
         self.products = steps.products(x_TD.dtype)
         self.x_TD = x_TD.contiguous()
@@ -168,10 +138,12 @@ class Call:
         if weights_TK is not None:
             self.tokens_R = rows.order_R // weights_TK.shape[1]
             self.weights_R = weights_TK.flatten().to(precise_dtype(x_TD))[rows.order_R]
+        self._order_R = rows.order_R
         self._groups = found
         self._views: dict[str, dict[Group, Tensor]] = {}
         self._kept_places: dict[Group, slice] = {}
         self.num_kept = 0
+        self.sums_TD = self._kept = self._grad_TD = self._weights_grad_R = x_TD.new_empty(0)
 
     def set_widths(self, widths: Sequence[int]) -> None:
         """Says that experts differ in width: pre-activations are kept in one flat tensor.
@@ -183,32 +155,52 @@ class Call:
             first, self.num_kept = self.num_kept, self.num_kept + group.num_rows * width
             self._kept_places[group] = slice(first, self.num_kept)
 
-    def new_sums(self) -> Tensor:
-        """Zeros to add rows of width D to; rows are sorted already: zeros to write them to."""
-        dtype = self._dtype if self.tokens_R is None else precise_dtype(self.x_TD)
-        return self.x_TD.new_zeros(self.x_TD.shape, dtype=dtype)
+    def begin_forward(self, kept: Tensor) -> None:
+        """Makes room for the output; `kept` receives pre-activations unless it is empty."""
+        self._kept, self.sums_TD = kept, self._new_sums()
 
-    def run_forward(self, group: Group, one: OneExpert, kept: Tensor, sums_TD: Tensor) -> None:
-        """One expert's outputs, added to `sums` or written there; its `z` unless that is empty."""
-        z_nZ = self._preactivations(group, one, kept)
+    def forward(self, group: Group, one: OneExpert) -> None:
+        """Adds one expert's outputs to `sums_TD` or writes them there."""
+        kept, z_nZ = self._kept, self._preactivations(group, one)
         kept_nZ = None
         if len(kept) and kept.dtype != z_nZ.dtype:
-            kept_nZ = self._kept(group, kept, one)
+            kept_nZ = self._kept_rows(group, one)
         hidden_nF = self._buffer("hidden", group, one.dim_hidden)
-        self.steps.activate(z_nZ, one, self.activation, hidden_nF, kept_nZ)
+        self.steps.activate(z_nZ, one.layout, hidden_nF, kept_nZ)
         # nothing reads the gathered rows any more, and their memory is in the cache
-        y_nD = self._out_rows(group, sums_TD, "x")
+        y_nD = self._out_rows(group, "x")
         self.products.forward(hidden_nF, one.down_DF, one.down_bias, y_nD)
-        self._add(group, y_nD, sums_TD, weighted=True)
+        self._add(group, y_nD, weighted=True)
 
-    def run_backward(
+    def sums(self) -> Tensor:
+        """``[T, D]`` in the dtype of `x`: the output, or the gradient of `x`."""
+        return self.sums_TD.to(self.x_TD.dtype)
+
+    def begin_backward(self, grad_TD: Tensor, kept: Tensor, *, needs_x: bool = True) -> None:
+        """Takes the output's gradient; makes room for those of `x`, if needed, and gate weights.
+
+        Args:
+            grad_TD: Of the output.
+            kept: What the forward pass kept, or empty: pre-activations are computed again.
+            needs_x: Whether the gradient of `x` is wanted.
+        """
+        self._kept = kept
+        self._grad_TD = grad_TD.to(self.x_TD.dtype).contiguous()
+        self.sums_TD = self._new_sums() if needs_x else self.x_TD.new_empty(0)
+        self._weights_grad_R = torch.zeros_like(self.weights_R)
+
+    def weights_grad(self, like_TK: Tensor) -> Tensor:
+        """The gradient of the gate weights, one value a sorted row, back where its slot is."""
+        values_TK = torch.empty_like(like_TK, memory_format=torch.contiguous_format)
+        values_TK.view(-1)[self._order_R] = self._weights_grad_R.to(like_TK.dtype)
+        return values_TK
+
+    def backward(
         self,
         group: Group,
         experts: RoutedExperts,
         one: OneExpert,
-        grad_TD: Tensor,
-        kept: Tensor,
-        gradients: Gradients,
+        parameters: Sequence[Tensor],
         needs: Needs,
         *,
         is_first: bool,
@@ -219,14 +211,12 @@ class Call:
             group: The expert and its rows.
             experts: All experts, for their layout.
             one: Its parameters.
-            grad_TD: Gradient of the output, contiguous, in the dtype of `x`.
-            kept: Kept pre-activations or nothing.
-            gradients: Where to; `weights` has one element a sorted row.
+            parameters: Where the gradients of the experts' `tensors` go.
             needs: Which gradients.
             is_first: Whether nothing was written to this slot's gradients before.
         """
-        grad_nD = self._rows(grad_TD, group, "grad")
-        z_nZ, grad_z_nZ = self._kept_preactivations(group, one, kept)
+        grad_nD = self._rows(self._grad_TD, group, "grad")
+        z_nZ, grad_z_nZ = self._kept_preactivations(group, one)
         hidden_nF = self._buffer("hidden", group, one.dim_hidden)
         is_packed = isinstance(experts, PackedExperts)
         if is_packed:
@@ -238,16 +228,16 @@ class Call:
         if self.tokens_R is not None:
             weights_n = self._part("weights_R", self.weights_R, group)
         weight_grad_n = self.steps.activate_backward(
-            z_nZ, hidden_nF, weights_n, one, self.activation, grad_z_nZ
+            z_nZ, one.layout, hidden_nF, weights_n, grad_z_nZ
         )
         if self.tokens_R is not None:
             if one.down_bias is not None:
                 weight_grad_n = weight_grad_n + grad_nD @ one.down_bias.to(grad_nD.dtype)
-            self._part("grad_weights_R", gradients.weights, group).copy_(weight_grad_n)
+            self._part("weights_grad_R", self._weights_grad_R, group).copy_(weight_grad_n)
         num_inputs = len(one.inputs)
         own = [
             experts.part(tensor, group.slot) if need else None
-            for tensor, need in zip(gradients.parameters, needs.parameters, strict=True)
+            for tensor, need in zip(parameters, needs.parameters, strict=True)
         ]
         down, biases, down_bias = own[num_inputs], own[num_inputs + 1 : -1], own[-1]
         rows_first = isinstance(experts, StackedExperts) and experts.is_transposed
@@ -270,14 +260,19 @@ class Call:
                 _add_sum(dz_n, None, bias, is_first=is_first)
         if needs.x:
             for dz_n, matrix in zip(halves, one.inputs, strict=True):
-                dx_nD = self._out_rows(group, gradients.x, "grad")
+                dx_nD = self._out_rows(group, "grad")
                 self.products.backward(dz_n, matrix, dx_nD)
-                self._add(group, dx_nD, gradients.x, weighted=False)
+                self._add(group, dx_nD, weighted=False)
 
-    def _preactivations(self, group: Group, one: OneExpert, kept: Tensor) -> Tensor:
+    def _new_sums(self) -> Tensor:
+        """Zeros to add rows of width D to; rows are sorted already: zeros to write them to."""
+        dtype = self._dtype if self.tokens_R is None else precise_dtype(self.x_TD)
+        return self.x_TD.new_zeros(self.x_TD.shape, dtype=dtype)
+
+    def _preactivations(self, group: Group, one: OneExpert) -> Tensor:
         """Computes them, in place where they are kept as they are, else in the shared memory."""
-        if len(kept) and kept.dtype == self._dtype:
-            z_nZ = self._kept(group, kept, one)
+        if len(self._kept) and self._kept.dtype == self._dtype:
+            z_nZ = self._kept_rows(group, one)
         else:
             z_nZ = self._buffer("z", group, one.dim_preactivation)
         x_nD = self._rows(self.x_TD, group, "x")
@@ -286,21 +281,19 @@ class Call:
             self.products.forward(x_nD, matrix, bias, part)
         return z_nZ
 
-    def _kept_preactivations(
-        self, group: Group, one: OneExpert, kept: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _kept_preactivations(self, group: Group, one: OneExpert) -> tuple[Tensor, Tensor]:
         """Pre-activations with the bits that were or would have been kept; memory like them."""
-        if len(kept):
+        if len(self._kept):
             grad_z_nZ = self._buffer("z", group, one.dim_preactivation)
-            return self._kept(group, kept, one), grad_z_nZ
-        z_nZ = self._preactivations(group, one, kept)
+            return self._kept_rows(group, one), grad_z_nZ
+        z_nZ = self._preactivations(group, one)
         return z_nZ.to(self.x_TD.dtype), z_nZ
 
-    def _kept(self, group: Group, kept: Tensor, one: OneExpert) -> Tensor:
+    def _kept_rows(self, group: Group, one: OneExpert) -> Tensor:
         """Where one expert's kept pre-activations ``[n, Z]`` are."""
         if self._kept_places:
-            return kept[self._kept_places[group]].view(-1, one.dim_preactivation)
-        return self._part("z_RZ", kept, group)
+            return self._kept[self._kept_places[group]].view(-1, one.dim_preactivation)
+        return self._part("z_RZ", self._kept, group)
 
     def _rows(self, source_TD: Tensor, group: Group, name: str) -> Tensor:
         """One expert's rows of tokens, or of rows that are sorted already."""
@@ -311,19 +304,19 @@ class Call:
             return out_nD.copy_(self._part(f"{name}_RD", source_TD, group))
         return self.steps.gather(source_TD, self._part("tokens_R", self.tokens_R, group), out_nD)
 
-    def _out_rows(self, group: Group, sums_TD: Tensor, name: str) -> Tensor:
+    def _out_rows(self, group: Group, name: str) -> Tensor:
         """Where a product's rows go that `_add` takes: the memory of that name."""
         if self.tokens_R is None:
-            return self._part("sums_RD", sums_TD, group)
-        return self._buffer(name, group, sums_TD.shape[1])
+            return self._part("sums_RD", self.sums_TD, group)
+        return self._buffer(name, group, self.sums_TD.shape[1])
 
-    def _add(self, group: Group, rows_nD: Tensor, sums_TD: Tensor, *, weighted: bool) -> None:
+    def _add(self, group: Group, rows_nD: Tensor, *, weighted: bool) -> None:
         """Adds rows to their tokens; sorted rows are where they belong already."""
         if self.tokens_R is None:
             return
         weights_n = self._part("weights_R", self.weights_R, group) if weighted else None
         tokens_n = self._part("tokens_R", self.tokens_R, group)
-        self.steps.add_rows(sums_TD, tokens_n, rows_nD, weights_n)
+        self.steps.add_rows(self.sums_TD, tokens_n, rows_nD, weights_n)
 
     def _part(self, name: str, rows_R: Tensor, group: Group) -> Tensor:
         """One expert's part of the sorted rows; a name stands for the same tensor all the time."""

@@ -9,28 +9,22 @@ gate and F without.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_runtime.kernels.combine.kernel import launch_combine_fwd
-from moe_runtime.kernels.expert_mlp.experts import (
-    PackedExperts,
-    RoutedExperts,
-    StackedExperts,
-)
+from moe_runtime.kernels.expert_mlp.experts import PackedExperts, RoutedExperts, StackedExperts
+from moe_runtime.kernels.expert_mlp.parameter_gradients import EVERY_GRADIENT, ParameterGradients
 from moe_runtime.kernels.expert_mlp.rows import Gradients, Needs, RoutedBatch, SortedRows
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
 from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS, decode_expert_mlp
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
-from moe_runtime.kernels.operands.activation import ActivationSpec
 from moe_runtime.kernels.token_sort import token_sort
 from moe_runtime.kernels.triton_support import require_triton
-
-if TYPE_CHECKING:
-    from moe_runtime.kernels.expert_mlp.parameter_gradients import ParameterGradients
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -38,15 +32,16 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class TritonPath:
     """The implementation `triton`."""
 
-    def infer(
-        self,
-        x_TD: Tensor,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        experts: RoutedExperts,
-        activation: ActivationSpec,
-    ) -> Tensor:
+    def infer(self, batch: RoutedBatch) -> Tensor:
         """As `Path.infer`."""
+        x_TD, ids_TK, weights_TK, experts = (
+            batch.x_TD,
+            batch.ids_TK,
+            batch.weights_TK,
+            batch.experts,
+        )
+        assert ids_TK is not None, "tokens have choices"
+        assert weights_TK is not None, "tokens have gate weights"
         _check(x_TD)
         if isinstance(experts, StackedExperts) and len(x_TD) <= MAX_TOKENS:
             return decode_expert_mlp(
@@ -55,16 +50,14 @@ class TritonPath:
                 weights_TK,
                 _stack(experts.gate_up, experts),
                 _stack(experts.down, experts),
-                activation,
-                has_gate=experts.has_gate,
-                is_concatenated=experts.is_concatenated,
+                batch.activation,
+                experts.layout,
                 gate_up_bias_SZ=experts.gate_up_bias,
                 down_bias_SD=experts.down_bias,
                 slot_of_expert=experts.slot_of_expert,
             )
         order = token_sort(ids_TK, experts.num_experts, impl="triton")
-        rows = SortedRows(order.order_R, order.offsets_E1)
-        batch = RoutedBatch(x_TD, weights_TK, rows, experts, activation)
+        batch = replace(batch, sorted_rows=SortedRows(order.order_R, order.offsets_E1))
         groups = _groups(batch)
         y_RD, _ = _products(batch, groups, keeps=False)
         return _combine(y_RD, weights_TK, order.inverse_R, groups)
@@ -85,7 +78,7 @@ class TritonPath:
         kept: Tensor,
         *,
         needs: Needs,
-        parameter_gradients: ParameterGradients | None = None,
+        parameter_gradients: ParameterGradients = EVERY_GRADIENT,
     ) -> Gradients:
         """As `Path.backward`."""
         x_TD, weights_TK, experts = batch.x_TD, batch.weights_TK, batch.experts
@@ -105,11 +98,10 @@ class TritonPath:
             scale_R,
             groups,
             batch.activation,
-            has_gate=experts.has_gate,
-            is_concatenated=experts.is_concatenated,
+            experts.layout,
             down_bias_SD=experts.down_bias,
             needs_hidden=needs.parameters[num_inputs],
-            needs_dscale=needs.weights and weights_TK is not None,
+            needs_gate_weight_grad=needs.weights and weights_TK is not None,
         )
         # An empty tensor each: results of an operator may not share memory.
         dx, dweights, *gradients = (x_TD.new_empty(0) for _ in range(2 + len(needs.parameters)))
@@ -121,15 +113,10 @@ class TritonPath:
             dx = parts.pop()
             for part in parts:
                 dx += part
-        if found.dscale is not None and weights_TK is not None:
-            dweights = found.dscale.view(weights_TK.shape).to(weights_TK.dtype)
-        slots = experts.slot_of_expert
-        if parameter_gradients is not None:
-            slots = parameter_gradients.trained_slots(experts)
-        into = parameter_gradients.into if parameter_gradients is not None else None
-        own = groups
-        if parameter_gradients is not None:
-            own = _groups(batch, slots)
+        if found.gate_weight_grad is not None and weights_TK is not None:
+            dweights = found.gate_weight_grad.view(weights_TK.shape).to(weights_TK.dtype)
+        into, slots = parameter_gradients.into, parameter_gradients.trained_slots(experts)
+        own = groups if slots is experts.slot_of_expert else _groups(batch, slots)
         adds: dict[str, Any] = {"accumulates": into is not None}
 
         def start(place: int) -> Tensor:
@@ -148,18 +135,15 @@ class TritonPath:
             if needs.parameters[num_inputs + 1 + i]:
                 bias_grad(half, own, out_SN=start(num_inputs + 1 + i), **adds)
         if found.hidden is not None:
-            sides: dict[str, Any] = {
-                "left": grad_TD,
-                "right": found.hidden,
-                "left_divisor": num_choices,
-            }
+            out_SNK = start(num_inputs)
             if is_packed:
-                sides: dict[str, Any] = {
-                    "left": found.hidden,
-                    "right": grad_TD,
-                    "right_divisor": num_choices,
-                }
-            weight_grad(groups=own, out_SNK=start(num_inputs), **sides, **adds)
+                weight_grad(
+                    found.hidden, grad_TD, own, out_SNK=out_SNK, right_divisor=num_choices, **adds
+                )
+            else:
+                weight_grad(
+                    grad_TD, found.hidden, own, out_SNK=out_SNK, left_divisor=num_choices, **adds
+                )
         if needs.parameters[-1]:
             bias_grad(grad_TD, own, out_SN=start(-1), divisor=num_choices, scale_R=scale_R, **adds)
         return Gradients(dx, dweights, tuple(gradients))
@@ -170,13 +154,8 @@ def _products(batch: RoutedBatch, groups: Groups, *, keeps: bool) -> tuple[Tenso
     x_TD, experts = batch.x_TD, batch.experts
     pre = _memory(batch, groups) if keeps else None
     hidden = _activated(batch, groups, pre)
-    y_RD = plain_product(
-        hidden,
-        _down(experts),
-        groups,
-        out=_rows_like(x_TD, groups),
-        bias_SN=experts.down_bias,
-    )
+    out_RD, down, bias = _rows_like(x_TD, groups), _down(experts), experts.down_bias
+    y_RD = plain_product(hidden, down, groups, out=out_RD, bias_SN=bias)
     return y_RD, x_TD.new_empty(0) if pre is None else pre
 
 
@@ -197,10 +176,9 @@ def _activated(batch: RoutedBatch, groups: Groups, pre: Tensor | None) -> Tensor
         matrix,
         groups,
         batch.activation,
+        experts.layout,
         out=out,
         pre=pre,
-        has_gate=experts.has_gate,
-        is_concatenated=experts.is_concatenated,
         bias_SZ=bias,
         up=up,
         gathers=groups.order_R is not None,

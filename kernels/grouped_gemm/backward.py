@@ -20,7 +20,7 @@ from moe_runtime.kernels.grouped_gemm.tile import Tile
 from moe_runtime.kernels.triton_support import launch
 
 if TYPE_CHECKING:
-    from moe_runtime.kernels.operands.activation import ActivationSpec
+    from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
 
 
 class ActivationGrads(NamedTuple):
@@ -29,12 +29,12 @@ class ActivationGrads(NamedTuple):
     Attributes:
         dpre: `[R, Z]`, rows of experts with a slot.
         hidden: `[R, F]` hidden values times the gate weight, or None.
-        dscale: `[T*K]` fp32 gradient of the gate weights in slot order, or None.
+        gate_weight_grad: `[T*K]` fp32 gradient of the gate weights in slot order, or None.
     """
 
     dpre: Tensor
     hidden: Tensor | None
-    dscale: Tensor | None
+    gate_weight_grad: Tensor | None
 
 
 def activation_backward(
@@ -44,12 +44,11 @@ def activation_backward(
     scale_R: Tensor | None,
     groups: Groups,
     spec: ActivationSpec,
+    layout: GateLayout,
     *,
-    has_gate: bool,
-    is_concatenated: bool,
     down_bias_SD: Tensor | None = None,
     needs_hidden: bool = True,
-    needs_dscale: bool = True,
+    needs_gate_weight_grad: bool = True,
     tile: Tile | None = None,
 ) -> ActivationGrads:
     """From the gradient of the layer's output to that of the pre-activations, in one product.
@@ -65,23 +64,24 @@ def activation_backward(
             weighted, whose gradients lie in sorted order in `dout_TD`.
         groups: The rows; with their order if there are weights.
         spec: The activation.
-        has_gate: As in `activated_product`, and so `is_concatenated`.
-        is_concatenated: See above.
+        layout: Of the pre-activations.
         down_bias_SD: `[S, D]` or None; matters to the gate weights alone.
         needs_hidden: Whether the gradient of `down` is wanted.
-        needs_dscale: Whether the gradient of the gate weights is wanted.
+        needs_gate_weight_grad: Whether the gradient of the gate weights is wanted.
         tile: Instead of the rule's.
     """
     dim_f, dim_d = groups.width_of(down_SDF.shape[2]), down_SDF.shape[1]
     num_rows = groups.num_rows
-    tile = tile or groups.choose_tile("dact", dout_TD, dim_f, dim_d)
+    tile = tile or groups.choose_tile("down_act_backward", dout_TD, dim_f, dim_d)
     num_tiles_n = triton.cdiv(dim_f, tile.block_n)
     dpre = torch.empty_like(pre_RZ)
     is_ragged = groups.columns is not None
     hidden = None
     if needs_hidden:
         hidden = pre_RZ.new_empty((1, pre_RZ.shape[1]) if is_ragged else (num_rows, dim_f))
-    partial = pre_RZ.new_empty(num_tiles_n, num_rows, dtype=torch.float32) if needs_dscale else None
+    partial = None
+    if needs_gate_weight_grad:
+        partial = pre_RZ.new_empty(num_tiles_n, num_rows, dtype=torch.float32)
     if num_rows and dim_f:
         tiles = groups.tiles(tile.block_m)
         launch(
@@ -95,7 +95,7 @@ def activation_backward(
             tile_row_ptr=tiles.first_row,
             dpre_ptr=dpre,
             hidden_ptr=dpre if hidden is None else hidden,
-            dscale_ptr=dpre if partial is None else partial,
+            partial_ptr=dpre if partial is None else partial,
             num_tiles_m=len(tiles.expert),
             num_rows=num_rows,
             dim_n=dim_f,
@@ -109,12 +109,12 @@ def activation_backward(
             stride_dzr=dpre.stride(0),
             stride_hr=0 if hidden is None else hidden.stride(0),
             stride_z_up=pre_RZ.stride(0) if is_ragged else dim_f,
-            IS_GATED=has_gate,
-            IS_INTERLEAVED=not is_concatenated,
+            IS_GATED=layout.has_gate,
+            IS_INTERLEAVED=not layout.is_concatenated,
             GATHER_DIVISOR=0 if scale_R is None else groups.num_choices,
             HAS_SCALE=scale_R is not None,
             STORES_HIDDEN=hidden is not None,
-            STORES_DSCALE=partial is not None,
+            STORES_PARTIAL=partial is not None,
             EVEN_N=groups.are_even(dim_f, tile.block_n, is_width=True),
             EVEN_K=dim_d % tile.block_k == 0,
             PRECISION=precision_of(dout_TD),
@@ -129,16 +129,16 @@ def activation_backward(
             **groups.arguments(),
             **groups.width_arguments(),
         )
-    dscale = None
+    grad_R = None
     if partial is not None:
-        dscale = _sum_dscale(partial, dout_TD, down_bias_SD, groups)
-    return ActivationGrads(dpre, hidden, dscale)
+        grad_R = _sum_gate_weight_grad(partial, dout_TD, down_bias_SD, groups)
+    return ActivationGrads(dpre, hidden, grad_R)
 
 
-def _sum_dscale(
+def _sum_gate_weight_grad(
     partial: Tensor, dout_TD: Tensor, down_bias_SD: Tensor | None, groups: Groups
 ) -> Tensor:
-    dscale = torch.empty(groups.num_rows, dtype=torch.float32, device=partial.device)
+    grad_R = torch.empty(groups.num_rows, dtype=torch.float32, device=partial.device)
     if groups.num_rows:
         bias = dout_TD if down_bias_SD is None else down_bias_SD
         launch(
@@ -147,7 +147,7 @@ def _sum_dscale(
             partial_ptr=partial,
             dout_ptr=dout_TD,
             bias_ptr=bias,
-            dscale_ptr=dscale,
+            gate_weight_grad_ptr=grad_R,
             num_partials=len(partial),
             num_rows=groups.num_rows,
             num_experts=groups.num_experts,
@@ -162,7 +162,7 @@ def _sum_dscale(
             BLOCK_E=triton.next_power_of_2(groups.num_experts),
             BLOCK_D=1024,
         )
-    return dscale
+    return grad_R
 
 
 def weight_grad(

@@ -19,7 +19,7 @@ def gate_weight_grad(
     order_ptr,
     slots_ptr,
     offsets_ptr,
-    dscale_ptr,
+    gate_weight_grad_ptr,
     num_partials,
     num_rows,
     num_experts,
@@ -62,7 +62,7 @@ def gate_weight_grad(
                 bias_ptrs = bias_ptr + slot * stride_bs + offs_d * stride_bn
                 dot += dout * tl.load(bias_ptrs, mask=mask, other=0.0).to(tl.float32)
             total += tl.sum(dot, axis=0)
-    tl.store(dscale_ptr + slot_of_row, total)
+    tl.store(gate_weight_grad_ptr + slot_of_row, total)
 
 
 @triton.jit

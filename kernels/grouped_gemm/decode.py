@@ -19,7 +19,7 @@ from moe_runtime.kernels.grouped_gemm.tiles import describe_device
 from moe_runtime.kernels.triton_support import launch
 
 if TYPE_CHECKING:
-    from moe_runtime.kernels.operands.activation import ActivationSpec
+    from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
 
 # A tile holds every token; the smallest a matrix instruction takes.
 MAX_TOKENS = 16
@@ -36,9 +36,8 @@ def decode_expert_mlp(
     gate_up_SZD: Tensor,
     down_SDF: Tensor,
     spec: ActivationSpec,
+    layout: GateLayout,
     *,
-    has_gate: bool,
-    is_concatenated: bool,
     gate_up_bias_SZ: Tensor | None = None,
     down_bias_SD: Tensor | None = None,
     slot_of_expert: Tensor | None = None,
@@ -54,8 +53,7 @@ def decode_expert_mlp(
         gate_up_SZD: `[S, Z, D]`, any strides.
         down_SDF: `[S, D, F]`, any strides.
         spec: The activation.
-        has_gate: Whether Z holds gate and up.
-        is_concatenated: Whether all gate rows come first; else they alternate.
+        layout: Of the pre-activations.
         gate_up_bias_SZ: `[S, Z]` or None.
         down_bias_SD: `[S, D]` or None.
         slot_of_expert: `[E]` or None.
@@ -89,7 +87,7 @@ def decode_expert_mlp(
         "num_stages": _num_stages(x_TD, device or describe_device(x_TD.device)),
     }
     hidden = torch.empty(num_slots, dim_f, dtype=x_TD.dtype, device=x_TD.device)
-    step, to_up = (2, 1) if has_gate and not is_concatenated else (1, dim_f)
+    step, to_up = (2, 1) if layout.has_gate and not layout.is_concatenated else (1, dim_f)
     bias = gate_up_SZD[:, :, 0] if gate_up_bias_SZ is None else gate_up_bias_SZ
     launch(
         decode_up,
@@ -110,9 +108,9 @@ def decode_expert_mlp(
         stride_bn=bias.stride(1) * step,
         stride_b_up=bias.stride(1) * to_up,
         stride_hr=hidden.stride(0),
-        IS_GATED=has_gate,
+        IS_GATED=layout.has_gate,
         HAS_BIAS=gate_up_bias_SZ is not None,
-        BLOCK_K=_block_k(x_TD, has_gate=has_gate),
+        BLOCK_K=_block_k(x_TD, has_gate=layout.has_gate),
         ACTIVATION=spec,
         **common,
         **products,

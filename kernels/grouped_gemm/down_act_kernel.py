@@ -86,7 +86,7 @@ def grouped_gemm_down_act(
     tile_row_ptr,
     dpre_ptr,
     hidden_ptr,
-    dscale_ptr,
+    partial_ptr,
     num_tiles_m,
     num_rows,
     dim_n,
@@ -108,7 +108,7 @@ def grouped_gemm_down_act(
     WIDTH_MULTIPLE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     STORES_HIDDEN: tl.constexpr,
-    STORES_DSCALE: tl.constexpr,
+    STORES_PARTIAL: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -148,9 +148,9 @@ def grouped_gemm_down_act(
             starts_ptr, values_ptr, offsets_ptr, expert, WIDTH_MULTIPLE
         )
         if tile_n * BLOCK_N >= width:
-            if STORES_DSCALE:
+            if STORES_PARTIAL:
                 place = tile_n.to(tl.int64) * num_rows + rows
-                tl.store(dscale_ptr + place, tl.zeros([BLOCK_M], dtype=tl.float32), mask=mask_r)
+                tl.store(partial_ptr + place, tl.zeros([BLOCK_M], dtype=tl.float32), mask=mask_r)
             return
         dim_n = width
         weight_ptr += first * stride_wn
@@ -193,9 +193,9 @@ def grouped_gemm_down_act(
         first, second = column_halves(left, BLOCK_M, BLOCK_N // 2)
         third, fourth = column_halves(right, BLOCK_M, BLOCK_N // 2)
         slices = (first, second, third, fourth)
-    dscale = tl.zeros([BLOCK_M], dtype=tl.float32)
+    gate_weight_grad = tl.zeros([BLOCK_M], dtype=tl.float32)
     for i in tl.static_range(NUM_SLICES):  # type: ignore[misc]
-        dscale += _down_act_slice(
+        gate_weight_grad += _down_act_slice(
             slices[i],
             tile_n * BLOCK_N + i * SLICE,
             scale,
@@ -212,6 +212,6 @@ def grouped_gemm_down_act(
             BLOCK_M,
             SLICE,
         )
-    if STORES_DSCALE:
+    if STORES_PARTIAL:
         place = tile_n.to(tl.int64) * num_rows + rows
-        tl.store(dscale_ptr + place, dscale, mask=mask_r)
+        tl.store(partial_ptr + place, gate_weight_grad, mask=mask_r)

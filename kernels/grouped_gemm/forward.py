@@ -17,7 +17,7 @@ from moe_runtime.kernels.grouped_gemm.tile import ProductKind, Tile
 from moe_runtime.kernels.triton_support import is_interpreted, launch
 
 if TYPE_CHECKING:
-    from moe_runtime.kernels.operands.activation import ActivationSpec
+    from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
 
 
 def precision_of(x: Tensor) -> str:
@@ -83,11 +83,10 @@ def activated_product(
     weight_SZK: Tensor,
     groups: Groups,
     spec: ActivationSpec,
+    layout: GateLayout,
     *,
     out: Tensor,
     pre: Tensor | None,
-    has_gate: bool,
-    is_concatenated: bool,
     bias_SZ: Tensor | None = None,
     up: tuple[Tensor, Tensor | None] | None = None,
     gathers: bool = False,
@@ -101,16 +100,16 @@ def activated_product(
             gate, or of up without one, where experts differ in width.
         groups: The rows.
         spec: The activation.
+        layout: Of the pre-activations.
         out: `[R, F]`, unit stride along F; `[1, V]` where experts differ in width.
         pre: `[R, Z]` for the pre-activations in the order of the weights' rows, or None; `[2, V]`
             or `[1, V]` where experts differ in width.
-        has_gate: Whether Z holds gate and up.
-        is_concatenated: Whether all gate rows come first; else they alternate.
         bias_SZ: `[S, Z]` or None.
         up: Weights and bias of up, where experts differ in width and have a gate.
         gathers: As in `plain_product`.
         tile: Instead of the rule's.
     """
+    has_gate = layout.has_gate
     dim_f = groups.width_of(weight_SZK.shape[1] // (2 if has_gate and up is None else 1))
     dim_z = 2 * dim_f if has_gate else dim_f
     kind: ProductKind = "gated" if has_gate else "plain"
@@ -125,7 +124,7 @@ def activated_product(
         columns_per_tile=tile.block_n // 2 if has_gate else tile.block_n,
         bias=bias_SZ,
         gathers=gathers,
-        is_concatenated=is_concatenated,
+        is_concatenated=layout.is_concatenated,
         EPILOGUE="gated" if has_gate else "plain",
         pre=pre,
         up=up,

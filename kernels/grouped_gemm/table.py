@@ -115,7 +115,9 @@ def write_table(path: Path, gpu: str, tiles: Mapping[TileKey, Tile]) -> None:
 
 
 def _key(entry: Mapping[str, object]) -> TileKey:
-    if entry["kind"] not in get_args(ProductKind):
-        raise ValueError(f"unknown kind {entry['kind']!r}")
+    # What tables called this kind until November 2026.
+    kind = "down_act_backward" if entry["kind"] == "dact" else entry["kind"]
+    if kind not in get_args(ProductKind):
+        raise ValueError(f"unknown kind {kind!r}")
     numbers = [int(cast(int, entry[name])) for name in TileKey._fields[1:]]
-    return TileKey(cast(ProductKind, entry["kind"]), *numbers)
+    return TileKey(cast(ProductKind, kind), *numbers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-ProductKind = Literal["plain", "gated", "dact", "dw"]
+ProductKind = Literal["plain", "gated", "down_act_backward", "dw"]
 # A program needs some shared memory for more than its operands.
 _RESERVED_BYTES = 2 * 1024
 

@@ -31,7 +31,7 @@ TILES_16_BIT: dict[ProductKind, tuple[tuple[int, Tile], ...]] = {
         (192, Tile(64, 128, 64, 4, 4)),
         (_UNBOUNDED, Tile(128, 256, 64, 8, 4)),
     ),
-    "dact": (
+    "down_act_backward": (
         (24, Tile(16, 64, 128, 4, 4)),
         (192, Tile(64, 64, 64, 4, 4)),
         (_UNBOUNDED, Tile(128, 128, 64, 8, 4)),
@@ -44,7 +44,7 @@ TILES_16_BIT: dict[ProductKind, tuple[tuple[int, Tile], ...]] = {
 TILES_32_BIT: dict[ProductKind, tuple[tuple[int, Tile], ...]] = {
     "plain": ((24, Tile(16, 64, 32, 4, 3)), (_UNBOUNDED, Tile(64, 64, 32, 4, 3))),
     "gated": ((24, Tile(16, 64, 32, 4, 3)), (_UNBOUNDED, Tile(64, 64, 32, 4, 3))),
-    "dact": ((24, Tile(16, 64, 32, 4, 3)), (_UNBOUNDED, Tile(64, 64, 32, 4, 3))),
+    "down_act_backward": ((24, Tile(16, 64, 32, 4, 3)), (_UNBOUNDED, Tile(64, 64, 32, 4, 3))),
     "dw": ((_UNBOUNDED, Tile(64, 64, 32, 4, 3)),),
 }
 

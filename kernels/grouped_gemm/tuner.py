@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.expert_mlp import ActivationSpec
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, weight_grad
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.table import TileKey, tile_key
 from moe_runtime.kernels.grouped_gemm.tile import Device, ProductKind, Tile
 from moe_runtime.kernels.grouped_gemm.tiles import describe_device, tile_by_rule
+from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
 from moe_runtime.kernels.token_sort import token_sort
 
 # Sums of a program that one thread can keep in registers beside its operands.
@@ -131,7 +131,7 @@ def candidate_tiles(problem: Problem, device: Device) -> list[Tile]:
         else:
             is_sensible &= block_m <= max(16, 2 * rows) and block_m >= min(64, rows // 2)
         # The epilogue that goes back through an activation cuts a tile into at most four parts.
-        if fits and is_sensible and not (kind == "dact" and block_n > 128):
+        if fits and is_sensible and not (kind == "down_act_backward" and block_n > 128):
             found.append(tile)
     return found
 
@@ -162,7 +162,6 @@ def layer_problems(
     hidden, pre = draw(rows, F), draw(rows, 2 * F)
     scale = torch.rand(rows, generator=generator, device=device)
     spec = ActivationSpec("silu")
-    layout: dict[str, Any] = {"has_gate": True, "is_concatenated": True}
 
     def problem(
         name: str, kind: ProductKind, dim_n: int, dim_k: int, run: Callable[..., Any]
@@ -178,57 +177,21 @@ def layer_problems(
         )
 
     out_RD, out_RF = x.new_empty(rows, D), x.new_empty(rows, F)
+    out_up, out_down = torch.empty_like(gate_up), torch.empty_like(down)
+    layout = GateLayout()
+    activated = partial(activated_product, x, gate_up, groups, spec, layout, out=out_RF, pre=pre)
+    down_product = partial(plain_product, hidden, down, groups, out=out_RD)
+    down_back = partial(activation_backward, dout, down, pre, scale, groups, spec, layout)
+    x_grad = partial(plain_product, pre, gate_up.transpose(1, 2), groups, out=out_RD)
+    up_grad = partial(weight_grad, pre, x, groups, out_SNK=out_up, right_divisor=K)
+    down_grad = partial(weight_grad, dout, hidden, groups, out_SNK=out_down, left_divisor=K)
     return [
-        problem(
-            "gate and up, activated",
-            "gated",
-            2 * F,
-            D,
-            partial(
-                activated_product,
-                x,
-                gate_up,
-                groups,
-                spec,
-                out=out_RF,
-                pre=pre,
-                gathers=True,
-                **layout,
-            ),
-        ),
-        problem("down", "plain", D, F, partial(plain_product, hidden, down, groups, out=out_RD)),
-        problem(
-            "back through down and activation",
-            "dact",
-            F,
-            D,
-            partial(activation_backward, dout, down, pre, scale, groups, spec, **layout),
-        ),
-        problem(
-            "gradient of x",
-            "plain",
-            D,
-            2 * F,
-            partial(plain_product, pre, gate_up.transpose(1, 2), groups, out=out_RD),
-        ),
-        problem(
-            "gradient of gate and up",
-            "dw",
-            D,
-            2 * F,
-            partial(
-                weight_grad, pre, x, groups, out_SNK=torch.empty_like(gate_up), right_divisor=K
-            ),
-        ),
-        problem(
-            "gradient of down",
-            "dw",
-            F,
-            D,
-            partial(
-                weight_grad, dout, hidden, groups, out_SNK=torch.empty_like(down), left_divisor=K
-            ),
-        ),
+        problem("gate and up, activated", "gated", 2 * F, D, partial(activated, gathers=True)),
+        problem("down", "plain", D, F, down_product),
+        problem("back through down and activation", "down_act_backward", F, D, down_back),
+        problem("gradient of x", "plain", D, 2 * F, x_grad),
+        problem("gradient of gate and up", "dw", D, 2 * F, up_grad),
+        problem("gradient of down", "dw", F, D, down_grad),
     ]
 
 

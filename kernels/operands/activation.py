@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -164,13 +164,22 @@ PreactivationFunction = Callable[[Tensor], Tensor]
 Activation = ActivationName | ActivationSpec | PreactivationFunction
 
 
-def split_preactivations(
-    z_RZ: Tensor, *, has_gate: bool, is_concatenated: bool
-) -> tuple[Tensor | None, Tensor]:
-    """Gate and up ``[R, F]``, as views of pre-activations; gate is None where there is none."""
-    if not has_gate:
-        return None, z_RZ
-    if is_concatenated:
-        gate, up = z_RZ.chunk(2, dim=-1)
-        return gate, up
-    return z_RZ[..., 0::2], z_RZ[..., 1::2]
+class GateLayout(NamedTuple):
+    """Whether pre-activations ``[R, Z]`` hold gate and up, and how the two lie.
+
+    Attributes:
+        has_gate: Z is 2F: gate and up. Otherwise it is F: up alone.
+        is_concatenated: All gate values of a row come first; otherwise gate and up alternate.
+    """
+
+    has_gate: bool = True
+    is_concatenated: bool = True
+
+    def split(self, z_RZ: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Gate and up ``[R, F]``, as views; gate is None where there is none."""
+        if not self.has_gate:
+            return None, z_RZ
+        if self.is_concatenated:
+            gate, up = z_RZ.chunk(2, dim=-1)
+            return gate, up
+        return z_RZ[..., 0::2], z_RZ[..., 1::2]

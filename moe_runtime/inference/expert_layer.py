@@ -22,7 +22,7 @@ from moe_runtime.inference.hugging_face.absent import AbsentParameters, AbsentTe
 from moe_runtime.inference.steps import LayerRouting, Listeners
 from moe_runtime.kernels.combine import combine_slots
 from moe_runtime.kernels.expert_mlp import (
-    Activation,
+    ActivationName,
     ExpertStep,
     ExpertWeights,
     expert_ffn,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 # T tokens, D model, F hidden, E experts, K top-k, R routed rows = T * K
 
-_FUSED_ACTIVATIONS: dict[str, Activation] = {
+_FUSED_ACTIVATIONS: dict[str, ActivationName] = {
     "SiLU": "silu",
     "SiLUActivation": "silu",
     "GELUActivation": "gelu",
@@ -85,7 +85,7 @@ class OffloadedExperts(AbsentParameters):
             self.register_parameter(name, parameter)
         for name, child in original.named_children():
             self.add_module(name, child)
-        self._activation: Activation | GateFunction = _activation(original)
+        self._activation: ActivationName | GateFunction = _activation(original)
         self._step: ExpertStep | None = None
         # not registered: its remaining submodules are ours, and its class would be initialised anew
         self.__dict__["replaced"] = original
@@ -264,7 +264,7 @@ class OffloadedExperts(AbsentParameters):
             if not is_done:
                 self.store.give_up(lease)
 
-    def _activation_now(self) -> Activation | GateFunction:
+    def _activation_now(self) -> ActivationName | GateFunction:
         """The module's own activation where somebody looks into it: a kernel would not call it."""
         module = self._modules.get("act_fn")
         if module is None or callable(self._activation):
@@ -336,7 +336,7 @@ def _call(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.
 _beside_graphs: Any = torch.compiler.disable(_call)
 
 
-def _activation(experts: Any) -> Activation | GateFunction:
+def _activation(experts: Any) -> ActivationName | GateFunction:
     """The kernels' name for what a module does between its projections, or the module's own way.
 
     A gate that the model overrides is never guessed at: it is called on gate and up laid out as the

@@ -61,7 +61,7 @@ class StackedPanels:
             bias_SN=experts.gate_up_bias,
             is_transposed=transposed,
         )
-        hidden_RF = apply_activation(z_RZ, experts, self._activation)
+        hidden_RF = apply_activation(z_RZ, experts.layout, self._activation)
         # Cut once, so that the gradients of all panels are put together once.
         downs = experts.down.tensor_split(num_panels, dim=2 if transposed else 1)
         biases: tuple[Tensor | None, ...] = (None,) * num_panels

@@ -17,6 +17,7 @@ from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_
 from moe_runtime.kernels.grouped_gemm.decode import decode_expert_mlp
 from moe_runtime.kernels.grouped_gemm.forward import activated_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
+from moe_runtime.kernels.operands.activation import GateLayout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SILU = ActivationSpec("silu")
@@ -45,9 +46,7 @@ def groups() -> Groups:
 
 def gradient_of_activation(dout: Tensor, down: Tensor, pre: Tensor) -> Sequence[Tensor | None]:
     scale = torch.full((NUM_ROWS,), 0.5, device=DEVICE)
-    return activation_backward(
-        dout, down, pre, scale, groups(), SILU, has_gate=True, is_concatenated=True
-    )
+    return activation_backward(dout, down, pre, scale, groups(), SILU, GateLayout())
 
 
 def gradient_of_weights(left: Tensor, right: Tensor, out: Tensor) -> Sequence[Tensor]:
@@ -58,17 +57,7 @@ def gradient_of_weights(left: Tensor, right: Tensor, out: Tensor) -> Sequence[Te
 
 
 def activated(x: Tensor, weight: Tensor, out: Tensor, pre: Tensor) -> Sequence[Tensor]:
-    activated_product(
-        x,
-        weight,
-        groups(),
-        SILU,
-        out=out,
-        pre=pre,
-        has_gate=True,
-        is_concatenated=True,
-        gathers=True,
-    )
+    activated_product(x, weight, groups(), SILU, GateLayout(), out=out, pre=pre, gathers=True)
     return [out, pre]
 
 
@@ -87,9 +76,7 @@ def combined(y: Tensor, dout: Tensor) -> Sequence[Tensor | None]:
 def few_tokens(x: Tensor, gate_up: Tensor, down: Tensor) -> Sequence[Tensor]:
     ids = torch.tensor([[0, 2], [2, 1], [1, 1]], device=DEVICE)
     weights = torch.full((3, 2), 0.5, device=DEVICE)
-    return [
-        decode_expert_mlp(x, ids, weights, gate_up, down, SILU, has_gate=True, is_concatenated=True)
-    ]
+    return [decode_expert_mlp(x, ids, weights, gate_up, down, SILU, GateLayout())]
 
 
 SHAPES: dict[Callable[..., Sequence[Tensor | None]], list[tuple[int, ...]]] = {

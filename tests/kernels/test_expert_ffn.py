@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.expert_mlp import ACTIVATIONS, ExpertWeights, expert_ffn
+from moe_runtime.kernels.expert_mlp import ACTIVATION_NAMES, ExpertWeights, expert_ffn
 from moe_runtime.kernels.expert_mlp.separate_experts import (
     ExpertImpl,
     activation_function,
-    expert_ffn_reference,
 )
 from moe_runtime.kernels.linear import ROWS_PER_CALL, native_row_limit
 from moe_runtime.kernels.native import NativeLibrary
@@ -50,16 +49,9 @@ class Layer:
 
     def exact(self, activation: str = "silu") -> Tensor:
         """The rows of `out` that are written, in fp64."""
-        rows = expert_ffn_reference(
-            self.x_TD.double(),
-            [as_fp64(weights) for weights in self.experts],
-            self.counts,
-            self.token_ids_R,
-            activation_function(activation),
-        )
-        out = torch.empty_like(rows)
-        out[self.destinations_R] = rows
-        return out
+        experts = [as_fp64(weights) for weights in self.experts]
+        wide = replace(self, x_TD=self.x_TD.double(), experts=experts)
+        return wide.run("reference", activation)[: len(self.destinations_R)]
 
 
 def as_fp64(weights: ExpertWeights) -> ExpertWeights:
@@ -120,7 +112,7 @@ def assert_as_good_as_torch(layer: Layer, activation: str = "silu") -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATION_NAMES)
 @pytest.mark.parametrize("gate", [True, False], ids=["gate", "no-gate"])
 def test_native_against_fp64(
     isa: str, dtype: torch.dtype, activation: str, gate: bool, generator: torch.Generator
@@ -146,7 +138,7 @@ def test_native_fp32_rows_with_narrow_weights(
     assert_as_good_as_torch(layer)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATION_NAMES)
 def test_activations_over_the_whole_range(isa: str, activation: str) -> None:
     """Weights of one let every value through an activation; fp64 is the judge.
 

@@ -6,19 +6,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.expert_mlp import ActivationSpec, StackedExperts
+from moe_runtime.kernels.expert_mlp import ActivationSpec
 from moe_runtime.kernels.expert_mlp.native_path import NativeSteps
 from moe_runtime.kernels.expert_mlp.steps import TorchSteps
 from moe_runtime.kernels.native import native_library
+from moe_runtime.kernels.operands.activation import GateLayout
 
 HALVES = [torch.float32, torch.bfloat16, torch.float16]
 library = native_library()
 needs_library = pytest.mark.skipif(library is None, reason="the native library was not built")
 
 
+SILU = ActivationSpec("silu")
+
+
 def native_steps() -> NativeSteps:
     assert library is not None
-    return NativeSteps(library)
+    return NativeSteps(library, SILU)
 
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -35,7 +39,9 @@ def test_gathered_rows_are_the_tokens_rows(dtype: torch.dtype, widens: bool) -> 
     out_nD = poisoned(5, 37, dtype=torch.float32 if widens else dtype)
     assert native_steps().gather(source_TD, tokens_n, out_nD) is out_nD
     assert torch.equal(out_nD, source_TD[tokens_n].to(out_nD.dtype))
-    assert torch.equal(TorchSteps().gather(source_TD, tokens_n, poisoned(5, 37)), out_nD.float())
+    assert torch.equal(
+        TorchSteps(SILU).gather(source_TD, tokens_n, poisoned(5, 37)), out_nD.float()
+    )
 
 
 @needs_library
@@ -63,15 +69,11 @@ def test_activation_reads_and_keeps_narrow_preactivations(
     back reads them as they were kept, to the bit of the same call on their widened copy."""
     hidden, rows = 530, 5  # more than one piece of a row
     width = hidden * (2 if has_gate else 1)
-    experts = StackedExperts(
-        gate_up=torch.empty(1, width, 3), down=torch.empty(1, 3, hidden), has_gate=has_gate,
-        is_concatenated=is_concatenated,
-    )  # fmt: skip
-    spec, steps = ActivationSpec("silu"), native_steps()
+    layout, steps = GateLayout(has_gate, is_concatenated), native_steps()
     z_nZ, kept_nZ = torch.randn(rows, width), poisoned(rows, width, dtype=z_dtype)
     values_nF, expected_nF = poisoned(rows, hidden), poisoned(rows, hidden)
-    steps.activate(z_nZ, experts, spec, values_nF, kept_nZ)
-    TorchSteps().activate(z_nZ, experts, spec, expected_nF)
+    steps.activate(z_nZ, layout, values_nF, kept_nZ)
+    TorchSteps(SILU).activate(z_nZ, layout, expected_nF)
     assert torch.equal(kept_nZ, z_nZ.to(z_dtype))
     # the exponential of C is exact to 2 units in the last place, about ten roundings follow it
     torch.testing.assert_close(values_nF, expected_nF, rtol=16 * 2**-23, atol=1e-6)
@@ -80,12 +82,12 @@ def test_activation_reads_and_keeps_narrow_preactivations(
     found = []
     for kept in (kept_nZ, kept_nZ.float()):
         hidden_nF, grad_z_nZ = grad_nF.clone(), poisoned(rows, width)
-        gate_grad_n = steps.activate_backward(kept, hidden_nF, weights_n, experts, spec, grad_z_nZ)
+        gate_grad_n = steps.activate_backward(kept, layout, hidden_nF, weights_n, grad_z_nZ)
         found.append((hidden_nF, grad_z_nZ, gate_grad_n))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     hidden_nF, grad_z_nZ = grad_nF.clone(), poisoned(rows, width)
-    gate_grad_n = TorchSteps().activate_backward(
-        kept_nZ, hidden_nF, weights_n, experts, spec, grad_z_nZ
+    gate_grad_n = TorchSteps(SILU).activate_backward(
+        kept_nZ, layout, hidden_nF, weights_n, grad_z_nZ
     )
     for one, other in zip(found[0], (hidden_nF, grad_z_nZ, gate_grad_n), strict=True):
         # sums of 530 products of either sign keep that many roundings of the largest

@@ -121,11 +121,11 @@ def whole_layer() -> None:
     """The three functions that the operator calls on a GPU; on `meta` it would call none."""
     x, ids, weights = (t.detach() for t in operands())
     experts, path = stacked(), TritonPath()
-    path.infer(x, ids, weights, experts, SILU)
-    path.infer(x[:3], ids[:3], weights[:3], experts, SILU)
+    path.infer(RoutedBatch(x, ids, weights, experts, SILU))
+    path.infer(RoutedBatch(x[:3], ids[:3], weights[:3], experts, SILU))
     order = token_sort(ids, E, impl="triton")
     rows = SortedRows(order.order_R, order.offsets_E1)
-    batch = RoutedBatch(x, weights, rows, experts, SILU)
+    batch = RoutedBatch(x, ids, weights, experts, SILU, rows)
     for keeps in (True, False):
         out, z = path.forward(batch, keeps=keeps)
         needs = Needs.of(*[True] * 6)
@@ -154,7 +154,7 @@ def experts_of_different_widths() -> None:
     }
     gate, up, down = (torch.zeros(72, D, device=DEVICE) for _ in range(3))
     experts = PackedExperts(gate=gate, up=up, down=down, columns=replace(columns, **moved))
-    batch = RoutedBatch(x, weights, rows, experts, SILU)
+    batch = RoutedBatch(x, ids, weights, experts, SILU, rows)
     for keeps in (True, False):
         out, kept = path.forward(batch, keeps=keeps)
         needs = Needs.of(*[True] * 5, False, False, False)

@@ -15,6 +15,7 @@ from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_pr
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.tile import ProductKind, Tile
 from moe_runtime.kernels.grouped_gemm.tiles import TILES_16_BIT, TILES_32_BIT
+from moe_runtime.kernels.operands.activation import GateLayout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SILU = ActivationSpec("silu")
@@ -71,15 +72,14 @@ def test_every_shipped_tile(kind: ProductKind, tile: Tile, dtype: torch.dtype) -
             weight,
             groups,
             SILU,
+            GateLayout(),
             out=x.new_empty(num_rows, case.dim_n),
             pre=None,
-            has_gate=True,
-            is_concatenated=True,
             tile=tile,
         )
         z = [x[p].double() @ w.double().T for p, w in zip(parts, weight, strict=True)]
         close(out, SILU(*torch.cat(z).chunk(2, dim=1)), dtype)
-    elif kind == "dact":
+    elif kind == "down_act_backward":
         down = case.draw(3, case.dim_k, case.dim_n, dtype=dtype)
         pre = case.draw(num_rows, 2 * case.dim_n, dtype=dtype)
         found = activation_backward(
@@ -89,10 +89,9 @@ def test_every_shipped_tile(kind: ProductKind, tile: Tile, dtype: torch.dtype) -
             None,
             groups,
             SILU,
-            has_gate=True,
-            is_concatenated=True,
+            GateLayout(),
             tile=tile,
-            needs_dscale=False,
+            needs_gate_weight_grad=False,
         )
         d = torch.cat([x[p].double() @ w.double() for p, w in zip(parts, down, strict=True)])
         gate, up = pre.double().chunk(2, dim=1)

@@ -84,7 +84,7 @@ def test_the_rule_wins_ties_and_other_errors_are_not_hidden() -> None:
         list(tune([problem(ran=ran)], lambda _: [replace(RULE, block_m=128)], clock({}, ran)))
 
 
-@pytest.mark.parametrize("kind", ["plain", "gated", "dact", "dw"])
+@pytest.mark.parametrize("kind", ["plain", "gated", "down_act_backward", "dw"])
 @pytest.mark.parametrize("rows", [1, 16, 64, 2048])
 def test_candidates_fit_the_device_and_the_rows(kind: str, rows: int) -> None:
     device = Device(shared_bytes=99 * 1024, has_wide_accumulators=False)
@@ -92,7 +92,7 @@ def test_candidates_fit_the_device_and_the_rows(kind: str, rows: int) -> None:
     assert 3 < len(found) < 100
     for tile in found:
         assert tile.fitted(2, device) == tile
-        if kind == "dact":
+        if kind == "down_act_backward":
             assert tile.block_n <= 128
         if kind != "dw":
             assert tile.block_m <= max(16, 2 * rows)
@@ -104,7 +104,7 @@ def test_every_product_of_a_layer_runs_in_a_tile_of_the_tuner() -> None:
     found = layer_problems(LayerBatch(6, 32, 16, 3, 2), torch.float32, device)
     keys = [problem.key for problem in found]
     assert len(set(keys)) == len(keys) == 6
-    assert {key.kind for key in keys} == {"plain", "gated", "dact", "dw"}
+    assert {key.kind for key in keys} == {"plain", "gated", "down_act_backward", "dw"}
     assert keys[0] == TileKey("gated", 32, 32, 32, 4)
     assert found[0].flops == 2 * 12 * 32 * 32
     for one in found:
@@ -158,6 +158,18 @@ def test_tables_are_added_to_and_damaged_ones_refused(tmp_path: Path) -> None:
         path.write_text(damaged)
         with pytest.raises(ValueError, match=r"is no table of tiles .*bench kernels --tune"):
             read_table(path)
+
+
+def test_tables_with_the_former_name_of_a_kind_are_still_read(tmp_path: Path) -> None:
+    """`dact` is what `down_act_backward` was called when users measured their first tables."""
+    path, key = tmp_path / "gpu.json", KEY._replace(kind="down_act_backward")
+    write_table(path, "gpu", {key: RULE})
+    text = path.read_text()
+    path.write_text(text.replace("down_act_backward", "dact"))
+    assert path.read_text() != text
+    assert read_table(path) == {key: RULE}
+    write_table(path, "gpu", {})
+    assert path.read_text() == text
 
 
 def test_shapes_are_read_from_the_command_line() -> None:

@@ -32,7 +32,7 @@ from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_pr
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.tile import Device, ProductKind, Tile
 from moe_runtime.kernels.grouped_gemm.tiles import TILES_16_BIT, TILES_32_BIT
-from moe_runtime.kernels.operands.activation import ActivationSpec
+from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
 from moe_runtime.kernels.token_sort.kernel import token_sort_triton
 
 # One layer of Qwen3-30B-A3B, whose dimensions every tile divides, and gpt-oss, which has biases,
@@ -65,7 +65,7 @@ def product(kind: ProductKind, tile: Tile, dtype: torch.dtype, *, gpt_oss: bool 
         spec = GPT_OSS_GATE
         up, down = (meta(E, *w.mT.shape[1:], dtype=dtype).mT for w in (up, down))
     x, pre = meta(T, D, dtype=dtype), meta(rows, 2 * F, dtype=dtype)
-    layout: dict[str, Any] = {"has_gate": True, "is_concatenated": not gpt_oss, "tile": tile}
+    layout: dict[str, Any] = {"layout": GateLayout(True, not gpt_oss), "tile": tile}
     if kind == "plain":
         plain_product(meta(rows, F, dtype=dtype), down, groups, out=meta(rows, D), tile=tile)
     elif kind == "gated":
@@ -74,7 +74,7 @@ def product(kind: ProductKind, tile: Tile, dtype: torch.dtype, *, gpt_oss: bool 
         activated_product(
             x, up, groups, spec, out=out, pre=pre, bias_SZ=bias, gathers=True, **layout
         )
-    elif kind == "dact":
+    elif kind == "down_act_backward":
         bias = meta(E, D, dtype=dtype) if gpt_oss else None
         scale = meta(rows, dtype=torch.float32)
         activation_backward(x, down, pre, scale, groups, spec, down_bias_SD=bias, **layout)
@@ -94,14 +94,14 @@ def product_of_widths(kind: ProductKind, tile: Tile, dtype: torch.dtype, width: 
     bias = meta(columns.num_columns, dtype=dtype).expand(E, -1)
     x, hidden = meta(T, D, dtype=dtype), meta(1, columns.most_values(rows), dtype=dtype)
     pre = meta(2, hidden.shape[1], dtype=dtype)
-    layout: dict[str, Any] = {"has_gate": True, "is_concatenated": True, "tile": tile}
+    layout: dict[str, Any] = {"layout": GateLayout(), "tile": tile}
     if kind == "plain":
         out = meta(rows, D, dtype=dtype)
         plain_product(hidden, matrix.transpose(1, 2), groups, out=out, tile=tile)
     elif kind == "gated":
         more: dict[str, Any] = {"bias_SZ": bias, "up": (matrix, bias), "gathers": True, **layout}
         activated_product(x, matrix, groups, GPT_OSS_GATE, out=hidden, pre=pre, **more)
-    elif kind == "dact":
+    elif kind == "down_act_backward":
         scale, down = meta(rows, dtype=torch.float32), matrix.transpose(1, 2)
         activation_backward(x, down, pre, scale, groups, GPT_OSS_GATE, **layout)
     else:
@@ -123,8 +123,7 @@ def few_tokens(model: str, dtype: torch.dtype, device: Device) -> None:
         up,
         down,
         GPT_OSS_GATE if is_gpt_oss else ActivationSpec("silu"),
-        has_gate=True,
-        is_concatenated=not is_gpt_oss,
+        GateLayout(True, not is_gpt_oss),
         gate_up_bias_SZ=meta(E, 2 * F, dtype=dtype) if is_gpt_oss else None,
         down_bias_SD=meta(E, D, dtype=dtype) if is_gpt_oss else None,
         slot_of_expert=meta(E, dtype=torch.int64) if is_gpt_oss else None,

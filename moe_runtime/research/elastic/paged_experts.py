@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_runtime.checkpoints.expert_map import ExpertsModule
 from moe_runtime.inference.expert_layer import GateFunction, OffloadedExperts
-from moe_runtime.kernels.expert_mlp import Activation, expert_ffn
+from moe_runtime.kernels.expert_mlp import ActivationName, expert_ffn
 from moe_runtime.parallel import Transport
 from moe_runtime.parallel.plan import plan_dispatch
 from moe_runtime.policies.placement import Placement
@@ -202,7 +202,7 @@ class SpreadModule(OffloadedExperts):
         self._no_choice = torch.empty((0, 1), dtype=torch.int64)
 
     @property
-    def activation(self) -> Activation | GateFunction:
+    def activation(self) -> ActivationName | GateFunction:
         """What an expert does between its products."""
         return self._activation
 
