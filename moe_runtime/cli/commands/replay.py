@@ -112,7 +112,7 @@ def replay(
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
-    from moe_runtime.inference.predictors import is_file_name
+    from moe_runtime.inference.prediction.predictors import is_file_name
     from moe_runtime.lab.replay.experiment import Experiment, run_experiment, usual_capacities
     from moe_runtime.lab.traces.predictor_file import read_predictor
     from moe_runtime.lab.traces.readers import read_any_trace
