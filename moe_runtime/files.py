@@ -290,12 +290,16 @@ def copy_rights(place: Path, descriptor: int) -> None:
 
 
 def make_folders(folder: Path) -> None:
-    """Makes a folder and those above it that are missing, and brings their names to the disk."""
+    """Makes a folder and those above it that are missing, and brings their names to the disk.
+
+    A link stays, and what it leads to is made.
+    """
     if folder.is_dir():
         return
-    make_folders(folder.parent)
-    folder.mkdir(exist_ok=True)
-    sync_folder(folder.parent)
+    place = Path(os.path.realpath(folder))
+    make_folders(place.parent)
+    place.mkdir(exist_ok=True)
+    sync_folder(place.parent)
 
 
 def sync_folder(folder: Path) -> None:

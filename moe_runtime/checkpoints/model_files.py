@@ -25,6 +25,12 @@ _MAX_BYTES = 64 << 20
 _HUB_LIMIT_S = 10.0
 _SMALL_FILES = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
 _WEIGHTS = "*.safetensors"
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json"),
+)
+_VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "*merges.txt")
+"""Files that a tokenizer can be made of."""
 
 
 def find_checkpoint(path_or_id: str | Path, *, weights: bool = True) -> Path:
@@ -93,20 +99,37 @@ def load_tokenizer(folder: Path) -> Any:
         CheckpointError: there is none, or its files or the configuration beside it are damaged.
         UnsupportedModelError: transformers does not know the architecture.
     """
-    from transformers import AutoTokenizer
-
     read_config(folder)  # what is wrong with it is not the tokenizer's fault
-    for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
-        if os.path.lexists(file):
-            _read_whole(file)
-    with blamed_on(f"{folder}: the tokenizer cannot be loaded; its files are damaged"):
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            str(folder), trust_remote_code=False, local_files_only=True
-        )
+    tokenizer = read_tokenizer(folder)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         # transformers makes up an empty tokenizer where there are no files.
         raise CheckpointError(f"{folder}: has no tokenizer files, such as tokenizer.json")
     return tokenizer
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """Reads the files of a tokenizer, which need no model beside them.
+
+    Raises:
+        CheckpointError: they are missing or damaged, or have taken the place of others in part.
+    """
+    from transformers import AutoTokenizer
+
+    require_whole(folder)
+    files = [folder / name for name in _TOKENIZER_FILES if os.path.lexists(folder / name)]
+    for file in files:
+        _read_whole(file)
+    try:
+        with blamed_on(f"{folder}: the tokenizer cannot be loaded; its files are damaged"):
+            return AutoTokenizer.from_pretrained(
+                str(folder), trust_remote_code=False, local_files_only=True
+            )
+    except CheckpointError:
+        for file in files:
+            _read_object(file)
+        if not any(file for pattern in _VOCABULARIES for file in folder.glob(pattern)):
+            raise CheckpointError(f"{folder}: has no tokenizer.json") from None
+        raise
 
 
 def read_generation_config(folder: Path) -> GenerationConfig | None:

@@ -13,7 +13,7 @@ import torch
 from moe_runtime.checkpoints.families import give_experts_interface
 from moe_runtime.checkpoints.model_files import find_checkpoint, read_config
 from moe_runtime.checkpoints.safetensors_index import TensorEntry, read_checkpoint_index
-from moe_runtime.checkpoints.settings_check import check_layers
+from moe_runtime.checkpoints.settings_check import check_layers, named_lookup
 from moe_runtime.checkpoints.transformers_private import warn_if_untested
 from moe_runtime.errors import UnsupportedModelError, blamed_on
 
@@ -90,7 +90,8 @@ def build_on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
     with ExitStack() as stack:
         for context in model_class.get_init_context(checkpoint.dtype, False, False, None):
             stack.enter_context(context)
-        with blamed_on(f"{file} does not describe a {model_class.__name__}"):
+        what = f"{file} does not describe a {model_class.__name__}"
+        with blamed_on(what), named_lookup(checkpoint.config):
             model = model_class(checkpoint.config)
         give_experts_interface(model)
         return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -28,6 +29,9 @@ _SMALLEST = {
     **dict.fromkeys(("head_dim", "sliding_window"), 0),
 }
 """Sizes of a model and the least that each can be; one for each layer is a list of them."""
+
+_TEXTS = ("hidden_act", "rope_type")
+_NUMBERS = ("rope_theta", "rms_norm_eps", "layer_norm_eps")
 
 _WHOLE = frozenset(
     {"max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "top_k"}
@@ -58,11 +62,18 @@ def check_config(values: dict[str, Any], file: Path) -> None:
     if not isinstance(values.get("model_type", ""), str):
         _refuse(file, "model_type", "the name of an architecture", values["model_type"])
     for part in _parts(values):
+        for name in _TEXTS:
+            if not isinstance(part.get(name), str | None):
+                _refuse(file, name, "a name", part[name])
+        for name in _NUMBERS:
+            value = part.get(name)
+            if not all(one is None or _is_real(one) for one in _each(value)):
+                _refuse(file, name, "a number", value)
         if part.get("return_dict") is False:
             _refuse(file, "return_dict", "true, which transformers' models rely on", False)
         for name, smallest in _SMALLEST.items():
             value = part.get(name)
-            for size in value if isinstance(value, list) else [value]:
+            for size in _each(value):
                 if size is not None and (type(size) is not int or size < smallest):
                     _refuse(file, name, f"a whole number of at least {smallest}", value)
             if name in _LAYERS and isinstance(value, int) and value > _MOST_LAYERS:
@@ -90,6 +101,26 @@ def check_layers(config: PreTrainedConfig, names: Iterable[str], file: Path) -> 
     if isinstance(num_layers, int) and num_layers > highest + 1:
         expected = f"at most {highest + 1}, the highest number in a tensor's name and one"
         _refuse(file, "num_hidden_layers", expected, num_layers)
+
+
+@contextlib.contextmanager
+def named_lookup(config: PreTrainedConfig) -> Iterator[None]:
+    """Within the block, a name of the configuration that transformers does not know has its key.
+
+    transformers looks such names up in tables, and says no more than what it has not found.
+
+    Raises:
+        ValueError: instead of a ``KeyError`` with a value that the configuration has.
+    """
+    try:
+        yield
+    except KeyError as error:
+        for part in _parts(config.to_dict()):
+            for key, value in part.items():
+                if isinstance(value, str) and (value,) == error.args:
+                    reason = f"transformers knows no {key} {clipped(value)}"
+                    raise ValueError(reason) from error
+        raise
 
 
 def check_generation_settings(values: dict[str, Any], file: Path) -> None:
@@ -127,8 +158,12 @@ def _parts(value: Any) -> Iterator[dict[str, Any]]:
 
 def _counts(part: dict[str, Any], names: Iterable[str]) -> Iterator[int]:
     for name in names:
-        value = part.get(name)
-        yield from (v for v in (value if isinstance(value, list) else [value]) if type(v) is int)
+        yield from (value for value in _each(part.get(name)) if type(value) is int)
+
+
+def _each(value: Any) -> list[Any]:
+    """A value, or the values of a list: one for each layer."""
+    return value if isinstance(value, list) else [value]
 
 
 def _numbers_in(name: str) -> list[str]:

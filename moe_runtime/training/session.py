@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
+from moe_runtime.files import make_folders
 from moe_runtime.models.lm.blocks import check_experts
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.initial import import_hugging_face
@@ -30,6 +31,8 @@ from moe_runtime.training.data.batches import Batches, check_groups, windows_of
 from moe_runtime.training.data.prepared import (
     CHECKPOINTS,
     DATA,
+    EXPERTS,
+    TOKENIZER,
     check_inputs_stay,
     check_outputs,
     find_state,
@@ -142,9 +145,7 @@ def prepare(
         for name, source in config.data.sources.items()
     }
     on_stage("preparing the tokenizer")
-    tokenizer = obtain_tokenizer(
-        config.tokenizer, corpora, folder=folder, saved=output / "tokenizer"
-    )
+    tokenizer = obtain_tokenizer(config.tokenizer, corpora, folder=folder, saved=output / TOKENIZER)
     on_stage("encoding the text")
     streams = {
         name: encode_corpus(corpus, tokenizer, cache=output / DATA, name=name)
@@ -164,7 +165,7 @@ def prepare(
         config=config,
         folder=folder,
         output=output,
-        storage=folder / (config.run.storage_dir or output / "experts"),
+        storage=folder / (config.run.storage_dir or output / EXPERTS),
         tokenizer=tokenizer,
         streams=streams,
         batches=batches,
@@ -313,7 +314,7 @@ def _offloaded_optimizer(
     """Spreads the experts, which are not in memory yet, and sends them to their tiers."""
     folder = preparation.storage
     if preparation.config.run.storage_dir is None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folders(folder)
     initial = partial(preparation.first_experts.tensors_of, find_sites(preparation.model))
     ranks.spread(preparation.model)
     return offloaded_optimizer(

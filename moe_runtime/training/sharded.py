@@ -26,7 +26,7 @@ from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.models.lm.parallel import by_parts
 from moe_runtime.parallel import ParallelExperts
 from moe_runtime.parallel.logical import copy_part, logical_views
-from moe_runtime.places import partial_name
+from moe_runtime.places import partial_name, require_whole
 from moe_runtime.training.checkpoint import (
     FORMAT,
     SHARDED_SUFFIX,
@@ -164,8 +164,9 @@ def read_progress(path: Path) -> Progress:
     """How far the run had come that wrote a checkpoint.
 
     Raises:
-        CheckpointError: the folder is damaged.
+        CheckpointError: the folder is damaged, or has been replaced in part.
     """
+    require_whole(path)
     content = load_content(path / _PROGRESS_FILE, Progress)
     return Progress(**{field.name: content[field.name] for field in fields(Progress)})
 
@@ -202,9 +203,10 @@ def read_tensors(path: Path, tensors: dict[str, Tensor], ranks: OneRank) -> None
     """Reads tensors of a checkpoint in place; a collective call.
 
     Raises:
-        CheckpointError: the folder is damaged, or does not hold them.
+        CheckpointError: the folder is damaged, has been replaced in part, or does not hold them.
         RankFailureError: another process died or stalled.
     """
+    require_whole(path)
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 

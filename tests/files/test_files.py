@@ -22,6 +22,7 @@ from moe_runtime.files import (
     check_not_in_progress,
     check_output_path,
     keep_interrupted,
+    make_folders,
     remove_abandoned,
     write_atomically,
 )
@@ -126,6 +127,14 @@ def test_links_are_followed_and_stay(tmp_path: Path) -> None:
     assert (tmp_path / "dangling").is_symlink()
     assert (tmp_path / "there" / "target").read_bytes() == b"new"
     assert (tmp_path / "there" / "absent").read_bytes() == b"new"
+
+
+def test_folders_are_made_where_a_link_leads_that_leads_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to("disk/of/runs")
+    make_folders(tmp_path / "out" / "data")
+    make_folders(tmp_path / "out")
+    assert (tmp_path / "disk" / "of" / "runs" / "data").is_dir()
+    assert os.readlink(tmp_path / "out") == "disk/of/runs"
 
 
 def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:

@@ -170,8 +170,14 @@ def test_a_config_of_another_model(checkpoint):
 
 
 def test_a_config_that_describes_no_model(checkpoint):
-    change_config(checkpoint, hidden_act="telepathy")
-    assert "does not describe" in refused(checkpoint)
+    for changes, reason in (
+        ({"hidden_act": "telepathy"}, "transformers knows no hidden_act 'telepathy'"),
+        ({"hidden_act": "silu", "rope_parameters": {"rope_type": "odd"}}, "no rope_type 'odd'"),
+    ):
+        change_config(checkpoint, **changes)
+        message = refused(checkpoint)
+        assert "config.json does not describe" in message
+        assert reason in message
 
 
 @pytest.mark.parametrize(
@@ -195,6 +201,9 @@ def test_a_config_that_describes_no_model(checkpoint):
         ("architectures", 7),
         ("architectures", [None]),
         ("rope_parameters", "lots"),
+        ("rope_type", ["default"]),
+        ("rope_theta", "large"),
+        ("rms_norm_eps", [1e-6, "small"]),
         ("hidden_act", ["silu"]),
         ("text_config", {"hidden_size": -1}),
     ],

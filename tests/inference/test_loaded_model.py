@@ -55,6 +55,20 @@ def test_weights_in_the_place_of_experts_are_refused() -> None:
         assert torch.equal(model(PROMPT).logits, expected)
 
 
+def test_gradients_of_all_parameters_may_be_cleared() -> None:
+    """As loops do that know no `zero_grad`; the experts, which are frozen, never have one."""
+    model = load()
+    with model.moe:
+        for parameter in model.parameters():
+            parameter.grad = None
+            del parameter.grad
+        model.zero_grad()
+        experts = model.model.layers[0].mlp.experts.gate_up_proj
+        assert experts.grad is None
+        with pytest.raises(moe_runtime.UnsupportedUseError, match="cannot be read, changed"):
+            experts.grad = torch.zeros(experts.shape)
+
+
 def test_its_class_makes_models_in_memory() -> None:
     model = load()
     with model.moe:

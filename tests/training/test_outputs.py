@@ -4,10 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
+from finetuning_runs import MIXTRAL, checkpoint_of, write_text
 from training_runs import error_of, train, write_run
 
+from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
 from moe_runtime.files import OutputFile
+from moe_runtime.models.pocket import pocket_path
 from moe_runtime.training.checkpoint import checkpoints_in, remove_oldest
 from moe_runtime.training.data.prepared import check_outputs
 
@@ -74,6 +77,54 @@ def test_a_full_disk_is_known_before_the_text_is_read(
     assert train(path, *FEW) == 2
     assert "the run's output cannot be written: No space left" in capsys.readouterr().err
     assert os.listdir(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("command", ["train", "finetune"])
+def test_a_run_that_never_begins_leaves_nothing_in_a_new_folder(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+) -> None:
+    path, folder = write_run(tmp_path), tmp_path / "new" / "out"
+    words = [str(path), *FEW, "--set", f"run.output={folder}", "--set", "run.host_memory=1GiB"]
+    if command == "finetune":
+        model = str(checkpoint_of(MIXTRAL, tmp_path / "model"))
+        words = [model, str(write_text(tmp_path)), "-o", str(folder), "--context", "16"]
+        words += ["--sequences", "2", "--steps", "1", "--host-memory", "1GiB"]
+    before = sorted(tmp_path.rglob("*"))
+    made: list[str] = []
+
+    def full(*_: object, **__: object) -> None:
+        made.extend(os.listdir(folder))
+        raise OSError(28, "No space left on device")
+
+    # The first when all is prepared, the second in the step.
+    for place in ("training.loop.Trainer.__init__", "training.loop.Trainer.train"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"moe_runtime.{place}", full)
+            assert main([command, *words]) == 2
+        assert "No space left" in capsys.readouterr().err
+        assert {"data", "metrics.jsonl"} <= set(made)
+        assert sorted(tmp_path.rglob("*")) == before
+    folder.mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("moe_runtime.training.loop.Trainer.train", full)
+        assert main([command, *words]) == 2
+    assert (folder / "data").is_dir()  # somebody's folder is left alone
+    assert main([command, *words]) == 0
+
+
+def test_who_lacks_the_text_of_a_run_learns_how_it_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The pocket model's: the message leads to the head of the file, which has the command."""
+    path = tmp_path / "train.toml"
+    path.write_text((pocket_path() / "train.toml").read_text())
+    assert main(["train", str(path), "--dry-run"]) == 2
+    assert "a configuration file may say how at its head" in capsys.readouterr().err
+    head = path.read_text().partition("\n\n")[0]
+    assert "moe_runtime.models.pocket.texts --output models/pocket/texts" in head
 
 
 def test_a_trace_in_the_run_s_own_folder_may_come_before_the_folder(tmp_path: Path) -> None:

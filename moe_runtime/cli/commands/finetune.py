@@ -185,12 +185,16 @@ def finetune(
         refuse_given(ctx, ("storage_dir",), "is for experts that are trained; --lora writes none")
     else:
         refuse_given(ctx, ("lora_on",), "says where adapters are; give --lora RANK too")
+    settings = build_tree(config_class, tree)
     quiet_transformers(session)
-    preparation = _prepare(build_tree(config_class, tree), has_steps=steps is not None)
-    if dry_run:
-        _show_plan(preparation, as_json=as_json)
-        return
-    summary, exit_code = _finetune(preparation, resume=resume)
+    from moe_runtime.training.data.prepared import removed_unless_begun
+
+    with removed_unless_begun(settings.run.output.expanduser()):
+        preparation = _prepare(settings, has_steps=steps is not None)
+        if dry_run:
+            _show_plan(preparation, as_json=as_json)
+            return
+        summary, exit_code = _finetune(preparation, resume=resume)
     if as_json:
         print_json(summary)
     else:

@@ -1,5 +1,6 @@
 """``moe-runtime train``: train a language model built on the drop-in layer."""
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,15 +75,17 @@ def train(
     if reschedule and not resume:
         raise ValueError("--reschedule changes a run that goes on: give --resume too")
     from moe_runtime.training.config_tree import read_tree
+    from moe_runtime.training.data.prepared import removed_unless_begun
     from moe_runtime.training.run_config import TrainConfig
 
-    with joined_processes(session) as group:
+    with joined_processes(session) as group, contextlib.ExitStack() as stack:
         config = read_tree(TrainConfig, config_file, settings=tuple(settings or ()))
         folder = config_file.resolve().parent
         require_not_read(
             config.run.trace and folder / config.run.trace.expanduser(), "trace", [config_file]
         )
         quiet_transformers(session)
+        stack.enter_context(removed_unless_begun(folder / config.run.output.expanduser()))
         with loading_bar() as progress:
             from moe_runtime.training.ranks import OneRank, SeveralRanks
             from moe_runtime.training.session import prepare

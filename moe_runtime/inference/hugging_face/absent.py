@@ -31,7 +31,13 @@ _DESCRIBING = frozenset(
 )
 """What may be asked of a parameter that is not here."""
 
-_SETTING_GRADIENTS = (Tensor.requires_grad_, cast(Any, Tensor.requires_grad).__set__)
+_SETTING_NO_GRADIENT = {
+    Tensor.requires_grad_: [False],
+    cast(Any, Tensor.requires_grad).__set__: [False],
+    cast(Any, Tensor.grad).__set__: [None],
+    cast(Any, Tensor.grad).__delete__: [],
+}
+"""What leaves a frozen parameter as it is, as `zero_grad` and loops over parameters do."""
 
 
 class AbsentTensor(torch.Tensor):
@@ -50,7 +56,7 @@ class AbsentTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [*args[1:], *(kwargs or {}).values()]
-        if func in _DESCRIBING or (func in _SETTING_GRADIENTS and given == [False]):
+        if func in _DESCRIBING or _SETTING_NO_GRADIENT.get(func) == given:
             # torch's own way to leave subclasses aside: no exception can leave it switched on
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         if func is Tensor.detach:

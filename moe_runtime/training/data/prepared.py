@@ -1,9 +1,11 @@
 """What all runs have in common, whatever they train: settings, checkpoints, records, summary."""
 
+import contextlib
 import dataclasses
 import json
+import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +20,7 @@ from moe_runtime.files import (
     remove_abandoned,
     write_atomically,
 )
+from moe_runtime.folders import remove_or_warn
 from moe_runtime.reading import require_not_read
 from moe_runtime.training.checkpoint import (
     Progress,
@@ -28,13 +31,21 @@ from moe_runtime.training.checkpoint import (
 from moe_runtime.training.config_tree import leaves
 from moe_runtime.training.data.tokens import TokenStreams
 from moe_runtime.training.loop import Trainer
-from moe_runtime.training.metrics import JsonLines, MetricsSink, TensorBoard, read_records
+from moe_runtime.training.metrics import (
+    METRICS_FILE,
+    JsonLines,
+    MetricsSink,
+    TensorBoard,
+    read_records,
+)
 from moe_runtime.training.run_config import LoopConfig, ParallelConfig
 from moe_runtime.training.sharded import read_progress
 
 SUMMARY_FILE = "summary.json"
 CHECKPOINTS = "checkpoints"
 DATA = "data"
+TOKENIZER = "tokenizer"
+EXPERTS = "experts"
 """Folders in that of a run."""
 
 # What may change when a run goes on: it decides where and how fast, not which numbers come out.
@@ -143,6 +154,41 @@ def check_outputs(output: Path, trace: Path | None) -> None:
     # The run's folder is there when its trace is begun; no other one is made for it.
     if run.is_dir() or place.parent != run:
         check_output_path(trace, "trace")
+
+
+@contextlib.contextmanager
+def removed_unless_begun(output: Path) -> Iterator[None]:
+    """Of a run that fails before its first checkpoint, in a new folder, nothing stays.
+
+    Encoded text, a tokenizer and experts' states are made before the first step; records of steps
+    stay.
+
+    Args:
+        output: the run's folder; one that is there when the block begins is left alone.
+    """
+    missing = [Path(os.path.realpath(output))]
+    while not os.path.lexists(missing[-1]):
+        missing.append(missing[-1].parent)
+    made = missing[:-1]
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove_unbegun, made)
+        yield
+        stack.pop_all()
+
+
+def _remove_unbegun(made: list[Path]) -> None:
+    if not made or checkpoints_in(made[0] / CHECKPOINTS):
+        return
+    for name in (DATA, TOKENIZER, EXPERTS):
+        remove_or_warn(made[0] / name, "no run has begun with it")
+    metrics = made[0] / METRICS_FILE
+    # What is left is no harm, and an error has been reported already.
+    with contextlib.suppress(OSError):
+        if metrics.is_file() and not metrics.stat().st_size:
+            metrics.unlink()
+        for folder in (made[0] / CHECKPOINTS, *made):
+            if folder.is_dir():
+                folder.rmdir()
 
 
 def find_state(

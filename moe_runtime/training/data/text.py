@@ -95,7 +95,10 @@ def _find(name: str, patterns: Sequence[str], folder: Path) -> list[Path]:
         matches = glob.glob(str(Path(pattern).expanduser()), root_dir=folder, recursive=True)
         files = [folder / match for match in matches if (folder / match).is_file()]
         if not files:
-            raise ValueError(f"source {name!r}: no file matches {pattern!r} in {folder}")
+            raise ValueError(
+                f"source {name!r}: no file matches {pattern!r} in {folder}; make the text first (a "
+                "configuration file may say how at its head), or name another one"
+            )
         found.update(files)
     return sorted(found)
 

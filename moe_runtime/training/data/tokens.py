@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from moe_runtime.checkpoints.model_files import read_tokenizer
 from moe_runtime.errors import blamed_on
 from moe_runtime.files import make_folders, write_atomically
 from moe_runtime.folders import replace_folder
@@ -53,7 +54,8 @@ def obtain_tokenizer(
         saved: folder in the run's output where a trained one is kept.
 
     Raises:
-        ValueError: the folder holds no usable tokenizer, or the tokenizer has no end-of-text token.
+        CheckpointError: the tokenizer's files are damaged.
+        ValueError: the folder is none of a tokenizer, or the tokenizer has no end-of-text token.
     """
     if config.path is not None:
         return load_tokenizer(folder / config.path.expanduser())
@@ -80,14 +82,12 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     """Loads a Hugging Face tokenizer from a folder.
 
     Raises:
+        CheckpointError: its files are damaged.
         ValueError: as `obtain_tokenizer`.
     """
-    from transformers import AutoTokenizer
-
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(f"{folder}: has no tokenizer.json, so it is not a tokenizer's folder")
-    with blamed_on(f"{folder}: the tokenizer cannot be loaded; its files are damaged", ValueError):
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer = read_tokenizer(folder)
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"{folder}: the tokenizer has no end-of-text token (eos_token), which divides documents"

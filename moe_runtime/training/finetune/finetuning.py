@@ -25,6 +25,7 @@ from moe_runtime.checkpoints.expert_tensors import CheckpointExperts
 from moe_runtime.checkpoints.export import LikeCheckpoint
 from moe_runtime.checkpoints.model_files import read_generation_config
 from moe_runtime.checkpoints.opening import Checkpoint, build_on_meta, open_checkpoint
+from moe_runtime.files import make_folders
 from moe_runtime.inference.budget import MemoryPlan
 from moe_runtime.inference.loading import signature_of
 from moe_runtime.memory.residency import ExpertStore
@@ -44,6 +45,7 @@ from moe_runtime.training.data.batches import Batches, windows_of
 from moe_runtime.training.data.prepared import (
     CHECKPOINTS,
     DATA,
+    EXPERTS,
     check_inputs_stay,
     check_outputs,
     find_state,
@@ -148,15 +150,17 @@ def prepare(
     check_inputs_stay(output, trace, text_files(config.data, Path()), checkpoint.folder)
     check_outputs(output, trace)
     require_positions(checkpoint.config, config.data.context)
+    read_generation_config(checkpoint.folder)  # copied in the end; faults are found now
+    tokenizer = load_tokenizer(checkpoint.folder)
+    model = build_on_meta(checkpoint)
+    experts = map_experts(model, checkpoint)
+    sites = find_sites(model)
+    memory = divide_budget(config, checkpoint, model, experts, sites)
     on_stage("reading the text")
     corpora = {
         name: read_corpus(name, source, config.data, Path())
         for name, source in config.data.sources.items()
     }
-    read_generation_config(checkpoint.folder)  # copied in the end; faults are found now
-    tokenizer = load_tokenizer(checkpoint.folder)
-    model = build_on_meta(checkpoint)
-    experts = map_experts(model, checkpoint)
     on_stage("encoding the text")
     streams = {
         name: encode_corpus(corpus, tokenizer, cache=output / DATA, name=name)
@@ -168,7 +172,6 @@ def prepare(
         windows = epochs * batches.windows_per_epoch
         steps = max(1, round(windows / config.data.sequences_per_step))
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, steps=steps))
-    sites = find_sites(model)
     total = sum(parameter.numel() for parameter in model.parameters())
     signature = signature_of(checkpoint, experts)
     in_experts = sum(p.numel() for m in experts.modules for p in _parameters(m))
@@ -176,7 +179,7 @@ def prepare(
     return FinetunePreparation(
         config=config,
         output=output,
-        storage=config.run.storage_dir or output / "experts",
+        storage=config.run.storage_dir or output / EXPERTS,
         streams=streams,
         batches=batches,
         held_out={name: windows for name, windows in held_out.items() if len(windows)},
@@ -185,7 +188,7 @@ def prepare(
         experts=experts,
         exporter=LikeCheckpoint(model, checkpoint, experts),
         sites=sites,
-        memory=divide_budget(config, checkpoint, model, experts, sites),
+        memory=memory,
         num_parameters=total,
         num_active_parameters=total - round(in_experts * idle),
     )
@@ -290,7 +293,7 @@ def _offloaded(preparation: FinetunePreparation, *, resumes: bool) -> ExpertTrai
     for parameter in float_parameters(preparation.model):
         parameter.requires_grad_()
     if config.run.storage_dir is None:
-        preparation.storage.mkdir(parents=True, exist_ok=True)
+        make_folders(preparation.storage)
     with _reading(preparation) as source:
         return config.method.offload(
             preparation.model,

@@ -139,6 +139,6 @@ class RecordFile(CheckpointFile):
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return CapacityError(
                 f"no room on the disk for {self.path}{size}: {error.strerror}; "
-                "the last checkpoint is intact"
+                "make some, or name another folder for the experts' states"
             )
         return CheckpointError(f"cannot {what} {self.path}: {error.strerror}")
