@@ -11,24 +11,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.block_sparse.topology import BlockTopology
+from moe_runtime.kernels.block_sparse.topology import BlockTopology, Gather
 from moe_runtime.kernels.block_sparse.torch_path import dsd_torch, sdd_torch
 from moe_runtime.kernels.combine import combine
-from moe_runtime.kernels.token_sort import SortedTokens
 
 
-class Gather(NamedTuple):
-    """Row r of the sparse matrix belongs to row `order[r] // num_choices` of the operand."""
-
-    sorted_tokens: SortedTokens
-    num_choices: int
-
-    @property
-    def tokens_R(self) -> Tensor:
-        return self.sorted_tokens.order_R // self.num_choices
-
-
-class Products(NamedTuple):
+class BlockSparseProducts(NamedTuple):
     """The two products in one implementation, `triton` or `torch`."""
 
     impl: Literal["triton", "torch"]
@@ -37,11 +25,10 @@ class Products(NamedTuple):
         self, a: Tensor, b_KN: Tensor, topology: BlockTopology, gather: Gather | None = None
     ) -> Tensor:
         if self.impl == "torch":
-            tokens_R = None if gather is None else gather.tokens_R
-            return sdd_torch(a, b_KN, topology, tokens_R=tokens_R)
+            return sdd_torch(a, b_KN, topology, gather)
         from moe_runtime.kernels.block_sparse.kernel import launch_sdd
 
-        return launch_sdd(a, b_KN, topology, **_gathering(gather))
+        return launch_sdd(a, b_KN, topology, gather)
 
     def dsd(
         self,
@@ -52,26 +39,14 @@ class Products(NamedTuple):
         is_transposed: bool = False,
         gather: Gather | None = None,
     ) -> Tensor:
+        how: dict[str, Any] = {"is_transposed": is_transposed, "gather": gather}
         if self.impl == "torch":
-            tokens_R = None if gather is None else gather.tokens_R
-            return dsd_torch(values, b, topology, is_transposed=is_transposed, tokens_R=tokens_R)
+            return dsd_torch(values, b, topology, **how)
         from moe_runtime.kernels.block_sparse.kernel import launch_dsd
 
         num_rows = topology.num_columns if is_transposed else topology.num_rows
-        return launch_dsd(
-            values.contiguous(),
-            b,
-            topology,
-            out=torch.empty(num_rows, b.shape[1], dtype=values.dtype, device=values.device),
-            is_transposed=is_transposed,
-            **_gathering(gather),
-        )
-
-
-def _gathering(gather: Gather | None) -> dict[str, Any]:
-    if gather is None:
-        return {}
-    return {"order_R": gather.sorted_tokens.order_R, "num_choices": gather.num_choices}
+        out = values.new_empty(num_rows, b.shape[1])
+        return launch_dsd(values.contiguous(), b, topology, out=out, **how)
 
 
 class Sdd(torch.autograd.Function):
@@ -84,7 +59,7 @@ class Sdd(torch.autograd.Function):
         b_KN: Tensor,
         topology: BlockTopology,
         gather: Gather | None,
-        products: Products,
+        products: BlockSparseProducts,
     ) -> Tensor:
         ctx.save_for_backward(a, b_KN)
         ctx.topology, ctx.gather, ctx.products = topology, gather, products
@@ -101,13 +76,8 @@ class Sdd(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             da = products.dsd(grads[0], b_KN.T, topology)
             if gather is not None:
-                da = combine(
-                    da,
-                    None,
-                    gather.sorted_tokens,
-                    num_choices=gather.num_choices,
-                    impl=products.impl,
-                )
+                order, num_choices = gather
+                da = combine(da, None, order, num_choices=num_choices, impl=products.impl)
         if ctx.needs_input_grad[1]:
             db = products.dsd(grads[0], a, topology, is_transposed=True, gather=gather).T
         return da, db, None, None, None
@@ -123,7 +93,7 @@ class Dsd(torch.autograd.Function):
         b: Tensor,
         topology: BlockTopology,
         is_transposed: bool,
-        products: Products,
+        products: BlockSparseProducts,
     ) -> Tensor:
         ctx.save_for_backward(values, b)
         ctx.topology, ctx.is_transposed, ctx.products = topology, is_transposed, products

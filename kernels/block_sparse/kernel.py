@@ -7,12 +7,14 @@ in one order. Addresses are 64-bit.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_runtime.kernels.block_sparse.topology import BlockTopology
+from moe_runtime.kernels.block_sparse.topology import BlockTopology, Gather
 from moe_runtime.kernels.grouped_gemm.forward import precision_of
 from moe_runtime.kernels.grouped_gemm.kernel import tile_of_program, tile_product
 from moe_runtime.kernels.grouped_gemm.tile import Device, Tile
@@ -24,29 +26,13 @@ _GROUP_M = 8
 
 @triton.jit
 def block_sparse_sdd(
-    a_ptr,
-    b_ptr,
-    values_ptr,
-    order_ptr,
-    launch_order_ptr,
-    row_of_block_ptr,
-    row_first_ptr,
-    row_end_ptr,
-    column_first_ptr,
-    column_end_ptr,
+    a_ptr, b_ptr, values_ptr, order_ptr, launch_order_ptr, row_of_block_ptr, row_first_ptr,
+    row_end_ptr, column_first_ptr, column_end_ptr,
     dim_k,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
-    GATHER_DIVISOR: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    stride_am, stride_ak, stride_bk, stride_bn,
+    GATHER_DIVISOR: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """`values[block] = a[rows of the block] @ b[:, its columns]`; zeros where none is.
 
     GATHER_DIVISOR is 0 for row r of `a`, else the row is `order[r] // GATHER_DIVISOR`.
@@ -100,35 +86,14 @@ def _place(block_ptr, first_ptr, end_ptr, place, end_place, IS_TRANSPOSED: tl.co
 
 @triton.jit
 def block_sparse_dsd(
-    values_ptr,
-    b_ptr,
-    out_ptr,
-    order_ptr,
-    offsets_ptr,
-    block_ptr,
-    own_first_ptr,
-    own_end_ptr,
-    first_across_ptr,
-    end_across_ptr,
-    num_strips,
-    dim_n,
-    stride_vo,
-    stride_va,
-    stride_bk,
-    stride_bn,
-    stride_om,
-    stride_on,
-    IS_TRANSPOSED: tl.constexpr,
-    IS_FULL_ACROSS: tl.constexpr,
-    GATHER_DIVISOR: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_OWN: tl.constexpr,
-    BLOCK_ACROSS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-):
+    values_ptr, b_ptr, out_ptr, order_ptr, offsets_ptr, block_ptr, own_first_ptr, own_end_ptr,
+    first_across_ptr, end_across_ptr,
+    num_strips, dim_n,
+    stride_vo, stride_va, stride_bk, stride_bn, stride_om, stride_on,
+    IS_TRANSPOSED: tl.constexpr, IS_FULL_ACROSS: tl.constexpr, GATHER_DIVISOR: tl.constexpr,
+    EVEN_N: tl.constexpr, PRECISION: tl.constexpr, BLOCK_OWN: tl.constexpr,
+    BLOCK_ACROSS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
     """`out[own strip] = sum over its blocks of values[block] @ b[strip across]`.
 
     Own strips are those of rows, or of columns where the matrix is transposed; then a value's
@@ -209,23 +174,28 @@ def choose_dsd_tile(block_m: int, x: Tensor, device: Device | None = None) -> Ti
     return choose_tile(block_m, 128 if device.has_wide_accumulators else 64, x, device)
 
 
+def _gathering(topology: BlockTopology, gather: Gather | None) -> dict[str, Any]:
+    """Which rows a kernel reads; any tensor where it reads them in order."""
+    if gather is None:
+        return {"order_ptr": topology.launch_order_B, "GATHER_DIVISOR": 0}
+    return {"order_ptr": gather.sorted_tokens.order_R, "GATHER_DIVISOR": gather.num_choices}
+
+
 def launch_sdd(
     a: Tensor,
     b_KN: Tensor,
     topology: BlockTopology,
+    gather: Gather | None = None,
     *,
-    order_R: Tensor | None = None,
-    num_choices: int = 0,
     tile: Tile | None = None,
 ) -> Tensor:
     """The values of `a @ b` in the topology's blocks, `[B, block_rows, block_columns]`.
 
     Args:
-        a: `[R, K]`, or `[T, K]` whose row `order[r] // num_choices` is row r.
+        a: `[R, K]`, or `[T, K]` where rows are gathered.
         b_KN: `[K, N]`, any strides.
         topology: The blocks.
-        order_R: Slot of each row, where rows are gathered.
-        num_choices: Choices of a token; 0 where nothing is gathered.
+        gather: Which row of `a` belongs to each row; None for its own.
         tile: Instead of the rule's.
     """
     values = torch.empty(topology.values_shape, dtype=a.dtype, device=a.device)
@@ -234,33 +204,20 @@ def launch_sdd(
     dim_k = a.shape[1]
     tile = tile or choose_tile(topology.block_rows, topology.block_columns, a)
     launch(
-        block_sparse_sdd,
-        (topology.num_blocks,),
-        a_ptr=a,
-        b_ptr=b_KN,
-        values_ptr=values,
-        order_ptr=topology.launch_order_B if order_R is None else order_R,
-        launch_order_ptr=topology.launch_order_B,
-        row_of_block_ptr=topology.row_of_block_B,
-        row_first_ptr=topology.rows.first,
-        row_end_ptr=topology.rows.end,
-        column_first_ptr=topology.rows.first_across,
-        column_end_ptr=topology.rows.end_across,
+        block_sparse_sdd, (topology.num_blocks,),
+        a_ptr=a, b_ptr=b_KN, values_ptr=values,
+        **_gathering(topology, gather),
+        launch_order_ptr=topology.launch_order_B, row_of_block_ptr=topology.row_of_block_B,
+        row_first_ptr=topology.rows.first, row_end_ptr=topology.rows.end,
+        column_first_ptr=topology.rows.first_across, column_end_ptr=topology.rows.end_across,
         dim_k=dim_k,
-        stride_am=a.stride(0),
-        stride_ak=a.stride(1),
-        stride_bk=b_KN.stride(0),
-        stride_bn=b_KN.stride(1),
-        GATHER_DIVISOR=num_choices,
-        EVEN_N=topology.has_full_columns,
-        EVEN_K=dim_k % tile.block_k == 0,
-        PRECISION=precision_of(a),
-        BLOCK_M=topology.block_rows,
-        BLOCK_N=topology.block_columns,
+        stride_am=a.stride(0), stride_ak=a.stride(1),
+        stride_bk=b_KN.stride(0), stride_bn=b_KN.stride(1),
+        EVEN_N=topology.has_full_columns, EVEN_K=dim_k % tile.block_k == 0,
+        PRECISION=precision_of(a), BLOCK_M=topology.block_rows, BLOCK_N=topology.block_columns,
         BLOCK_K=tile.block_k,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     return values
 
 
@@ -271,8 +228,7 @@ def launch_dsd(
     *,
     out: Tensor,
     is_transposed: bool,
-    order_R: Tensor | None = None,
-    num_choices: int = 0,
+    gather: Gather | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
     """`out = s @ b`, or `s.T @ b`, for the sparse matrix `s` of these values.
@@ -283,8 +239,7 @@ def launch_dsd(
         topology: The blocks.
         out: `[R, D]`, or `[N, D]` if `is_transposed`; any strides. Every element is written.
         is_transposed: Whether the sparse matrix is.
-        order_R: Slot of each row, where rows of `b` are gathered; only if `is_transposed`.
-        num_choices: As in `launch_sdd`.
+        gather: As in `launch_sdd`, for rows of `b`; only if `is_transposed`.
         tile: Instead of the rule's; its columns are those of `out`.
     """
     own, block_own, block_across = topology.rows, topology.block_rows, topology.block_columns
@@ -298,37 +253,19 @@ def launch_dsd(
     if is_transposed:
         stride_own, stride_across = stride_across, stride_own
     launch(
-        block_sparse_dsd,
-        (len(own.first) * triton.cdiv(dim_n, tile.block_n),),
-        values_ptr=values,
-        b_ptr=b,
-        out_ptr=out,
-        order_ptr=topology.launch_order_B if order_R is None else order_R,
-        offsets_ptr=own.offsets,
-        block_ptr=own.offsets if own.block is None else own.block,
-        own_first_ptr=own.first,
-        own_end_ptr=own.end,
-        first_across_ptr=own.first_across,
+        block_sparse_dsd, (len(own.first) * triton.cdiv(dim_n, tile.block_n),),
+        values_ptr=values, b_ptr=b, out_ptr=out,
+        **_gathering(topology, gather),
+        offsets_ptr=own.offsets, block_ptr=own.offsets if own.block is None else own.block,
+        own_first_ptr=own.first, own_end_ptr=own.end, first_across_ptr=own.first_across,
         end_across_ptr=own.end_across,
-        num_strips=len(own.first),
-        dim_n=dim_n,
-        stride_vo=stride_own,
-        stride_va=stride_across,
-        stride_bk=b.stride(0),
-        stride_bn=b.stride(1),
-        stride_om=out.stride(0),
-        stride_on=out.stride(1),
-        IS_TRANSPOSED=is_transposed,
-        IS_FULL_ACROSS=topology.has_full_columns and not is_transposed,
-        GATHER_DIVISOR=num_choices,
-        EVEN_N=dim_n % tile.block_n == 0,
-        PRECISION=precision_of(values),
-        BLOCK_OWN=block_own,
-        BLOCK_ACROSS=block_across,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=min(tile.block_k, block_across),
+        num_strips=len(own.first), dim_n=dim_n,
+        stride_vo=stride_own, stride_va=stride_across, stride_bk=b.stride(0), stride_bn=b.stride(1),
+        stride_om=out.stride(0), stride_on=out.stride(1),
+        IS_TRANSPOSED=is_transposed, IS_FULL_ACROSS=topology.has_full_columns and not is_transposed,
+        EVEN_N=dim_n % tile.block_n == 0, PRECISION=precision_of(values), BLOCK_OWN=block_own,
+        BLOCK_ACROSS=block_across, BLOCK_N=tile.block_n, BLOCK_K=min(tile.block_k, block_across),
         GROUP_M=_GROUP_M,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     return out

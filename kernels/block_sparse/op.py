@@ -9,19 +9,17 @@ from __future__ import annotations
 
 from typing import Literal, cast
 
-import torch
 from torch import Tensor
 
-from moe_runtime.kernels.block_sparse.autograd import Dsd, Gather, Products, Sdd
+from moe_runtime.kernels.block_sparse.autograd import BlockSparseProducts, Dsd, Sdd
 from moe_runtime.kernels.block_sparse.reference import dsd_reference, sdd_reference
-from moe_runtime.kernels.block_sparse.topology import BlockTopology
+from moe_runtime.kernels.block_sparse.topology import BlockTopology, Gather
 from moe_runtime.kernels.operands import check_like, check_shape
 from moe_runtime.kernels.token_sort import SortedTokens
-from moe_runtime.kernels.triton_support import resolve_impl
+from moe_runtime.kernels.triton_support import check_triton_dtype, resolve_impl
 
 BlockSparseImpl = Literal["auto", "triton", "torch", "reference"]
 IMPLS: tuple[BlockSparseImpl, ...] = ("auto", "triton", "torch", "reference")
-_TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def sdd(
@@ -156,9 +154,8 @@ def _validate(
         raise ValueError(f"the topology is on {topology.device}, the operands on {like.device}")
 
 
-def _products(chosen: str, x: Tensor) -> Products:
+def _products(chosen: str, x: Tensor) -> BlockSparseProducts:
     if chosen == "torch":
-        return Products("torch")
-    if x.dtype not in _TRITON_DTYPES:
-        raise ValueError(f"impl='triton' takes fp32, bf16 or fp16, got {x.dtype}")
-    return Products("triton")
+        return BlockSparseProducts("torch")
+    check_triton_dtype(x)
+    return BlockSparseProducts("triton")

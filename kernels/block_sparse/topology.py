@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.grouped_gemm.columns import ExpertColumns, check_block
+from moe_runtime.kernels.token_sort import SortedTokens
 
 # Strips of rows that go over a strip of columns while its operand lies in the cache.
 _BAND = 8
@@ -42,6 +43,17 @@ class Strips(NamedTuple):
     block: Tensor | None
     first_across: Tensor
     end_across: Tensor
+
+
+class Gather(NamedTuple):
+    """Row r of the sparse matrix belongs to row `order[r] // num_choices` of the operand."""
+
+    sorted_tokens: SortedTokens
+    num_choices: int
+
+    @property
+    def tokens_R(self) -> Tensor:
+        return self.sorted_tokens.order_R // self.num_choices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

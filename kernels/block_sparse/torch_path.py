@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.block_sparse.topology import BlockTopology
+from moe_runtime.kernels.block_sparse.topology import BlockTopology, Gather
 from moe_runtime.kernels.operands import precise_dtype
 
 
@@ -90,10 +90,11 @@ def _runs(topology: BlockTopology) -> Iterator[Rectangle]:
 
 
 def sdd_torch(
-    a: Tensor, b_KN: Tensor, topology: BlockTopology, *, tokens_R: Tensor | None = None
+    a: Tensor, b_KN: Tensor, topology: BlockTopology, gather: Gather | None = None
 ) -> Tensor:
-    """The blocks of `a @ b` in the dtype of `a`; row r of the matrix is row `tokens[r]` of `a`."""
+    """The blocks of `a @ b` in the dtype of `a`, whose rows may be gathered."""
     values = a.new_zeros(topology.values_shape)
+    tokens_R = None if gather is None else gather.tokens_R
     for part in rectangles(topology):
         rows = a[part.rows] if tokens_R is None else a[tokens_R[part.rows]]
         part.scattered(rows @ b_KN[:, part.columns], values)
@@ -106,11 +107,12 @@ def dsd_torch(
     topology: BlockTopology,
     *,
     is_transposed: bool,
-    tokens_R: Tensor | None = None,
+    gather: Gather | None = None,
 ) -> Tensor:
     """`s @ b` or `s.T @ b` in the dtype of the values; parts of a sum are added in fp32."""
     num_rows = topology.num_columns if is_transposed else topology.num_rows
     out = values.new_zeros(num_rows, b.shape[1], dtype=precise_dtype(values))
+    tokens_R = None if gather is None else gather.tokens_R
     for part in rectangles(topology):
         dense = part.gathered(values)
         if is_transposed:

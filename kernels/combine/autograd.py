@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moe_runtime.kernels.combine.kernel import launch_combine_bwd, launch_combine_fwd
 from moe_runtime.kernels.token_sort import SortedTokens
+from moe_runtime.kernels.triton_support import check_triton_dtype
 
 
 class _Combine(torch.autograd.Function):
@@ -50,8 +51,7 @@ def combine_triton(
     Raises:
         ValueError: fp64, which the kernels do not accumulate in.
     """
-    if y_RD.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"impl='triton' takes fp32, bf16 or fp16, got {y_RD.dtype}")
+    check_triton_dtype(y_RD)
     if y_RD.stride(1) != 1:
         y_RD = y_RD.contiguous()
     result = _Combine.apply(

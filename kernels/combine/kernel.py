@@ -17,20 +17,11 @@ from moe_runtime.kernels.triton_support import launch
 
 @triton.jit
 def _combine_fwd(
-    y_ptr,
-    weights_ptr,
-    inverse_ptr,
-    num_rows_ptr,
-    out_ptr,
-    num_choices,
-    dim,
-    stride_yr,
-    stride_wt,
-    stride_wk,
-    stride_ot,
-    HAS_WEIGHTS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    y_ptr, weights_ptr, inverse_ptr, num_rows_ptr, out_ptr,
+    num_choices, dim,
+    stride_yr, stride_wt, stride_wk, stride_ot,
+    HAS_WEIGHTS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     num_rows = tl.load(num_rows_ptr)
@@ -49,26 +40,12 @@ def _combine_fwd(
 
 @triton.jit
 def _combine_bwd(
-    dout_ptr,
-    y_ptr,
-    weights_ptr,
-    order_ptr,
-    num_rows_ptr,
-    dy_ptr,
-    dweights_ptr,
-    num_choices,
-    dim,
-    stride_gt,
-    stride_gd,
-    stride_yr,
-    stride_wt,
-    stride_wk,
-    stride_dyr,
-    HAS_WEIGHTS: tl.constexpr,
-    NEEDS_DY: tl.constexpr,
-    NEEDS_DWEIGHTS: tl.constexpr,
+    dout_ptr, y_ptr, weights_ptr, order_ptr, num_rows_ptr, dy_ptr, dweights_ptr,
+    num_choices, dim,
+    stride_gt, stride_gd, stride_yr, stride_wt, stride_wk, stride_dyr,
+    HAS_WEIGHTS: tl.constexpr, NEEDS_DY: tl.constexpr, NEEDS_DWEIGHTS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(order_ptr + row)
     token = slot // num_choices
@@ -105,22 +82,14 @@ def launch_combine_fwd(
         block = _block(dim)
         weights = y_RD if weights_TK is None else weights_TK
         launch(
-            _combine_fwd,
-            (num_tokens, triton.cdiv(dim, block)),
-            y_ptr=y_RD,
-            weights_ptr=weights,
-            inverse_ptr=inverse_R,
-            num_rows_ptr=num_rows,
+            _combine_fwd, (num_tokens, triton.cdiv(dim, block)),
+            y_ptr=y_RD, weights_ptr=weights, inverse_ptr=inverse_R, num_rows_ptr=num_rows,
             out_ptr=out_TD,
-            num_choices=num_choices,
-            dim=dim,
-            stride_yr=y_RD.stride(0),
-            stride_wt=weights.stride(0),
-            stride_wk=weights.stride(1),
+            num_choices=num_choices, dim=dim,
+            stride_yr=y_RD.stride(0), stride_wt=weights.stride(0), stride_wk=weights.stride(1),
             stride_ot=out_TD.stride(0),
-            HAS_WEIGHTS=weights_TK is not None,
-            BLOCK_D=block,
-        )
+            HAS_WEIGHTS=weights_TK is not None, BLOCK_D=block,
+        )  # fmt: skip
     return out_TD
 
 
@@ -144,28 +113,17 @@ def launch_combine_bwd(
     if y_RD.numel() and (needs_dy or needs_dweights):
         weights = dout_TD if weights_TK is None else weights_TK
         launch(
-            _combine_bwd,
-            (num_rows_all,),
-            dout_ptr=dout_TD,
-            y_ptr=y_RD,
-            weights_ptr=weights,
-            order_ptr=order_R,
-            num_rows_ptr=num_rows,
-            dy_ptr=dy_RD if dy_RD is not None else y_RD,
+            _combine_bwd, (num_rows_all,),
+            dout_ptr=dout_TD, y_ptr=y_RD, weights_ptr=weights, order_ptr=order_R,
+            num_rows_ptr=num_rows, dy_ptr=dy_RD if dy_RD is not None else y_RD,
             dweights_ptr=dweights if dweights is not None else y_RD,
-            num_choices=num_choices,
-            dim=dim,
-            stride_gt=dout_TD.stride(0),
-            stride_gd=dout_TD.stride(1),
-            stride_yr=y_RD.stride(0),
-            stride_wt=weights.stride(0),
-            stride_wk=weights.stride(1),
+            num_choices=num_choices, dim=dim,
+            stride_gt=dout_TD.stride(0), stride_gd=dout_TD.stride(1), stride_yr=y_RD.stride(0),
+            stride_wt=weights.stride(0), stride_wk=weights.stride(1),
             stride_dyr=dy_RD.stride(0) if dy_RD is not None else 0,
-            HAS_WEIGHTS=weights_TK is not None,
-            NEEDS_DY=needs_dy,
-            NEEDS_DWEIGHTS=needs_dweights,
+            HAS_WEIGHTS=weights_TK is not None, NEEDS_DY=needs_dy, NEEDS_DWEIGHTS=needs_dweights,
             BLOCK_D=_block(dim),
-        )
+        )  # fmt: skip
     elif dweights is not None:
         dweights.zero_()
     if dweights is None or weights_TK is None:

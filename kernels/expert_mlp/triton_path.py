@@ -24,9 +24,7 @@ from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS, decode_expert_ml
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.token_sort import token_sort
-from moe_runtime.kernels.triton_support import require_triton
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from moe_runtime.kernels.triton_support import check_triton_dtype, require_triton
 
 
 class TritonPath:
@@ -273,5 +271,4 @@ def _inverse(order_R: Tensor) -> Tensor:
 
 def _check(x_TD: Tensor) -> None:
     require_triton(x_TD.device)
-    if x_TD.dtype not in _DTYPES:
-        raise ValueError(f"impl='triton' takes fp32, bf16 or fp16, got {x_TD.dtype}")
+    check_triton_dtype(x_TD)

@@ -69,11 +69,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def gate_fwd(
-    gate,
-    up,
-    ACTIVATION: tl.constexpr,
-):
+def gate_fwd(gate, up, ACTIVATION: tl.constexpr):
     """Hidden values of gate and up."""
     if ACTIVATION.limit != float("inf"):
         up = _within(up, ACTIVATION.limit)
@@ -88,12 +84,7 @@ def gate_fwd(
 
 
 @triton.jit
-def gate_bwd(
-    dhidden,
-    gate,
-    up,
-    ACTIVATION: tl.constexpr,
-):
+def gate_bwd(dhidden, gate, up, ACTIVATION: tl.constexpr):
     """`(hidden, dgate, dup)`. A bound passes the gradient at the bound itself, as torch's does."""
     bounded_gate, bounded_up = gate, up
     if ACTIVATION.limit != float("inf"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,9 +12,7 @@ from moe_runtime.kernels.combine.kernel import launch_combine_fwd
 from moe_runtime.kernels.grouped_gemm.backward import bias_grad, weight_grad
 from moe_runtime.kernels.grouped_gemm.forward import plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
-from moe_runtime.kernels.token_sort import SortedTokens
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from moe_runtime.kernels.triton_support import check_triton_dtype
 
 
 def like_parameter(parameter: Tensor, groups: Groups) -> Tensor:
@@ -33,79 +32,46 @@ class _GroupedGemm(torch.autograd.Function):
         x: Tensor,
         weight_SNK: Tensor,
         bias_SN: Tensor | None,
-        offsets_E1: Tensor,
-        slot_of_expert: Tensor | None,
-        order_R: Tensor | None,
+        groups: Groups,
         inverse_R: Tensor | None,
-        gathers_choices: int,
-        scatters: bool,
+        moves: dict[str, Any],
     ) -> Tensor:
-        num_rows = len(x) if order_R is None else len(order_R)
-        groups = Groups(
-            offsets_E1, num_rows, slot_of_expert, order_R, num_choices=max(1, gathers_choices)
-        )
-        ctx.save_for_backward(
-            x, weight_SNK, bias_SN, offsets_E1, slot_of_expert, order_R, inverse_R
-        )
-        ctx.groups = groups
-        ctx.gathers_choices, ctx.scatters = gathers_choices, scatters
-        return plain_product(
-            x,
-            weight_SNK,
-            groups,
-            out=x.new_zeros(num_rows, weight_SNK.shape[1]),
-            bias_SN=bias_SN,
-            gathers=gathers_choices > 0,
-            scatters=scatters,
-        )
+        ctx.save_for_backward(x, weight_SNK, bias_SN, inverse_R)
+        ctx.groups, ctx.moves = groups, moves
+        out = x.new_zeros(groups.num_rows, weight_SNK.shape[1])
+        return plain_product(x, weight_SNK, groups, out=out, bias_SN=bias_SN, **moves)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight_SNK, bias_SN, offsets_E1, _, _, inverse_R = ctx.saved_tensors
-        dout, groups = grads[0], ctx.groups
-        left_divisor = 1 if ctx.scatters else 0
+        x, weight_SNK, bias_SN, inverse_R = ctx.saved_tensors
+        dout, groups, moves = grads[0], ctx.groups, ctx.moves
+        left = 1 if moves["scatters"] else 0
+        right = groups.num_choices if moves["gathers"] else 0
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
-            by_slot = Groups(
-                groups.offsets_E1, groups.num_rows, groups.slot_of_expert, groups.order_R
-            )
-            dx = plain_product(
-                dout,
-                weight_SNK.transpose(1, 2),
-                by_slot,
-                out=x.new_zeros(groups.num_rows, x.shape[1]),
-                gathers=ctx.scatters,
-            )
-            if ctx.gathers_choices:
-                dx = launch_combine_fwd(dx, None, inverse_R, offsets_E1[-1:], ctx.gathers_choices)
+            by_slot, to_rows = replace(groups, num_choices=1), weight_SNK.transpose(1, 2)
+            dx = x.new_zeros(groups.num_rows, x.shape[1])
+            plain_product(dout, to_rows, by_slot, out=dx, gathers=moves["scatters"])
+            if right:
+                dx = launch_combine_fwd(dx, None, inverse_R, groups.offsets_E1[-1:], right)
         if ctx.needs_input_grad[1]:
-            dweight = weight_grad(
-                dout,
-                x,
-                groups,
-                out_SNK=like_parameter(weight_SNK, groups),
-                left_divisor=left_divisor,
-                right_divisor=ctx.gathers_choices,
-            )
+            out = like_parameter(weight_SNK, groups)
+            divisors = {"left_divisor": left, "right_divisor": right}
+            dweight = weight_grad(dout, x, groups, out_SNK=out, **divisors)
         if ctx.needs_input_grad[2]:
-            dbias = bias_grad(
-                dout,
-                groups,
-                out_SN=like_parameter(bias_SN, groups),
-                divisor=left_divisor,
-            )
-        return dx, dweight, dbias, None, None, None, None, None, None
+            out = like_parameter(bias_SN, groups)
+            dbias = bias_grad(dout, groups, out_SN=out, divisor=left)
+        return dx, dweight, dbias, None, None, None
 
 
 def grouped_gemm_triton(
     x: Tensor,
     weight_SNK: Tensor,
     bias_SN: Tensor | None,
-    offsets_E1: Tensor,
-    slot_of_expert: Tensor | None,
-    sorted_tokens: SortedTokens | None,
+    groups: Groups,
+    inverse_R: Tensor | None,
     *,
-    gathers_choices: int,
+    gathers: bool,
     scatters: bool,
     out: Tensor | None,
 ) -> Tensor:
@@ -114,33 +80,11 @@ def grouped_gemm_triton(
     Raises:
         ValueError: A dtype that the kernels do not compute in, or an `out` that is not row-major.
     """
-    if x.dtype not in DTYPES:
-        raise ValueError(f"impl='triton' takes fp32, bf16 or fp16, got {x.dtype}")
-    order_R = None if sorted_tokens is None else sorted_tokens.order_R
-    inverse_R = None if sorted_tokens is None else sorted_tokens.inverse_R
+    check_triton_dtype(x)
+    moves: dict[str, Any] = {"gathers": gathers, "scatters": scatters}
     if out is not None:
         if out.stride(1) != 1:
             raise ValueError(f"out must have unit stride along N, got strides {out.stride()}")
-        num_rows = len(x) if order_R is None else len(order_R)
-        groups = Groups(offsets_E1, num_rows, slot_of_expert, order_R, max(1, gathers_choices))
-        return plain_product(
-            x,
-            weight_SNK,
-            groups,
-            out=out,
-            bias_SN=bias_SN,
-            gathers=gathers_choices > 0,
-            scatters=scatters,
-        )
-    result = _GroupedGemm.apply(
-        x,
-        weight_SNK,
-        bias_SN,
-        offsets_E1,
-        slot_of_expert,
-        order_R,
-        inverse_R,
-        gathers_choices,
-        scatters,
-    )
+        return plain_product(x, weight_SNK, groups, out=out, bias_SN=bias_SN, **moves)
+    result = _GroupedGemm.apply(x, weight_SNK, bias_SN, groups, inverse_R, moves)
     return result  # type: ignore[no-any-return]

@@ -13,27 +13,12 @@ from moe_runtime.kernels.grouped_gemm.kernel import expert_columns, tile_of_prog
 
 @triton.jit
 def gate_weight_grad(
-    partial_ptr,
-    dout_ptr,
-    bias_ptr,
-    order_ptr,
-    slots_ptr,
-    offsets_ptr,
-    gate_weight_grad_ptr,
-    num_partials,
-    num_rows,
-    num_experts,
-    dim,
-    stride_gr,
-    stride_gk,
-    stride_bs,
-    stride_bn,
-    GATHER_DIVISOR: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    partial_ptr, dout_ptr, bias_ptr, order_ptr, slots_ptr, offsets_ptr, gate_weight_grad_ptr,
+    num_partials, num_rows, num_experts, dim,
+    stride_gr, stride_gk, stride_bs, stride_bn,
+    GATHER_DIVISOR: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Gradient of one row's gate weight: its partial sums, and what the down bias adds.
 
     Rows without an expert, or whose expert has no slot, get zero.
@@ -67,36 +52,14 @@ def gate_weight_grad(
 
 @triton.jit
 def grouped_gemm_dw(
-    left_ptr,
-    right_ptr,
-    order_ptr,
-    slots_ptr,
-    offsets_ptr,
-    starts_ptr,
-    values_ptr,
-    dw_ptr,
-    dim_n,
-    dim_k,
-    stride_lr,
-    stride_ln,
-    stride_rr,
-    stride_rk,
-    stride_ws,
-    stride_wn,
-    stride_wk,
-    LEFT_DIVISOR: tl.constexpr,
-    RIGHT_DIVISOR: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    WIDTH_MULTIPLE: tl.constexpr,
-    ACCUMULATES: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    GROUP_M: tl.constexpr,
-):
+    left_ptr, right_ptr, order_ptr, slots_ptr, offsets_ptr, starts_ptr, values_ptr, dw_ptr,
+    dim_n, dim_k,
+    stride_lr, stride_ln, stride_rr, stride_rk, stride_ws, stride_wn, stride_wk,
+    LEFT_DIVISOR: tl.constexpr, RIGHT_DIVISOR: tl.constexpr, HAS_SLOTS: tl.constexpr,
+    WIDTH_MULTIPLE: tl.constexpr, ACCUMULATES: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
     """`dw[slot, n, k] = sum over the expert's rows of left[r, n] * right[r, k]`, or added to it.
 
     An expert without rows gets zeros from the same loop, run no times; nobody fills the tensor
@@ -161,26 +124,13 @@ def grouped_gemm_dw(
 
 @triton.jit
 def grouped_bias_grad(
-    x_ptr,
-    scale_ptr,
-    order_ptr,
-    slots_ptr,
-    offsets_ptr,
-    starts_ptr,
-    values_ptr,
-    sum_ptr,
+    x_ptr, scale_ptr, order_ptr, slots_ptr, offsets_ptr, starts_ptr, values_ptr, sum_ptr,
     dim,
-    stride_xr,
-    stride_xn,
-    stride_ss,
-    GATHER_DIVISOR: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    WIDTH_MULTIPLE: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    ACCUMULATES: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    stride_xr, stride_xn, stride_ss,
+    GATHER_DIVISOR: tl.constexpr, HAS_SLOTS: tl.constexpr, WIDTH_MULTIPLE: tl.constexpr,
+    HAS_SCALE: tl.constexpr, ACCUMULATES: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """`sum[slot] = sum over the expert's rows of scale * x[row r reads]`: a bias gradient."""
     expert = tl.program_id(1)
     slot = expert.to(tl.int64)

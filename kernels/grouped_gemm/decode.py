@@ -90,75 +90,42 @@ def decode_expert_mlp(
     step, to_up = (2, 1) if layout.has_gate and not layout.is_concatenated else (1, dim_f)
     bias = gate_up_SZD[:, :, 0] if gate_up_bias_SZ is None else gate_up_bias_SZ
     launch(
-        decode_up,
-        (num_slots, triton.cdiv(dim_f, _BLOCK_N)),
-        x_ptr=x_TD,
-        weight_ptr=gate_up_SZD,
-        bias_ptr=bias,
-        hidden_ptr=hidden,
-        dim_n=dim_f,
-        dim_k=dim_d,
-        stride_xt=x_TD.stride(0),
-        stride_xk=x_TD.stride(1),
-        stride_ws=gate_up_SZD.stride(0),
-        stride_wn=gate_up_SZD.stride(1) * step,
-        stride_wk=gate_up_SZD.stride(2),
-        stride_w_up=gate_up_SZD.stride(1) * to_up,
-        stride_bs=bias.stride(0),
-        stride_bn=bias.stride(1) * step,
-        stride_b_up=bias.stride(1) * to_up,
-        stride_hr=hidden.stride(0),
-        IS_GATED=layout.has_gate,
-        HAS_BIAS=gate_up_bias_SZ is not None,
-        BLOCK_K=_block_k(x_TD, has_gate=layout.has_gate),
-        ACTIVATION=spec,
-        **common,
-        **products,
-    )
+        decode_up, (num_slots, triton.cdiv(dim_f, _BLOCK_N)),
+        x_ptr=x_TD, weight_ptr=gate_up_SZD, bias_ptr=bias, hidden_ptr=hidden,
+        dim_n=dim_f, dim_k=dim_d,
+        stride_xt=x_TD.stride(0), stride_xk=x_TD.stride(1),
+        stride_ws=gate_up_SZD.stride(0), stride_wn=gate_up_SZD.stride(1) * step,
+        stride_wk=gate_up_SZD.stride(2), stride_w_up=gate_up_SZD.stride(1) * to_up,
+        stride_bs=bias.stride(0), stride_bn=bias.stride(1) * step,
+        stride_b_up=bias.stride(1) * to_up, stride_hr=hidden.stride(0),
+        IS_GATED=layout.has_gate, HAS_BIAS=gate_up_bias_SZ is not None,
+        BLOCK_K=_block_k(x_TD, has_gate=layout.has_gate), ACTIVATION=spec,
+        **common, **products,
+    )  # fmt: skip
     block_k = _block_k(x_TD, has_gate=False)
     num_parts, split_k = _parts(num_slots, num_experts, dim_d, dim_f, block_k)
     partial = torch.empty(num_parts, num_slots, dim_d, dtype=torch.float32, device=x_TD.device)
     bias = down_SDF[:, :, 0] if down_bias_SD is None else down_bias_SD
     launch(
-        decode_down,
-        (num_slots, triton.cdiv(dim_d, _BLOCK_N), num_parts),
-        hidden_ptr=hidden,
-        weight_ptr=down_SDF,
-        bias_ptr=bias,
-        partial_ptr=partial,
-        dim_n=dim_d,
-        dim_k=dim_f,
-        split_k=split_k,
-        stride_hr=hidden.stride(0),
-        stride_ws=down_SDF.stride(0),
-        stride_wn=down_SDF.stride(1),
-        stride_wk=down_SDF.stride(2),
-        stride_bs=bias.stride(0),
-        stride_bn=bias.stride(1),
-        stride_ps=partial.stride(0),
-        stride_pr=partial.stride(1),
-        HAS_BIAS=down_bias_SD is not None,
-        BLOCK_K=block_k,
-        **common,
-        **products,
-    )
+        decode_down, (num_slots, triton.cdiv(dim_d, _BLOCK_N), num_parts),
+        hidden_ptr=hidden, weight_ptr=down_SDF, bias_ptr=bias, partial_ptr=partial,
+        dim_n=dim_d, dim_k=dim_f, split_k=split_k,
+        stride_hr=hidden.stride(0), stride_ws=down_SDF.stride(0), stride_wn=down_SDF.stride(1),
+        stride_wk=down_SDF.stride(2), stride_bs=bias.stride(0), stride_bn=bias.stride(1),
+        stride_ps=partial.stride(0), stride_pr=partial.stride(1),
+        HAS_BIAS=down_bias_SD is not None, BLOCK_K=block_k,
+        **common, **products,
+    )  # fmt: skip
     block_d = 256
     launch(
-        decode_combine,
-        (num_tokens, triton.cdiv(dim_d, block_d)),
-        partial_ptr=partial,
-        weights_ptr=weights_TK,
-        out_ptr=out_TD,
-        num_parts=num_parts,
-        dim=dim_d,
-        stride_ps=partial.stride(0),
-        stride_pr=partial.stride(1),
-        stride_wt=weights_TK.stride(0),
-        stride_wk=weights_TK.stride(1),
-        stride_ot=out_TD.stride(0),
+        decode_combine, (num_tokens, triton.cdiv(dim_d, block_d)),
+        partial_ptr=partial, weights_ptr=weights_TK, out_ptr=out_TD,
+        num_parts=num_parts, dim=dim_d,
+        stride_ps=partial.stride(0), stride_pr=partial.stride(1),
+        stride_wt=weights_TK.stride(0), stride_wk=weights_TK.stride(1), stride_ot=out_TD.stride(0),
         BLOCK_D=block_d,
         **common,
-    )
+    )  # fmt: skip
     return out_TD
 
 

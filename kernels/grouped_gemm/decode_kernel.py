@@ -15,15 +15,11 @@ from moe_runtime.kernels.grouped_gemm.activation_kernel import activate, gate_fw
 
 @triton.jit
 def _users(
-    ids_ptr,
-    slots_ptr,
-    num_tokens,
-    num_experts,
-    NUM_CHOICES: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    ids_ptr, slots_ptr,
+    num_tokens, num_experts,
+    NUM_CHOICES: tl.constexpr, HAS_SLOTS: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
-):
+):  # fmt: skip
     """`(slot, leads, choice_T)`: where the expert of this program's slot lies (below 0: nowhere),
     whether this slot is the first to name it, and the first choice of each token that names it
     (NUM_CHOICES: none).
@@ -48,37 +44,14 @@ def _users(
 
 @triton.jit
 def decode_up(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    hidden_ptr,
-    ids_ptr,
-    slots_ptr,
-    num_tokens,
-    num_experts,
-    dim_n,
-    dim_k,
-    stride_xt,
-    stride_xk,
-    stride_ws,
-    stride_wn,
-    stride_wk,
-    stride_w_up,
-    stride_bs,
-    stride_bn,
-    stride_b_up,
-    stride_hr,
-    IS_GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    NUM_CHOICES: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    x_ptr, weight_ptr, bias_ptr, hidden_ptr, ids_ptr, slots_ptr,
+    num_tokens, num_experts, dim_n, dim_k,
+    stride_xt, stride_xk, stride_ws, stride_wn, stride_wk, stride_w_up,
+    stride_bs, stride_bn, stride_b_up, stride_hr,
+    IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, NUM_CHOICES: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """`hidden[slot of (t, expert)] = activation(x[t] @ weight.T + bias)`; N: hidden columns."""
     slot, leads, choice_T = _users(
         ids_ptr, slots_ptr, num_tokens, num_experts, NUM_CHOICES, HAS_SLOTS, BLOCK_T, BLOCK_C
@@ -114,11 +87,7 @@ def decode_up(
             bias_ptrs += stride_b_up
         up += tl.load(bias_ptrs, mask=mask_n, other=0.0).to(tl.float32)[None, :]
     if IS_GATED:
-        hidden = gate_fwd(
-            gate,
-            up,
-            ACTIVATION,
-        )
+        hidden = gate_fwd(gate, up, ACTIVATION)
     else:
         hidden, _ = activate(up, ACTIVATION)
     rows = (offs_t * NUM_CHOICES + choice_T).to(tl.int64)
@@ -128,34 +97,13 @@ def decode_up(
 
 @triton.jit
 def decode_down(
-    hidden_ptr,
-    weight_ptr,
-    bias_ptr,
-    partial_ptr,
-    ids_ptr,
-    slots_ptr,
-    num_tokens,
-    num_experts,
-    dim_n,
-    dim_k,
-    split_k,
-    stride_hr,
-    stride_ws,
-    stride_wn,
-    stride_wk,
-    stride_bs,
-    stride_bn,
-    stride_ps,
-    stride_pr,
-    NUM_CHOICES: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    hidden_ptr, weight_ptr, bias_ptr, partial_ptr, ids_ptr, slots_ptr,
+    num_tokens, num_experts, dim_n, dim_k, split_k,
+    stride_hr, stride_ws, stride_wn, stride_wk, stride_bs, stride_bn, stride_ps, stride_pr,
+    NUM_CHOICES: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):
+):  # fmt: skip
     """`partial[part, slot of (t, expert)]`: the down product over one part of the hidden columns.
 
     Part p sums `split_k` columns, a multiple of BLOCK_K; the first one adds the bias.
@@ -194,24 +142,12 @@ def decode_down(
 
 @triton.jit
 def decode_combine(
-    partial_ptr,
-    weights_ptr,
-    ids_ptr,
-    slots_ptr,
-    out_ptr,
-    num_experts,
-    num_parts,
-    dim,
-    stride_ps,
-    stride_pr,
-    stride_wt,
-    stride_wk,
-    stride_ot,
-    NUM_CHOICES: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    partial_ptr, weights_ptr, ids_ptr, slots_ptr, out_ptr,
+    num_experts, num_parts, dim,
+    stride_ps, stride_pr, stride_wt, stride_wk, stride_ot,
+    NUM_CHOICES: tl.constexpr, HAS_SLOTS: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     """`out[t]`: the parts of every choice summed, then the choices by gate weight, in order."""
     token = tl.program_id(0).to(tl.int64)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)

@@ -16,22 +16,11 @@ from moe_runtime.kernels.grouped_gemm.kernel import (
 
 @triton.jit
 def _down_act_slice(
-    dhidden,
-    first_column,
-    scale,
-    mask_r,
-    pre_ptrs,
-    dpre_ptrs,
-    hidden_ptrs,
-    dim_n,
+    dhidden, first_column, scale, mask_r, pre_ptrs, dpre_ptrs, hidden_ptrs, dim_n,
     stride_z_up,
-    IS_GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    STORES_HIDDEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+    STORES_HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """The epilogue of `grouped_gemm_down_act` for some columns; returns each row's `<d, h>`.
 
     Pointers are one a row. Columns past the end have d = 0.
@@ -49,12 +38,7 @@ def _down_act_slice(
             gate_ptrs = pre_ptrs[:, None] + offs_n[None, :]
             gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
             up = tl.load(gate_ptrs + stride_z_up, mask=mask, other=0.0).to(tl.float32)
-        hidden, dgate, dup = gate_bwd(
-            scaled,
-            gate,
-            up,
-            ACTIVATION,
-        )
+        hidden, dgate, dup = gate_bwd(scaled, gate, up, ACTIVATION)
         if IS_INTERLEAVED:
             both = tl.reshape(tl.join(dgate, dup), (ROWS, 2 * COLUMNS))
             tl.store(dpre_ptrs[:, None] + offs_z[None, :], both, mask=mask_z)
@@ -73,51 +57,17 @@ def _down_act_slice(
 
 @triton.jit
 def grouped_gemm_down_act(
-    dout_ptr,
-    weight_ptr,
-    pre_ptr,
-    scale_ptr,
-    order_ptr,
-    slots_ptr,
-    offsets_ptr,
-    starts_ptr,
-    values_ptr,
-    tile_expert_ptr,
-    tile_row_ptr,
-    dpre_ptr,
-    hidden_ptr,
-    partial_ptr,
-    num_tiles_m,
-    num_rows,
-    dim_n,
-    dim_k,
-    stride_gr,
-    stride_gk,
-    stride_ws,
-    stride_wn,
-    stride_wk,
-    stride_zr,
-    stride_dzr,
-    stride_hr,
+    dout_ptr, weight_ptr, pre_ptr, scale_ptr, order_ptr, slots_ptr, offsets_ptr, starts_ptr,
+    values_ptr, tile_expert_ptr, tile_row_ptr, dpre_ptr, hidden_ptr, partial_ptr,
+    num_tiles_m, num_rows, dim_n, dim_k,
+    stride_gr, stride_gk, stride_ws, stride_wn, stride_wk, stride_zr, stride_dzr, stride_hr,
     stride_z_up,
-    IS_GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    GATHER_DIVISOR: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    WIDTH_MULTIPLE: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    STORES_HIDDEN: tl.constexpr,
-    STORES_PARTIAL: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-):
+    IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+    GATHER_DIVISOR: tl.constexpr, HAS_SLOTS: tl.constexpr, WIDTH_MULTIPLE: tl.constexpr,
+    HAS_SCALE: tl.constexpr, STORES_HIDDEN: tl.constexpr, STORES_PARTIAL: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NUM_SLICES: tl.constexpr,
+):  # fmt: skip
     """Gradient of the pre-activations, from that of the layer's output.
 
     With `d[r] = dout[row r reads] @ weight[slot]` (`weight` is the down projection, N its hidden

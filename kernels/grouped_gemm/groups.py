@@ -118,16 +118,11 @@ class Groups:
             rows = self.arguments()
             del rows["order_ptr"]
             launch(
-                tile_map,
-                (num_experts + 1,),
+                tile_map, (num_experts + 1,),
                 **rows,
-                tile_expert_ptr=tiles.expert,
-                tile_row_ptr=tiles.first_row,
-                num_experts=num_experts,
-                num_tiles=num_tiles,
-                BLOCK_M=block_m,
-                BLOCK_E=triton.next_power_of_2(num_experts),
-                BLOCK_TILES=64,
-            )
+                tile_expert_ptr=tiles.expert, tile_row_ptr=tiles.first_row,
+                num_experts=num_experts, num_tiles=num_tiles,
+                BLOCK_M=block_m, BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_TILES=64,
+            )  # fmt: skip
             self._maps[block_m] = tiles
         return self._maps[block_m]

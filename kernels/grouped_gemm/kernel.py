@@ -17,17 +17,11 @@ from moe_runtime.kernels.grouped_gemm.activation_kernel import activate, gate_fw
 
 @triton.jit
 def tile_map(
-    offsets_ptr,
-    slots_ptr,
-    tile_expert_ptr,
-    tile_row_ptr,
-    num_experts,
-    num_tiles,
-    HAS_SLOTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    offsets_ptr, slots_ptr, tile_expert_ptr, tile_row_ptr,
+    num_experts, num_tiles,
+    HAS_SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
-):
+):  # fmt: skip
     """Program e lists the tiles of expert e; the program after the last one marks unused entries.
 
     Experts whose slot is negative get no tiles.
@@ -82,18 +76,10 @@ def tile_of_program(num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def tile_product(
-    acc,
-    x_ptrs,
-    weight_ptrs,
-    mask_n,
-    dim_k,
-    stride_xk,
-    stride_wk,
-    BLOCK_K: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    acc, x_ptrs, weight_ptrs, mask_n, dim_k,
+    stride_xk, stride_wk,
+    BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Adds sums over K to `acc`, fp32 `[BLOCK_M, BLOCK_N]`. Every row of x must exist.
 
     Columns past the end are masked, not clamped to the last one: clamped columns would no longer be
@@ -127,21 +113,11 @@ def column_halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _gated_slice(
-    gate,
-    up,
-    first_column,
-    mask_r,
-    out_ptrs,
-    pre_ptrs,
-    scale,
-    dim_n,
+    gate, up, first_column, mask_r, out_ptrs, pre_ptrs, scale, dim_n,
     stride_p_up,
-    ACTIVATION: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    STORES_PRE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    ACTIVATION: tl.constexpr, IS_INTERLEAVED: tl.constexpr, STORES_PRE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """The gated epilogue of `grouped_gemm_fwd` for some hidden columns; pointers are one a row."""
     offs_f = first_column + tl.arange(0, COLUMNS)
     mask = mask_r[:, None] & (offs_f < dim_n)[None, :]
@@ -154,64 +130,24 @@ def _gated_slice(
         else:
             tl.store(pre_ptrs[:, None] + offs_f[None, :], gate, mask=mask)
             tl.store(pre_ptrs[:, None] + (stride_p_up + offs_f)[None, :], up, mask=mask)
-    hidden = gate_fwd(
-        gate,
-        up,
-        ACTIVATION,
-    )
+    hidden = gate_fwd(gate, up, ACTIVATION)
     tl.store(out_ptrs[:, None] + offs_f[None, :], hidden * scale[:, None], mask=mask)
 
 
 @triton.jit
 def grouped_gemm_fwd(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    pre_ptr,
-    scale_ptr,
-    order_ptr,
-    slots_ptr,
-    offsets_ptr,
-    starts_ptr,
-    values_ptr,
-    tile_expert_ptr,
-    tile_row_ptr,
-    num_tiles_m,
-    dim_n,
-    dim_k,
-    stride_xr,
-    stride_xk,
-    stride_ws,
-    stride_wn,
-    stride_wk,
-    stride_w_up,
-    stride_bs,
-    stride_bn,
-    stride_b_up,
-    stride_or,
-    stride_pr,
-    stride_p_up,
-    EPILOGUE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    IN_HALVES: tl.constexpr,
-    GATHER_DIVISOR: tl.constexpr,
-    SCATTERS: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    WIDTH_MULTIPLE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    STORES_PRE: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-):
+    x_ptr, weight_ptr, bias_ptr, out_ptr, pre_ptr, scale_ptr, order_ptr, slots_ptr, offsets_ptr,
+    starts_ptr, values_ptr, tile_expert_ptr, tile_row_ptr,
+    num_tiles_m, dim_n, dim_k,
+    stride_xr, stride_xk, stride_ws, stride_wn, stride_wk, stride_w_up,
+    stride_bs, stride_bn, stride_b_up, stride_or, stride_pr, stride_p_up,
+    EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+    IN_HALVES: tl.constexpr, GATHER_DIVISOR: tl.constexpr, SCATTERS: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, WIDTH_MULTIPLE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr, STORES_PRE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, NUM_SLICES: tl.constexpr,
+):  # fmt: skip
     """`out[r] = epilogue(x[row r reads] @ weight[slot].T + bias[slot])`.
 
     EPILOGUE is `none`, `plain` (function of each value) or `gated`. A gated tile holds the gate and

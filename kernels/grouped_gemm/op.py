@@ -73,7 +73,8 @@ def grouped_gemm(
     weight_SNK = weight.transpose(1, 2) if is_transposed else weight
     if (gathers_choices or scatters) and sorted_tokens is None:
         raise ValueError("gathering and scattering need sorted_tokens")
-    num_rows = len(x) if sorted_tokens is None else len(sorted_tokens.order_R)
+    order_R = None if sorted_tokens is None else sorted_tokens.order_R
+    num_rows = len(x) if order_R is None else len(order_R)
     _validate(x, weight_SNK, offsets_E1, bias_SN, slot_of_expert)
     expected_rows = num_rows
     if gathers_choices:
@@ -87,19 +88,14 @@ def grouped_gemm(
 
     if chosen == "triton":
         from moe_runtime.kernels.grouped_gemm.autograd import grouped_gemm_triton
+        from moe_runtime.kernels.grouped_gemm.groups import Groups
 
+        groups = Groups(offsets_E1, num_rows, slot_of_expert, order_R, max(1, gathers_choices))
+        inverse_R = None if sorted_tokens is None else sorted_tokens.inverse_R
+        gathers = gathers_choices > 0
         return grouped_gemm_triton(
-            x,
-            weight_SNK,
-            bias_SN,
-            offsets_E1,
-            slot_of_expert,
-            sorted_tokens,
-            gathers_choices=gathers_choices,
-            scatters=scatters,
-            out=out,
+            x, weight_SNK, bias_SN, groups, inverse_R, gathers=gathers, scatters=scatters, out=out
         )
-    order_R = None if sorted_tokens is None else sorted_tokens.order_R
     reads_R = None
     if order_R is not None and gathers_choices:
         reads_R = order_R // gathers_choices

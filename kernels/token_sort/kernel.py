@@ -33,16 +33,10 @@ def _load_keys(ids_ptr, offs_r, num_slots, num_experts):
 
 @triton.jit
 def _token_sort_small(
-    ids_ptr,
-    counts_ptr,
-    offsets_ptr,
-    order_ptr,
-    inverse_ptr,
-    num_slots,
-    num_experts,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    ids_ptr, counts_ptr, offsets_ptr, order_ptr, inverse_ptr,
+    num_slots, num_experts,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     offs_r = tl.arange(0, BLOCK)
     keys = _load_keys(ids_ptr, offs_r, num_slots, num_experts)
     row = tl.zeros([BLOCK], dtype=tl.int32)
@@ -65,14 +59,10 @@ def _token_sort_small(
 
 @triton.jit
 def _token_sort_histogram(
-    ids_ptr,
-    histogram_ptr,
-    num_slots,
-    num_experts,
-    num_blocks,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    ids_ptr, histogram_ptr,
+    num_slots, num_experts, num_blocks,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0)
     keys = _load_keys(ids_ptr, block * BLOCK + tl.arange(0, BLOCK), num_slots, num_experts)
     for first in range(0, num_experts + 1, CHUNK):
@@ -99,19 +89,10 @@ def _token_sort_scan(histogram_ptr, totals_ptr, num_blocks, BLOCK: tl.constexpr)
 
 @triton.jit
 def _token_sort_place(
-    ids_ptr,
-    histogram_ptr,
-    totals_ptr,
-    counts_ptr,
-    offsets_ptr,
-    order_ptr,
-    inverse_ptr,
-    num_slots,
-    num_experts,
-    num_blocks,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    ids_ptr, histogram_ptr, totals_ptr, counts_ptr, offsets_ptr, order_ptr, inverse_ptr,
+    num_slots, num_experts, num_blocks,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0)
     offs_r = block * BLOCK + tl.arange(0, BLOCK)
     keys = _load_keys(ids_ptr, offs_r, num_slots, num_experts)
@@ -165,16 +146,11 @@ def token_sort_triton(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor,
     histogram = torch.empty((num_experts + 1, num_blocks), dtype=torch.int32, device=ids_R.device)
     totals = torch.empty(num_experts + 1, dtype=torch.int32, device=ids_R.device)
     launch(
-        _token_sort_histogram,
-        (num_blocks,),
-        ids_ptr=ids_R,
-        histogram_ptr=histogram,
-        num_slots=num_slots,
-        num_experts=num_experts,
-        num_blocks=num_blocks,
-        BLOCK=_BLOCK,
-        CHUNK=_CHUNK,
-    )
+        _token_sort_histogram, (num_blocks,),
+        ids_ptr=ids_R, histogram_ptr=histogram,
+        num_slots=num_slots, num_experts=num_experts, num_blocks=num_blocks,
+        BLOCK=_BLOCK, CHUNK=_CHUNK,
+    )  # fmt: skip
     launch(
         _token_sort_scan,
         (num_experts + 1,),
@@ -184,13 +160,10 @@ def token_sort_triton(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor,
         BLOCK=1024,
     )
     launch(
-        _token_sort_place,
-        (num_blocks,),
-        ids_ptr=ids_R,
-        histogram_ptr=histogram,
-        totals_ptr=totals,
+        _token_sort_place, (num_blocks,),
+        ids_ptr=ids_R, histogram_ptr=histogram, totals_ptr=totals,
         num_blocks=num_blocks,
         BLOCK=_BLOCK,
         **results,
-    )
+    )  # fmt: skip
     return counts_E, offsets_E1, order_R, inverse_R

@@ -2,10 +2,18 @@
 
 from moe_runtime.kernels.triton_support.choice import (
     TRITON_HINT,
+    check_triton_dtype,
     is_interpreted,
     require_triton,
     resolve_impl,
 )
 from moe_runtime.kernels.triton_support.launch import launch
 
-__all__ = ["TRITON_HINT", "is_interpreted", "launch", "require_triton", "resolve_impl"]
+__all__ = [
+    "TRITON_HINT",
+    "check_triton_dtype",
+    "is_interpreted",
+    "launch",
+    "require_triton",
+    "resolve_impl",
+]

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.kernels.operands import check_choice
@@ -54,6 +55,16 @@ def require_triton(device: torch.device) -> None:
             f"impl='triton' needs tensors on a CUDA or ROCm GPU, got {device.type}; "
             "impl='auto' picks what the device can run"
         )
+
+
+def check_triton_dtype(x: Tensor) -> None:
+    """Refuses values that no Triton kernel here computes with.
+
+    Raises:
+        ValueError: They are fp64, or no floating-point numbers.
+    """
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"impl='triton' takes fp32, bf16 or fp16, got {x.dtype}")
 
 
 def is_interpreted() -> bool:

@@ -23,7 +23,7 @@ from moe_runtime.kernels.block_sparse.kernel import (
     launch_dsd,
     launch_sdd,
 )
-from moe_runtime.kernels.block_sparse.topology import BlockTopology, expert_topology
+from moe_runtime.kernels.block_sparse.topology import BlockTopology, Gather, expert_topology
 from moe_runtime.kernels.combine.kernel import launch_combine_bwd, launch_combine_fwd
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
 from moe_runtime.kernels.grouped_gemm.columns import BLOCK_SIZES, ExpertColumns
@@ -33,6 +33,7 @@ from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.tile import Device, ProductKind, Tile
 from moe_runtime.kernels.grouped_gemm.tiles import TILES_16_BIT, TILES_32_BIT
 from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
+from moe_runtime.kernels.token_sort import SortedTokens
 from moe_runtime.kernels.token_sort.kernel import token_sort_triton
 
 # One layer of Qwen3-30B-A3B, whose dimensions every tile divides, and gpt-oss, which has biases,
@@ -157,15 +158,15 @@ def block_sparse(block_rows: int, dtype: torch.dtype, device: Device, *, is_even
     topology = meta_topology(columns, T * K, block_rows)
     x, weight = meta(T, D, dtype=dtype), meta(width * E, D, dtype=dtype)
     order = meta(T * K, dtype=torch.int64)
-    gather: dict[str, Any] = {"order_R": order, "num_choices": K}
+    gather = Gather(SortedTokens(order, order, order, order), K)
     tile = choose_tile(block_rows, block_columns, x, device)
-    values = launch_sdd(x, weight.T, topology, tile=tile, **gather)
+    values = launch_sdd(x, weight.T, topology, tile=tile, gather=gather)
     launch_sdd(meta(T * K, D, dtype=dtype), weight.T, topology, tile=tile)
     tile = choose_dsd_tile(block_rows, x, device)
     out = meta(T * K, D, dtype=dtype)
     launch_dsd(values, weight, topology, out=out, is_transposed=False, tile=tile)
     tile = choose_dsd_tile(block_columns, x, device)
-    launch_dsd(values, x, topology, out=weight, is_transposed=True, tile=tile, **gather)
+    launch_dsd(values, x, topology, out=weight, is_transposed=True, tile=tile, gather=gather)
     launch_dsd(values, out, topology, out=weight, is_transposed=True, tile=tile)
 
 
