@@ -59,8 +59,10 @@ SOURCES_OF_ALL_VARIANTS = (
     "look_ahead.c",
     "norm.c",
     "planes.c",
+    "quantized.c",
     "rank.c",
     "reads.c",
+    "step.c",
     "library.c",
 )
 

@@ -14,14 +14,15 @@ from torch.autograd import forward_ad
 
 from moe_runtime.kernels.combine.slots import MAX_CHOICES
 from moe_runtime.kernels.expert_mlp.expert_weights import ExpertShape, ExpertWeights
-from moe_runtime.kernels.linear import native_row_limit
+from moe_runtime.kernels.expert_mlp.kernel_activation import kernel_activation
+from moe_runtime.kernels.expert_mlp.separate_experts import row_limit
 from moe_runtime.kernels.native import (
-    ACTIVATION_CODES,
     DTYPE_CODES,
     STATUS_BAD_ROW,
     STATUS_NO_MEMORY,
     native_library,
 )
+from moe_runtime.kernels.operands.activation import ActivationSpec
 
 STEP_ROWS = 64
 """Routed rows of a step: with more, what is checked for every call is a small part of it."""
@@ -37,21 +38,23 @@ class ExpertStep:
         most_rows: routed rows up to which it may take a step; 0 where it takes none.
     """
 
-    def __init__(self, shape: ExpertShape, activation: str) -> None:
+    def __init__(self, shape: ExpertShape, activation: str | ActivationSpec) -> None:
         """Finds out what the native kernel takes.
 
         Args:
             shape: of the experts.
-            activation: a name that `expert_ffn` knows.
+            activation: a name that `expert_ffn` knows, or a formula.
         """
         self.shape = shape
         library = native_library()
         self.most_rows = self._row_limit = 0
-        if library is not None and shape.dtype in DTYPE_CODES and activation in ACTIVATION_CODES:
-            self._row_limit = min(native_row_limit(library, shape.dtype), STEP_ROWS)
+        function = kernel_activation(activation)
+        if library is not None and shape.dtype in DTYPE_CODES and function is not None:
+            self._row_limit = min(row_limit(library, shape), STEP_ROWS)
             self.most_rows = STEP_ROWS
             self._dims = shape.dim_in, shape.dim_hidden, shape.dim_out
-            self._activation = ACTIVATION_CODES[activation]
+            self._function = function
+            self._bias_code = DTYPE_CODES.get(shape.bias_dtype, 0)
 
     def __call__(
         self,
@@ -116,8 +119,9 @@ class ExpertStep:
             *self._dims,
             DTYPE_CODES[x_TD.dtype],
             DTYPE_CODES[dtype],
+            self._bias_code,
             DTYPE_CODES[weights_TK.dtype],
-            self._activation,
+            *self._function,
             torch.get_num_threads() == library.num_threads,
         )
         if status == STATUS_BAD_ROW:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_runtime.kernels.native import DTYPE_CODES
 from moe_runtime.kernels.quantized import QuantizedMatrix, WeightFormat
+from moe_runtime.kernels.quantized.records import native_matrix
 
 Matrix = Tensor | QuantizedMatrix
 
@@ -35,6 +36,12 @@ class ExpertShape(NamedTuple):
     dim_out: int
     dtype: torch.dtype
     formats: tuple[WeightFormat | torch.dtype | None, ...] = ()
+
+    @property
+    def bias_dtype(self) -> torch.dtype:
+        """Of the biases, where there are any."""
+        own = self.formats[-1] if self.formats else None
+        return own if isinstance(own, torch.dtype) else self.dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,6 +71,7 @@ class ExpertWeights:
     down_bias: Tensor | None = None
     shape: ExpertShape = field(init=False)
     record: bytes | None = field(init=False, repr=False)
+    _described: list[object] = field(init=False, repr=False, default_factory=list)
 
     def __post_init__(self) -> None:
         """Checks the shapes and writes the record.
@@ -132,22 +140,28 @@ class ExpertWeights:
         return [matrix for matrix in matrices if isinstance(matrix, Tensor)] + self._biases()
 
     def _native_record(self) -> bytes | None:
-        """The C struct `Expert`: three matrices (address, bytes between rows) and three biases."""
-        if 0 in self.shape[:3] or self.shape.formats:
+        """The C struct `Expert`: three matrices and three biases."""
+        if 0 in self.shape[:3]:
             return None
         if any(not tensor.is_cpu for tensor in self._tensors()):
             return None
-        if self.shape.dtype not in DTYPE_CODES:
+        if self.shape.dtype not in DTYPE_CODES or self.shape.bias_dtype not in DTYPE_CODES:
             return None
         if any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in self._tensors()):
             return None
         words: list[int] = []
         for matrix in (self.gate, self.up, self.down):
-            assert not isinstance(matrix, QuantizedMatrix)
-            words += _address_and_stride(matrix)
+            if isinstance(matrix, QuantizedMatrix):
+                found = native_matrix(matrix)
+                if found is None:
+                    return None
+                words += found[0]
+                self._described.append(found[1])
+            else:
+                words += _plain_matrix(matrix)
         for bias in (self.gate_bias, self.up_bias, self.down_bias):
             words.append(0 if bias is None else bias.data_ptr())
-        return struct.pack("9q", *words)
+        return struct.pack("15q", *words)
 
 
 def _matrix_shape(name: str, matrix: Matrix) -> tuple[int, int]:
@@ -156,7 +170,8 @@ def _matrix_shape(name: str, matrix: Matrix) -> tuple[int, int]:
     return matrix.shape[0], matrix.shape[1]
 
 
-def _address_and_stride(matrix: Tensor | None) -> tuple[int, int]:
+def _plain_matrix(matrix: Tensor | None) -> tuple[int, int, int, int]:
+    """The C struct `Matrix`: address, bytes between rows, and nothing that quantised ones have."""
     if matrix is None:
-        return 0, 0
-    return matrix.data_ptr(), matrix.stride(0) * matrix.element_size()
+        return 0, 0, 0, 0
+    return matrix.data_ptr(), matrix.stride(0) * matrix.element_size(), 0, 0

@@ -192,28 +192,28 @@ def _run_kernel(
 
 
 def _records(slots: Sequence[int], experts: StackedExperts) -> np.ndarray:
-    """The C structs `Expert` of some slots: matrices (address, bytes between rows), biases."""
+    """The C structs `Expert` of some slots: three matrices of four words, three biases."""
     gate_up, down, gate_up_bias, down_bias = experts.tensors()
     size = gate_up.element_size()
     slots_N = np.array(slots, dtype=np.int64)
-    records = np.zeros((len(slots), 9), dtype=np.int64)
+    records = np.zeros((len(slots), 15), dtype=np.int64)
     row = gate_up.stride(1) * size
     first = gate_up.data_ptr() + slots_N * (gate_up.stride(0) * size)
     if experts.has_gate:
         records[:, 0] = first
-        records[:, 1] = records[:, 3] = row if experts.is_concatenated else 2 * row
+        records[:, 1] = records[:, 5] = row if experts.is_concatenated else 2 * row
         first = first + (experts.dim_hidden * row if experts.is_concatenated else row)
     else:
-        records[:, 3] = row
-    records[:, 2] = first
-    records[:, 4] = down.data_ptr() + slots_N * (down.stride(0) * size)
-    records[:, 5] = down.stride(1) * size
+        records[:, 5] = row
+    records[:, 4] = first
+    records[:, 8] = down.data_ptr() + slots_N * (down.stride(0) * size)
+    records[:, 9] = down.stride(1) * size
     if gate_up_bias is not None:
         bias = gate_up_bias.data_ptr() + slots_N * (gate_up_bias.stride(0) * size)
         if experts.has_gate:
-            records[:, 6] = bias
+            records[:, 12] = bias
             bias = bias + experts.dim_hidden * size
-        records[:, 7] = bias
+        records[:, 13] = bias
     if down_bias is not None:
-        records[:, 8] = down_bias.data_ptr() + slots_N * (down_bias.stride(0) * size)
+        records[:, 14] = down_bias.data_ptr() + slots_N * (down_bias.stride(0) * size)
     return records

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, cast
 
@@ -17,12 +16,16 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp.expert_weights import ExpertShape, ExpertWeights, Matrix
+from moe_runtime.kernels.expert_mlp.kernel_activation import kernel_activation
 from moe_runtime.kernels.linear import (
     ROWS_PER_CALL,
     UNLIMITED,
+    ReusedValues,
     frozen_linear,
     linear,
     native_row_limit,
+    quantized_linear,
+    quantized_row_limit,
 )
 from moe_runtime.kernels.native import (
     ACTIVATION_CODES,
@@ -42,7 +45,8 @@ ExpertImpl = Literal["auto", "native", "reference", "torch"]
 IMPLS: tuple[ExpertImpl, ...] = ("auto", "native", "reference", "torch")
 RowIds = Tensor | Sequence[int]
 ActivationFn = Callable[[Tensor | None, Tensor], Tensor]
-LinearFn = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+ExpertActivation = ActivationName | ActivationSpec | ActivationFn
+LinearFn = Callable[[Tensor, Matrix, Tensor | None], Tensor]
 
 
 class ExpertRuns(NamedTuple):
@@ -71,7 +75,7 @@ def expert_ffn(
     destinations_R: RowIds,
     out_RO: Tensor,
     *,
-    activation: ActivationName | ActivationFn,
+    activation: ExpertActivation,
     impl: ExpertImpl = "auto",
 ) -> None:
     """Runs every routed row through its expert and writes the results where they are wanted.
@@ -92,8 +96,8 @@ def expert_ffn(
         token_ids_R: Row of `x` that each routed row reads: an int64 CPU tensor or a list.
         destinations_R: Row of `out` that each routed row writes; no two may be equal.
         out_RO: Dtype of `x`, unit stride along its last dimension.
-        activation: A name, or a function `(gate_RF | None, up_RF) -> hidden_RF`, which is called
-            once per expert between calls of `linear` with the same `impl`.
+        activation: A name, a formula, or a function `(gate_RF | None, up_RF) -> hidden_RF`, which
+            is called once per expert between calls of `linear` with the same `impl`.
         impl: As in `linear`. `auto` decides for each expert by its number of rows.
 
     Raises:
@@ -120,13 +124,12 @@ def expert_ffn(
         )
     runs = ExpertRuns(experts, counts, token_ids_R, destinations_R)
     limit = -1
-    if library is not None and isinstance(activation, str):
+    if library is not None and isinstance(activation, (str, ActivationSpec)):
         reason = _native_problem(x_TD, experts, out_RO, activation)
         if impl == "native" and reason:
             raise ValueError(f"impl='native' cannot compute this: {reason}")
         if not reason:
-            every = impl == "native"
-            limit = UNLIMITED if every else native_row_limit(library, experts[0].shape.dtype)
+            limit = UNLIMITED if impl == "native" else row_limit(library, experts[0].shape)
             if max(counts) <= limit:
                 _run_native(library, x_TD, runs, out_RO, activation)
                 return
@@ -134,8 +137,8 @@ def expert_ffn(
     alike = groupby(zip(experts, counts, strict=True), lambda pair: pair[1] <= limit)
     pieces = [zip(*pairs, strict=True) for _, pairs in alike]
     for some in runs.cut(pieces):
-        if library is not None and isinstance(activation, str) and max(some.counts) <= limit:
-            _run_native(library, x_TD, some, out_RO, activation)
+        if library is not None and max(some.counts) <= limit:
+            _run_native(library, x_TD, some, out_RO, cast(ActivationName, activation))
         else:
             _run_by_expert(x_TD, some, out_RO, activation=activation, impl=impl)
 
@@ -143,7 +146,7 @@ def expert_ffn(
 def frozen_expert(
     x_RD: Tensor,
     weights: ExpertWeights,
-    activation: ActivationName | ActivationFn,
+    activation: ExpertActivation,
 ) -> Tensor:
     """One expert's outputs, with a gradient of `x` and of what the activation holds.
 
@@ -158,8 +161,14 @@ def frozen_expert(
     Returns:
         `[R, O]` in the dtype of `x`.
     """
-    function = activation_function(activation) if isinstance(activation, str) else activation
-    return one_expert(x_RD, weights, function, frozen_linear)
+    return one_expert(x_RD, weights, activation_function(activation), frozen_linear)
+
+
+def row_limit(library: NativeLibrary, shape: ExpertShape) -> int:
+    """Rows of an expert up to which `impl="auto"` takes the native kernel."""
+    if shape.formats:
+        return quantized_row_limit(library)
+    return native_row_limit(library, shape.dtype)
 
 
 def _problem(x_TD: Tensor, experts: Sequence[ExpertWeights], out_RO: Tensor) -> str | None:
@@ -178,10 +187,13 @@ def _problem(x_TD: Tensor, experts: Sequence[ExpertWeights], out_RO: Tensor) -> 
 
 
 def _native_problem(
-    x_TD: Tensor, experts: Sequence[ExpertWeights], out_RO: Tensor, activation: str
+    x_TD: Tensor,
+    experts: Sequence[ExpertWeights],
+    out_RO: Tensor,
+    activation: str | ActivationSpec,
 ) -> str | None:
     """Why the C kernel cannot take these (valid) arguments, or None."""
-    if activation not in ACTIVATION_CODES:
+    if kernel_activation(activation) is None:
         return f"activation must be one of {', '.join(ACTIVATION_CODES)}, got {activation!r}"
     dtype = experts[0].shape.dtype
     if x_TD.dtype not in DTYPE_CODES or x_TD.dtype not in (dtype, torch.float32):
@@ -192,14 +204,18 @@ def _native_problem(
         return f"x and out need unit stride, got {x_TD.stride()} and {out_RO.stride()}"
     for weights in experts:
         if weights.record is None:
-            return "weights must be fp32, bf16 or fp16 CPU tensors with unit stride"
+            return "weights must be fp32, bf16, fp16 or quantised CPU tensors with unit stride"
     if is_differentiated(x_TD):
         return NO_BACKWARD
     return None
 
 
 def _run_native(
-    library: NativeLibrary, x_TD: Tensor, runs: ExpertRuns, out_RO: Tensor, activation: str
+    library: NativeLibrary,
+    x_TD: Tensor,
+    runs: ExpertRuns,
+    out_RO: Tensor,
+    activation: str | ActivationSpec,
 ) -> None:
     for some in runs.cut(_portions(runs.experts, runs.counts)):
         records = b"".join([weights.record for weights in some.experts])  # type: ignore[misc]
@@ -217,7 +233,7 @@ def call_kernel(
     out_RO: Tensor,
     *,
     shape: ExpertShape,
-    activation: str,
+    activation: str | ActivationSpec,
 ) -> None:
     """The C kernel of whole experts; arguments as in `expert_ffn`, which are checked already.
 
@@ -233,6 +249,8 @@ def call_kernel(
     """
     size = x_TD.element_size()
     token_ids, destinations = _int64(token_ids_R), _int64(destinations_R)
+    function = kernel_activation(activation)
+    assert function is not None
     status = library.expert_ffn(
         records,
         len(counts),
@@ -248,7 +266,8 @@ def call_kernel(
         *shape[:3],
         DTYPE_CODES[x_TD.dtype],
         DTYPE_CODES[shape.dtype],
-        ACTIVATION_CODES[activation],
+        DTYPE_CODES[shape.bias_dtype],
+        *function,
         library.shares_threads(),
     )
     if status == STATUS_BAD_ROW:
@@ -294,14 +313,21 @@ def _run_by_expert(
     runs: ExpertRuns,
     out_RO: Tensor,
     *,
-    activation: str | ActivationFn,
+    activation: ExpertActivation | str,
     impl: ExpertImpl,
 ) -> None:
     """One expert after another, in torch operations and `linear`.
 
     `reference` is the specification: in fp32 (fp64 for fp64), nothing is rounded before the output.
     """
-    function = activation_function(activation) if isinstance(activation, str) else activation
+    function = activation_function(activation)
+    values = None if impl != "auto" or is_differentiated(x_TD) else ReusedValues()
+
+    def product(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
+        if isinstance(matrix, Tensor):
+            return linear(x, matrix, bias, impl=impl)
+        return quantized_linear(x, matrix, bias, impl=impl, values=values)
+
     dtype = precise_dtype(x_TD) if impl == "reference" else x_TD.dtype
     token_ids = torch.as_tensor(runs.token_ids_R, dtype=torch.int64, device=x_TD.device)
     destinations = torch.as_tensor(runs.destinations_R, dtype=torch.int64, device=x_TD.device)
@@ -310,20 +336,22 @@ def _run_by_expert(
         if count:
             rows = slice(first, first + count)
             x_RD = x_TD[token_ids[rows]].to(dtype)
-            y_RO = one_expert(x_RD, weights, function, partial(linear, impl=impl))
+            y_RO = one_expert(x_RD, weights, function, product)
             out_RO[destinations[rows]] = y_RO.to(out_RO.dtype)
         first += count
 
 
-def activation_function(name: str) -> ActivationFn:
-    """The function `(gate_RF | None, up_RF) -> hidden_RF` of a named activation.
+def activation_function(activation: ExpertActivation | str) -> ActivationFn:
+    """The function `(gate_RF | None, up_RF) -> hidden_RF` of an activation.
 
     With a gate it is `act(gate) * up`, without one `act(up)`.
 
     Raises:
         ValueError: The name is unknown.
     """
-    plain = ActivationSpec(cast(ActivationName, name))
+    if not isinstance(activation, str):
+        return activation
+    plain = ActivationSpec(cast(ActivationName, activation))
     return lambda gate, up: plain(None, up) if gate is None else plain(None, gate) * up
 
 
@@ -331,15 +359,8 @@ def one_expert(
     x_RD: Tensor, weights: ExpertWeights, activation: ActivationFn, linear: LinearFn
 ) -> Tensor:
     """An expert's outputs `[R, O]` in the dtype that `linear(x, weight, bias)` gives."""
-
-    def product(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
-        if isinstance(matrix, Tensor):
-            return linear(x, matrix, bias)
-        values = matrix.dequantize(x.dtype)
-        return linear(x, values, None if bias is None else bias.to(x.dtype))
-
     gate = None
     if weights.gate is not None:
-        gate = product(x_RD, weights.gate, weights.gate_bias)
-    up = product(x_RD, weights.up, weights.up_bias)
-    return product(activation(gate, up), weights.down, weights.down_bias)
+        gate = linear(x_RD, weights.gate, weights.gate_bias)
+    up = linear(x_RD, weights.up, weights.up_bias)
+    return linear(activation(gate, up), weights.down, weights.down_bias)

@@ -8,12 +8,20 @@ from moe_runtime.kernels.linear.op import (
     linear,
     native_row_limit,
 )
+from moe_runtime.kernels.linear.quantized import (
+    ReusedValues,
+    quantized_linear,
+    quantized_row_limit,
+)
 
 __all__ = [
     "ROWS_PER_CALL",
     "UNLIMITED",
+    "ReusedValues",
     "frozen_linear",
     "is_faster_widened",
     "linear",
     "native_row_limit",
+    "quantized_linear",
+    "quantized_row_limit",
 ]

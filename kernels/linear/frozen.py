@@ -11,15 +11,20 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.linear.op import is_faster_widened, linear
+from moe_runtime.kernels.linear.quantized import quantized_linear, values_of
 from moe_runtime.kernels.native import native_library
+from moe_runtime.kernels.quantized import QuantizedMatrix
 
 
-def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def frozen_linear(
+    x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None = None
+) -> Tensor:
     """`linear` with a gradient of `x` alone; the same bits whether or not one is wanted.
 
     Args:
         x: `[R, K]`.
-        weight: `[N, K]`, of which no copy is kept for the backward pass.
+        weight: `[N, K]`, of which no copy is kept for the backward pass; of a quantised one the
+            values are computed anew there.
         bias: `[N]`, or None.
 
     Returns:
@@ -30,13 +35,22 @@ def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None
+    ) -> Tensor:
+        if isinstance(weight, QuantizedMatrix):
+            ctx.quantized = weight
+            return quantized_linear(x, weight, bias)
+        ctx.quantized = None
         ctx.save_for_backward(weight)
         return linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        (weight_NK,) = ctx.saved_tensors
+        if ctx.quantized is not None:
+            weight_NK = values_of(ctx.quantized, grad_RN.dtype)
+        else:
+            (weight_NK,) = ctx.saved_tensors
         return _times_weight(grad_RN, weight_NK), None, None
 
 

@@ -32,7 +32,10 @@ static const Rotate rotations[] = {rotate_f32, rotate_bf16, rotate_f16};
 
 /* The layer's weights and sizes as weights.py writes them; norms and biases may be NULL. */
 typedef struct {
-    Matrix qkv, output;
+    const char *qkv;
+    int64_t qkv_stride;
+    const char *output;
+    int64_t output_stride;
     const char *qkv_bias, *output_bias;
     const char *q_norm, *k_norm;
     int64_t q_norm_dim, k_norm_dim; /* values that are normalised together: of a head, or of all heads */
@@ -98,7 +101,7 @@ MOE_EXPORT int moe_attention_step(const AttentionLayer *layer, const char *x, in
     char *queries = scratch + batch * qkv_count * size, *normed = queries + batch * q_bytes, *mixed = normed + batch * q_bytes;
     const Angles angles = {cos, sin, angle_stride, angle_dim};
     const Cached keys = {key, key_outer, key_inner, key_row}, values = {value, value_outer, value_inner, value_row};
-    int status = moe_linear(x, layer->dim_in * size, batch, layer->qkv.data, layer->qkv.stride, layer->qkv_bias, scratch,
+    int status = moe_linear(x, layer->dim_in * size, batch, layer->qkv, layer->qkv_stride, layer->qkv_bias, scratch,
                             qkv_count * size, layer->dim_in, qkv_count, dtype, dtype, share_threads);
     if (status != STATUS_OK) return status;
     for (int64_t b = 0; b < batch; b++)
@@ -107,6 +110,6 @@ MOE_EXPORT int moe_attention_step(const AttentionLayer *layer, const char *x, in
                                         value_row, mask, mixed, batch, layer->key_heads, layer->heads / layer->key_heads,
                                         length, layer->key_dim, layer->value_dim, (float)layer->scale, dtype, share_threads);
     if (status != STATUS_OK) return status;
-    return moe_linear(mixed, mixed_bytes, batch, layer->output.data, layer->output.stride, layer->output_bias, out,
+    return moe_linear(mixed, mixed_bytes, batch, layer->output, layer->output_stride, layer->output_bias, out,
                       layer->dim_out * size, layer->heads * layer->value_dim, layer->dim_out, dtype, dtype, share_threads);
 }

@@ -66,9 +66,9 @@ static void multiply_transposed(const Batch *batch, const float *x, const char *
     const Isa *isa = current_isa();
     const int kind = kinds[batch->dtype];
     char packed[packed_row_bytes(kind, batch->w_cols, isa->k_step)] __attribute__((aligned(64)));
-    const Matrix matrix = {w, batch->row_stride}, none = {0, 0};
+    const Matrix matrix = {.data = w, .stride = batch->row_stride}, none = {0};
     for (int64_t m = 0; m < batch->num_rows; m++, x += batch->w_cols, out += batch->w_rows) {
-        isa->pack(kind, (const char *)x, DTYPE_F32, batch->w_cols, packed, 0, 0, 1);
+        isa->pack(kind, (const char *)x, DTYPE_F32, batch->w_cols, packed, 0, 0, 1, batch->w_cols);
         isa->multiply(kind, matrix, batch->w_rows, batch->w_cols, packed, 1, out, batch->w_rows, none);
     }
 }

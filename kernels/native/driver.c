@@ -16,8 +16,10 @@
 
 #include "kernels.h"
 #include "pool.h"
+#include "quantized.h"
 
 enum { STAGE_HIDDEN, STAGE_OUT, NUM_STAGES };
+enum { GATE, UP, DOWN, NUM_MATRICES };
 
 /* Weight rows of one item: a multiple of every k_step and tile height, so that hidden values are packed whole. */
 enum { BLOCK_ROWS = 32 };
@@ -44,7 +46,8 @@ typedef struct {
 
 typedef struct {
     const Isa *isa;
-    int kind, x_dtype, weight_dtype, activation;
+    int kinds[NUM_MATRICES], x_dtype, weight_dtype, bias_dtype, activation;
+    const float *formula; /* NULL: the activation without bounds and offsets */
     int64_t dim_in, dim_hidden, dim_out, num_experts;
     const char *x;
     int64_t x_stride;
@@ -64,6 +67,7 @@ typedef struct {
     char *packed; /* rows of x of packed_for */
     float *sums;
     const ExpertWork *packed_for;
+    int packed_as;
 } Local;
 
 typedef struct {
@@ -105,33 +109,36 @@ static int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 static Matrix rows_from(Matrix matrix, int64_t row) {
     matrix.data += row * matrix.stride;
+    matrix.first_row += row;
     return matrix;
 }
 
 /* The weights an item reads first. */
 static Matrix first_weights(const Call *call, Item item) {
-    if (item.stage == NUM_STAGES) return (Matrix){0, 0};
+    if (item.stage == NUM_STAGES) return (Matrix){0};
     const ExpertWork *work = &call->work[item.expert];
     const Expert *weights = work->weights;
     if (item.stage == STAGE_OUT) return rows_from(weights->down, item.index * work->out_block);
     return rows_from(weights->gate.data ? weights->gate : weights->up, item.index * work->hidden_block);
 }
 
-/* The packed rows of x of one expert. */
-static const char *pack_rows(const Call *call, const ExpertWork *work, Local *local) {
+/* The packed rows of x of one expert, for one of its matrices. */
+static const char *pack_rows(const Call *call, const ExpertWork *work, int matrix, Local *local) {
     const Isa *isa = call->isa;
     const int64_t panels = num_panels(work->num_rows, isa->max_panel_rows);
-    const int64_t row_bytes = packed_row_bytes(call->kind, call->dim_in, isa->k_step);
-    if (local->packed_for == work) return local->packed;
+    const int kind = call->kinds[matrix];
+    const int64_t row_bytes = packed_row_bytes(kind, call->dim_in, isa->k_step);
+    if (local->packed_for == work && local->packed_as == kind) return local->packed;
     for (int64_t p = 0; p < panels; p++) {
         const int64_t start = panel_start(p, panels, work->num_rows), end = panel_start(p + 1, panels, work->num_rows);
         for (int64_t r = start; r < end; r++) {
             const int64_t row = work->first_row + r, token = call->token_ids ? call->token_ids[row] : row;
-            isa->pack(call->kind, call->x + token * call->x_stride, call->x_dtype, call->dim_in,
-                      local->packed + start * row_bytes, 0, (int)(r - start), (int)(end - start));
+            isa->pack(kind, call->x + token * call->x_stride, call->x_dtype, call->dim_in,
+                      local->packed + start * row_bytes, 0, (int)(r - start), (int)(end - start), call->dim_in);
         }
     }
     local->packed_for = work;
+    local->packed_as = kind;
     return local->packed;
 }
 
@@ -143,12 +150,12 @@ static void wait_for_hidden(ExpertWork *work) {
 static void pack_hidden(const Call *call, ExpertWork *work, const float *values, int64_t first, int64_t count, int64_t ldo) {
     const Isa *isa = call->isa;
     const int64_t panels = num_panels(work->num_rows, isa->max_panel_rows);
-    const int64_t row_bytes = packed_row_bytes(call->kind, call->dim_hidden, isa->k_step);
+    const int64_t row_bytes = packed_row_bytes(call->kinds[DOWN], call->dim_hidden, isa->k_step);
     for (int64_t p = 0; p < panels; p++) {
         const int64_t start = panel_start(p, panels, work->num_rows), end = panel_start(p + 1, panels, work->num_rows);
         for (int64_t r = start; r < end; r++)
-            isa->pack(call->kind, (const char *)(values + r * ldo), DTYPE_F32, count, work->hidden + start * row_bytes, first,
-                      (int)(r - start), (int)(end - start));
+            isa->pack(call->kinds[DOWN], (const char *)(values + r * ldo), DTYPE_F32, count, work->hidden + start * row_bytes,
+                      first, (int)(r - start), (int)(end - start), call->dim_hidden);
     }
 }
 
@@ -156,25 +163,26 @@ static void compute_hidden(const Call *call, ExpertWork *work, int64_t index, Lo
     const Isa *isa = call->isa;
     const Expert *weights = work->weights;
     const int64_t first = index * work->hidden_block, count = min64(work->hidden_block, call->dim_hidden - first);
-    const int64_t ldo = work->hidden_block, width = dtype_bytes(call->weight_dtype);
+    const int64_t ldo = work->hidden_block, width = dtype_bytes(call->bias_dtype);
     const int has_gate = weights->gate.data != NULL;
     const Matrix up = rows_from(weights->up, first);
-    const char *packed = pack_rows(call, work, local);
     float *up_sums = local->sums, *gate_sums = local->sums + work->num_rows * ldo;
     if (has_gate)
-        isa->multiply(call->kind, rows_from(weights->gate, first), count, call->dim_in, packed, work->num_rows, gate_sums, ldo, up);
-    isa->multiply(call->kind, up, count, call->dim_in, packed, work->num_rows, up_sums, ldo, next);
+        isa->multiply(call->kinds[GATE], rows_from(weights->gate, first), count, call->dim_in,
+                      pack_rows(call, work, GATE, local), work->num_rows, gate_sums, ldo, up);
+    isa->multiply(call->kinds[UP], up, count, call->dim_in, pack_rows(call, work, UP, local), work->num_rows, up_sums, ldo, next);
     for (int64_t r = 0; r < work->num_rows; r++) {
         float *up_row = up_sums + r * ldo, *gate_row = gate_sums + r * ldo;
-        if (weights->up_bias) isa->add_bias(up_row, weights->up_bias + first * width, call->weight_dtype, count);
-        if (!has_gate) {
+        if (weights->up_bias) isa->add_bias(up_row, weights->up_bias + first * width, call->bias_dtype, count);
+        if (weights->gate_bias) isa->add_bias(gate_row, weights->gate_bias + first * width, call->bias_dtype, count);
+        if (call->formula)
+            moe_hidden_values(call->activation, call->formula, has_gate, gate_row, up_row, count);
+        else if (has_gate)
+            isa->activate(call->activation, gate_row, up_row, count);
+        else
             isa->activate(call->activation, up_row, NULL, count);
-            continue;
-        }
-        if (weights->gate_bias) isa->add_bias(gate_row, weights->gate_bias + first * width, call->weight_dtype, count);
-        isa->activate(call->activation, gate_row, up_row, count);
     }
-    pack_hidden(call, work, has_gate ? gate_sums : up_sums, first, count, ldo);
+    pack_hidden(call, work, has_gate || call->formula ? gate_sums : up_sums, first, count, ldo);
     atomic_fetch_add_explicit(&work->hidden_done, 1, memory_order_release);
 }
 
@@ -185,12 +193,12 @@ static void compute_out(const Call *call, ExpertWork *work, int64_t index, Local
     const int64_t ldo = work->out_block, depth = call->dim_hidden ? call->dim_hidden : call->dim_in;
     float *sums = local->sums;
     wait_for_hidden(work);
-    const char *packed = call->dim_hidden ? work->hidden : pack_rows(call, work, local);
-    isa->multiply(call->kind, rows_from(weights->down, first), count, depth, packed, work->num_rows, sums, ldo, next);
+    const char *packed = call->dim_hidden ? work->hidden : pack_rows(call, work, DOWN, local);
+    isa->multiply(call->kinds[DOWN], rows_from(weights->down, first), count, depth, packed, work->num_rows, sums, ldo, next);
     for (int64_t r = 0; r < work->num_rows; r++) {
         const int64_t row = work->first_row + r, place = call->destinations ? call->destinations[row] : row;
         if (weights->down_bias)
-            isa->add_bias(sums + r * ldo, weights->down_bias + first * dtype_bytes(call->weight_dtype), call->weight_dtype, count);
+            isa->add_bias(sums + r * ldo, weights->down_bias + first * dtype_bytes(call->bias_dtype), call->bias_dtype, count);
         isa->store(call->out + place * call->out_stride + first * dtype_bytes(call->x_dtype), call->x_dtype, sums + r * ldo,
                    count);
     }
@@ -201,7 +209,7 @@ static void work_on(void *context) {
     Call *call = context;
     const int thread = atomic_fetch_add(&call->next_thread, 1);
     char *buffer = call->buffers + thread * (call->packed_bytes + call->sums_bytes);
-    Local local = {buffer, (float *)(buffer + call->packed_bytes), NULL};
+    Local local = {.packed = buffer, .sums = (float *)(buffer + call->packed_bytes)};
     Item item = take_item(call, thread, (Item){STAGE_HIDDEN, 0, 0});
     while (item.stage < NUM_STAGES) {
         const Item following = take_item(call, thread, item);
@@ -231,16 +239,36 @@ static int weight_kind(const Isa *isa, int x_dtype, int weight_dtype) {
     return isa->has_bf16_dot && x_dtype == DTYPE_BF16 ? KIND_BF16_DOT : KIND_BF16;
 }
 
+/* The experts of one call are of one format. */
+static void choose_kinds(Call *call, const Expert *experts) {
+    const Matrix *matrices[NUM_MATRICES] = {&experts->gate, &experts->up, &experts->down};
+    for (int i = 0; i < NUM_MATRICES; i++)
+        call->kinds[i] = matrices[i]->quantized ? call->isa->quantized_kind(matrices[i]->quantized, call->x_dtype)
+                                                : weight_kind(call->isa, call->x_dtype, call->weight_dtype);
+}
+
+static int64_t weight_row_bytes(const Call *call, const Matrix *matrix, int64_t k) {
+    if (!matrix->quantized) return k * dtype_bytes(call->weight_dtype);
+    return code_row_bytes(matrix->quantized, k) + groups_of_row(matrix->quantized, k) * SCALE_BYTES[matrix->quantized->scale_type];
+}
+
+static int64_t largest_packed_row(const Call *call) {
+    int64_t bytes = 0;
+    for (int i = 0; i < NUM_MATRICES; i++)
+        bytes = max64(bytes, packed_row_bytes(call->kinds[i], call->dim_in, call->isa->k_step));
+    return bytes;
+}
+
 static void plan_expert(Call *call, ExpertWork *work) {
-    const int64_t weight_bytes = dtype_bytes(call->weight_dtype), rows = work->num_rows;
+    const int64_t rows = work->num_rows;
     const int64_t depth = call->dim_hidden ? call->dim_hidden : call->dim_in;
-    work->hidden_block = block_rows(call->dim_in * weight_bytes, rows);
-    work->out_block = block_rows(depth * weight_bytes, rows);
+    work->hidden_block = block_rows(weight_row_bytes(call, &work->weights->up, call->dim_in), rows);
+    work->out_block = block_rows(weight_row_bytes(call, &work->weights->down, depth), rows);
     if (rows) {
         work->hidden_items = (call->dim_hidden + work->hidden_block - 1) / work->hidden_block;
         work->out_items = (call->dim_out + work->out_block - 1) / work->out_block;
     }
-    const int64_t packed = aligned(rows * packed_row_bytes(call->kind, call->dim_in, call->isa->k_step));
+    const int64_t packed = aligned(rows * largest_packed_row(call));
     const int64_t sums = aligned(rows * max64(2 * work->hidden_block, work->out_block) * 4);
     call->packed_bytes = max64(call->packed_bytes, packed);
     call->sums_bytes = max64(call->sums_bytes, sums);
@@ -274,7 +302,7 @@ static int is_small(const Call *call, const int64_t *counts) {
 /* Lays the call out in the pool's scratch memory and runs it; the pool's lock is held. */
 static int run_call(Call *call, const Expert *experts, const int64_t *counts) {
     call->isa = current_isa();
-    call->kind = weight_kind(call->isa, call->x_dtype, call->weight_dtype);
+    choose_kinds(call, experts);
     call->num_threads = is_small(call, counts) ? 1 : pool_threads();
     call->work = calloc((size_t)call->num_experts, sizeof *call->work);
     if (!call->work) return STATUS_NO_MEMORY;
@@ -287,7 +315,7 @@ static int run_call(Call *call, const Expert *experts, const int64_t *counts) {
         total_rows += counts[e];
     }
     const int64_t range_bytes = NUM_STAGES * call->num_threads * (int64_t)sizeof(Range);
-    const int64_t row_bytes = packed_row_bytes(call->kind, call->dim_hidden, call->isa->k_step);
+    const int64_t row_bytes = packed_row_bytes(call->kinds[DOWN], call->dim_hidden, call->isa->k_step);
     const int64_t hidden_bytes = aligned(total_rows * row_bytes);
     char *scratch = pool_scratch(range_bytes + hidden_bytes + (call->packed_bytes + call->sums_bytes) * call->num_threads);
     if (scratch) {
@@ -305,17 +333,34 @@ static int run_call(Call *call, const Expert *experts, const int64_t *counts) {
     return scratch ? STATUS_OK : STATUS_NO_MEMORY;
 }
 
+/* A linear layer is an expert without hidden values. */
+static int run_linear(Call *call, const Expert *layer, int64_t num_rows) {
+    call->num_experts = 1;
+    pool_begin();
+    const int status = run_call(call, layer, &num_rows);
+    pool_end();
+    return status;
+}
+
 MOE_EXPORT int moe_linear(const char *x, int64_t x_stride, int64_t num_rows, const char *weight, int64_t weight_stride,
                           const char *bias, char *out, int64_t out_stride, int64_t dim_in, int64_t dim_out, int x_dtype,
                           int weight_dtype, int share_threads) {
-    const Expert layer = {.down = {weight, weight_stride}, .down_bias = bias};
-    Call call = {.x_dtype = x_dtype, .weight_dtype = weight_dtype, .dim_in = dim_in, .dim_out = dim_out, .num_experts = 1,
-                 .x = x, .x_stride = x_stride, .out = out, .out_stride = out_stride,
+    const Expert layer = {.down = {.data = weight, .stride = weight_stride}, .down_bias = bias};
+    Call call = {.x_dtype = x_dtype, .weight_dtype = weight_dtype, .bias_dtype = weight_dtype, .dim_in = dim_in,
+                 .dim_out = dim_out, .x = x, .x_stride = x_stride, .out = out, .out_stride = out_stride,
                  .share_threads = share_threads};
-    pool_begin();
-    int status = run_call(&call, &layer, &num_rows);
-    pool_end();
-    return status;
+    return run_linear(&call, &layer, num_rows);
+}
+
+/* The same by a quantised matrix. */
+MOE_EXPORT int moe_quantized_linear(const char *x, int64_t x_stride, int64_t num_rows, const Matrix *weight, const char *bias,
+                                    int bias_dtype, char *out, int64_t out_stride, int64_t dim_in, int64_t dim_out, int x_dtype,
+                                    int share_threads) {
+    const Expert layer = {.down = *weight, .down_bias = bias};
+    Call call = {.x_dtype = x_dtype, .weight_dtype = DTYPE_BF16, .bias_dtype = bias_dtype, .dim_in = dim_in,
+                 .dim_out = dim_out, .x = x, .x_stride = x_stride, .out = out, .out_stride = out_stride,
+                 .share_threads = share_threads};
+    return run_linear(&call, &layer, num_rows);
 }
 
 static int rows_in_range(const int64_t *rows, int64_t count, int64_t limit) {
@@ -327,8 +372,10 @@ static int rows_in_range(const int64_t *rows, int64_t count, int64_t limit) {
 MOE_EXPORT int moe_expert_ffn(const Expert *experts, int64_t num_experts, const int64_t *counts, const char *x, int64_t x_stride,
                               int64_t num_tokens, const int64_t *token_ids, const int64_t *destinations, char *out,
                               int64_t out_stride, int64_t num_out_rows, int64_t dim_in, int64_t dim_hidden, int64_t dim_out,
-                              int x_dtype, int weight_dtype, int activation, int share_threads) {
-    Call call = {.x_dtype = x_dtype, .weight_dtype = weight_dtype, .activation = activation, .dim_in = dim_in,
+                              int x_dtype, int weight_dtype, int bias_dtype, int activation, const float *formula,
+                              int share_threads) {
+    Call call = {.x_dtype = x_dtype, .weight_dtype = weight_dtype, .bias_dtype = bias_dtype, .activation = activation,
+                 .formula = formula, .dim_in = dim_in,
                  .dim_hidden = dim_hidden, .dim_out = dim_out, .num_experts = num_experts, .x = x, .x_stride = x_stride,
                  .token_ids = token_ids, .destinations = destinations, .out = out, .out_stride = out_stride,
                  .share_threads = share_threads};
@@ -339,44 +386,5 @@ MOE_EXPORT int moe_expert_ffn(const Expert *experts, int64_t num_experts, const 
     pool_begin();
     int status = run_call(&call, experts, counts);
     pool_end();
-    return status;
-}
-
-/* Sorts rows by expert, each expert's in their order; 0 if there is no such expert. */
-static int sort_rows(const int64_t *expert_of_row, int64_t num_rows, int64_t choices, int64_t num_experts, int64_t *counts,
-                     int64_t *next, int64_t *token_ids, int64_t *rows) {
-    for (int64_t r = 0; r < num_rows; r++) {
-        if (expert_of_row[r] < 0 || expert_of_row[r] >= num_experts) return 0;
-        counts[expert_of_row[r]]++;
-    }
-    for (int64_t e = 0, first = 0; e < num_experts; first += counts[e++]) next[e] = first;
-    for (int64_t r = 0; r < num_rows; r++) {
-        const int64_t place = next[expert_of_row[r]]++;
-        token_ids[place] = r / choices;
-        rows[place] = r;
-    }
-    return 1;
-}
-
-/* The experts of a few tokens and the weighted sums of what they give: row r, the choice r % choices of token
- * r / choices, goes through experts[expert_of_row[r]]. Gate weights and out lie without gaps. */
-MOE_EXPORT int moe_expert_step(const Expert *experts, int64_t num_experts, const int64_t *expert_of_row, const char *x,
-                               int64_t x_stride, int64_t num_tokens, int64_t choices, const char *gates, char *out,
-                               int64_t dim_in, int64_t dim_hidden, int64_t dim_out, int x_dtype, int weight_dtype,
-                               int gates_dtype, int activation, int share_threads) {
-    const int64_t num_rows = num_tokens * choices, row_bytes = dim_out * dtype_bytes(x_dtype);
-    const int64_t words = 2 * (num_experts + num_rows);
-    int64_t *counts = malloc((size_t)(words * (int64_t)sizeof *counts + num_rows * row_bytes));
-    if (!counts) return STATUS_NO_MEMORY;
-    memset(counts, 0, (size_t)num_experts * sizeof *counts);
-    int64_t *next = counts + num_experts, *token_ids = next + num_experts, *rows = token_ids + num_rows;
-    char *results = (char *)(counts + words);
-    int status = STATUS_BAD_ROW;
-    if (sort_rows(expert_of_row, num_rows, choices, num_experts, counts, next, token_ids, rows))
-        status = moe_expert_ffn(experts, num_experts, counts, x, x_stride, num_tokens, token_ids, rows, results, row_bytes,
-                                num_rows, dim_in, dim_hidden, dim_out, x_dtype, weight_dtype, activation, share_threads);
-    if (status == STATUS_OK)
-        status = moe_combine_slots(results, gates, out, num_tokens, choices, dim_out, x_dtype, gates_dtype, share_threads);
-    free(counts);
     return status;
 }

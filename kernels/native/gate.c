@@ -151,6 +151,10 @@ static const Backward backwards[2][NUM_ACTIVATIONS] = {
     {backward_silu, backward_gelu, backward_gelu_tanh, backward_relu, backward_relu2},
 };
 
+void moe_hidden_values(int function, const float *formula, int has_gate, float *gate, const float *up, int64_t count) {
+    forwards[0][function]((const Formula *)formula, has_gate, gate, up, count);
+}
+
 /* ---- rows of numbers of any type; `step` is the distance of neighbours in elements ---- */
 
 #define DEFINE_TYPE(NAME, BYTES, LOAD, STORE)                                                                           \

@@ -6,6 +6,7 @@
  *   TILE_ROWS, PANEL_ROWS  most weight rows by x rows whose sums are kept in registers
  *   SINGLE_ROW_LIMIT       x rows up to which weight rows are taken one by one
  *   HAS_BF16_DOT           1 when dot_bf16(acc, w, x) multiplies pairs of bf16
+ *   HAS_QUANT_LANES        1 when quantized_avx512.h can be compiled
  *   vec_zero, vec_load_f32, vec_load_f16, vec_load_bf16_even, vec_load_bf16_odd, vec_fma, vec_four_sums
  *
  * One step covers K_STEP = 2 * LANES elements of k for every kind of weight.
@@ -15,6 +16,7 @@
 
 #include "kernels.h"
 #include "convert.h"
+#include "quantized.h"
 
 #define K_STEP (2 * LANES)
 #define CACHE_LINE 64
@@ -162,7 +164,7 @@ INLINE void tile(int kind, int tile_rows, int panel_rows, int lines, Matrix weig
 INLINE void strip(int kind, int tile_rows, int panel_rows, int lines, const Stream *stream, int64_t row, int64_t num_tiles, int64_t k,
                   const char *x, int64_t panel, float *out, int64_t ldo) {
     for (; num_tiles > 0; num_tiles--, row += tile_rows) {
-        const Matrix here = {stream->weight.data + row * stream->weight.stride, stream->weight.stride};
+        const Matrix here = {.data = stream->weight.data + row * stream->weight.stride, .stride = stream->weight.stride};
         Ahead ahead[AHEAD_PARTS(tile_rows, lines)];
         if (tile_rows == 1)
             ahead_of_row(stream, row, ahead);
@@ -275,8 +277,14 @@ static void multiply_panels(int kind, const Stream *stream, int shape, int64_t k
     }
 }
 
+#include "quantized_template.h"
+
 static void multiply(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
                      float *out, int64_t ldo, Matrix next) {
+    if (kind >= NUM_KINDS) {
+        multiply_quantized(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next);
+        return;
+    }
     const int64_t panels = num_panels(num_rows, PANEL_ROWS);
     const int64_t panel_bytes = PANEL_ROWS * packed_row_bytes(kind, k ? k : 1, K_STEP);
     const int64_t group = panel_bytes * 4 < GROUP_BYTES ? GROUP_BYTES / panel_bytes : 4;
@@ -291,13 +299,12 @@ static void multiply(int kind, Matrix weight, int64_t num_weight_rows, int64_t k
 
 /* ---- packing, activations, conversions: plain loops that the compiler vectorises ---- */
 
-static inline float load_element(const char *src, int dtype, int64_t i) {
-    if (dtype == DTYPE_F32) return load_f32(src + 4 * i);
-    return dtype == DTYPE_BF16 ? bf16_to_f32(load_u16(src + 2 * i)) : f16_to_f32(load_u16(src + 2 * i));
-}
-
 static void pack(int kind, const char *src, int dtype, int64_t count, char *panel, int64_t first_k, int row,
-                 int panel_rows) {
+                 int panel_rows, int64_t k) {
+    if (kind >= NUM_KINDS) {
+        pack_quantized(kind, src, dtype, count, panel, first_k, row, panel_rows, k);
+        return;
+    }
     const int width = kind == KIND_BF16_DOT ? 2 : 4;
     char *group = panel + (first_k * panel_rows + row * K_STEP) * width;
     for (int64_t i = 0; i < count; i += K_STEP, group += panel_rows * K_STEP * width) {
@@ -380,5 +387,5 @@ static float read_all(const char *data, int64_t bytes) {
 const Isa ISA_SYMBOL = {
     .name = ISA_NAME, .max_panel_rows = PANEL_ROWS, .k_step = K_STEP, .has_bf16_dot = HAS_BF16_DOT,
     .pack = pack, .multiply = multiply, .activate = activate, .add_bias = add_bias, .store = store,
-    .read_all = read_all,
+    .read_all = read_all, .quantized_kind = quantized_kind, .dequantize = dequantize,
 };

@@ -25,7 +25,7 @@
 #endif
 
 /* Raised with every incompatible change of this interface; library.py refuses another number. */
-#define MOE_ABI_VERSION 12
+#define MOE_ABI_VERSION 13
 
 enum { DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_F16 = 2 };
 
@@ -41,17 +41,37 @@ enum { STATUS_OK = 0, STATUS_NO_MEMORY = 1, STATUS_BAD_ROW = 2, STATUS_DAMAGED =
  *   KIND_F16      fp16 weights widened to fp32, x as fp32 in order
  *   KIND_BF16     bf16 weights widened to fp32, x as fp32, each group split into even and odd elements
  *   KIND_BF16_DOT bf16 weights in the instruction for pairs of bf16, x as bf16 in order
+ * and of quantised weights, whose rows of x are packed in blocks of QUANT_BLOCK:
+ *   KIND_QUANT      values written to memory as fp32, x as fp32 in order
+ *   KIND_QUANT_F32  codes decoded to fp32 in registers, x as fp32, transposed: see pack_quantized
+ *   KIND_QUANT_DOT4, KIND_QUANT_DOT8  codes of 4 and 8 bits decoded to pairs of bf16, x as bf16, transposed
  */
-enum { KIND_F32 = 0, KIND_F16 = 1, KIND_BF16 = 2, KIND_BF16_DOT = 3, NUM_KINDS };
+enum {
+    KIND_F32 = 0,
+    KIND_F16 = 1,
+    KIND_BF16 = 2,
+    KIND_BF16_DOT = 3,
+    NUM_KINDS,
+    KIND_QUANT = NUM_KINDS,
+    KIND_QUANT_F32,
+    KIND_QUANT_DOT4,
+    KIND_QUANT_DOT8
+};
+enum { QUANT_BLOCK = 128 };
 
-/* A row-major matrix [rows, cols] whose rows lie `stride` bytes apart. */
+typedef struct Quantized Quantized;
+
+/* A row-major matrix [rows, cols] whose rows lie `stride` bytes apart. For a quantised one, which begins at row
+ * `first_row` of what `quantized` describes, `data` are its codes. */
 typedef struct {
     const char *data;
     int64_t stride;
+    const Quantized *quantized; /* or NULL */
+    int64_t first_row;
 } Matrix;
 
 /* One expert as library.py writes it; gate.data is NULL when the expert has no gate.
- * The three bias pointers may be NULL; biases have the data type of the weights. */
+ * The three bias pointers may be NULL. */
 typedef struct {
     Matrix gate, up, down;
     const char *gate_bias, *up_bias, *down_bias;
@@ -67,8 +87,9 @@ typedef struct {
     int max_panel_rows;
     int k_step;
     int has_bf16_dot;
-    /* Packs `count` elements, which begin at element first_k (a multiple of k_step), of one row. */
-    void (*pack)(int kind, const char *src, int dtype, int64_t count, char *panel, int64_t first_k, int row, int panel_rows);
+    /* Packs `count` elements, which begin at element first_k (a multiple of k_step), of one row of k elements. */
+    void (*pack)(int kind, const char *src, int dtype, int64_t count, char *panel, int64_t first_k, int row, int panel_rows,
+                 int64_t k);
     /* out[row * ldo + n] = dot(weight row n, packed row); `next` is the matrix that will be read after this one (hint). */
     void (*multiply)(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
                      float *out, int64_t ldo, Matrix next);
@@ -78,6 +99,10 @@ typedef struct {
     void (*store)(char *dst, int dtype, const float *src, int64_t count);
     /* Reads every byte; the answer only keeps the reads alive. */
     float (*read_all)(const char *data, int64_t bytes);
+    /* The kind of products of a quantised matrix with rows of a data type. */
+    int (*quantized_kind)(const Quantized *format, int x_dtype);
+    /* The values of the first rows of a quantised matrix. */
+    void (*dequantize)(Matrix weight, int64_t num_rows, int64_t k, char *out, int64_t out_stride, int dtype);
 } Isa;
 
 /* The instruction set that calls use. */
@@ -87,6 +112,11 @@ const Isa *current_isa(void);
 MOE_EXPORT int moe_linear(const char *x, int64_t x_stride, int64_t num_rows, const char *weight, int64_t weight_stride,
                           const char *bias, char *out, int64_t out_stride, int64_t dim_in, int64_t dim_out, int x_dtype,
                           int weight_dtype, int share_threads);
+MOE_EXPORT int moe_expert_ffn(const Expert *experts, int64_t num_experts, const int64_t *counts, const char *x, int64_t x_stride,
+                              int64_t num_tokens, const int64_t *token_ids, const int64_t *destinations, char *out,
+                              int64_t out_stride, int64_t num_out_rows, int64_t dim_in, int64_t dim_hidden, int64_t dim_out,
+                              int x_dtype, int weight_dtype, int bias_dtype, int activation, const float *formula,
+                              int share_threads);
 MOE_EXPORT int moe_combine_slots(const char *rows, const char *weights, char *out, int64_t num_tokens, int64_t choices,
                                  int64_t dim, int dtype, int weights_dtype, int share_threads);
 MOE_EXPORT int moe_single_query_attention(const char *query, int64_t query_stride, const char *key, int64_t key_outer,
@@ -97,6 +127,9 @@ MOE_EXPORT int moe_single_query_attention(const char *query, int64_t query_strid
 MOE_EXPORT int moe_rank_experts(const char *hidden, const void *gate_record, int64_t *ranked);
 MOE_EXPORT void moe_rms_norm(const char *x, int64_t x_stride, int64_t num_rows, const char *weight, char *out, int64_t count,
                              float eps, int dtype);
+
+/* gate[i] becomes the hidden value of gate[i] and up[i], without a gate of up[i]; `formula` as moe_gate takes it. */
+void moe_hidden_values(int function, const float *formula, int has_gate, float *gate, const float *up, int64_t count);
 
 extern const Isa isa_portable;
 #if defined(MOE_HAVE_AVX2)
@@ -124,8 +157,8 @@ static inline int64_t panel_start(int64_t panel, int64_t panels, int64_t num_row
 }
 
 static inline int64_t packed_row_bytes(int kind, int64_t k, int k_step) {
-    int64_t padded = (k + k_step - 1) / k_step * k_step;
-    return padded * (kind == KIND_BF16_DOT ? 2 : 4);
+    const int64_t step = kind >= NUM_KINDS ? QUANT_BLOCK : k_step, padded = (k + step - 1) / step * step;
+    return padded * (kind == KIND_BF16_DOT || kind >= KIND_QUANT_DOT4 ? 2 : 4);
 }
 
 #endif

@@ -16,7 +16,7 @@ import torch
 from moe_runtime.errors import MoERuntimeError
 
 LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
-ABI_VERSION = 12
+ABI_VERSION = 13
 # Long enough to bridge the small operations between two products of a model's layer.
 SPIN_S = 300e-6
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -46,6 +46,19 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
             *(_INT, _INT, _INT),
         ],
     ),
+    # x, x_stride, num_rows, matrix, bias, bias_dtype, out, out_stride, dim_in, dim_out, x_dtype,
+    # share_threads
+    "moe_quantized_linear": (
+        _INT,
+        [
+            *(_POINTER, _INT64, _INT64),
+            *(_POINTER, _POINTER, _INT),
+            *(_POINTER, _INT64, _INT64, _INT64),
+            *(_INT, _INT),
+        ],
+    ),
+    # matrix, num_rows, num_cols, out, out_stride, dtype, share_threads
+    "moe_dequantize": (None, [_POINTER, _INT64, _INT64, _POINTER, _INT64, _INT, _INT]),
     # rows, weights, out, num_tokens, choices, dim, dtype, weights_dtype, share_threads
     "moe_combine_slots": (
         _INT,
@@ -140,8 +153,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "moe_reads_wait": (None, [_POINTER, _INT64]),
     "moe_reads_kick": (None, [_POINTER]),
     # experts, num_experts, counts, x, x_stride, num_tokens, token_ids, destinations, out,
-    # out_stride, num_out_rows, dim_in, dim_hidden, dim_out, x_dtype, weight_dtype, activation,
-    # share_threads
+    # out_stride, num_out_rows, dim_in, dim_hidden, dim_out, x_dtype, weight_dtype, bias_dtype,
+    # activation, formula, share_threads
     "moe_expert_ffn": (
         _INT,
         [
@@ -149,18 +162,21 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
             *(_POINTER, _INT64, _INT64),
             *(_POINTER, _POINTER),
             *(_POINTER, _INT64, _INT64),
-            *(_INT64, _INT64, _INT64, _INT, _INT, _INT, _INT),
+            *(_INT64, _INT64, _INT64, _INT, _INT, _INT),
+            *(_INT, _POINTER, _INT),
         ],
     ),
     # experts, num_experts, expert_of_row, x, x_stride, num_tokens, choices, gates, out, dim_in,
-    # dim_hidden, dim_out, x_dtype, weight_dtype, gates_dtype, activation, share_threads
+    # dim_hidden, dim_out, x_dtype, weight_dtype, bias_dtype, gates_dtype, activation, formula,
+    # share_threads
     "moe_expert_step": (
         _INT,
         [
             *(_POINTER, _INT64, _POINTER),
             *(_POINTER, _INT64, _INT64, _INT64),
             *(_POINTER, _POINTER),
-            *(_INT64, _INT64, _INT64, _INT, _INT, _INT, _INT, _INT),
+            *(_INT64, _INT64, _INT64, _INT, _INT, _INT, _INT),
+            *(_INT, _POINTER, _INT),
         ],
     ),
 }
@@ -198,7 +214,9 @@ class NativeLibrary:
         path: The loaded file.
         linear: `moe_linear` of driver.c.
         expert_ffn: `moe_expert_ffn` of driver.c.
-        expert_step: `moe_expert_step` of driver.c.
+        expert_step: `moe_expert_step` of step.c.
+        quantized_linear: `moe_quantized_linear` of driver.c.
+        dequantize: `moe_dequantize` of quantized.c.
         attention_step: `moe_attention_step` of attention.c.
         combine_slots: `moe_combine_slots` of batched.c.
         single_query_attention: `moe_single_query_attention` of batched.c.
@@ -240,6 +258,8 @@ class NativeLibrary:
         self.linear = library.moe_linear
         self.expert_ffn = library.moe_expert_ffn
         self.expert_step = library.moe_expert_step
+        self.quantized_linear = library.moe_quantized_linear
+        self.dequantize = library.moe_dequantize
         self.attention_step = library.moe_attention_step
         self.combine_slots = library.moe_combine_slots
         self.single_query_attention = library.moe_single_query_attention

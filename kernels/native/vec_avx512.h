@@ -5,6 +5,7 @@
 #define TILE_ROWS 4
 #define PANEL_ROWS 6
 #define SINGLE_ROW_LIMIT 4
+#define HAS_QUANT_LANES 1
 
 #define INLINE static inline __attribute__((always_inline))
 typedef __m512 Vec;

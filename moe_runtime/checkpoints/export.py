@@ -107,12 +107,10 @@ class LikeCheckpoint:
         experts: where its experts lie there.
 
     Raises:
-        UnsupportedModelError: a dense tensor of the checkpoint cannot be had from the model, or
-            its weights are quantised.
+        UnsupportedModelError: a dense tensor of the checkpoint cannot be had from the model.
     """
 
     def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, experts: ExpertMap) -> None:
-        checkpoint.require_plain("saving")
         self._model = model
         self._checkpoint = checkpoint
         self._experts = experts

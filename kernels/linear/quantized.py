@@ -1,0 +1,176 @@
+"""`linear` with a quantised weight: from its codes for few rows, from its values for many.
+
+Letters: R rows, K summed dimension, N outputs.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.linear.op import (
+    ROWS_PER_CALL,
+    UNLIMITED,
+    LinearImpl,
+    check_status,
+    linear,
+)
+from moe_runtime.kernels.native import (
+    DTYPE_CODES,
+    NO_BACKWARD,
+    NativeLibrary,
+    is_differentiated,
+    native_library,
+    require_native,
+)
+from moe_runtime.kernels.operands import precise_dtype
+from moe_runtime.kernels.quantized import QuantizedMatrix
+from moe_runtime.kernels.quantized.records import native_matrix
+
+Values = Callable[[QuantizedMatrix, torch.dtype], Tensor]
+"""Gives the values of a matrix, `[N, K]`, in a dtype."""
+
+# More rows take less time once the values are written to memory as bf16.
+_ROW_LIMIT = 48
+_ROW_LIMIT_WITH_AMX = 16
+
+
+def quantized_row_limit(library: NativeLibrary) -> int:
+    """Rows up to which `impl="auto"` multiplies codes as they are."""
+    return _ROW_LIMIT_WITH_AMX if library.cpu_has_amx else _ROW_LIMIT
+
+
+def quantized_linear(
+    x: Tensor,
+    weight: QuantizedMatrix,
+    bias: Tensor | None = None,
+    *,
+    impl: LinearImpl = "auto",
+    values: Values | None = None,
+) -> Tensor:
+    """Applies `x @ weight.T + bias` with sums in fp32.
+
+    Products of codes round no weight; where values are written out first, they have the dtype of
+    `x`.
+
+    Args:
+        x: `[R, K]`; the kernel takes fp32 and bf16.
+        weight: `[N, K]`.
+        bias: `[N]`, fp32, bf16 or fp16, or None.
+        impl: As in `linear`.
+        values: How values are written out for `auto`; every call takes new memory without it.
+
+    Returns:
+        `[R, N]` in the dtype of `x`.
+
+    Raises:
+        ValueError: `impl="native"` cannot take the input.
+        NativeUnavailableError: `impl="native"` and the library was not built.
+    """
+    library = require_native() if impl == "native" else native_library()
+    if impl in ("auto", "native") and library is not None:
+        problem = _native_problem(x, weight, bias)
+        if impl == "native" and problem:
+            raise ValueError(f"impl='native' cannot compute this: {problem}")
+        limit = UNLIMITED if impl == "native" else quantized_row_limit(library)
+        if not problem and len(x) <= limit:
+            return _run(library, x, weight, bias)
+    dtype = precise_dtype(x) if impl == "reference" else x.dtype
+    write = values_of if impl == "auto" else QuantizedMatrix.dequantize
+    wide = (values or write)(weight, dtype)
+    return linear(x, wide, None if bias is None else bias.to(dtype), impl=impl)
+
+
+def values_of(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
+    """`matrix.dequantize(dtype)`, by all threads where the library can."""
+    return _write_values(matrix, dtype, None)
+
+
+class ReusedValues:
+    """`values_of` in one place: what a call gives is valid until the next one."""
+
+    def __init__(self) -> None:
+        """Takes no memory yet."""
+        self._memory: Tensor | None = None
+
+    def __call__(self, matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
+        """The values of one matrix."""
+        num_rows, num_cols = matrix.shape
+        size = num_rows * num_cols
+        if self._memory is None or self._memory.dtype != dtype or self._memory.numel() < size:
+            self._memory = matrix.codes.new_empty(size, dtype=dtype)
+        return _write_values(matrix, dtype, self._memory[:size].view(num_rows, num_cols))
+
+
+def _write_values(matrix: QuantizedMatrix, dtype: torch.dtype, out_NK: Tensor | None) -> Tensor:
+    library = native_library()
+    record = native_matrix(matrix)
+    if library is None or record is None or dtype not in DTYPE_CODES:
+        return matrix.dequantize(dtype)
+    words, kept = record
+    num_rows, num_cols = matrix.shape
+    if out_NK is None:
+        out_NK = matrix.codes.new_empty((num_rows, num_cols), dtype=dtype)
+    library.dequantize(
+        struct.pack("4q", *words),
+        num_rows,
+        num_cols,
+        out_NK.data_ptr(),
+        out_NK.stride(0) * out_NK.element_size(),
+        DTYPE_CODES[dtype],
+        library.shares_threads(),
+    )
+    del kept
+    return out_NK
+
+
+def _native_problem(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) -> str | None:
+    """Why the C kernel cannot take these arguments, or None."""
+    if x.ndim != 2 or x.shape[1] != weight.num_cols:
+        return f"x must be [R, {weight.num_cols}], got {list(x.shape)}"
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        return f"x must be fp32 or bf16, got {x.dtype}"
+    if not x.is_cpu or (bias is not None and bias.dtype not in DTYPE_CODES):
+        return "it needs CPU tensors, and biases in fp32, bf16 or fp16"
+    if is_differentiated(x, bias):
+        return NO_BACKWARD
+    if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+        return "it is under autocast or traced by a compiler"
+    if native_matrix(weight) is None:
+        return "codes and scales must lie in a CPU's memory, without gaps in a row"
+    return None
+
+
+def _run(
+    library: NativeLibrary, x_RK: Tensor, weight: QuantizedMatrix, bias_N: Tensor | None
+) -> Tensor:
+    x_RK = x_RK if x_RK.stride(1) == 1 else x_RK.contiguous()
+    bias_N = None if bias_N is None else bias_N.contiguous()
+    dim_out, dim_in = weight.shape
+    record = native_matrix(weight)
+    assert record is not None
+    words, kept = record
+    out_RN = x_RK.new_empty((len(x_RK), dim_out))
+    x_bytes, out_bytes = x_RK.stride(0) * x_RK.element_size(), dim_out * x_RK.element_size()
+    for first in range(0, len(x_RK), ROWS_PER_CALL):
+        num_rows = min(ROWS_PER_CALL, len(x_RK) - first)
+        status = library.quantized_linear(
+            x_RK.data_ptr() + first * x_bytes,
+            x_bytes,
+            num_rows,
+            struct.pack("4q", *words),
+            None if bias_N is None else bias_N.data_ptr(),
+            DTYPE_CODES[torch.float32 if bias_N is None else bias_N.dtype],
+            out_RN.data_ptr() + first * out_bytes,
+            out_bytes,
+            dim_in,
+            dim_out,
+            DTYPE_CODES[x_RK.dtype],
+            library.shares_threads(),
+        )
+        check_status(status, num_rows, dim_in)
+    del kept
+    return out_RN

@@ -1,0 +1,223 @@
+/* Products of quantised matrices, once for every instruction set; a part of isa_template.h.
+ *
+ * Rows of x are packed in blocks of QUANT_BLOCK elements, [k / QUANT_BLOCK][row][QUANT_BLOCK], in an order that the
+ * kind of product prescribes. A weight row is decoded and multiplied with all rows of x before the next one is: every
+ * sum runs over the blocks of one row from the first to the last, whatever the other rows are.
+ *
+ * Here are the parts that every instruction set has: the values of rows, and the product that first writes the
+ * values of a row to memory (KIND_QUANT). A file that defines HAS_QUANT_LANES has decoded codes in registers.
+ */
+
+/* Numbers of groups are read as a whole vector at a time. */
+enum { GROUP_PADDING = 16 };
+
+/* One row's scales and zero points, zeros behind the last. */
+typedef struct {
+    const Quantized *format;
+    int64_t k, groups;
+    float *scales;
+    int32_t *zeros;
+} RowGroups;
+
+static void read_scales(const Quantized *format, int64_t row, int64_t groups, float *out) {
+    const char *src = format->scales + group_of(row, format->group_rows) * format->scale_stride;
+    switch (format->scale_type) {
+        case SCALE_E8M0:
+            for (int64_t i = 0; i < groups; i++) out[i] = e8m0_to_f32((uint8_t)src[i]);
+            break;
+        case SCALE_E4M3:
+            for (int64_t i = 0; i < groups; i++) out[i] = e4m3_to_f32((uint8_t)src[i]);
+            break;
+        case SCALE_BF16:
+            for (int64_t i = 0; i < groups; i++) out[i] = load_bf16(src + 2 * i);
+            break;
+        case SCALE_F16:
+            for (int64_t i = 0; i < groups; i++) out[i] = load_f16(src + 2 * i);
+            break;
+        default: memcpy(out, src, (size_t)groups * 4);
+    }
+    if (format->global == GLOBAL_MULTIPLY)
+        for (int64_t i = 0; i < groups; i++) out[i] *= *format->global_scale;
+    if (format->global == GLOBAL_DIVIDE)
+        for (int64_t i = 0; i < groups; i++) out[i] /= *format->global_scale;
+}
+
+static void read_groups(RowGroups *row, int64_t index) {
+    const Quantized *format = row->format;
+    read_scales(format, index, row->groups, row->scales);
+    if (format->zeros) {
+        const uint8_t *zeros = (const uint8_t *)format->zeros + group_of(index, format->group_rows) * format->zero_stride;
+        for (int64_t i = 0; i < row->groups; i++) row->zeros[i] = zeros[i];
+    } else {
+        for (int64_t i = 0; i < row->groups; i++) row->zeros[i] = (int32_t)format->zero;
+    }
+}
+
+/* Room for the groups of one row, in the caller's frame. */
+#define ROW_GROUPS(name, matrix, columns)                                                                 \
+    RowGroups name = {.format = (matrix).quantized, .k = columns, .groups = groups_of_row((matrix).quantized, columns)}; \
+    float name##_scales[name.groups + GROUP_PADDING];                                                     \
+    int32_t name##_zeros[name.groups + GROUP_PADDING];                                                    \
+    memset(name##_scales + name.groups, 0, GROUP_PADDING * 4);                                            \
+    memset(name##_zeros + name.groups, 0, GROUP_PADDING * 4);                                             \
+    name.scales = name##_scales;                                                                          \
+    name.zeros = name##_zeros
+
+/* What the codes stand for without zero point and scale; exact. */
+static void code_values(int64_t kind, const char *codes, int64_t count, float *out) {
+    const uint8_t *src = (const uint8_t *)codes;
+    switch (kind) {
+        case CODE_E2M1:
+            for (int64_t i = 0; i < count; i++) out[i] = E2M1_VALUES[src[i / 2] >> (i % 2 * 4) & 15];
+            break;
+        case CODE_UINT4:
+            for (int64_t i = 0; i + 1 < count; i += 2) {
+                out[i] = (float)(src[i / 2] & 15);
+                out[i + 1] = (float)(src[i / 2] >> 4);
+            }
+            if (count % 2) out[count - 1] = (float)(src[count / 2] & 15);
+            break;
+        case CODE_E4M3:
+            for (int64_t i = 0; i < count; i++) out[i] = e4m3_to_f32(src[i]);
+            break;
+        case CODE_UINT8:
+            for (int64_t i = 0; i < count; i++) out[i] = (float)src[i];
+            break;
+        default:
+            for (int64_t i = 0; i < count; i++) out[i] = (float)(int8_t)src[i];
+    }
+}
+
+/* All values of a row, rounded to fp32 once. */
+static void row_values(const RowGroups *row, const char *codes, float *out) {
+    const int64_t group = row->format->group_cols ? row->format->group_cols : row->k;
+    code_values(row->format->codes, codes, row->k, out);
+    for (int64_t g = 0; g < row->groups; g++) {
+        const int64_t first = g * group, end = first + group < row->k ? first + group : row->k;
+        const float zero = (float)row->zeros[g], scale = row->scales[g];
+        if (row->format->codes == CODE_E2M1 || row->format->codes == CODE_E4M3 || row->format->codes == CODE_INT8)
+            for (int64_t i = first; i < end; i++) out[i] *= scale;
+        else
+            for (int64_t i = first; i < end; i++) out[i] = (out[i] - zero) * scale;
+    }
+}
+
+static void store(char *dst, int dtype, const float *src, int64_t count);
+
+/* The values of rows of a matrix, rounded to fp32 and then to `dtype`. */
+static void dequantize(Matrix weight, int64_t num_rows, int64_t k, char *out, int64_t out_stride, int dtype) {
+    ROW_GROUPS(row, weight, k);
+    float values[k];
+    for (int64_t n = 0; n < num_rows; n++) {
+        read_groups(&row, weight.first_row + n);
+        row_values(&row, weight.data + n * weight.stride, values);
+        store(out + n * out_stride, dtype, values, k);
+    }
+}
+
+/* ---- the product through memory ---- */
+
+INLINE void dot_values(int panel_rows, const float *values, int64_t blocks, const char *x, float *out, int64_t ldo) {
+    Vec acc[PANEL_ROWS][2];
+    UNROLL for (int m = 0; m < panel_rows; m++) acc[m][0] = acc[m][1] = vec_zero();
+    for (int64_t block = 0; block < blocks; block++) {
+        for (int i = 0; i < QUANT_BLOCK; i += 2 * LANES, values += 2 * LANES) {
+            const Vec low = vec_load_f32(values), high = vec_load_f32(values + LANES);
+            UNROLL for (int m = 0; m < panel_rows; m++) {
+                const float *row = (const float *)x + m * QUANT_BLOCK + i;
+                acc[m][0] = vec_fma(acc[m][0], low, vec_load_f32(row));
+                acc[m][1] = vec_fma(acc[m][1], high, vec_load_f32(row + LANES));
+            }
+        }
+        x += panel_rows * QUANT_BLOCK * 4;
+    }
+    UNROLL for (int m = 0; m < panel_rows; m++) {
+        float sums[4];
+        vec_four_sums(vec_add(acc[m][0], acc[m][1]), vec_zero(), vec_zero(), vec_zero(), sums);
+        out[m * ldo] = sums[0];
+    }
+}
+
+static void dot_values_of(int panel_rows, const float *values, int64_t blocks, const char *x, float *out, int64_t ldo) {
+    switch (panel_rows) {
+        case 1: dot_values(1, values, blocks, x, out, ldo); break;
+        case 2: dot_values(2, values, blocks, x, out, ldo); break;
+        case 3: dot_values(3, values, blocks, x, out, ldo); break;
+#if PANEL_ROWS == 6
+        case 4: dot_values(4, values, blocks, x, out, ldo); break;
+        case 5: dot_values(5, values, blocks, x, out, ldo); break;
+#endif
+        default: dot_values(PANEL_ROWS, values, blocks, x, out, ldo);
+    }
+}
+
+static void multiply_values(Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows, float *out,
+                            int64_t ldo) {
+    const int64_t blocks = (k + QUANT_BLOCK - 1) / QUANT_BLOCK, panels = num_panels(num_rows, PANEL_ROWS);
+    ROW_GROUPS(row, weight, k);
+    float values[blocks * QUANT_BLOCK];
+    memset(values + k, 0, (size_t)(blocks * QUANT_BLOCK - k) * 4);
+    for (int64_t n = 0; n < num_weight_rows; n++) {
+        read_groups(&row, weight.first_row + n);
+        row_values(&row, weight.data + n * weight.stride, values);
+        for (int64_t p = 0; p < panels; p++) {
+            const int64_t first = panel_start(p, panels, num_rows), last = panel_start(p + 1, panels, num_rows);
+            dot_values_of((int)(last - first), values, blocks, packed + first * blocks * QUANT_BLOCK * 4, out + first * ldo + n, ldo);
+        }
+    }
+}
+
+/* ---- packing ---- */
+
+INLINE float load_element(const char *src, int dtype, int64_t i) {
+    if (dtype == DTYPE_F32) return load_f32(src + 4 * i);
+    return dtype == DTYPE_BF16 ? bf16_to_f32(load_u16(src + 2 * i)) : f16_to_f32(load_u16(src + 2 * i));
+}
+
+/* Which of the eight elements of a lane lies in half `half` of plane `plane`, of products of pairs. */
+INLINE int element_of(int kind, int plane, int half) {
+    return kind == KIND_QUANT_DOT4 ? plane + 4 * half : (plane & 1) + 2 * half + 4 * (plane >> 1);
+}
+
+/* Lane l of every vector of a block belongs to its elements 8 l to 8 l + 7, and so to one group. */
+static void pack_quantized(int kind, const char *src, int dtype, int64_t count, char *panel, int64_t first_k, int row,
+                           int panel_rows, int64_t k) {
+    const int64_t last_k = first_k + count;
+    const int64_t end = last_k == k ? (k + QUANT_BLOCK - 1) / QUANT_BLOCK * QUANT_BLOCK : last_k;
+    for (int64_t at = first_k; at < end; at += 8) {
+        float values[8] = {0};
+        const int64_t filled = last_k - at < 8 ? last_k - at : 8;
+        for (int64_t j = 0; j < filled; j++) values[j] = load_element(src, dtype, at - first_k + j);
+        const int64_t block = (at / QUANT_BLOCK * panel_rows + row) * QUANT_BLOCK, lane = at % QUANT_BLOCK / 8;
+        if (kind == KIND_QUANT) {
+            memcpy((float *)panel + block + at % QUANT_BLOCK, values, sizeof values);
+        } else if (kind == KIND_QUANT_F32) {
+            for (int j = 0; j < 8; j++) ((float *)panel)[block + 16 * j + lane] = values[j];
+        } else {
+            for (int plane = 0; plane < 4; plane++)
+                for (int half = 0; half < 2; half++)
+                    ((uint16_t *)panel)[block + 32 * plane + 2 * lane + half] = f32_to_bf16(values[element_of(kind, plane, half)]);
+        }
+    }
+}
+
+#if HAS_QUANT_LANES
+#include "quantized_avx512.h"
+#else
+static int quantized_kind(const Quantized *format, int x_dtype) {
+    (void)format, (void)x_dtype;
+    return KIND_QUANT;
+}
+#endif
+
+static void multiply_quantized(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
+                               float *out, int64_t ldo, Matrix next) {
+#if HAS_QUANT_LANES
+    if (kind != KIND_QUANT) {
+        multiply_lanes(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next);
+        return;
+    }
+#endif
+    (void)kind, (void)next;
+    multiply_values(weight, num_weight_rows, k, packed, num_rows, out, ldo);
+}
