@@ -260,13 +260,18 @@ def test_gradients_equal_transformers(sample: Sample) -> None:
 
 def test_gradients_in_bf16_are_as_near_the_truth_as_those_of_transformers(sample: Sample) -> None:
     """With the third kind."""
+    if not sample.family.computes_in_bf16:
+        with pytest.raises(RuntimeError, match="same dtype"):
+            next(half_gradients(sample))
+        pytest.skip("this version of transformers cannot compute the family in bf16")
     assert_gradients_in_bf16(sample, [sample.turn()])
 
 
 @pytest.mark.long
 def test_gradients_with_every_kind_of_checkpointing(sample: Sample) -> None:
     assert_gradients_in_fp32(sample, sample.kinds())
-    assert_gradients_in_bf16(sample, sample.kinds())
+    if sample.family.computes_in_bf16:
+        assert_gradients_in_bf16(sample, sample.kinds())
 
 
 @pytest.mark.parametrize("family", ALL, ids=str)
@@ -302,6 +307,6 @@ def test_table_is_complete() -> None:
     models = Path(transformers.__file__).parent / "models"
     sources = {path.parent.name: path.read_text("utf-8") for path in models.glob("*/modeling_*.py")}
     decorated = {name for name, text in sources.items() if "\n@use_experts_implementation" in text}
-    listed = {family.folder for family in moe_families.FAMILIES}
+    listed = {family.folder for family in moe_families.TABLE}
     assert decorated <= listed
     assert {family.folder for family in moe_families.UNSUPPORTED} <= set(sources) - decorated

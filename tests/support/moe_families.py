@@ -58,6 +58,11 @@ class Family:
     inputs: dict[str, list[int]] = field(default_factory=dict)
     decodes: bool = True
 
+    @property
+    def computes_in_bf16(self) -> bool:
+        """Whether the installed `transformers` can: what it cannot, it refuses in its products."""
+        return not (is_oldest_version() and str(self) in FP32_ONLY_IN_5_17)
+
     def __str__(self) -> str:
         return self.model_class
 
@@ -69,8 +74,13 @@ def of_installed_version(families: Sequence[Family]) -> list[Family]:
     assert spec.origin is not None
     models = Path(spec.origin).parent / "models"
     found = [family for family in families if (models / family.folder).is_dir()]
-    is_oldest = importlib.metadata.version("transformers").startswith("5.17.")
-    return [family for family in found if not (is_oldest and str(family) in NOT_IN_5_17)]
+    left_out = NOT_IN_5_17 if is_oldest_version() else ()
+    return [family for family in found if str(family) not in left_out]
+
+
+def is_oldest_version() -> bool:
+    """Whether the installed `transformers` is the oldest that we work with."""
+    return importlib.metadata.version("transformers").startswith("5.17.")
 
 
 NOT_IN_5_17 = {
@@ -83,196 +93,193 @@ NOT_IN_5_17 = {
 }
 """Families that the oldest `transformers` builds otherwise: there they are refused, or not made."""
 
+FP32_ONLY_IN_5_17 = {"DeepseekV4ForCausalLM"}
+"""Its norms, whose weights stay in fp32, gave fp32 to products with weights in bf16."""
+
 
 # Every family that `transformers` builds with its experts interface. Where a family can be loaded
 # as a text model and as a whole with towers, both are here: their checkpoints name keys
 # differently.
-FAMILIES = of_installed_version(
-    [
-        Family("afmoe", "AfmoeForCausalLM"),
-        Family("aria", "AriaTextForCausalLM"),
-        Family(
-            "aria",
-            "AriaForConditionalGeneration",
-            {
-                "vision_config": {"model_type": "idefics3_vision"},
-                "projector_patch_to_query_dict": {16: 4},
+TABLE = [
+    Family("afmoe", "AfmoeForCausalLM"),
+    Family("aria", "AriaTextForCausalLM"),
+    Family(
+        "aria",
+        "AriaForConditionalGeneration",
+        {
+            "vision_config": {"model_type": "idefics3_vision"},
+            "projector_patch_to_query_dict": {16: 4},
+        },
+    ),
+    Family("axk1", "AXK1ForCausalLM", ALL_HEADS),
+    Family("axk2", "AXK2ForCausalLM", ALL_HEADS),
+    Family("bailing_hybrid", "BailingHybridForCausalLM", ALL_HEADS | LINEAR_THEN_FULL),
+    Family("beam", "BeamForCausalLM", ONE_DENSE),
+    Family("cohere2_moe", "Cohere2MoeForCausalLM"),
+    Family(
+        "deepseek_ocr2",
+        "DeepseekOcr2ForConditionalGeneration",
+        {"text_config": ALL_HEADS | ONE_DENSE},
+    ),
+    Family("deepseek_v2", "DeepseekV2ForCausalLM", ALL_HEADS),
+    Family("deepseek_v3", "DeepseekV3ForCausalLM", ALL_HEADS),
+    Family("deepseek_v32", "DeepseekV32ForCausalLM", ALL_HEADS),
+    Family(
+        "deepseek_v4",
+        "DeepseekV4ForCausalLM",
+        {"num_key_value_heads": 1, "o_groups": 2, "o_lora_rank": 8},
+    ),
+    Family(
+        "diffusion_gemma",
+        "DiffusionGemmaForBlockDiffusion",
+        {
+            "text_config": {"global_head_dim": 8, **SLIDING_THEN_FULL},
+            "vision_config": {"model_type": "gemma4_vision"},
+            "canvas_length": 8,
+        },
+        # Without a canvas it draws one at random; it refines a canvas instead of decoding.
+        inputs={"decoder_input_ids": [3, 1, 4, 1, 5, 9, 2, 6]},
+        decodes=False,
+    ),
+    Family("dots1", "Dots1ForCausalLM"),
+    Family("dots3_note", "Dots3NoteForCausalLM", ALL_HEADS | ALL_INDEXED),
+    Family(
+        "dots3_note",
+        "Dots3NoteForConditionalGeneration",
+        {"text_config": ALL_HEADS | ALL_INDEXED, "vision_config": ONE_DENSE},
+    ),
+    Family("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
+    Family(
+        "ernie4_5_vl_moe",
+        "Ernie4_5_VLMoeForConditionalGeneration",
+        # Text and picture experts of different width.
+        {
+            "text_config": {
+                "moe_intermediate_size": [24, 16],
+                "rope_parameters": ROPE | {"mrope_section": [1, 1, 2]},
+            }
+        },
+    ),
+    Family("exaone_moe", "ExaoneMoeForCausalLM"),
+    Family("flex_olmo", "FlexOlmoForCausalLM"),
+    Family("flint", "FlintForCausalLM", {"mlp_only_layers": [0]}),
+    Family("gemma4", "Gemma4ForCausalLM", GEMMA4),
+    Family(
+        "gemma4",
+        "Gemma4ForConditionalGeneration",
+        {"text_config": GEMMA4, "audio_config": None},
+    ),
+    Family("glm4_moe", "Glm4MoeForCausalLM"),
+    Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", ALL_HEADS),
+    Family(
+        "glm4v_moe",
+        "Glm4vMoeForConditionalGeneration",
+        {
+            "text_config": {
+                "rope_parameters": ROPE | {"partial_rotary_factor": 1.0, "mrope_section": [2, 1, 1]}
+            }
+        },
+    ),
+    Family(
+        "glm5_next",
+        "Glm5NextForConditionalGeneration",
+        {
+            "text_config": {
+                "qk_rope_head_dim": 0,
+                "index_kpool": 2,
+                **ALL_HEADS,
+                **ONE_DENSE,
+                **LINEAR_THEN_INDEXED,
+            }
+        },
+    ),
+    Family("glm_moe_dsa", "GlmMoeDsaForCausalLM", ALL_HEADS),
+    Family("gpt_oss", "GptOssForCausalLM"),
+    Family("granitemoe", "GraniteMoeForCausalLM"),
+    Family("granitemoe_swa", "GraniteMoeSWAForCausalLM"),
+    Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", LINEAR_THEN_FULL),
+    Family("granitemoeshared", "GraniteMoeSharedForCausalLM"),
+    Family("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM"),
+    Family("hy_v3", "HYV3ForCausalLM"),
+    Family("hy_v4", "HYV4ForCausalLM"),
+    Family("inkling", "InklingForCausalLM"),
+    Family("inkling", "InklingForConditionalGeneration"),
+    Family("inkling2", "Inkling2ForCausalLM"),
+    Family("inkling2", "Inkling2ForConditionalGeneration"),
+    Family(
+        "jamba",
+        "JambaForCausalLM",
+        {"num_hidden_layers": 4, "attn_layer_period": 3, "attn_layer_offset": 2},
+    ),
+    # The text model of another family inside a wrapper.
+    Family(
+        "kimi_k25",
+        "Kimi_K25ForConditionalGeneration",
+        {"text_config": {"model_type": "deepseek_v3", **ALL_HEADS}},
+    ),
+    Family("kimi_linear", "KimiLinearForCausalLM", ALL_HEADS | LINEAR_THEN_FULL | ONE_DENSE),
+    Family("kolibri1", "Kolibri1ForCausalLM"),
+    Family("laguna", "LagunaForCausalLM"),
+    Family("lfm2_moe", "Lfm2MoeForCausalLM", {"layer_types": ["conv", "conv", "full_attention"]}),
+    Family("mellum", "MellumForCausalLM"),
+    Family("mimo_v2_flash", "MiMoV2FlashForCausalLM"),
+    Family("minimax", "MiniMaxForCausalLM"),
+    Family("minimax_m2", "MiniMaxM2ForCausalLM"),
+    Family("minimax_m3_vl", "MiniMaxM3VLForCausalLM"),
+    Family("minimax_m3_vl", "MiniMaxM3SparseForConditionalGeneration"),
+    Family("mistral4", "Mistral4ForCausalLM", ALL_HEADS),
+    Family(
+        "mistral_large4",
+        "MistralLarge4ForConditionalGeneration",
+        {"text_config": ALL_HEADS, "vision_config": {"model_type": "pixtral"}},
+    ),
+    Family("mixtral", "MixtralForCausalLM"),
+    Family(
+        "muse_spark",
+        "MuseSparkForConditionalGeneration",
+        {
+            "audio_config": {
+                "num_hidden_layers": 1,
+                "patch_sizes": [4],
+                "hidden_sizes": [8],
+                "depths": [1],
+            }
+        },
+    ),
+    Family(
+        "nemotron_h",
+        "NemotronHForCausalLM",
+        {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
+    ),
+    Family("olmoe", "OlmoeForCausalLM"),
+    Family("openai_privacy_filter", "OpenAIPrivacyFilterForTokenClassification", decodes=False),
+    Family("phimoe", "PhimoeForCausalLM"),
+    Family("qwen2_moe", "Qwen2MoeForCausalLM"),
+    Family("qwen3_5_moe", "Qwen3_5MoeForCausalLM", LINEAR_THEN_FULL),
+    Family("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", {"text_config": LINEAR_THEN_FULL}),
+    Family("qwen3_moe", "Qwen3MoeForCausalLM"),
+    Family("qwen3_next", "Qwen3NextForCausalLM", LINEAR_THEN_FULL),
+    Family("qwen3_omni_moe", "Qwen3OmniMoeThinkerForConditionalGeneration"),
+    Family(
+        "qwen3_omni_moe",
+        "Qwen3OmniMoeForConditionalGeneration",
+        {
+            "talker_config": {
+                "spatial_merge_size": 2,
+                "text_config": {"shared_expert_intermediate_size": 24},
             },
-        ),
-        Family("axk1", "AXK1ForCausalLM", ALL_HEADS),
-        Family("axk2", "AXK2ForCausalLM", ALL_HEADS),
-        Family("bailing_hybrid", "BailingHybridForCausalLM", ALL_HEADS | LINEAR_THEN_FULL),
-        Family("beam", "BeamForCausalLM", ONE_DENSE),
-        Family("cohere2_moe", "Cohere2MoeForCausalLM"),
-        Family(
-            "deepseek_ocr2",
-            "DeepseekOcr2ForConditionalGeneration",
-            {"text_config": ALL_HEADS | ONE_DENSE},
-        ),
-        Family("deepseek_v2", "DeepseekV2ForCausalLM", ALL_HEADS),
-        Family("deepseek_v3", "DeepseekV3ForCausalLM", ALL_HEADS),
-        Family("deepseek_v32", "DeepseekV32ForCausalLM", ALL_HEADS),
-        Family(
-            "deepseek_v4",
-            "DeepseekV4ForCausalLM",
-            {"num_key_value_heads": 1, "o_groups": 2, "o_lora_rank": 8},
-        ),
-        Family(
-            "diffusion_gemma",
-            "DiffusionGemmaForBlockDiffusion",
-            {
-                "text_config": {"global_head_dim": 8, **SLIDING_THEN_FULL},
-                "vision_config": {"model_type": "gemma4_vision"},
-                "canvas_length": 8,
-            },
-            # Without a canvas it draws one at random; it refines a canvas instead of decoding.
-            inputs={"decoder_input_ids": [3, 1, 4, 1, 5, 9, 2, 6]},
-            decodes=False,
-        ),
-        Family("dots1", "Dots1ForCausalLM"),
-        Family("dots3_note", "Dots3NoteForCausalLM", ALL_HEADS | ALL_INDEXED),
-        Family(
-            "dots3_note",
-            "Dots3NoteForConditionalGeneration",
-            {"text_config": ALL_HEADS | ALL_INDEXED, "vision_config": ONE_DENSE},
-        ),
-        Family("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
-        Family(
-            "ernie4_5_vl_moe",
-            "Ernie4_5_VLMoeForConditionalGeneration",
-            # Text and picture experts of different width.
-            {
-                "text_config": {
-                    "moe_intermediate_size": [24, 16],
-                    "rope_parameters": ROPE | {"mrope_section": [1, 1, 2]},
-                }
-            },
-        ),
-        Family("exaone_moe", "ExaoneMoeForCausalLM"),
-        Family("flex_olmo", "FlexOlmoForCausalLM"),
-        Family("flint", "FlintForCausalLM", {"mlp_only_layers": [0]}),
-        Family("gemma4", "Gemma4ForCausalLM", GEMMA4),
-        Family(
-            "gemma4",
-            "Gemma4ForConditionalGeneration",
-            {"text_config": GEMMA4, "audio_config": None},
-        ),
-        Family("glm4_moe", "Glm4MoeForCausalLM"),
-        Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", ALL_HEADS),
-        Family(
-            "glm4v_moe",
-            "Glm4vMoeForConditionalGeneration",
-            {
-                "text_config": {
-                    "rope_parameters": ROPE
-                    | {"partial_rotary_factor": 1.0, "mrope_section": [2, 1, 1]}
-                }
-            },
-        ),
-        Family(
-            "glm5_next",
-            "Glm5NextForConditionalGeneration",
-            {
-                "text_config": {
-                    "qk_rope_head_dim": 0,
-                    "index_kpool": 2,
-                    **ALL_HEADS,
-                    **ONE_DENSE,
-                    **LINEAR_THEN_INDEXED,
-                }
-            },
-        ),
-        Family("glm_moe_dsa", "GlmMoeDsaForCausalLM", ALL_HEADS),
-        Family("gpt_oss", "GptOssForCausalLM"),
-        Family("granitemoe", "GraniteMoeForCausalLM"),
-        Family("granitemoe_swa", "GraniteMoeSWAForCausalLM"),
-        Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", LINEAR_THEN_FULL),
-        Family("granitemoeshared", "GraniteMoeSharedForCausalLM"),
-        Family("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM"),
-        Family("hy_v3", "HYV3ForCausalLM"),
-        Family("hy_v4", "HYV4ForCausalLM"),
-        Family("inkling", "InklingForCausalLM"),
-        Family("inkling", "InklingForConditionalGeneration"),
-        Family("inkling2", "Inkling2ForCausalLM"),
-        Family("inkling2", "Inkling2ForConditionalGeneration"),
-        Family(
-            "jamba",
-            "JambaForCausalLM",
-            {"num_hidden_layers": 4, "attn_layer_period": 3, "attn_layer_offset": 2},
-        ),
-        # The text model of another family inside a wrapper.
-        Family(
-            "kimi_k25",
-            "Kimi_K25ForConditionalGeneration",
-            {"text_config": {"model_type": "deepseek_v3", **ALL_HEADS}},
-        ),
-        Family("kimi_linear", "KimiLinearForCausalLM", ALL_HEADS | LINEAR_THEN_FULL | ONE_DENSE),
-        Family("kolibri1", "Kolibri1ForCausalLM"),
-        Family("laguna", "LagunaForCausalLM"),
-        Family(
-            "lfm2_moe", "Lfm2MoeForCausalLM", {"layer_types": ["conv", "conv", "full_attention"]}
-        ),
-        Family("mellum", "MellumForCausalLM"),
-        Family("mimo_v2_flash", "MiMoV2FlashForCausalLM"),
-        Family("minimax", "MiniMaxForCausalLM"),
-        Family("minimax_m2", "MiniMaxM2ForCausalLM"),
-        Family("minimax_m3_vl", "MiniMaxM3VLForCausalLM"),
-        Family("minimax_m3_vl", "MiniMaxM3SparseForConditionalGeneration"),
-        Family("mistral4", "Mistral4ForCausalLM", ALL_HEADS),
-        Family(
-            "mistral_large4",
-            "MistralLarge4ForConditionalGeneration",
-            {"text_config": ALL_HEADS, "vision_config": {"model_type": "pixtral"}},
-        ),
-        Family("mixtral", "MixtralForCausalLM"),
-        Family(
-            "muse_spark",
-            "MuseSparkForConditionalGeneration",
-            {
-                "audio_config": {
-                    "num_hidden_layers": 1,
-                    "patch_sizes": [4],
-                    "hidden_sizes": [8],
-                    "depths": [1],
-                }
-            },
-        ),
-        Family(
-            "nemotron_h",
-            "NemotronHForCausalLM",
-            {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
-        ),
-        Family("olmoe", "OlmoeForCausalLM"),
-        Family("openai_privacy_filter", "OpenAIPrivacyFilterForTokenClassification", decodes=False),
-        Family("phimoe", "PhimoeForCausalLM"),
-        Family("qwen2_moe", "Qwen2MoeForCausalLM"),
-        Family("qwen3_5_moe", "Qwen3_5MoeForCausalLM", LINEAR_THEN_FULL),
-        Family(
-            "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", {"text_config": LINEAR_THEN_FULL}
-        ),
-        Family("qwen3_moe", "Qwen3MoeForCausalLM"),
-        Family("qwen3_next", "Qwen3NextForCausalLM", LINEAR_THEN_FULL),
-        Family("qwen3_omni_moe", "Qwen3OmniMoeThinkerForConditionalGeneration"),
-        Family(
-            "qwen3_omni_moe",
-            "Qwen3OmniMoeForConditionalGeneration",
-            {
-                "talker_config": {
-                    "spatial_merge_size": 2,
-                    "text_config": {"shared_expert_intermediate_size": 24},
-                },
-                "code2wav_config": {"codebook_size": 16, "decoder_dim": 32},
-            },
-            part="thinker",
-        ),
-        Family("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
-        Family("qwen4_exp", "Qwen4ExpForCausalLM", QWEN4),
-        Family("qwen4_exp", "Qwen4ExpForConditionalGeneration", {"text_config": QWEN4}),
-        Family("solar_open", "SolarOpenForCausalLM"),
-        Family("unlimited_ocr", "UnlimitedOcrForConditionalGeneration"),
-        Family("zaya", "ZayaForCausalLM", {"num_experts_per_tok": 1, "router_hidden_size": 8}),
-    ]
-)
+            "code2wav_config": {"codebook_size": 16, "decoder_dim": 32},
+        },
+        part="thinker",
+    ),
+    Family("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
+    Family("qwen4_exp", "Qwen4ExpForCausalLM", QWEN4),
+    Family("qwen4_exp", "Qwen4ExpForConditionalGeneration", {"text_config": QWEN4}),
+    Family("solar_open", "SolarOpenForCausalLM"),
+    Family("unlimited_ocr", "UnlimitedOcrForConditionalGeneration"),
+    Family("zaya", "ZayaForCausalLM", {"num_experts_per_tok": 1, "router_hidden_size": 8}),
+]
+FAMILIES = of_installed_version(TABLE)
 
 # Families without the experts interface that the runtime has an adapter for.
 ADAPTED = of_installed_version(
