@@ -128,6 +128,24 @@ def attention_name(model: PreTrainedModel) -> str | None:
     return model.config._attn_implementation
 
 
+DECIDE_BY_ATTENTION_NAME = frozenset(
+    (
+        *("axk2", "deepseek_v32", "diffusion_gemma", "dots3_note", "falcon", "gemma4"),
+        *("gemma4_unified", "glm5_next", "glm_moe_dsa", "hy_v4", "minimax_m3_vl"),
+        "mistral_large4",
+    )
+)
+"""Families that choose by the attention's name which keys they mask or which queries they leave
+out, and so compute something else under a name that they do not know; 5.17 to 5.23."""
+
+
+def decides_by_attention_name(model: torch.nn.Module) -> bool:
+    """Whether some part of a model belongs to such a family."""
+    names = {type(part).__module__ for part in model.modules()}
+    families = {parts[2] for name in names if len(parts := name.split(".")) == 4}
+    return not DECIDE_BY_ATTENTION_NAME.isdisjoint(families)
+
+
 def has_adapters(model: Any) -> bool:
     """Whether adapters were added by transformers' own means; 5.17."""
     return getattr(model, "_hf_peft_config_loaded", False)

@@ -1,11 +1,18 @@
 """Attention of one query equals transformers' SDPA attention in fp64."""
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+import transformers
+from moe_families import TABLE, is_oldest_version
+from tiny_checkpoints import tiny_model
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from moe_runtime.checkpoints import transformers_private
-from moe_runtime.inference.cpu.attention import attend
+from moe_runtime.inference.cpu.attention import ATTENTION, attend, use_single_query_attention
 from moe_runtime.kernels.native import native_library
 
 
@@ -93,3 +100,26 @@ def test_what_a_model_adds_to_the_scores_is_widened_with_them(dtype, kind, monke
     assert found.dtype == dtype
     # averages of at most |value|, computed in fp32 and rounded once to the dtype
     assert (found - exact).abs().max() < (torch.finfo(dtype).eps + 1e-5) * value.abs().max()
+
+
+def test_families_that_decide_by_the_name_of_the_attention_are_known():
+    """Every comparison of that name in transformers with more than eager attention."""
+    compares = re.compile(r'_attn_implementation\s*(==|!=|in\b|not in\b)(?!\s*"eager")')
+    models = Path(transformers.__file__).parent / "models"
+    found = {
+        path.parent.name
+        for path in models.glob("*/modeling_*.py")
+        if compares.search(path.read_text("utf-8"))
+    }
+    known = transformers_private.DECIDE_BY_ATTENTION_NAME
+    assert found <= known
+    assert found == known or is_oldest_version()
+
+
+@pytest.mark.parametrize(("model_class", "is_ours"), [("Mixtral", True), ("DeepseekV32", False)])
+def test_a_family_that_decides_by_the_name_of_the_attention_keeps_its_own(model_class, is_ours):
+    family = next(f for f in TABLE if f.model_class == f"{model_class}ForCausalLM")
+    model: Any = tiny_model(family)
+    before = model.config._attn_implementation
+    use_single_query_attention(model)
+    assert model.config._attn_implementation == (ATTENTION if is_ours else before)

@@ -107,6 +107,49 @@ class AsksForPositions(Turned):
         )
 
 
+class LooksIntoTheCache(Turned):
+    """And would do as its parent does if it could not: errors alone do not show it."""
+
+    def forward(
+        self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
+    ):
+        scale = 0.5 if hasattr(past_key_values, "layers") else 1
+        arguments = (position_embeddings, attention_mask, past_key_values)
+        return Turned.forward(self, hidden_states * scale, *arguments, **kwargs)
+
+
+class IgnoresTheMask(Turned):
+    def forward(
+        self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
+    ):
+        arguments = (position_embeddings, None, past_key_values)
+        return Turned.forward(self, hidden_states, *arguments, **kwargs)
+
+
+class HasAFactor(Turned):
+    """A tensor of its own, which may be another one in the next step."""
+
+    factor = torch.tensor(1.0)
+
+    def forward(
+        self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
+    ):
+        arguments = (position_embeddings, attention_mask, past_key_values)
+        return Turned.forward(self, hidden_states * self.factor, *arguments, **kwargs)
+
+
+class UsesPositions(Turned):
+    """Where it is told positions."""
+
+    def forward(
+        self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
+    ):
+        position = kwargs.get("position_ids")
+        scale = 1 if position is None else position
+        arguments = (position_embeddings, attention_mask, past_key_values)
+        return Turned.forward(self, hidden_states * scale, *arguments, **kwargs)
+
+
 LAYERS: dict[str, Any] = {
     "olmoe": (OlmoeAttention, OlmoeConfig),
     "qwen2": (Qwen2MoeAttention, Qwen2MoeConfig),
@@ -116,6 +159,10 @@ LAYERS: dict[str, Any] = {
     "without rotation": (WithoutRotation, Qwen3MoeConfig),
     "longer is softer": (LongerIsSofter, Qwen3MoeConfig),
     "asks for positions": (AsksForPositions, Qwen3MoeConfig),
+    "looks into the cache": (LooksIntoTheCache, Qwen3MoeConfig),
+    "ignores the mask": (IgnoresTheMask, Qwen3MoeConfig),
+    "has a factor": (HasAFactor, Qwen3MoeConfig),
+    "uses positions": (UsesPositions, Qwen3MoeConfig),
 }
 
 
@@ -216,14 +263,29 @@ def test_the_usual_layers_are_fused_and_keep_their_bits(kind, dtype, fused_steps
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(
-    "kind", ["clipped", "without rotation", "longer is softer", "asks for positions"]
-)
+OTHERS = ("clipped", "without rotation", "longer is softer", "asks for positions")
+OTHERS += ("looks into the cache", "ignores the mask", "has a factor")
+
+
+@pytest.mark.parametrize("kind", OTHERS)
 def test_layers_that_compute_something_else_are_left_alone(kind, fused_steps):
     model = make(kind)
-    found, expected = run(model, model.layer), run(model, own_way(model))
+    for masked in (False, True):
+        found, expected = (run(model, way, masked=masked) for way in (model.layer, own_way(model)))
+        assert fused_steps.count(2) == 0
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_layer_is_left_alone_from_when_it_is_given_an_option_that_it_looks_at(fused_steps):
+    model = make("uses positions")
+    run(model, model.layer, other_option=torch.tensor(2.0))
+    assert fused_steps.count(2) == (4 if are_fused(2, model) else 0)
+    fused_steps.clear()
+    options: dict[str, Any] = {"position_ids": torch.tensor(3.0)}
+    found = run(model, model.layer, **options)
     assert fused_steps.count(2) == 0
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(found, run(model, own_way(model), **options), strict=True):
         assert torch.equal(one, other)
 
 

@@ -6,8 +6,6 @@ kernel takes several times as long over them as reading the cache takes, more so
 
 from __future__ import annotations
 
-import inspect
-import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,17 +33,11 @@ def use_single_query_attention(model: PreTrainedModel) -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    if private.attention_name(model) != "sdpa" or _asks_for_implementation(type(model)):
+    if private.attention_name(model) != "sdpa" or private.decides_by_attention_name(model):
         return
     AttentionInterface.register(ATTENTION, attend)
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
     model.set_attn_implementation(ATTENTION)
-
-
-def _asks_for_implementation(model_class: type) -> bool:
-    """Whether a family does something else for attention of another name than those it knows."""
-    source = inspect.getsource(inspect.getmodule(model_class) or model_class)
-    return re.search(r"_attn_implementation\s*(==|!=|in\b|not in\b)", source) is not None
 
 
 def attend(

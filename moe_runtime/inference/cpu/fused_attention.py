@@ -1,13 +1,15 @@
 """Attention layers in steps of one token: one call of the kernels instead of forty operations.
 
-A layer is recognised by what it does, not by its family. Its ``forward`` may name nothing but what
-the usual attention layer consists of, and before the fused call is used it has to give the bits of
-the layer's own way on inputs that would show any difference. Everything but a step of one token,
-and every layer that somebody looks into or changes, goes the layer's own way.
+A layer is recognised by what it does, not by its family. Before the fused call is used, the layer's
+own ``forward`` is run on stand-ins: it may read nothing but the parts and constants of the usual
+attention layer, and the fused call has to give its bits on inputs that would show any difference.
+Everything but a step of one token, and every layer that somebody looks into or changes, goes the
+layer's own way.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
@@ -22,6 +24,11 @@ from moe_runtime.inference.cpu.attention import (
     changes_attention,
 )
 from moe_runtime.inference.cpu.small_batch import SmallBatchLinear, SmallBatchRMSNorm, is_observed
+from moe_runtime.inference.cpu.stand_ins import (
+    Asked,
+    call_on_stand_ins,
+    takes_usual_arguments,
+)
 from moe_runtime.inference.kv_cache import growing_cache, take_place
 from moe_runtime.kernels.attention_step import AttentionWeights, HeadNorm, attention_step
 from moe_runtime.kernels.linear import ROWS_PER_CALL, native_row_limit
@@ -35,27 +42,12 @@ if TYPE_CHECKING:
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS = ("q_norm", "k_norm")
 
-_PARAMETERS = [
-    *("self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values"),
-    "kwargs",
-]
+_CALLED = ("ALL_ATTENTION_FUNCTIONS", "apply_rotary_pos_emb", "eager_attention_forward")
+"""What it calls, of its module: programs put functions of their own in their place."""
 
-_NAMES = frozenset(
-    (
-        *_PROJECTIONS,
-        *_NORMS,
-        *("shape", "view", "reshape", "transpose", "contiguous", "training", "update", "getattr"),
-        *("config", "_attn_implementation", "get_interface", "eager_attention_forward"),
-        *("ALL_ATTENTION_FUNCTIONS", "apply_rotary_pos_emb", "attention_dropout", "layer_idx"),
-        *("head_dim", "scaling", "sliding_window", "is_sliding", "use_qk_norm", "force_rope"),
-        *("clip_qkv", "clamp_"),
-    )
-)
-"""All that a recognised ``forward`` names. With these it can depend on hidden values, angles, mask,
-cache and constants of the layer only; which it does with them, the comparison shows."""
-
-_SCALES = (1.0, 1e3)
-"""Sizes of the hidden values of the comparison; values that are clipped show in large ones."""
+_CASES = ((3, 1.0, False), (6, 1.0, True), (3, 1e3, False))
+"""Of the comparison: tokens in the cache, the size of the hidden values (those that are clipped
+show in large ones), and whether the first token is masked."""
 
 
 def fuse_attention_layers(model: PreTrainedModel) -> None:
@@ -67,8 +59,9 @@ def fuse_attention_layers(model: PreTrainedModel) -> None:
     library = native_library()
     if library is None or model.config._attn_implementation != ATTENTION:
         return
+    known: dict[type, bool] = {}
     for module in model.modules():
-        if _qualifies(module):
+        if _has_usual_parts(module) and _asks_for_nothing_else(module, known):
             _merge(*(_linear(module, name) for name in _PROJECTIONS[:3]))
             cast(Any, module).forward = FusedAttention(module)
 
@@ -79,18 +72,14 @@ class FusedAttention:
     def __init__(self, module: torch.nn.Module) -> None:
         """Takes the place of the method; the layer's own stays in its class."""
         self._module: Any = module
-        self._names = [name for name in (*_PROJECTIONS, *_NORMS) if name in module._modules]
+        self._names = _parts_of(module)
         self._parts = [module.get_submodule(name) for name in self._names]
-        own = type(module).forward
-        constants = own.__code__.co_consts
-        named = (*own.__code__.co_names, *(c for c in constants if isinstance(c, str)))
-        self._called = tuple(name for name in named if name in own.__globals__)
         self._functions = self._functions_now()
-        norms = [(module._modules[name], ("eps",)) for name in self._names if name in _NORMS]
-        self._owners: list[tuple[object, tuple[str, ...]]] = [
-            *((o, tuple(filter(vars(o).__contains__, named))) for o in (module, module.config)),
-            *norms,
+        self._norms: list[tuple[object, set[str]]] = [
+            (module._modules[name], {"eps"}) for name in self._names if name in _NORMS
         ]
+        self._owners = self._norms
+        self._options: set[str] = set()
         self._constants: list[Any] = []
         self._places: list[Any] = []
         self._weights: AttentionWeights | None = None
@@ -116,7 +105,7 @@ class FusedAttention:
         if (
             hidden_states.ndim != 3
             or hidden_states.shape[1] != 1
-            or position_embeddings is None
+            or not isinstance(position_embeddings, tuple)
             or past_key_values is None
             or torch.is_grad_enabled()
             or forward_ad._current_level >= 0
@@ -127,7 +116,9 @@ class FusedAttention:
         ):
             return None
         cos, sin = position_embeddings
-        if cos.ndim != 3 or cos.shape[1] != 1 or not self._may_fuse(hidden_states.shape[0], cos):
+        if cos.ndim != 3 or cos.shape[1] != 1:
+            return None
+        if not self._may_fuse(hidden_states.shape[0], cos, options):
             return None
         return self._fused(hidden_states, cos, sin, attention_mask, past_key_values)
 
@@ -144,7 +135,7 @@ class FusedAttention:
             return True
         return is_observed(*self._parts)
 
-    def _may_fuse(self, num_sequences: int, cos: torch.Tensor) -> bool:
+    def _may_fuse(self, num_sequences: int, cos: torch.Tensor, options: dict[str, Any]) -> bool:
         """Whether a step of so many sequences has been found to give the layer's own bits."""
         places: list[Any] = []
         for part in self._parts:
@@ -159,19 +150,21 @@ class FusedAttention:
             or len(constants) != len(self._constants)
             or any(map(operator.is_not, constants, self._constants))
             or cos.shape[-1] != self._angle_dim
+            or not options.keys() <= self._options
         ):
             self._places = []  # until all that depends on them is known
+            self._options.update(options)
             self._weights = _bind(self._module)
             agrees = self._weights is not None and self._compare(cos)
             self._most_sequences = _most_sequences(self._weights) if agrees else 0
-            self._places, self._constants, self._angle_dim = places, constants, cos.shape[-1]
+            self._places, self._angle_dim = places, cos.shape[-1]
         return num_sequences <= self._most_sequences
 
     def _functions_now(self) -> list[Any]:
         """What the layer's own way calls, and the configuration it asks."""
         own = type(self._module).forward
         names = getattr(own, "__globals__", {})  # any object may have been put in its place
-        return [own, self._module.config, *map(names.get, self._called)]
+        return [own, self._module.config, *map(names.get, _CALLED)]
 
     def _fused(
         self,
@@ -201,43 +194,62 @@ class FusedAttention:
         )
         return out.view(batch, 1, -1)
 
-    @torch.inference_mode()
     def _compare(self, cos: torch.Tensor) -> bool:
-        """Whether the fused step gives the bits of the layer's own way."""
-        weights = self._weights
-        assert weights is not None
+        """Whether the layer's own way asks for nothing else, and the fused step gives its bits."""
+        asked = Asked()
         generator = torch.Generator().manual_seed(0)
+        agrees = False
+        # on stand-ins, code that nobody knows may fail in any way
+        with torch.inference_mode(), contextlib.suppress(Exception):
+            agrees = all(self._agrees(cos, asked, generator, *case) for case in _CASES)
+        self._owners = [*asked.constants, *self._norms]
+        self._constants = [vars(owner).get(name) for owner, names in self._owners for name in names]
+        return agrees and not asked.more
+
+    def _agrees(
+        self,
+        cos: torch.Tensor,
+        asked: Asked,
+        generator: torch.Generator,
+        length: int,
+        scale: float,
+        is_masked: bool,
+    ) -> bool:
+        """Whether both ways give the same bits for one token behind some in the cache."""
+        weights, index = self._weights, self._module.layer_idx
+        assert weights is not None
 
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator).to(weights.dtype)
 
+        hidden = random(1, 1, weights.qkv.shape[1]) * scale
         angles = (random(1, 1, cos.shape[-1]), random(1, 1, cos.shape[-1]))
-        keys = (1, weights.num_key_heads, 2, weights.key_dim)
+        mask = torch.arange(length + 1).view(1, 1, 1, -1) > 0 if is_masked else None
+        keys = (1, weights.num_key_heads, length, weights.key_dim)
         cached = random(*keys), random(*keys[:3], weights.value_dim)
-        for scale in _SCALES:
-            hidden = random(1, 1, weights.qkv.shape[1]) * scale
-            caches = growing_cache(), growing_cache()
-            for cache in caches:
-                for token in zip(*(part.split(1, dim=-2) for part in cached), strict=True):
-                    cache.update(*token, self._module.layer_idx)
-            own, others = type(self._module).forward(
-                self._module,
-                hidden_states=hidden,
-                position_embeddings=angles,
-                attention_mask=None,
-                past_key_values=caches[0],
-            )
-            ours = self._fused(hidden, *angles, None, caches[1])
-            if others is not None or ours is None or not _same_bits(own, ours):
-                return False
-            rows = zip(*(_cached(cache, self._module.layer_idx) for cache in caches), strict=True)
-            if not all(_same_bits(one, other) for one, other in rows):
-                return False
-        return True
+        caches = growing_cache(), growing_cache()
+        for cache in caches:
+            for token in zip(*(part.split(1, dim=-2) for part in cached), strict=True):
+                cache.update(*token, index)
+        own, others = call_on_stand_ins(
+            self._module,
+            self._names,
+            asked,
+            hidden=hidden,
+            angles=angles,
+            cache=caches[0],
+            mask=mask,
+            options=self._options - CHANGING_OPTIONS,
+        )
+        ours = self._fused(hidden, *angles, mask, caches[1])
+        if others is not None or ours is None or not _same_bits(own, ours):
+            return False
+        rows = zip(*(_cached(cache, index) for cache in caches), strict=True)
+        return all(_same_bits(one, other) for one, other in rows)
 
 
-def _qualifies(module: torch.nn.Module) -> bool:
-    """Whether a layer has the parts of the usual attention and names nothing else."""
+def _has_usual_parts(module: torch.nn.Module) -> bool:
+    """Whether a layer has the parts of the usual attention, and its ``forward`` the arguments."""
     children = module._modules
     if not children.keys() >= set(_PROJECTIONS) or "forward" in vars(module):
         return False
@@ -250,13 +262,34 @@ def _qualifies(module: torch.nn.Module) -> bool:
     q, k, v, _ = (_linear(module, name) for name in _PROJECTIONS)
     if len({(part.weight.dtype, part.bias is None, part.in_features) for part in (q, k, v)}) != 1:
         return False
-    if not isinstance(getattr(module, "head_dim", None), int) or not hasattr(module, "layer_idx"):
+    constants = [getattr(module, name, None) for name in ("head_dim", "layer_idx", "scaling")]
+    if not all(isinstance(constant, int | float) for constant in constants):
         return False
-    code = getattr(type(module).forward, "__code__", None)
-    if code is None:  # something that is called, but no function
-        return False
-    names = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
-    return [*names, "kwargs"] == _PARAMETERS and _NAMES.issuperset(code.co_names)
+    return takes_usual_arguments(type(module).forward)
+
+
+def _asks_for_nothing_else(module: Any, known: dict[type, bool]) -> bool:
+    """Whether a class of layers can do with stand-ins, found by the first layer of it."""
+    kind = type(module)
+    if kind not in known:
+        weight = _linear(module, "q_proj").weight
+        asked = Asked()
+        known[kind] = False
+        with torch.inference_mode(), contextlib.suppress(Exception):
+            call_on_stand_ins(
+                module,
+                _parts_of(module),
+                asked,
+                hidden=weight.new_zeros(1, 1, weight.shape[1]),
+                angles=tuple(weight.new_zeros(2, 1, 1, module.head_dim)),
+                cache=growing_cache(),
+            )
+            known[kind] = not asked.more
+    return known[kind]
+
+
+def _parts_of(module: torch.nn.Module) -> list[str]:
+    return [name for name in (*_PROJECTIONS, *_NORMS) if name in module._modules]
 
 
 def _linear(module: torch.nn.Module, name: str) -> SmallBatchLinear:
