@@ -13,12 +13,6 @@ from moe_runtime.config import PrefetchMode, nearest, require_types
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference import options
 from moe_runtime.inference.budget import MemoryPlan
-from moe_runtime.inference.prediction.gates import find_gate
-from moe_runtime.inference.prediction.predictors import (
-    check_predictor,
-    learned_bytes,
-    make_live_estimator,
-)
 from moe_runtime.memory.layout import ExpertLayout
 from moe_runtime.policies import prediction
 from moe_runtime.policies.eviction import LIVE_POLICIES, LayerShares, Setting, make_policy
@@ -88,12 +82,12 @@ def settle_guessers(
     reader, table_bytes = None, 0
     if mode is not PrefetchMode.OFF:
         named = _settle_predictor(predictor, model, block_names, signature)
-        reader = make_live_estimator(named, signature)
-        table_bytes = learned_bytes(named, reader)
+        reader = options.make_live_estimator(named, signature)
+        table_bytes = options.learned_bytes(named, reader)
     policy_estimator = _routing_estimator(policy, predictor, signature)
-    return Guessers(
-        reader, policy_estimator, table_bytes + learned_bytes(predictor, policy_estimator)
-    )
+    if policy_estimator is not None:
+        table_bytes += options.learned_bytes(predictor, policy_estimator)
+    return Guessers(reader, policy_estimator, table_bytes)
 
 
 def check_types(given: Mapping[str, object]) -> None:
@@ -120,7 +114,7 @@ def check_names(policy: str, shares: str, predictor: str | Path) -> None:
     if shares not in SHARES:
         raise ValueError(f"unknown shares {shares!r}: {nearest(shares, SHARES)}")
     if predictor != AUTO:
-        check_predictor(predictor)
+        options.check_predictor(predictor)
 
 
 def settle_policy(
@@ -159,7 +153,7 @@ def _routing_estimator(
     """The named predictor, if it guesses from routing alone and the policy may ask one."""
     if predictor == AUTO or policy not in (AUTO, "predicted"):
         return None
-    estimator = make_live_estimator(predictor, signature)
+    estimator = options.make_live_estimator(predictor, signature)
     return None if estimator.needs_hidden else estimator
 
 
@@ -220,7 +214,7 @@ def _settle_predictor(
         return predictor
     try:
         for name in block_names:
-            find_gate(model, name, shape_of(signature))
+            options.find_gate(model, name, shape_of(signature))
     except UnsupportedModelError:
         return COUNTS
     return GATES

@@ -22,13 +22,6 @@ if TYPE_CHECKING:
     from moe_runtime.inference.expert_layer import OffloadedExperts
 
 
-def wants_gradient(experts: OffloadedExperts, hidden_TD: Tensor, weights_TK: Tensor) -> bool:
-    """Whether the output of a call needs a gradient, where gradients are enabled."""
-    if hidden_TD.requires_grad or weights_TK.requires_grad:
-        return True
-    return any(parameter.requires_grad for parameter in experts.parameters())
-
-
 def refuse_tangents(*tensors: Tensor) -> None:
     """Refuses forward-mode differentiation.
 
@@ -65,11 +58,6 @@ def differentiable_experts(
             "processes cannot train; freeze them, or load the model in one process"
         )
     return cast(Tensor, _Experts.apply(experts, hidden_TD, ids_TK, weights_TK, *parameters))
-
-
-def is_recomputing() -> bool:
-    """Whether a backward pass is under way: what it computes is no step of its own."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class _Experts(torch.autograd.Function):

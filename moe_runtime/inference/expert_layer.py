@@ -11,13 +11,8 @@ from torch.autograd import forward_ad
 
 from moe_runtime.checkpoints.expert_map import ExpertsModule
 from moe_runtime.checkpoints.transformers_private import gate_of, has_usual_gate
+from moe_runtime.inference import options
 from moe_runtime.inference.cpu.small_batch import is_observed
-from moe_runtime.inference.expert_gradients import (
-    differentiable_experts,
-    is_recomputing,
-    refuse_tangents,
-    wants_gradient,
-)
 from moe_runtime.inference.hugging_face.absent import AbsentParameters, AbsentTensor
 from moe_runtime.inference.steps import LayerRouting, Listeners
 from moe_runtime.kernels.combine import combine_slots
@@ -194,10 +189,16 @@ class OffloadedExperts(AbsentParameters):
                 out_TD = self._forward(wide, top_k_index, top_k_weights)
             return out_TD.to(hidden_states.dtype)
         if forward_ad._current_level >= 0:
-            refuse_tangents(hidden_states, top_k_weights)
-        if torch.is_grad_enabled() and wants_gradient(self, hidden_states, top_k_weights):
-            return differentiable_experts(self, hidden_states, top_k_index, top_k_weights)
+            options.refuse_tangents(hidden_states, top_k_weights)
+        if torch.is_grad_enabled() and self._wants_gradient(hidden_states, top_k_weights):
+            return options.differentiable_experts(self, hidden_states, top_k_index, top_k_weights)
         return self.compute(hidden_states, top_k_index, top_k_weights)
+
+    def _wants_gradient(self, hidden_TD: torch.Tensor, weights_TK: torch.Tensor) -> bool:
+        """Whether the output needs a gradient, where gradients are enabled."""
+        if hidden_TD.requires_grad or weights_TK.requires_grad:
+            return True
+        return any(parameter.requires_grad for parameter in self.parameters())
 
     def compute(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -214,7 +215,7 @@ class OffloadedExperts(AbsentParameters):
         """The outputs of the experts before they are summed: ``[T * K, D]``, a row a choice."""
         num_tokens, top_k = top_k_index.shape
         rows = self.rows_of(top_k_index)
-        if self.listeners.routed and not is_recomputing():
+        if self.listeners.routed and not _is_recomputing():
             keys = [self._keys[expert] for expert in rows]
             routing = LayerRouting(self.layer, keys, hidden_TD, top_k_index, top_k_weights)
             for listener in self.listeners.routed:
@@ -294,7 +295,7 @@ class OffloadedExperts(AbsentParameters):
         num_tokens, top_k = routing.ids_TK.shape
         streaming = num_tokens > 1 and len(rows) > self.store.share(self.layer)
         activation = self._activation_now()
-        waiting = [] if is_recomputing() else [*self.listeners.demanded]
+        waiting = [] if _is_recomputing() else [*self.listeners.demanded]
 
         def tell() -> None:
             while waiting:
@@ -361,3 +362,8 @@ def _own_gate(experts: Any) -> GateFunction:
 
 def _has_act_fn(experts: Any) -> bool:
     return isinstance(getattr(experts, "act_fn", None), torch.nn.Module)
+
+
+def _is_recomputing() -> bool:
+    """Whether a backward pass is under way: what it computes is no step of its own."""
+    return torch._C._current_graph_task_id() != -1

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from moe_runtime.inference import options
-from moe_runtime.inference.prediction.predictors import is_file_name
 from moe_runtime.inference.steps import LayerRouting, Listener, Step
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.policies.prediction import PREDICTORS, LayerRouted, StepBegins
@@ -74,7 +73,7 @@ class KeptLearning(Listener):
     ) -> None:
         self._signature = signature
         self._writes = writes
-        self._has_trained = is_file_name(predictor)
+        self._predictor = predictor
         self._has_step = False
         self._learners: dict[str, Learner] = {}
 
@@ -83,7 +82,7 @@ class KeptLearning(Listener):
         for watcher in watchers:
             if not isinstance(watcher, Learner):
                 continue
-            if self._has_trained and watcher.name in PREDICTORS:
+            if watcher.name in PREDICTORS and options.is_file_name(self._predictor):
                 continue
             options.restore_learned(watcher, self._signature)
             self._learners.setdefault(watcher.name, watcher)

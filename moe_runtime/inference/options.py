@@ -1,11 +1,22 @@
-"""What ``load`` imports only where an option asks for it."""
+"""What a loaded model imports only where an option, or a backward pass, asks for it."""
 
 from typing import TYPE_CHECKING
 
 from moe_runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from moe_runtime.inference.expert_gradients import (
+        differentiable_experts as differentiable_experts,
+    )
+    from moe_runtime.inference.expert_gradients import refuse_tangents as refuse_tangents
     from moe_runtime.inference.expert_partition import divide_experts as divide_experts
+    from moe_runtime.inference.prediction.gates import find_gate as find_gate
+    from moe_runtime.inference.prediction.predictors import check_predictor as check_predictor
+    from moe_runtime.inference.prediction.predictors import is_file_name as is_file_name
+    from moe_runtime.inference.prediction.predictors import learned_bytes as learned_bytes
+    from moe_runtime.inference.prediction.predictors import (
+        make_live_estimator as make_live_estimator,
+    )
     from moe_runtime.inference.prediction.prefetching import open_prefetcher as open_prefetcher
     from moe_runtime.inference.step_times import StepTimes as StepTimes
     from moe_runtime.inference.step_times import StoreTimes as StoreTimes
@@ -31,7 +42,12 @@ else:
             "moe_runtime.inference.expert_partition": "divide_experts",
             # a device
             "moe_runtime.memory.tiers": "TierFetcher",
+            # gradients
+            "moe_runtime.inference.expert_gradients": "differentiable_experts refuse_tangents",
             # prefetching
+            "moe_runtime.inference.prediction.gates": "find_gate",
+            "moe_runtime.inference.prediction.predictors": "check_predictor is_file_name "
+            "learned_bytes make_live_estimator",
             "moe_runtime.inference.prediction.prefetching": "open_prefetcher",
             "moe_runtime.lab.traces.predictor_file": "read_predictor read_predictor_signature",
             # a policy that is chosen by replay, or that learns from requests

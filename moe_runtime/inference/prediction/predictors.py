@@ -57,11 +57,11 @@ def make_live_estimator(predictor: str | Path, signature: ModelSignature) -> Est
     return make_estimator(str(predictor), shape_of(signature))
 
 
-def learned_bytes(predictor: str | Path, estimator: Estimator | None) -> int:
+def learned_bytes(predictor: str | Path, estimator: Estimator) -> int:
     """Memory that a trained estimator's tables take: part of the budget.
 
     Without training there are only counts of a few kilobytes; they are in the fixed reserve.
     """
-    if estimator is None or not is_file_name(predictor):
+    if not is_file_name(predictor):
         return 0
     return sum(array.nbytes for array in estimator.state().values())
