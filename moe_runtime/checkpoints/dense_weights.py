@@ -15,8 +15,8 @@ import torch
 
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.expert_map import ExpertMap
+from moe_runtime.checkpoints.formats import PackedWeight, Weight
 from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
-from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.memory.layout import BLOCK_BYTES
 from moe_runtime.memory.slab import aligned_bytes, host_view
@@ -24,6 +24,9 @@ from moe_runtime.memory.source import READ_BYTES, CheckpointFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_ELEMENTS_AT_ONCE = 2**18
+"""Elements of a quantised weight that are dequantised at once: a few megabytes on the way."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, the bytes done and the bytes in all."""
@@ -35,7 +38,7 @@ class _LazyTensor:
     Stands where transformers expects a slice of an open safetensors file: indexing reads.
     """
 
-    def __init__(self, entry: TensorEntry, reader: _Reader) -> None:
+    def __init__(self, entry: Weight, reader: _Reader) -> None:
         self._entry = entry
         self._reader = reader
 
@@ -53,43 +56,73 @@ class _LazyTensor:
 
 
 class _Reader:
-    """Reads dense tensors from the checkpoint's files and reports how far it is."""
+    """Reads dense weights from the checkpoint's files and reports how far it is.
 
-    def __init__(self, entries: Iterable[TensorEntry], progress: Progress | None) -> None:
+    Quantised ones become values of `dtype`, a few rows after the others.
+    """
+
+    def __init__(
+        self, entries: Iterable[Weight], dtype: torch.dtype, progress: Progress | None
+    ) -> None:
         entries = list(entries)
+        self._dtype = dtype
         self._files: dict[Path, CheckpointFile] = {}
         for entry in entries:
-            if entry.file not in self._files:
-                self._files[entry.file] = CheckpointFile(entry.file)
+            parts = entry.entries if isinstance(entry, PackedWeight) else [entry]
+            for part in parts:
+                if part.file not in self._files:
+                    self._files[part.file] = CheckpointFile(part.file)
         self._progress = progress
         self._done = 0
         self._total = sum(entry.num_bytes for entry in entries)
 
-    def read(self, entry: TensorEntry) -> torch.Tensor:
-        dtype = TORCH_DTYPES.get(entry.dtype)
-        if dtype is None:
-            raise UnsupportedModelError(
-                f"{entry.name} is {entry.dtype}: quantised weights are not supported yet; "
-                "expected BF16, F16 or F32"
-            )
-        if entry.num_bytes == 0:
-            return torch.empty(entry.shape, dtype=dtype)
-        start = entry.offset // BLOCK_BYTES * BLOCK_BYTES
-        lead = entry.offset - start
-        needed = lead + entry.num_bytes
+    def read(self, entry: Weight) -> torch.Tensor:
+        """The values of a weight, in memory of their own."""
+        if isinstance(entry, PackedWeight):
+            values = self._dequantised(entry)
+        else:
+            dtype = TORCH_DTYPES.get(entry.dtype)
+            if dtype is None:
+                raise UnsupportedModelError(
+                    f"{entry.name} is {entry.dtype}, which nothing computes with; expected BF16, "
+                    "F16 or F32"
+                )
+            flat = self._bytes(entry.name, entry.file, entry.offset, entry.num_bytes)
+            values = flat.view(dtype).view(entry.shape)
+        self._done += entry.num_bytes
+        if self._progress is not None:
+            self._progress("loading dense weights", self._done, self._total)
+        return values
+
+    def _dequantised(self, weight: PackedWeight) -> torch.Tensor:
+        memory = aligned_bytes(weight.total_rows * weight.num_cols * self._dtype.itemsize)
+        values_RK = memory.view(self._dtype).view(weight.total_rows, weight.num_cols)
+        for first, count in weight.runs(_ELEMENTS_AT_ONCE):
+            parts = {}
+            for name, part in weight.ranges(first, 1, count).items():
+                flat = self._bytes(weight.name, part.file, part.offset, part.span_bytes)
+                parts[name] = flat.view(part.dtype).as_strided(part.shape, part.stride)
+            matrix = weight.packing.matrix(parts)
+            values_RK[first : first + count] = matrix.dequantize(self._dtype)
+        return weight.stand_in(values_RK.view(*weight.lead, weight.num_rows, weight.num_cols))
+
+    def _bytes(self, name: str, file: Path, offset: int, num_bytes: int) -> torch.Tensor:
+        """A range of a file as `uint8`."""
+        if num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        start = offset // BLOCK_BYTES * BLOCK_BYTES
+        lead = offset - start
+        needed = lead + num_bytes
         memory = aligned_bytes(-(-needed // BLOCK_BYTES) * BLOCK_BYTES)
         buffer = host_view(memory)
         try:
             for begin in range(0, len(buffer), READ_BYTES):
                 part = buffer[begin : begin + READ_BYTES]
                 wanted = min(len(part), needed - begin)
-                self._files[entry.file].read(start + begin, part, wanted)
+                self._files[file].read(start + begin, part, wanted)
         except (OSError, EOFError) as error:
-            raise CheckpointError(f"cannot read {entry.name} from {entry.file}: {error}") from None
-        self._done += entry.num_bytes
-        if self._progress is not None:
-            self._progress("loading dense weights", self._done, self._total)
-        return memory[lead:needed].view(dtype).view(entry.shape)
+            raise CheckpointError(f"cannot read {name} from {file}: {error}") from None
+        return memory[lead:needed]
 
     def close(self) -> None:
         for file in self._files.values():
@@ -109,7 +142,7 @@ def load_dense(
         CheckpointError: a weight is missing, unreadable or of another shape than the model's.
         UnsupportedModelError: a weight has an element type that transformers cannot use as it is.
     """
-    reader = _Reader(experts.dense_entries.values(), progress)
+    reader = _Reader(experts.dense_entries.values(), checkpoint.dtype, progress)
     config = private.LoadStateDictConfig(
         pretrained_model_name_or_path=str(checkpoint.folder),
         device_map={"": device},

@@ -6,22 +6,24 @@ known here by name.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 
 from moe_runtime.checkpoints import transformers_private as private
+from moe_runtime.checkpoints.expert_places import PlacedMatrix, expert_rows, place_matrix
 from moe_runtime.checkpoints.families import checkpoint_renamings
+from moe_runtime.checkpoints.formats import PackedWeight, Packing, Weight, described
 from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
 from moe_runtime.checkpoints.provenance import Provenance
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
-from moe_runtime.memory.layout import ExpertLayout, TensorRange, lay_out
+from moe_runtime.memory.layout import ExpertLayout, lay_out
 from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
     from moe_runtime.checkpoints.transformers_private import WeightTransform
 
 MATRICES = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
-"""Names of an expert's tensors, in the order in which layouts list those that exist."""
+"""Names of an expert's tensors, in the order in which layouts list those that exist.
+
+A quantised matrix is several tensors: `gate.codes`, `gate.scales` and so on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +62,50 @@ class ExpertMap:
         modules: the experts modules in model order; the position is the layer of an ``ExpertKey``.
         layouts: how to read each expert.
         matrices: for each layer, the names of the tensors that its layouts list.
-        dense_entries: the checkpoint's tensors that belong to no expert.
+        packings: for each layer, how those of its matrices are written that are quantised.
+        dense_entries: the checkpoint's weights that belong to no expert.
         weight_mapping: the conversion table that transformers uses for this model.
     """
 
     modules: list[ExpertsModule]
     layouts: dict[ExpertKey, ExpertLayout] = field(default_factory=dict)
     matrices: list[tuple[str, ...]] = field(default_factory=list)
-    dense_entries: dict[str, TensorEntry] = field(default_factory=dict)
+    packings: list[dict[str, Packing]] = field(default_factory=list)
+    dense_entries: dict[str, Weight] = field(default_factory=dict)
     weight_mapping: list[WeightTransform] = field(default_factory=list)
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot that holds any of the experts."""
         return max(layout.slot_bytes for layout in self.layouts.values())
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of a number of an expert in the files, scales and zero points included."""
+        num_bytes = num_weights = 0
+        for key, layout in self.layouts.items():
+            num_bytes += layout.tensor_bytes
+            for name, tensor in zip(self.matrices[key.layer], layout.tensors, strict=True):
+                matrix, _, part = name.partition(".")
+                if part == "codes":
+                    packing = self.packings[key.layer][matrix]
+                    num_weights += tensor.shape[0] * packing.num_cols
+                elif not part:
+                    num_weights += math.prod(tensor.shape)
+        return num_bytes * 8 / num_weights
+
+    @property
+    def type_names(self) -> list[str]:
+        """In what types experts lie in the files, each once."""
+        names: set[str] = set()
+        for layer, matrices in enumerate(self.matrices):
+            packings = self.packings[layer]
+            names.update(described(packing.format) for packing in packings.values())
+            layout = self.layouts[ExpertKey(layer, 0)]
+            for name, tensor in zip(matrices, layout.tensors, strict=True):
+                if "." not in name and (not packings or not name.endswith("_bias")):
+                    names.add(str(tensor.dtype).removeprefix("torch."))
+        return sorted(names)
 
     def dense_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the dense weights when they are computed with in ``dtype``."""
@@ -92,8 +126,8 @@ def map_experts(model: PreTrainedModel, checkpoint: Checkpoint) -> ExpertMap:
         *private.get_model_conversion_mapping(model),
     ]
     provenance = Provenance()
-    entries = list(checkpoint.entries.values())
-    converted = _convert(model, experts, entries, provenance)
+    entries = checkpoint.weights
+    converted = _convert(model, experts, entries, provenance, checkpoint.dtype)
     for layer, module in enumerate(experts.modules):
         slices = {}
         for parameter in module.parameters:
@@ -110,21 +144,33 @@ def map_experts(model: PreTrainedModel, checkpoint: Checkpoint) -> ExpertMap:
                 )
             slices[parameter] = stacked
         rows = dict(expert_rows(module.module, slices))
-        experts.matrices.append(tuple(name for name in MATRICES if name in rows))
-        ranges = {
-            name: _ranges(name, view, slices, provenance, entries) for name, view in rows.items()
+        placed = {
+            name: place_matrix(name, rows[name], slices, provenance, entries)
+            for name in MATRICES
+            if name in rows
         }
-        _require_one_type(module.name, ranges)
+        _require_one_type(module.name, placed)
+        first = {name: found[0] for name, found in placed.items()}
+        experts.matrices.append(
+            tuple(
+                name if part is None else f"{name}.{part}"
+                for name, found in first.items()
+                for part in found.ranges
+            )
+        )
+        experts.packings.append(
+            {name: found.packing for name, found in first.items() if found.packing is not None}
+        )
         for expert in range(module.num_experts):
-            tensors = [ranges[name][expert] for name in experts.matrices[layer]]
-            experts.layouts[ExpertKey(layer, expert)] = lay_out(tensors)
+            parts = (found[expert].ranges.values() for found in placed.values())
+            experts.layouts[ExpertKey(layer, expert)] = lay_out([*itertools.chain(*parts)])
     return experts
 
 
-def _require_one_type(name: str, ranges: Mapping[str, Sequence[TensorRange]]) -> None:
+def _require_one_type(name: str, placed: Mapping[str, Sequence[PlacedMatrix]]) -> None:
     """Refuses experts of a layer that one product could not take together."""
-    for matrix, of_experts in ranges.items():
-        types = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in of_experts})
+    for matrix, of_experts in placed.items():
+        types = sorted({found.described for found in of_experts})
         if len(types) > 1:
             raise UnsupportedModelError(
                 f"{name}: the {matrix} weights of some experts are {types[0]}, of others "
@@ -171,8 +217,9 @@ def _sounds_like_experts(module: torch.nn.Module) -> bool:
 def _convert(
     model: PreTrainedModel,
     experts: ExpertMap,
-    entries: list[TensorEntry],
+    entries: Sequence[Weight],
     provenance: Provenance,
+    dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
     """Runs the conversion of all expert tensors on stand-ins; what is dense goes to the map."""
     renamings = [
@@ -194,6 +241,8 @@ def _convert(
             name, pattern = private.rename_source_key(entry.name, [], [], prefix, state)
         if name not in targets:
             if name in state:
+                if state[name].is_floating_point():
+                    _value_dtype(entry, dtype)
                 experts.dense_entries[entry.name] = entry
             continue
         job = jobs.get(name)
@@ -203,7 +252,7 @@ def _convert(
                 if pattern is None
                 else deepcopy(by_pattern[pattern])
             )
-        stand_in = provenance.source(index, entry.shape, _float_dtype(entry))
+        stand_in = _stand_in(index, entry, provenance, dtype)
         job.add_tensor(name, entry.name, pattern or entry.name, cast(Any, stand_in))
     converted: dict[str, torch.Tensor] = {}
     for name, job in jobs.items():
@@ -224,99 +273,24 @@ def _convert(
     return converted
 
 
-def _float_dtype(entry: TensorEntry) -> torch.dtype:
-    dtype = TORCH_DTYPES.get(entry.dtype)
-    if dtype is None or not dtype.is_floating_point:
+def _stand_in(
+    index: int, entry: Weight, provenance: Provenance, dtype: torch.dtype
+) -> torch.Tensor:
+    """A tensor of the weight's sizes whose elements are its own."""
+    if isinstance(entry, TensorEntry):
+        return provenance.source(index, entry.shape, _value_dtype(entry, dtype))
+    sizes = (*entry.lead, entry.num_rows, entry.num_cols)
+    return entry.stand_in(provenance.source(index, sizes, dtype))
+
+
+def _value_dtype(entry: Weight, dtype: torch.dtype) -> torch.dtype:
+    """The type of a weight's values: its own, or the one computed in where it is quantised."""
+    if isinstance(entry, PackedWeight):
+        return dtype
+    stored = TORCH_DTYPES.get(entry.dtype)
+    if stored is None or not stored.is_floating_point:
         raise UnsupportedModelError(
-            f"{entry.name} is {entry.dtype}: quantised experts are not supported yet; "
-            "expected BF16, F16 or F32"
+            f"{entry.name} is {entry.dtype}, and config.json has no quantization_config that says "
+            "what it stands for; expected BF16, F16 or F32"
         )
-    return dtype
-
-
-@dataclass(frozen=True, slots=True)
-class MatrixRows:
-    """A matrix of every expert as rows of a parameter: ``start``, ``start + step`` and so on."""
-
-    parameter: str
-    start: int
-    step: int
-    count: int
-    out_dim: int
-
-
-def expert_rows(
-    module: torch.nn.Module, parameters: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, MatrixRows]]:
-    """Says which rows of which parameter are an expert's gate, up and down, from the flags."""
-    for parameter, tensor in parameters.items():
-        is_bias = parameter.endswith("_bias")
-        suffix = "_bias" if is_bias else ""
-        out_dim = 1 if is_bias or not module.is_transposed else 2
-        count = tensor.shape[out_dim]
-        if not parameter.startswith("gate_up"):
-            matrix = "up" if parameter.startswith("up") else "down"
-            yield matrix + suffix, MatrixRows(parameter, 0, 1, count, out_dim)
-        elif module.is_concatenated:
-            yield "gate" + suffix, MatrixRows(parameter, 0, 1, count // 2, out_dim)
-            yield "up" + suffix, MatrixRows(parameter, count // 2, 1, count // 2, out_dim)
-        else:
-            yield "gate" + suffix, MatrixRows(parameter, 0, 2, count // 2, out_dim)
-            yield "up" + suffix, MatrixRows(parameter, 1, 2, count // 2, out_dim)
-
-
-def _ranges(
-    name: str,
-    rows: MatrixRows,
-    parameters: Mapping[str, torch.Tensor],
-    provenance: Provenance,
-    entries: list[TensorEntry],
-) -> list[TensorRange]:
-    """One strided range of a file for each expert, for one of its matrices."""
-    tensor = parameters[rows.parameter]
-    stride = tensor.stride()
-    first = int(tensor.storage_offset()) + np.arange(tensor.shape[0])[:, None] * stride[0]
-    starts = first + (rows.start + rows.step * np.arange(rows.count)) * stride[rows.out_dim]
-    width = 1
-    if tensor.dim() == 3:
-        in_dim = 3 - rows.out_dim
-        width = tensor.shape[in_dim]
-        ends = starts + (width - 1) * stride[in_dim]
-        seconds = starts + min(1, width - 1) * stride[in_dim]
-        source, offset = provenance.locate(tensor, starts)
-        _, second = provenance.locate(tensor, seconds)
-        end_source, end = provenance.locate(tensor, ends)
-        step = second - offset
-        regular = (source == end_source) & (end == offset + step * (width - 1))
-    else:
-        source, offset = provenance.locate(tensor, starts)
-        step, regular = np.ones_like(offset), np.ones_like(offset, dtype=bool)
-    row_step = np.diff(offset, axis=1)
-    regular &= (source == source[:, :1]) & (step == step[:, :1]) & (step >= 0)
-    if not regular.all() or (row_step != row_step[:, :1]).any() or (row_step < 0).any():
-        raise UnsupportedModelError(
-            f"{entries[int(source[0, 0])].name}: the {name} weights of an expert are scattered "
-            "over the file; such checkpoints are not supported yet"
-        )
-    ranges = []
-    for expert in range(tensor.shape[0]):
-        entry = entries[int(source[expert, 0])]
-        shape = (rows.count, width) if tensor.dim() == 3 else (rows.count,)
-        between = int(row_step[expert, 0]) if rows.count > 1 else width
-        strides = (between, int(step[expert, 0])) if tensor.dim() == 3 else (between,)
-        ranges.append(_range(entry, int(offset[expert, 0]), shape, strides))
-    return ranges
-
-
-def _range(
-    entry: TensorEntry, position: int, shape: tuple[int, ...], stride: tuple[int, ...]
-) -> TensorRange:
-    dtype = _float_dtype(entry)
-    offset = entry.offset + position * dtype.itemsize
-    if offset % dtype.itemsize:
-        raise CheckpointError(
-            f"{entry.file}: {entry.name} starts at byte {offset}, which is no multiple of its "
-            f"{dtype.itemsize}-byte elements; save the checkpoint again with safetensors"
-        )
-    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    return TensorRange(entry.file, offset, (last + 1) * dtype.itemsize, dtype, shape, stride)
+    return stored

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_runtime.checkpoints.expert_map import ExpertMap, expert_rows
+from moe_runtime.checkpoints.expert_map import ExpertMap
+from moe_runtime.checkpoints.expert_places import expert_rows
 from moe_runtime.memory.slab import aligned_bytes
 from moe_runtime.memory.source import ExpertSource
 from moe_runtime.types import ExpertKey

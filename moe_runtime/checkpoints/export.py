@@ -107,10 +107,12 @@ class LikeCheckpoint:
         experts: where its experts lie there.
 
     Raises:
-        UnsupportedModelError: a dense tensor of the checkpoint cannot be had from the model.
+        UnsupportedModelError: a dense tensor of the checkpoint cannot be had from the model, or
+            its weights are quantised.
     """
 
     def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, experts: ExpertMap) -> None:
+        checkpoint.require_plain("saving")
         self._model = model
         self._checkpoint = checkpoint
         self._experts = experts

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_runtime.checkpoints.settings_check import check_config, check_generation_settings
-from moe_runtime.checkpoints.strict_json import one_line, parse_object
+from moe_runtime.checkpoints.strict_json import clipped, one_line, parse_object
 from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
 from moe_runtime.places import require_whole
 from moe_runtime.reading import read_bounded
@@ -90,6 +90,33 @@ def read_config(folder: Path) -> PreTrainedConfig:
         if "model_type" in reason or "model type" in reason or "custom code" in reason:
             raise UnsupportedModelError(f"{file}: unknown architecture: {reason}") from None
         raise
+
+
+def take_quantization(config: PreTrainedConfig, folder: Path) -> dict[str, Any] | None:
+    """Takes what a configuration says of quantised weights out of it; None where it is nothing.
+
+    ModelOpt may write it into a file of its own, `hf_quant_config.json`.
+
+    Raises:
+        CheckpointError: it is no object.
+    """
+    found: Any = None
+    for part in (config.get_text_config(), config):
+        for name in ("compression_config", "quantization_config"):
+            value = vars(part).pop(name, None)
+            found = found if value is None else value
+    if hasattr(found, "to_dict"):
+        found = found.to_dict()
+    if not isinstance(found, dict | None):
+        expected = "expected quantization_config to be an object"
+        raise CheckpointError(f"{folder / 'config.json'}: {expected}, found {clipped(found)}")
+    file = folder / "hf_quant_config.json"
+    if found is None and os.path.lexists(file):
+        quantization = _read_object(file).get("quantization")
+        if not isinstance(quantization, dict):
+            raise CheckpointError(f"{file}: expected quantization to be an object")
+        found = {"quant_method": "modelopt", **quantization}
+    return found
 
 
 def load_tokenizer(folder: Path) -> Any:

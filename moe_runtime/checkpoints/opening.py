@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from moe_runtime.checkpoints.families import give_experts_interface
-from moe_runtime.checkpoints.model_files import find_checkpoint, read_config
+from moe_runtime.checkpoints.formats import PackedWeight, Weight, packed_weights
+from moe_runtime.checkpoints.model_files import find_checkpoint, read_config, take_quantization
 from moe_runtime.checkpoints.safetensors_index import TensorEntry, read_checkpoint_index
 from moe_runtime.checkpoints.settings_check import check_layers, named_lookup
 from moe_runtime.checkpoints.transformers_private import warn_if_untested
@@ -47,12 +49,34 @@ class Checkpoint:
         config: the model's configuration.
         entries: every tensor of the checkpoint by name.
         dtype: the type in which the model computes.
+        packed: its quantised weights by the names that the model's conversion table knows.
     """
 
     folder: Path
     config: PreTrainedConfig
     entries: dict[str, TensorEntry]
     dtype: torch.dtype
+    packed: dict[str, PackedWeight] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> list[Weight]:
+        """Every weight once: quantised ones, and tensors that are no part of one."""
+        return [*_plain(self.entries, self.packed), *self.packed.values()]
+
+    def require_plain(self, purpose: str) -> None:
+        """Refuses quantised weights where they have no use yet.
+
+        Args:
+            purpose: what is not done with them, such as "training".
+
+        Raises:
+            UnsupportedModelError: there are some.
+        """
+        if self.packed:
+            raise UnsupportedModelError(
+                f"{self.folder}: {purpose} of quantised weights is not supported yet; expected a "
+                "checkpoint in bf16, fp16 or fp32"
+            )
 
 
 def open_checkpoint(path_or_id: str | Path, dtype: str | torch.dtype) -> Checkpoint:
@@ -64,15 +88,19 @@ def open_checkpoint(path_or_id: str | Path, dtype: str | torch.dtype) -> Checkpo
 
     Raises:
         CheckpointError: nothing readable is there.
-        UnsupportedModelError: the weights are quantised, or the architecture is unknown.
+        UnsupportedModelError: the architecture is unknown, or weights are quantised in a way that
+            is not read yet.
         ValueError: the dtype is not one to compute in.
     """
     folder = find_checkpoint(path_or_id).absolute()  # whatever the working directory is later
     config = read_config(folder)
-    _refuse_quantized(config)
+    # the model is built as one of plain weights: it computes what they stand for
+    quantization = take_quantization(config, folder)
     entries = read_checkpoint_index(folder)
     check_layers(config, entries, folder / "config.json")
-    return Checkpoint(folder, config, entries, _compute_dtype(dtype, config, entries))
+    packed = packed_weights(quantization, entries)
+    compute_dtype = _compute_dtype(dtype, config, _plain(entries, packed), bool(packed))
+    return Checkpoint(folder, config, entries, compute_dtype, packed)
 
 
 def build_on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
@@ -97,23 +125,20 @@ def build_on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
         return model
 
 
-def _refuse_quantized(config: PreTrainedConfig) -> None:
-    for part in (config, config.get_text_config()):
-        quantization = getattr(part, "quantization_config", None)
-        if quantization is not None:
-            get = quantization.get if isinstance(quantization, dict) else vars(quantization).get
-            method = get("quant_method", "quantised")
-            raise UnsupportedModelError(
-                f"{config.model_type}: {method} experts are not supported yet; "
-                "expected a checkpoint in bf16, fp16 or fp32"
-            )
+def _plain(entries: dict[str, TensorEntry], packed: dict[str, PackedWeight]) -> list[TensorEntry]:
+    """The tensors that are no part of a quantised weight."""
+    parts = {entry.name for weight in packed.values() for entry in weight.entries}
+    return [entry for entry in entries.values() if entry.name not in parts]
 
 
 def _compute_dtype(
-    dtype: str | torch.dtype, config: PreTrainedConfig, entries: dict[str, TensorEntry]
+    dtype: str | torch.dtype,
+    config: PreTrainedConfig,
+    plain: Iterable[TensorEntry],
+    is_packed: bool,
 ) -> torch.dtype:
     if dtype == "auto":
-        stored = _stored_dtype(config, entries)
+        stored = _stored_dtype(config, plain, is_packed)
         if stored not in COMPUTE_DTYPES:
             raise UnsupportedModelError(
                 f"the checkpoint's own type is {stored}; name another one to compute in: dtype "
@@ -126,15 +151,19 @@ def _compute_dtype(
     return named
 
 
-def _stored_dtype(config: PreTrainedConfig, entries: dict[str, TensorEntry]) -> torch.dtype:
+def _stored_dtype(
+    config: PreTrainedConfig, plain: Iterable[TensorEntry], is_packed: bool
+) -> torch.dtype:
     declared = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-    if isinstance(declared, torch.dtype):
+    if isinstance(declared, torch.dtype) and (declared in COMPUTE_DTYPES or not is_packed):
         return declared
     sizes: Counter[torch.dtype] = Counter()
-    for entry in entries.values():
+    for entry in plain:
         stored = TORCH_DTYPES.get(entry.dtype)
         if stored is not None and stored.is_floating_point:
             sizes[stored] += entry.num_bytes
+    if not sizes and is_packed:
+        return torch.bfloat16
     if not sizes:
         raise UnsupportedModelError("the checkpoint has no tensor in bf16, fp16 or fp32")
     return sizes.most_common(1)[0][0]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
+from moe_runtime.checkpoints.formats import Packing
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.types import ExpertKey
 
@@ -21,9 +23,24 @@ def bind_weights(experts: ExpertMap) -> Callable[[ExpertKey, torch.Tensor], Expe
         with torch.inference_mode(False):  # views are kept, and a later call may want gradients
             views = experts.layouts[key].views(slot)
         named = dict(zip(experts.matrices[key.layer], views, strict=True))
-        return ExpertWeights(gate=named.pop("gate", None), **named)
+        packings = experts.packings[key.layer]
+        matrices = _matrices(named, packings) if packings else named
+        return ExpertWeights(gate=matrices.pop("gate", None), **matrices)
 
     return bind
+
+
+def _matrices(named: Mapping[str, torch.Tensor], packings: Mapping[str, Packing]) -> dict[str, Any]:
+    """An expert's matrices and biases; the parts of quantised ones become one."""
+    matrices: dict[str, Any] = {name: view for name, view in named.items() if "." not in name}
+    for matrix, packing in packings.items():
+        parts = {
+            name.removeprefix(f"{matrix}."): view
+            for name, view in named.items()
+            if name.startswith(f"{matrix}.")
+        }
+        matrices[matrix] = packing.matrix(parts)
+    return matrices
 
 
 def bind_slots(experts: ExpertMap) -> Callable[[ExpertKey, torch.Tensor], ExpertWeights]:
@@ -41,7 +58,8 @@ def bind_slots(experts: ExpertMap) -> Callable[[ExpertKey, torch.Tensor], Expert
     def bind_slot(key: ExpertKey, slot: torch.Tensor) -> ExpertWeights:
         form, address = form_of.get(key), slot.data_ptr()
         if form is None:
-            described = experts.matrices[key.layer], experts.layouts[key].form
+            packings = tuple(experts.packings[key.layer].items())
+            described = experts.matrices[key.layer], packings, experts.layouts[key].form
             form = form_of[key] = forms.setdefault(described, len(forms))
         known = bound.get((address, form))
         if known is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
+from moe_runtime.checkpoints.expert_map import map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.inference.budget import (
     experts_per_token,
@@ -35,7 +35,8 @@ class CheckpointSummary:
         num_experts: routed experts in the widest layer.
         total_experts: routed experts of all layers.
         top_k: experts that a token visits in a layer.
-        expert_dtype: element type of the experts in the files.
+        expert_dtype: in what type the experts lie in the files.
+        bits_per_weight: of a number of an expert in the files, scales included.
         dense_bytes: everything but the routed experts, in the type it computes in.
         expert_bytes: all routed experts.
         bytes_per_expert: the largest expert.
@@ -54,6 +55,7 @@ class CheckpointSummary:
     total_experts: int
     top_k: int
     expert_dtype: str
+    bits_per_weight: float
     dense_bytes: int
     expert_bytes: int
     bytes_per_expert: int
@@ -123,7 +125,8 @@ def inspect_checkpoint(
         num_experts=max(module.num_experts for module in experts.modules),
         total_experts=len(experts.layouts),
         top_k=experts_per_token(checkpoint.config),
-        expert_dtype=_expert_dtypes(experts),
+        expert_dtype=" and ".join(experts.type_names),
+        bits_per_weight=experts.bits_per_weight,
         dense_bytes=dense_bytes,
         expert_bytes=sum(layout.tensor_bytes for layout in layouts),
         bytes_per_expert=max(layout.tensor_bytes for layout in layouts),
@@ -139,8 +142,3 @@ def inspect_checkpoint(
         token_bytes=reserve_per_token(checkpoint.config, checkpoint.dtype),
         signature=signature_of(checkpoint, experts),
     )
-
-
-def _expert_dtypes(experts: ExpertMap) -> str:
-    found = {tensor.dtype for layout in experts.layouts.values() for tensor in layout.tensors}
-    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))

@@ -124,6 +124,7 @@ def summary_of(path: str, **_: object) -> CheckpointSummary:
         total_experts=32,
         top_k=2,
         expert_dtype="bfloat16",
+        bits_per_weight=16.0,
         dense_bytes=1000,
         expert_bytes=3200,
         bytes_per_expert=100,

@@ -118,7 +118,11 @@ def _as_rows(summary: "CheckpointSummary") -> list[tuple[str, str]]:
             f"{summary.num_layers} layers of {summary.num_experts}, "
             f"{summary.top_k} of them for each token",
         ),
-        ("each expert", f"{format_bytes(summary.bytes_per_expert)} as {summary.expert_dtype}"),
+        (
+            "each expert",
+            f"{format_bytes(summary.bytes_per_expert)} as {summary.expert_dtype}: "
+            f"{summary.bits_per_weight:.4g} bits a weight",
+        ),
         ("all experts", format_bytes(summary.expert_bytes)),
         ("everything else", format_bytes(summary.dense_bytes)),
         ("together", format_bytes(total_bytes)),

@@ -58,6 +58,7 @@ def load_spread_model(path_or_id: str | Path, *, dtype: str | torch.dtype = "aut
         UnsupportedModelError: its model is not one that can be spread.
     """
     checkpoint = open_checkpoint(path_or_id, dtype)
+    checkpoint.require_plain("spreading")
     model = build_on_meta(checkpoint)
     settle_libraries(checkpoint.dtype)
     experts = map_experts(model, checkpoint)

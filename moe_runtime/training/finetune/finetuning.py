@@ -147,6 +147,7 @@ def prepare(
     torch.manual_seed(config.run.seed)
     dtype = torch.float32 if config.lora is None else DTYPES[config.run.precision]
     checkpoint = open_checkpoint(config.model, dtype)
+    checkpoint.require_plain("fine-tuning")
     check_inputs_stay(output, trace, text_files(config.data, Path()), checkpoint.folder)
     check_outputs(output, trace)
     require_positions(checkpoint.config, config.data.context)

@@ -1,0 +1,275 @@
+"""The formats of compressed-tensors: integers, FP8, MXFP4, MXFP8 and NVFP4, chosen by module.
+
+`config_groups` say for the modules that they name how weights are written; a format of the table
+below says where. https://github.com/vllm-project/compressed-tensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from moe_runtime.checkpoints.formats.packed_weight import (
+    PackedWeight,
+    codes_shape,
+    companion,
+    one_number,
+    with_scales,
+)
+from moe_runtime.checkpoints.formats.settings import Settings, matches
+from moe_runtime.checkpoints.safetensors_index import TensorEntry
+from moe_runtime.errors import CheckpointError, UnsupportedModelError
+from moe_runtime.kernels.quantized import WeightFormat
+
+_FLOATS = ("BF16", "F32", "F16")
+_E8M0 = ("U8", "F8_E8M0")
+_STRATEGIES = ("group", "tensor_group", "channel", "tensor", "block")
+_WORD_BITS = 32
+_PACKED, _SCALES = ".weight_packed", ".weight_scale"
+
+
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """A module whose weight is quantised.
+
+    Attributes:
+        name: of the module.
+        how: the part of the configuration that says how.
+        entries: all tensors of the checkpoint.
+        stored_shape: reads the content of a `weight_shape`.
+    """
+
+    name: str
+    how: Settings
+    entries: Mapping[str, TensorEntry]
+    stored_shape: Callable[[TensorEntry], tuple[int, int]]
+
+    @property
+    def weight(self) -> str:
+        """Name of the weight that the model has."""
+        return f"{self.name}.weight"
+
+    def part(self, suffix: str) -> TensorEntry:
+        """The tensor of the weight with this end.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        return companion(self.entries, self.name, [f".weight{suffix}"], f"a part of {self.weight}")
+
+    def refuse_unless(self, name: str, known: tuple[object, ...]) -> Any:
+        """What the configuration says, which must be among what can be read.
+
+        Raises:
+            UnsupportedModelError: it is not.
+        """
+        value = self.how.get(name)
+        if value not in known:
+            self.how.unsupported(f"{name} {value!r}", " or ".join(map(repr, known)))
+        return value
+
+    def groups(self) -> tuple[int, int]:
+        """Rows and columns that share a scale.
+
+        Raises:
+            CheckpointError: the configuration does not say.
+        """
+        strategy = self.refuse_unless(
+            "strategy", ("group", "tensor_group", "channel", "tensor", "block")
+        )
+        if strategy == "block":
+            return self.how.block("block_structure") or self.how.refuse("block_structure", "there")
+        if strategy in ("channel", "tensor"):
+            return (1 if strategy == "channel" else 0), 0
+        return 1, self.how.size("group_size") or self.how.refuse("group_size", "there")
+
+
+def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterator[PackedWeight]:
+    """The quantised weights of a checkpoint.
+
+    Raises:
+        UnsupportedModelError: a format, or what one is used with, cannot be read yet.
+        CheckpointError: a part of a weight is missing or has another type or shape, or the
+            configuration does not say how it is written.
+    """
+    if settings.get("sparsity_config"):
+        settings.unsupported("a sparsity_config", "dense weights")
+    groups = _groups_of(settings)
+    ignored = settings.names("ignore")
+    with ExitStack() as stack:
+        reader = _ShapeReader(stack)
+        for name in entries:
+            module = name.removesuffix(_SCALES)
+            if name.endswith(_PACKED):
+                companion(entries, name.removesuffix(_PACKED), [_SCALES], f"the scales of {name}")
+            if module == name:
+                continue
+            if matches(module, ignored):
+                raise CheckpointError(
+                    f"{name}: expected no scales of a module that the quantization_config of "
+                    "config.json ignores"
+                )
+            how, kind = _how(module, name, groups)
+            if kind not in FORMATS:
+                settings.unsupported(f"format {kind!r} of {name}", " or ".join(FORMATS))
+            yield FORMATS[kind](_Module(module, how, entries, reader.shape))
+
+
+def _groups_of(settings: Settings) -> list[tuple[list[str], Settings, str]]:
+    """Targets, what is done to their weights, and the format, for each of `config_groups`."""
+    groups = settings.part("config_groups")
+    found = []
+    for name in groups.values:
+        group = groups.part(name)
+        if group.get("weights") is not None:
+            kind = group.text("format") or settings.text("format") or "missing"
+            found.append((group.names("targets"), group.part("weights"), kind))
+    return found
+
+
+def _how(
+    module: str, name: str, groups: list[tuple[list[str], Settings, str]]
+) -> tuple[Settings, str]:
+    """How a module's weight is written: a target that names it counts more than its class."""
+    for targets, how, kind in groups:
+        if matches(module, targets):
+            return how, kind
+    for targets, how, kind in groups:
+        if "Linear" in targets:
+            return how, kind
+    raise CheckpointError(
+        f"{name}: expected its module among the targets of config_groups in the "
+        "quantization_config of config.json, found it in none of them"
+    )
+
+
+def _packed_integers(module: _Module) -> PackedWeight:
+    """Codes of 4 or 8 bits in words, without a sign: `q + 2 ** (bits - 1)`."""
+    module.refuse_unless("type", ("int",))
+    bits = module.refuse_unless("num_bits", (4, 8))
+    _require_plain_integers(module)
+    kind = WeightFormat("uint4" if bits == 4 else "uint8", "f32", *module.groups(), 1 << (bits - 1))
+    codes, shape = module.part("_packed"), module.part("_shape")
+    rows, width = codes_shape(codes, ["I32"], [2])
+    stored_rows, cols = module.stored_shape(shape)
+    if stored_rows != rows or cols < 1 or -(-cols * bits // _WORD_BITS) != width:
+        raise CheckpointError(
+            f"{shape.name}: expected the sizes of {codes.name} {list(codes.shape)} with {bits} "
+            f"bits a code, found {[stored_rows, cols]}"
+        )
+    return with_scales(module.weight, codes, (rows, cols), module.part("_scale"), _FLOATS, kind)
+
+
+def _integers(module: _Module) -> PackedWeight:
+    module.refuse_unless("type", ("int",))
+    module.refuse_unless("num_bits", (8,))
+    _require_plain_integers(module)
+    return _bytes(module, "I8", WeightFormat("int8", "f32", *module.groups()), _FLOATS)
+
+
+def _floats(module: _Module) -> PackedWeight:
+    module.refuse_unless("type", ("float",))
+    module.refuse_unless("num_bits", (8,))
+    return _bytes(module, "F8_E4M3", WeightFormat("e4m3", "f32", *module.groups()), _FLOATS)
+
+
+def _integers_or_floats(module: _Module) -> PackedWeight:
+    return (_integers if module.how.get("type") == "int" else _floats)(module)
+
+
+def _mxfp8(module: _Module) -> PackedWeight:
+    return _bytes(module, "F8_E4M3", WeightFormat("e4m3", "e8m0", 1, 32), _E8M0)
+
+
+def _bytes(
+    module: _Module, dtype: str, kind: WeightFormat, scales: tuple[str, ...]
+) -> PackedWeight:
+    codes = module.part("")
+    sizes = codes_shape(codes, [dtype], [2])
+    return with_scales(module.weight, codes, sizes, module.part("_scale"), scales, kind)
+
+
+def _mxfp4(module: _Module) -> PackedWeight:
+    codes = module.part("_packed")
+    rows, width = codes_shape(codes, ["U8"], [2])
+    kind = WeightFormat("e2m1", "e8m0", 1, 32)
+    return with_scales(module.weight, codes, (rows, 2 * width), module.part("_scale"), _E8M0, kind)
+
+
+def _nvfp4(module: _Module) -> PackedWeight:
+    """The global scale divides, unlike that of ModelOpt."""
+    codes = module.part("_packed")
+    rows, width = codes_shape(codes, ["U8"], [2])
+    kind = WeightFormat("e2m1", "e4m3", *module.groups(), global_scale="divide")
+    return with_scales(
+        module.weight,
+        codes,
+        (rows, 2 * width),
+        module.part("_scale"),
+        ["F8_E4M3"],
+        kind,
+        global_scale=one_number(module.part("_global_scale")),
+    )
+
+
+FORMATS: Mapping[str, Callable[[_Module], PackedWeight]] = {
+    "pack-quantized": _packed_integers,
+    "int-quantized": _integers,
+    "float-quantized": _floats,
+    "naive-quantized": _integers_or_floats,
+    "mxfp4-pack-quantized": _mxfp4,
+    "mxfp8-quantized": _mxfp8,
+    "nvfp4-pack-quantized": _nvfp4,
+}
+"""What reads each format of `config_groups`."""
+
+
+def _require_plain_integers(module: _Module) -> None:
+    """Refuses zero points and permuted columns.
+
+    Raises:
+        UnsupportedModelError: there are some.
+    """
+    for suffix, what in (("_zero_point", "zero points"), ("_g_idx", "permuted groups (actorder)")):
+        name = f"{module.weight}{suffix}"
+        if name in module.entries:
+            raise UnsupportedModelError(
+                f"{name}: {what} cannot be read yet; expected symmetric integers in the order of "
+                "the columns"
+            )
+    if module.how.get("symmetric") is False:
+        module.how.unsupported("symmetric false", "symmetric integers")
+    if module.how.get("actorder") in ("group", "dynamic", True):
+        module.how.unsupported("actorder of groups", "groups in the order of the columns")
+
+
+class _ShapeReader:
+    """Reads the few numbers in the `weight_shape` of packed integers."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._files: dict[Any, Any] = {}
+
+    def shape(self, entry: TensorEntry) -> tuple[int, int]:
+        """Rows and columns.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
+        if entry.dtype not in ("I32", "I64") or entry.shape != (2,):
+            raise CheckpointError(
+                f"{entry.name}: expected I32 or I64 [2], found {entry.dtype} {list(entry.shape)}"
+            )
+        try:
+            if entry.file not in self._files:
+                self._files[entry.file] = self._stack.enter_context(entry.file.open("rb"))
+            file = self._files[entry.file]
+            file.seek(entry.offset)
+            content = file.read(entry.num_bytes)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {entry.name} from {entry.file}: {error}") from None
+        half = entry.num_bytes // 2
+        rows, cols = (int.from_bytes(part, "little") for part in (content[:half], content[half:]))
+        return rows, cols

@@ -1,0 +1,58 @@
+"""NVFP4 and FP8 as NVIDIA ModelOpt writes them.
+
+NVFP4: `X.weight` U8 `[N, K / 2]`, `X.weight_scale` F8_E4M3 `[N, K / 16]`, and one F32
+`X.weight_scale_2`, which multiplies. FP8: `X.weight` F8_E4M3 and one F32 `X.weight_scale`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from moe_runtime.checkpoints.formats.packed_weight import (
+    PackedWeight,
+    codes_shape,
+    companion,
+    one_number,
+    with_scales,
+)
+from moe_runtime.checkpoints.formats.settings import Settings
+from moe_runtime.checkpoints.safetensors_index import TensorEntry
+from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.kernels.quantized import WeightFormat
+
+GROUP = 16
+_ALGORITHMS = ("NVFP4", "FP8")
+
+
+def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterator[PackedWeight]:
+    """The quantised weights of a checkpoint.
+
+    Raises:
+        UnsupportedModelError: it is quantised by another algorithm of ModelOpt.
+        CheckpointError: a part of a weight is missing or has another type or shape.
+    """
+    algorithm = settings.text("quant_algo")
+    if algorithm not in _ALGORITHMS:
+        settings.unsupported(f"quant_algo {algorithm}", " or ".join(_ALGORITHMS))
+    group = settings.size("group_size") or GROUP
+    nvfp4 = WeightFormat("e2m1", "e4m3", group_cols=group, global_scale="multiply")
+    fp8 = WeightFormat("e4m3", "f32", 0, 0)
+    for name, codes in entries.items():
+        if not name.endswith(".weight"):
+            continue
+        if codes.dtype == "U8":
+            rows, width = codes_shape(codes, ["U8"], [2])
+            scales = companion(entries, name, ["_scale"], f"the scales of {name}")
+            factor = companion(entries, name, ["_scale_2"], f"the global scale of {name}")
+            sizes = (rows, 2 * width)
+            factor = one_number(factor)
+            yield with_scales(name, codes, sizes, scales, ["F8_E4M3"], nvfp4, global_scale=factor)
+        elif codes.dtype == "F8_E4M3":
+            scales = companion(entries, name, ["_scale"], f"the scales of {name}")
+            yield with_scales(
+                name, codes, codes_shape(codes, ["F8_E4M3"], [2]), scales, ["F32"], fp8
+            )
+        elif f"{name}_scale" in entries:
+            raise UnsupportedModelError(
+                f"{name}: expected U8 or F8_E4M3, as it has scales, found {codes.dtype}"
+            )

@@ -1,0 +1,318 @@
+"""A quantised weight of a checkpoint: its logical shape, and where its parts lie in the files.
+
+Shape suffixes: N rows (outputs), K columns (inputs) of a matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_runtime.checkpoints.safetensors_index import TensorEntry
+from moe_runtime.errors import CheckpointError, UnsupportedModelError
+from moe_runtime.kernels.quantized import SCALES, QuantizedMatrix, ScaleName, WeightFormat
+from moe_runtime.memory.layout import TensorRange
+
+SCALE_NAMES: Mapping[str, ScaleName] = {
+    "F32": "f32",
+    "BF16": "bf16",
+    "F16": "f16",
+    "F8_E4M3": "e4m3",
+    "F8_E8M0": "e8m0",
+    "U8": "e8m0",
+}
+"""Kinds of scales by the safetensors name of their element type."""
+
+
+class Packing(NamedTuple):
+    """How a matrix is written, whoever's it is: what makes a `QuantizedMatrix` of its parts."""
+
+    format: WeightFormat
+    num_cols: int
+
+    def matrix(self, parts: Mapping[str, Tensor]) -> QuantizedMatrix:
+        """The matrix whose parts these are, by the names of `PackedWeight.ranges`."""
+        return QuantizedMatrix(
+            self.format,
+            self.num_cols,
+            parts["codes"],
+            parts["scales"],
+            parts.get("zero_points"),
+            parts.get("global_scale"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """One weight as a model has it, one matrix or a stack of them, in several tensors of a file.
+
+    Attributes:
+        name: of the weight, as the conversion table of transformers knows it.
+        lead: sizes of the stack: `()` for one matrix, `(E,)` for those of E experts.
+        num_rows: N.
+        num_cols: K.
+        format: what the numbers mean.
+        codes: `[*lead, N, bytes of a row]`; rows may end with bytes that are not used.
+        scales: `[*lead, groups of rows, groups of columns]`.
+        zero_points: as the scales, or None.
+        global_scale: one number, or one for each matrix, or None.
+        is_transposed: whether the model holds `[*lead, K, N]`.
+    """
+
+    name: str
+    lead: tuple[int, ...]
+    num_rows: int
+    num_cols: int
+    format: WeightFormat
+    codes: TensorEntry
+    scales: TensorEntry
+    zero_points: TensorEntry | None = None
+    global_scale: TensorEntry | None = None
+    is_transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the weight, as the model has it."""
+        sides = (self.num_rows, self.num_cols)
+        return self.lead + (sides[::-1] if self.is_transposed else sides)
+
+    @property
+    def dtype(self) -> str:
+        """Element type of the codes, as safetensors names it."""
+        return self.codes.dtype
+
+    @property
+    def packing(self) -> Packing:
+        """What the parts of each matrix mean."""
+        return Packing(self.format, self.num_cols)
+
+    @property
+    def entries(self) -> list[TensorEntry]:
+        """The tensors that hold the weight."""
+        every = (self.codes, self.scales, self.zero_points, self.global_scale)
+        return [entry for entry in every if entry is not None]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of them all."""
+        return sum(entry.num_bytes for entry in self.entries)
+
+    @property
+    def total_rows(self) -> int:
+        """Rows of all matrices."""
+        return math.prod(self.lead) * self.num_rows
+
+    def stand_in(self, flat: Tensor) -> Tensor:
+        """A tensor of `[*lead, N, K]` as the model holds it."""
+        return flat.transpose(-1, -2) if self.is_transposed else flat
+
+    def runs(self, most_elements: int) -> Iterator[tuple[int, int]]:
+        """Cuts all rows into runs `(first, count)` within a matrix that share no scales."""
+        unit = max(1, self.format.group_rows)
+        most = max(1, most_elements // self.num_cols // unit) * unit
+        for start in range(0, self.total_rows, self.num_rows):
+            for begin in range(0, self.num_rows, most):
+                yield start + begin, min(most, self.num_rows - begin)
+
+    def ranges(self, first: int, step: int, count: int) -> dict[str, TensorRange]:
+        """Where the parts of some rows lie.
+
+        Args:
+            first: the first row, counted through all matrices.
+            step: rows from one to the next.
+            count: how many.
+
+        Returns:
+            `codes` and `scales`, and `zero_points` and `global_scale` where there are any: what
+            `Packing.matrix` makes one matrix of `[count, K]` of.
+
+        Raises:
+            UnsupportedModelError: the rows lie in several matrices, or begin or end within a group.
+            CheckpointError: a part is not where elements of its size can be read.
+        """
+        kind = self.format
+        number, row = divmod(first, self.num_rows)
+        last = row + (count - 1) * step
+        rows = kind.group_rows
+        if last >= self.num_rows or (rows > 1 and (row % rows or (step != 1 and count > 1))):
+            raise UnsupportedModelError(
+                f"{self.name}: expected the rows of an expert's matrix to begin with a group of "
+                f"{rows} that share scales, found rows {row} to {last} of {self.num_rows}, each "
+                f"{step} after the other; such checkpoints are not supported yet"
+            )
+        group_rows, group_cols = kind.scales_shape(self.num_rows, self.num_cols)
+        first_group = 0 if rows == 0 else row // rows
+        groups = (kind.scales_shape(count, self.num_cols)[0], group_cols)
+        start = (number * group_rows + first_group) * group_cols
+        strides = (group_cols * (step if rows == 1 else 1), 1)
+        stored_bytes = self.codes.num_bytes // self.total_rows
+        used = (count, kind.row_bytes(self.num_cols))
+        found = {
+            "codes": range_in(
+                self.codes, first * stored_bytes, torch.uint8, used, (step * stored_bytes, 1)
+            ),
+            "scales": range_in(self.scales, start, SCALES[kind.scales], groups, strides),
+        }
+        if self.zero_points is not None:
+            found["zero_points"] = range_in(self.zero_points, start, torch.uint8, groups, strides)
+        if self.global_scale is not None:
+            place = number if _num_elements(self.global_scale) > 1 else 0
+            found["global_scale"] = range_in(self.global_scale, place, torch.float32, (1,), (1,))
+        return found
+
+
+def range_in(
+    entry: TensorEntry,
+    position: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+) -> TensorRange:
+    """A view of some elements of a tensor of the checkpoint.
+
+    Args:
+        entry: the tensor.
+        position: of the first element.
+        dtype: of elements.
+        shape: sizes of the view.
+        stride: elements from one to the next, for each dimension.
+
+    Raises:
+        CheckpointError: elements lie at no multiple of their size.
+    """
+    offset = entry.offset + position * dtype.itemsize
+    if offset % dtype.itemsize:
+        raise CheckpointError(
+            f"{entry.file}: {entry.name} starts at byte {offset}, which is no multiple of its "
+            f"{dtype.itemsize}-byte elements; save the checkpoint again with safetensors"
+        )
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return TensorRange(entry.file, offset, (last + 1) * dtype.itemsize, dtype, shape, stride)
+
+
+def companion(
+    entries: Mapping[str, TensorEntry], name: str, suffixes: Iterable[str], what: str
+) -> TensorEntry:
+    """The tensor beside a weight's codes that has a name of one of these ends.
+
+    Args:
+        entries: all tensors.
+        name: that the ends follow.
+        suffixes: the ends.
+        what: the tensor is, for the message.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    names = [name + suffix for suffix in suffixes]
+    for found in names:
+        if found in entries:
+            return entries[found]
+    raise CheckpointError(f"expected {what} in {' or '.join(names)}, found no such tensor")
+
+
+def scales_kind(
+    entry: TensorEntry, of: TensorEntry, shape: Sequence[int], kinds: Sequence[str]
+) -> ScaleName:
+    """The kind of scales that a tensor has, which must have one for every group of a weight.
+
+    Args:
+        entry: the scales.
+        of: the codes, for the message.
+        shape: its sizes must be; sizes of one may be missing.
+        kinds: safetensors names of the types that it may have.
+
+    Raises:
+        CheckpointError: it has another type or other sizes.
+    """
+    if entry.dtype not in kinds or _without_ones(entry.shape) != _without_ones(shape):
+        raise CheckpointError(
+            f"{entry.name}: expected {' or '.join(kinds)} {list(shape)} beside {of.name} "
+            f"{of.dtype} {list(of.shape)}, found {entry.dtype} {list(entry.shape)}"
+        )
+    return SCALE_NAMES[entry.dtype]
+
+
+def codes_shape(
+    entry: TensorEntry, dtypes: Sequence[str], dims: Sequence[int] = (2, 3)
+) -> tuple[int, ...]:
+    """The sizes of codes, which must have one of some types and numbers of dimensions.
+
+    Raises:
+        CheckpointError: they have not, or there are none.
+    """
+    if entry.dtype not in dtypes or len(entry.shape) not in dims or 0 in entry.shape:
+        expected = " or ".join(dtypes)
+        sizes = " or ".join(map(str, dims))
+        raise CheckpointError(
+            f"{entry.name}: expected {expected} of {sizes} dimensions, as the quantization_config "
+            f"of config.json says, found {entry.dtype} {list(entry.shape)}"
+        )
+    return entry.shape
+
+
+def one_number(entry: TensorEntry, num_matrices: int = 1) -> TensorEntry:
+    """A global scale: one fp32 number for all, or one for each matrix.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    if entry.dtype != "F32" or _num_elements(entry) not in (1, num_matrices):
+        found = f"{entry.dtype} {list(entry.shape)}"
+        raise CheckpointError(f"{entry.name}: expected one F32 number, found {found}")
+    return entry
+
+
+def with_scales(
+    name: str,
+    codes: TensorEntry,
+    sizes: Sequence[int],
+    scales: TensorEntry,
+    kinds: Sequence[str],
+    kind: WeightFormat,
+    *,
+    global_scale: TensorEntry | None = None,
+    is_transposed: bool = False,
+) -> PackedWeight:
+    """A weight whose scales are checked, and their type put into its format.
+
+    Args:
+        name: of the weight.
+        codes: its codes, checked already.
+        sizes: `(*lead, N, K)`.
+        scales: its scales.
+        kinds: safetensors names of the types that they may have.
+        kind: its format, but for the type of scales.
+        global_scale: as `PackedWeight` has it.
+        is_transposed: as `PackedWeight` has it.
+
+    Raises:
+        CheckpointError: the scales are not those of the weight.
+    """
+    *lead, rows, cols = sizes
+    groups = kind.scales_shape(rows, cols)
+    kind = replace(kind, scales=scales_kind(scales, codes, (*lead, *groups), kinds))
+    return PackedWeight(
+        name,
+        tuple(lead),
+        rows,
+        cols,
+        kind,
+        codes,
+        scales,
+        global_scale=global_scale,
+        is_transposed=is_transposed,
+    )
+
+
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size != 1]
+
+
+def _num_elements(entry: TensorEntry) -> int:
+    return math.prod(entry.shape)

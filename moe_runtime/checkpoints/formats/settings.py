@@ -1,0 +1,123 @@
+"""The quantisation part of `config.json`, as formats ask it: nobody vouches for what is in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from moe_runtime.checkpoints.strict_json import clipped
+from moe_runtime.errors import CheckpointError, UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A part of the configuration, and where it is.
+
+    Attributes:
+        values: what is in it.
+        place: its name, for messages.
+    """
+
+    values: Mapping[str, Any]
+    place: str = "quantization_config of config.json"
+
+    def get(self, name: str) -> Any:
+        """A value; None where there is none."""
+        return self.values.get(name)
+
+    def text(self, name: str) -> str | None:
+        """A text; None where there is none.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self.get(name)
+        if value is not None and not isinstance(value, str):
+            self.refuse(name, "a name")
+        return value
+
+    def size(self, name: str) -> int | None:
+        """A positive whole number; None where there is none.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self.get(name)
+        if value is not None and not _is_size(value):
+            self.refuse(name, "a positive whole number")
+        return value
+
+    def block(self, name: str) -> tuple[int, int] | None:
+        """Rows and columns of a block; None where there is none.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self.get(name)
+        if value is None:
+            return None
+        is_pair = isinstance(value, list | tuple) and len(value) == 2
+        if not is_pair or not all(map(_is_size, value)):
+            self.refuse(name, "two positive whole numbers, rows and columns of a block")
+        return value[0], value[1]
+
+    def names(self, name: str) -> list[str]:
+        """Texts; none where there are none.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self.get(name) or []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            self.refuse(name, "a list of names")
+        return value
+
+    def part(self, name: str) -> Settings:
+        """An object in it.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self.get(name)
+        if not isinstance(value, Mapping):
+            self.refuse(name, "an object")
+        return Settings(value, f"{name} in the {self.place}")
+
+    def refuse(self, name: str, expected: str) -> NoReturn:
+        """Raises: a value is not what it must be."""
+        found = clipped(self.get(name))
+        raise CheckpointError(f"{self.place}: expected {name} to be {expected}, found {found}")
+
+    def unsupported(self, found: str, expected: str) -> NoReturn:
+        """Raises: what it says is sound, but nothing that can be read yet."""
+        raise UnsupportedModelError(
+            f"{self.place}: {found} cannot be read yet; expected {expected}"
+        )
+
+
+def matches(module: str, targets: Iterable[str]) -> bool:
+    """Whether a module's name is among names and patterns, which begin with `re:`.
+
+    Raises:
+        CheckpointError: a pattern is none.
+    """
+    for target in targets:
+        if target == module:
+            return True
+        if target.startswith("re:"):
+            try:
+                found = re.match(target[3:], module)
+            except (re.error, OverflowError, RecursionError) as error:
+                raise CheckpointError(
+                    f"quantization_config of config.json: expected {clipped(target)} to be a "
+                    f"regular expression, found one with a fault: {error}"
+                ) from None
+            if found:
+                return True
+    return False
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 < value < 2**31

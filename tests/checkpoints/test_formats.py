@@ -1,0 +1,346 @@
+"""Quantised checkpoints that are damaged, or quantised in ways that nothing here reads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quantized_checkpoints
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quantized_checkpoints import EXPERTS, Quantized
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.errors import CheckpointError, MoERuntimeError, UnsupportedModelError
+from moe_runtime.inference.expert_weights import bind_weights
+from moe_runtime.kernels.quantized import QuantizedMatrix
+from moe_runtime.memory.slab import aligned_bytes
+from moe_runtime.memory.source import ExpertSource
+from moe_runtime.types import ExpertKey
+
+SAMPLES = {sample.name: sample for sample in quantized_checkpoints.SAMPLES}
+EXPERT = "model.layers.1.mlp.experts.3.up_proj"
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder, made = tmp_path_factory.mktemp("formats"), {}
+
+    def original(name: str) -> Path:
+        if name not in made:
+            made[name] = quantized_checkpoints.write(SAMPLES[name], folder / name).folder
+        return made[name]
+
+    return original
+
+
+def mapped(folder: Path) -> ExpertMap:
+    checkpoint = open_checkpoint(folder, "auto")
+    return map_experts(build_on_meta(checkpoint), checkpoint)
+
+
+def changed(
+    original: Path,
+    folder: Path,
+    change: Callable[[dict[str, Tensor]], Any] = lambda tensors: None,
+    **config: Any,
+) -> Path:
+    """A copy with other tensors, and other values in its quantization_config."""
+    shutil.copytree(original, folder, dirs_exist_ok=True)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    values["quantization_config"] |= config
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def refusal(folder: Path, error: type[Exception] = CheckpointError) -> str:
+    with pytest.raises(error) as caught:
+        mapped(folder)
+    message = str(caught.value)
+    assert message
+    assert "\n" not in message
+    return message
+
+
+PARTS = [
+    ("gpt_oss-mxfp4", "model.layers.1.mlp.experts.gate_up_proj_scales"),
+    ("gpt_oss-mxfp4", "model.layers.1.mlp.experts.gate_up_proj_blocks"),
+    ("deepseek_v3-fp8", f"{EXPERT}.weight_scale_inv"),
+    ("deepseek_v3-fp8", f"{EXPERT}.weight"),
+    ("deepseek_v3-int4", f"{EXPERT}.weight_scale"),
+    ("deepseek_v3-int4", f"{EXPERT}.weight_packed"),
+    ("deepseek_v3-int4", f"{EXPERT}.weight_shape"),
+    ("mixtral-nvfp4", "model.layers.1.block_sparse_moe.experts.3.w3.weight_global_scale"),
+    ("mixtral-nvfp4", "model.layers.1.block_sparse_moe.experts.3.w3.weight_scale"),
+    ("qwen3_moe-nvfp4-modelopt", f"{EXPERT}.weight_scale_2"),
+    ("qwen3_moe-nvfp4-modelopt", f"{EXPERT}.weight_scale"),
+    ("olmoe-mxfp8", f"{EXPERT}.weight_scale_inv"),
+    ("deepseek_v4-fp4", "model.layers.1.ffn.experts.3.w3.scale"),
+]
+
+
+@pytest.mark.parametrize(("sample", "part"), PARTS)
+def test_a_missing_part_is_one_line_that_names_it(originals, tmp_path, sample, part) -> None:
+    folder = changed(originals(sample), tmp_path, lambda tensors: tensors.pop(part))
+    assert part.removesuffix("weight") in refusal(folder)
+
+
+@pytest.mark.parametrize(("sample", "part"), PARTS)
+def test_a_part_of_another_shape_is_one_line_that_names_it(
+    originals, tmp_path, sample, part
+) -> None:
+    def lengthen(tensors: dict[str, Tensor]) -> None:
+        tensor = torch.atleast_1d(tensors[part])
+        tensors[part] = tensor.repeat_interleave(2, 0).contiguous()
+
+    folder = changed(originals(sample), tmp_path, lengthen)
+    # the other parts then are those that do not fit
+    stem = part.rpartition(".weight" if ".weight" in part else "_")[0] or part
+    assert stem.removesuffix(".scale") in refusal(folder)
+
+
+@pytest.mark.parametrize(("sample", "part"), PARTS)
+def test_a_part_of_another_type_is_one_line_that_names_it(
+    originals, tmp_path, sample, part
+) -> None:
+    def retype(tensors: dict[str, Tensor]) -> None:
+        tensors[part] = torch.zeros(tensors[part].shape, dtype=torch.int16)
+
+    folder = changed(originals(sample), tmp_path, retype)
+    assert f"{part}: expected" in refusal(folder, MoERuntimeError)
+
+
+def test_a_wrong_shape_of_packed_integers_is_refused(originals, tmp_path) -> None:
+    def lie(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{EXPERT}.weight_shape"] = torch.tensor([64, 56])
+
+    folder = changed(originals("deepseek_v3-int4"), tmp_path, lie)
+    assert f"{EXPERT}.weight_shape: expected the sizes of" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("sample", "config", "words"),
+    [
+        ("deepseek_v3-fp8", {"quant_method": "gptq"}, "quant_method 'gptq' cannot be read yet"),
+        ("deepseek_v3-fp8", {"quant_method": "awq"}, "quant_method 'awq' cannot be read yet"),
+        ("deepseek_v3-fp8", {"quant_method": None}, "quant_method None cannot be read yet"),
+        ("deepseek_v3-fp8", {"quant_method": 3}, "expected quant_method to be a name"),
+        ("deepseek_v3-fp8", {"weight_block_size": [64, 64]}, "F32 or BF16"),
+        ("deepseek_v3-fp8", {"weight_block_size": [128]}, "two positive whole numbers"),
+        ("deepseek_v3-fp8", {"weight_block_size": "big"}, "two positive whole numbers"),
+        ("gpt_oss-mxfp4", {"quant_method": "fp8"}, "found none among"),
+        ("qwen3_moe-nvfp4-modelopt", {"quant_algo": "W4A8_AWQ"}, "quant_algo W4A8_AWQ"),
+        ("deepseek_v4-fp4", {"expert_dtype": "fp8"}, "expected F8_E4M3"),
+        ("deepseek_v3-int4", {"config_groups": {}}, "among the targets of config_groups"),
+        ("deepseek_v3-int4", {"config_groups": [1]}, "expected config_groups to be an object"),
+        ("deepseek_v3-int4", {"ignore": ["re:.*experts.*"]}, "ignores"),
+        ("deepseek_v3-int4", {"ignore": ["re:("]}, "a regular expression"),
+        ("deepseek_v3-int4", {"sparsity_config": {"format": "2:4"}}, "sparsity_config"),
+    ],
+)
+def test_what_the_configuration_says_is_judged(originals, tmp_path, sample, config, words) -> None:
+    folder = changed(originals(sample), tmp_path, **config)
+    assert words in refusal(folder, MoERuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ({"symmetric": False}, "symmetric false cannot be read yet"),
+        ({"actorder": "group"}, "actorder of groups cannot be read yet"),
+        ({"num_bits": 3}, "num_bits 3 cannot be read yet"),
+        ({"type": "float"}, "type 'float' cannot be read yet"),
+        ({"group_size": 64}, "expected BF16 or F32 or F16"),
+        ({"group_size": None}, "expected group_size to be there"),
+        ({"group_size": -1}, "expected group_size to be a positive whole number"),
+        ({"strategy": "token"}, "strategy 'token' cannot be read yet"),
+    ],
+)
+def test_what_the_configuration_says_of_integers_is_judged(
+    originals, tmp_path, weights, words
+) -> None:
+    config = quantized_checkpoints.groups(
+        (["Linear"], "pack-quantized", quantized_checkpoints.INT4_32 | weights)
+    )
+    folder = changed(originals("deepseek_v3-int4"), tmp_path, **config)
+    assert words in refusal(folder, MoERuntimeError)
+
+
+@pytest.mark.parametrize("suffix", ["weight_zero_point", "weight_g_idx"])
+def test_zero_points_and_permuted_groups_are_refused(originals, tmp_path, suffix) -> None:
+    def add(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{EXPERT}.{suffix}"] = torch.zeros(8, 2, dtype=torch.int32)
+
+    folder = changed(originals("deepseek_v3-int4"), tmp_path, add)
+    assert f"{EXPERT}.{suffix}" in refusal(folder, UnsupportedModelError)
+
+
+def test_codes_without_a_configuration_are_refused(originals, tmp_path) -> None:
+    folder = changed(originals("deepseek_v3-fp8"), tmp_path)
+    values = json.loads((folder / "config.json").read_text())
+    del values["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(values))
+    assert "is F8_E4M3" in refusal(folder, UnsupportedModelError)
+
+
+def test_dense_codes_without_a_meaning_are_refused(originals, tmp_path) -> None:
+    """Else they would be taken for the numbers that their bytes are."""
+    name = "model.layers.0.self_attn.o_proj.weight"
+
+    def retype(tensors: dict[str, Tensor]) -> None:
+        tensors[name] = torch.ones(tensors[name].shape, dtype=torch.int8)
+
+    folder = changed(originals("deepseek_v3-int4"), tmp_path, retype)
+    assert f"{name} is I8" in refusal(folder, UnsupportedModelError)
+
+
+def test_experts_of_two_formats_in_a_layer_are_refused(originals, tmp_path) -> None:
+    def unpack(tensors: dict[str, Tensor]) -> None:
+        for suffix in ("packed", "scale", "shape"):
+            del tensors[f"{EXPERT}.weight_{suffix}"]
+        tensors[f"{EXPERT}.weight"] = torch.zeros(64, 64, dtype=torch.bfloat16)
+
+    folder = changed(originals("deepseek_v3-int4"), tmp_path, unpack)
+    assert "expected one type for all experts" in refusal(folder, UnsupportedModelError)
+
+
+def matrices_of_expert(folder: Path, key: ExpertKey) -> dict[str, QuantizedMatrix]:
+    experts = mapped(folder)
+    source, slot = ExpertSource(experts.layouts), aligned_bytes(experts.slot_bytes)
+    try:
+        source.read({key: slot})
+        weights: Any = bind_weights(experts)(key, slot)
+        return {name: getattr(weights, name) for name in ("gate", "up", "down")}
+    finally:
+        source.close()
+
+
+def fused(tensors: dict[str, Tensor]) -> None:
+    """Experts of every layer in one stack of codes and one of scales, as models hold them."""
+    for layer in range(3):
+        stem = f"model.layers.{layer}.mlp.experts"
+        for suffix in ("weight", "weight_scale_inv"):
+            parts = {
+                name: [tensors.pop(f"{stem}.{e}.{name}.{suffix}") for e in range(6)]
+                for name in ("gate_proj", "up_proj", "down_proj")
+            }
+            end = suffix.removeprefix("weight")
+            both = zip(parts["gate_proj"], parts["up_proj"], strict=True)
+            tensors[f"{stem}.gate_up_proj{end}"] = torch.stack([torch.cat(p) for p in both])
+            tensors[f"{stem}.down_proj{end}"] = torch.stack(parts["down_proj"])
+
+
+def test_stacked_experts_have_the_values_of_separate_ones(originals, tmp_path) -> None:
+    """Half a stack's scales are those of half its rows."""
+    original = quantized_checkpoints.write(STACKED, tmp_path / "apart").folder
+    folder = changed(original, tmp_path / "stacked", fused)
+    for key in (ExpertKey(0, 0), ExpertKey(1, 3), ExpertKey(2, 5)):
+        apart, stacked = matrices_of_expert(original, key), matrices_of_expert(folder, key)
+        for name, matrix in apart.items():
+            assert torch.equal(stacked[name].dequantize(), matrix.dequantize()), (key, name)
+
+
+def test_stacks_that_are_cut_within_a_block_are_refused(originals, tmp_path) -> None:
+    def fuse_codes(tensors: dict[str, Tensor]) -> None:
+        fused(tensors)
+        for layer in range(3):
+            name = f"model.layers.{layer}.mlp.experts.gate_up_proj_scale_inv"
+            tensors[name] = tensors[name][:, :2].contiguous()  # 144 rows have two blocks of 128
+
+    folder = changed(originals("qwen3_moe-fp8-ragged"), tmp_path, fuse_codes)
+    assert "expected the rows of an expert's matrix to begin with a group" in refusal(
+        folder, UnsupportedModelError
+    )
+
+
+STACKED = Quantized(
+    "qwen3_moe-fp8",
+    quantized_checkpoints.Family(
+        "qwen3_moe", "Qwen3MoeForCausalLM", {"hidden_size": 48, "moe_intermediate_size": 32}
+    ),
+    {"quant_method": "fp8", "weight_block_size": [16, 16]},
+    {EXPERTS: quantized_checkpoints.fp8_block(torch.float32, 16)},
+)
+
+
+def test_scales_of_zero_and_none_are_what_they_say(originals, tmp_path) -> None:
+    """An exponent of 0 is 2 ** -127 and 255 is no number, as the microscaling formats have them."""
+
+    def extremes(tensors: dict[str, Tensor]) -> None:
+        scales = tensors[f"{EXPERT}.weight_scale_inv"]
+        scales[0, 0], scales[1, 0] = 0, 255
+
+    folder = changed(originals("olmoe-mxfp8"), tmp_path, extremes)
+    up = matrices_of_expert(folder, ExpertKey(1, 3))["up"]
+    codes = load_file(folder / "model.safetensors")[f"{EXPERT}.weight"].float()
+    values = up.dequantize()
+    assert torch.equal(values[0, :32], codes[0, :32] * 2.0**-127)
+    assert values[1, :32].isnan().all()
+    assert torch.isfinite(values[2:]).all()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 200) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner),
+    max_leaves=6,
+)
+KEYS = st.sampled_from(
+    [
+        *("quant_method", "weight_block_size", "expert_dtype", "format", "config_groups"),
+        *("ignore", "targets", "weights", "num_bits", "strategy", "group_size", "type"),
+        *("symmetric", "quant_algo", "block_structure", "actorder", "sparsity_config"),
+    ]
+)
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fuzzed")
+
+
+@settings(max_examples=40)
+@given(
+    name=st.sampled_from(["gpt_oss-mxfp4", "glm4_moe-mixed", "qwen3_moe-nvfp4-modelopt"]),
+    key=KEYS,
+    value=JSON,
+    data=st.data(),
+)
+def test_odd_configurations_and_tensors_are_read_or_refused_in_one_line(
+    originals, scratch, name, key, value, data
+) -> None:
+    original = originals(name)
+    config = json.loads((original / "config.json").read_text())
+    part = config["quantization_config"]
+    places = [part, *part.get("config_groups", {}).values()]
+    places += [group["weights"] for group in part.get("config_groups", {}).values()]
+    data.draw(st.sampled_from(places), label="place")[key] = value
+    (scratch / "config.json").write_text(json.dumps(config))
+    raw = bytearray((original / "model.safetensors").read_bytes())
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    chosen = data.draw(st.sampled_from(sorted(header.keys() - {"__metadata__"})), label="tensor")
+    dtype = data.draw(st.sampled_from(["U8", "I8", "F8_E4M3", "F8_E8M0"]), label="dtype")
+    if header[chosen]["dtype"] in ("U8", "I8", "F8_E4M3"):
+        header[chosen]["dtype"] = dtype
+    if data.draw(st.booleans(), label="renamed"):
+        header[chosen[:-1]] = header.pop(chosen)
+    text = json.dumps(header).encode()
+    content = len(text).to_bytes(8, "little") + text + bytes(raw[8 + length :])
+    (scratch / "model.safetensors").write_bytes(content)
+    message = ""
+    try:
+        mapped(scratch)
+    except MoERuntimeError as error:
+        message = str(error)
+    assert "\n" not in message

@@ -1,0 +1,249 @@
+"""Quantised checkpoints, each run from its own files.
+
+A tiny model of each format is written by the format's own packer. What `moe_runtime.load` makes of
+it must have the values of that packer's dequantiser to the bit, and the logits and gradients that
+`transformers` computes from these values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quantized_checkpoints
+import tiny_checkpoints
+import torch
+from gradients import INPUTS, all_gradients_of, parameter_errors, shared, trains_all_but_experts
+from quantized_checkpoints import Quantized, Written
+from torch import Tensor
+
+import moe_runtime
+from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
+from moe_runtime.checkpoints.expert_tensors import matrices_of
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.inference.expert_weights import bind_weights
+from moe_runtime.inference.inspection import inspect_checkpoint
+from moe_runtime.kernels.native import native_library
+from moe_runtime.kernels.quantized import QuantizedMatrix
+from moe_runtime.memory.slab import aligned_bytes
+from moe_runtime.memory.source import ExpertSource
+from moe_runtime.types import ExpertKey
+
+# Both sides compute in fp32 from the same values and differ only in how sums are ordered, as in
+# test_families. A wrong scale anywhere leaves 1e-2.
+MAX_RELATIVE_ERROR = 1e-5
+MAX_GRADIENT_ERROR = 1e-3
+
+SAMPLES = {sample.name: sample for sample in quantized_checkpoints.SAMPLES}
+FAMILIES = ("gpt_oss-mxfp4", "qwen3_moe-fp8-ragged", "deepseek_v3-int4")
+"""Of the samples, one for each way in which experts lie in a file."""
+
+BITS = {
+    "gpt_oss-mxfp4": 4.25,
+    "deepseek_v3-fp8": 8 + 32 / 128**2,
+    "deepseek_v3-int4": 4 + 16 / 32,
+    "mixtral-nvfp4": 4 + 8 / 16 + 32 / (64 * 96),
+    "olmoe-mxfp8": 8.25,
+    "olmoe-mxfp4": 4.25,
+    "deepseek_v4-fp4": 4.25,
+}
+"""Bits of a weight, scales included."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Written]:
+    return {}
+
+
+@pytest.fixture
+def written(
+    request: pytest.FixtureRequest,
+    folders: dict[str, Written],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Written:
+    sample: Quantized = SAMPLES[request.param]
+    if sample.name not in folders:
+        folder = tmp_path_factory.mktemp("quantized")
+        folders[sample.name] = quantized_checkpoints.write(sample, folder)
+    return folders[sample.name]
+
+
+every = pytest.mark.parametrize("written", SAMPLES, indirect=True)
+some = pytest.mark.parametrize("written", FAMILIES, indirect=True)
+
+
+def load(written: Written, host_memory: int | str = "1GiB", **options: Any) -> Any:
+    options = {"device": "cpu", "dtype": "float32", "host_memory": host_memory} | options
+    return moe_runtime.load(written.folder, **options)
+
+
+def smallest_budget(written: Written, dtype: str) -> int:
+    return inspect_checkpoint(written.folder, dtype=dtype).smallest_budget_bytes
+
+
+def reference_of(written: Written) -> Any:
+    """The model as transformers has it, with the values that the packer's dequantiser gives."""
+    model_class = tiny_checkpoints.model_class_of(written.sample.family)
+    return model_class.from_pretrained(
+        written.plain, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
+
+
+def expert_values(
+    written: Written, experts: ExpertMap
+) -> Iterator[tuple[ExpertKey, dict[str, Tensor | QuantizedMatrix]]]:
+    """Every expert's matrices and biases as read from the files, by name."""
+    bind, source = bind_weights(experts), ExpertSource(experts.layouts)
+    slot = aligned_bytes(experts.slot_bytes)
+    try:
+        for key in experts.layouts:
+            source.read({key: slot})
+            weights = bind(key, slot)
+            named = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+            found = {name: getattr(weights, name) for name in named}
+            yield key, {name: value for name, value in found.items() if value is not None}
+    finally:
+        source.close()
+
+
+def expected_values(reference: Any, experts: ExpertMap, key: ExpertKey) -> dict[str, Tensor]:
+    described = experts.modules[key.layer]
+    module = reference.get_submodule(described.name)
+    named = {name: module.get_parameter(name)[key.expert] for name in described.parameters}
+    return matrices_of(module, {name: tensor.detach() for name, tensor in named.items()})
+
+
+@every
+def test_values_are_those_of_the_packers_dequantiser(written: Written) -> None:
+    checkpoint = open_checkpoint(written.folder, "auto")
+    assert checkpoint.dtype == torch.bfloat16
+    experts = map_experts(build_on_meta(checkpoint), checkpoint)
+    reference = reference_of(written)
+    for key, found in expert_values(written, experts):
+        expected = expected_values(reference, experts, key)
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            assert isinstance(value, QuantizedMatrix) == (not name.endswith("_bias"))
+            values = value.dequantize() if isinstance(value, QuantizedMatrix) else value.float()
+            assert torch.equal(values, expected[name]), (key, name)
+
+
+@every
+def test_dense_values_are_those_of_the_packers_dequantiser(written: Written) -> None:
+    reference = dict(reference_of(written).named_parameters())
+    model = load(written)
+    with model.moe:
+        compared = 0
+        for name, parameter in model.named_parameters():
+            if name in reference and ".experts." not in name:
+                assert torch.equal(parameter, reference[name]), name
+                compared += 1
+    assert compared > 10
+
+
+@every
+def test_logits_equal_those_of_transformers_and_budgets_change_no_bit(written: Written) -> None:
+    family = written.sample.family
+    expected = tiny_checkpoints.prompt_and_step_logits(reference_of(written), family)
+    starved = load(written, smallest_budget(written, "float32"))
+    with starved.moe:
+        logits = tiny_checkpoints.prompt_and_step_logits(starved, family)
+        starved.moe.check()
+        assert starved.moe.stats().expert_slots == 2
+    for found, wanted in zip(logits, expected, strict=True):
+        assert (found - wanted).abs().max() < MAX_RELATIVE_ERROR * wanted.abs().max()
+    resident = load(written)
+    with resident.moe:
+        again = tiny_checkpoints.prompt_and_step_logits(resident, family)
+    assert all(map(torch.equal, again, logits))
+
+
+@some
+def test_nothing_but_the_speed_depends_on_policy_prefetch_or_threads(written: Written) -> None:
+    """In bf16, the checkpoint's own type."""
+    family = written.sample.family
+    expected: list[Tensor] = []
+    budget = smallest_budget(written, "bfloat16")
+    library = native_library()
+    before = None if library is None else library.num_threads
+    options = [{}, {"policy": "lfu"}, {"policy": "lec", "prefetch": "enforce"}, {"io_threads": 1}]
+    for number, chosen in enumerate(options):
+        model = load(written, budget + number * 2**18, dtype="auto", **chosen)
+        if library is not None:
+            library.set_num_threads(1 + number % 2)
+        with model.moe:
+            logits = tiny_checkpoints.prompt_and_step_logits(model, family)
+            model.moe.check()
+            stats = model.moe.stats()
+        assert stats.bytes_read > 0
+        expected = expected or logits
+        assert all(map(torch.equal, logits, expected)), chosen
+    if library is not None and before is not None:
+        library.set_num_threads(before)
+    assert all(torch.isfinite(tensor).all() for tensor in expected)
+
+
+@some
+def test_gradients_equal_those_of_transformers(written: Written) -> None:
+    """Of what the embedding gives and of every dense parameter, through experts that are frozen."""
+    family = written.sample.family
+    expected = all_gradients_of(reference_of(written), family)
+    model = load(written, smallest_budget(written, "float32"))
+    with model.moe:
+        found = all_gradients_of(trains_all_but_experts(model), family)
+        model.moe.check()
+        inputs = {name: tensor for name, tensor in expected.items() if name.startswith(INPUTS)}
+        errors = parameter_errors(found, shared(model, expected) | inputs)
+    assert len(errors) > 10
+    worst = max(errors, key=lambda name: errors[name])
+    assert errors[worst] < MAX_GRADIENT_ERROR, (worst, errors[worst])
+
+
+@every
+def test_what_is_said_of_bytes_is_what_is_in_the_files(written: Written) -> None:
+    summary = inspect_checkpoint(written.folder)
+    checkpoint = open_checkpoint(written.folder, "auto")
+    parts = [
+        entry.num_bytes
+        for name, weight in checkpoint.packed.items()
+        if ".experts." in name
+        for entry in weight.entries
+    ]
+    biases = [e for n, e in checkpoint.entries.items() if ".experts." in n and n.endswith("_bias")]
+    assert summary.expert_bytes == sum(parts) + sum(entry.num_bytes for entry in biases)
+    if written.sample.name in BITS and not biases:
+        assert summary.bits_per_weight == pytest.approx(BITS[written.sample.name])
+    assert "scale for" in summary.expert_dtype
+    assert "float" not in summary.expert_dtype
+    plain = inspect_checkpoint(written.plain, dtype="bfloat16")
+    assert summary.dense_bytes == plain.dense_bytes
+    with load(written, summary.smallest_budget_bytes, dtype="auto").moe as handle:
+        assert handle.stats().expert_bytes == summary.expert_bytes
+        assert handle.stats().dense_bytes == summary.dense_bytes
+
+
+@some
+def test_what_is_not_done_with_quantised_weights_is_refused(
+    written: Written, tmp_path: Path
+) -> None:
+    model = load(written)
+    with model.moe, pytest.raises(moe_runtime.UnsupportedModelError) as caught:
+        model.save_pretrained(tmp_path / "saved")
+    assert "saving of quantised weights" in str(caught.value)
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_format_in_a_file_of_its_own(folders: dict[str, Written], tmp_path: Path) -> None:
+    """ModelOpt says in `hf_quant_config.json` what others say in `config.json`."""
+    sample = SAMPLES["qwen3_moe-nvfp4-modelopt"]
+    written = quantized_checkpoints.write(sample, tmp_path)
+    config = json.loads((written.folder / "config.json").read_text())
+    del config["quantization_config"]
+    (written.folder / "config.json").write_text(json.dumps(config))
+    quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+    file = written.folder / "hf_quant_config.json"
+    file.write_text(json.dumps({"quantization": quantization}))
+    assert inspect_checkpoint(written.folder).expert_dtype == "fp4, a e4m3 scale for 1 x 16"
