@@ -15,8 +15,8 @@ import torch
 
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.expert_map import ExpertMap
-from moe_runtime.checkpoints.formats import PackedWeight, Weight
 from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
+from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.memory.layout import BLOCK_BYTES
 from moe_runtime.memory.slab import aligned_bytes, host_view
@@ -24,6 +24,8 @@ from moe_runtime.memory.source import READ_BYTES, CheckpointFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from moe_runtime.checkpoints.formats import PackedWeight, Weight
 
 _ELEMENTS_AT_ONCE = 2**18
 """Elements of a quantised weight that are dequantised at once: a few megabytes on the way."""
@@ -68,7 +70,7 @@ class _Reader:
         self._dtype = dtype
         self._files: dict[Path, CheckpointFile] = {}
         for entry in entries:
-            parts = entry.entries if isinstance(entry, PackedWeight) else [entry]
+            parts = [entry] if isinstance(entry, TensorEntry) else entry.entries
             for part in parts:
                 if part.file not in self._files:
                     self._files[part.file] = CheckpointFile(part.file)
@@ -78,7 +80,7 @@ class _Reader:
 
     def read(self, entry: Weight) -> torch.Tensor:
         """The values of a weight, in memory of their own."""
-        if isinstance(entry, PackedWeight):
+        if not isinstance(entry, TensorEntry):
             values = self._dequantised(entry)
         else:
             dtype = TORCH_DTYPES.get(entry.dtype)

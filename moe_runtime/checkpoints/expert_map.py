@@ -18,7 +18,6 @@ import torch
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.expert_places import PlacedMatrix, expert_rows, place_matrix
 from moe_runtime.checkpoints.families import checkpoint_renamings
-from moe_runtime.checkpoints.formats import PackedWeight, Packing, Weight, described
 from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
 from moe_runtime.checkpoints.provenance import Provenance
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
@@ -29,6 +28,7 @@ from moe_runtime.types import ExpertKey
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from moe_runtime.checkpoints.formats import Packing, Weight
     from moe_runtime.checkpoints.transformers_private import WeightTransform
 
 MATRICES = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
@@ -100,7 +100,7 @@ class ExpertMap:
         names: set[str] = set()
         for layer, matrices in enumerate(self.matrices):
             packings = self.packings[layer]
-            names.update(described(packing.format) for packing in packings.values())
+            names.update(packing.described for packing in packings.values())
             layout = self.layouts[ExpertKey(layer, 0)]
             for name, tensor in zip(matrices, layout.tensors, strict=True):
                 if "." not in name and (not packings or not name.endswith("_bias")):
@@ -285,7 +285,7 @@ def _stand_in(
 
 def _value_dtype(entry: Weight, dtype: torch.dtype) -> torch.dtype:
     """The type of a weight's values: its own, or the one computed in where it is quantised."""
-    if isinstance(entry, PackedWeight):
+    if not isinstance(entry, TensorEntry):
         return dtype
     stored = TORCH_DTYPES.get(entry.dtype)
     if stored is None or not stored.is_floating_point:

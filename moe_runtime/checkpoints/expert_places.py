@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from moe_runtime.checkpoints.formats import PackedWeight, Packing, Weight, described, range_in
 from moe_runtime.checkpoints.opening import TORCH_DTYPES
 from moe_runtime.checkpoints.provenance import Provenance
+from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.memory.layout import TensorRange
+
+if TYPE_CHECKING:
+    from moe_runtime.checkpoints.formats import PackedWeight, Packing, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,7 @@ class PlacedMatrix:
     def described(self) -> str:
         """Its type, for messages."""
         if self.packing is not None:
-            return described(self.packing.format)
+            return self.packing.described
         return str(self.ranges[None].dtype).removeprefix("torch.")
 
 
@@ -106,12 +110,19 @@ def place_matrix(
         between = int(row_step[expert, 0]) if rows.count > 1 else width
         strides = (between, int(step[expert, 0])) if tensor.dim() == 3 else (between,)
         place = int(offset[expert, 0])
-        if isinstance(entry, PackedWeight):
-            found.append(_packed_rows(entry, place, shape, strides))
+        if isinstance(entry, TensorEntry):
+            found.append(PlacedMatrix({None: _range(entry, place, shape, strides)}))
         else:
-            dtype = TORCH_DTYPES[entry.dtype]
-            found.append(PlacedMatrix({None: range_in(entry, place, dtype, shape, strides)}))
+            found.append(_packed_rows(entry, place, shape, strides))
     return found
+
+
+def _range(
+    entry: TensorEntry, position: int, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> TensorRange:
+    dtype = TORCH_DTYPES[entry.dtype]
+    offset = entry.offset + position * dtype.itemsize
+    return TensorRange.of(entry.file, entry.name, offset, dtype, shape, stride)
 
 
 def _packed_rows(

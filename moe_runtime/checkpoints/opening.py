@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from moe_runtime.checkpoints.families import give_experts_interface
-from moe_runtime.checkpoints.formats import PackedWeight, Weight, packed_weights
 from moe_runtime.checkpoints.model_files import find_checkpoint, read_config, take_quantization
 from moe_runtime.checkpoints.safetensors_index import TensorEntry, read_checkpoint_index
 from moe_runtime.checkpoints.settings_check import check_layers, named_lookup
@@ -21,6 +20,8 @@ from moe_runtime.errors import UnsupportedModelError, blamed_on
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from moe_runtime.checkpoints.formats import PackedWeight, Weight
 
 TORCH_DTYPES = {
     "F64": torch.float64,
@@ -98,7 +99,12 @@ def open_checkpoint(path_or_id: str | Path, dtype: str | torch.dtype) -> Checkpo
     quantization = take_quantization(config, folder)
     entries = read_checkpoint_index(folder)
     check_layers(config, entries, folder / "config.json")
-    packed = packed_weights(quantization, entries)
+    packed: dict[str, PackedWeight] = {}
+    if quantization is not None:
+        # most checkpoints are not
+        from moe_runtime.checkpoints.formats import packed_weights
+
+        packed = packed_weights(quantization, entries)
     compute_dtype = _compute_dtype(dtype, config, _plain(entries, packed), bool(packed))
     return Checkpoint(folder, config, entries, compute_dtype, packed)
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
-from moe_runtime.checkpoints.formats import Packing
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.types import ExpertKey
+
+if TYPE_CHECKING:
+    from moe_runtime.checkpoints.formats import Packing
 
 _MOST_BOUND = 2048
 """Views of slots that are remembered: a few megabytes."""

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from moe_runtime.errors import CheckpointError
+
 BLOCK_BYTES = 4096
 """Alignment of file offsets, lengths and addresses that direct I/O accepts everywhere."""
 
@@ -38,6 +40,37 @@ class TensorRange:
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        file: Path,
+        name: str,
+        offset: int,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+    ) -> "TensorRange":
+        """A view of elements of a file, as its attributes say.
+
+        Args:
+            file: see above, and so the others.
+            name: of the tensor that the view is of, for the message.
+            offset: see above.
+            dtype: see above.
+            shape: see above.
+            stride: see above.
+
+        Raises:
+            CheckpointError: elements lie at no multiple of their size.
+        """
+        if offset % dtype.itemsize:
+            raise CheckpointError(
+                f"{file}: {name} starts at byte {offset}, which is no multiple of its "
+                f"{dtype.itemsize}-byte elements; save the checkpoint again with safetensors"
+            )
+        last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        return cls(file, offset, (last + 1) * dtype.itemsize, dtype, shape, stride)
 
 
 @dataclass(frozen=True, slots=True)

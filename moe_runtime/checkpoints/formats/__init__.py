@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from moe_runtime.checkpoints.formats import compressed_tensors, fp8, gpt_oss, modelopt
-from moe_runtime.checkpoints.formats.packed_weight import PackedWeight, Packing, range_in
+from moe_runtime.checkpoints.formats.packed_weight import PackedWeight, Packing
 from moe_runtime.checkpoints.formats.settings import Settings
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
-from moe_runtime.kernels.quantized import CODES, WeightFormat
+from moe_runtime.lazy import LazyTable
 
 Weight = TensorEntry | PackedWeight
 """A weight of a checkpoint: a tensor, or several."""
@@ -22,34 +21,32 @@ Weight = TensorEntry | PackedWeight
 Finder = Callable[[Settings, Mapping[str, TensorEntry]], Iterator[PackedWeight]]
 """Finds the quantised weights of a checkpoint: the configuration's part, and all its tensors."""
 
-FORMATS: Mapping[str, Finder] = {
-    "mxfp4": gpt_oss.weights_of,
-    "fp8": fp8.weights_of,
-    "mxfp8": fp8.weights_of,
-    "compressed-tensors": compressed_tensors.weights_of,
-    "modelopt": modelopt.weights_of,
-}
+_HERE = "moe_runtime.checkpoints.formats"
+FORMATS: Mapping[str, Finder] = LazyTable(
+    {
+        "mxfp4": f"{_HERE}.gpt_oss:weights_of",
+        "fp8": f"{_HERE}.fp8:weights_of",
+        "mxfp8": f"{_HERE}.fp8:weights_of",
+        "compressed-tensors": f"{_HERE}.compressed_tensors:weights_of",
+        "modelopt": f"{_HERE}.modelopt:weights_of",
+    }
+)
 """By the `quant_method` of `config.json`."""
-
-_NAMES = {"e2m1": "fp4", "e4m3": "fp8", "uint4": "int4", "uint8": "int8", "int8": "int8"}
-assert _NAMES.keys() == CODES.keys()
 
 
 def packed_weights(
-    values: Mapping[str, Any] | None, entries: Mapping[str, TensorEntry]
+    values: Mapping[str, Any], entries: Mapping[str, TensorEntry]
 ) -> dict[str, PackedWeight]:
     """The quantised weights of a checkpoint by name, as the model's conversion table knows them.
 
     Args:
-        values: the quantisation part of the configuration; None where there is none.
+        values: the quantisation part of the configuration.
         entries: all tensors.
 
     Raises:
         UnsupportedModelError: nothing here reads such weights yet.
         CheckpointError: configuration and tensors do not belong together; names the tensor.
     """
-    if values is None:
-        return {}
     settings = Settings(values)
     method = settings.text("quant_method")
     if method is None or method not in FORMATS:
@@ -67,18 +64,10 @@ def packed_weights(
     return found
 
 
-def described(kind: WeightFormat) -> str:
-    """A format in a few words, such as `fp8, a f32 scale for 128 x 128`."""
-    rows, cols = ("all" if size == 0 else str(size) for size in (kind.group_rows, kind.group_cols))
-    return f"{_NAMES[kind.codes]}, a {kind.scales} scale for {rows} x {cols}"
-
-
 __all__ = [
     "FORMATS",
     "PackedWeight",
     "Packing",
     "Weight",
-    "described",
     "packed_weights",
-    "range_in",
 ]

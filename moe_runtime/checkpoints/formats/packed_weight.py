@@ -29,11 +29,21 @@ SCALE_NAMES: Mapping[str, ScaleName] = {
 """Kinds of scales by the safetensors name of their element type."""
 
 
+_NAMES = {"e2m1": "fp4", "e4m3": "fp8", "uint4": "int4", "uint8": "int8", "int8": "int8"}
+
+
 class Packing(NamedTuple):
     """How a matrix is written, whoever's it is: what makes a `QuantizedMatrix` of its parts."""
 
     format: WeightFormat
     num_cols: int
+
+    @property
+    def described(self) -> str:
+        """The format in a few words, such as `fp8, a f32 scale for 128 x 128`."""
+        kind = self.format
+        sizes = ("all" if size == 0 else str(size) for size in (kind.group_rows, kind.group_cols))
+        return f"{_NAMES[kind.codes]}, a {kind.scales} scale for {' x '.join(sizes)}"
 
     def matrix(self, parts: Mapping[str, Tensor]) -> QuantizedMatrix:
         """The matrix whose parts these are, by the names of `PackedWeight.ranges`."""
@@ -153,46 +163,28 @@ class PackedWeight:
         stored_bytes = self.codes.num_bytes // self.total_rows
         used = (count, kind.row_bytes(self.num_cols))
         found = {
-            "codes": range_in(
+            "codes": _range(
                 self.codes, first * stored_bytes, torch.uint8, used, (step * stored_bytes, 1)
             ),
-            "scales": range_in(self.scales, start, SCALES[kind.scales], groups, strides),
+            "scales": _range(self.scales, start, SCALES[kind.scales], groups, strides),
         }
         if self.zero_points is not None:
-            found["zero_points"] = range_in(self.zero_points, start, torch.uint8, groups, strides)
+            found["zero_points"] = _range(self.zero_points, start, torch.uint8, groups, strides)
         if self.global_scale is not None:
             place = number if _num_elements(self.global_scale) > 1 else 0
-            found["global_scale"] = range_in(self.global_scale, place, torch.float32, (1,), (1,))
+            found["global_scale"] = _range(self.global_scale, place, torch.float32, (1,), (1,))
         return found
 
 
-def range_in(
+def _range(
     entry: TensorEntry,
     position: int,
     dtype: torch.dtype,
     shape: tuple[int, ...],
     stride: tuple[int, ...],
 ) -> TensorRange:
-    """A view of some elements of a tensor of the checkpoint.
-
-    Args:
-        entry: the tensor.
-        position: of the first element.
-        dtype: of elements.
-        shape: sizes of the view.
-        stride: elements from one to the next, for each dimension.
-
-    Raises:
-        CheckpointError: elements lie at no multiple of their size.
-    """
     offset = entry.offset + position * dtype.itemsize
-    if offset % dtype.itemsize:
-        raise CheckpointError(
-            f"{entry.file}: {entry.name} starts at byte {offset}, which is no multiple of its "
-            f"{dtype.itemsize}-byte elements; save the checkpoint again with safetensors"
-        )
-    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    return TensorRange(entry.file, offset, (last + 1) * dtype.itemsize, dtype, shape, stride)
+    return TensorRange.of(entry.file, entry.name, offset, dtype, shape, stride)
 
 
 def companion(
