@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.memory.io_queue import Block, OnDone, Priority, Read, ReadQueue
+from moe_runtime.memory.io_queue import Block, Read, ReadQueue
 from moe_runtime.memory.slab import host_view
 from moe_runtime.memory.source import READ_BYTES
 from moe_runtime.training.offload.states.entries import Version
@@ -85,17 +85,16 @@ class Disk:
         slot: int | None,
         sections: Sections,
         record: Tensor,
-        priority: Priority,
-        on_done: OnDone,
+        read: Read,
     ) -> None:
-        """Starts to read sections into a record; `on_done` is called from another thread."""
+        """Starts to read sections into a record; another thread tells of the end."""
         blocks: list[Block] = []
         for file, offset, content in self._ranges(key, layout, slot, sections, record):
             blocks.extend(
                 partial(file.fetch, offset + begin, content[begin : begin + READ_BYTES])
                 for begin in range(0, len(content), READ_BYTES)
             )
-        self._queue.submit(blocks, Read(priority, on_done))
+        self._queue.submit(blocks, read)
 
     def write(
         self,
@@ -104,7 +103,7 @@ class Disk:
         version: Version | None,
         sections: Sections,
         record: Tensor,
-        on_done: OnDone,
+        write: Read,
     ) -> None:
         """Starts to write sections of a record: a new version, or a gradient that waits."""
         blocks: list[Block] = []
@@ -116,7 +115,11 @@ class Disk:
                 partial(file.write, offset + begin, content[begin : begin + READ_BYTES])
                 for begin in range(0, len(content), READ_BYTES)
             )
-        self._queue.submit(blocks, Read(Priority.READAHEAD, on_done))
+        self._queue.submit(blocks, write)
+
+    def is_under_way(self, transfer: Read) -> bool:
+        """Whether a transfer was started and its end is still to be told."""
+        return self._queue.is_under_way(transfer)
 
     def sync(self) -> None:
         """Returns when all versions that were written lie on the disk."""

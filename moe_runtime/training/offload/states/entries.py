@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from moe_runtime.memory.io_queue import Read
 from moe_runtime.training.offload.states.records import RecordLayout, Sections
 
 
@@ -42,7 +43,7 @@ class ExpertState:
         resident_slot: its slot in memory; None when its tier is the disk.
         is_saved: for a tier in memory: whether `version` has the same content.
         has_gradient: whether a gradient waits in its tier.
-        captures: writes under way of its tier in memory.
+        captures: writes of its tier in memory that have not ended.
     """
 
     layout: RecordLayout
@@ -54,7 +55,7 @@ class ExpertState:
     resident_slot: int | None = None
     is_saved: bool = False
     has_gradient: bool = False
-    captures: int = 0
+    captures: set[Read] = field(default_factory=set)
 
     def take_over(self, version: Version) -> None:
         """Its tier has become what a version is."""
@@ -69,24 +70,42 @@ class RingEntry:
         slot: its number.
         step: step up to which its content goes.
         have: sections that are valid or arriving.
-        arriving: sections on their way.
         fresh: sections that were read and not asked for since.
         pins: acquisitions.
-        transfers: reads and writes under way.
+        reads: those that have not ended, and the sections that each brings.
+        writes: those that have not ended.
     """
 
     slot: int
     step: int
     have: Sections = Sections.NONE
-    arriving: Sections = Sections.NONE
     fresh: Sections = Sections.NONE
     pins: int = 0
-    transfers: int = 0
+    reads: dict[Read, Sections] = field(default_factory=dict)
+    writes: set[Read] = field(default_factory=set)
+
+    @property
+    def arriving(self) -> Sections:
+        """Sections on their way."""
+        sections = Sections.NONE
+        for brought in self.reads.values():
+            sections |= brought
+        return sections
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether a read or a write is under way."""
+        return bool(self.reads or self.writes)
 
     @property
     def is_idle(self) -> bool:
         """Whether the slot could be given to another expert."""
-        return self.pins == 0 and self.transfers == 0
+        return self.pins == 0 and not self.is_moving
+
+    def forget(self, sections: Sections) -> None:
+        """Sections of it are not valid."""
+        self.have &= ~sections
+        self.fresh &= ~sections
 
 
 @dataclass(slots=True)
@@ -130,6 +149,15 @@ class Traffic:
             "read_bytes": self.read_bytes,
             "written_bytes": self.written_bytes,
         }
+
+    def mend(self, fresh_bytes: int) -> None:
+        """Has the counters add up again after an exception between two of them.
+
+        Args:
+            fresh_bytes: read and neither asked for nor given up so far.
+        """
+        self.needed_bytes = self.resident_bytes + self.reused_bytes + self.useful_bytes
+        self.read_bytes = self.useful_bytes + self.wasted_bytes + fresh_bytes
 
     def check(self, fresh_bytes: int) -> None:
         """Proves that the counters add up.

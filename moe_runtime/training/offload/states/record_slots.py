@@ -64,8 +64,7 @@ class RecordSlots:
         self._slab = Slab(ring_slots + len(resident), slot_bytes)
         for slot, key in enumerate(resident, start=ring_slots):
             self.experts[key].resident_slot = slot
-        self._ring_slots = range(ring_slots)
-        self._free = list(self._ring_slots)
+        self._free = list(range(ring_slots))
         self._entries: OrderedDict[ExpertKey, RingEntry] = OrderedDict()
         self._expected: deque[Need] = deque()
         self._changed = Changes()
@@ -108,7 +107,7 @@ class RecordSlots:
             self._read_ahead()
             try:
                 self._wait_for(
-                    lambda: not (entry.arriving & need) and not (writes and entry.transfers)
+                    lambda: not (entry.arriving & need) and not (writes and entry.is_moving)
                 )
             except MoERuntimeError:
                 entry.pins -= 1
@@ -154,7 +153,7 @@ class RecordSlots:
             self._expected.clear()
             self._wait_for(
                 lambda: (
-                    not any(entry.transfers for entry in self._entries.values())
+                    not any(entry.is_moving for entry in self._entries.values())
                     and not any(expert.captures for expert in self.experts.values())
                 )
             )
@@ -180,16 +179,35 @@ class RecordSlots:
                 if expert.resident_slot is not None
             ]
             assert sorted(used + self._free + resident) == list(range(self._slab.num_slots))
-            fresh = sum(self._bytes(key, entry.fresh) for key, entry in self._entries.items())
-            self.traffic.check(fresh)
+            self.traffic.check(self._fresh_bytes())
             assert all(entry.pins >= 0 for entry in self._entries.values())
 
     # What follows is called with the lock held.
 
     def _mend(self) -> None:
-        """After an exception: slots without an entry are free; `abandon` takes pins back."""
+        """After an exception: what was not started does not come, and slots of nobody are free.
+
+        `abandon` takes pins back.
+        """
+        for key in [key for key in self._entries if self.experts[key].resident_slot is not None]:
+            del self._entries[key]
+        for entry in self._entries.values():
+            for read in self._not_started(entry.reads):
+                entry.forget(entry.reads[read])
+                del entry.reads[read]
+            entry.writes.difference_update(self._not_started(entry.writes))
         used = {entry.slot for entry in self._entries.values()}
-        self._free = [slot for slot in self._ring_slots if slot not in used]
+        for expert in self.experts.values():
+            expert.captures.difference_update(self._not_started(expert.captures))
+            used.add(-1 if expert.resident_slot is None else expert.resident_slot)
+        self._free = [slot for slot in range(self._slab.num_slots) if slot not in used]
+        self.traffic.mend(self._fresh_bytes())
+
+    def _not_started(self, transfers: Iterable[Read]) -> list[Read]:
+        return [one for one in transfers if not self._on_disk.is_under_way(one)]
+
+    def _fresh_bytes(self) -> int:
+        return sum(self._bytes(key, entry.fresh) for key, entry in self._entries.items())
 
     @property
     def _on_disk(self) -> Disk:
@@ -259,25 +277,18 @@ class RecordSlots:
             # replayed parameters would not fit the moments on the disk: take all of them anew
             missing |= Sections.STATE
             entry.step = expert.step
+        read = Read(priority, partial(self._arrive, entry))
+        entry.reads[read] = missing  # first: `_mend` takes back what is not started
         entry.have |= missing
-        entry.arriving |= missing
         entry.fresh |= missing
-        entry.transfers += 1
         self.traffic.read_bytes += self._bytes(key, missing)
-        self._on_disk.read(
-            key,
-            expert.layout,
-            None if expert.version is None else expert.version.slot,
-            missing,
-            self._slab.slot(entry.slot),
-            priority,
-            partial(self._arrive, entry, missing),
-        )
+        version = None if expert.version is None else expert.version.slot
+        record = self._slab.slot(entry.slot)
+        self._on_disk.read(key, expert.layout, version, missing, record, read)
 
-    def _arrive(self, entry: RingEntry, sections: Sections, read: Read) -> None:
+    def _arrive(self, entry: RingEntry, read: Read) -> None:
         with self._changed:
-            entry.arriving &= ~sections
-            entry.transfers -= 1
+            entry.reads.pop(read, None)
             self._end(read)
 
     def _write(
@@ -288,26 +299,20 @@ class RecordSlots:
         slot: int,
         sections: Sections,
     ) -> None:
+        is_resident = expert.resident_slot is not None
+        writes = expert.captures if is_resident else self._entries[key].writes
+        write = Read(Priority.READAHEAD, partial(self._leave, writes, version))
+        writes.add(write)
         self.traffic.written_bytes += self._bytes(key, sections)
-        entry = None if expert.resident_slot is not None else self._entries[key]
-        if entry is not None:
-            entry.transfers += 1
-        self._on_disk.write(
-            key, expert.layout, version, sections, self._slab.slot(slot),
-            partial(self._leave, expert, entry, version),
-        )  # fmt: skip
+        record = self._slab.slot(slot)
+        self._on_disk.write(key, expert.layout, version, sections, record, write)
 
-    def _leave(
-        self, expert: ExpertState, entry: RingEntry | None, version: Version | None, read: Read
-    ) -> None:
+    def _leave(self, writes: set[Read], version: Version | None, write: Read) -> None:
         with self._changed:
             if version is not None:
-                version.is_written = read.error is None
-            if entry is None:
-                expert.captures -= 1
-            else:
-                entry.transfers -= 1
-            self._end(read)
+                version.is_written = write.error is None
+            writes.discard(write)
+            self._end(write)
 
     def _end(self, transfer: Read) -> None:
         """A transfer has ended: others may begin; what fails now fails whoever waits."""

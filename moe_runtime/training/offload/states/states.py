@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 
 from torch import Tensor
 
@@ -33,9 +34,9 @@ class ExpertStates(RecordSlots):
             if expert.resident_slot is not None:
                 return
             entry = self._entries[key]
+            version = self._new_version(expert, entry.step)
             entry.have |= Sections.STATE
             expert.step = entry.step
-            version = self._new_version(expert, entry.step)
             self._write(key, expert, version, entry.slot, Sections.STATE)
 
     def park_gradient(self, key: ExpertKey) -> None:
@@ -61,28 +62,30 @@ class ExpertStates(RecordSlots):
         """The step is done: versions from before it are let go."""
         with self._changed:
             for expert in self.experts.values():
-                if expert.previous is not None:
-                    self._on_disk.drop(expert.layout, expert.previous.slot)
-                    expert.previous = None
+                previous, expert.previous = expert.previous, None
+                if previous is not None:
+                    self._on_disk.drop(expert.layout, previous.slot)
 
     def roll_back(self) -> None:
         """The step is not to have happened: versions from before it come back."""
         self.wait_for_transfers()
         with self._changed:
             for key, expert in self.experts.items():
-                if expert.previous is None or expert.version is None:
-                    continue
-                self._on_disk.drop(expert.layout, expert.version.slot)
-                expert.version, expert.previous = expert.previous, None
-                expert.take_over(expert.version)
-                if key in self._entries:
+                if self._take_back(expert) and key in self._entries:
                     self._drop(key)
 
     def abandon(self) -> None:
-        """Gives all records back, after a computation that failed half-way."""
+        """Gives all records back, after a computation that failed half-way.
+
+        What it had may be half changed, and is read anew.
+        """
         with self._changed:
-            for entry in self._entries.values():
-                entry.pins = 0
+            for key, entry in self._entries.items():
+                if entry.pins:
+                    entry.forget(Sections.STATE)
+                    entry.step = self.experts[key].step
+                    entry.pins = 0
+            self.traffic.mend(self._fresh_bytes())
 
     def capture(self, keys: Iterable[ExpertKey]) -> None:
         """Starts to write records whose tier is memory to the disk, as new versions.
@@ -93,10 +96,10 @@ class ExpertStates(RecordSlots):
             for key in keys:
                 expert = self.experts[key]
                 assert expert.resident_slot is not None, "what lives on the disk is saved"
-                expert.is_saved = True
-                expert.captures += 1
+                expert.is_saved = False  # until it is: or the next checkpoint names an older state
                 version = self._new_version(expert, expert.step)
                 self._write(key, expert, version, expert.resident_slot, Sections.STATE)
+                expert.is_saved = True
 
     def hold_versions(self) -> dict[ExpertKey, Version]:
         """Starts to save every expert as it is now; no version that is returned is overwritten.
@@ -110,11 +113,14 @@ class ExpertStates(RecordSlots):
                 for key, e in self.experts.items()
                 if e.resident_slot is not None and not e.is_saved
             )
-            held = {}
-            for key, expert in self.experts.items():
-                assert expert.version is not None, "every expert has a first version"
-                self._on_disk.hold(expert.layout, expert.version.slot)
-                held[key] = expert.version
+            held: dict[ExpertKey, Version] = {}
+            with ExitStack() as stack:
+                stack.callback(self.drop_versions, held)
+                for key, expert in self.experts.items():
+                    assert expert.version is not None, "every expert has a first version"
+                    self._on_disk.hold(expert.layout, expert.version.slot)
+                    held[key] = expert.version
+                stack.pop_all()
             return held
 
     def drop_versions(self, versions: Mapping[ExpertKey, Version]) -> None:
@@ -186,11 +192,12 @@ class ExpertStates(RecordSlots):
         comes, goes = self.experts[arriving], self.experts[leaving]
         with self._changed:
             assert goes.resident_slot is not None, "the leaving expert's tier must be memory"
-            goes.resident_slot, comes.resident_slot = None, goes.resident_slot
-            entry = self._entries[arriving]
-            comes.is_saved = entry.step == comes.step
-            comes.step = entry.step
-            self._slab.slot(comes.resident_slot).copy_(record)
+            entry, slot = self._entries[arriving], goes.resident_slot
+            is_saved = entry.step == comes.step
+            # An exception in between leaves both on the disk, and a slot more to the others.
+            goes.resident_slot = None
+            self._slab.slot(slot).copy_(record)
+            comes.is_saved, comes.step, comes.resident_slot = is_saved, entry.step, slot
             entry.pins -= 1
             self._drop(arriving)
 
@@ -204,20 +211,48 @@ class ExpertStates(RecordSlots):
             self._failure = self._failure or read.error
             is_done.set()
 
-        self._on_disk.read(
-            key, expert.layout, version.slot, Sections.STATE, record, Priority.DEMAND, finish
-        )
+        read = Read(Priority.DEMAND, finish)
+        self._on_disk.read(key, expert.layout, version.slot, Sections.STATE, record, read)
         is_done.wait()
         if self._failure is not None:
             raise self._failure
 
+    def _mend(self) -> None:
+        """Also takes back new versions that were not written."""
+        super()._mend()
+        for key, expert in self.experts.items():
+            entry = self._entries.get(key)
+            if expert.version is None or expert.version.is_written or (entry and entry.writes):
+                continue
+            if self._take_back(expert) and entry is not None:
+                entry.forget(Sections.STATE)
+                entry.step = expert.step
+        self.traffic.mend(self._fresh_bytes())
+
+    def _take_back(self, expert: ExpertState) -> bool:
+        """Puts the version from before the step in the place of the one after; whether it is kept.
+
+        Whatever strikes in between, a slot is let go of once at most.
+        """
+        new, old = expert.version, expert.previous
+        if new is None or old is None:
+            return False
+        expert.step, expert.count, expert.pending = old.step, old.count, old.pending
+        expert.version, expert.previous = old, None
+        self._on_disk.drop(expert.layout, new.slot)
+        return True
+
     def _new_version(self, expert: ExpertState, step: int) -> Version:
-        """A place for what an expert has become; a version of the step before is kept for it."""
+        """A place for what an expert has become; a version of the step before is kept for it.
+
+        Raises:
+            CapacityError: the disk is full; nothing is changed.
+        """
         slot = self._on_disk.take(expert.layout)
-        old = expert.version
-        expert.version = Version(slot, step, expert.count, pending=expert.pending)
-        if old is not None and expert.resident_slot is None and expert.previous is None:
-            expert.previous = old
-        elif old is not None:
+        new, old = Version(slot, step, expert.count, pending=expert.pending), expert.version
+        keeps_old = expert.resident_slot is None and expert.previous is None
+        previous = old if keeps_old else expert.previous
+        expert.version, expert.previous = new, previous
+        if old is not None and not keeps_old:
             self._on_disk.drop(expert.layout, old.slot)
-        return expert.version
+        return new

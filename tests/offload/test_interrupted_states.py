@@ -1,0 +1,217 @@
+"""Records after exceptions: whatever line one strikes on, nothing is awaited that does not come,
+what was not written is not named, and every slot is accounted for."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from injection import KINDS, lines_of, raise_on
+
+from moe_runtime.errors import CapacityError
+from moe_runtime.training.offload.states.disk import Disk
+from moe_runtime.training.offload.states.record_file import RecordFile
+from moe_runtime.training.offload.states.records import ExpertTensor, RecordLayout, Sections
+from moe_runtime.training.offload.states.states import ExpertStates
+from moe_runtime.types import ExpertKey
+
+KEYS = [ExpertKey(0, expert) for expert in range(5)]
+*RING, RESIDENT = KEYS
+LAYOUT = RecordLayout([ExpertTensor("w", (3, 5), decays=True)], torch.float32)
+
+
+def state_of(record: torch.Tensor) -> torch.Tensor:
+    """Parameters and moments of a record, all in float32."""
+    return record[: LAYOUT.state_bytes].view(torch.float32)
+
+
+class Trained(ExpertStates):
+    """Four experts on the disk, slots for three, one in memory; each is full of one number."""
+
+    def __init__(self, folder: Path) -> None:
+        layouts = dict.fromkeys(KEYS, LAYOUT)
+        disk = Disk(folder, layouts, io_threads=2, direct=False)
+        super().__init__(layouts, resident=[RESIDENT], ring_slots=3, disk=disk)
+        self.numbers = dict.fromkeys(KEYS, 0.0)
+        for key in KEYS:
+            self.fill(self.acquire(key, Sections.NONE, writes=True), 0.0)
+            self.write_state(key)
+            self.release(key)
+        self.end_step({})
+        self.drop_versions(self.hold_versions())
+
+    def fill(self, record: torch.Tensor, number: float) -> None:
+        state_of(record).fill_(number)
+
+    def step(self, keys: list[ExpertKey], number: float) -> None:
+        """Changes experts, as an optimizer's step does; `end_step` keeps it."""
+        self.expect((key, Sections.STATE) for key in keys)
+        for key in keys:
+            record = self.acquire(key, Sections.STATE, writes=True)
+            self.fill(record, number)
+            self.set_content_step(key, int(number))
+            self.write_state(key)
+            self.release(key)
+
+    def end_step(self, numbers: dict[ExpertKey, float]) -> None:
+        self.commit()
+        self.wait_for_transfers()
+        self.numbers |= numbers
+
+    def discard(self) -> None:
+        """As the optimizer does after an exception."""
+        self.abandon()
+        self.roll_back()
+
+    def require_whole(self) -> None:
+        """Every expert is what it was at the end of the last step, and all is accounted for."""
+        for key, number in self.numbers.items():
+            record = self.acquire(key, Sections.STATE)
+            assert state_of(record).unique().tolist() == [number], key
+            self.release(key)
+        self.wait_for_transfers()
+        self.check()
+
+    def require_saved(self) -> None:
+        """A checkpoint of now names every expert as it is."""
+        versions = self.hold_versions()
+        self.wait_until_durable(versions)
+        for key, version in versions.items():
+            buffer = torch.empty(LAYOUT.record_bytes, dtype=torch.uint8)
+            self._fill_now(key, self.experts[key], version, buffer)
+            assert state_of(buffer).unique().tolist() == [self.numbers[key]]
+        self.drop_versions(versions)
+        (file,) = self._on_disk._files.values()
+        # An exception may cost a slot of the file until it is opened again, but never gives one up.
+        assert all(file._holds[version.slot] >= 1 for version in versions.values())
+        assert not {version.slot for version in versions.values()} & set(file._free)
+
+
+def at_every_line(call: Callable[[], None], after: Callable[[], None]) -> int:
+    """Has an exception strike on each line of a call in turn; the call is repeated for each."""
+    sites = sorted(lines_of(call), key=str)
+    after()
+    struck = 0
+    for number, site in enumerate(sites):
+        struck += raise_on(site, 1, KINDS[number % len(KINDS)], call)
+        after()
+    return struck
+
+
+@pytest.fixture
+def states(tmp_path: Path) -> Trained:
+    return Trained(tmp_path)
+
+
+def test_an_interrupted_step_is_taken_back_and_the_next_one_is_right(states: Trained) -> None:
+    numbers = iter(range(1, 10_000))
+
+    def after() -> None:
+        states.discard()
+        states.require_whole()
+        if (number := float(next(numbers))) % 7 == 0:
+            states.step(RING, number)
+            states.end_step(dict.fromkeys(RING, number))
+            states.require_whole()
+            states.require_saved()
+
+    struck = at_every_line(lambda: states.step(RING, 9999.0), after)
+    assert struck > 100
+    states.close()
+
+
+def test_an_interrupted_checkpoint_is_followed_by_a_right_one(states: Trained) -> None:
+    numbers = iter(range(1, 10_000))
+
+    def change() -> None:
+        number = float(next(numbers))
+        states.fill(states.acquire(RESIDENT, Sections.STATE, writes=True), number)
+        states.set_content_step(RESIDENT, int(number))
+        states.numbers[RESIDENT] = number
+
+    def after() -> None:
+        states.wait_for_transfers()
+        states.require_whole()
+        states.require_saved()
+        change()
+
+    change()
+    struck = at_every_line(lambda: states.drop_versions(states.hold_versions()), after)
+    assert struck > 40
+    states.close()
+
+
+def test_an_interrupted_exchange_of_tiers_loses_no_expert(tmp_path: Path) -> None:
+    pairs = [(RING[0], RESIDENT), (RESIDENT, RING[0])]
+
+    def exchange(states: Trained) -> Callable[[], None]:
+        in_memory = states.experts[RESIDENT].resident_slot is not None
+        return lambda: states.exchange_tiers(*pairs[not in_memory])
+
+    def fresh(number: int) -> Trained:
+        (folder := tmp_path / str(number)).mkdir()
+        states = Trained(folder)
+        states.step(RING, 3.0)
+        states.end_step(dict.fromkeys(RING, 3.0))
+        return states
+
+    states = fresh(0)
+    sites = sorted(lines_of(exchange(states)), key=str)
+    states.require_whole()
+    states.close()
+    own = [site for site in sites if "memory/" not in str(site)]
+    for number, site in enumerate(own, 1):
+        states = fresh(number)
+        raise_on(site, 1, KINDS[number % len(KINDS)], exchange(states))
+        states.discard()
+        states.require_whole()
+        states.require_saved()
+        states.close()
+
+
+def test_a_full_disk_changes_nothing_of_an_expert_that_has_no_room(
+    states: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same checkpoint, and the same step, are right once there is room."""
+    states.fill(states.acquire(RESIDENT, Sections.STATE, writes=True), 5.0)
+    states.set_content_step(RESIDENT, 5)
+    states.numbers[RESIDENT] = 5.0
+    record = states.acquire(RING[0], Sections.STATE, writes=True)
+    states.fill(record, 6.0)
+    states.set_content_step(RING[0], 6)
+
+    def full(file: RecordFile) -> int:
+        raise CapacityError(os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordFile, "take", full)
+        with pytest.raises(CapacityError, match="No space"):
+            states.hold_versions()
+        with pytest.raises(CapacityError, match="No space"):
+            states.write_state(RING[0])
+    assert states.experts[RING[0]].step == 0
+    states.write_state(RING[0])
+    states.release(RING[0])
+    states.end_step({RING[0]: 6.0})
+    states.require_whole()
+    states.require_saved()
+    states.close()
+
+
+def test_a_read_that_was_not_started_is_not_waited_for(
+    states: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    missing = next(key for key in RING if key not in states._entries)
+    with monkeypatch.context() as patch:
+        patch.setattr(states.disk, "read", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            states.acquire(missing, Sections.STATE)
+    states.discard()
+    states.wait_for_transfers()
+    states.require_whole()
+    states.close()
