@@ -166,27 +166,14 @@ def _run_native(
     )
     out = x.new_empty((batch, weights.output.shape[0]))
     status = library.attention_step(
-        weights.record,
-        x.data_ptr(),
-        batch,
-        cos.data_ptr(),
-        sin.data_ptr(),
-        0 if cos.shape[0] == 1 else cos.shape[1] * size,
+        weights.record, x.data_ptr(), batch,
+        cos.data_ptr(), sin.data_ptr(), 0 if cos.shape[0] == 1 else cos.shape[1] * size,
         cos.shape[1],
-        key.data_ptr(),
-        key_strides[0] * size,
-        key_strides[1] * size,
-        key_strides[2] * size,
-        value.data_ptr(),
-        value_strides[0] * size,
-        value_strides[1] * size,
-        value_strides[2] * size,
-        key.shape[2],
-        None if mask is None else mask.data_ptr(),
-        scratch.data_ptr(),
-        out.data_ptr(),
-        torch.get_num_threads() == library.num_threads,
-    )
+        key.data_ptr(), key_strides[0] * size, key_strides[1] * size, key_strides[2] * size,
+        value.data_ptr(), value_strides[0] * size, value_strides[1] * size, value_strides[2] * size,
+        key.shape[2], None if mask is None else mask.data_ptr(), scratch.data_ptr(),
+        out.data_ptr(), torch.get_num_threads() == library.num_threads,
+    )  # fmt: skip
     if status == STATUS_NO_MEMORY:
         raise MemoryError(f"no memory for an attention step of {batch} sequences")
     return out

@@ -100,16 +100,10 @@ def _run_native(library: NativeLibrary, y: Tensor, weights: Tensor) -> Tensor:
     num_tokens, num_choices = weights.shape
     out = y.new_empty((num_tokens, y.shape[1]))
     status = library.combine_slots(
-        y.data_ptr(),
-        weights.data_ptr(),
-        out.data_ptr(),
-        num_tokens,
-        num_choices,
-        y.shape[1],
-        DTYPE_CODES[y.dtype],
-        DTYPE_CODES[weights.dtype],
-        library.shares_threads(),
-    )
+        y.data_ptr(), weights.data_ptr(), out.data_ptr(),
+        num_tokens, num_choices, y.shape[1],
+        DTYPE_CODES[y.dtype], DTYPE_CODES[weights.dtype], library.shares_threads(),
+    )  # fmt: skip
     if status == STATUS_NO_MEMORY:
         raise MemoryError(f"no memory to sum rows of {y.shape[1]} values")
     return out

@@ -72,31 +72,11 @@ def _rows(
 ) -> Tensor:
     """The experts' outputs in sorted order."""
     gate_up, down, gate_up_bias, down_bias = experts.tensors()
-    slots, transposed = experts.slot_of_expert, experts.is_transposed
-    z_RZ = _project(x_TD, tokens_R, rows.offsets_E1, gate_up, gate_up_bias, slots, transposed)
+    project = torch.ops.moe_runtime.expert_projection
+    offsets, how = rows.offsets_E1, (experts.slot_of_expert, experts.is_transposed)
+    z_RZ = project(x_TD.to(gate_up.dtype), tokens_R, offsets, gate_up, gate_up_bias, *how)
     hidden_RF = apply_activation(z_RZ, experts.layout, activation)
-    return _project(hidden_RF, None, rows.offsets_E1, down, down_bias, slots, transposed)
-
-
-def _project(
-    x_TM: Tensor,
-    tokens_R: Tensor | None,
-    offsets_E1: Tensor,
-    weight_SNM: Tensor,
-    bias_SN: Tensor | None,
-    slot_of_expert: Tensor | None,
-    is_transposed: bool,
-) -> Tensor:
-    """``weight[e] @ x[tokens[r]] + bias[e]`` for the rows of each expert, zero after the last."""
-    return torch.ops.moe_runtime.expert_projection(
-        x_TM.to(weight_SNM.dtype),
-        tokens_R,
-        offsets_E1,
-        weight_SNM,
-        bias_SN,
-        slot_of_expert,
-        is_transposed,
-    )
+    return project(hidden_RF.to(down.dtype), None, offsets, down, down_bias, *how)
 
 
 def _forward(
@@ -108,6 +88,7 @@ def _forward(
     slot_of_expert: Tensor | None,
     is_transposed: bool,
 ) -> Tensor:
+    """``weight[e] @ x[tokens[r]] + bias[e]`` for the rows of each expert, zero after the last."""
     weight_SMN = weight if is_transposed else weight.mT
     out = x.new_zeros(len(x) if tokens is None else len(tokens), weight_SMN.shape[2])
     with torch.autocast(x.device.type, enabled=False):

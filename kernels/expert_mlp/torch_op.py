@@ -23,14 +23,14 @@ from moe_runtime.kernels.expert_mlp.rows import (
 )
 from moe_runtime.kernels.operands.activation import ActivationSpec
 
-# Layout flags, formula and implementation, as `static_arguments` gives them.
-_STATIC = (
-    "bool has_gate, bool is_transposed, bool is_concatenated, str function, float[] numbers, "
-    "str impl"
+# Experts and what lies between their products, in pieces: what `StackedExperts` and the inverse of
+# `ActivationSpec.numbers` take, and the implementation.
+_EXPERTS = (
+    "Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias, Tensor? slot_of_expert, "
+    "bool has_gate, bool is_transposed, bool is_concatenated"
 )
-_PARAMETERS = (
-    "Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias, Tensor? slot_of_expert"
-)
+_NAMES = tuple(piece.split()[-1] for piece in _EXPERTS.split(", "))
+_STATIC = "str function, float[] numbers, str impl"
 _FORWARD = "moe_runtime::expert_mlp"
 _BACKWARD = "moe_runtime::expert_mlp_backward"
 
@@ -43,27 +43,11 @@ def static_arguments(
     return *layout, activation.function, activation.numbers(), impl
 
 
-def _experts(
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    slot_of_expert: Tensor | None,
-    *static: Any,
-) -> tuple[StackedExperts, ActivationSpec]:
+def _experts(*pieces: Any) -> tuple[StackedExperts, ActivationSpec]:
     """The experts and the formula of an operator's arguments."""
-    has_gate, is_transposed, is_concatenated, function, numbers = static
-    experts = StackedExperts(
-        gate_up=gate_up,
-        down=down,
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
-        has_gate=has_gate,
-        is_transposed=is_transposed,
-        is_concatenated=is_concatenated,
-        slot_of_expert=slot_of_expert,
-    )
-    return experts, ActivationSpec.from_numbers(function, numbers)
+    *experts, function, numbers = pieces
+    named = dict(zip(_NAMES, experts, strict=True))
+    return StackedExperts(**named), ActivationSpec.from_numbers(function, numbers)
 
 
 def call(
@@ -176,7 +160,7 @@ torch.library.custom_op(
     _forward,
     mutates_args=(),
     schema=(
-        f"(Tensor x, Tensor? ids, Tensor? weights, Tensor? counts, {_PARAMETERS}, {_STATIC}, "
+        f"(Tensor x, Tensor? ids, Tensor? weights, Tensor? counts, {_EXPERTS}, {_STATIC}, "
         "bool keeps, bool recompute) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )
@@ -188,7 +172,7 @@ torch.library.custom_op(
     mutates_args=(),
     schema=(
         "(Tensor grad, Tensor x, Tensor? weights, Tensor z, Tensor order, Tensor offsets, "
-        f"{_PARAMETERS}, {_STATIC}, bool[] needs) "
+        f"{_EXPERTS}, {_STATIC}, bool[] needs) "
         "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 )

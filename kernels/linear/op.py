@@ -265,20 +265,12 @@ def _run(
     for first in range(0, x_RK.shape[0], ROWS_PER_CALL):
         num_rows = min(ROWS_PER_CALL, x_RK.shape[0] - first)
         status = library.linear(
-            x_RK.data_ptr() + first * x_bytes,
-            x_bytes,
-            num_rows,
-            weight.data_ptr(),
-            weight.stride(0) * weight.element_size(),
+            x_RK.data_ptr() + first * x_bytes, x_bytes, num_rows,
+            weight.data_ptr(), weight.stride(0) * weight.element_size(),
             None if bias is None else bias.data_ptr(),
-            out.data_ptr() + first * out_bytes,
-            out_bytes,
-            dim_in,
-            dim_out,
-            DTYPE_CODES[x_RK.dtype],
-            DTYPE_CODES[weight.dtype],
-            library.shares_threads(),
-        )
+            out.data_ptr() + first * out_bytes, out_bytes, dim_in, dim_out,
+            DTYPE_CODES[x_RK.dtype], DTYPE_CODES[weight.dtype], library.shares_threads(),
+        )  # fmt: skip
         check_status(status, num_rows, dim_in)
 
 

@@ -139,28 +139,13 @@ def _run_native(
     size = query.element_size()
     key_strides, value_strides = key.stride(), value.stride()
     status = library.single_query_attention(
-        query.data_ptr(),
-        heads * dim * size,
-        key.data_ptr(),
-        key_strides[0] * size,
-        key_strides[1] * size,
-        key_strides[2] * size,
-        value.data_ptr(),
-        value_strides[0] * size,
-        value_strides[1] * size,
-        value_strides[2] * size,
-        None if mask is None else mask.data_ptr(),
-        out.data_ptr(),
-        batch,
-        groups,
-        heads // groups,
-        length,
-        dim,
-        value.shape[-1],
-        scale,
-        DTYPE_CODES[query.dtype],
-        library.shares_threads(),
-    )
+        query.data_ptr(), heads * dim * size,
+        key.data_ptr(), key_strides[0] * size, key_strides[1] * size, key_strides[2] * size,
+        value.data_ptr(), value_strides[0] * size, value_strides[1] * size, value_strides[2] * size,
+        None if mask is None else mask.data_ptr(), out.data_ptr(),
+        batch, groups, heads // groups, length, dim, value.shape[-1],
+        scale, DTYPE_CODES[query.dtype], library.shares_threads(),
+    )  # fmt: skip
     if status == STATUS_NO_MEMORY:
         raise MemoryError(f"no memory for the scores of {heads} heads and {length} keys")
     return out
