@@ -1,12 +1,10 @@
 """`attention_step`: an attention layer for one new token of each sequence."""
 
 from moe_runtime.kernels.attention_step.op import attention_step
-from moe_runtime.kernels.attention_step.reference import attention_step_reference
 from moe_runtime.kernels.attention_step.weights import AttentionWeights, HeadNorm
 
 __all__ = [
     "AttentionWeights",
     "HeadNorm",
     "attention_step",
-    "attention_step_reference",
 ]

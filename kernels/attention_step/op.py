@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from moe_runtime.kernels.attention_step.reference import attention_step_reference
 from moe_runtime.kernels.attention_step.weights import AttentionWeights
 from moe_runtime.kernels.linear import ROWS_PER_CALL
 from moe_runtime.kernels.native import (
@@ -76,13 +75,14 @@ def attention_step(
     elif impl not in ("auto", "reference"):
         raise ValueError(f"impl must be one of auto, native, reference, got {impl!r}")
     arguments = (x_BD, weights, cos_BR, sin_BR, key_BGSK, value_BGSV)
-    if library is None:
-        return attention_step_reference(*arguments, mask_BS)
-    unable = _native_problem(*arguments)
-    if unable is None:
-        return _run_native(library, *arguments, mask_BS)
-    if impl == "native":
-        raise ValueError(f"impl='native' cannot compute this: {unable}")
+    if library is not None:
+        unable = _native_problem(*arguments)
+        if unable is None:
+            return _run_native(library, *arguments, mask_BS)
+        if impl == "native":
+            raise ValueError(f"impl='native' cannot compute this: {unable}")
+    from moe_runtime.kernels.attention_step.reference import attention_step_reference
+
     return attention_step_reference(*arguments, mask_BS)
 
 

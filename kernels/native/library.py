@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,7 +26,8 @@ ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 STATUS_OK, STATUS_NO_MEMORY, STATUS_BAD_ROW, STATUS_DAMAGED = 0, 1, 2, 3
 
 _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+_Signatures = dict[str, tuple[object, list[object]]]
+_CONTROLS: _Signatures = {
     "moe_abi_version": (_INT, []),
     "moe_isa_name": (ctypes.c_char_p, [_INT]),
     "moe_current_isa": (ctypes.c_char_p, []),
@@ -35,6 +38,9 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "moe_set_parallel": (None, [_POINTER]),
     "moe_set_spin_ns": (None, [_INT64]),
     "moe_read": (ctypes.c_float, [_POINTER, _INT64]),
+}
+# Each is an attribute of `NativeLibrary`, by its name without `moe_`.
+_KERNELS: _Signatures = {
     # x, x_stride, num_rows, weight, weight_stride, bias, out, out_stride, dim_in, dim_out,
     # x_dtype, weight_dtype, share_threads
     "moe_linear": (
@@ -208,28 +214,11 @@ class NativeDescription:
 class NativeLibrary:
     """The loaded library: the kernels as C functions, instruction sets and threads.
 
-    One process has one library and one thread pool; `native_library` returns it.
+    One process has one library and one thread pool; `native_library` returns it. The kernels are
+    its methods: `linear` is `moe_linear` of the C sources, which say what it does.
 
     Attributes:
         path: The loaded file.
-        linear: `moe_linear` of driver.c.
-        expert_ffn: `moe_expert_ffn` of driver.c.
-        expert_step: `moe_expert_step` of step.c.
-        quantized_linear: `moe_quantized_linear` of driver.c.
-        dequantize: `moe_dequantize` of quantized.c.
-        attention_step: `moe_attention_step` of attention.c.
-        combine_slots: `moe_combine_slots` of batched.c.
-        single_query_attention: `moe_single_query_attention` of batched.c.
-        rms_norm: `moe_rms_norm` of norm.c.
-        gate: `moe_gate` of gate.c.
-        gather_rows: `moe_gather_rows` of gate.c.
-        add_rows: `moe_add_rows` of gate.c.
-        planes_count, planes_encode, planes_decode: the functions of planes.c.
-        rank_experts: `moe_rank_experts` of rank.c.
-        look_ahead, look_ahead_anew: the functions of look_ahead.c.
-        reads_open, reads_stop, reads_close, reads_events, reads_submit, reads_knows, reads_start,
-            reads_promote, reads_cancel, reads_ended, reads_forget, reads_wait, reads_kick: the
-            functions of reads.c.
         num_threads: Threads that work on one call, the calling one included; `set_num_threads`
             changes it.
         cpu_has_amx: Whether the processor multiplies bf16 in matrix units (these kernels do not).
@@ -245,7 +234,7 @@ class NativeLibrary:
         library = ctypes.CDLL(str(path))
         self.path = path
         try:
-            for name, (result, arguments) in _SIGNATURES.items():
+            for name, (result, arguments) in {**_CONTROLS, **_KERNELS}.items():
                 function = getattr(library, name)
                 function.restype, function.argtypes = result, arguments
             version = library.moe_abi_version()
@@ -255,43 +244,18 @@ class NativeLibrary:
             raise NativeUnavailableError(
                 f"{path} has interface version {version}, expected {ABI_VERSION}"
             )
-        self.linear = library.moe_linear
-        self.expert_ffn = library.moe_expert_ffn
-        self.expert_step = library.moe_expert_step
-        self.quantized_linear = library.moe_quantized_linear
-        self.dequantize = library.moe_dequantize
-        self.attention_step = library.moe_attention_step
-        self.combine_slots = library.moe_combine_slots
-        self.single_query_attention = library.moe_single_query_attention
-        self.rms_norm = library.moe_rms_norm
-        self.gate = library.moe_gate
-        self.gather_rows = library.moe_gather_rows
-        self.add_rows = library.moe_add_rows
-        self.planes_count = library.moe_planes_count
-        self.planes_encode = library.moe_planes_encode
-        self.planes_decode = library.moe_planes_decode
-        self.rank_experts = library.moe_rank_experts
-        self.look_ahead = library.moe_look_ahead
-        self.look_ahead_anew = library.moe_look_ahead_anew
-        self.reads_open = library.moe_reads_open
-        self.reads_stop = library.moe_reads_stop
-        self.reads_close = library.moe_reads_close
-        self.reads_events = library.moe_reads_events
-        self.reads_submit = library.moe_reads_submit
-        self.reads_knows = library.moe_reads_knows
-        self.reads_start = library.moe_reads_start
-        self.reads_promote = library.moe_reads_promote
-        self.reads_cancel = library.moe_reads_cancel
-        self.reads_ended = library.moe_reads_ended
-        self.reads_forget = library.moe_reads_forget
-        self.reads_wait = library.moe_reads_wait
-        self.reads_kick = library.moe_reads_kick
+        for name in _KERNELS:
+            setattr(self, name.removeprefix("moe_"), getattr(library, name))
         self.cpu_has_amx = bool(library.moe_cpu_has_amx())
         self._library = library
         self._isa: str = library.moe_current_isa().decode()
         self.set_num_threads(torch.get_num_threads())
         self.set_spin_s(SPIN_S)
         library.moe_set_parallel(_openmp_parallel())
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
     def isas(self) -> tuple[str, ...]:
         """Instruction sets that this machine and this build can run, best first."""

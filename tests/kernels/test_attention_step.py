@@ -9,8 +9,8 @@ from moe_runtime.kernels.attention_step import (
     AttentionWeights,
     HeadNorm,
     attention_step,
-    attention_step_reference,
 )
+from moe_runtime.kernels.attention_step.reference import attention_step_reference
 from moe_runtime.kernels.linear import linear
 from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.rms_norm import rms_norm
