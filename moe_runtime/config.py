@@ -117,6 +117,7 @@ def _number(text: str, name: str) -> int | float:
         raise ValueError(f"{name}: {error}, a share such as 0.25, or 'auto'") from None
 
 
+_MOST_SHOWN = 80
 _WORDS = {
     bool: "true or false",
     int: "a whole number",
@@ -130,7 +131,8 @@ _WORDS = {
 
 def type_in_words(kind: type) -> str:
     """What a value of a type is called in messages."""
-    return _WORDS.get(kind, kind.__name__)
+    package = kind.__module__.partition(".")[0]
+    return _WORDS.get(kind, f"{package}.{kind.__name__}")
 
 
 def require_types(kinds: Mapping[str, tuple[type, ...]], given: Mapping[str, object]) -> None:
@@ -148,7 +150,8 @@ def require_types(kinds: Mapping[str, tuple[type, ...]], given: Mapping[str, obj
         if isinstance(value, expected) and (bool in expected or not isinstance(value, bool)):
             continue
         words = " or ".join(type_in_words(kind) for kind in expected)
-        raise TypeError(f"{name} must be {words}, got {value!r}")
+        found = " ".join(repr(value).split())
+        raise TypeError(f"{name} must be {words}, got {found:.{_MOST_SHOWN}}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from moe_runtime.checkpoints.expert_map import find_experts
 from moe_runtime.checkpoints.transformers_private import gate_of
-from moe_runtime.config import MemorySize, parse_budget
+from moe_runtime.config import MemorySize, parse_budget, require_types
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.inference.budget import (
     available_device_bytes,
@@ -40,6 +40,18 @@ from moe_runtime.training.offload.states.records import RecordLayout, StateForma
 from moe_runtime.training.offload.states.states import ExpertStates
 from moe_runtime.training.offload.whole_saves import require_whole_saves
 from moe_runtime.types import ExpertKey
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "model": (nn.Module,),
+    "storage_dir": (str, Path, type(None)),
+    "optimizer": (AdamW, type(None)),
+    "activations": (str,),
+    "update_stride": (str, int, type(None)),
+    "io_threads": (int,),
+    **dict.fromkeys(("direct", "resumes"), (bool,)),
+    "initial": (cast("type", Callable), type(None)),
+}
+"""Sizes and groups are looked at where they are read."""
 
 
 def offload_training(
@@ -109,8 +121,10 @@ def offload_training(
         UnsupportedModelError: the model has no routed experts that can leave it, or the layout
             divides or copies them.
         ValueError: a size cannot be read, or an option has no such value.
+        TypeError: an option has another type than it may have.
         RankFailureError: another process died or stalled.
     """
+    require_types(_TYPES, locals())
     settings = optimizer or AdamW()
     return_freed_blocks()
     sites = find_sites(model)

@@ -1,0 +1,26 @@
+"""Options of `offload_training` have types."""
+
+import inspect
+
+import pytest
+import torch
+
+from moe_runtime.training.offload.offloading import offload_training
+
+
+def test_options_of_training_of_a_wrong_type() -> None:
+    """An optimizer of torch is none of the settings that are wanted."""
+    model = torch.nn.Linear(2, 2)
+    sizes = {"host_memory", "device_memory", "copy_memory", "activation_memory"}
+    names = inspect.signature(offload_training).parameters.keys() - {"model", "groups"} - sizes
+    for name in names:
+        with pytest.raises(TypeError, match=f"^{name} must be "):
+            offload_training(model, **{name: object()})  # type: ignore[arg-type]
+    theirs = torch.optim.AdamW(model.parameters())
+    with pytest.raises(TypeError) as caught:
+        offload_training(model, optimizer=theirs)  # type: ignore[arg-type]
+    message = str(caught.value)
+    assert message.startswith("optimizer must be moe_runtime.AdamW or None, got AdamW (")
+    assert "\n" not in message
+    with pytest.raises(TypeError, match=r"^model must be torch\.Module, got 'a'$"):
+        offload_training("a")  # type: ignore[arg-type]
