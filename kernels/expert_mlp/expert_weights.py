@@ -48,9 +48,10 @@ class ExpertShape(NamedTuple):
 class ExpertWeights:
     """Views of one expert's matrices, row-major: unit stride along the summed dimension.
 
-    Rows may lie at any distance, so one half of a fused `[2F, D]` tensor (`w[:F]`, `w[F:]`) and
-    every other row of an interleaved one (`w[0::2]`, `w[1::2]`) are used where they lie. The object
-    remembers addresses: make it once for a place in memory, and anew when the place changes.
+    Rows, and values of biases, may lie at any distance, so one half of a fused `[2F, D]` tensor
+    (`w[:F]`, `w[F:]`) and every other row of an interleaved one (`w[0::2]`, `w[1::2]`) are used
+    where they lie. The object remembers addresses: make it once for a place in memory, and anew
+    when the place changes.
     Each matrix may be quantised in a format of its own; one that is not is bf16 then.
 
     Attributes:
@@ -147,8 +148,6 @@ class ExpertWeights:
             return None
         if self.shape.dtype not in DTYPE_CODES or self.shape.bias_dtype not in DTYPE_CODES:
             return None
-        if any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in self._tensors()):
-            return None
         words: list[int] = []
         for matrix in (self.gate, self.up, self.down):
             if isinstance(matrix, QuantizedMatrix):
@@ -157,21 +156,20 @@ class ExpertWeights:
                     return None
                 words += found[0]
                 self._described.append(found[1])
+            elif matrix is None:
+                words += (0, 0, 0, 0)
+            elif matrix.stride(-1) == 1 or matrix.shape[-1] == 1:
+                words += (matrix.data_ptr(), matrix.stride(0) * matrix.element_size(), 0, 0)
             else:
-                words += _plain_matrix(matrix)
+                return None
         for bias in (self.gate_bias, self.up_bias, self.down_bias):
-            words.append(0 if bias is None else bias.data_ptr())
-        return struct.pack("15q", *words)
+            words += (
+                (0, 0) if bias is None else (bias.data_ptr(), bias.stride(0) * bias.element_size())
+            )
+        return struct.pack("18q", *words)
 
 
 def _matrix_shape(name: str, matrix: Matrix) -> tuple[int, int]:
     if len(matrix.shape) != 2:
         raise ValueError(f"{name} must have two dimensions, got {list(matrix.shape)}")
     return matrix.shape[0], matrix.shape[1]
-
-
-def _plain_matrix(matrix: Tensor | None) -> tuple[int, int, int, int]:
-    """The C struct `Matrix`: address, bytes between rows, and nothing that quantised ones have."""
-    if matrix is None:
-        return 0, 0, 0, 0
-    return matrix.data_ptr(), matrix.stride(0) * matrix.element_size(), 0, 0

@@ -192,11 +192,11 @@ def _run_kernel(
 
 
 def _records(slots: Sequence[int], experts: StackedExperts) -> np.ndarray:
-    """The C structs `Expert` of some slots: three matrices of four words, three biases."""
+    """The C structs `Expert` of some slots: three matrices of four words, three biases of two."""
     gate_up, down, gate_up_bias, down_bias = experts.tensors()
     size = gate_up.element_size()
     slots_N = np.array(slots, dtype=np.int64)
-    records = np.zeros((len(slots), 15), dtype=np.int64)
+    records = np.zeros((len(slots), 18), dtype=np.int64)
     row = gate_up.stride(1) * size
     first = gate_up.data_ptr() + slots_N * (gate_up.stride(0) * size)
     if experts.has_gate:
@@ -213,7 +213,8 @@ def _records(slots: Sequence[int], experts: StackedExperts) -> np.ndarray:
         if experts.has_gate:
             records[:, 12] = bias
             bias = bias + experts.dim_hidden * size
-        records[:, 13] = bias
+        records[:, 14] = bias
     if down_bias is not None:
-        records[:, 14] = down_bias.data_ptr() + slots_N * (down_bias.stride(0) * size)
+        records[:, 16] = down_bias.data_ptr() + slots_N * (down_bias.stride(0) * size)
+    records[:, 13::2] = size
     return records

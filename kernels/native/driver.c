@@ -163,7 +163,7 @@ static void compute_hidden(const Call *call, ExpertWork *work, int64_t index, Lo
     const Isa *isa = call->isa;
     const Expert *weights = work->weights;
     const int64_t first = index * work->hidden_block, count = min64(work->hidden_block, call->dim_hidden - first);
-    const int64_t ldo = work->hidden_block, width = dtype_bytes(call->bias_dtype);
+    const int64_t ldo = work->hidden_block;
     const int has_gate = weights->gate.data != NULL;
     const Matrix up = rows_from(weights->up, first);
     float *up_sums = local->sums, *gate_sums = local->sums + work->num_rows * ldo;
@@ -173,8 +173,8 @@ static void compute_hidden(const Call *call, ExpertWork *work, int64_t index, Lo
     isa->multiply(call->kinds[UP], up, count, call->dim_in, pack_rows(call, work, UP, local), work->num_rows, up_sums, ldo, next);
     for (int64_t r = 0; r < work->num_rows; r++) {
         float *up_row = up_sums + r * ldo, *gate_row = gate_sums + r * ldo;
-        if (weights->up_bias) isa->add_bias(up_row, weights->up_bias + first * width, call->bias_dtype, count);
-        if (weights->gate_bias) isa->add_bias(gate_row, weights->gate_bias + first * width, call->bias_dtype, count);
+        if (weights->up_bias.data) isa->add_bias(up_row, weights->up_bias, first, call->bias_dtype, count);
+        if (weights->gate_bias.data) isa->add_bias(gate_row, weights->gate_bias, first, call->bias_dtype, count);
         if (call->formula)
             moe_hidden_values(call->activation, call->formula, has_gate, gate_row, up_row, count);
         else if (has_gate)
@@ -197,8 +197,7 @@ static void compute_out(const Call *call, ExpertWork *work, int64_t index, Local
     isa->multiply(call->kinds[DOWN], rows_from(weights->down, first), count, depth, packed, work->num_rows, sums, ldo, next);
     for (int64_t r = 0; r < work->num_rows; r++) {
         const int64_t row = work->first_row + r, place = call->destinations ? call->destinations[row] : row;
-        if (weights->down_bias)
-            isa->add_bias(sums + r * ldo, weights->down_bias + first * dtype_bytes(call->bias_dtype), call->bias_dtype, count);
+        if (weights->down_bias.data) isa->add_bias(sums + r * ldo, weights->down_bias, first, call->bias_dtype, count);
         isa->store(call->out + place * call->out_stride + first * dtype_bytes(call->x_dtype), call->x_dtype, sums + r * ldo,
                    count);
     }
@@ -345,7 +344,7 @@ static int run_linear(Call *call, const Expert *layer, int64_t num_rows) {
 MOE_EXPORT int moe_linear(const char *x, int64_t x_stride, int64_t num_rows, const char *weight, int64_t weight_stride,
                           const char *bias, char *out, int64_t out_stride, int64_t dim_in, int64_t dim_out, int x_dtype,
                           int weight_dtype, int share_threads) {
-    const Expert layer = {.down = {.data = weight, .stride = weight_stride}, .down_bias = bias};
+    const Expert layer = {.down = {.data = weight, .stride = weight_stride}, .down_bias = {bias, dtype_bytes(weight_dtype)}};
     Call call = {.x_dtype = x_dtype, .weight_dtype = weight_dtype, .bias_dtype = weight_dtype, .dim_in = dim_in,
                  .dim_out = dim_out, .x = x, .x_stride = x_stride, .out = out, .out_stride = out_stride,
                  .share_threads = share_threads};
@@ -356,7 +355,7 @@ MOE_EXPORT int moe_linear(const char *x, int64_t x_stride, int64_t num_rows, con
 MOE_EXPORT int moe_quantized_linear(const char *x, int64_t x_stride, int64_t num_rows, const Matrix *weight, const char *bias,
                                     int bias_dtype, char *out, int64_t out_stride, int64_t dim_in, int64_t dim_out, int x_dtype,
                                     int share_threads) {
-    const Expert layer = {.down = *weight, .down_bias = bias};
+    const Expert layer = {.down = *weight, .down_bias = {bias, dtype_bytes(bias_dtype)}};
     Call call = {.x_dtype = x_dtype, .weight_dtype = DTYPE_BF16, .bias_dtype = bias_dtype, .dim_in = dim_in,
                  .dim_out = dim_out, .x = x, .x_stride = x_stride, .out = out, .out_stride = out_stride,
                  .share_threads = share_threads};

@@ -360,8 +360,12 @@ static void activate(int activation, float *values, const float *factor, int64_t
     }
 }
 
-static void add_bias(float *values, const char *bias, int dtype, int64_t count) {
-    for (int64_t i = 0; i < count; i++) values[i] += load_element(bias, dtype, i);
+static void add_bias(float *values, Bias bias, int64_t first, int dtype, int64_t count) {
+    const char *src = bias.data + first * bias.stride;
+    if (bias.stride == dtype_bytes(dtype))
+        for (int64_t i = 0; i < count; i++) values[i] += load_element(src, dtype, i);
+    else
+        for (int64_t i = 0; i < count; i++) values[i] += load_element(src + i * bias.stride, dtype, 0);
 }
 
 static void store(char *dst, int dtype, const float *src, int64_t count) {

@@ -25,7 +25,7 @@
 #endif
 
 /* Raised with every incompatible change of this interface; library.py refuses another number. */
-#define MOE_ABI_VERSION 13
+#define MOE_ABI_VERSION 14
 
 enum { DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_F16 = 2 };
 
@@ -70,11 +70,17 @@ typedef struct {
     int64_t first_row;
 } Matrix;
 
-/* One expert as library.py writes it; gate.data is NULL when the expert has no gate.
- * The three bias pointers may be NULL. */
+/* Values that lie `stride` bytes apart; data may be NULL. */
+typedef struct {
+    const char *data;
+    int64_t stride;
+} Bias;
+
+/* One expert as expert_weights.py writes it; gate.data is NULL when the expert has no gate.
+ */
 typedef struct {
     Matrix gate, up, down;
-    const char *gate_bias, *up_bias, *down_bias;
+    Bias gate_bias, up_bias, down_bias;
 } Expert;
 
 /* Rows are multiplied in panels of at most max_panel_rows rows. A panel is packed as
@@ -95,7 +101,8 @@ typedef struct {
                      float *out, int64_t ldo, Matrix next);
     /* values[i] = act(values[i]) * factor[i]; factor may be NULL. */
     void (*activate)(int activation, float *values, const float *factor, int64_t count);
-    void (*add_bias)(float *values, const char *bias, int dtype, int64_t count);
+    /* Adds the values of a bias from the first on. */
+    void (*add_bias)(float *values, Bias bias, int64_t first, int dtype, int64_t count);
     void (*store)(char *dst, int dtype, const float *src, int64_t count);
     /* Reads every byte; the answer only keeps the reads alive. */
     float (*read_all)(const char *data, int64_t bytes);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch.autograd import forward_ad
@@ -14,10 +14,12 @@ from moe_runtime.checkpoints.transformers_private import gate_of, has_usual_gate
 from moe_runtime.inference import options
 from moe_runtime.inference.cpu.small_batch import is_observed
 from moe_runtime.inference.hugging_face.absent import AbsentParameters, AbsentTensor
+from moe_runtime.inference.hugging_face.gate_formulas import find_formula
 from moe_runtime.inference.steps import LayerRouting, Listeners
 from moe_runtime.kernels.combine import combine_slots
 from moe_runtime.kernels.expert_mlp import (
     ActivationName,
+    ActivationSpec,
     ExpertStep,
     ExpertWeights,
     expert_ffn,
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from moe_runtime.inference.expert_partition import ExpertPartition
 
 # T tokens, D model, F hidden, E experts, K top-k, R routed rows = T * K
+
+KernelGate = ActivationName | ActivationSpec
 
 _FUSED_ACTIVATIONS: dict[str, ActivationName] = {
     "SiLU": "silu",
@@ -80,7 +84,7 @@ class OffloadedExperts(AbsentParameters):
             self.register_parameter(name, parameter)
         for name, child in original.named_children():
             self.add_module(name, child)
-        self._activation: ActivationName | GateFunction = _activation(original)
+        self._activation: KernelGate | GateFunction = _activation(original)
         self._step: ExpertStep | None = None
         # not registered: its remaining submodules are ours, and its class would be initialised anew
         self.__dict__["replaced"] = original
@@ -265,10 +269,10 @@ class OffloadedExperts(AbsentParameters):
             if not is_done:
                 self.store.give_up(lease)
 
-    def _activation_now(self) -> ActivationName | GateFunction:
+    def _activation_now(self) -> KernelGate | GateFunction:
         """The module's own activation where somebody looks into it: a kernel would not call it."""
         module = self._modules.get("act_fn")
-        if module is None or callable(self._activation):
+        if module is None or not _is_kernels(self._activation):
             return self._activation
         is_seen = is_observed(module) or torch.nn.modules.module._has_any_global_hook()
         return _own_gate(self.__dict__["replaced"]) if is_seen else self._activation
@@ -280,7 +284,7 @@ class OffloadedExperts(AbsentParameters):
 
     def _make_step(self, weights: ExpertWeights) -> ExpertStep | None:
         """The short way of steps of a few tokens, if the layer is one that it knows."""
-        if self._norms_outputs or not isinstance(self._activation, str):
+        if self._norms_outputs or not _is_kernels(self._activation):
             return None
         return ExpertStep(weights.shape, self._activation)
 
@@ -337,16 +341,22 @@ def _call(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.
 _beside_graphs: Any = torch.compiler.disable(_call)
 
 
-def _activation(experts: Any) -> ActivationName | GateFunction:
+def _activation(experts: Any) -> KernelGate | GateFunction:
     """The kernels' name for what a module does between its projections, or the module's own way.
 
-    A gate that the model overrides is never guessed at: it is called on gate and up laid out as the
-    model expects them.
+    A gate that the model overrides is a formula if its values are. Any other is called on gate and
+    up laid out as the model expects them.
     """
     fused = _FUSED_ACTIVATIONS.get(type(experts.act_fn).__name__) if _has_act_fn(experts) else None
     if fused is not None and has_usual_gate(experts):
         return fused
-    return _own_gate(experts)
+    own_values = any(value is not None for value in experts._parameters.values())
+    formula = None if own_values else find_formula(experts)
+    return _own_gate(experts) if formula is None else formula
+
+
+def _is_kernels(activation: KernelGate | GateFunction) -> TypeGuard[KernelGate]:
+    return isinstance(activation, (str, ActivationSpec))
 
 
 def _own_gate(experts: Any) -> GateFunction:

@@ -94,6 +94,19 @@ def test_an_expert_with_a_matrix_as_it_is(generator: torch.Generator) -> None:
     assert relative_error(run(x_TD, mixed), exact) <= 1000 * 2.0**-24
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_biases_of_gate_and_up_may_lie_in_turn(
+    isa: str, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    apart = make_expert(MXFP4, generator, bias_dtype=dtype)
+    pair = torch.stack((apart.gate_bias, apart.up_bias), dim=-1).flatten()  # type: ignore[arg-type]
+    in_turn = ExpertWeights(
+        apart.gate, apart.up, apart.down, pair[0::2], pair[1::2], apart.down_bias
+    )
+    x_TD = torch.randn(3, DIM, generator=generator).bfloat16()
+    assert torch.equal(run(x_TD, in_turn, "native"), run(x_TD, apart, "native"))
+
+
 def test_tensors_beside_quantised_matrices_are_checked(generator: torch.Generator) -> None:
     weights = make_expert(MXFP4, generator)
     with pytest.raises(ValueError, match="must be bf16"):

@@ -19,7 +19,7 @@ from moe_runtime.inference.budget import (
     resolve_budget,
     return_freed_blocks,
 )
-from moe_runtime.inference.hugging_face.backend import recognise_activation
+from moe_runtime.inference.hugging_face.gate_formulas import recognise_activation
 from moe_runtime.parallel import LayoutGroups
 from moe_runtime.training.offload.execution.activation_swap import SLOT_BYTES, ActivationSwap
 from moe_runtime.training.offload.execution.activations import ActivationPolicy, Activations

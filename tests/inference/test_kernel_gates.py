@@ -1,0 +1,50 @@
+"""Gates that a family has of its own run inside the kernels where they are formulas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quantized_checkpoints
+import torch
+from torch import Tensor
+
+import moe_runtime
+from moe_runtime.kernels.expert_mlp import ActivationSpec
+from moe_runtime.kernels.native import native_library
+
+GPT_OSS = ActivationSpec("silu", alpha=1.702, limit=7.0, up_offset=1.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    samples = {sample.name: sample for sample in quantized_checkpoints.SAMPLES}
+    folder = tmp_path_factory.mktemp("gpt_oss")
+    return quantized_checkpoints.write(samples["gpt_oss-mxfp4"], folder).folder
+
+
+@pytest.mark.skipif(native_library() is None, reason="the native library was not built")
+def test_a_formula_is_not_called_in_python(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = moe_runtime.load(folder, device="cpu")
+    experts = [layer.mlp.experts for layer in model.model.layers]
+    assert all(module._activation == GPT_OSS for module in experts)
+    ids = torch.arange(3)[None]
+
+    def refuse(self: ActivationSpec, gate: Tensor | None, up: Tensor) -> Tensor:
+        raise AssertionError("computed in Python")
+
+    monkeypatch.setattr(ActivationSpec, "__call__", refuse)
+    with torch.no_grad():
+        prompt = model(ids, use_cache=True)
+        model(ids[:, :1], past_key_values=prompt.past_key_values)
+    assert all(module._step is not None for module in experts)
+
+
+def test_a_gate_with_values_of_its_own_is_called(folder: Path) -> None:
+    """What training changes is no constant of a formula."""
+    model: Any = moe_runtime.load(folder, device="cpu")
+    experts = model.model.layers[0].mlp.experts
+    experts.replaced.register_parameter("slope", torch.nn.Parameter(torch.ones(())))
+    experts.alpha = experts.alpha  # looked at anew
+    assert not isinstance(experts._activation, ActivationSpec)
