@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from harness.shapes import Shape
+from harness.shapes import GroupedShape, Shape
 
 GIB = 1 << 30
 NEEDED_PACKAGES = {
@@ -89,6 +89,8 @@ def cannot_work(system: str, cap_bytes: int | None, shape: Shape) -> str | None:
     if find_spec(NEEDED_PACKAGES[name]) is None:
         extra = "-e ." if name == "ours" else "'.[peers]'"
         return f"{NEEDED_PACKAGES[name]} is not installed (pip install {extra})"
+    if name != "ours" and isinstance(shape, GroupedShape):
+        return "is not compared on the quantised shapes yet"
     if name == "accelerate" and cap_bytes is None:
         return "offloads to disk only under a cap"
     if name == "transformers" and cap_bytes is not None and cap_bytes < shape.total_bytes:

@@ -13,7 +13,7 @@ from harness.checkpoints import is_complete, write_checkpoint
 from harness.disk import Measurement, ReadMode, measure, sweep
 from harness.gguf_export import write_gguf
 from harness.memory_cap import drop_page_cache
-from harness.plan import PlannedRun, Settings, cap_label, planned_runs
+from harness.plan import PlannedRun, Settings, cannot_work, cap_label, planned_runs
 from harness.processes import Outcome, RunSpec, run_worker
 from harness.prompt import Prompt
 from harness.replay import Routes, read_routes
@@ -60,7 +60,8 @@ def prepare_files(settings: Settings, say: Say) -> None:
         write_checkpoint(
             shape, settings.checkpoint, seed=settings.seed, progress=_progress(say, "checkpoint")
         )
-    if "llama.cpp" in settings.systems and not settings.gguf.is_file():
+    is_wanted = cannot_work("llama.cpp", None, shape) is None
+    if "llama.cpp" in settings.systems and is_wanted and not settings.gguf.is_file():
         _require_room(settings.data, shape.total_bytes)
         say(f"writing {settings.gguf} ({shape.total_bytes / 1e9:.1f} GB)")
         write_gguf(shape, settings.checkpoint, settings.gguf, progress=_progress(say, "GGUF"))

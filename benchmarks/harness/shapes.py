@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 BF16_BYTES = 2
+FP8_BLOCK = 128
+MXFP4_GROUP = 32
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Shape:
     """Sizes of an OLMoE checkpoint: multi-head attention, every block a Mixture of Experts."""
 
@@ -57,6 +59,77 @@ class Shape:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class GroupedShape(Shape):
+    """Sizes of a checkpoint whose queries share keys and values.
+
+    Attributes:
+        head_dim: Width of a head.
+        num_kv_heads: Heads of keys, and of values.
+    """
+
+    head_dim: int
+    num_kv_heads: int
+
+    @property
+    def query_width(self) -> int:
+        """Rows of the projection of queries."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Rows of the projection of keys, and of that of values."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of embedding, output and the norm before it."""
+        return (2 * self.vocab_size + 1) * self.model_width * BF16_BYTES
+
+
+class Qwen3Fp8Shape(GroupedShape):
+    """Qwen3-MoE as its publisher quantises it: FP8 in blocks of 128 x 128, scales in bf16."""
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert, scales included."""
+        return 3 * fp8_bytes(self.model_width, self.expert_width)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of everything that is not an expert."""
+        width = self.model_width
+        attention = 2 * fp8_bytes(self.query_width, width) + 2 * fp8_bytes(self.kv_width, width)
+        plain = self.num_experts * width + 2 * width + 2 * self.head_dim
+        return self.num_layers * (attention + plain * BF16_BYTES) + self.table_bytes
+
+
+class GptOssShape(GroupedShape):
+    """gpt-oss: experts stacked in MXFP4, everything else in bf16."""
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert, scales and biases included."""
+        width, hidden = self.model_width, self.expert_width
+        codes_and_scales = 3 * width * hidden * (MXFP4_GROUP // 2 + 1) // MXFP4_GROUP
+        return codes_and_scales + (2 * hidden + width) * BF16_BYTES
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of everything that is not an expert."""
+        width, queries = self.model_width, self.query_width
+        attention = 2 * queries * width + 2 * self.kv_width * width
+        biases = queries + 2 * self.kv_width + width + self.num_heads
+        router = self.num_experts * (width + 1)
+        layer = attention + biases + router + 2 * width
+        return self.num_layers * layer * BF16_BYTES + self.table_bytes
+
+
+def fp8_bytes(rows: int, cols: int) -> int:
+    """Bytes of a matrix in FP8 with a bf16 scale for each block."""
+    return rows * cols + -(-rows // FP8_BLOCK) * -(-cols // FP8_BLOCK) * BF16_BYTES
+
+
 SHAPES: dict[str, Shape] = {
     shape.name: shape
     for shape in (
@@ -92,6 +165,58 @@ SHAPES: dict[str, Shape] = {
             num_heads=4,
             vocab_size=4096,
             shard_bytes=8 * 10**6,
+        ),
+        Qwen3Fp8Shape(
+            name="qwen3-30b-a3b-fp8",
+            num_layers=48,
+            num_experts=128,
+            top_k=8,
+            model_width=2048,
+            expert_width=768,
+            num_heads=32,
+            num_kv_heads=4,
+            head_dim=128,
+            vocab_size=151936,
+            shard_bytes=4 * 10**9,
+        ),
+        Qwen3Fp8Shape(
+            name="qwen3-tiny-fp8",
+            num_layers=3,
+            num_experts=16,
+            top_k=4,
+            model_width=256,
+            expert_width=128,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=64,
+            vocab_size=4096,
+            shard_bytes=3 * 10**6,
+        ),
+        GptOssShape(
+            name="gpt-oss-20b",
+            num_layers=24,
+            num_experts=32,
+            top_k=4,
+            model_width=2880,
+            expert_width=2880,
+            num_heads=64,
+            num_kv_heads=8,
+            head_dim=64,
+            vocab_size=201088,
+            shard_bytes=5 * 10**9,
+        ),
+        GptOssShape(
+            name="gpt-oss-tiny",
+            num_layers=4,
+            num_experts=16,
+            top_k=4,
+            model_width=256,
+            expert_width=160,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=64,
+            vocab_size=4096,
+            shard_bytes=4 * 10**6,
         ),
     )
 }

@@ -5,16 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness.checkpoints import (
-    INDEX_NAME,
-    is_complete,
-    make_tensor,
-    plan_tensors,
-    to_bfloat16_bits,
-    write_checkpoint,
-)
+from harness.checkpoints import INDEX_NAME, is_complete, write_checkpoint
+from harness.families import plan_tensors
 from harness.safetensors_files import expert_ranges, locate_tensors
 from harness.shapes import SHAPES, Shape
+from harness.tensors import make_parts, make_tensor, to_bfloat16_bits
 from safetensors import safe_open
 
 
@@ -130,3 +125,58 @@ def test_the_large_shape_is_olmoe() -> None:
     assert large.total_bytes == pytest.approx(13.84e9, rel=1e-3)
     for shape in SHAPES.values():
         assert shape.total_bytes == sum(plan.num_bytes for plan in plan_tensors(shape))
+
+
+def test_the_quantised_shapes_have_the_experts_that_were_published() -> None:
+    # gpt-oss-20b: 32 experts in each of 24 layers, 13,236,480 bytes each; Qwen3-30B-A3B-FP8: three
+    # matrices of 2048 x 768 bytes and 96 bf16 scales.
+    assert SHAPES["gpt-oss-20b"].expert_bytes == 13_236_480
+    assert SHAPES["qwen3-30b-a3b-fp8"].expert_bytes == 3 * (2048 * 768 + 96 * 2)
+
+
+@pytest.mark.parametrize("name", ["qwen3-tiny-fp8", "gpt-oss-tiny"])
+def test_a_quantised_checkpoint_is_whole_and_routes_by_the_token(name: str, tmp_path: Path) -> None:
+    import moe_runtime
+
+    shape = SHAPES[name]
+    write_checkpoint(shape, tmp_path, seed=3)
+    assert is_complete(shape, tmp_path, seed=3)
+    assert sum(place.num_bytes for place in locate_tensors(tmp_path).values()) == shape.total_bytes
+    lengths = [length for _, _, length in expert_ranges(tmp_path)]
+    assert len(lengths) > shape.num_experts
+    model = moe_runtime.load(tmp_path, device="cpu", host_memory="200MiB", max_tokens=16)
+    chosen: list[list[frozenset[int]]] = []
+
+    def note(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        chosen.append([frozenset(row) for row in inputs[1].tolist()])
+
+    for module in model.modules():
+        if hasattr(module, "expert_rows"):
+            module.register_forward_pre_hook(note)
+    with model.moe, torch.no_grad():
+        logits = model(torch.tensor([[5, 9, 5, 77, 9, 5]])).logits
+        assert model.moe.stats().expert_bytes == shape.experts_bytes
+    assert torch.isfinite(logits).all()
+    assert len(chosen) == shape.num_layers
+    for layer in chosen:
+        assert layer[0] == layer[2] == layer[5]
+        assert layer[1] == layer[4]
+    assert len(set(chosen[-1])) > 1
+
+
+@pytest.mark.parametrize("stored", ["fp8", "mxfp4"])
+def test_quantised_weights_are_gaussian(stored: str) -> None:
+    """Their codes use the range that a format has: neither few of them, nor all alike."""
+    shape = SHAPES["qwen3-tiny-fp8" if stored == "fp8" else "gpt-oss-tiny"]
+    plan = next(plan for plan in plan_tensors(shape) if plan.stored == stored)
+    codes = torch.from_numpy(make_parts(plan, seed=0)[0]).flatten()
+    if stored == "fp8":
+        values = codes.view(torch.float8_e4m3fn).float()
+        assert values.abs().max() == 448
+        # the largest of 128 x 128 Gaussian numbers is about four times their deviation
+        assert 448 / 5 < values.std() < 448 / 3
+    else:
+        counts = torch.bincount(torch.cat((codes & 15, codes >> 4)).int(), minlength=16)
+        assert (counts > 0).all()
+        signs = counts[1:8] / counts[9:16]
+        assert ((signs > 0.8) & (signs < 1.25)).all()

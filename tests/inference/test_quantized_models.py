@@ -24,6 +24,7 @@ import moe_runtime
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.expert_tensors import matrices_of
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.cli.main import main
 from moe_runtime.inference.expert_weights import bind_weights
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.kernels.native import native_library
@@ -216,7 +217,7 @@ def test_what_is_said_of_bytes_is_what_is_in_the_files(written: Written) -> None
     assert summary.expert_bytes == sum(parts) + sum(entry.num_bytes for entry in biases)
     if written.sample.name in BITS and not biases:
         assert summary.bits_per_weight == pytest.approx(BITS[written.sample.name])
-    assert "scale for" in summary.expert_dtype
+    assert "scales for" in summary.expert_dtype
     assert "float" not in summary.expert_dtype
     plain = inspect_checkpoint(written.plain, dtype="bfloat16")
     assert summary.dense_bytes == plain.dense_bytes
@@ -227,13 +228,17 @@ def test_what_is_said_of_bytes_is_what_is_in_the_files(written: Written) -> None
 
 @some
 def test_what_is_not_done_with_quantised_weights_is_refused(
-    written: Written, tmp_path: Path
+    written: Written, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = load(written)
     with model.moe, pytest.raises(moe_runtime.UnsupportedModelError) as caught:
         model.save_pretrained(tmp_path / "saved")
     assert "saving of quantised weights" in str(caught.value)
-    assert not (tmp_path / "saved").exists()
+    (tmp_path / "text.txt").write_text("words")
+    command = ["finetune", str(written.folder), str(tmp_path / "text.txt"), "--lora", "4"]
+    assert main([*command, "--output", str(tmp_path / "tuned")]) == 2
+    assert "fine-tuning of quantised weights" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
 def test_a_format_in_a_file_of_its_own(folders: dict[str, Written], tmp_path: Path) -> None:
@@ -246,4 +251,4 @@ def test_a_format_in_a_file_of_its_own(folders: dict[str, Written], tmp_path: Pa
     quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
     file = written.folder / "hf_quant_config.json"
     file.write_text(json.dumps({"quantization": quantization}))
-    assert inspect_checkpoint(written.folder).expert_dtype == "fp4, a e4m3 scale for 1 x 16"
+    assert inspect_checkpoint(written.folder).expert_dtype == "fp4 with e4m3 scales for 1 x 16"

@@ -40,10 +40,10 @@ class Packing(NamedTuple):
 
     @property
     def described(self) -> str:
-        """The format in a few words, such as `fp8, a f32 scale for 128 x 128`."""
+        """The format in a few words, such as `fp8 with f32 scales for 128 x 128`."""
         kind = self.format
         sizes = ("all" if size == 0 else str(size) for size in (kind.group_rows, kind.group_cols))
-        return f"{_NAMES[kind.codes]}, a {kind.scales} scale for {' x '.join(sizes)}"
+        return f"{_NAMES[kind.codes]} with {kind.scales} scales for {' x '.join(sizes)}"
 
     def matrix(self, parts: Mapping[str, Tensor]) -> QuantizedMatrix:
         """The matrix whose parts these are, by the names of `PackedWeight.ranges`."""
