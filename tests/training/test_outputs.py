@@ -12,7 +12,7 @@ from moe_runtime.errors import CheckpointError, MoERuntimeWarning
 from moe_runtime.files import OutputFile
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.training.checkpoint import checkpoints_in, remove_oldest
-from moe_runtime.training.data.prepared import check_outputs
+from moe_runtime.training.data.prepared import check_inputs_stay, check_outputs
 
 FEW = ("--set", "run.steps=1", "--set", "run.checkpoint_every=1")
 MORE = ("--set", "run.steps=2", "--set", "run.checkpoint_every=1", "--resume", "--reschedule")
@@ -133,14 +133,18 @@ def test_a_trace_in_the_run_s_own_folder_may_come_before_the_folder(tmp_path: Pa
 
 def test_a_run_s_places_are_known_before_its_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "loop").symlink_to("loop")
     out = tmp_path / "out"
     for output, trace, reason in (
         (out, out / "missing" / "x.npz", "there is no folder"),
         (out, out, "is the run's folder"),
         (out / "run", out, "is the run's folder"),
         (tmp_path / "file", None, "is no folder"),
+        (tmp_path / "loop", None, "is no folder"),
+        (out, tmp_path / "loop", "Too many levels of symbolic links"),
         (tmp_path / "file" / "below", None, "is no folder"),
     ):
+        check_inputs_stay(output, trace, [tmp_path / "text.txt"], tmp_path / "model")
         with pytest.raises(CheckpointError, match=reason):
             check_outputs(output, trace)
     (out / "checkpoints").mkdir(parents=True)

@@ -120,9 +120,9 @@ def check_inputs_stay(
     """
     texts = list(texts)
     require_not_read(trace, "trace", [*texts, *(files_of(model) if model else ())])
-    place = output.resolve()
-    read = {text.resolve().parent for text in texts} & {place}
-    if model is not None and place.is_relative_to(model.resolve()):
+    place = _end_of(output)
+    read = {_end_of(text).parent for text in texts} & {place}
+    if model is not None and place.is_relative_to(_end_of(model)):
         read.add(model)
     for folder in read:
         raise ValueError(
@@ -148,12 +148,17 @@ def check_outputs(output: Path, trace: Path | None) -> None:
         check_output_path(output / SUMMARY_FILE, "run's output")
     if trace is None:
         return
-    run, place = output.resolve(), trace.resolve()
+    run, place = _end_of(output), _end_of(trace)
     if run.is_relative_to(place):
         raise CheckpointError(f"{trace}: is the run's folder, expected the name of a trace file")
     # The run's folder is there when its trace is begun; no other one is made for it.
     if run.is_dir() or place.parent != run:
         check_output_path(trace, "trace")
+
+
+def _end_of(path: Path) -> Path:
+    """What a name leads to; `Path.resolve` would raise for links that lead in a circle."""
+    return Path(os.path.realpath(path))
 
 
 @contextlib.contextmanager
@@ -166,7 +171,7 @@ def removed_unless_begun(output: Path) -> Iterator[None]:
     Args:
         output: the run's folder; one that is there when the block begins is left alone.
     """
-    missing = [Path(os.path.realpath(output))]
+    missing = [_end_of(output)]
     while not os.path.lexists(missing[-1]):
         missing.append(missing[-1].parent)
     made = missing[:-1]
