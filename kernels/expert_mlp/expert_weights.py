@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from moe_runtime.kernels import quantized
 from moe_runtime.kernels.native import DTYPE_CODES
-from moe_runtime.kernels.quantized import QuantizedMatrix, WeightFormat
-from moe_runtime.kernels.quantized.records import native_matrix
 
-Matrix = Tensor | QuantizedMatrix
+if TYPE_CHECKING:
+    from moe_runtime.kernels.quantized import QuantizedMatrix, WeightFormat
+
+Matrix: TypeAlias = "Tensor | QuantizedMatrix"
 
 
 class ExpertShape(NamedTuple):
@@ -111,7 +113,7 @@ class ExpertWeights:
         matrices, biases = (self.gate, self.up, self.down), self._biases()
         bias_dtypes = {bias.dtype for bias in biases}
         dtypes = {matrix.dtype for matrix in matrices if isinstance(matrix, Tensor)}
-        if not any(isinstance(matrix, QuantizedMatrix) for matrix in matrices):
+        if all(matrix is None or isinstance(matrix, Tensor) for matrix in matrices):
             if len(dtypes | bias_dtypes) > 1:
                 raise ValueError(
                     f"all tensors of an expert must have one dtype, got {dtypes | bias_dtypes}"
@@ -123,11 +125,11 @@ class ExpertWeights:
                 f"got {dtypes} and {bias_dtypes}"
             )
         formats = (
-            matrix.format
-            if isinstance(matrix, QuantizedMatrix)
-            else None
+            None
             if matrix is None
             else matrix.dtype
+            if isinstance(matrix, Tensor)
+            else matrix.format
             for matrix in matrices
         )
         return torch.bfloat16, (*formats, biases[0].dtype if biases else None)
@@ -150,14 +152,14 @@ class ExpertWeights:
             return None
         words: list[int] = []
         for matrix in (self.gate, self.up, self.down):
-            if isinstance(matrix, QuantizedMatrix):
-                found = native_matrix(matrix)
+            if matrix is None:
+                words += (0, 0, 0, 0)
+            elif not isinstance(matrix, Tensor):
+                found = quantized.native_matrix(matrix)
                 if found is None:
                     return None
                 words += found[0]
                 self._described.append(found[1])
-            elif matrix is None:
-                words += (0, 0, 0, 0)
             elif matrix.stride(-1) == 1 or matrix.shape[-1] == 1:
                 words += (matrix.data_ptr(), matrix.stride(0) * matrix.element_size(), 0, 0)
             else:

@@ -15,18 +15,10 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from moe_runtime.kernels import linear as products
 from moe_runtime.kernels.expert_mlp.expert_weights import ExpertShape, ExpertWeights, Matrix
 from moe_runtime.kernels.expert_mlp.kernel_activation import kernel_activation
-from moe_runtime.kernels.linear import (
-    ROWS_PER_CALL,
-    UNLIMITED,
-    ReusedValues,
-    frozen_linear,
-    linear,
-    native_row_limit,
-    quantized_linear,
-    quantized_row_limit,
-)
+from moe_runtime.kernels.linear import ROWS_PER_CALL, UNLIMITED, linear, native_row_limit
 from moe_runtime.kernels.native import (
     ACTIVATION_CODES,
     DTYPE_CODES,
@@ -161,13 +153,13 @@ def frozen_expert(
     Returns:
         `[R, O]` in the dtype of `x`.
     """
-    return one_expert(x_RD, weights, activation_function(activation), frozen_linear)
+    return one_expert(x_RD, weights, activation_function(activation), products.frozen_linear)
 
 
 def row_limit(library: NativeLibrary, shape: ExpertShape) -> int:
     """Rows of an expert up to which `impl="auto"` takes the native kernel."""
     if shape.formats:
-        return quantized_row_limit(library)
+        return products.quantized_row_limit(library)
     return native_row_limit(library, shape.dtype)
 
 
@@ -321,12 +313,14 @@ def _run_by_expert(
     `reference` is the specification: in fp32 (fp64 for fp64), nothing is rounded before the output.
     """
     function = activation_function(activation)
-    values = None if impl != "auto" or is_differentiated(x_TD) else ReusedValues()
+    are_quantized = any(weights.shape.formats for weights in runs.experts)
+    is_reused = are_quantized and impl == "auto" and not is_differentiated(x_TD)
+    values = products.ReusedValues() if is_reused else None
 
     def product(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
         if isinstance(matrix, Tensor):
             return linear(x, matrix, bias, impl=impl)
-        return quantized_linear(x, matrix, bias, impl=impl, values=values)
+        return products.quantized_linear(x, matrix, bias, impl=impl, values=values)
 
     dtype = precise_dtype(x_TD) if impl == "reference" else x_TD.dtype
     token_ids = torch.as_tensor(runs.token_ids_R, dtype=torch.int64, device=x_TD.device)

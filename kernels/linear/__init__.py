@@ -1,6 +1,7 @@
 """`linear`: a matrix product with row-major weights, at the speed of memory for few rows."""
 
-from moe_runtime.kernels.linear.frozen import frozen_linear
+from typing import TYPE_CHECKING
+
 from moe_runtime.kernels.linear.op import (
     ROWS_PER_CALL,
     UNLIMITED,
@@ -8,11 +9,23 @@ from moe_runtime.kernels.linear.op import (
     linear,
     native_row_limit,
 )
-from moe_runtime.kernels.linear.quantized import (
-    ReusedValues,
-    quantized_linear,
-    quantized_row_limit,
-)
+from moe_runtime.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from moe_runtime.kernels.linear.frozen import frozen_linear
+    from moe_runtime.kernels.linear.quantized import (
+        ReusedValues,
+        quantized_linear,
+        quantized_row_limit,
+    )
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            ".frozen": "frozen_linear",
+            ".quantized": "ReusedValues quantized_linear quantized_row_limit",
+        },
+    )
 
 __all__ = [
     "ROWS_PER_CALL",

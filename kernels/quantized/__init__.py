@@ -1,13 +1,31 @@
-"""Weights of 4 to 8 bits, computed as they lie in the checkpoint: codes, and scales a group."""
+"""Weights of 4 to 8 bits, computed as they lie in the checkpoint: codes, and scales a group.
 
-from moe_runtime.kernels.quantized.formats import (
-    CODES,
-    SCALES,
-    CodeName,
-    ScaleName,
-    WeightFormat,
-)
-from moe_runtime.kernels.quantized.matrix import QuantizedMatrix
+Each name is imported when it is asked for: most models have no such weights.
+"""
+
+from typing import TYPE_CHECKING
+
+from moe_runtime.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from moe_runtime.kernels.quantized.formats import (
+        CODES,
+        SCALES,
+        CodeName,
+        ScaleName,
+        WeightFormat,
+    )
+    from moe_runtime.kernels.quantized.matrix import QuantizedMatrix
+    from moe_runtime.kernels.quantized.records import native_matrix
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            ".formats": "CODES SCALES CodeName ScaleName WeightFormat",
+            ".matrix": "QuantizedMatrix",
+            ".records": "native_matrix",
+        },
+    )
 
 __all__ = [
     "CODES",
@@ -16,4 +34,5 @@ __all__ = [
     "QuantizedMatrix",
     "ScaleName",
     "WeightFormat",
+    "native_matrix",
 ]
