@@ -14,7 +14,6 @@ from moe_runtime.checkpoints.transformers_private import gate_of, has_usual_gate
 from moe_runtime.inference import options
 from moe_runtime.inference.cpu.small_batch import is_observed
 from moe_runtime.inference.hugging_face.absent import AbsentParameters, AbsentTensor
-from moe_runtime.inference.hugging_face.gate_formulas import find_formula
 from moe_runtime.inference.steps import LayerRouting, Listeners
 from moe_runtime.kernels.combine import combine_slots
 from moe_runtime.kernels.expert_mlp import (
@@ -351,7 +350,7 @@ def _activation(experts: Any) -> KernelGate | GateFunction:
     if fused is not None and has_usual_gate(experts):
         return fused
     own_values = any(value is not None for value in experts._parameters.values())
-    formula = None if own_values else find_formula(experts)
+    formula = None if own_values else options.find_formula(experts)
     return _own_gate(experts) if formula is None else formula
 
 

@@ -1,4 +1,4 @@
-"""What a loaded model imports only where an option, or a backward pass, asks for it."""
+"""What a loaded model imports only where an option, its gates or a backward pass ask for it."""
 
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     )
     from moe_runtime.inference.expert_gradients import refuse_tangents as refuse_tangents
     from moe_runtime.inference.expert_partition import divide_experts as divide_experts
+    from moe_runtime.inference.hugging_face.gate_formulas import find_formula as find_formula
     from moe_runtime.inference.prediction.gates import find_gate as find_gate
     from moe_runtime.inference.prediction.predictors import check_predictor as check_predictor
     from moe_runtime.inference.prediction.predictors import is_file_name as is_file_name
@@ -44,6 +45,8 @@ else:
             "moe_runtime.memory.tiers": "TierFetcher",
             # gradients
             "moe_runtime.inference.expert_gradients": "differentiable_experts refuse_tangents",
+            # a gate that the model overrides
+            "moe_runtime.inference.hugging_face.gate_formulas": "find_formula",
             # prefetching
             "moe_runtime.inference.prediction.gates": "find_gate",
             "moe_runtime.inference.prediction.predictors": "check_predictor is_file_name "
