@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Public name -> the module that defines it.
-_HOMES = {
+_MODULES = {
     "AdamW": "moe_runtime.training.offload.optimizers.adamw",
     "CapacityError": "moe_runtime.errors",
     "CheckpointError": "moe_runtime.errors",
@@ -64,10 +64,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import the module that defines a public name when the name is first used (PEP 562)."""
-    home = _HOMES.get(name)
-    if home is None:
+    module = _MODULES.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(home), name)
+    value = getattr(import_module(module), name)
     globals()[name] = value
     return value
 

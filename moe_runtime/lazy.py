@@ -42,11 +42,11 @@ def lazy_names(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
         package: the module; for a package none of the names may be that of a module in it.
         places: modules, a leading dot for one of the package, and their names, separated by spaces.
     """
-    homes = {name: module for module, names in places.items() for name in names.split()}
+    modules = {name: module for module, names in places.items() for name in names.split()}
 
     def find(name: str) -> Any:
-        if name not in homes:
+        if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(homes[name], package), name)
+        return getattr(import_module(modules[name], package), name)
 
     return find

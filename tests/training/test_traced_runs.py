@@ -113,7 +113,7 @@ def test_the_report_says_how_tiers_follow_the_use(
     page = tmp_path / "page.html"
     command = ["report", str(tmp_path / "routing.npz"), "--predictor", "none", "--capacity", "50%"]
     assert main([*command, "-o", str(page), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["sections"][0] == "homes"
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["sections"][0] == "tiers"
     text = page.read_text()
     assert "a step of 2 micro-batches" in text
     assert "exchanged by use" in text

@@ -18,7 +18,7 @@ _WAYS = {"spread": "spread evenly", "by_use": "exchanged by use", "best": "best 
 def training_section(found: TrainingReuse) -> Section:
     """Lays out what micro-batches and steps had in common."""
     return Section(
-        name="homes",
+        name="tiers",
         title="What training uses again, and where experts should live",
         lesson=f"{_grouping(found)} {_returning(found)} {_tiers(found)}",
         how=(
