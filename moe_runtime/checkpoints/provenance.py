@@ -73,19 +73,24 @@ class Provenance(TorchDispatchMode):
         if storage in self._sources:
             return np.full_like(offsets, self._sources[storage]), offsets
         copy = self._copies[storage]
-        place = list(np.unravel_index(offsets, copy.shape))
+        place = [*np.unravel_index(offsets.reshape(-1), copy.shape)]
         ends = np.cumsum([part.shape[copy.dim] for part in copy.parts])
         which = np.searchsorted(ends, place[copy.dim], side="right")
-        sources, positions = np.empty_like(offsets), np.empty_like(offsets)
-        for number in np.unique(which):
-            part, chosen = copy.parts[number], which == number
-            index = [axis[chosen] for axis in place]
-            index[copy.dim] = index[copy.dim] - (ends[number] - part.shape[copy.dim])
-            inner = np.full(index[0].shape, part.storage_offset(), dtype=np.int64)
-            for axis, stride in zip(index, part.stride(), strict=True):
-                inner += axis * stride
-            sources[chosen], positions[chosen] = self.locate(part, inner)
-        return sources, positions
+        place[copy.dim] = place[copy.dim] - np.concatenate(([0], ends))[which]
+        inner = np.array([part.storage_offset() for part in copy.parts])[which]
+        strides = np.array([part.stride() for part in copy.parts])
+        for axis, of_parts in zip(place, strides.T, strict=True):
+            inner += axis * of_parts[which]
+        storages = [_storage(part) for part in copy.parts]
+        if all(storage in self._sources for storage in storages):
+            sources, positions = np.array([self._sources[s] for s in storages])[which], inner
+        else:
+            sources, positions = np.empty_like(inner), np.empty_like(inner)
+            for number in np.unique(which):
+                chosen = which == number
+                found = self.locate(copy.parts[number], inner[chosen])
+                sources[chosen], positions[chosen] = found
+        return sources.reshape(offsets.shape), positions.reshape(offsets.shape)
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         return _storage(tensor) in self._sources or _storage(tensor) in self._copies

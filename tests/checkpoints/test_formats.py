@@ -226,6 +226,23 @@ def matrices_of_expert(folder: Path, key: ExpertKey) -> dict[str, QuantizedMatri
         source.close()
 
 
+def test_scales_may_lie_in_another_file_than_their_codes(originals, tmp_path) -> None:
+    original = originals("deepseek_v3-fp8")
+    folder = changed(original, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    file_of = {name: f"{'scale_inv' in name}.safetensors" for name in tensors}
+    for file in set(file_of.values()):
+        part = {name: tensors[name] for name in tensors if file_of[name] == file}
+        save_file(part, folder / file, metadata={"format": "pt"})
+    index = {"weight_map": file_of}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    key = ExpertKey(1, 3)
+    expected = matrices_of_expert(original, key)
+    for name, matrix in matrices_of_expert(folder, key).items():
+        assert torch.equal(matrix.dequantize(), expected[name].dequantize())
+
+
 def fused(tensors: dict[str, Tensor]) -> None:
     """Experts of every layer in one stack of codes and one of scales, as models hold them."""
     for layer in range(3):
