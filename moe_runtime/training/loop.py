@@ -307,7 +307,7 @@ class Trainer:
         with self._recorded(windows), self._autocast():
             losses = self._losses(windows)
         found.append(losses.detach())
-        num_parts = self._config.data.micro_batches // self._run.ranks.num_lanes
+        num_parts = self._config.data.micro_batches // self._run.ranks.num_data_ranks
         return (losses.cross_entropy + losses.auxiliary) * self._run.ranks.loss_share / num_parts
 
     def _recorded(self, windows: Tensor) -> contextlib.AbstractContextManager[None]:
@@ -354,12 +354,12 @@ class Trainer:
         """Mean loss of windows in parts, which the data-parallel ranks compute in turn."""
         ranks = self._run.ranks
         # Who has no part left keeps the others company: passes are collective calls.
-        numbers = range(ranks.lane, len(parts) + ranks.lane, ranks.num_lanes)
+        numbers = range(ranks.data_rank, len(parts) + ranks.data_rank, ranks.num_data_ranks)
         own = [parts[min(number, len(parts) - 1)] for number in numbers]
         total = torch.zeros((), dtype=torch.float64)
         for number, part, loss in zip(numbers, own, self._measured(own), strict=True):
             total += float(loss) * len(part) if number < len(parts) else 0.0
-        return float(ranks.mean(total)) * ranks.num_lanes / sum(map(len, parts))
+        return float(ranks.mean(total)) * ranks.num_data_ranks / sum(map(len, parts))
 
     def _measured(self, parts: Sequence[Tensor]) -> Iterator[Tensor]:
         """The cross-entropy of each part."""

@@ -99,7 +99,7 @@ def offloaded_optimizer(
         device_memory=config.run.device_memory,
         storage_dir=folder,
         optimizer=optimizer_settings(config),
-        activation_memory=activation_bytes(config, ranks.num_lanes),
+        activation_memory=activation_bytes(config, ranks.num_data_ranks),
         activations=config.run.offload.activations,
         initial=initial,
         resumes=resumes,
@@ -180,7 +180,7 @@ def offload_plan(config: TrainConfig, model: LanguageModel, ranks: OneRank) -> d
         slots = ExpertSlots.contiguous(site.num_experts, ranks.size)
         sites[number] = dataclasses.replace(site, own=tuple(slots.experts_of(ranks.rank)))
     memory = plan_memory(
-        model, sites, config.run.host_memory, activation_bytes(config, ranks.num_lanes),
+        model, sites, config.run.host_memory, activation_bytes(config, ranks.num_data_ranks),
         has_disk=True, state=settings.state_format,
     )  # fmt: skip
     return plan_of(memory, layouts_of(sites, settings.state_format), settings)
@@ -207,19 +207,19 @@ def plan_of(
     }
 
 
-def activation_bytes(config: TrainConfig, num_lanes: int = 1) -> int:
+def activation_bytes(config: TrainConfig, num_data_ranks: int = 1) -> int:
     """What the forward and backward pass of a step takes, counted from the model's shape.
 
     All micro-batches of a step are in memory at once, because they meet at the experts.
 
     Args:
         config: of the run.
-        num_lanes: processes that share the micro-batches. A process may get all rows that the
+        num_data_ranks: processes that share the micro-batches. A process may get all rows that the
             others route, beside its own.
     """
     model, data = config.model, config.data
     assert model.vocab_size is not None, "the tokenizer is known by now"
-    tokens = data.tokens_per_step // num_lanes
+    tokens = data.tokens_per_step // num_data_ranks
     part = data.tokens_per_step // data.micro_batches
     choice = config.run.offload.activations
     recomputes = model.moe is not None and model.moe.recompute
@@ -231,7 +231,7 @@ def activation_bytes(config: TrainConfig, num_lanes: int = 1) -> int:
     if model.moe is not None:
         width = model.moe.intermediate_size
         experts += expert_buffer_bytes(data.tokens_per_step, model.hidden_size, width)
-        if num_lanes > 1:
+        if num_data_ranks > 1:
             # rows as they came and results as they go, kept for the way back, here and there
             rows = 4 * model.hidden_size + (2 * width if keeps else 0)
             blocks += model.num_layers * 4 * rows * model.moe.top_k * data.tokens_per_step

@@ -1,8 +1,8 @@
 """Training by one process or by several: which part is whose, and what has to be added up.
 
 Several processes share a step's micro-batches, each holds its share of the experts, and rows travel
-to them. With tensor, context or pipeline parallelism some of them, a lane, compute one micro-batch
-together.
+to them. With tensor, context or pipeline parallelism some of them compute one micro-batch together,
+as one data-parallel rank.
 The same configuration trains the same model whatever the number of processes: the parts
 that are routed on their own are the micro-batches, and there are as many of them.
 """
@@ -37,18 +37,18 @@ class OneRank:
     Attributes:
         rank: number of this process.
         size: number of processes.
-        lane: which of the micro-batches that are computed side by side is this process's.
-        num_lanes: how many are.
+        data_rank: which of the micro-batches that are computed side by side is this process's.
+        num_data_ranks: how many are.
         loss_share: what this process adds to its micro-batch's part of the loss, which other
-            processes of the same lane add to as well.
+            processes of the same data-parallel rank add to as well.
         pipeline: what takes micro-batches through stages, once the model was spread over some;
             None where each process has all layers.
     """
 
     rank = 0
     size = 1
-    lane = 0
-    num_lanes = 1
+    data_rank = 0
+    num_data_ranks = 1
     loss_share = 1.0
     pipeline: "Pipeline | None" = None
 
@@ -61,8 +61,11 @@ class OneRank:
         """Leaves this process its part of a model."""
 
     def draw_apart(self, step: int) -> None:
-        """Has gates that use randomness draw other numbers than in the first lane, from a step on:
-        they draw for other tokens."""
+        """Has gates that use randomness draw for other tokens than the first data-parallel rank's.
+
+        Args:
+            step: from which on.
+        """
 
     def part(self, items: Sequence[T]) -> list[T]:
         """This data-parallel rank's share of what all have; their number divides it."""
@@ -141,9 +144,9 @@ class SeveralRanks(OneRank):
         if config.run.host_memory is not None:
             _refuse_offloaded(config, layout.edp)
         places = layout.coordinates(self.rank, "dense")
-        self.lane, self.num_lanes = places["dp"], layout.dp
+        self.data_rank, self.num_data_ranks = places["dp"], layout.dp
         self._stage = places["pp"]
-        # The sum over a lane is divided by the parts of each sequence only.
+        # The sum over a data-parallel rank is divided by the parts of each sequence only.
         self.loss_share = 1 / layout.tp
         self.groups = LayoutGroups(layout, timeout_s=own.timeout_s)
         self.groups.make_ends()
@@ -183,7 +186,7 @@ class SeveralRanks(OneRank):
         from moe_runtime.models.lm.stages import Stage, StageModule
         from moe_runtime.training.pipelined import Pipeline
 
-        scale = self.loss_share * self.num_lanes / self._config.data.micro_batches
+        scale = self.loss_share * self.num_data_ranks / self._config.data.micro_batches
         device = next(model.parameters()).device.type
         stage = StageModule(
             model,
@@ -196,12 +199,12 @@ class SeveralRanks(OneRank):
         return stage
 
     def draw_apart(self, step: int) -> None:
-        number = self.lane + self.num_lanes * self._stage
+        number = self.data_rank + self.num_data_ranks * self._stage
         if number > 0:
             torch.manual_seed(torch.initial_seed() + 1_000_003 * step + number)
 
     def part(self, items: Sequence[T]) -> list[T]:
-        return list(items[self.lane :: self.num_lanes])
+        return list(items[self.data_rank :: self.num_data_ranks])
 
     def mean(self, values: Tensor) -> Tensor:
         total = values.clone()
@@ -252,7 +255,7 @@ class SeveralRanks(OneRank):
         yield
 
 
-def _refuse(config: TrainConfig, num_lanes: int) -> None:
+def _refuse(config: TrainConfig, num_data_ranks: int) -> None:
     """Says what several processes cannot do.
 
     Raises:
@@ -262,22 +265,22 @@ def _refuse(config: TrainConfig, num_lanes: int) -> None:
     from moe_runtime.models.lm.stages import check_stages
 
     data, own = config.data, config.parallel
-    if data.micro_batches % num_lanes:
+    if data.micro_batches % num_data_ranks:
         raise ValueError(
-            f"data.micro_batches ({data.micro_batches}) must be a multiple of the {num_lanes} "
+            f"data.micro_batches ({data.micro_batches}) must be a multiple of the {num_data_ranks} "
             "processes that compute them side by side; --set data.micro_batches="
-            f"{-(-data.micro_batches // num_lanes) * num_lanes}"
+            f"{-(-data.micro_batches // num_data_ranks) * num_data_ranks}"
         )
     check_stages(config.model, own.pp)
     if own.pp > 1 and config.run.host_memory is not None:
         raise ValueError(
             f"run.host_memory cannot be combined with parallel.pp ({own.pp}); leave one of them out"
         )
-    if own.schedule == "1f1b" and data.micro_batches < own.pp * num_lanes:
+    if own.schedule == "1f1b" and data.micro_batches < own.pp * num_data_ranks:
         raise ValueError(
             f"parallel.schedule 1f1b needs a micro-batch for each of the parallel.pp = {own.pp} "
-            f"stages, {data.micro_batches} for {num_lanes} pipelines are too few; --set "
-            f"data.micro_batches={own.pp * num_lanes}, or take the schedule gpipe"
+            f"stages, {data.micro_batches} for {num_data_ranks} pipelines are too few; --set "
+            f"data.micro_batches={own.pp * num_data_ranks}, or take the schedule gpipe"
         )
     contexts = {data.context, data.short_context or data.context}
     check_layout(config.model, tp=own.tp, cp=own.cp, contexts=contexts)

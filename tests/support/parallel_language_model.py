@@ -151,8 +151,10 @@ def compare_gradients(layouts: list[ParallelLayout]) -> int:
         groups = LayoutGroups(layout, timeout_s=200, reuse=groups)
         rank_model = RankModel(groups, index, num_parts, reference_of)
         reference = rank_model.reference
-        lane = layout.coordinates(groups.rank, "dense")["dp"]
-        loss = torch.tensor(rank_model.backward(batches[lane :: layout.dp]), dtype=torch.float64)
+        data_rank = layout.coordinates(groups.rank, "dense")["dp"]
+        loss = torch.tensor(
+            rank_model.backward(batches[data_rank :: layout.dp]), dtype=torch.float64
+        )
         dist.all_reduce(loss)
         what = f"{layout}, rank {groups.rank}"
         torch.testing.assert_close(

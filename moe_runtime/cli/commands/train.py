@@ -123,7 +123,7 @@ def _train(
             warn_where_much_moves(
                 plan,
                 preparation.storage,
-                tokens=preparation.config.data.tokens_per_step // ranks.num_lanes,
+                tokens=preparation.config.data.tokens_per_step // ranks.num_data_ranks,
                 active_parameters=preparation.num_active_parameters,
             )
         exit_code = take_steps(trainer, preparation.config.run)
@@ -226,7 +226,7 @@ def _timed_offload_plan(preparation: "Preparation", ranks: "OneRank") -> dict[st
     predicted = predict_step(
         plan,
         preparation.storage,
-        tokens=preparation.config.data.tokens_per_step // ranks.num_lanes,
+        tokens=preparation.config.data.tokens_per_step // ranks.num_data_ranks,
         active_parameters=preparation.num_active_parameters,
     )
     warn_of_slow_disk(predicted, preparation.storage)
