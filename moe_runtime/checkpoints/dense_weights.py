@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from moe_runtime.checkpoints.formats import PackedWeight, Weight
 
-_ELEMENTS_AT_ONCE = 2**18
+_ELEMENTS_AT_ONCE = 2**16
 """Elements of a quantised weight that are dequantised at once: a few megabytes on the way."""
 
 Progress = Callable[[str, int, int], None]

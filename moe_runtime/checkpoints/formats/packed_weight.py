@@ -122,12 +122,15 @@ class PackedWeight:
         return flat.transpose(-1, -2) if self.is_transposed else flat
 
     def runs(self, most_elements: int) -> Iterator[tuple[int, int]]:
-        """Cuts all rows into runs `(first, count)` within a matrix that share no scales."""
-        unit = max(1, self.format.group_rows)
-        most = max(1, most_elements // self.num_cols // unit) * unit
+        """Cuts all rows into runs `(first, count)` of whole groups, or within one group."""
+        group = max(1, self.format.group_rows)
+        most = max(1, most_elements // self.num_cols)
+        most = most // group * group or most
         for start in range(0, self.total_rows, self.num_rows):
-            for begin in range(0, self.num_rows, most):
-                yield start + begin, min(most, self.num_rows - begin)
+            for begin in range(0, self.num_rows, max(group, most)):
+                end = min(begin + max(group, most), self.num_rows)
+                for first in range(begin, end, most):
+                    yield start + first, min(most, end - first)
 
     def ranges(self, first: int, step: int, count: int) -> dict[str, TensorRange]:
         """Where the parts of some rows lie.
@@ -142,14 +145,16 @@ class PackedWeight:
             `Packing.matrix` makes one matrix of `[count, K]` of.
 
         Raises:
-            UnsupportedModelError: the rows lie in several matrices, or begin or end within a group.
+            UnsupportedModelError: the rows lie in several matrices, or in several groups and begin
+                within one.
             CheckpointError: a part is not where elements of its size can be read.
         """
         kind = self.format
         number, row = divmod(first, self.num_rows)
         last = row + (count - 1) * step
         rows = kind.group_rows
-        if last >= self.num_rows or (rows > 1 and (row % rows or (step != 1 and count > 1))):
+        is_whole = rows < 2 or row // rows == last // rows or (row % rows == 0 and step == 1)
+        if last >= self.num_rows or not is_whole:
             raise UnsupportedModelError(
                 f"{self.name}: expected the rows of an expert's matrix to begin with a group of "
                 f"{rows} that share scales, found rows {row} to {last} of {self.num_rows}, each "

@@ -1,0 +1,66 @@
+"""Rows of quantised weights: which scales are theirs, wherever a model cuts a stack."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import quantized_checkpoints
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moe_runtime.checkpoints.formats import PackedWeight, packed_weights
+from moe_runtime.checkpoints.safetensors_index import read_header
+from moe_runtime.errors import UnsupportedModelError
+
+SIZES = (3, 40, 24)
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> tuple[PackedWeight, Tensor]:
+    """Three matrices of 40 x 24 in blocks of 16 x 16, and their values."""
+    file = tmp_path_factory.mktemp("stack") / "model.safetensors"
+    pack = quantized_checkpoints.fp8_block(torch.bfloat16, BLOCK)
+    parts = [pack("w", matrix) for matrix in torch.randn(SIZES)]
+    stored = {name: torch.stack([tensors[name] for tensors, _ in parts]) for name in parts[0][0]}
+    save_file(stored, file)
+    config = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+    weight = packed_weights(config, read_header(file))["w"]
+    return weight, torch.cat([values for _, values in parts])
+
+
+def rows_of(weight: PackedWeight, first: int, step: int, count: int) -> Tensor:
+    raw = bytearray(weight.codes.file.read_bytes())
+    parts = {}
+    for name, part in weight.ranges(first, step, count).items():
+        flat = torch.frombuffer(raw[part.offset : part.offset + part.span_bytes], dtype=torch.uint8)
+        parts[name] = flat.view(part.dtype).as_strided(part.shape, part.stride)
+    return weight.packing.matrix(parts).dequantize()
+
+
+def test_any_rows_have_their_own_scales_or_are_refused(stack) -> None:
+    weight, values = stack
+    outcomes = set()
+    for first, step, count in itertools.product(range(0, 120, 8), (1, 2, 3), (1, 5, 8, 24)):
+        row, last = first % 40, first % 40 + (count - 1) * step
+        is_served = last < 40 and (
+            row // BLOCK == last // BLOCK or (row % BLOCK == 0 and step == 1)
+        )
+        outcomes.add(is_served)
+        if is_served:
+            expected = values[first : first + (count - 1) * step + 1 : step]
+            assert torch.equal(rows_of(weight, first, step, count), expected)
+        else:
+            with pytest.raises(UnsupportedModelError, match="begin with a group of 16"):
+                weight.ranges(first, step, count)
+    assert outcomes == {True, False}
+
+
+@pytest.mark.parametrize("most_elements", [1, 24, 24 * 7, 24 * 16, 24 * 33, 24 * 1000])
+def test_runs_of_rows_are_all_rows_once(stack, most_elements) -> None:
+    weight, values = stack
+    runs = [*weight.runs(most_elements)]
+    assert torch.equal(torch.cat([rows_of(weight, n, 1, count) for n, count in runs]), values)
+    assert all(count <= max(1, most_elements // 24) for _, count in runs)
