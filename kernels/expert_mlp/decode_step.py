@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from moe_runtime.kernels.combine.slots import MAX_CHOICES
 from moe_runtime.kernels.expert_mlp.expert_weights import ExpertShape, ExpertWeights
 from moe_runtime.kernels.expert_mlp.kernel_activation import kernel_activation
-from moe_runtime.kernels.expert_mlp.separate_experts import row_limit
+from moe_runtime.kernels.expert_mlp.separate_experts import require_sound, row_limit
 from moe_runtime.kernels.native import (
     DTYPE_CODES,
     STATUS_BAD_ROW,
@@ -128,4 +128,5 @@ class ExpertStep:
             raise ValueError(f"expert_of_row must be in [0, {len(records)}), got {expert_of_row_R}")
         if status == STATUS_NO_MEMORY:
             raise MemoryError(f"no memory for {num_rows} routed rows")
+        require_sound(status)
         return out_TO

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels import quantized
 from moe_runtime.kernels.native import DTYPE_CODES
 
 if TYPE_CHECKING:
+    from moe_runtime.kernels.lossless import PlanesMatrix
     from moe_runtime.kernels.quantized import QuantizedMatrix, WeightFormat
 
-Matrix: TypeAlias = "Tensor | QuantizedMatrix"
+Matrix: TypeAlias = "Tensor | QuantizedMatrix | PlanesMatrix"
 
 
 class ExpertShape(NamedTuple):
@@ -29,15 +29,16 @@ class ExpertShape(NamedTuple):
         dim_hidden: F.
         dim_out: O.
         dtype: Of all tensors; where a matrix is quantised, bf16, and `formats` has the rest.
-        formats: Where a matrix is quantised: of gate, up and down the format, the dtype of one that
-            is not, or None for none; then the dtype of the biases, or None. Else empty.
+        formats: Where a matrix is quantised or in the lossless code: of gate, up and down the
+            format, the dtype of one that is not, or None for none; then the dtype of the biases,
+            or None. Else empty.
     """
 
     dim_in: int
     dim_hidden: int
     dim_out: int
     dtype: torch.dtype
-    formats: tuple[WeightFormat | torch.dtype | None, ...] = ()
+    formats: tuple[WeightFormat | str | torch.dtype | None, ...] = ()
 
     @property
     def bias_dtype(self) -> torch.dtype:
@@ -104,7 +105,7 @@ class ExpertWeights:
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "record", self._native_record())
 
-    def _types(self) -> tuple[torch.dtype, tuple[WeightFormat | torch.dtype | None, ...]]:
+    def _types(self) -> tuple[torch.dtype, tuple[WeightFormat | str | torch.dtype | None, ...]]:
         """The dtype and the formats of the shape.
 
         Raises:
@@ -155,7 +156,7 @@ class ExpertWeights:
             if matrix is None:
                 words += (0, 0, 0, 0)
             elif not isinstance(matrix, Tensor):
-                found = quantized.native_matrix(matrix)
+                found = matrix.native_record()
                 if found is None:
                     return None
                 words += found[0]

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from moe_runtime.errors import CheckpointError
 from moe_runtime.kernels import linear as products
 from moe_runtime.kernels.expert_mlp.expert_weights import ExpertShape, ExpertWeights, Matrix
 from moe_runtime.kernels.expert_mlp.kernel_activation import kernel_activation
@@ -24,6 +25,7 @@ from moe_runtime.kernels.native import (
     DTYPE_CODES,
     NO_BACKWARD,
     STATUS_BAD_ROW,
+    STATUS_DAMAGED,
     STATUS_NO_MEMORY,
     NativeLibrary,
     is_differentiated,
@@ -158,7 +160,7 @@ def frozen_expert(
 
 def row_limit(library: NativeLibrary, shape: ExpertShape) -> int:
     """Rows of an expert up to which `impl="auto"` takes the native kernel."""
-    if shape.formats:
+    if shape.formats and "planes" not in shape.formats:
         return products.quantized_row_limit(library)
     return native_row_limit(library, shape.dtype)
 
@@ -268,6 +270,16 @@ def call_kernel(
         )
     if status == STATUS_NO_MEMORY:
         raise MemoryError(f"no memory to pack the rows of {len(counts)} experts")
+    require_sound(status)
+
+
+def require_sound(status: int) -> None:
+    """Raises `CheckpointError` for what a kernel computed from damaged bytes."""
+    if status == STATUS_DAMAGED:
+        raise CheckpointError(
+            "an expert in the lossless code is damaged: its escapes do not fit its rows; pack the "
+            "checkpoint again"
+        )
 
 
 def _portions(

@@ -12,19 +12,20 @@ from torch import Tensor
 
 from moe_runtime.kernels.linear.op import is_faster_widened, linear
 from moe_runtime.kernels.linear.quantized import quantized_linear, values_of
+from moe_runtime.kernels.lossless import PlanesMatrix
 from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.quantized import QuantizedMatrix
 
 
 def frozen_linear(
-    x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None = None
+    x: Tensor, weight: Tensor | QuantizedMatrix | PlanesMatrix, bias: Tensor | None = None
 ) -> Tensor:
     """`linear` with a gradient of `x` alone; the same bits whether or not one is wanted.
 
     Args:
         x: `[R, K]`.
-        weight: `[N, K]`, of which no copy is kept for the backward pass; of a quantised one the
-            values are computed anew there.
+        weight: `[N, K]`, of which no copy is kept for the backward pass; of one that
+            is quantised or coded the values are computed anew there.
         bias: `[N]`, or None.
 
     Returns:
@@ -36,9 +37,9 @@ def frozen_linear(
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None
+        ctx: Any, x: Tensor, weight: Tensor | QuantizedMatrix | PlanesMatrix, bias: Tensor | None
     ) -> Tensor:
-        if isinstance(weight, QuantizedMatrix):
+        if not isinstance(weight, Tensor):
             ctx.quantized = weight
             return quantized_linear(x, weight, bias)
         ctx.quantized = None

@@ -18,6 +18,7 @@ from moe_runtime.kernels.linear.op import (
     check_status,
     linear,
 )
+from moe_runtime.kernels.lossless import PlanesMatrix, decode_planes
 from moe_runtime.kernels.native import (
     DTYPE_CODES,
     NO_BACKWARD,
@@ -28,7 +29,6 @@ from moe_runtime.kernels.native import (
 )
 from moe_runtime.kernels.operands import precise_dtype
 from moe_runtime.kernels.quantized import QuantizedMatrix
-from moe_runtime.kernels.quantized.records import native_matrix
 
 Values = Callable[[QuantizedMatrix, torch.dtype], Tensor]
 """Gives the values of a matrix, `[N, K]`, in a dtype."""
@@ -45,7 +45,7 @@ def quantized_row_limit(library: NativeLibrary) -> int:
 
 def quantized_linear(
     x: Tensor,
-    weight: QuantizedMatrix,
+    weight: QuantizedMatrix | PlanesMatrix,
     bias: Tensor | None = None,
     *,
     impl: LinearImpl = "auto",
@@ -58,7 +58,7 @@ def quantized_linear(
 
     Args:
         x: `[R, K]`; the kernel takes fp32 and bf16.
-        weight: `[N, K]`.
+        weight: `[N, K]`; of one in the lossless code the bits of `linear` with what it was.
         bias: `[N]`, fp32, bf16 or fp16, or None.
         impl: As in `linear`.
         values: How values are written out for `auto`; every call takes new memory without it.
@@ -70,6 +70,8 @@ def quantized_linear(
         ValueError: `impl="native"` cannot take the input.
         NativeUnavailableError: `impl="native"` and the library was not built.
     """
+    if isinstance(weight, PlanesMatrix):
+        return linear(x, decode_planes(weight), bias, impl=impl)
     library = require_native() if impl == "native" else native_library()
     if impl in ("auto", "native") and library is not None:
         problem = _native_problem(x, weight, bias)
@@ -84,8 +86,10 @@ def quantized_linear(
     return linear(x, wide, None if bias is None else bias.to(dtype), impl=impl)
 
 
-def values_of(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
-    """`matrix.dequantize(dtype)`, by all threads where the library can."""
+def values_of(matrix: QuantizedMatrix | PlanesMatrix, dtype: torch.dtype) -> Tensor:
+    """`matrix.dequantize(dtype)`, by all threads where the library can; bf16 of lossless code."""
+    if isinstance(matrix, PlanesMatrix):
+        return decode_planes(matrix)
     return _write_values(matrix, dtype, None)
 
 
@@ -107,7 +111,7 @@ class ReusedValues:
 
 def _write_values(matrix: QuantizedMatrix, dtype: torch.dtype, out_NK: Tensor | None) -> Tensor:
     library = native_library()
-    record = native_matrix(matrix)
+    record = matrix.native_record()
     if library is None or record is None or dtype not in DTYPE_CODES:
         return matrix.dequantize(dtype)
     words, kept = record
@@ -139,7 +143,7 @@ def _native_problem(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) -> 
         return NO_BACKWARD
     if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
         return "it is under autocast or traced by a compiler"
-    if native_matrix(weight) is None:
+    if weight.native_record() is None:
         return "codes and scales must lie in a CPU's memory, without gaps in a row"
     return None
 
@@ -150,7 +154,7 @@ def _run(
     x_RK = x_RK if x_RK.stride(1) == 1 else x_RK.contiguous()
     bias_N = None if bias_N is None else bias_N.contiguous()
     dim_out, dim_in = weight.shape
-    record = native_matrix(weight)
+    record = weight.native_record()
     assert record is not None
     words, kept = record
     out_RN = x_RK.new_empty((len(x_RK), dim_out))

@@ -1,7 +1,27 @@
-"""A code of bf16 weights that loses nothing: 0.70 of the bytes of trained weights."""
+"""A code of bf16 weights that loses nothing: 0.70 of the bytes of trained weights.
 
-from moe_runtime.kernels.lossless.planes import PlanesMatrix, decode_planes, encode_planes
-from moe_runtime.kernels.lossless.reference import decode_reference, encode_reference
+Each name is imported when it is asked for: most checkpoints are not packed.
+"""
+
+from typing import TYPE_CHECKING
+
+from moe_runtime.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from moe_runtime.kernels.lossless.planes import (
+        PlanesMatrix,
+        decode_planes,
+        encode_planes,
+    )
+    from moe_runtime.kernels.lossless.reference import decode_reference, encode_reference
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            ".planes": "PlanesMatrix decode_planes encode_planes",
+            ".reference": "decode_reference encode_reference",
+        },
+    )
 
 __all__ = [
     "PlanesMatrix",

@@ -1,13 +1,15 @@
 """bf16 matrices as planes of signs and mantissas, and bits of exponents' places in a code book.
 
 Exponents of trained weights carry 2.6 of their 8 bits. Seven frequent ones are written in three
-bits; the eighth index says that the exponent follows in a list of escapes. Rows are read alone.
+bits; the eighth index says that the exponent follows in a list of escapes. Reading may begin at
+every 32nd row.
 
 The idea is that of ZipServ's triple bitmaps (arXiv:2603.17435), laid out for vectors of bytes.
 """
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +23,12 @@ from moe_runtime.kernels.lossless.reference import (
     coded_row_bytes,
     decode_reference,
     encode_reference,
+    num_groups,
 )
 from moe_runtime.kernels.native import STATUS_OK, NativeLibrary, native_library
+
+CODE_PLANES = 5
+"""What the struct begins with that C reads: the number after those of quantised codes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,8 +38,9 @@ class PlanesMatrix:
     Attributes:
         num_cols: K.
         coded: `uint8 [N, 88 * ceil(K / 64)]`, contiguous.
-        starts: `int32 [N + 1]`: the first escape of each row, and their number.
-        escapes: `uint8`, the exponents that are not in the book, and 64 bytes that mean nothing.
+        starts: `int32 [ceil(N / 32) + 1]`: the first escape of every 32nd row, and their number.
+        escapes: `uint8`, the exponents that are not in the book, and at least 64 bytes that mean
+            nothing.
         book: `uint8 [8]`: seven exponents, and a byte that means nothing.
     """
 
@@ -52,7 +59,7 @@ class PlanesMatrix:
         rows = len(self.coded)
         expected = {
             "coded": (torch.uint8, (rows, coded_row_bytes(self.num_cols))),
-            "starts": (torch.int32, (rows + 1,)),
+            "starts": (torch.int32, (num_groups(rows) + 1,)),
             "escapes": (torch.uint8, (max(TAIL_BYTES, self.escapes.numel()),)),
             "book": (torch.uint8, (BOOK_SIZE,)),
         }
@@ -68,6 +75,35 @@ class PlanesMatrix:
     def shape(self) -> tuple[int, int]:
         """`(N, K)`."""
         return len(self.coded), self.num_cols
+
+    @property
+    def format(self) -> str:
+        """What experts of one call must have in common."""
+        return "planes"
+
+    def native_record(self) -> tuple[list[int], array[int]]:
+        """The four words of the C struct `Matrix`, and what they point at, which has to be kept."""
+        described = array(
+            "q",
+            (
+                CODE_PLANES,
+                self.starts.data_ptr(),
+                self.escapes.data_ptr(),
+                self.book.data_ptr(),
+                self.escapes.numel() - TAIL_BYTES,
+                self.num_cols,
+            ),
+        )
+        words = [self.coded.data_ptr(), self.coded.stride(0), described.buffer_info()[0], 0]
+        return words, described
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values `[N, K]` in `dtype`; in bf16 they are what was written.
+
+        Raises:
+            CheckpointError: As `decode_planes`.
+        """
+        return decode_planes(self).to(dtype)
 
     @property
     def nbytes(self) -> int:
@@ -125,7 +161,7 @@ def _encode_native(library: NativeLibrary, weight_NK: Tensor) -> tuple[Tensor, .
     book = choose_book(counts)
     room = rows * cols - int(counts[book[: BOOK_SIZE - 1].long()].sum())
     coded = torch.empty(rows, coded_row_bytes(cols), dtype=torch.uint8)
-    starts = torch.empty(rows + 1, dtype=torch.int32)
+    starts = torch.empty(num_groups(rows) + 1, dtype=torch.int32)
     escapes = torch.zeros(room + TAIL_BYTES, dtype=torch.uint8)
     parts = coded, starts, escapes, book
     found = library.planes_encode(

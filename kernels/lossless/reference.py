@@ -14,6 +14,8 @@ INDEX_BYTES = 24
 BOOK_SIZE = 8
 """Seven exponents, and the index of all others."""
 ESCAPE = BOOK_SIZE - 1
+GROUP_ROWS = 32
+"""Rows whose escapes begin at a place that is written down; they are read in order from there."""
 TAIL_BYTES = 64
 """Bytes behind the last escape, so that vectors may be read from any escape on."""
 
@@ -25,6 +27,11 @@ ELEMENT_OF_POSITION = _POSITIONS // 16 * 8 + _POSITIONS % 8 + (_POSITIONS % 16 /
 def coded_row_bytes(num_cols: int) -> int:
     """Bytes of a row of `num_cols` elements without its escapes."""
     return -(-num_cols // BLOCK) * (INDEX_BYTES + BLOCK)
+
+
+def num_groups(num_rows: int) -> int:
+    """Groups of rows, the last one of the rest."""
+    return -(-num_rows // GROUP_ROWS)
 
 
 def choose_book(counts_256: Tensor) -> Tensor:
@@ -59,10 +66,12 @@ def encode_reference(weight_NK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
     signs = ((bits_NBP >> 8 & 0x80) | (bits_NBP & 0x7F)).to(torch.uint8).flatten(1)
     is_escape = index_NBP == ESCAPE
     ends = is_escape.flatten(1).sum(dim=1).cumsum(0)
-    starts = torch.cat((ends.new_zeros(1), ends)).int()
+    starts = torch.cat((ends.new_zeros(1), ends[GROUP_ROWS - 1 :: GROUP_ROWS]))
+    if rows % GROUP_ROWS:
+        starts = torch.cat((starts, ends[-1:]))
     tail = torch.zeros(TAIL_BYTES, dtype=torch.uint8)
     escapes = torch.cat((exponents_NBP[is_escape].to(torch.uint8), tail))
-    return torch.cat((indices, signs), dim=1), starts, escapes, book
+    return torch.cat((indices, signs), dim=1), starts.int(), escapes, book
 
 
 def decode_reference(
@@ -74,13 +83,16 @@ def decode_reference(
     bits = [_bytes_to_bits(planes[:, :, bit]) << bit for bit in range(3)]
     index_NBP = bits[0] | bits[1] | bits[2]
     is_escape = index_NBP == ESCAPE
-    counts = is_escape.flatten(1).sum(dim=1)
-    if not torch.equal(torch.diff(starts.long()), counts) or starts[0] != 0:
+    padded = torch.zeros(num_groups(rows) * GROUP_ROWS, dtype=torch.int64)
+    padded[:rows] = is_escape.flatten(1).sum(dim=1)
+    if not torch.equal(torch.diff(starts.long()), padded.view(-1, GROUP_ROWS).sum(dim=1)):
         return None
-    if int(starts[-1]) != escapes.numel() - TAIL_BYTES:
+    if starts[0] != 0:
+        return None
+    if int(starts[-1]) > escapes.numel() - TAIL_BYTES:
         return None
     exponents_NBP = book.int()[index_NBP]
-    exponents_NBP[is_escape] = escapes[:-TAIL_BYTES].int()
+    exponents_NBP[is_escape] = escapes[: int(starts[-1])].int()
     signs_NBP = coded[:, blocks * INDEX_BYTES :].reshape(rows, blocks, BLOCK).int()
     bits_NBP = (signs_NBP & 0x80) << 8 | exponents_NBP << 7 | signs_NBP & 0x7F
     in_order = torch.empty_like(bits_NBP)

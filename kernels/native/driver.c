@@ -16,6 +16,7 @@
 
 #include "kernels.h"
 #include "pool.h"
+#include "planes.h"
 #include "quantized.h"
 
 enum { STAGE_HIDDEN, STAGE_OUT, NUM_STAGES };
@@ -28,6 +29,9 @@ enum { BLOCK_BYTES = 128 << 10, MAX_BLOCK_ROWS = 512, MAX_BLOCK_SUMS = 1 << 14 }
 /* Weights times rows, in bytes, up to which the calling thread works alone: a few microseconds, as long as it takes to
  * be sure that no other thread is inside. A small router is such a call. */
 enum { ALONE_BYTES = 32 << 10 };
+
+/* Rows of a matrix in the lossless code that are decoded at once. */
+enum { DECODED_ROWS = 8 };
 
 /* Items [begin, end) of one stage that are not taken yet, packed as begin << 32 | end; alone on its cache line. */
 typedef struct {
@@ -55,17 +59,18 @@ typedef struct {
     char *out;
     int64_t out_stride;
     ExpertWork *work;
-    char *buffers; /* one of packed_bytes + sums_bytes for every thread */
-    int64_t packed_bytes, sums_bytes;
+    char *buffers; /* one of packed_bytes + sums_bytes + decoded_bytes for every thread */
+    int64_t packed_bytes, sums_bytes, decoded_bytes;
     int num_threads, share_threads;
     Range *ranges; /* [stage][thread] */
-    atomic_int next_thread;
+    atomic_int next_thread, is_damaged;
 } Call;
 
 /* What belongs to one thread during a call. */
 typedef struct {
     char *packed; /* rows of x of packed_for */
     float *sums;
+    char *decoded; /* rows of a matrix in the lossless code */
     const ExpertWork *packed_for;
     int packed_as;
 } Local;
@@ -159,7 +164,34 @@ static void pack_hidden(const Call *call, ExpertWork *work, const float *values,
     }
 }
 
-static void compute_hidden(const Call *call, ExpertWork *work, int64_t index, Local *local, Matrix next) {
+static const PlanesMatrix *planes_of(const Matrix *matrix) {
+    const int is_coded = matrix->quantized && matrix->quantized->codes == CODE_PLANES;
+    return is_coded ? (const PlanesMatrix *)matrix->quantized : NULL;
+}
+
+/* Rows of an expert times some rows of one of its matrices. Those in the lossless code are decoded a few at a time: what
+ * was decoded is in the first-level cache when it is multiplied, as any rows of bf16 are. */
+static void multiply(Call *call, int matrix, Matrix weight, int64_t count, int64_t k, const char *packed, int64_t num_rows,
+                     float *out, int64_t ldo, Matrix next, Local *local) {
+    const PlanesMatrix *planes = planes_of(&weight);
+    if (!planes) {
+        call->isa->multiply(call->kinds[matrix], weight, count, k, packed, num_rows, out, ldo, next);
+        return;
+    }
+    const Matrix decoded = {.data = local->decoded, .stride = planes_blocks(k) * PLANES_BLOCK * 2};
+    PlanesReader reader;
+    planes_begin(&reader, planes, weight.data, weight.first_row);
+    for (int64_t row = 0; row < count; row += DECODED_ROWS) {
+        const int64_t rows = min64(DECODED_ROWS, count - row);
+        if (!planes_read(&reader, rows, local->decoded, decoded.stride)) {
+            atomic_store_explicit(&call->is_damaged, 1, memory_order_relaxed);
+            return;
+        }
+        call->isa->multiply(call->kinds[matrix], decoded, rows, k, packed, num_rows, out + row, ldo, (Matrix){0});
+    }
+}
+
+static void compute_hidden(Call *call, ExpertWork *work, int64_t index, Local *local, Matrix next) {
     const Isa *isa = call->isa;
     const Expert *weights = work->weights;
     const int64_t first = index * work->hidden_block, count = min64(work->hidden_block, call->dim_hidden - first);
@@ -168,9 +200,9 @@ static void compute_hidden(const Call *call, ExpertWork *work, int64_t index, Lo
     const Matrix up = rows_from(weights->up, first);
     float *up_sums = local->sums, *gate_sums = local->sums + work->num_rows * ldo;
     if (has_gate)
-        isa->multiply(call->kinds[GATE], rows_from(weights->gate, first), count, call->dim_in,
-                      pack_rows(call, work, GATE, local), work->num_rows, gate_sums, ldo, up);
-    isa->multiply(call->kinds[UP], up, count, call->dim_in, pack_rows(call, work, UP, local), work->num_rows, up_sums, ldo, next);
+        multiply(call, GATE, rows_from(weights->gate, first), count, call->dim_in, pack_rows(call, work, GATE, local),
+                 work->num_rows, gate_sums, ldo, up, local);
+    multiply(call, UP, up, count, call->dim_in, pack_rows(call, work, UP, local), work->num_rows, up_sums, ldo, next, local);
     for (int64_t r = 0; r < work->num_rows; r++) {
         float *up_row = up_sums + r * ldo, *gate_row = gate_sums + r * ldo;
         if (weights->up_bias.data) isa->add_bias(up_row, weights->up_bias, first, call->bias_dtype, count);
@@ -186,7 +218,7 @@ static void compute_hidden(const Call *call, ExpertWork *work, int64_t index, Lo
     atomic_fetch_add_explicit(&work->hidden_done, 1, memory_order_release);
 }
 
-static void compute_out(const Call *call, ExpertWork *work, int64_t index, Local *local, Matrix next) {
+static void compute_out(Call *call, ExpertWork *work, int64_t index, Local *local, Matrix next) {
     const Isa *isa = call->isa;
     const Expert *weights = work->weights;
     const int64_t first = index * work->out_block, count = min64(work->out_block, call->dim_out - first);
@@ -194,7 +226,7 @@ static void compute_out(const Call *call, ExpertWork *work, int64_t index, Local
     float *sums = local->sums;
     wait_for_hidden(work);
     const char *packed = call->dim_hidden ? work->hidden : pack_rows(call, work, DOWN, local);
-    isa->multiply(call->kinds[DOWN], rows_from(weights->down, first), count, depth, packed, work->num_rows, sums, ldo, next);
+    multiply(call, DOWN, rows_from(weights->down, first), count, depth, packed, work->num_rows, sums, ldo, next, local);
     for (int64_t r = 0; r < work->num_rows; r++) {
         const int64_t row = work->first_row + r, place = call->destinations ? call->destinations[row] : row;
         if (weights->down_bias.data) isa->add_bias(sums + r * ldo, weights->down_bias, first, call->bias_dtype, count);
@@ -203,12 +235,15 @@ static void compute_out(const Call *call, ExpertWork *work, int64_t index, Local
     }
 }
 
+static int64_t thread_bytes(const Call *call) { return call->packed_bytes + call->sums_bytes + call->decoded_bytes; }
+
 /* Runs items until there are none. The next is taken before the present one runs, so that its weights can be fetched. */
 static void work_on(void *context) {
     Call *call = context;
     const int thread = atomic_fetch_add(&call->next_thread, 1);
-    char *buffer = call->buffers + thread * (call->packed_bytes + call->sums_bytes);
-    Local local = {.packed = buffer, .sums = (float *)(buffer + call->packed_bytes)};
+    char *buffer = call->buffers + thread * thread_bytes(call);
+    char *sums = buffer + call->packed_bytes;
+    Local local = {.packed = buffer, .sums = (float *)sums, .decoded = sums + call->sums_bytes};
     Item item = take_item(call, thread, (Item){STAGE_HIDDEN, 0, 0});
     while (item.stage < NUM_STAGES) {
         const Item following = take_item(call, thread, item);
@@ -241,13 +276,17 @@ static int weight_kind(const Isa *isa, int x_dtype, int weight_dtype) {
 /* The experts of one call are of one format. */
 static void choose_kinds(Call *call, const Expert *experts) {
     const Matrix *matrices[NUM_MATRICES] = {&experts->gate, &experts->up, &experts->down};
-    for (int i = 0; i < NUM_MATRICES; i++)
-        call->kinds[i] = matrices[i]->quantized ? call->isa->quantized_kind(matrices[i]->quantized, call->x_dtype)
-                                                : weight_kind(call->isa, call->x_dtype, call->weight_dtype);
+    for (int i = 0; i < NUM_MATRICES; i++) {
+        const PlanesMatrix *planes = planes_of(matrices[i]);
+        if (planes) call->decoded_bytes = max64(call->decoded_bytes, DECODED_ROWS * planes_blocks(planes->cols) * PLANES_BLOCK * 2);
+        call->kinds[i] = matrices[i]->quantized && !planes ? call->isa->quantized_kind(matrices[i]->quantized, call->x_dtype)
+                                                           : weight_kind(call->isa, call->x_dtype, call->weight_dtype);
+    }
 }
 
 static int64_t weight_row_bytes(const Call *call, const Matrix *matrix, int64_t k) {
     if (!matrix->quantized) return k * dtype_bytes(call->weight_dtype);
+    if (planes_of(matrix)) return planes_row_bytes(k);
     return code_row_bytes(matrix->quantized, k) + groups_of_row(matrix->quantized, k) * SCALE_BYTES[matrix->quantized->scale_type];
 }
 
@@ -316,7 +355,7 @@ static int run_call(Call *call, const Expert *experts, const int64_t *counts) {
     const int64_t range_bytes = NUM_STAGES * call->num_threads * (int64_t)sizeof(Range);
     const int64_t row_bytes = packed_row_bytes(call->kinds[DOWN], call->dim_hidden, call->isa->k_step);
     const int64_t hidden_bytes = aligned(total_rows * row_bytes);
-    char *scratch = pool_scratch(range_bytes + hidden_bytes + (call->packed_bytes + call->sums_bytes) * call->num_threads);
+    char *scratch = pool_scratch(range_bytes + hidden_bytes + thread_bytes(call) * call->num_threads);
     if (scratch) {
         call->ranges = (Range *)scratch;
         call->buffers = scratch + range_bytes + hidden_bytes;
@@ -329,7 +368,8 @@ static int run_call(Call *call, const Expert *experts, const int64_t *counts) {
             pool_run(work_on, call, call->share_threads);
     }
     free(call->work);
-    return scratch ? STATUS_OK : STATUS_NO_MEMORY;
+    if (!scratch) return STATUS_NO_MEMORY;
+    return atomic_load(&call->is_damaged) ? STATUS_DAMAGED : STATUS_OK;
 }
 
 /* A linear layer is an expert without hidden values. */

@@ -6,6 +6,7 @@
 #include "kernels.h"
 #include "planes.h"
 #include "pool.h"
+#include "quantized.h"
 
 /* Bit i of a byte as byte i of a word, and back; little-endian, as everything that is packed. */
 static const uint64_t EACH = 0x0101010101010101u;
@@ -17,7 +18,7 @@ static inline uint64_t spread_bits(uint8_t bits) {
 
 static inline uint8_t gather_bits(uint64_t bytes) { return (uint8_t)((bytes & EACH) * 0x0102040810204080u >> 56); }
 
-int planes_decode_portable(const char *row, const uint8_t *escapes, const uint8_t *end, const uint8_t *book, int64_t blocks,
+const uint8_t *planes_decode_portable(const char *row, const uint8_t *escapes, const uint8_t *end, const uint8_t *book, int64_t blocks,
                            char *out) {
     const char *signs = row + blocks * PLANES_INDEX_BYTES;
     for (int64_t block = 0; block < blocks; block++, row += PLANES_INDEX_BYTES, signs += PLANES_BLOCK, out += 2 * PLANES_BLOCK) {
@@ -29,7 +30,7 @@ int planes_decode_portable(const char *row, const uint8_t *escapes, const uint8_
             memcpy(indices, &word, sizeof word);
             for (int j = 0; j < 8; j++) exponents[8 * i + j] = book[indices[j]];
             for (unsigned escaped = planes[i] & planes[8 + i] & planes[16 + i]; escaped; escaped &= escaped - 1) {
-                if (escapes >= end) return 0;
+                if (escapes >= end) return NULL;
                 exponents[8 * i + __builtin_ctz(escaped)] = *escapes++;
             }
         }
@@ -38,7 +39,7 @@ int planes_decode_portable(const char *row, const uint8_t *escapes, const uint8_
             store_u16(out + 2 * planes_element(p), (uint16_t)((sign & 0x80u) << 8 | (unsigned)exponents[p] << 7 | (sign & 0x7fu)));
         }
     }
-    return escapes == end;
+    return escapes;
 }
 
 PlanesDecode planes_decode(void) {
@@ -81,8 +82,8 @@ static int encode_block(const uint16_t *values, const uint8_t *index_of, char *i
     return count;
 }
 
-/* Writes a matrix. `coded` rows lie without gaps; starts[n] is the first escape of row n, starts[rows] their number, which
- * is returned. There is room for all escapes and PLANES_TAIL bytes more. */
+/* Writes a matrix. `coded` rows lie without gaps; starts[g] is the first escape of row g * PLANES_GROUP, the last one is
+ * their number, which is returned. There is room for all escapes and PLANES_TAIL bytes more. */
 MOE_EXPORT int64_t moe_planes_encode(const char *weight, int64_t stride, int64_t rows, int64_t cols, const uint8_t *book,
                                      char *coded, uint32_t *starts, uint8_t *escapes) {
     uint8_t index_of[256];
@@ -92,7 +93,7 @@ MOE_EXPORT int64_t moe_planes_encode(const char *weight, int64_t stride, int64_t
     int64_t count = 0;
     for (int64_t n = 0; n < rows; n++, weight += stride) {
         char *signs = coded + blocks * PLANES_INDEX_BYTES;
-        starts[n] = (uint32_t)count;
+        if (n % PLANES_GROUP == 0) starts[n / PLANES_GROUP] = (uint32_t)count;
         for (int64_t first = 0; first < cols; first += PLANES_BLOCK, coded += PLANES_INDEX_BYTES, signs += PLANES_BLOCK) {
             const int64_t filled = cols - first < PLANES_BLOCK ? cols - first : PLANES_BLOCK;
             uint16_t values[PLANES_BLOCK];
@@ -102,50 +103,67 @@ MOE_EXPORT int64_t moe_planes_encode(const char *weight, int64_t stride, int64_t
         }
         coded = signs;
     }
-    starts[rows] = (uint32_t)count;
+    starts[planes_groups(rows)] = (uint32_t)count;
     memset(escapes + count, 0, PLANES_TAIL);
     return count;
 }
 
 typedef struct {
+    PlanesMatrix matrix;
     const char *coded;
-    const uint32_t *starts;
-    const uint8_t *escapes, *book;
-    int64_t rows, cols, out_stride;
+    int64_t rows, out_stride;
     char *out;
-    atomic_llong next_row;
+    atomic_llong next_group;
     atomic_int is_damaged;
 } Decoding;
 
-enum { ROWS_A_TURN = 16 };
+void planes_begin(PlanesReader *reader, const PlanesMatrix *matrix, const char *coded, int64_t first_row) {
+    *reader = (PlanesReader){.matrix = matrix, .decode = planes_decode(), .coded = coded, .row = first_row};
+}
 
-static void decode_rows(void *context) {
+static int begin_group(PlanesReader *reader) {
+    const PlanesMatrix *matrix = reader->matrix;
+    const uint32_t *bounds = matrix->starts + reader->row / PLANES_GROUP;
+    if (reader->escapes != reader->end || bounds[0] > bounds[1] || bounds[1] > matrix->num_escapes) return 0;
+    reader->escapes = matrix->escapes + bounds[0];
+    reader->end = matrix->escapes + bounds[1];
+    return 1;
+}
+
+int planes_read(PlanesReader *reader, int64_t rows, char *out, int64_t out_stride) {
+    const int64_t blocks = planes_blocks(reader->matrix->cols);
+    for (; rows > 0; rows--, reader->row++, out += out_stride) {
+        if (reader->row % PLANES_GROUP == 0 && !begin_group(reader)) return 0;
+        reader->escapes = reader->decode(reader->coded, reader->escapes, reader->end, reader->matrix->book, blocks, out);
+        if (!reader->escapes) return 0;
+        reader->coded += planes_row_bytes(reader->matrix->cols);
+    }
+    return 1;
+}
+
+static void decode_groups(void *context) {
     Decoding *call = context;
-    const int64_t blocks = planes_blocks(call->cols), stride = blocks * (PLANES_INDEX_BYTES + PLANES_BLOCK);
-    const PlanesDecode decode = planes_decode();
     for (;;) {
-        const int64_t first = atomic_fetch_add(&call->next_row, ROWS_A_TURN);
+        const int64_t group = atomic_fetch_add(&call->next_group, 1), first = group * PLANES_GROUP;
         if (first >= call->rows) return;
-        for (int64_t n = first; n < first + ROWS_A_TURN && n < call->rows; n++) {
-            const uint8_t *from = call->escapes + call->starts[n], *to = call->escapes + call->starts[n + 1];
-            char *out = call->out + n * call->out_stride;
-            if (call->starts[n] > call->starts[n + 1] || call->starts[n + 1] > call->starts[call->rows] ||
-                !decode(call->coded + n * stride, from, to, call->book, blocks, out))
-                atomic_store(&call->is_damaged, 1);
-        }
+        const int64_t rows = call->rows - first < PLANES_GROUP ? call->rows - first : PLANES_GROUP;
+        PlanesReader reader;
+        planes_begin(&reader, &call->matrix, call->coded + first * planes_row_bytes(call->matrix.cols), first);
+        if (!planes_read(&reader, rows, call->out + first * call->out_stride, call->out_stride) || reader.escapes != reader.end)
+            atomic_store(&call->is_damaged, 1);
     }
 }
 
-/* Reads a matrix into rows of bf16, each of which has room for whole blocks. The escapes end `num_escapes` after they
- * begin, and PLANES_TAIL bytes follow them. */
+/* Reads a matrix into rows of bf16, each of which has room for whole blocks. There are at most `num_escapes` escapes, and
+ * PLANES_TAIL bytes follow them. */
 MOE_EXPORT int moe_planes_decode(const char *coded, const uint32_t *starts, const uint8_t *escapes, int64_t num_escapes,
                                  const uint8_t *book, int64_t rows, int64_t cols, char *out, int64_t out_stride,
                                  int share_threads) {
-    if (starts[rows] != num_escapes) return STATUS_DAMAGED;
-    Decoding call = {.coded = coded, .starts = starts, .escapes = escapes, .book = book, .rows = rows, .cols = cols,
+    if (starts[0]) return STATUS_DAMAGED;
+    Decoding call = {.matrix = {CODE_PLANES, starts, escapes, book, num_escapes, cols}, .coded = coded, .rows = rows,
                      .out = out, .out_stride = out_stride};
     pool_begin();
-    pool_run(decode_rows, &call, share_threads);
+    pool_run(decode_groups, &call, share_threads);
     pool_end();
     return atomic_load(&call.is_damaged) ? STATUS_DAMAGED : STATUS_OK;
 }

@@ -3,7 +3,7 @@
  * A row of `cols` elements is written in blocks of 64, the last one filled up with zeros. First come the indices of all
  * blocks, three words of 64 bits each: bit p of word i is bit i of the index of position p. Then come the bytes of sign
  * and mantissa, 64 a block. Index 7 says that the exponent is none of the book's seven; these exponents, in the order of
- * positions, are the row's escapes.
+ * rows and positions, are the escapes. Where those of every 32nd row begin is written down, so rows are read from there.
  *
  * Positions are ordered so that interleaving bytes within the 16-byte lanes of vectors gives elements in their order:
  * position p of a block is element p % 16 % 8 + p / 16 * 8, and 32 more in the upper half of a lane.
@@ -11,9 +11,10 @@
 #ifndef MOE_RUNTIME_PLANES_H
 #define MOE_RUNTIME_PLANES_H
 
+#include <stddef.h>
 #include <stdint.h>
 
-enum { PLANES_BLOCK = 64, PLANES_INDEX_BYTES = 24, PLANES_BOOK = 7 };
+enum { PLANES_BLOCK = 64, PLANES_INDEX_BYTES = 24, PLANES_BOOK = 7, PLANES_GROUP = 32 };
 
 /* Bytes behind the last escape that may be read. */
 enum { PLANES_TAIL = 64 };
@@ -25,21 +26,48 @@ static inline int planes_element(int position) {
     return lane * 8 + (place & 7) + (place & 8 ? 32 : 0);
 }
 
-/* Decodes the blocks of one row. `escapes` to `end` are the row's own, and PLANES_TAIL more bytes may be read. Every block
- * is written whole. Returns whether the row has exactly as many escapes. */
-typedef int (*PlanesDecode)(const char *row, const uint8_t *escapes, const uint8_t *end, const uint8_t *book, int64_t blocks,
+static inline int64_t planes_groups(int64_t rows) { return (rows + PLANES_GROUP - 1) / PLANES_GROUP; }
+
+static inline int64_t planes_row_bytes(int64_t cols) { return planes_blocks(cols) * (PLANES_INDEX_BYTES + PLANES_BLOCK); }
+
+/* Decodes the blocks of one row, each written whole. Its escapes begin at `escapes` and end at `end` at the latest;
+ * PLANES_TAIL more bytes may be read. Returns where they end, NULL if that is later. */
+typedef const uint8_t *(*PlanesDecode)(const char *row, const uint8_t *escapes, const uint8_t *end, const uint8_t *book, int64_t blocks,
                             char *out);
 
-int planes_decode_portable(const char *row, const uint8_t *escapes, const uint8_t *end, const uint8_t *book, int64_t blocks,
+const uint8_t *planes_decode_portable(const char *row, const uint8_t *escapes, const uint8_t *end, const uint8_t *book, int64_t blocks,
                            char *out);
 #if defined(MOE_HAVE_AVX2)
-int planes_decode_avx2(const char *row, const uint8_t *escapes, const uint8_t *end, const uint8_t *book, int64_t blocks,
+const uint8_t *planes_decode_avx2(const char *row, const uint8_t *escapes, const uint8_t *end, const uint8_t *book, int64_t blocks,
                        char *out);
 #endif
 #if defined(MOE_HAVE_VBMI2)
-int planes_decode_vbmi2(const char *row, const uint8_t *escapes, const uint8_t *end, const uint8_t *book, int64_t blocks,
+const uint8_t *planes_decode_vbmi2(const char *row, const uint8_t *escapes, const uint8_t *end, const uint8_t *book, int64_t blocks,
                         char *out);
 #endif
+
+/* A matrix in the code, as kernels/lossless writes it. */
+typedef struct {
+    int64_t codes; /* CODE_PLANES: it stands where other matrices have a Quantized */
+    const uint32_t *starts;
+    const uint8_t *escapes, *book;
+    int64_t num_escapes, cols;
+} PlanesMatrix;
+
+/* Reads rows one after another, beginning at a multiple of PLANES_GROUP. */
+typedef struct {
+    const PlanesMatrix *matrix;
+    PlanesDecode decode;
+    const char *coded;
+    int64_t row;
+    const uint8_t *escapes, *end;
+} PlanesReader;
+
+/* `coded` is where row `first_row` lies. */
+void planes_begin(PlanesReader *reader, const PlanesMatrix *matrix, const char *coded, int64_t first_row);
+
+/* The next rows, into rows that have room for whole blocks; says whether they are sound. */
+int planes_read(PlanesReader *reader, int64_t rows, char *out, int64_t out_stride);
 
 /* The one that calls use: as good as the chosen instruction set and the processor allow. */
 PlanesDecode planes_decode(void);

@@ -12,7 +12,7 @@ static inline __m256i spread_bits(uint32_t mask) {
     return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit_of), bit_of);
 }
 
-int planes_decode_avx2(const char *row, const uint8_t *escapes, const uint8_t *end, const uint8_t *book, int64_t blocks,
+const uint8_t *planes_decode_avx2(const char *row, const uint8_t *escapes, const uint8_t *end, const uint8_t *book, int64_t blocks,
                        char *out) {
     const char *signs = row + blocks * PLANES_INDEX_BYTES;
     const __m256i table = _mm256_broadcastsi128_si256(_mm_loadl_epi64((const __m128i *)book));
@@ -29,7 +29,7 @@ int planes_decode_avx2(const char *row, const uint8_t *escapes, const uint8_t *e
             _mm256_storeu_si256((__m256i *)(exponents + shift), _mm256_shuffle_epi8(table, index));
         }
         for (uint64_t escaped = words[0] & words[1] & words[2]; escaped; escaped &= escaped - 1) {
-            if (escapes >= end) return 0;
+            if (escapes >= end) return NULL;
             exponents[__builtin_ctzll(escaped)] = *escapes++;
         }
         for (int half = 0; half < 2; half++) {
@@ -41,5 +41,5 @@ int planes_decode_avx2(const char *row, const uint8_t *escapes, const uint8_t *e
             _mm256_storeu_si256((__m256i *)(out + PLANES_BLOCK + 32 * half), _mm256_unpackhi_epi8(low, high));
         }
     }
-    return escapes == end;
+    return escapes;
 }

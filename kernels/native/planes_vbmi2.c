@@ -9,7 +9,7 @@ static inline __m512i indices(uint64_t low, uint64_t middle, uint64_t high) {
     return _mm512_ternarylogic_epi64(ones, twos, _mm512_maskz_set1_epi8(high, 4), 0xfe);
 }
 
-int planes_decode_vbmi2(const char *row, const uint8_t *escapes, const uint8_t *end, const uint8_t *book, int64_t blocks,
+const uint8_t *planes_decode_vbmi2(const char *row, const uint8_t *escapes, const uint8_t *end, const uint8_t *book, int64_t blocks,
                         char *out) {
     const char *signs = row + blocks * PLANES_INDEX_BYTES;
     const __m512i exponents = _mm512_broadcast_i64x2(_mm_loadl_epi64((const __m128i *)book));
@@ -18,7 +18,7 @@ int planes_decode_vbmi2(const char *row, const uint8_t *escapes, const uint8_t *
         uint64_t words[3];
         memcpy(words, row, sizeof words);
         const __mmask64 escaped = words[0] & words[1] & words[2];
-        if (escapes > end) return 0;
+        if (escapes > end) return NULL;
         __m512i exponent = _mm512_shuffle_epi8(exponents, indices(words[0], words[1], words[2]));
         exponent = _mm512_mask_expand_epi8(exponent, escaped, _mm512_loadu_si512(escapes));
         escapes += __builtin_popcountll(escaped);
@@ -29,5 +29,5 @@ int planes_decode_vbmi2(const char *row, const uint8_t *escapes, const uint8_t *
         _mm512_storeu_si512(out, _mm512_unpacklo_epi8(low, high));
         _mm512_storeu_si512(out + PLANES_BLOCK, _mm512_unpackhi_epi8(low, high));
     }
-    return escapes == end;
+    return escapes <= end ? escapes : NULL;
 }

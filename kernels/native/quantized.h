@@ -9,11 +9,11 @@
 #include "convert.h"
 #include "kernels.h"
 
-enum { CODE_E2M1 = 0, CODE_E4M3 = 1, CODE_UINT4 = 2, CODE_UINT8 = 3, CODE_INT8 = 4 };
+enum { CODE_E2M1 = 0, CODE_E4M3 = 1, CODE_UINT4 = 2, CODE_UINT8 = 3, CODE_INT8 = 4, CODE_PLANES = 5 };
 enum { SCALE_E8M0 = 0, SCALE_E4M3 = 1, SCALE_BF16 = 2, SCALE_F16 = 3, SCALE_F32 = 4 };
 enum { GLOBAL_NONE = 0, GLOBAL_MULTIPLY = 1, GLOBAL_DIVIDE = 2 };
 
-/* As records.py writes it; zeros and global_scale may be NULL. A group of 0 rows or columns is all of them. */
+/* As kernels/quantized writes it, but for CODE_PLANES, whose number begins a PlanesMatrix instead (planes.h). zeros and global_scale may be NULL. A group of 0 rows or columns is all of them. */
 struct Quantized {
     int64_t codes, scale_type, group_rows, group_cols, zero, global;
     const char *scales;

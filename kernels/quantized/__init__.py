@@ -16,14 +16,12 @@ if TYPE_CHECKING:
         WeightFormat,
     )
     from moe_runtime.kernels.quantized.matrix import QuantizedMatrix
-    from moe_runtime.kernels.quantized.records import native_matrix
 else:
     __getattr__ = lazy_names(
         __name__,
         {
             ".formats": "CODES SCALES CodeName ScaleName WeightFormat",
             ".matrix": "QuantizedMatrix",
-            ".records": "native_matrix",
         },
     )
 
@@ -34,5 +32,4 @@ __all__ = [
     "QuantizedMatrix",
     "ScaleName",
     "WeightFormat",
-    "native_matrix",
 ]

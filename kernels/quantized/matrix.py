@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,14 @@ from torch import Tensor
 
 from moe_runtime.kernels.quantized.formats import SCALES, WeightFormat
 from moe_runtime.kernels.quantized.reference import code_values, scale_values
+
+_CODE_NUMBERS = {"e2m1": 0, "e4m3": 1, "uint4": 2, "uint8": 3, "int8": 4}
+_SCALE_NUMBERS = {"e8m0": 0, "e4m3": 1, "bf16": 2, "f16": 3, "f32": 4}
+_GLOBAL_NUMBERS = {"none": 0, "multiply": 1, "divide": 2}
+MOST_COLS = 2**17
+"""Columns up to which the kernels hold a row's values and scales on a thread's stack."""
+LARGEST_ZERO = 255
+"""The largest constant zero point with which every code is exact in bf16."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +79,36 @@ class QuantizedMatrix:
         parts = (self.codes, self.scales, self.zero_points, self.global_scale)
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
+    def native_record(self) -> tuple[list[int], array[int]] | None:
+        """The four words of the C struct `Matrix`, and what they point at, which has to be kept.
+
+        Returns:
+            None for what the kernels cannot take: other memory than a CPU's, rows with gaps.
+        """
+        kind = self.format
+        parts = (self.codes, self.scales, self.zero_points, self.global_scale)
+        if any(part is not None and not part.is_cpu for part in parts):
+            return None
+        if any(part is not None and _has_gaps(part) for part in parts):
+            return None
+        if self.num_cols > MOST_COLS or not 0 <= kind.zero <= LARGEST_ZERO:
+            return None
+        described = array(
+            "q",
+            (
+                _CODE_NUMBERS[kind.codes],
+                _SCALE_NUMBERS[kind.scales],
+                kind.group_rows,
+                kind.group_cols,
+                kind.zero,
+                _GLOBAL_NUMBERS[kind.global_scale],
+                *_address_and_stride(self.scales),
+                *_address_and_stride(self.zero_points),
+                0 if self.global_scale is None else self.global_scale.data_ptr(),
+            ),
+        )
+        return [*_address_and_stride(self.codes), described.buffer_info()[0], 0], described
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values `[N, K]`: the specification of every kernel.
 
@@ -99,3 +138,11 @@ class QuantizedMatrix:
 
 def _described(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _has_gaps(part: Tensor) -> bool:
+    return part.ndim > 0 and part.stride(-1) != 1 and part.shape[-1] > 1
+
+
+def _address_and_stride(part: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if part is None else (part.data_ptr(), part.stride(0) * part.element_size())

@@ -16,7 +16,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from moe_runtime.checkpoints import transformers_private as private
-from moe_runtime.checkpoints.expert_places import PlacedMatrix, expert_rows, place_matrix
+from moe_runtime.checkpoints.expert_places import (
+    PlacedMatrix,
+    expert_rows,
+    place_matrix,
+)
 from moe_runtime.checkpoints.families import checkpoint_renamings
 from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
 from moe_runtime.checkpoints.provenance import Provenance
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from moe_runtime.checkpoints.formats import Packing, Weight
+    from moe_runtime.checkpoints.packing.expert_runs import PlanesPacking
     from moe_runtime.checkpoints.transformers_private import WeightTransform
 
 MATRICES = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
@@ -70,7 +75,7 @@ class ExpertMap:
     modules: list[ExpertsModule]
     layouts: dict[ExpertKey, ExpertLayout] = field(default_factory=dict)
     matrices: list[tuple[str, ...]] = field(default_factory=list)
-    packings: list[dict[str, Packing]] = field(default_factory=list)
+    packings: list[dict[str, Packing | PlanesPacking]] = field(default_factory=list)
     dense_entries: dict[str, Weight] = field(default_factory=dict)
     weight_mapping: list[WeightTransform] = field(default_factory=list)
 
@@ -87,7 +92,7 @@ class ExpertMap:
             num_bytes += layout.tensor_bytes
             for name, tensor in zip(self.matrices[key.layer], layout.tensors, strict=True):
                 matrix, _, part = name.partition(".")
-                if part == "codes":
+                if part in ("codes", "coded"):
                     packing = self.packings[key.layer][matrix]
                     num_weights += tensor.shape[0] * packing.num_cols
                 elif not part:
@@ -128,6 +133,9 @@ def map_experts(model: PreTrainedModel, checkpoint: Checkpoint) -> ExpertMap:
     provenance = Provenance()
     entries = checkpoint.weights
     converted = _convert(model, experts, entries, provenance, checkpoint.dtype)
+    if checkpoint.runs is not None:
+        checkpoint.runs.fill(experts)
+        return experts
     for layer, module in enumerate(experts.modules):
         slices = {}
         for parameter in module.parameters:

@@ -6,7 +6,9 @@ them as they like. Both are met here as six matrices of `[out, in]`, see `expert
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import bisect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from torch import Tensor
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.checkpoints.expert_places import expert_rows
+from moe_runtime.checkpoints.safetensors_index import TensorEntry
+from moe_runtime.memory.layout import TensorRange
 from moe_runtime.memory.slab import aligned_bytes
 from moe_runtime.memory.source import ExpertSource
 from moe_runtime.types import ExpertKey
@@ -97,3 +101,24 @@ def fill_matrices(
 
 TensorsOf = Callable[[ExpertKey], Mapping[str, Tensor]]
 """Gives one expert's slices of its module's parameters, by name."""
+
+
+class TensorFinder:
+    """Finds the tensor of a checkpoint that a range of a file lies in."""
+
+    def __init__(self, entries: Iterable[TensorEntry]) -> None:
+        self._sorted: dict[Path, list[TensorEntry]] = {}
+        for entry in sorted(entries, key=lambda entry: entry.offset):
+            if entry.num_bytes:
+                self._sorted.setdefault(entry.file, []).append(entry)
+
+    def entry_of(self, found: TensorRange) -> TensorEntry:
+        """The tensor that holds the first element of a range."""
+        entries = self._sorted[found.file]
+        place = bisect.bisect_right(entries, found.offset, key=lambda entry: entry.offset)
+        return entries[place - 1]
+
+    def of_experts(self, experts: ExpertMap) -> set[str]:
+        """The names of the tensors that hold experts."""
+        ranges = (tensor for layout in experts.layouts.values() for tensor in layout.tensors)
+        return {self.entry_of(found).name for found in ranges}

@@ -6,7 +6,6 @@ is written expert by expert, whatever its layout, and never is in memory as a wh
 
 from __future__ import annotations
 
-import bisect
 import json
 import math
 import mmap
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.expert_map import ExpertMap
-from moe_runtime.checkpoints.expert_tensors import TensorsOf, matrices_of
+from moe_runtime.checkpoints.expert_tensors import TensorFinder, TensorsOf, matrices_of
 from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import UnsupportedModelError
@@ -116,10 +115,7 @@ class LikeCheckpoint:
         self._model = model
         self._checkpoint = checkpoint
         self._experts = experts
-        self._sorted: dict[Path, list[TensorEntry]] = {}
-        for entry in sorted(checkpoint.entries.values(), key=lambda entry: entry.offset):
-            if entry.num_bytes:
-                self._sorted.setdefault(entry.file, []).append(entry)
+        self._finder = TensorFinder(checkpoint.entries.values())
         self._dense_tensors({n: t.to("meta") for n, t in model.state_dict().items()})
 
     def tensor_bytes(self, state: Mapping[str, Tensor]) -> dict[str, int]:
@@ -222,7 +218,7 @@ class LikeCheckpoint:
             for output in outputs.values():
                 files[output.path] = os.open(output.path, os.O_RDWR | os.O_CREAT, 0o666)
                 os.truncate(files[output.path], output.num_bytes)
-                _write_at(files[output.path], output.header, 0)
+                write_at(files[output.path], output.header, 0)
             copied = {*self._checkpoint.entries} - dense.keys()
             if tensors_of is not None:
                 copied -= self._expert_names()
@@ -233,7 +229,7 @@ class LikeCheckpoint:
                     content = dense[name].detach().to("cpu", output.dtypes[name]).contiguous()
                     _write_tensor(files[output.path], content, offset)
                 elif name in copied:
-                    _copy(entry, files[output.path], offset)
+                    copy_tensor(entry, files[output.path], offset)
             if tensors_of is not None:
                 for place, content in self._expert_matrices(place_of, tensors_of):
                     place.write(files[place.file], content)
@@ -249,7 +245,7 @@ class LikeCheckpoint:
             module = self._experts.modules[key.layer].module
             matrices = matrices_of(module, tensors_of(key))
             for name, found in zip(self._experts.matrices[key.layer], layout.tensors, strict=True):
-                entry = self._entry_of(found)
+                entry = self._finder.entry_of(found)
                 output = place_of[entry.name]
                 dtype = output.dtypes[entry.name]
                 assert dtype is not None, "experts have a dtype to compute with"
@@ -296,13 +292,7 @@ class LikeCheckpoint:
         return found
 
     def _expert_names(self) -> set[str]:
-        ranges = (tensor for layout in self._experts.layouts.values() for tensor in layout.tensors)
-        return {self._entry_of(found).name for found in ranges}
-
-    def _entry_of(self, found: TensorRange) -> TensorEntry:
-        entries = self._sorted[found.file]
-        place = bisect.bisect_right(entries, found.offset, key=lambda entry: entry.offset)
-        return entries[place - 1]
+        return self._finder.of_experts(self._experts)
 
 
 def write_index(path: Path, file_of: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
@@ -344,20 +334,20 @@ class _Place:
 def _write_tensor(descriptor: int, content: Tensor, offset: int) -> None:
     if content.numel():
         flat: Any = content.reshape(-1).view(torch.uint8).numpy()
-        _write_at(descriptor, memoryview(flat), offset)
+        write_at(descriptor, memoryview(flat), offset)
 
 
-def _write_at(descriptor: int, content: bytes | memoryview, offset: int) -> None:
+def write_at(descriptor: int, content: bytes | memoryview, offset: int) -> None:
     view = memoryview(content)
     while len(view):
         done = os.pwrite(descriptor, view[:COPY_BYTES], offset)
         view, offset = view[done:], offset + done
 
 
-def _copy(entry: TensorEntry, descriptor: int, offset: int) -> None:
+def copy_tensor(entry: TensorEntry, descriptor: int, offset: int) -> None:
     """A tensor that the model has no use for stays as it was."""
     with entry.file.open("rb") as file:
         for begin in range(0, entry.num_bytes, COPY_BYTES):
             file.seek(entry.offset + begin)
             part = file.read(min(COPY_BYTES, entry.num_bytes - begin))
-            _write_at(descriptor, part, offset + begin)
+            write_at(descriptor, part, offset + begin)

@@ -13,7 +13,12 @@ import torch
 
 from moe_runtime.checkpoints.families import give_experts_interface
 from moe_runtime.checkpoints.model_files import find_checkpoint, read_config, take_quantization
-from moe_runtime.checkpoints.safetensors_index import TensorEntry, read_checkpoint_index
+from moe_runtime.checkpoints.safetensors_index import (
+    INDEX_FILE_NAME,
+    PACKED_INDEX_NAME,
+    TensorEntry,
+    read_checkpoint_index,
+)
 from moe_runtime.checkpoints.settings_check import check_layers, named_lookup
 from moe_runtime.checkpoints.transformers_private import warn_if_untested
 from moe_runtime.errors import UnsupportedModelError, blamed_on
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from moe_runtime.checkpoints.formats import PackedWeight, Weight
+    from moe_runtime.checkpoints.packing.expert_runs import ExpertRuns
 
 TORCH_DTYPES = {
     "F64": torch.float64,
@@ -37,6 +43,9 @@ TORCH_DTYPES = {
 }
 """Element types of safetensors files that dense weights may have."""
 
+QUANT_METHOD = "moe_runtime"
+"""What a packed checkpoint calls itself in ``config.json``."""
+
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Types that models are computed in."""
 
@@ -51,6 +60,7 @@ class Checkpoint:
         entries: every tensor of the checkpoint by name.
         dtype: the type in which the model computes.
         packed: its quantised weights by the names that the model's conversion table knows.
+        runs: where experts lie that `moe-runtime pack` wrote, if it did.
     """
 
     folder: Path
@@ -58,11 +68,14 @@ class Checkpoint:
     entries: dict[str, TensorEntry]
     dtype: torch.dtype
     packed: dict[str, PackedWeight] = field(default_factory=dict)
+    runs: ExpertRuns | None = None
 
     @property
     def weights(self) -> list[Weight]:
-        """Every weight once: quantised ones, and tensors that are no part of one."""
-        return [*_plain(self.entries, self.packed), *self.packed.values()]
+        """Every weight once: quantised ones, and tensors that are no part of one or of a run."""
+        runs = set() if self.runs is None else self.runs.names
+        plain = _plain(self.entries, self.packed)
+        return [*(entry for entry in plain if entry.name not in runs), *self.packed.values()]
 
     def require_plain(self, purpose: str) -> None:
         """Refuses quantised weights where they have no use yet.
@@ -77,6 +90,11 @@ class Checkpoint:
             raise UnsupportedModelError(
                 f"{self.folder}: {purpose} of quantised weights is not supported yet; expected a "
                 "checkpoint in bf16, fp16 or fp32"
+            )
+        if self.runs is not None:
+            raise UnsupportedModelError(
+                f"{self.folder}: {purpose} of a packed checkpoint is not supported; take the one "
+                "that it was packed from"
             )
 
 
@@ -97,16 +115,22 @@ def open_checkpoint(path_or_id: str | Path, dtype: str | torch.dtype) -> Checkpo
     config = read_config(folder)
     # the model is built as one of plain weights: it computes what they stand for
     quantization = take_quantization(config, folder)
-    entries = read_checkpoint_index(folder)
+    is_packed = quantization is not None and quantization.get("quant_method") == QUANT_METHOD
+    entries = read_checkpoint_index(folder, PACKED_INDEX_NAME if is_packed else INDEX_FILE_NAME)
     check_layers(config, entries, folder / "config.json")
+    runs: ExpertRuns | None = None
     packed: dict[str, PackedWeight] = {}
-    if quantization is not None:
-        # most checkpoints are not
+    # most checkpoints are neither packed nor quantised
+    if is_packed:
+        from moe_runtime.checkpoints.packing.expert_runs import ExpertRuns
+
+        runs = ExpertRuns(folder, entries)
+    elif quantization is not None:
         from moe_runtime.checkpoints.formats import packed_weights
 
         packed = packed_weights(quantization, entries)
     compute_dtype = _compute_dtype(dtype, config, _plain(entries, packed), bool(packed))
-    return Checkpoint(folder, config, entries, compute_dtype, packed)
+    return Checkpoint(folder, config, entries, compute_dtype, packed, runs)
 
 
 def build_on_meta(checkpoint: Checkpoint) -> PreTrainedModel:

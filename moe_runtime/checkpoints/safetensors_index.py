@@ -61,6 +61,8 @@ DTYPE_BITS = {
 
 SINGLE_FILE_NAME = "model.safetensors"
 INDEX_FILE_NAME = "model.safetensors.index.json"
+PACKED_INDEX_NAME = "packed.safetensors.index.json"
+"""The index of a packed checkpoint: who cannot read it finds no weights, and makes none up."""
 
 _LENGTH_BYTES = 8
 _MAX_EXTRA_DEPTH = 100
@@ -126,7 +128,9 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     return {entry.name: entry for _, entry in entries}
 
 
-def read_checkpoint_index(folder: Path) -> dict[str, TensorEntry]:
+def read_checkpoint_index(
+    folder: Path, index_name: str = INDEX_FILE_NAME
+) -> dict[str, TensorEntry]:
     """Finds every tensor of the checkpoint in a folder, whether in one file or in shards.
 
     ``model.safetensors`` is preferred to ``model.safetensors.index.json`` where both exist, and
@@ -134,6 +138,7 @@ def read_checkpoint_index(folder: Path) -> dict[str, TensorEntry]:
 
     Args:
         folder: a folder in Hugging Face layout; files may be links, as in the hub's cache.
+        index_name: of the file that says where tensors are, where there are shards.
 
     Returns:
         The tensors by name, shard after shard in the order of the shards' names.
@@ -146,7 +151,7 @@ def read_checkpoint_index(folder: Path) -> dict[str, TensorEntry]:
         _refuse(folder, "the folder of a checkpoint", found)
     if _exists(folder / SINGLE_FILE_NAME):
         return read_header(folder / SINGLE_FILE_NAME)
-    index_path = folder / INDEX_FILE_NAME
+    index_path = folder / index_name
     if not _exists(index_path):
         _refuse_without_safetensors(folder)
     return _read_shards(folder, _read_weight_map(index_path), index_path)

@@ -17,6 +17,7 @@ from moe_runtime.cli.commands.bench import bench_app
 from moe_runtime.cli.commands.doctor import doctor
 from moe_runtime.cli.commands.finetune import finetune
 from moe_runtime.cli.commands.inspect import inspect
+from moe_runtime.cli.commands.pack import pack
 from moe_runtime.cli.commands.place import place
 from moe_runtime.cli.commands.predictor import predictor_app
 from moe_runtime.cli.commands.replay import replay
@@ -35,6 +36,7 @@ moe-runtime runs Mixture-of-Experts models whose experts do not fit in memory.
 
   moe-runtime run MODEL --prompt "..."    generate text; experts stream from disk
   moe-runtime inspect MODEL               what a model needs, and what a budget buys
+  moe-runtime pack MODEL OUT              the same model with smaller experts, bit for bit
   moe-runtime doctor                      what this machine offers, and what it lacks
   moe-runtime replay TRACE                hits and time of a recorded trace with other policies
   moe-runtime report TRACE                the same and more as a page to look at
@@ -111,6 +113,7 @@ def build_app() -> typer.Typer:
     app.callback(invoke_without_command=True)(_first_screen)
     app.command(cls=StrictCommand)(run)
     app.command(cls=StrictCommand)(inspect)
+    app.command(cls=StrictCommand)(pack)
     app.command(cls=StrictCommand)(doctor)
     app.command(cls=StrictCommand)(replay)
     app.command(cls=StrictCommand)(report)

@@ -13,6 +13,7 @@ from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:
     from moe_runtime.checkpoints.formats import Packing
+    from moe_runtime.checkpoints.packing.expert_runs import PlanesPacking
 
 _MOST_BOUND = 2048
 """Views of slots that are remembered: a few megabytes."""
@@ -32,7 +33,9 @@ def bind_weights(experts: ExpertMap) -> Callable[[ExpertKey, torch.Tensor], Expe
     return bind
 
 
-def _matrices(named: Mapping[str, torch.Tensor], packings: Mapping[str, Packing]) -> dict[str, Any]:
+def _matrices(
+    named: Mapping[str, torch.Tensor], packings: Mapping[str, Packing | PlanesPacking]
+) -> dict[str, Any]:
     """An expert's matrices and biases; the parts of quantised ones become one."""
     matrices: dict[str, Any] = {name: view for name, view in named.items() if "." not in name}
     for matrix, packing in packings.items():

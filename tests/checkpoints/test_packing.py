@@ -1,0 +1,284 @@
+"""Packed checkpoints: the same bits in fewer bytes, whole or not at all, going on after a kill."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from moe_families import Family
+from tiny_checkpoints import NEXT_TOKEN, PROMPT, save, tiny_model
+from transformers import AutoModelForCausalLM
+
+import moe_runtime
+from moe_runtime.checkpoints.expert_map import map_experts
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.packing import pack_checkpoint, staging_of, writer
+from moe_runtime.checkpoints.packing.manifest import MANIFEST_NAME, read_manifest
+from moe_runtime.cli.main import main
+from moe_runtime.errors import CapacityError, CheckpointError, UnsupportedModelError
+from moe_runtime.inference.expert_weights import bind_weights
+from moe_runtime.memory.slab import aligned_bytes
+from moe_runtime.memory.source import ExpertSource
+from moe_runtime.types import ExpertKey
+
+# rows that are no multiple of a block, and of 40, which the code would make longer
+SIZES = {"hidden_size": 120, "intermediate_size": 200}
+FAMILIES = [
+    Family("mixtral", "MixtralForCausalLM", config=SIZES),
+    Family("olmoe", "OlmoeForCausalLM", config=SIZES | {"intermediate_size": 40}),
+]
+
+
+def checkpoint_of(family: Family, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    return save(tiny_model(family).to(dtype), folder, sharded=False)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint_of(FAMILIES[0], tmp_path_factory.mktemp("source") / "model")
+
+
+def smallest_budget(folder: Path) -> int:
+    with pytest.raises(CapacityError) as refusal:
+        moe_runtime.load(folder, host_memory=1)
+    assert refusal.value.smallest_bytes is not None
+    return refusal.value.smallest_bytes
+
+
+def logits_of(folder: Path) -> list[torch.Tensor]:
+    """Of a prompt and a token after it, with the smallest budget."""
+    model: Any = moe_runtime.load(folder, host_memory=smallest_budget(folder), device="cpu")
+    with torch.inference_mode():
+        first = model(PROMPT, use_cache=True)
+        second = model(NEXT_TOKEN, past_key_values=first.past_key_values)
+    model.moe.check()
+    model.moe.close()
+    return [first.logits, second.logits]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.folder)
+@pytest.mark.parametrize("code", ["planes", "none"])
+def test_a_packed_model_gives_the_same_bits(tmp_path: Path, family: Family, code: Any) -> None:
+    checkpoint = checkpoint_of(family, tmp_path / "model")
+    found = pack_checkpoint(checkpoint, tmp_path / "packed", code)
+    assert all(map(torch.equal, logits_of(tmp_path / "packed"), logits_of(checkpoint)))
+    assert found.packed_bytes < found.expert_bytes or code == "none"
+
+
+def test_experts_that_lie_transposed_have_the_same_values(tmp_path: Path) -> None:
+    """Stacked, gate and up in turn, biases: kernels take them otherwise once they are packed."""
+    checkpoint = checkpoint_of(
+        Family("gpt_oss", "GptOssForCausalLM", config=SIZES), tmp_path / "model"
+    )
+    pack_checkpoint(checkpoint, tmp_path / "packed")
+    both = [expert_values(folder) for folder in (checkpoint, tmp_path / "packed")]
+    assert both[0].keys() == both[1].keys()
+    assert all(torch.equal(both[0][name], both[1][name]) for name in both[0])
+
+
+def expert_values(folder: Path) -> dict[tuple[ExpertKey, str], torch.Tensor]:
+    checkpoint = open_checkpoint(folder, "auto")
+    experts = map_experts(build_on_meta(checkpoint), checkpoint)
+    bind, values = bind_weights(experts), {}
+    slot = aligned_bytes(experts.slot_bytes)
+    source = ExpertSource(experts.layouts)
+    for key in experts.layouts:
+        source.read({key: slot})
+        weights = bind(key, slot)
+        for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias"):
+            found = getattr(weights, name)
+            is_tensor = isinstance(found, torch.Tensor)
+            values[key, name] = (found if is_tensor else found.dequantize(torch.bfloat16)).clone()
+    source.close()
+    return values
+
+
+def test_what_is_no_bf16_stays_as_it_is(tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(FAMILIES[0], tmp_path / "model", torch.float32)
+    pack_checkpoint(checkpoint, tmp_path / "packed", "planes")
+    layer = read_manifest(tmp_path / "packed").layers[0]
+    assert {part.dtype for part in layer.parts(0, "planes")[0]} == {torch.float32}
+    assert all(map(torch.equal, logits_of(tmp_path / "packed"), logits_of(checkpoint)))
+
+
+def test_an_interrupted_run_goes_on_with_what_is_whole(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "SHARD_BYTES", 1 << 15)
+    pack_checkpoint(source, tmp_path / "at-once")
+    num_files = len(list((tmp_path / "at-once").glob("experts-*")))
+    assert num_files > 3
+    whole = writer._Writer._write_shard
+
+    def be_interrupted(self: Any, number: int, *rest: Any) -> Any:
+        if number == 2:
+            raise KeyboardInterrupt
+        return whole(self, number, *rest)
+
+    out = tmp_path / "packed"
+    with monkeypatch.context() as patch:
+        patch.setattr(writer._Writer, "_write_shard", be_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pack_checkpoint(source, out)
+    assert not out.exists()
+    assert not list(staging_of(out).glob("*.part"))
+    assert pack_checkpoint(source, out).kept_files == 2
+    assert contents(out) == contents(tmp_path / "at-once")
+    assert not staging_of(out).exists()
+
+
+def test_nothing_of_another_checkpoint_is_taken_up(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(source, other)
+    monkeypatch.setattr(writer._Writer, "write_rest", lambda _: 1 / 0)
+    for code in ("planes", "none"):
+        with pytest.raises(ZeroDivisionError):
+            pack_checkpoint(other, tmp_path / "packed", code)
+    monkeypatch.undo()
+    assert pack_checkpoint(source, tmp_path / "packed", "none").kept_files == 0
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_write_that_fails_leaves_the_old_one(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    out = tmp_path / "packed"
+    pack_checkpoint(source, out, "none")
+    before = contents(out)
+
+    def fail(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(writer, "write_at", fail)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        pack_checkpoint(source, out, "planes")
+    assert contents(out) == before
+    assert not list(staging_of(out).glob("*.part"))
+
+
+def test_what_is_read_back_is_compared(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = writer.CheckpointFile.read
+
+    def change(self: Any, offset: int, into: memoryview, needed: int) -> int:
+        done = read(self, offset, into, needed)
+        if self.path.parent == Path("/proc/self/fd"):
+            into[needed // 2] ^= 1
+        return done
+
+    monkeypatch.setattr(writer.CheckpointFile, "read", change)
+    with pytest.raises(CheckpointError, match="is not what was written"):
+        pack_checkpoint(source, tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+
+
+def test_a_disk_without_room_is_said_before_the_work(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(CapacityError, match="has 1000 B free"):
+        pack_checkpoint(source, tmp_path / "packed")
+
+
+def test_a_folder_of_something_else_is_not_replaced(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter").write_text("keep me")
+    with pytest.raises(ValueError, match="holds what is no packed checkpoint"):
+        pack_checkpoint(source, tmp_path / "home")
+    with pytest.raises(ValueError, match="is the checkpoint to be packed"):
+        pack_checkpoint(source, source)
+    with pytest.raises(ValueError, match="code must be planes or none"):
+        pack_checkpoint(source, tmp_path / "new", "zip")  # type: ignore[arg-type]
+    assert contents(tmp_path / "home") == {"letter": b"keep me"}
+
+
+def test_a_packed_checkpoint_is_for_inference(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "packed"
+    pack_checkpoint(source, out)
+    with pytest.raises(UnsupportedModelError, match="packed from"):
+        pack_checkpoint(out, tmp_path / "again")
+    model: Any = moe_runtime.load(out, device="cpu")
+    with pytest.raises(UnsupportedModelError, match="packed from"):
+        model.save_pretrained(tmp_path / "saved")
+    model.moe.close()
+    # transformers would make up the experts
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        AutoModelForCausalLM.from_pretrained(out)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@given(place=st.integers(0, 2**20), text=st.sampled_from(["", "0", "-1", "[", "]", "null", "9e9"]))
+def test_a_damaged_manifest_is_one_line(
+    packed_once: Path, tmp_path: Path, place: int, text: str
+) -> None:
+    original = (packed_once / MANIFEST_NAME).read_text()
+    place %= len(original)
+    changed = original[:place] + text + original[place + 1 :]
+    (tmp_path / MANIFEST_NAME).write_text(changed)
+    found = []
+    with contextlib.suppress(CheckpointError):
+        found.append(read_manifest(tmp_path))
+    if not found:
+        with pytest.raises(CheckpointError, match=rf"{MANIFEST_NAME}[^\n]*$"):
+            read_manifest(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def packed_once(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("packed") / "packed"
+    pack_checkpoint(source, out)
+    return out
+
+
+@pytest.mark.parametrize("change", ["layers", "shape", "rooms", "module", "missing", "version"])
+def test_what_does_not_fit_the_model_is_said(packed_once: Path, tmp_path: Path, change: str):
+    folder = tmp_path / "changed"
+    shutil.copytree(packed_once, folder)
+    manifest = json.loads((folder / MANIFEST_NAME).read_text())
+    layer = manifest["layers"][0]
+    if change == "layers":
+        manifest["layers"].pop()
+    elif change == "shape":
+        layer["matrices"][0][2][0] += 32
+    elif change == "rooms":
+        layer["rooms"][0][0] += 64
+    elif change == "module":
+        layer["module"] = "model.elsewhere"
+    else:
+        manifest["version"] = 2
+    (folder / MANIFEST_NAME).write_text(json.dumps(manifest))
+    if change == "missing":
+        (folder / MANIFEST_NAME).unlink()
+    with pytest.raises(CheckpointError, match=r"expected|No such file"):
+        moe_runtime.load(folder, device="cpu")
+
+
+def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "packed"
+    assert main(["pack", str(source), str(out), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["packed_bytes"] == sum(
+        sum(layer.parts(expert, "planes")[1] for expert in range(len(layer.rooms)))
+        for layer in read_manifest(out).layers
+    )
+    assert main(["inspect", str(out), "--json"]) == 0
+    assert "lossless" in json.loads(capsys.readouterr().out)["expert_dtype"]
+    assert main(["pack", str(source), str(tmp_path), "--json"]) == 2
+    assert "no packed checkpoint" in json.loads(capsys.readouterr().out)["error"]
