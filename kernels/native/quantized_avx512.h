@@ -264,12 +264,14 @@ static int decoder_of(const Quantized *format) {
     }
 }
 
-static void prepare_lanes(Lanes *lanes, const RowGroups *row) {
+static void prepare_lanes(Lanes *lanes, RowGroups *row) {
     const Quantized *format = row->format;
     float wide[32];
     uint16_t narrow[32];
     int32_t expand[NUM_LANES];
     lanes->row = row;
+    if (format->codes == CODE_INT8)
+        for (int64_t i = 0; i < row->groups; i++) row->zeros[i] = 128;
     lanes->shift = group_shift(format);
     for (int lane = 0; lane < NUM_LANES; lane++) expand[lane] = (int32_t)((int64_t)8 * lane >> lanes->shift);
     for (int i = 0; i < 32; i++) {
@@ -286,11 +288,9 @@ static void prepare_lanes(Lanes *lanes, const RowGroups *row) {
     lanes->flip = _mm512_set1_epi8(format->codes == CODE_INT8 ? (char)0x80 : 0);
 }
 
-/* Makes one row's groups what the decoder expects, and returns the decoder. */
+/* Reads one row's groups, and returns the decoder for them. */
 static int prepare_row(RowGroups *row, int64_t index, int decoder, int pairs) {
     read_groups(row, index);
-    if (row->format->codes == CODE_INT8)
-        for (int64_t i = 0; i < row->groups; i++) row->zeros[i] = 128;
     int is_large = 0;
     if (decoder == DECODE_ZEROS4 && pairs)
         for (int64_t i = 0; i < row->groups; i++) is_large |= row->zeros[i] > LARGEST_TABLE_ZERO;
