@@ -34,11 +34,18 @@ INLINE __m512i block_zeros(const Lanes *lanes, int64_t block) {
     return _mm512_permutexvar_epi32(lanes->expand, _mm512_loadu_si512(zeros));
 }
 
+/* A vector of codes, of a block of which `bytes` are there: the row may end at the end of the mapped memory, and what a
+ * mask leaves out is not read. */
+INLINE __m512i load_codes(const char *codes, int64_t bytes) {
+    if (bytes >= 64) return _mm512_loadu_si512(codes);
+    return _mm512_maskz_loadu_epi8(bytes > 0 ? ~0ull >> (64 - bytes) : 0, codes);
+}
+
 /* Of the eight bytes of each lane the first four, or the last. */
-INLINE __m512i bytes_of_lanes(const char *codes, int half, __m512i flip) {
+INLINE __m512i bytes_of_lanes(const char *codes, int64_t bytes, int half, __m512i flip) {
     const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     const __m512i index = half ? _mm512_add_epi32(even, _mm512_set1_epi32(1)) : even;
-    const __m512i low = _mm512_loadu_si512(codes), high = _mm512_loadu_si512(codes + 64);
+    const __m512i low = load_codes(codes, bytes), high = load_codes(codes + 64, bytes - 64);
     return _mm512_xor_si512(_mm512_permutex2var_epi32(low, index, high), flip);
 }
 
@@ -58,9 +65,9 @@ INLINE __m512 wide_e4m3(__m512i code) {
 }
 
 /* Vector j has element 8 l + j of a block in lane l. */
-INLINE void decode_wide(int decoder, const Lanes *lanes, const char *codes, int64_t block, __m512 out[8]) {
+INLINE void decode_wide(int decoder, const Lanes *lanes, const char *codes, int64_t bytes, int64_t block, __m512 out[8]) {
     if (decoder == DECODE_TABLE4 || decoder == DECODE_ZEROS4) {
-        const __m512i words = _mm512_loadu_si512(codes);
+        const __m512i words = load_codes(codes, bytes);
         const __m512i zeros = decoder == DECODE_ZEROS4 ? block_zeros(lanes, block) : _mm512_setzero_si512();
         UNROLL for (int j = 0; j < 8; j++) {
             const __m512i code = _mm512_srli_epi32(words, 4 * j);
@@ -74,12 +81,12 @@ INLINE void decode_wide(int decoder, const Lanes *lanes, const char *codes, int6
     const __m512i zeros = decoder == DECODE_BYTES ? block_zeros(lanes, block) : _mm512_setzero_si512();
     const __m512i flip = decoder == DECODE_BYTES ? lanes->flip : _mm512_setzero_si512();
     UNROLL for (int half = 0; half < 2; half++) {
-        const __m512i bytes = bytes_of_lanes(codes, half, flip);
+        const __m512i four = bytes_of_lanes(codes, bytes, half, flip);
         UNROLL for (int j = 0; j < 4; j++) {
             if (decoder == DECODE_E4M3) {
-                out[4 * half + j] = wide_e4m3(_mm512_slli_epi32(bytes, 24 - 8 * j));
+                out[4 * half + j] = wide_e4m3(_mm512_slli_epi32(four, 24 - 8 * j));
             } else {
-                const __m512i code = _mm512_and_si512(_mm512_srli_epi32(bytes, 8 * j), _mm512_set1_epi32(255));
+                const __m512i code = _mm512_and_si512(_mm512_srli_epi32(four, 8 * j), _mm512_set1_epi32(255));
                 out[4 * half + j] = _mm512_cvtepi32_ps(_mm512_sub_epi32(code, zeros));
             }
         }
@@ -101,11 +108,13 @@ INLINE __m512i narrow_e4m3(__m512i code, __m512i low, __m512i subnormals) {
     return _mm512_ternarylogic_epi32(value, code, _mm512_set1_epi16((short)0x8000), 0xf8);
 }
 
-INLINE void decode_any4(const Lanes *lanes, const char *codes, int64_t block, __m512i out[4]) {
+INLINE void decode_any4(const Lanes *lanes, const char *codes, int64_t bytes, int64_t block, __m512i out[4]) {
     float values[QUANT_BLOCK];
+    char padded[QUANT_BLOCK / 2];
     int32_t zeros[NUM_LANES];
     uint16_t narrow[QUANT_BLOCK];
-    code_values(CODE_UINT4, codes, QUANT_BLOCK, values);
+    _mm512_storeu_si512(padded, load_codes(codes, bytes));
+    code_values(CODE_UINT4, padded, QUANT_BLOCK, values);
     _mm512_storeu_si512(zeros, block_zeros(lanes, block));
     for (int i = 0; i < QUANT_BLOCK; i++) {
         const int plane = i / 32, lane = i % 32 / 2, half = i % 2;
@@ -114,13 +123,13 @@ INLINE void decode_any4(const Lanes *lanes, const char *codes, int64_t block, __
     for (int plane = 0; plane < 4; plane++) out[plane] = _mm512_loadu_si512(narrow + 32 * plane);
 }
 
-INLINE void decode_narrow(int decoder, const Lanes *lanes, const char *codes, int64_t block, __m512i out[4]) {
+INLINE void decode_narrow(int decoder, const Lanes *lanes, const char *codes, int64_t bytes, int64_t block, __m512i out[4]) {
     if (decoder == DECODE_ANY4) {
-        decode_any4(lanes, codes, block, out);
+        decode_any4(lanes, codes, bytes, block, out);
         return;
     }
     if (decoder == DECODE_TABLE4 || decoder == DECODE_ZEROS4) {
-        const __m512i words = _mm512_loadu_si512(codes);
+        const __m512i words = load_codes(codes, bytes);
         /* Code minus zero point, from -16 on: an index of the table, which takes the low five bits of a word. */
         __m512i first = _mm512_setzero_si512();
         if (decoder == DECODE_ZEROS4) {
@@ -136,14 +145,14 @@ INLINE void decode_narrow(int decoder, const Lanes *lanes, const char *codes, in
     }
     if (decoder == DECODE_E4M3) {
         UNROLL for (int half = 0; half < 2; half++) {
-            const __m512i bytes = bytes_of_lanes(codes, half, _mm512_setzero_si512());
-            out[2 * half] = narrow_e4m3(_mm512_slli_epi16(bytes, 8), bytes, lanes->table);
-            out[2 * half + 1] = narrow_e4m3(bytes, _mm512_srli_epi16(bytes, 8), lanes->table);
+            const __m512i four = bytes_of_lanes(codes, bytes, half, _mm512_setzero_si512());
+            out[2 * half] = narrow_e4m3(_mm512_slli_epi16(four, 8), four, lanes->table);
+            out[2 * half + 1] = narrow_e4m3(four, _mm512_srli_epi16(four, 8), lanes->table);
         }
         return;
     }
     __m512 wide[8]; /* integers of up to 8 bits are exact in the upper halves */
-    decode_wide(decoder, lanes, codes, block, wide);
+    decode_wide(decoder, lanes, codes, bytes, block, wide);
     UNROLL for (int plane = 0; plane < 4; plane++) {
         const __m512i low = _mm512_castps_si512(wide[element_of(KIND_QUANT_DOT8, plane, 0)]);
         const __m512i high = _mm512_castps_si512(wide[element_of(KIND_QUANT_DOT8, plane, 1)]);
@@ -155,13 +164,13 @@ INLINE void decode_narrow(int decoder, const Lanes *lanes, const char *codes, in
 
 /* ---- one weight row by one panel ---- */
 
-INLINE void lanes_block(int pairs, int decoder, int panel_rows, const Lanes *lanes, const char *codes, const char *x,
-                        int64_t block, Vec acc[PANEL_ROWS]) {
+INLINE void lanes_block(int pairs, int decoder, int panel_rows, const Lanes *lanes, const char *codes, int64_t bytes,
+                        const char *x, int64_t block, Vec acc[PANEL_ROWS]) {
     const Vec scales = block_scales(lanes, block);
 #if HAS_BF16_DOT
     if (pairs) {
         __m512i planes[4];
-        decode_narrow(decoder, lanes, codes, block, planes);
+        decode_narrow(decoder, lanes, codes, bytes, block, planes);
         UNROLL for (int m = 0; m < panel_rows; m++) {
             Vec sum = vec_zero();
             UNROLL for (int i = 0; i < 4; i++)
@@ -172,7 +181,7 @@ INLINE void lanes_block(int pairs, int decoder, int panel_rows, const Lanes *lan
     }
 #endif
     Vec planes[8];
-    decode_wide(decoder, lanes, codes, block, planes);
+    decode_wide(decoder, lanes, codes, bytes, block, planes);
     UNROLL for (int m = 0; m < panel_rows; m++) {
         Vec sum = vec_zero();
         UNROLL for (int i = 0; i < 8; i++)
@@ -190,15 +199,10 @@ INLINE void lanes_row(int pairs, int decoder, int panel_rows, const Lanes *lanes
     Vec acc[PANEL_ROWS];
     UNROLL for (int m = 0; m < panel_rows; m++) acc[m] = vec_zero();
     for (int64_t block = 0; block < blocks; block++, codes += code_bytes, ahead += code_bytes, x += x_bytes) {
-        UNROLL for (int i = 0; i < code_bytes; i += CACHE_LINE) __builtin_prefetch(ahead + i, 0, 2);
-        lanes_block(pairs, decoder, panel_rows, lanes, codes, x, block, acc);
+        UNROLL for (int i = 0; i < code_bytes; i += CACHE_LINE) __builtin_prefetch(ahead + i, 0, 3);
+        lanes_block(pairs, decoder, panel_rows, lanes, codes, code_bytes, x, block, acc);
     }
-    if (rest) {
-        /* The row may end at the end of the mapped memory: never read past it. */
-        char padded[QUANT_BLOCK] = {0};
-        memcpy(padded, codes, (size_t)code_row_bytes(lanes->row->format, rest));
-        lanes_block(pairs, decoder, panel_rows, lanes, padded, x, blocks, acc);
-    }
+    if (rest) lanes_block(pairs, decoder, panel_rows, lanes, codes, is_half ? (rest + 1) / 2 : rest, x, blocks, acc);
     UNROLL for (int first = 0; first < panel_rows; first += 4) {
         Vec four[4];
         float sums[4];

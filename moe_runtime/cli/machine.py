@@ -48,6 +48,7 @@ def examine(path: Path, read_bytes: int) -> list[Finding]:
         *_packages(),
         _processor(),
         _native_kernel(),
+        _quantised_kernels(),
         *_accelerators(),
         _memory(),
         *_disk(path, read_bytes),
@@ -129,6 +130,21 @@ def _native_kernel() -> Finding:
     if others:
         value += f" (also built: {', '.join(others)})"
     return Finding(name="native kernel", status="ok", value=value)
+
+
+def _quantised_kernels() -> Finding:
+    """How the native kernel multiplies by quantised experts of each format."""
+    from moe_runtime.checkpoints.formats import FORMATS
+    from moe_runtime.kernels.native.library import describe
+
+    isa = describe().isa
+    if isa is None:
+        how = "by torch, from their values, written out for every product"
+    elif isa.startswith("avx512"):
+        how = "from their codes, decoded in registers"
+    else:
+        how = f"from their codes, decoded a row at a time ({isa}); AVX-512 is several times as fast"
+    return Finding(name="quantised experts", status="ok", value=f"{', '.join(FORMATS)}: {how}")
 
 
 def _accelerators() -> list[Finding]:

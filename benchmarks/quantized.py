@@ -1,0 +1,217 @@
+"""Routed experts computed from their codes: `python benchmarks/quantized.py`.
+
+Times one layer's routed experts, as a decode step of a loaded model calls them, in bf16 and in the
+formats that checkpoints are published in, beside a plain read of as many bytes by the same threads.
+The two take turns, and every call has other routing than the one before, so that weights come from
+memory. Only as many experts are made as fit in `--memory`; routing is uniform over them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness.machine import commit, describe_machine, machine_name, versions
+from torch import Tensor
+
+from moe_runtime.config import parse_bytes
+from moe_runtime.files import write_text
+from moe_runtime.kernels.combine import combine_slots
+from moe_runtime.kernels.expert_mlp import ExpertStep, ExpertWeights, expert_ffn
+from moe_runtime.kernels.native import require_native
+from moe_runtime.kernels.quantized import SCALES, QuantizedMatrix, WeightFormat
+
+RESULTS = Path(__file__).parent / "results"
+FORMATS = {
+    "bf16": None,
+    "fp8": WeightFormat("e4m3", "f32", group_rows=128, group_cols=128),
+    "mxfp4": WeightFormat("e2m1", "e8m0", group_cols=32),
+    "int4": WeightFormat("uint4", "bf16", group_cols=32, zero=8),
+}
+CALLS = 8
+"""Routings that are gone through in turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One layer's experts: E, K, D, F."""
+
+    num_experts: int
+    top_k: int
+    dim_model: int
+    dim_hidden: int
+
+
+SHAPES = {
+    "gpt-oss-20b": Shape(32, 4, 2880, 2880),
+    "qwen3-30b-a3b": Shape(128, 8, 2048, 768),
+    "deepseek-v3": Shape(256, 8, 7168, 2048),
+}
+
+
+def main() -> None:
+    arguments = _arguments()
+    facts = describe_machine()
+    head = commit(Path(__file__).parent.parent)
+    library = require_native()
+    if arguments.one_thread:
+        library.set_num_threads(1)
+        torch.set_num_threads(1)
+    clock = time.thread_time if arguments.one_thread else time.perf_counter
+    print(f"{facts['cpu']}, {library.isa}, {library.num_threads} threads; commit {head}")
+    rows: list[dict[str, Any]] = []
+    for name in arguments.shapes:
+        for kind in arguments.formats:
+            experts = make_experts(SHAPES[name], FORMATS[kind], parse_bytes(arguments.memory))
+            for num_tokens in arguments.tokens:
+                row = {"shape": name, "format": kind, "tokens": num_tokens}
+                row |= measure(SHAPES[name], experts, num_tokens, arguments.rounds, clock)
+                rows.append(row)
+                print(_line(row), flush=True)
+    if arguments.save:
+        _save(rows, facts, head)
+
+
+def make_experts(shape: Shape, kind: WeightFormat | None, memory: int) -> list[ExpertWeights]:
+    """Random experts with their own memory, as many as there are or as fit."""
+    sizes = (shape.dim_hidden, shape.dim_model), (shape.dim_model, shape.dim_hidden)
+    up, down = (_matrix(kind, *size) for size in sizes)
+    count = max(shape.top_k, min(shape.num_experts, memory // (2 * up.nbytes + down.nbytes)))
+    return [ExpertWeights(_copied(up), _copied(up), _copied(down)) for _ in range(count)]
+
+
+def _matrix(kind: WeightFormat | None, num_rows: int, num_cols: int) -> Tensor | QuantizedMatrix:
+    generator = torch.Generator().manual_seed(0)
+    if kind is None:
+        return torch.randn(num_rows, num_cols, generator=generator).bfloat16() * num_cols**-0.5
+    codes = torch.randint(
+        0, 120, (num_rows, kind.row_bytes(num_cols)), generator=generator, dtype=torch.uint8
+    )
+    scales = torch.full(kind.scales_shape(num_rows, num_cols), 2.0**-7)
+    if kind.scales == "e8m0":
+        return QuantizedMatrix(kind, num_cols, codes, torch.full_like(scales, 120).byte())
+    return QuantizedMatrix(kind, num_cols, codes, scales.to(SCALES[kind.scales]))
+
+
+def _copied(matrix: Tensor | QuantizedMatrix) -> Tensor | QuantizedMatrix:
+    if isinstance(matrix, Tensor):
+        return matrix.clone()
+    return QuantizedMatrix(
+        matrix.format, matrix.num_cols, matrix.codes.clone(), matrix.scales.clone()
+    )
+
+
+@torch.no_grad()
+def measure(
+    shape: Shape,
+    experts: list[ExpertWeights],
+    num_tokens: int,
+    rounds: int,
+    clock: Callable[[], float],
+) -> dict[str, Any]:
+    """Medians of a call and of a plain read, in milliseconds, and what they move."""
+    library = require_native()
+    generator = torch.Generator().manual_seed(1)
+    x_TD = torch.randn(num_tokens, shape.dim_model, generator=generator).bfloat16()
+    run = _runner(shape, experts, x_TD)
+    routings = []
+    for _ in range(CALLS):
+        scores = torch.rand(num_tokens, len(experts), generator=generator)
+        weights_TK, ids_TK = scores.topk(shape.top_k)
+        routings.append((ids_TK, weights_TK))
+    matrices = (experts[0].gate, experts[0].up, experts[0].down)
+    expert_bytes = sum(matrix.nbytes for matrix in matrices if matrix is not None)
+    visited = [len(ids_TK.unique()) for ids_TK, _ in routings]
+    # as long as the call moves, from a place that is not in the cache
+    room = torch.zeros(max(1 << 29, max(visited) * expert_bytes), dtype=torch.uint8)
+    seconds: dict[str, list[float]] = {"experts": [], "read": []}
+    for index in range(rounds):
+        ids_TK, weights_TK = routings[index % CALLS]
+        num_bytes = visited[index % CALLS] * expert_bytes
+        first = index * num_bytes % (len(room) - num_bytes + 1) // 64 * 64
+        seconds["read"].append(_timed(clock, library.read, room[first : first + num_bytes]))
+        seconds["experts"].append(_timed(clock, run, ids_TK, weights_TK))
+    return {
+        "experts": len(experts),
+        "visited": statistics.median(visited),
+        "expert_bytes": expert_bytes,
+        "ms": {name: statistics.median(values) * 1e3 for name, values in seconds.items()},
+        "of_read": statistics.median(
+            read / own for read, own in zip(seconds["read"], seconds["experts"], strict=True)
+        ),
+    }
+
+
+def _runner(
+    shape: Shape, experts: list[ExpertWeights], x_TD: Tensor
+) -> Callable[[Tensor, Tensor], Tensor]:
+    step = ExpertStep(experts[0].shape, "silu")
+
+    def run(ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        ids_R = ids_TK.flatten().tolist()
+        visited = [*dict.fromkeys(ids_R)]
+        place_of = {expert: place for place, expert in enumerate(visited)}
+        some = [experts[expert] for expert in visited]
+        out = step(x_TD, weights_TK, [place_of[expert] for expert in ids_R], some)
+        if out is not None:
+            return out
+        rows = [[r for r, own in enumerate(ids_R) if own == expert] for expert in visited]
+        every = [row for own in rows for row in own]
+        out_RD = x_TD.new_empty(len(ids_R), shape.dim_model)
+        tokens = [row // shape.top_k for row in every]
+        expert_ffn(x_TD, some, [*map(len, rows)], tokens, every, out_RD, activation="silu")
+        return combine_slots(out_RD, weights_TK)
+
+    return run
+
+
+def _timed(clock: Callable[[], float], call: Callable[..., object], *arguments: object) -> float:
+    start = clock()
+    call(*arguments)
+    return clock() - start
+
+
+def _line(row: dict[str, Any]) -> str:
+    gb_per_s = row["visited"] * row["expert_bytes"] / row["ms"]["experts"] / 1e6
+    return (
+        f"{row['shape']:>14} {row['format']:>5} T={row['tokens']:<3} {row['ms']['experts']:8.2f} ms"
+        f"  {gb_per_s:5.1f} GB/s  {row['of_read']:4.2f} of a plain read"
+    )
+
+
+def _save(rows: list[dict[str, Any]], facts: dict[str, object], head: str) -> None:
+    alone = require_native().num_threads == 1
+    path = RESULTS / f"quantized-{'one-thread-' * alone}{machine_name(facts)}.json"
+    report = {
+        "command": f"python benchmarks/quantized.py --save{' --one-thread' * alone}",
+        "machine": facts | {"isa": require_native().isa, "threads": require_native().num_threads},
+        "versions": versions(),
+        "commit": head,
+        "rows": rows,
+    }
+    write_text(path, json.dumps(report, indent=1) + "\n")
+    print(f"written to {path.name}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16])
+    parser.add_argument("--rounds", type=int, default=24, help="turns of experts and reads")
+    parser.add_argument("--memory", default="2GiB", help="for the experts of a layer")
+    one = "one thread, in its processor time: for a machine that others use meanwhile"
+    parser.add_argument("--one-thread", action="store_true", help=one)
+    parser.add_argument("--save", action="store_true", help="write this machine's results file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
