@@ -100,6 +100,20 @@ class ExpertMap:
         return num_bytes * 8 / num_weights
 
     @property
+    def largest_quantised(self) -> int:
+        """Values of the largest matrix that lies in codes and scales; 0 where none does."""
+        return max(
+            (
+                math.prod(tensor.shape[:-1]) * self.packings[key.layer][matrix].num_cols
+                for key, layout in self.layouts.items()
+                for name, tensor in zip(self.matrices[key.layer], layout.tensors, strict=True)
+                for matrix, _, part in (name.partition("."),)
+                if part == "codes"
+            ),
+            default=0,
+        )
+
+    @property
     def type_names(self) -> list[str]:
         """In what types experts lie in the files, each once."""
         names: set[str] = set()

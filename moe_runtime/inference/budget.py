@@ -121,6 +121,7 @@ def reserve_for(
     max_tokens: int,
     dense_bytes: int,
     signature: ModelSignature,
+    written_values: int = 0,
 ) -> int:
     """Bytes to set aside for KV cache and activations of ``max_tokens`` tokens.
 
@@ -128,7 +129,8 @@ def reserve_for(
     them than for one sequence of as many. The KV cache is counted with its room, and twice for one
     layer, because growing it copies. Activations are those of prompts of as many tokens: a few
     copies of the hidden states, and the routed rows. What policies and predictors remember counts
-    as that of the largest of them, whichever is taken.
+    as that of the largest of them, whichever is taken. ``written_values`` is the size of the
+    largest quantised matrix, whose values are written out for products with many rows.
     """
     kv_token, activations = _bytes_per_token(config, dtype)
     logits = 4 * config.get_text_config().vocab_size * 4
@@ -137,7 +139,7 @@ def reserve_for(
     entries = ENTRY_BYTES * num_experts + most_remembered_bytes(shape_of(signature))
     code = kept_code_bytes(_weight_shapes(config), dtype, max_tokens)
     tokens = room_for(max_tokens) * kv_token + max_tokens * activations
-    return tokens + logits + buffers + entries + code
+    return tokens + logits + buffers + entries + code + written_values * dtype.itemsize
 
 
 def _weight_shapes(config: PreTrainedConfig) -> set[tuple[int, int]]:

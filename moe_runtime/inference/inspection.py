@@ -137,6 +137,7 @@ def inspect_checkpoint(
             max_tokens=max_tokens,
             dense_bytes=dense_bytes,
             signature=signature_of(checkpoint, experts),
+            written_values=experts.largest_quantised,
         ),
         max_tokens=max_tokens,
         token_bytes=reserve_per_token(checkpoint.config, checkpoint.dtype),

@@ -309,6 +309,7 @@ def _plan(
         max_tokens=max_tokens,
         dense_bytes=dense_bytes,
         signature=signature_of(checkpoint, experts),
+        written_values=experts.largest_quantised,
     )
     names = {"host": "this machine", "device": "the device"}
     dense_place = "device" if "device" in free else "host"

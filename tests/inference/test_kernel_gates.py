@@ -1,4 +1,4 @@
-"""Gates that a family has of its own run inside the kernels where they are formulas."""
+"""What products of quantised experts take with them: gates that are formulas, and memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import moe_runtime
+from moe_runtime.inference import budget
 from moe_runtime.kernels.expert_mlp import ActivationSpec
 from moe_runtime.kernels.native import native_library
 
@@ -48,3 +49,21 @@ def test_a_gate_with_values_of_its_own_is_called(folder: Path) -> None:
     experts.replaced.register_parameter("slope", torch.nn.Parameter(torch.ones(())))
     experts.alpha = experts.alpha  # looked at anew
     assert not isinstance(experts._activation, ActivationSpec)
+
+
+def test_the_reserve_holds_the_values_of_the_largest_matrix(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt's products write them out, one matrix at a time."""
+    asked: list[int] = []
+    own = budget.reserve_for
+
+    def remembered(*arguments: Any, **named: Any) -> int:
+        with_values = own(*arguments, **named)
+        asked.append(with_values - own(*arguments, **named | {"written_values": 0}))
+        return with_values
+
+    monkeypatch.setattr("moe_runtime.inference.loading.reserve_for", remembered)
+    model: Any = moe_runtime.load(folder, device="cpu", dtype="float32")
+    text = model.config.get_text_config()
+    assert asked == [4 * text.hidden_size * text.intermediate_size]
