@@ -187,7 +187,7 @@ static void multiply(Call *call, int matrix, Matrix weight, int64_t count, int64
             atomic_store_explicit(&call->is_damaged, 1, memory_order_relaxed);
             return;
         }
-        call->isa->multiply(call->kinds[matrix], decoded, rows, k, packed, num_rows, out + row, ldo, (Matrix){0});
+        call->isa->multiply_cached(call->kinds[matrix], decoded, rows, k, packed, num_rows, out + row, ldo);
     }
 }
 

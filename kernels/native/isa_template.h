@@ -279,22 +279,33 @@ static void multiply_panels(int kind, const Stream *stream, int shape, int64_t k
 
 #include "quantized_template.h"
 
+static void multiply_tiles(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
+                           float *out, int64_t ldo, Matrix next, int shape, int64_t distance) {
+    const int64_t panels = num_panels(num_rows, PANEL_ROWS);
+    const int64_t panel_bytes = PANEL_ROWS * packed_row_bytes(kind, k ? k : 1, K_STEP);
+    const int64_t group = panel_bytes * 4 < GROUP_BYTES ? GROUP_BYTES / panel_bytes : 4;
+    const Stream stream = plan_stream(weight, num_weight_rows, next, SHAPE_ROWS[shape], distance, k / K_STEP,
+                                      K_STEP * (kind == KIND_F32 ? 4 : 2));
+    for (int64_t first = 0; first < panels; first += group) {
+        const int64_t last = first + group < panels ? first + group : panels;
+        multiply_panels(kind, &stream, shape, k, packed, num_rows, first, last, out, ldo);
+    }
+}
+
 static void multiply(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
                      float *out, int64_t ldo, Matrix next) {
     if (kind >= NUM_KINDS) {
         multiply_quantized(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next);
         return;
     }
-    const int64_t panels = num_panels(num_rows, PANEL_ROWS);
-    const int64_t panel_bytes = PANEL_ROWS * packed_row_bytes(kind, k ? k : 1, K_STEP);
-    const int64_t group = panel_bytes * 4 < GROUP_BYTES ? GROUP_BYTES / panel_bytes : 4;
-    const int shape = tile_shape(num_rows, panels, num_rows * packed_row_bytes(kind, k, K_STEP));
-    const Stream stream = plan_stream(weight, num_weight_rows, next, SHAPE_ROWS[shape], ahead_distance(kind, shape, num_rows), k / K_STEP,
-                                      K_STEP * (kind == KIND_F32 ? 4 : 2));
-    for (int64_t first = 0; first < panels; first += group) {
-        const int64_t last = first + group < panels ? first + group : panels;
-        multiply_panels(kind, &stream, shape, k, packed, num_rows, first, last, out, ldo);
-    }
+    const int shape = tile_shape(num_rows, num_panels(num_rows, PANEL_ROWS), num_rows * packed_row_bytes(kind, k, K_STEP));
+    multiply_tiles(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next, shape, ahead_distance(kind, shape, num_rows));
+}
+
+/* Weights that are in the first-level cache: tiles have as many sums as there are registers, and nothing is fetched. */
+static void multiply_cached(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
+                            float *out, int64_t ldo) {
+    multiply_tiles(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, (Matrix){0}, SHAPE_TALL, INT32_MAX);
 }
 
 /* ---- packing, activations, conversions: plain loops that the compiler vectorises ---- */
@@ -390,6 +401,6 @@ static float read_all(const char *data, int64_t bytes) {
 
 const Isa ISA_SYMBOL = {
     .name = ISA_NAME, .max_panel_rows = PANEL_ROWS, .k_step = K_STEP, .has_bf16_dot = HAS_BF16_DOT,
-    .pack = pack, .multiply = multiply, .activate = activate, .add_bias = add_bias, .store = store,
+    .pack = pack, .multiply = multiply, .multiply_cached = multiply_cached, .activate = activate, .add_bias = add_bias, .store = store,
     .read_all = read_all, .quantized_kind = quantized_kind, .dequantize = dequantize,
 };

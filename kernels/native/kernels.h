@@ -99,6 +99,9 @@ typedef struct {
     /* out[row * ldo + n] = dot(weight row n, packed row); `next` is the matrix that will be read after this one (hint). */
     void (*multiply)(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
                      float *out, int64_t ldo, Matrix next);
+    /* The same for weights that were just written, of no quantised kind. */
+    void (*multiply_cached)(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
+                            float *out, int64_t ldo);
     /* values[i] = act(values[i]) * factor[i]; factor may be NULL. */
     void (*activate)(int activation, float *values, const float *factor, int64_t count);
     /* Adds the values of a bias from the first on. */

@@ -16,6 +16,9 @@
 
 enum { PLANES_BLOCK = 64, PLANES_INDEX_BYTES = 24, PLANES_BOOK = 7, PLANES_GROUP = 32 };
 
+/* How far ahead of its use a matrix is fetched, in bytes. */
+enum { PLANES_AHEAD = 8 << 10 };
+
 /* Bytes behind the last escape that may be read. */
 enum { PLANES_TAIL = 64 };
 

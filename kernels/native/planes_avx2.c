@@ -14,11 +14,14 @@ static inline __m256i spread_bits(uint32_t mask) {
 
 const uint8_t *planes_decode_avx2(const char *row, const uint8_t *escapes, const uint8_t *end, const uint8_t *book, int64_t blocks,
                        char *out) {
-    const char *signs = row + blocks * PLANES_INDEX_BYTES;
+    const char *signs = row + blocks * PLANES_INDEX_BYTES, *ahead = row + PLANES_AHEAD;
     const __m256i table = _mm256_broadcastsi128_si256(_mm_loadl_epi64((const __m128i *)book));
     const __m256i top = _mm256_set1_epi8((char)0x80), rest = _mm256_set1_epi8(0x7f);
     for (int64_t block = 0; block < blocks; block++, row += PLANES_INDEX_BYTES, signs += PLANES_BLOCK, out += 2 * PLANES_BLOCK) {
         uint64_t words[3];
+        __builtin_prefetch(ahead, 0, 2);
+        __builtin_prefetch(ahead + 64, 0, 2);
+        ahead += PLANES_INDEX_BYTES + PLANES_BLOCK;
         uint8_t exponents[PLANES_BLOCK];
         memcpy(words, row, sizeof words);
         for (int half = 0; half < 2; half++) {

@@ -11,11 +11,14 @@ static inline __m512i indices(uint64_t low, uint64_t middle, uint64_t high) {
 
 const uint8_t *planes_decode_vbmi2(const char *row, const uint8_t *escapes, const uint8_t *end, const uint8_t *book, int64_t blocks,
                         char *out) {
-    const char *signs = row + blocks * PLANES_INDEX_BYTES;
+    const char *signs = row + blocks * PLANES_INDEX_BYTES, *ahead = row + PLANES_AHEAD;
     const __m512i exponents = _mm512_broadcast_i64x2(_mm_loadl_epi64((const __m128i *)book));
     const __m512i top = _mm512_set1_epi8((char)0x80), rest = _mm512_set1_epi8(0x7f);
     for (int64_t block = 0; block < blocks; block++, row += PLANES_INDEX_BYTES, signs += PLANES_BLOCK, out += 2 * PLANES_BLOCK) {
         uint64_t words[3];
+        __builtin_prefetch(ahead, 0, 2);
+        __builtin_prefetch(ahead + 64, 0, 2);
+        ahead += PLANES_INDEX_BYTES + PLANES_BLOCK;
         memcpy(words, row, sizeof words);
         const __mmask64 escaped = words[0] & words[1] & words[2];
         if (escapes > end) return NULL;
