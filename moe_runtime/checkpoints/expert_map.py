@@ -70,6 +70,7 @@ class ExpertMap:
         packings: for each layer, how those of its matrices are written that are quantised.
         dense_entries: the checkpoint's weights that belong to no expert.
         weight_mapping: the conversion table that transformers uses for this model.
+        type_names: in what types matrices of experts lie in the files, each once.
     """
 
     modules: list[ExpertsModule]
@@ -78,6 +79,7 @@ class ExpertMap:
     packings: list[dict[str, Packing | PlanesPacking]] = field(default_factory=list)
     dense_entries: dict[str, Weight] = field(default_factory=dict)
     weight_mapping: list[WeightTransform] = field(default_factory=list)
+    type_names: list[str] = field(default_factory=list)
 
     @property
     def slot_bytes(self) -> int:
@@ -113,19 +115,6 @@ class ExpertMap:
             default=0,
         )
 
-    @property
-    def type_names(self) -> list[str]:
-        """In what types experts lie in the files, each once."""
-        names: set[str] = set()
-        for layer, matrices in enumerate(self.matrices):
-            packings = self.packings[layer]
-            names.update(packing.described for packing in packings.values())
-            layout = self.layouts[ExpertKey(layer, 0)]
-            for name, tensor in zip(matrices, layout.tensors, strict=True):
-                if "." not in name and (not packings or not name.endswith("_bias")):
-                    names.add(str(tensor.dtype).removeprefix("torch."))
-        return sorted(names)
-
     def dense_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the dense weights when they are computed with in ``dtype``."""
         elements = (math.prod(entry.shape) for entry in self.dense_entries.values())
@@ -149,6 +138,7 @@ def map_experts(model: PreTrainedModel, checkpoint: Checkpoint) -> ExpertMap:
     converted = _convert(model, experts, entries, provenance, checkpoint.dtype)
     if checkpoint.runs is not None:
         checkpoint.runs.fill(experts)
+        experts.type_names = _type_names(experts)
         return experts
     for layer, module in enumerate(experts.modules):
         slices = {}
@@ -186,7 +176,20 @@ def map_experts(model: PreTrainedModel, checkpoint: Checkpoint) -> ExpertMap:
         for expert in range(module.num_experts):
             parts = (found[expert].ranges.values() for found in placed.values())
             experts.layouts[ExpertKey(layer, expert)] = lay_out([*itertools.chain(*parts)])
+    experts.type_names = _type_names(experts)
     return experts
+
+
+def _type_names(experts: ExpertMap) -> list[str]:
+    names: set[str] = set()
+    for layer, matrices in enumerate(experts.matrices):
+        packings = experts.packings[layer]
+        names.update(packing.described for packing in packings.values())
+        layout = experts.layouts[ExpertKey(layer, 0)]
+        for name, tensor in zip(matrices, layout.tensors, strict=True):
+            if "." not in name and (not packings or not name.endswith("_bias")):
+                names.add(str(tensor.dtype).removeprefix("torch."))
+    return sorted(names)
 
 
 def _require_one_type(name: str, placed: Mapping[str, Sequence[PlacedMatrix]]) -> None:

@@ -152,6 +152,7 @@ class ExpertPartition:
                 "the model's configuration": str(
                     sorted((k, str(v)) for k, v in config.items() if k != "_name_or_path")
                 ),
+                "the types of the model's experts": " and ".join(experts.type_names),
                 "the model's dense tensors": str(
                     sorted((name, e.dtype, e.shape) for name, e in experts.dense_entries.items())
                 ),

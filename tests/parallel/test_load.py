@@ -1,6 +1,7 @@
 """Experts off the device, divided among processes: the bits of one, a share of the reads."""
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parallel_load import gradients, outputs, refusal, too_many
+from parallel_load import gradients, outputs, refusal, refusal_of, too_many
 from rank_pool import RankPool
+from safetensors.torch import load_file, save_file
 from text_checkpoint import NUM_EXPERTS, NUM_LAYERS, TOP_K, tiny_text_model
 
 from moe_runtime.errors import CheckpointError
@@ -125,6 +127,18 @@ def test_a_process_that_loads_something_else_is_named(checkpoint: Path, ranks: R
     results = ranks(3).run(refusal, str(checkpoint), 1)
     assert [named for _, named in results] == [(1,), (0, 2), (1,)]
     assert results[0][0].startswith("ranks disagree about the dtype (its checksum): rank 1 has")
+
+
+def test_experts_of_another_type_are_another_model(
+    checkpoint: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    """Else the experts of one process would be rounded, or quantised, and those of others not."""
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    rounded = {n: t.bfloat16() if ".experts." in n else t for n, t in tensors.items()}
+    save_file(rounded, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    messages = ranks(2).run(refusal_of, [str(checkpoint), str(tmp_path)])
+    assert all("the types of the model's experts" in message for message in messages)
 
 
 def test_more_processes_than_experts(tmp_path: Path, ranks: Ranks) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,17 @@ def refusal(path: str, other_dtype_on: int) -> tuple[str, tuple[int, ...]]:
     except RankFailureError as error:
         return str(error), error.ranks
     return "", ()
+
+
+def refusal_of(paths: Sequence[str]) -> str:
+    """The error of a load in which each rank has a checkpoint of its own."""
+    path = paths[dist.get_rank()]
+    try:
+        model = moe_runtime.load(path, dtype="float32", max_tokens=64, group=dist.group.WORLD)
+        model.moe.close()
+    except RankFailureError as error:
+        return str(error)
+    return ""
 
 
 def too_many(path: str) -> str:
