@@ -59,6 +59,16 @@ CASES = {
         },
         {"host_memory": "tests/cli/test_commands.py"},
     ),
+    "pack": Case(
+        ("moe_runtime.checkpoints.packing.pack_checkpoint",),
+        ("models/pocket", "packed"),
+        {
+            "model": ("", "models/pocket"),
+            "out": ("", Path("packed")),
+            "code": ("--code none", "none"),
+            "io_threads": ("--io-threads 3", ("io_threads", 3)),
+        },
+    ),
     "doctor": Case(
         ("moe_runtime.cli.machine.examine",),
         ("models",),

@@ -15,6 +15,7 @@ from moe_runtime.cli.main import build_app
 _SOUND = {
     "run": ("model", "-p", "The", "-n", "2", "--host-memory", "1GiB"),
     "inspect": ("model",),
+    "pack": ("model", "packed"),
     "doctor": (".", "--read-size", "4KiB"),
     "replay": ("trace.npz", "--policy", "lru"),
     "report": ("trace.npz", "--max-accesses", "100"),
@@ -31,7 +32,7 @@ _SOUND = {
 
 _OUTPUT_OPTIONS = {"--output", "--trace", "--timeline", "--png", "--plot", "--table"}
 _OUTPUTS = ("report.html", "new.npz", "new.json")
-_RUN_FOLDERS = ("trained", "tuned", "finetuned")
+_RUN_FOLDERS = ("trained", "tuned", "finetuned", "packed")
 # Doctor measures the disk with a file of half a gigabyte, and for seconds.
 _RARE = {"doctor": 0.02, "bench kernels": 0.3}
 
