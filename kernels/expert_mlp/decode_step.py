@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from moe_runtime.errors import CheckpointError
 from moe_runtime.kernels.combine.slots import MAX_CHOICES
 from moe_runtime.kernels.expert_mlp.expert_weights import ExpertShape, ExpertWeights
 from moe_runtime.kernels.expert_mlp.kernel_activation import kernel_activation
-from moe_runtime.kernels.expert_mlp.separate_experts import require_sound, row_limit
+from moe_runtime.kernels.expert_mlp.separate_experts import DAMAGED, row_limit
 from moe_runtime.kernels.native import (
     DTYPE_CODES,
     STATUS_BAD_ROW,
@@ -130,5 +131,5 @@ class ExpertStep:
         if status == STATUS_NO_MEMORY:
             raise MemoryError(f"no memory for {num_rows} routed rows")
         if status == STATUS_DAMAGED:
-            require_sound(status)
+            raise CheckpointError(DAMAGED)
         return out_TO

@@ -37,6 +37,7 @@ from moe_runtime.kernels.operands.activation import ActivationName, ActivationSp
 
 ExpertImpl = Literal["auto", "native", "reference", "torch"]
 IMPLS: tuple[ExpertImpl, ...] = ("auto", "native", "reference", "torch")
+DAMAGED = "escapes of an expert in the lossless code do not fit its rows; pack the checkpoint again"
 RowIds = Tensor | Sequence[int]
 ActivationFn = Callable[[Tensor | None, Tensor], Tensor]
 ExpertActivation = ActivationName | ActivationSpec | ActivationFn
@@ -270,16 +271,8 @@ def call_kernel(
         )
     if status == STATUS_NO_MEMORY:
         raise MemoryError(f"no memory to pack the rows of {len(counts)} experts")
-    require_sound(status)
-
-
-def require_sound(status: int) -> None:
-    """Raises `CheckpointError` for what a kernel computed from damaged bytes."""
     if status == STATUS_DAMAGED:
-        raise CheckpointError(
-            "an expert in the lossless code is damaged: its escapes do not fit its rows; pack the "
-            "checkpoint again"
-        )
+        raise CheckpointError(DAMAGED)
 
 
 def _portions(

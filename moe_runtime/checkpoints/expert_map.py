@@ -67,7 +67,7 @@ class ExpertMap:
         modules: the experts modules in model order; the position is the layer of an ``ExpertKey``.
         layouts: how to read each expert.
         matrices: for each layer, the names of the tensors that its layouts list.
-        packings: for each layer, how those of its matrices are written that are quantised.
+        packings: for each layer, how those of its matrices are written that are quantised or coded.
         dense_entries: the checkpoint's weights that belong to no expert.
         weight_mapping: the conversion table that transformers uses for this model.
         type_names: in what types matrices of experts lie in the files, each once.
@@ -87,30 +87,15 @@ class ExpertMap:
         return max(layout.slot_bytes for layout in self.layouts.values())
 
     @property
-    def bits_per_weight(self) -> float:
-        """Bits of a number of an expert in the files, scales and zero points included."""
-        num_bytes = num_weights = 0
-        for key, layout in self.layouts.items():
-            num_bytes += layout.tensor_bytes
-            for name, tensor in zip(self.matrices[key.layer], layout.tensors, strict=True):
-                matrix, _, part = name.partition(".")
-                if part in ("codes", "coded"):
-                    packing = self.packings[key.layer][matrix]
-                    num_weights += tensor.shape[0] * packing.num_cols
-                elif not part:
-                    num_weights += math.prod(tensor.shape)
-        return num_bytes * 8 / num_weights
-
-    @property
     def largest_quantised(self) -> int:
-        """Values of the largest matrix that lies in codes and scales; 0 where none does."""
+        """Values of the largest matrix that is quantised or coded; 0 where none is."""
         return max(
             (
                 math.prod(tensor.shape[:-1]) * self.packings[key.layer][matrix].num_cols
                 for key, layout in self.layouts.items()
                 for name, tensor in zip(self.matrices[key.layer], layout.tensors, strict=True)
                 for matrix, _, part in (name.partition("."),)
-                if part == "codes"
+                if part in ("codes", "coded")
             ),
             default=0,
         )
@@ -138,9 +123,7 @@ def map_experts(model: PreTrainedModel, checkpoint: Checkpoint) -> ExpertMap:
     converted = _convert(model, experts, entries, provenance, checkpoint.dtype)
     if checkpoint.runs is not None:
         checkpoint.runs.fill(experts)
-        experts.type_names = _type_names(experts)
-        return experts
-    for layer, module in enumerate(experts.modules):
+    for layer, module in enumerate(experts.modules if checkpoint.runs is None else ()):
         slices = {}
         for parameter in module.parameters:
             name = f"{module.name}.{parameter}"

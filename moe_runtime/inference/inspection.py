@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from moe_runtime.checkpoints.expert_map import map_experts
+from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.inference.budget import (
     experts_per_token,
@@ -126,7 +127,7 @@ def inspect_checkpoint(
         total_experts=len(experts.layouts),
         top_k=experts_per_token(checkpoint.config),
         expert_dtype=" and ".join(experts.type_names),
-        bits_per_weight=experts.bits_per_weight,
+        bits_per_weight=_bits_per_weight(experts),
         dense_bytes=dense_bytes,
         expert_bytes=sum(layout.tensor_bytes for layout in layouts),
         bytes_per_expert=max(layout.tensor_bytes for layout in layouts),
@@ -143,3 +144,18 @@ def inspect_checkpoint(
         token_bytes=reserve_per_token(checkpoint.config, checkpoint.dtype),
         signature=signature_of(checkpoint, experts),
     )
+
+
+def _bits_per_weight(experts: ExpertMap) -> float:
+    """Bits of a number of an expert in the files, scales and zero points included."""
+    num_bytes = num_weights = 0
+    for key, layout in experts.layouts.items():
+        num_bytes += layout.tensor_bytes
+        for name, tensor in zip(experts.matrices[key.layer], layout.tensors, strict=True):
+            matrix, _, part = name.partition(".")
+            if part in ("codes", "coded"):
+                packing = experts.packings[key.layer][matrix]
+                num_weights += tensor.shape[0] * packing.num_cols
+            elif not part:
+                num_weights += math.prod(tensor.shape)
+    return num_bytes * 8 / num_weights
