@@ -201,13 +201,78 @@ def test_a_disk_without_room_is_said_before_the_work(
 def test_a_folder_of_something_else_is_not_replaced(source: Path, tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter").write_text("keep me")
-    with pytest.raises(ValueError, match="holds what is no packed checkpoint"):
+    with pytest.raises(ValueError, match="holds letter, which is no part"):
         pack_checkpoint(source, tmp_path / "home")
     with pytest.raises(ValueError, match="is the checkpoint to be packed"):
         pack_checkpoint(source, source)
     with pytest.raises(ValueError, match="code must be planes or none"):
         pack_checkpoint(source, tmp_path / "new", "zip")  # type: ignore[arg-type]
     assert contents(tmp_path / "home") == {"letter": b"keep me"}
+
+
+def test_what_is_in_a_packed_folder_beside_it_stays(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "packed"
+    pack_checkpoint(source, out, "none")
+    pack_checkpoint(source, out)
+    shutil.copytree(source, out / "original")
+    with pytest.raises(ValueError, match="or holds it"):
+        pack_checkpoint(out / "original", out)
+    with pytest.raises(ValueError, match="holds original, which is no part"):
+        pack_checkpoint(source, out)
+    assert contents(out / "original") == contents(source)
+
+
+def test_a_folder_of_the_name_that_it_grows_under_is_not_emptied(
+    source: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model.packing"
+    shutil.copytree(source, model)
+    with pytest.raises(ValueError, match="where the checkpoint lies"):
+        pack_checkpoint(model, tmp_path / "model")
+    with pytest.raises(ValueError, match="is in the way"):
+        pack_checkpoint(source, tmp_path / "model")
+    assert contents(model) == contents(source)
+    for name, text in (("file.packing", "a"), ("link.packing", None)):
+        if text is None:
+            (tmp_path / name).symlink_to(tmp_path / "nowhere")
+        else:
+            (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match="is in the way"):
+            pack_checkpoint(source, tmp_path / name.removesuffix(".packing"))
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"origin": 1, "shards": [{}]}'])
+def test_damaged_notes_of_an_earlier_run_are_one_line(
+    source: Path, tmp_path: Path, text: str
+) -> None:
+    staging = staging_of(tmp_path / "packed")
+    staging.mkdir()
+    (staging / "packing_progress.json").write_text(text)
+    with pytest.raises(ValueError, match=r"packing_progress\.json cannot be read[^\n]*$"):
+        pack_checkpoint(source, tmp_path / "packed")
+
+
+@pytest.mark.parametrize("damage", ["byte", "end", "gone"])
+def test_what_an_earlier_run_wrote_is_read_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    monkeypatch.setattr(writer, "SHARD_BYTES", 1 << 15)
+    pack_checkpoint(source, tmp_path / "at-once")
+    out = tmp_path / "packed"
+    with monkeypatch.context() as patch:
+        patch.setattr(writer._Writer, "write_rest", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pack_checkpoint(source, out)
+    second = sorted(staging_of(out).glob("experts-*"))[1]
+    content = second.read_bytes()
+    if damage == "byte":
+        second.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
+    elif damage == "end":
+        second.write_bytes(content[:-100])
+    else:
+        second.unlink()
+    assert pack_checkpoint(source, out).kept_files == 1
+    assert contents(out) == contents(tmp_path / "at-once")
 
 
 def test_a_packed_checkpoint_is_for_inference(source: Path, tmp_path: Path) -> None:
@@ -278,5 +343,7 @@ def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     )
     assert main(["inspect", str(out), "--json"]) == 0
     assert "lossless" in json.loads(capsys.readouterr().out)["expert_dtype"]
+    assert main(["pack", str(source), "-"]) == 2
+    capsys.readouterr()
     assert main(["pack", str(source), str(tmp_path), "--json"]) == 2
-    assert "no packed checkpoint" in json.loads(capsys.readouterr().out)["error"]
+    assert "no part of a packed checkpoint" in json.loads(capsys.readouterr().out)["error"]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 from moe_runtime.checkpoints.expert_map import map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
-from moe_runtime.checkpoints.packing.manifest import CODES, MANIFEST_NAME, Code
+from moe_runtime.checkpoints.packing.manifest import CODES, Code, read_manifest
+from moe_runtime.checkpoints.packing.staging import read_progress, staging_of
 from moe_runtime.checkpoints.packing.writer import (
     PackSummary,
     Progress,
-    staging_of,
     write_packed,
 )
+from moe_runtime.errors import CheckpointError
 from moe_runtime.files import check_output_folder
 from moe_runtime.places import require_replaceable
 
@@ -61,11 +63,23 @@ def _require_ours(folder: Path, source: Path) -> None:
     """Refuses a folder whose content is none that a packed checkpoint may replace.
 
     Raises:
-        ValueError: it is the checkpoint's own, or holds something else.
+        ValueError: it is or holds the checkpoint's own, or holds something else.
     """
-    if not folder.is_dir() or not any(folder.iterdir()):
+    place, staging = Path(os.path.realpath(folder)), staging_of(folder)
+    if Path(os.path.realpath(source)).is_relative_to(place):
+        raise ValueError(f"{folder} is the checkpoint to be packed, or holds it; name another one")
+    if Path(os.path.realpath(source)).is_relative_to(staging):
+        raise ValueError(
+            f"{folder} grows in {staging}, where the checkpoint lies; name another one"
+        )
+    read_progress(staging)
+    if not place.is_dir() or not any(place.iterdir()):
         return
-    if folder.samefile(source):
-        raise ValueError(f"{folder} is the checkpoint to be packed; name another folder")
-    if not (folder / MANIFEST_NAME).is_file():
-        raise ValueError(f"{folder} holds what is no packed checkpoint; name another folder")
+    other = {path.name for path in place.iterdir()}
+    with contextlib.suppress(CheckpointError):
+        other -= set(read_manifest(place).files)
+    if other:
+        raise ValueError(
+            f"{folder} holds {min(other)}, which is no part of a packed checkpoint; name another "
+            "folder"
+        )

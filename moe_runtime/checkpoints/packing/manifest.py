@@ -76,13 +76,11 @@ class PackedLayer:
         module: its name in the model.
         matrices: what each expert has, in the order of the parts.
         rooms: for each expert the bytes of escapes of each coded matrix.
-        digests: for each expert the CRC-32 of its bytes.
     """
 
     module: str
     matrices: tuple[MatrixForm, ...]
     rooms: list[tuple[int, ...]]
-    digests: list[int]
 
     def parts(self, expert: int, code: Code) -> tuple[list[Part], int]:
         """The parts of an expert, and the bytes of its run."""
@@ -96,10 +94,12 @@ class Manifest:
     Attributes:
         code: how matrices are written.
         layers: the experts modules in model order.
+        files: all files of the folder.
     """
 
     code: Code
     layers: tuple[PackedLayer, ...]
+    files: list[str]
 
     def to_json(self) -> str:
         """The file's text."""
@@ -111,11 +111,11 @@ class Manifest:
                     for form in layer.matrices
                 ],
                 "rooms": layer.rooms,
-                "crc32": layer.digests,
             }
             for layer in self.layers
         ]
-        return json.dumps({"version": VERSION, "code": self.code, "layers": layers}) + "\n"
+        values = {"version": VERSION, "code": self.code, "files": self.files, "layers": layers}
+        return json.dumps(values) + "\n"
 
 
 def tensor_name(layer: int, expert: int) -> str:
@@ -177,7 +177,8 @@ def read_manifest(folder: Path) -> Manifest:
         if found.get("code") not in CODES:
             raise ValueError(f"expected code {' or '.join(CODES)}, found {found.get('code')!r}")
         layers = [_layer(value, found["code"]) for value in _of(found.get("layers"), list)]
-        return Manifest(found["code"], tuple(layers))
+        files = [_of(name, str) for name in _of(found.get("files"), list)]
+        return Manifest(found["code"], tuple(layers), files)
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror}") from None
     except ValueError as error:
@@ -192,10 +193,7 @@ def _layer(value: Any, code: Code) -> PackedLayer:
     for room in rooms:
         if len(room) != num_coded or any(_size(size) < TAIL_BYTES for size in room):
             raise ValueError(f"expected the room of {num_coded} matrices, found {list(room)}")
-    digests = [_size(digest) for digest in _of(fields.get("crc32"), list)]
-    if len(digests) != len(rooms):
-        raise ValueError(f"expected a CRC-32 for {len(rooms)} experts, found {len(digests)}")
-    return PackedLayer(_of(fields.get("module"), str), matrices, rooms, digests)
+    return PackedLayer(_of(fields.get("module"), str), matrices, rooms)
 
 
 def _form(value: Any) -> MatrixForm:

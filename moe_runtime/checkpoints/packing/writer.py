@@ -35,6 +35,12 @@ from moe_runtime.checkpoints.packing.manifest import (
     aligned,
     tensor_name,
 )
+from moe_runtime.checkpoints.packing.staging import (
+    PROGRESS_NAME,
+    WrittenFile,
+    read_progress,
+    staging_of,
+)
 from moe_runtime.checkpoints.safetensors_index import PACKED_INDEX_NAME, TensorEntry
 from moe_runtime.checkpoints.strict_json import parse_object
 from moe_runtime.config import format_bytes
@@ -48,8 +54,6 @@ from moe_runtime.types import ExpertKey
 
 SHARD_BYTES = 2 << 30
 """Bytes of experts, as they were, in a file: what a kill loses at most."""
-STAGING_SUFFIX = ".packing"
-_PROGRESS_NAME = "progress.json"
 _DENSE_NAME = "dense.safetensors"
 _LEAST_RATIO = {"planes": 0.65, "none": 1.0}
 """No trained weights get smaller than this share of their bytes: the entropy of their code."""
@@ -84,22 +88,6 @@ class PackSummary:
         return self.packed_bytes / self.expert_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    """A file of experts that is whole: its name, and rooms, digests and bytes of each expert."""
-
-    file: str
-    rooms: list[list[int]]
-    digests: list[int]
-    sizes: list[int]
-
-
-def staging_of(folder: Path) -> Path:
-    """Where a packed checkpoint grows until it takes its place."""
-    place = Path(os.path.realpath(folder))
-    return place.with_name(place.name + STAGING_SUFFIX)
-
-
 def write_packed(
     checkpoint: Checkpoint,
     experts: ExpertMap,
@@ -126,6 +114,7 @@ def write_packed(
     """
     staging = staging_of(folder)
     make_folders(staging.parent)
+    read_progress(staging)
     staging.mkdir(exist_ok=True)
     with held(staging, advice=f"remove {staging}"):
         writer = _Writer(checkpoint, experts, staging, code, progress)
@@ -136,7 +125,7 @@ def write_packed(
         sizes = sum(sum(shard.sizes) for shard in writer.done)
         with replace_folder(folder) as new:
             for path in sorted(staging.iterdir()):
-                if path.name != _PROGRESS_NAME:
+                if path.name != PROGRESS_NAME:
                     _link_or_move(path, new / path.name)
         shutil.rmtree(staging)
     return PackSummary(
@@ -168,6 +157,7 @@ class _Writer:
         self._forms = [self._forms_of(layer) for layer in range(len(experts.modules))]
         self._plan = [*self._shards()]
         self.done = self._read_done()
+        self._write_done()
 
     def write_experts(self, source: ExpertSource) -> None:
         """Writes the files of experts that are missing, each read back and compared."""
@@ -203,20 +193,23 @@ class _Writer:
         source = self._checkpoint.folder
         for found in sorted(source.iterdir()):
             is_index = found.name == INDEX_NAME
-            if found.is_file() and found.suffix not in _NOT_COPIED and not is_index:
+            is_ours = found.name in (PROGRESS_NAME, MANIFEST_NAME)
+            if found.is_file() and found.suffix not in _NOT_COPIED and not (is_index or is_ours):
                 shutil.copyfile(found, self._staging / found.name)
         write_index(self._staging / PACKED_INDEX_NAME, file_of, {"total_size": total})
-        write_text(self._staging / MANIFEST_NAME, self._manifest().to_json())
         config = parse_object((source / "config.json").read_bytes(), has_infinity=True)
         config["quantization_config"] = {"quant_method": QUANT_METHOD, "code": self._code}
         write_text(self._staging / "config.json", json.dumps(config, indent=2) + "\n")
+        files = {path.name for path in self._staging.iterdir()} - {PROGRESS_NAME}
+        manifest = self._manifest(sorted(files | {MANIFEST_NAME}))
+        write_text(self._staging / MANIFEST_NAME, manifest.to_json())
 
     def _write_shard(
         self, number: int, experts: ExpertPacker, tell: Callable[[int], None]
-    ) -> _Shard:
+    ) -> WrittenFile:
         keys = self._plan[number]
         name = f"experts-{number + 1:05}-of-{len(self._plan):05}.safetensors"
-        shard = _Shard(name, [], [], [])
+        shard = WrittenFile(name, [], [], [])
         layouts = self._experts.layouts
         most = sum(2 * layouts[key].slot_bytes + BLOCK_BYTES for key in keys)
         names = [tensor_name(key.layer, key.expert) for key in keys]
@@ -239,7 +232,7 @@ class _Writer:
             self._compare(Path(f"/proc/self/fd/{descriptor}"), shard, lead)
         return shard
 
-    def _compare(self, path: Path, shard: _Shard, lead: int) -> None:
+    def _compare(self, path: Path, shard: WrittenFile, lead: int) -> None:
         """Reads a file back, past the page cache where that can be."""
         file = CheckpointFile(path)
         try:
@@ -272,12 +265,10 @@ class _Writer:
             keys.append(key)
         yield keys
 
-    def _manifest(self) -> Manifest:
+    def _manifest(self, files: list[str]) -> Manifest:
         rooms: dict[ExpertKey, tuple[int, ...]] = {}
-        digests: dict[ExpertKey, int] = {}
         for keys, shard in zip(self._plan, self.done, strict=True):
             rooms |= dict(zip(keys, map(tuple, shard.rooms), strict=True))
-            digests |= dict(zip(keys, shard.digests, strict=True))
         layers = []
         for layer, module in enumerate(self._experts.modules):
             keys = [ExpertKey(layer, expert) for expert in range(module.num_experts)]
@@ -286,10 +277,9 @@ class _Writer:
                     module.name,
                     self._forms[layer],
                     [rooms[key] for key in keys],
-                    [digests[key] for key in keys],
                 )
             )
-        return Manifest(self._code, tuple(layers))
+        return Manifest(self._code, tuple(layers), files)
 
     def _entries_outside(self) -> list[TensorEntry]:
         """The tensors that hold no expert, widest elements first, so that all are aligned."""
@@ -316,24 +306,38 @@ class _Writer:
         versions = [[file.name, *file_version(file)] for file in files]
         return {"code": self._code, "shard_bytes": SHARD_BYTES, "files": versions}
 
-    def _read_done(self) -> list[_Shard]:
-        """The files that an earlier run has written; what else it left is removed."""
-        found: list[_Shard] = []
-        path = self._staging / _PROGRESS_NAME
-        if path.exists():
-            values = json.loads(path.read_text(encoding="utf-8"))
-            if values["origin"] == json.loads(json.dumps(self._origin())):
-                found = [_Shard(**shard) for shard in values["shards"]]
-        whole = {shard.file for shard in found} | ({_PROGRESS_NAME} if found else set())
+    def _read_done(self) -> list[WrittenFile]:
+        """The files that an earlier run has written, and that are still what it wrote.
+
+        What else it left is removed.
+        """
+        found: list[WrittenFile] = []
+        progress = read_progress(self._staging)
+        if progress is not None and progress["origin"] == json.loads(json.dumps(self._origin())):
+            for values in progress["shards"]:
+                shard = WrittenFile(**values)
+                if not self._is_whole(shard):
+                    break
+                found.append(shard)
+        whole = {shard.file for shard in found}
         for left in self._staging.iterdir():
             if left.name not in whole:
                 left.unlink()
         return found
 
+    def _is_whole(self, shard: WrittenFile) -> bool:
+        path = self._staging / shard.file
+        try:
+            lead = path.stat().st_size - sum(shard.sizes)
+            self._compare(path, shard, lead)
+        except (OSError, EOFError, CheckpointError):
+            return False
+        return lead > 0
+
     def _write_done(self) -> None:
         shards = [dataclasses.asdict(shard) for shard in self.done]
         text = json.dumps({"origin": self._origin(), "shards": shards})
-        write_text(self._staging / _PROGRESS_NAME, text)
+        write_text(self._staging / PROGRESS_NAME, text)
 
 
 def _header(

@@ -48,13 +48,21 @@ def pack(
     quiet_transformers(session)
     from moe_runtime.checkpoints.packing import pack_checkpoint, staging_of
 
-    is_done = False
+    if str(out) == "-":
+        raise ValueError("OUT -: expected the name of a folder (./- is one of that name)")
+    has_written = is_done = False
     try:
         with loading_bar() as progress:
-            found = pack_checkpoint(model, out, code, io_threads=io_threads, progress=progress)
+
+            def show(stage: str, done: int, total: int) -> None:
+                nonlocal has_written
+                has_written = True
+                progress(stage, done, total)
+
+            found = pack_checkpoint(model, out, code, io_threads=io_threads, progress=show)
         is_done = True
     finally:
-        if not is_done and staging_of(out).exists():
+        if has_written and not is_done:
             print(
                 f"moe-runtime: what is packed so far stays in {staging_of(out)}; the same command "
                 "goes on from there",
