@@ -298,7 +298,7 @@ def _read_shards(
     for name, shard in weight_map.items():
         entry = entries.get(name)
         if entry is None or entry.file != files[shard]:
-            expected = f"tensor {clipped(name)}, which the index places there"
+            expected = f"tensor {clipped(name)}, which {INDEX_FILE_NAME} places there"
             _refuse(
                 files[shard],
                 expected,
