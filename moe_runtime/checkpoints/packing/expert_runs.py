@@ -47,7 +47,7 @@ class PlanesPacking:
         )
 
 
-class ExpertRuns:
+class PackedExperts:
     """The experts of a packed checkpoint, each of which lies in one run of bytes.
 
     Args:
