@@ -37,7 +37,6 @@ from moe_runtime.inference.hugging_face.loaded_model import as_loaded_model
 from moe_runtime.inference.kv_cache import grow_cache_in_place
 from moe_runtime.inference.learning import KeptLearning, PolicyListener
 from moe_runtime.inference.libraries import settle_libraries
-from moe_runtime.inference.routing_record import check_records, open_record
 from moe_runtime.inference.steps import Steps
 from moe_runtime.inference.token_limit import TokenLimit, tokens_to_plan_for
 from moe_runtime.kernels.expert_mlp import ExpertWeights
@@ -146,8 +145,9 @@ def load(
         )
     transport = None if group is None and placement is None else options.as_transport(group)
     checkpoint = open_checkpoint(path_or_id, dtype)
-    inputs = [*files_of(checkpoint.folder), predictor, placement]
-    check_records(trace, timeline, inputs)
+    if trace is not None or timeline is not None:
+        inputs = [*files_of(checkpoint.folder), predictor, placement]
+        options.check_records(trace, timeline, inputs)
     max_tokens = tokens_to_plan_for(checkpoint.config, max_tokens)
     model = build_on_meta(checkpoint)
     settle_libraries(checkpoint.dtype)
@@ -213,9 +213,9 @@ def load(
         if listener is not None:
             listeners.add(listener)
     recorder = prefetcher = None
-    if is_first:
-        keeps_recent = policy == choosing.AUTO
-        recorder = open_record(listeners, signature, trace, keeps_recent=keeps_recent)
+    keeps_recent = policy == choosing.AUTO
+    if is_first and (keeps_recent or trace is not None):
+        recorder = options.open_record(listeners, signature, trace, keeps_recent=keeps_recent)
     if guessers.reader is not None:
         prefetcher = options.open_prefetcher(
             model, listeners, blocks, store, guessers.reader, mode, place, share, learning

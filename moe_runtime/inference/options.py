@@ -19,6 +19,8 @@ if TYPE_CHECKING:
         make_live_estimator as make_live_estimator,
     )
     from moe_runtime.inference.prediction.prefetching import open_prefetcher as open_prefetcher
+    from moe_runtime.inference.routing_record import check_records as check_records
+    from moe_runtime.inference.routing_record import open_record as open_record
     from moe_runtime.inference.step_times import StepTimes as StepTimes
     from moe_runtime.inference.step_times import StoreTimes as StoreTimes
     from moe_runtime.lab.replay.choice import choose_policy as choose_policy
@@ -58,6 +60,7 @@ else:
             "moe_runtime.lab.traces.recent": "RecentRouting read_recent",
             "moe_runtime.lab.traces.learned": "keep_learned restore_learned",
             # a trace, a timeline
+            "moe_runtime.inference.routing_record": "check_records open_record",
             "moe_runtime.lab.traces.recorder": "TraceRecorder",
             "moe_runtime.lab.traces.timeline": "Timeline",
             "moe_runtime.inference.step_times": "StepTimes StoreTimes",

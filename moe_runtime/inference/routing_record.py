@@ -123,7 +123,7 @@ def open_record(
     trace: str | Path | None,
     *,
     keeps_recent: bool,
-) -> RoutingRecord | None:
+) -> RoutingRecord:
     """Records a model's forward passes from now on, into a trace and for the choices of later runs.
 
     Args:
@@ -140,4 +140,4 @@ def open_record(
         recorders.append(options.TraceRecorder(Path(trace), signature))
     if keeps_recent:
         recorders.append(options.RecentRouting(signature))
-    return RoutingRecord(recorders, signature, listeners) if recorders else None
+    return RoutingRecord(recorders, signature, listeners)
