@@ -185,6 +185,17 @@ def _require_one_type(name: str, placed: Mapping[str, Sequence[PlacedMatrix]]) -
                 f"{types[1]}; expected one type for all experts of a layer: save the checkpoint "
                 "again in one type"
             )
+    first = {matrix: of_experts[0] for matrix, of_experts in placed.items()}
+    plain = [matrix for matrix, found in first.items() if found.packing is None]
+    if len(plain) < len(first):  # biases beside quantised matrices may have a type of their own
+        plain = [matrix for matrix in plain if matrix.endswith("_bias")]
+    types = {first[matrix].described: matrix for matrix in plain}
+    if len(types) > 1:
+        found = " and ".join(f"{matrix} is {kind}" for kind, matrix in types.items())
+        raise UnsupportedModelError(
+            f"{name}: of an expert's tensors, {found}; expected one type for them: save the "
+            "checkpoint again in one type"
+        )
 
 
 def find_experts(model: PreTrainedModel) -> list[ExpertsModule]:

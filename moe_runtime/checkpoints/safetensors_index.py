@@ -149,11 +149,11 @@ def read_checkpoint_index(
     if not _is_directory(folder):
         found = "a file" if _exists(folder) else "nothing of that name"
         _refuse(folder, "the folder of a checkpoint", found)
-    if _exists(folder / SINGLE_FILE_NAME):
-        return read_header(folder / SINGLE_FILE_NAME)
     index_path = folder / index_name
+    if index_name == INDEX_FILE_NAME and _exists(folder / SINGLE_FILE_NAME):
+        return read_header(folder / SINGLE_FILE_NAME)
     if not _exists(index_path):
-        _refuse_without_safetensors(folder)
+        _refuse_without_safetensors(folder, index_name)
     return _read_shards(folder, _read_weight_map(index_path), index_path)
 
 
@@ -298,7 +298,7 @@ def _read_shards(
     for name, shard in weight_map.items():
         entry = entries.get(name)
         if entry is None or entry.file != files[shard]:
-            expected = f"tensor {clipped(name)}, which {INDEX_FILE_NAME} places there"
+            expected = f"tensor {clipped(name)}, which {index_path.name} places there"
             _refuse(
                 files[shard],
                 expected,
@@ -307,7 +307,9 @@ def _read_shards(
     return entries
 
 
-def _refuse_without_safetensors(folder: Path) -> NoReturn:
+def _refuse_without_safetensors(folder: Path, index_name: str) -> NoReturn:
+    if index_name != INDEX_FILE_NAME:
+        _refuse(folder, index_name, "nothing of that name; pack the checkpoint again")
     try:
         names = sorted(path.name for path in folder.iterdir())
     except OSError as error:

@@ -215,6 +215,16 @@ def test_experts_of_two_formats_in_a_layer_are_refused(originals, tmp_path) -> N
     assert "expected one type for all experts" in refusal(folder, UnsupportedModelError)
 
 
+def test_biases_of_two_types_in_an_expert_are_refused(originals, tmp_path) -> None:
+    def widen(tensors: dict[str, Tensor]) -> None:
+        name = "model.layers.0.mlp.experts.down_proj_bias"
+        tensors[name] = tensors[name].float()
+
+    folder = changed(originals("gpt_oss-mxfp4"), tmp_path, widen)
+    message = refusal(folder, UnsupportedModelError)
+    assert "up_bias is bfloat16 and down_bias is float32; expected one type" in message
+
+
 def matrices_of_expert(folder: Path, key: ExpertKey) -> dict[str, QuantizedMatrix]:
     experts = mapped(folder)
     source, slot = ExpertSource(experts.layouts), aligned_bytes(experts.slot_bytes)

@@ -24,6 +24,7 @@ from moe_runtime.checkpoints.expert_map import map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.checkpoints.packing import pack_checkpoint, staging_of, writer
 from moe_runtime.checkpoints.packing.manifest import MANIFEST_NAME, read_manifest
+from moe_runtime.checkpoints.safetensors_index import PACKED_INDEX_NAME
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CapacityError, CheckpointError, UnsupportedModelError
 from moe_runtime.inference.expert_weights import bind_weights
@@ -330,6 +331,17 @@ def test_what_does_not_fit_the_model_is_said(packed_once: Path, tmp_path: Path, 
     if change == "missing":
         (folder / MANIFEST_NAME).unlink()
     with pytest.raises(CheckpointError, match=r"expected|No such file"):
+        moe_runtime.load(folder, device="cpu")
+
+
+def test_a_packed_folder_without_its_index_is_not_told_to_add_another(
+    packed_once: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "changed"
+    shutil.copytree(packed_once, folder)
+    (folder / PACKED_INDEX_NAME).unlink()
+    expected = rf"expected {PACKED_INDEX_NAME}, found nothing of that name; pack"
+    with pytest.raises(CheckpointError, match=expected):
         moe_runtime.load(folder, device="cpu")
 
 
