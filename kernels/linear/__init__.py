@@ -17,13 +17,14 @@ if TYPE_CHECKING:
         ReusedValues,
         quantized_linear,
         quantized_row_limit,
+        values_of,
     )
 else:
     __getattr__ = lazy_names(
         __name__,
         {
             ".frozen": "frozen_linear",
-            ".quantized": "ReusedValues quantized_linear quantized_row_limit",
+            ".quantized": "ReusedValues quantized_linear quantized_row_limit values_of",
         },
     )
 
@@ -37,4 +38,5 @@ __all__ = [
     "native_row_limit",
     "quantized_linear",
     "quantized_row_limit",
+    "values_of",
 ]

@@ -100,6 +100,17 @@ class ExpertMap:
             default=0,
         )
 
+    def matrices_in(self, key: ExpertKey, slot: torch.Tensor) -> dict[str, Any]:
+        """Views of an expert's matrices and biases; the parts of quantised ones become one."""
+        views = self.layouts[key].views(slot)
+        named = dict(zip(self.matrices[key.layer], views, strict=True))
+        matrices: dict[str, Any] = {name: view for name, view in named.items() if "." not in name}
+        for matrix, packing in self.packings[key.layer].items():
+            lead = f"{matrix}."
+            parts = {n.removeprefix(lead): v for n, v in named.items() if n.startswith(lead)}
+            matrices[matrix] = packing.matrix(parts)
+        return matrices
+
     def dense_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the dense weights when they are computed with in ``dtype``."""
         elements = (math.prod(entry.shape) for entry in self.dense_entries.values())

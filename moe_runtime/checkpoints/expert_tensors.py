@@ -17,6 +17,7 @@ from torch import Tensor
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.checkpoints.expert_places import expert_rows
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
+from moe_runtime.kernels.linear import values_of
 from moe_runtime.memory.layout import TensorRange
 from moe_runtime.memory.slab import aligned_bytes
 from moe_runtime.memory.source import ExpertSource
@@ -92,10 +93,16 @@ class CheckpointExperts:
 def fill_matrices(
     experts: ExpertMap, key: ExpertKey, slot: Tensor, named: Mapping[str, Tensor]
 ) -> None:
-    """Copies an expert from a filled slot into its slices of a module's parameters."""
+    """Copies an expert from a filled slot into its slices of a module's parameters.
+
+    Of matrices that are quantised or in the lossless code these get the values.
+
+    Raises:
+        CheckpointError: a matrix in the lossless code is damaged.
+    """
     into = matrices_of(experts.modules[key.layer].module, named)
-    views = experts.layouts[key].views(slot)
-    for name, view in zip(experts.matrices[key.layer], views, strict=True):
+    for name, found in experts.matrices_in(key, slot).items():
+        view = found if isinstance(found, Tensor) else values_of(found, into[name].dtype)
         into[name].copy_(view)
 
 

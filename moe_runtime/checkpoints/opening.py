@@ -77,6 +77,11 @@ class Checkpoint:
         plain = _plain(self.entries, self.packed)
         return [*(entry for entry in plain if entry.name not in runs), *self.packed.values()]
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether every weight lies in the files as it is, neither quantised nor packed."""
+        return not self.packed and self.runs is None
+
     def require_plain(self, purpose: str) -> None:
         """Refuses quantised weights where they have no use yet.
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
 
 import torch
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.types import ExpertKey
-
-if TYPE_CHECKING:
-    from moe_runtime.checkpoints.formats import Packing
-    from moe_runtime.checkpoints.packing.expert_runs import PlanesPacking
 
 _MOST_BOUND = 2048
 """Views of slots that are remembered: a few megabytes."""
@@ -24,28 +19,10 @@ def bind_weights(experts: ExpertMap) -> Callable[[ExpertKey, torch.Tensor], Expe
 
     def bind(key: ExpertKey, slot: torch.Tensor) -> ExpertWeights:
         with torch.inference_mode(False):  # views are kept, and a later call may want gradients
-            views = experts.layouts[key].views(slot)
-        named = dict(zip(experts.matrices[key.layer], views, strict=True))
-        packings = experts.packings[key.layer]
-        matrices = _matrices(named, packings) if packings else named
+            matrices = experts.matrices_in(key, slot)
         return ExpertWeights(gate=matrices.pop("gate", None), **matrices)
 
     return bind
-
-
-def _matrices(
-    named: Mapping[str, torch.Tensor], packings: Mapping[str, Packing | PlanesPacking]
-) -> dict[str, Any]:
-    """An expert's matrices and biases; the parts of quantised ones become one."""
-    matrices: dict[str, Any] = {name: view for name, view in named.items() if "." not in name}
-    for matrix, packing in packings.items():
-        parts = {
-            name.removeprefix(f"{matrix}."): view
-            for name, view in named.items()
-            if name.startswith(f"{matrix}.")
-        }
-        matrices[matrix] = packing.matrix(parts)
-    return matrices
 
 
 def bind_slots(experts: ExpertMap) -> Callable[[ExpertKey, torch.Tensor], ExpertWeights]:

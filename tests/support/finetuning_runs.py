@@ -9,12 +9,14 @@ import torch
 from moe_families import Family
 from text_checkpoint import tiny_tokenizer
 from tiny_checkpoints import save, tiny_model
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import moe_runtime
 from moe_runtime.errors import CapacityError
 from moe_runtime.training.config_tree import build_tree
-from moe_runtime.training.finetune.finetuning import finish, prepare, start
+from moe_runtime.training.finetune.finetuning import FinetunePreparation, finish, prepare, start
 from moe_runtime.training.finetune.settings import FinetuneConfig
 from moe_runtime.training.loop import Trainer
 
@@ -97,3 +99,38 @@ def resident(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMode
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     model.set_experts_implementation("eager" if dtype == torch.float64 else "moe_runtime")
     return model.train()
+
+
+class _Delta(nn.Module):
+    """`W + scale * B @ A` for every expert, as a parametrization of the stack."""
+
+    def __init__(self, first: Tensor, second: Tensor, scale: float, *, transposed: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(first.clone()), nn.Parameter(second.clone())
+        self._scale, self._transposed = scale, transposed
+
+    def forward(self, stack: Tensor) -> Tensor:
+        delta = self._scale * self.second @ self.first
+        return stack + (delta.transpose(1, 2) if self._transposed else delta)
+
+
+def adapted(
+    folder: Path, preparation: FinetunePreparation, first: dict[str, Tensor], dtype: torch.dtype
+) -> PreTrainedModel:
+    """The model in memory, with PEFT's adapters on attention, and whole stacks of ours."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model = resident(folder, dtype).requires_grad_(False)
+    linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and "attn" in n]
+    inject_adapter_in_model(LoraConfig(r=3, lora_alpha=4.5, target_modules=linear), model)  # type: ignore[arg-type]
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data = first[name].to(dtype, copy=True)
+    for site in preparation.sites:
+        module = model.get_submodule(site.name)
+        for stack in ("gate_up_proj", "down_proj"):
+            named = (first[f"{site.name}.adapters.{stack}_{part}"] for part in "AB")
+            down, up = (tensor.to(dtype) for tensor in named)
+            delta = _Delta(down, up, 1.5, transposed=site.is_transposed)
+            parametrize.register_parametrization(module, stack, delta)
+    return model

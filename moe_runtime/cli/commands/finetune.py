@@ -130,7 +130,8 @@ def finetune(
     checkpoint and never written. With --zeroth-order every parameter is trained, along random
     directions, and an expert takes the room of its weights. Ctrl-C saves a checkpoint and stops;
     --resume goes on. At the end the folder's model/ holds a checkpoint with the names and layout of
-    the first one.
+    the first one. Beside quantised or packed weights --lora alone trains, and adapters/ holds the
+    adapters, as PEFT reads them.
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)

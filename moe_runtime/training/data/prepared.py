@@ -235,9 +235,23 @@ def settings_of(config: Any, streams: Mapping[str, TokenStreams]) -> dict[str, A
     return kept
 
 
-def write_summary(preparation: Prepared, trainer: Trainer, folder: Path | None) -> dict[str, Any]:
-    """Writes and returns what a run came to; `folder` is that of the exported model."""
+def write_summary(
+    preparation: Prepared, trainer: Trainer, folder: Path | None, *, adapters: Path | None = None
+) -> dict[str, Any]:
+    """Writes and returns what a run came to.
+
+    Args:
+        preparation: of the run.
+        trainer: as it is now.
+        folder: of the exported model.
+        adapters: folder of what was exported instead, if adapters were.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     summary = _summary(preparation, trainer, folder)
+    if adapters is not None:
+        summary["adapters"] = str(adapters)
     make_folders(preparation.output)
     with write_atomically(preparation.output / SUMMARY_FILE) as file:
         file.write((json.dumps(summary, indent=1) + "\n").encode())

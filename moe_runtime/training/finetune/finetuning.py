@@ -56,6 +56,11 @@ from moe_runtime.training.data.prepared import (
 )
 from moe_runtime.training.data.text import read_corpus, text_files
 from moe_runtime.training.data.tokens import TokenStreams, encode_corpus, load_tokenizer
+from moe_runtime.training.finetune.adapter_export import (
+    exporter_for,
+    require_exportable,
+    write_adapters,
+)
 from moe_runtime.training.finetune.memory import divide_budget, slots_plan
 from moe_runtime.training.finetune.settings import FinetuneConfig
 from moe_runtime.training.loop import Trainer, TrainingRun
@@ -89,7 +94,7 @@ class FinetunePreparation:
         checkpoint: the one that is fine-tuned.
         model: on the meta device.
         experts: where its experts lie.
-        exporter: writes checkpoints like it.
+        exporter: writes checkpoints like it; None where adapters alone are written.
         sites: the experts, as training sees them.
         memory: how the budget is divided.
         num_parameters, num_active_parameters: of the model.
@@ -104,7 +109,7 @@ class FinetunePreparation:
     checkpoint: Checkpoint
     model: PreTrainedModel
     experts: ExpertMap
-    exporter: LikeCheckpoint
+    exporter: LikeCheckpoint | None
     sites: list[ExpertsModuleSpec]
     memory: TrainingMemory | MemoryPlan
     num_parameters: int
@@ -137,7 +142,8 @@ def prepare(
     Raises:
         CapacityError: the budget is too small; names the smallest that works.
         CheckpointError: the checkpoint cannot be read.
-        UnsupportedModelError: it is no Mixture-of-Experts model that can be trained so.
+        UnsupportedModelError: it is no Mixture-of-Experts model that can be trained so, or it is
+            quantised or packed and every parameter is to be trained.
         ValueError: the text or an option cannot be as given.
         OSError: a file cannot be read or written.
     """
@@ -147,7 +153,7 @@ def prepare(
     torch.manual_seed(config.run.seed)
     dtype = torch.float32 if config.lora is None else DTYPES[config.run.precision]
     checkpoint = open_checkpoint(config.model, dtype)
-    checkpoint.require_plain("fine-tuning")
+    require_exportable(checkpoint, config)
     check_inputs_stay(output, trace, text_files(config.data, Path()), checkpoint.folder)
     check_outputs(output, trace)
     require_positions(checkpoint.config, config.data.context)
@@ -187,7 +193,7 @@ def prepare(
         checkpoint=checkpoint,
         model=model,
         experts=experts,
-        exporter=LikeCheckpoint(model, checkpoint, experts),
+        exporter=exporter_for(model, checkpoint, experts),
         sites=sites,
         memory=memory,
         num_parameters=total,
@@ -249,24 +255,28 @@ def start(
 
 
 def finish(preparation: FinetunePreparation, trainer: Trainer, *, export: bool) -> dict[str, Any]:
-    """Writes the fine-tuned checkpoint into `model/` and `summary.json`; returns the summary.
+    """Writes what was trained, and `summary.json`; returns the summary.
+
+    The checkpoint goes into `model/`; of one that is quantised or packed, its adapters into
+    `adapters/`.
 
     Raises:
         OSError: a file cannot be written.
     """
-    folder = preparation.output / "model" if export else None
-    if folder is not None:
-        wanted = preparation.config.export_dtype
+    output, config = preparation.output, preparation.config
+    model = adapters = None
+    if export and preparation.exporter is not None:
+        model = output / "model"
         optimizer = trainer.optimizer
         assert not isinstance(optimizer, Optimizer)
+        dtype = None if config.export_dtype == "auto" else DTYPES[config.export_dtype]
         with MergedAdapters(preparation.model) as state:
-            preparation.exporter.write(
-                folder,
-                state,
-                optimizer.expert,
-                dtype=None if wanted == "auto" else DTYPES[wanted],
-            )
-    return write_summary(preparation, trainer, folder)
+            preparation.exporter.write(model, state, optimizer.expert, dtype=dtype)
+    elif export:
+        assert config.lora is not None
+        adapters = output / "adapters"
+        write_adapters(adapters, preparation.model, preparation.sites, config.lora, config.model)
+    return write_summary(preparation, trainer, model, adapters=adapters)
 
 
 def plan(preparation: FinetunePreparation) -> dict[str, Any]:

@@ -59,8 +59,9 @@ def divide_budget(
     return plan_slots(
         budget,
         dense_bytes=experts.dense_bytes(checkpoint.dtype),
-        # the expert in use: its weights in fp32 and in another type, and their gradients
-        reserve_bytes=activations + largest + trained,
+        # the expert in use: its weights in fp32 and in another type, and their gradients; a
+        # quantised matrix of it on the way to fp32
+        reserve_bytes=activations + largest + trained + 4 * experts.largest_quantised,
         slot_bytes=experts.slot_bytes,
         num_experts=len(experts.layouts),
     )

@@ -1,0 +1,203 @@
+"""Adapters beside weights that are quantised or in the lossless code, which stay as they are.
+
+The reference is what transformers makes of the values that the format's own packer gives back.
+"""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import quantized_checkpoints
+import torch
+from finetuning_runs import (
+    PARTS,
+    SEQUENCES,
+    SIZES,
+    adapted,
+    config_of,
+    finetuned,
+    resident,
+    smallest,
+    train,
+    write_text,
+)
+from moe_families import Family
+from peft import PeftModel
+from text_checkpoint import tiny_tokenizer
+from tiny_checkpoints import PROMPT, save, tiny_model
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+
+from moe_runtime.checkpoints.packing import pack_checkpoint
+from moe_runtime.cli.main import main
+from moe_runtime.training.finetune.finetuning import FinetunePreparation, finish, prepare, start
+
+SAMPLES = {sample.name: sample for sample in quantized_checkpoints.SAMPLES}
+PLANES = Family("mixtral", "MixtralForCausalLM", SIZES | {"hidden_size": 64})
+KINDS = ("gpt_oss-mxfp4", "qwen3_moe-fp8-ragged", "deepseek_v3-int4", "mixtral-nvfp4", "planes")
+"""One for each kind of code and scales, and one for each way in which experts lie in files."""
+
+
+def bases(kind: str, folder: Path) -> tuple[Path, Path]:
+    """A checkpoint of frozen weights, and a plain one with the same values."""
+    if kind == "planes":
+        plain = folder / "plain"
+        save(tiny_model(PLANES).bfloat16(), plain, sharded=False)
+        tiny_tokenizer().save_pretrained(plain)
+        pack_checkpoint(plain, folder / "packed", "planes")
+        return folder / "packed", plain
+    sample = SAMPLES[kind]
+    family = dataclasses.replace(sample.family, config=sample.family.config | SIZES)
+    written = quantized_checkpoints.write(dataclasses.replace(sample, family=family), folder)
+    tiny_tokenizer().save_pretrained(written.folder)
+    return written.folder, written.plain
+
+
+def loss_of(model: PreTrainedModel, embedded: Tensor, ids: Tensor) -> Tensor:
+    logits = model(inputs_embeds=embedded, use_cache=False).logits
+    return cross_entropy(logits.flatten(0, 1), ids.flatten()) / PARTS
+
+
+def embed(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return model.get_input_embeddings()(ids).detach().requires_grad_()
+
+
+def draw(preparation: FinetunePreparation) -> list[Tensor]:
+    return [*torch.from_numpy(preparation.batches.draw(SEQUENCES)).chunk(PARTS)]
+
+
+def gradients_in_memory(model: PreTrainedModel, windows: list[Tensor]) -> dict[str, Tensor]:
+    """Under the names that `FrozenPasses` has for adapters of experts."""
+    inputs = [embed(model, ids[:, :-1]) for ids in windows]
+    for embedded, ids in zip(inputs, windows, strict=True):
+        loss_of(model, embedded, ids[:, 1:]).backward()
+    found = {f"inputs {i}": x.grad for i, x in enumerate(inputs)}
+    for name, parameter in model.named_parameters():
+        for part, letter in (("first", "A"), ("second", "B")):
+            name = name.replace(f".0.{part}", f"_{letter}")
+        found[name.replace(".parametrizations.", ".adapters.")] = parameter.grad
+    return {name: grad for name, grad in found.items() if grad is not None}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_the_values(tmp_path: Path, kind: str) -> None:
+    """Of inputs, of PEFT's adapters on attention and of ours on experts; all experts on the disk.
+
+    Both compute in fp32 from the same values, and in other orders. How far the one in memory is
+    from fp64 shows what rounding comes to: two such results lie at most twice as far apart, and
+    twice that for tails, as in `test_finetuning`.
+    """
+    folder, plain = bases(kind, tmp_path)
+    config = config_of(folder, tmp_path, lora={"rank": 3, "scale": 1.5})
+    preparation = prepare(smallest(config))
+    trainer = start(preparation, resume=False)
+    ours = preparation.model
+    torch.manual_seed(1)
+    for name, parameter in ours.named_parameters():
+        if name.endswith("_B") or ".lora_B" in name:  # zero at first, as gradients of A are then
+            parameter.data.normal_(std=0.05)
+    first = {name: p.detach().clone() for name, p in ours.named_parameters()}
+    windows = draw(preparation)
+    inputs = [embed(ours, ids[:, :-1]) for ids in windows]
+    pairs = zip(inputs, windows, strict=True)
+    parts = [functools.partial(loss_of, ours, x, ids[:, 1:]) for x, ids in pairs]
+    trainer.optimizer.backward(parts)  # type: ignore[union-attr]
+    trainer.optimizer.check()  # type: ignore[union-attr]
+    trained = {name: p for name, p in ours.named_parameters() if p.requires_grad}
+    leaves = {f"inputs {i}": x for i, x in enumerate(inputs)} | trained
+    found = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    trainer.close()
+
+    single, exact = (
+        gradients_in_memory(adapted(plain, preparation, first, dtype), windows)
+        for dtype in (torch.float32, torch.float64)
+    )
+    assert found.keys() == exact.keys()
+    assert len(found) > PARTS + 2 * 2 * 2 * 2
+    for name, truth in exact.items():
+        rounding = (single[name] - truth).norm() + 2**-24 * truth.norm()
+        assert truth.norm() > 0, name
+        assert (found[name] - single[name]).norm() <= 4 * rounding, name
+        # An expert's wrong scale leaves more than that.
+        assert 4 * rounding < 1e-3 * truth.norm(), name
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss-mxfp4", "planes"])
+def test_a_run_does_not_depend_on_the_budget_and_its_adapters_load_in_peft(
+    tmp_path: Path, kind: str
+) -> None:
+    """The smallest budget, everything resident, and a run that was stopped in between."""
+    folder, plain = bases(kind, tmp_path)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    results = []
+    for name, change in (("small", smallest), ("large", lambda config: config)):
+        run = {"output": str(tmp_path / name)}
+        results.append(finetuned(change(config_of(folder, tmp_path, lora={"rank": 2}, run=run))))
+    config = config_of(folder, tmp_path, lora={"rank": 2})
+    trainer = start(prepare(config), resume=False)
+    losses = train(trainer, stop_after=2)
+    trainer.close()
+    preparation = prepare(config)
+    trainer = start(preparation, resume=True)
+    losses += train(trainer)
+    summary = finish(preparation, trainer, export=True)
+    with torch.no_grad():
+        expected = preparation.model.eval()(PROMPT).logits
+    trainer.close()
+    assert results[0][0] == results[1][0] == losses
+    summaries = [found for _, found in results] + [summary]
+    adapters = [Path(found["adapters"]) for found in summaries]
+    assert len({(path / "adapter_model.safetensors").read_bytes() for path in adapters}) == 1
+    reads = [found["offload"]["read_bytes"] for found in summaries]
+    assert reads[0] > reads[1]
+    assert [found["model"] for found in summaries] == [None] * 3
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+    base = resident(plain).eval()
+    with torch.no_grad():
+        untrained = base(PROMPT).logits
+        loaded = PeftModel.from_pretrained(base, adapters[2]).eval()
+        found = loaded(PROMPT).logits
+    # Sums in fp32 in another order, as in `test_quantized_models`.
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    assert (untrained - expected).norm() > 1e-2 * expected.norm()
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss-mxfp4", "planes"])
+def test_what_would_change_frozen_weights_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    folder, _ = bases(kind, tmp_path)
+    words = ["finetune", str(folder), str(write_text(tmp_path)), "-o", str(tmp_path / "out")]
+    words += ["--context", "16", "--sequences", "2", "--steps", "1"]
+    for more, expected in (
+        ([], "give --lora RANK"),
+        (["--zeroth-order"], "give --lora RANK"),
+        (["--lora", "2", "--export-dtype", "bfloat16"], "not merged into"),
+    ):
+        assert main([*words, *more]) == 2
+        shown = capsys.readouterr().err
+        (line,) = [line for line in shown.splitlines() if "error:" in line]
+        assert expected in line
+        assert not (tmp_path / "out").exists()
+
+
+def test_the_command_says_where_adapters_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Experts alone have adapters; `--json` and the table name the folder."""
+    folder, _ = bases("deepseek_v3-int4", tmp_path)
+    words = ["finetune", str(folder), str(write_text(tmp_path)), "-o", str(tmp_path / "out")]
+    words += ["--context", "16", "--sequences", "2", "--steps", "1", "--host-memory", "1GiB"]
+    words += ["--lora", "2", "--lora-on", "experts"]
+    assert main([*words, "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    config = json.loads((Path(summary["adapters"]) / "adapter_config.json").read_text())
+    assert config["target_modules"] == []
+    assert config["base_model_name_or_path"] == str(folder)
+    words[4] = str(tmp_path / "other")
+    assert main(words) == 0
+    assert "adapters" in capsys.readouterr().err
