@@ -14,6 +14,13 @@ from torch import Tensor
 
 from moe_runtime.kernels.grouped_gemm.decode_kernel import decode_combine, decode_down, decode_up
 from moe_runtime.kernels.grouped_gemm.forward import precision_of
+from moe_runtime.kernels.grouped_gemm.packed import (
+    Weights,
+    codes_of,
+    depth_of,
+    distance,
+    packed_arguments,
+)
 from moe_runtime.kernels.grouped_gemm.tile import Device, Tile
 from moe_runtime.kernels.grouped_gemm.tiles import describe_device
 from moe_runtime.kernels.triton_support import launch
@@ -33,13 +40,14 @@ def decode_expert_mlp(
     x_TD: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
-    gate_up_SZD: Tensor,
-    down_SDF: Tensor,
+    gate_up_SZD: Weights,
+    down_SDF: Weights,
     spec: ActivationSpec,
     layout: GateLayout,
     *,
     gate_up_bias_SZ: Tensor | None = None,
     down_bias_SD: Tensor | None = None,
+    up: tuple[Weights, Tensor | None] | None = None,
     slot_of_expert: Tensor | None = None,
     device: Device | None = None,
 ) -> Tensor:
@@ -50,12 +58,13 @@ def decode_expert_mlp(
         ids_TK: `[T, K]` integers; an id that names no expert adds nothing. A token may name an
             expert twice.
         weights_TK: `[T, K]` gate weights.
-        gate_up_SZD: `[S, Z, D]`, any strides.
-        down_SDF: `[S, D, F]`, any strides.
+        gate_up_SZD: `[S, Z, D]`, any strides; or packed, of the gate, or of up without one.
+        down_SDF: `[S, D, F]`, any strides; or packed.
         spec: The activation.
         layout: Of the pre-activations.
         gate_up_bias_SZ: `[S, Z]` or None.
         down_bias_SD: `[S, D]` or None.
+        up: Weights and bias of up, where weights are packed and there is a gate.
         slot_of_expert: `[E]` or None.
         device: What the kernels must fit in, instead of the one that `x` lies on.
 
@@ -69,7 +78,7 @@ def decode_expert_mlp(
     if not num_slots or not dim_d:
         return out_TD.zero_()
     ids_TK = ids_TK.contiguous()
-    num_experts = len(down_SDF) if slot_of_expert is None else len(slot_of_expert)
+    num_experts = down_SDF.shape[0] if slot_of_expert is None else len(slot_of_expert)
     common: dict[str, Any] = {
         "ids_ptr": ids_TK,
         "slots_ptr": ids_TK if slot_of_expert is None else slot_of_expert,
@@ -88,33 +97,41 @@ def decode_expert_mlp(
     }
     hidden = torch.empty(num_slots, dim_f, dtype=x_TD.dtype, device=x_TD.device)
     step, to_up = (2, 1) if layout.has_gate and not layout.is_concatenated else (1, dim_f)
-    bias = gate_up_SZD[:, :, 0] if gate_up_bias_SZ is None else gate_up_bias_SZ
+    weight = codes_of(gate_up_SZD)
+    bias = weight[:, :, 0] if gate_up_bias_SZ is None else gate_up_bias_SZ
+    to_up_w, to_up_b = weight.stride(1) * to_up, bias.stride(1) * to_up
+    if weight is not gate_up_SZD:
+        # of packed weights up is a tensor of its own, or there is no gate
+        to_up_w = 0 if up is None else distance(weight, codes_of(up[0]))
+        to_up_b = 0 if up is None or up[1] is None else distance(bias, up[1])
     launch(
         decode_up, (num_slots, triton.cdiv(dim_f, _BLOCK_N)),
-        x_ptr=x_TD, weight_ptr=gate_up_SZD, bias_ptr=bias, hidden_ptr=hidden,
+        x_ptr=x_TD, weight_ptr=weight, bias_ptr=bias, hidden_ptr=hidden,
         dim_n=dim_f, dim_k=dim_d,
         stride_xt=x_TD.stride(0), stride_xk=x_TD.stride(1),
-        stride_ws=gate_up_SZD.stride(0), stride_wn=gate_up_SZD.stride(1) * step,
-        stride_wk=gate_up_SZD.stride(2), stride_w_up=gate_up_SZD.stride(1) * to_up,
+        stride_ws=weight.stride(0), stride_wn=weight.stride(1) * step,
+        stride_wk=weight.stride(2), stride_w_up=to_up_w,
         stride_bs=bias.stride(0), stride_bn=bias.stride(1) * step,
-        stride_b_up=bias.stride(1) * to_up, stride_hr=hidden.stride(0),
+        stride_b_up=to_up_b, stride_hr=hidden.stride(0),
         IS_GATED=layout.has_gate, HAS_BIAS=gate_up_bias_SZ is not None,
-        BLOCK_K=_block_k(x_TD, has_gate=layout.has_gate), ACTIVATION=spec,
+        BLOCK_K=_block_k(x_TD, gate_up_SZD, has_gate=layout.has_gate), ACTIVATION=spec,
+        **packed_arguments(gate_up_SZD, None if up is None else up[0], x_TD),
         **common, **products,
     )  # fmt: skip
-    block_k = _block_k(x_TD, has_gate=False)
+    weight = codes_of(down_SDF)
+    block_k = _block_k(x_TD, down_SDF, has_gate=False)
     num_parts, split_k = _parts(num_slots, num_experts, dim_d, dim_f, block_k)
     partial = torch.empty(num_parts, num_slots, dim_d, dtype=torch.float32, device=x_TD.device)
-    bias = down_SDF[:, :, 0] if down_bias_SD is None else down_bias_SD
+    bias = weight[:, :, 0] if down_bias_SD is None else down_bias_SD
     launch(
         decode_down, (num_slots, triton.cdiv(dim_d, _BLOCK_N), num_parts),
-        hidden_ptr=hidden, weight_ptr=down_SDF, bias_ptr=bias, partial_ptr=partial,
+        hidden_ptr=hidden, weight_ptr=weight, bias_ptr=bias, partial_ptr=partial,
         dim_n=dim_d, dim_k=dim_f, split_k=split_k,
-        stride_hr=hidden.stride(0), stride_ws=down_SDF.stride(0), stride_wn=down_SDF.stride(1),
-        stride_wk=down_SDF.stride(2), stride_bs=bias.stride(0), stride_bn=bias.stride(1),
+        stride_hr=hidden.stride(0), stride_ws=weight.stride(0), stride_wn=weight.stride(1),
+        stride_wk=weight.stride(2), stride_bs=bias.stride(0), stride_bn=bias.stride(1),
         stride_ps=partial.stride(0), stride_pr=partial.stride(1),
         HAS_BIAS=down_bias_SD is not None, BLOCK_K=block_k,
-        **common, **products,
+        **packed_arguments(down_SDF, None, x_TD), **common, **products,
     )  # fmt: skip
     block_d = 256
     launch(
@@ -129,14 +146,18 @@ def decode_expert_mlp(
     return out_TD
 
 
-def _block_k(x: Tensor, *, has_gate: bool) -> int:
-    """Summed elements a step: 512 bytes of a weight row, half of it where two rows are read."""
-    return (512 if not has_gate else 256) // x.element_size()
+def _block_k(x: Tensor, weight: Weights, *, has_gate: bool) -> int:
+    """Summed elements a step: 512 bytes of a row of x, half of it where two weights are read."""
+    block_k = (512 if not has_gate else 256) // x.element_size()
+    if isinstance(weight, Tensor):
+        return block_k
+    # decoded codes take registers
+    return depth_of(weight.format, x.dtype, min(block_k, 128))
 
 
 def _num_stages(x: Tensor, device: Device) -> int:
     """Loads in flight: as many as the shared memory holds, at most four."""
-    tile = Tile(MAX_TOKENS, _BLOCK_N, _block_k(x, has_gate=False), 4, 4)
+    tile = Tile(MAX_TOKENS, _BLOCK_N, _block_k(x, x, has_gate=False), 4, 4)
     return tile.fitted(x.element_size(), device).num_stages
 
 

@@ -11,6 +11,10 @@ import triton
 import triton.language as tl
 
 from moe_runtime.kernels.grouped_gemm.activation_kernel import activate, gate_fwd
+from moe_runtime.kernels.grouped_gemm.packed_kernel import packed_step, row_of_scales
+
+# Few rows are on no hot loop that a mask would slow down: blocks need not divide a dimension.
+_NO = tl.constexpr(False)
 
 
 @triton.jit
@@ -44,15 +48,20 @@ def _users(
 
 @triton.jit
 def decode_up(
-    x_ptr, weight_ptr, bias_ptr, hidden_ptr, ids_ptr, slots_ptr,
+    x_ptr, weight_ptr, bias_ptr, hidden_ptr, ids_ptr, slots_ptr, scales_ptr, zeros_ptr,
     num_tokens, num_experts, dim_n, dim_k,
     stride_xt, stride_xk, stride_ws, stride_wn, stride_wk, stride_w_up,
+    stride_ss, stride_sn, stride_s_up, stride_zs, stride_zn, stride_z_up,
     stride_bs, stride_bn, stride_b_up, stride_hr,
     IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, NUM_CHOICES: tl.constexpr,
     HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
+    SCALES_TILE: tl.constexpr,
 ):  # fmt: skip
-    """`hidden[slot of (t, expert)] = activation(x[t] @ weight.T + bias)`; N: hidden columns."""
+    """`hidden[slot of (t, expert)] = activation(x[t] @ weight.T + bias)`; N: hidden columns.
+
+    With FORMAT, weights are codes, addressed in bytes, and have scales and zero points.
+    """
     slot, leads, choice_T = _users(
         ids_ptr, slots_ptr, num_tokens, num_experts, NUM_CHOICES, HAS_SLOTS, BLOCK_T, BLOCK_C
     )
@@ -63,23 +72,39 @@ def decode_up(
     offs_k = tl.arange(0, BLOCK_K)
     mask_t = choice_T < NUM_CHOICES
     mask_n = offs_n < dim_n
-    columns = (offs_n.to(tl.int64) * stride_wn)[None, :]
     x_ptrs = x_ptr + offs_t.to(tl.int64)[:, None] * stride_xt
-    weight_ptrs = weight_ptr + slot * stride_ws + columns
+    weight_ptrs = weight_ptr + slot * stride_ws + offs_n.to(tl.int64) * stride_wn
+    if FORMAT is not None:
+        groups = row_of_scales(offs_n, FORMAT).to(tl.int64)
+        scales_ptrs = scales_ptr + slot * stride_ss + groups * stride_sn
+        zeros_ptrs = zeros_ptr + slot * stride_zs + groups * stride_zn
     gate = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
     up = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
     for first_k in range(0, dim_k, BLOCK_K):
         k = first_k + offs_k
         mask_x = mask_t[:, None] & (k < dim_k)[None, :]
-        mask_w = (k < dim_k)[:, None] & mask_n[None, :]
         x = tl.load(x_ptrs + k.to(tl.int64)[None, :] * stride_xk, mask=mask_x, other=0.0)
-        ptrs = weight_ptrs + k.to(tl.int64)[:, None] * stride_wk
-        if IS_GATED:
+        if FORMAT is not None:
+            if IS_GATED:
+                gate = packed_step(
+                    gate, x, weight_ptrs, scales_ptrs, zeros_ptrs, mask_n, first_k, dim_k,
+                    FORMAT, SCALES_TILE, _NO, _NO, PRECISION, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+            # without a gate, up is at no distance
+            up = packed_step(
+                up, x, weight_ptrs + stride_w_up, scales_ptrs + stride_s_up,
+                zeros_ptrs + stride_z_up, mask_n, first_k, dim_k,
+                FORMAT, SCALES_TILE, _NO, _NO, PRECISION, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        else:
+            mask_w = (k < dim_k)[:, None] & mask_n[None, :]
+            ptrs = weight_ptrs[None, :] + k.to(tl.int64)[:, None] * stride_wk
+            if IS_GATED:
+                weight = tl.load(ptrs, mask=mask_w, other=0.0)
+                gate = tl.dot(x, weight, gate, input_precision=PRECISION)
+                ptrs += stride_w_up
             weight = tl.load(ptrs, mask=mask_w, other=0.0)
-            gate = tl.dot(x, weight, gate, input_precision=PRECISION)
-            ptrs += stride_w_up
-        weight = tl.load(ptrs, mask=mask_w, other=0.0)
-        up = tl.dot(x, weight, up, input_precision=PRECISION)
+            up = tl.dot(x, weight, up, input_precision=PRECISION)
     if HAS_BIAS:
         bias_ptrs = bias_ptr + slot * stride_bs + offs_n.to(tl.int64) * stride_bn
         if IS_GATED:
@@ -97,12 +122,13 @@ def decode_up(
 
 @triton.jit
 def decode_down(
-    hidden_ptr, weight_ptr, bias_ptr, partial_ptr, ids_ptr, slots_ptr,
+    hidden_ptr, weight_ptr, bias_ptr, partial_ptr, ids_ptr, slots_ptr, scales_ptr, zeros_ptr,
     num_tokens, num_experts, dim_n, dim_k, split_k,
-    stride_hr, stride_ws, stride_wn, stride_wk, stride_bs, stride_bn, stride_ps, stride_pr,
+    stride_hr, stride_ws, stride_wn, stride_wk, stride_ss, stride_sn, stride_s_up, stride_zs,
+    stride_zn, stride_z_up, stride_bs, stride_bn, stride_ps, stride_pr,
     NUM_CHOICES: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, SCALES_TILE: tl.constexpr,
 ):  # fmt: skip
     """`partial[part, slot of (t, expert)]`: the down product over one part of the hidden columns.
 
@@ -121,17 +147,27 @@ def decode_down(
     mask_n = offs_n < dim_n
     rows = (offs_t * NUM_CHOICES + choice_T).to(tl.int64)
     hidden_ptrs = hidden_ptr + rows[:, None] * stride_hr
-    weight_ptrs = weight_ptr + slot * stride_ws + (offs_n.to(tl.int64) * stride_wn)[None, :]
+    weight_ptrs = weight_ptr + slot * stride_ws + offs_n.to(tl.int64) * stride_wn
+    if FORMAT is not None:
+        groups = row_of_scales(offs_n, FORMAT).to(tl.int64)
+        scales_ptrs = scales_ptr + slot * stride_ss + groups * stride_sn
+        zeros_ptrs = zeros_ptr + slot * stride_zs + groups * stride_zn
     acc = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
     end_k = tl.minimum(dim_k, (part + 1) * split_k)
     for first_k in range(part * split_k, end_k, BLOCK_K):
         k = first_k + offs_k
         mask_h = mask_t[:, None] & (k < end_k)[None, :]
         hidden = tl.load(hidden_ptrs + k[None, :], mask=mask_h, other=0.0)
-        mask_w = (k < end_k)[:, None] & mask_n[None, :]
-        ptrs = weight_ptrs + k.to(tl.int64)[:, None] * stride_wk
-        weight = tl.load(ptrs, mask=mask_w, other=0.0)
-        acc = tl.dot(hidden, weight, acc, input_precision=PRECISION)
+        if FORMAT is not None:
+            acc = packed_step(
+                acc, hidden, weight_ptrs, scales_ptrs, zeros_ptrs, mask_n, first_k, dim_k,
+                FORMAT, SCALES_TILE, _NO, _NO, PRECISION, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        else:
+            mask_w = (k < end_k)[:, None] & mask_n[None, :]
+            ptrs = weight_ptrs[None, :] + k.to(tl.int64)[:, None] * stride_wk
+            weight = tl.load(ptrs, mask=mask_w, other=0.0)
+            acc = tl.dot(hidden, weight, acc, input_precision=PRECISION)
     if HAS_BIAS:
         bias_ptrs = bias_ptr + slot * stride_bs + offs_n.to(tl.int64) * stride_bn
         bias = tl.load(bias_ptrs, mask=mask_n, other=0.0).to(tl.float32)

@@ -13,6 +13,13 @@ from torch import Tensor
 
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.kernel import grouped_gemm_fwd
+from moe_runtime.kernels.grouped_gemm.packed import (
+    Weights,
+    codes_of,
+    depth_of,
+    distance,
+    packed_arguments,
+)
 from moe_runtime.kernels.grouped_gemm.tile import ProductKind, Tile
 from moe_runtime.kernels.triton_support import is_interpreted, launch
 
@@ -33,7 +40,7 @@ def precision_of(x: Tensor) -> str:
 
 def plain_product(
     x: Tensor,
-    weight_SNK: Tensor,
+    weight_SNK: Weights,
     groups: Groups,
     *,
     out: Tensor,
@@ -48,7 +55,7 @@ def plain_product(
     Args:
         x: `[R, K]` in sorted order, or `[T, K]` if `gathers`: row r reads token `order[r] // K`;
             `[1, V]`, the hidden values of all rows, where experts differ in width.
-        weight_SNK: `[S, N, K]`, any strides; then `[E, N, K]` with the columns of all.
+        weight_SNK: `[S, N, K]`, any strides; then `[E, N, K]` with the columns of all. Or packed.
         groups: The rows.
         out: `[R, N]`, unit stride along N; other rows stay as they are.
         bias_SN: `[S, N]` or None.
@@ -58,7 +65,7 @@ def plain_product(
         tile: Instead of the rule's.
     """
     dim_n = weight_SNK.shape[1]
-    tile = tile or groups.choose_tile("plain", x, dim_n, weight_SNK.shape[2])
+    tile = tile or groups.choose_tile("plain", x, dim_n, weight_SNK.shape[2], weight_SNK)
     _run(
         x,
         weight_SNK,
@@ -80,7 +87,7 @@ def plain_product(
 
 def activated_product(
     x: Tensor,
-    weight_SZK: Tensor,
+    weight_SZK: Weights,
     groups: Groups,
     spec: ActivationSpec,
     layout: GateLayout,
@@ -88,7 +95,7 @@ def activated_product(
     out: Tensor,
     pre: Tensor | None,
     bias_SZ: Tensor | None = None,
-    up: tuple[Tensor, Tensor | None] | None = None,
+    up: tuple[Weights, Tensor | None] | None = None,
     gathers: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
@@ -97,7 +104,7 @@ def activated_product(
     Args:
         x: As in `plain_product`.
         weight_SZK: `[S, Z, K]`, any strides; Z = 2F with a gate, F without. `[E, N, K]` of the
-            gate, or of up without one, where experts differ in width.
+            gate, or of up without one, where experts differ in width; packed weights likewise.
         groups: The rows.
         spec: The activation.
         layout: Of the pre-activations.
@@ -105,7 +112,7 @@ def activated_product(
         pre: `[R, Z]` for the pre-activations in the order of the weights' rows, or None; `[2, V]`
             or `[1, V]` where experts differ in width.
         bias_SZ: `[S, Z]` or None.
-        up: Weights and bias of up, where experts differ in width and have a gate.
+        up: Weights and bias of up, where there is a gate and experts differ in width or are packed.
         gathers: As in `plain_product`.
         tile: Instead of the rule's.
     """
@@ -113,7 +120,7 @@ def activated_product(
     dim_f = groups.width_of(weight_SZK.shape[1] // (2 if has_gate and up is None else 1))
     dim_z = 2 * dim_f if has_gate else dim_f
     kind: ProductKind = "gated" if has_gate else "plain"
-    tile = tile or groups.choose_tile(kind, x, dim_z, weight_SZK.shape[2])
+    tile = tile or groups.choose_tile(kind, x, dim_z, weight_SZK.shape[2], weight_SZK)
     _run(
         x,
         weight_SZK,
@@ -135,7 +142,7 @@ def activated_product(
 
 def _run(
     x: Tensor,
-    weight: Tensor,
+    weight: Weights,
     groups: Groups,
     tile: Tile,
     *,
@@ -147,7 +154,7 @@ def _run(
     scatters: bool = False,
     scale: Tensor | None = None,
     pre: Tensor | None,
-    up: tuple[Tensor, Tensor | None] | None = None,
+    up: tuple[Weights, Tensor | None] | None = None,
     is_concatenated: bool = True,
     **rest: Any,
 ) -> None:
@@ -158,12 +165,16 @@ def _run(
     dim_k = groups.width_of(weight.shape[2]) if is_plain else weight.shape[2]
     # Distances from one hidden column's gate row to the next one's, and to its up row.
     step, to_up = (2, 1) if is_gated and not is_concatenated else (1, dim_n)
+    packed = packed_arguments(weight, None if up is None else up[0], x)
+    block_k = tile.block_k
+    if not isinstance(weight, Tensor):
+        block_k = depth_of(weight.format, x.dtype, block_k)
+        weight = weight.codes
     bias_or_weight = weight[:, :, 0] if bias is None else bias
     to_up_w, to_up_b = weight.stride(1) * to_up, bias_or_weight.stride(1) * to_up
     if up is not None:
-        # How far apart two tensors are: a kernel reads both from the address of one.
-        to_up_w = _distance(weight, up[0])
-        to_up_b = 0 if bias is None or up[1] is None else _distance(bias, up[1])
+        to_up_w = distance(weight, codes_of(up[0]))
+        to_up_b = 0 if bias is None or up[1] is None else distance(bias, up[1])
     launch(
         grouped_gemm_fwd, (len(tiles.expert) * triton.cdiv(dim_n, columns_per_tile),),
         x_ptr=x, weight_ptr=weight, bias_ptr=bias_or_weight, out_ptr=out,
@@ -182,14 +193,9 @@ def _run(
         GATHER_DIVISOR=groups.num_choices if gathers else 0, SCATTERS=scatters,
         HAS_BIAS=bias is not None, HAS_SCALE=scale is not None,
         EVEN_N=groups.are_even(dim_n, columns_per_tile, is_width=not is_plain),
-        EVEN_K=groups.are_even(dim_k, tile.block_k, is_width=is_plain), PRECISION=precision_of(x),
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
+        EVEN_K=groups.are_even(dim_k, block_k, is_width=is_plain), PRECISION=precision_of(x),
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=block_k, GROUP_M=tile.group_m,
         NUM_SLICES=2 if tile.block_n >= 256 else 1,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
-        **groups.arguments(), **groups.width_arguments(), **rest,
+        **groups.arguments(), **groups.width_arguments(), **packed, **rest,
     )  # fmt: skip
-
-
-def _distance(first: Tensor, second: Tensor) -> int:
-    """Elements between the starts of two tensors."""
-    return (second.data_ptr() - first.data_ptr()) // first.element_size()

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from moe_runtime.kernels.grouped_gemm.columns import ExpertColumns
 from moe_runtime.kernels.grouped_gemm.kernel import tile_map
+from moe_runtime.kernels.grouped_gemm.packed import Weights
 from moe_runtime.kernels.grouped_gemm.tile import ProductKind, Tile
 from moe_runtime.kernels.grouped_gemm.tiles import choose_tile
+from moe_runtime.kernels.quantized import QuantizedStack
 from moe_runtime.kernels.triton_support import launch
 
 
@@ -89,7 +91,9 @@ class Groups:
             return dim % block == 0
         return all(width % block == 0 for width in self.columns.widths)
 
-    def choose_tile(self, kind: ProductKind, x: Tensor, dim_n: int, dim_k: int) -> Tile:
+    def choose_tile(
+        self, kind: ProductKind, x: Tensor, dim_n: int, dim_k: int, weight: Weights | None = None
+    ) -> Tile:
         """The tile of a product of these rows; see `choose_tile`."""
         tile = choose_tile(
             kind,
@@ -99,6 +103,7 @@ class Groups:
             dim_k=dim_k,
             dtype=x.dtype,
             device=x.device,
+            packed=weight.format if isinstance(weight, QuantizedStack) else None,
         )
         return tile if self.columns is None else tile.for_widths()
 

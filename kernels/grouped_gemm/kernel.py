@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from moe_runtime.kernels.grouped_gemm.activation_kernel import activate, gate_fwd
+from moe_runtime.kernels.grouped_gemm.packed_kernel import packed_product, row_of_scales
 
 
 @triton.jit
@@ -137,16 +138,18 @@ def _gated_slice(
 @triton.jit
 def grouped_gemm_fwd(
     x_ptr, weight_ptr, bias_ptr, out_ptr, pre_ptr, scale_ptr, order_ptr, slots_ptr, offsets_ptr,
-    starts_ptr, values_ptr, tile_expert_ptr, tile_row_ptr,
+    starts_ptr, values_ptr, tile_expert_ptr, tile_row_ptr, scales_ptr, zeros_ptr,
     num_tiles_m, dim_n, dim_k,
     stride_xr, stride_xk, stride_ws, stride_wn, stride_wk, stride_w_up,
+    stride_ss, stride_sn, stride_s_up, stride_zs, stride_zn, stride_z_up,
     stride_bs, stride_bn, stride_b_up, stride_or, stride_pr, stride_p_up,
     EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
     IN_HALVES: tl.constexpr, GATHER_DIVISOR: tl.constexpr, SCATTERS: tl.constexpr,
     HAS_SLOTS: tl.constexpr, WIDTH_MULTIPLE: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr, STORES_PRE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, NUM_SLICES: tl.constexpr,
+    GROUP_M: tl.constexpr, NUM_SLICES: tl.constexpr, FORMAT: tl.constexpr,
+    SCALES_TILE: tl.constexpr,
 ):  # fmt: skip
     """`out[r] = epilogue(x[row r reads] @ weight[slot].T + bias[slot])`.
 
@@ -159,6 +162,8 @@ def grouped_gemm_fwd(
 
     With WIDTH_MULTIPLE, a divisor of all widths, experts have widths of their own: N columns with
     an activation, else K. The dimension is that of the widest.
+
+    With FORMAT, weights are codes, addressed in bytes, and have scales and zero points.
     """
     COLUMNS: tl.constexpr = BLOCK_N // 2 if EPILOGUE == "gated" else BLOCK_N
     tile_m, tile_n = tile_of_program(num_tiles_m, tl.cdiv(dim_n, COLUMNS), GROUP_M)
@@ -227,19 +232,42 @@ def grouped_gemm_fwd(
         # Where sums start, not what is added to them: the epilogue has no registers to spare.
         bias = tl.load(bias_ptr + slot * stride_bs + b_columns, mask=mask_n, other=0.0)
         acc += bias.to(tl.float32)[None, :]
-    acc = tile_product(
-        acc,
-        x_ptr + x_rows[:, None] * stride_xr + offs_k[None, :] * stride_xk,
-        weight_ptr + slot * stride_ws + w_columns[None, :] + offs_k[:, None] * stride_wk,
-        mask_n,
-        dim_k,
-        stride_xk,
-        stride_wk,
-        BLOCK_K,
-        EVEN_N,
-        EVEN_K,
-        PRECISION,
-    )
+    x_ptrs = x_ptr + x_rows[:, None] * stride_xr + offs_k[None, :] * stride_xk
+    weight_ptr += slot * stride_ws
+    if FORMAT is not None:
+        groups = row_of_scales(offs_n, FORMAT).to(tl.int64)
+        is_up = is_up.to(tl.int64)
+        acc = packed_product(
+            acc,
+            x_ptrs,
+            weight_ptr + w_columns,
+            scales_ptr + slot * stride_ss + groups * stride_sn + is_up * stride_s_up,
+            zeros_ptr + slot * stride_zs + groups * stride_zn + is_up * stride_z_up,
+            mask_n,
+            dim_k,
+            stride_xk,
+            FORMAT,
+            SCALES_TILE,
+            EVEN_N,
+            EVEN_K,
+            PRECISION,
+            BLOCK_N,
+            BLOCK_K,
+        )
+    else:
+        acc = tile_product(
+            acc,
+            x_ptrs,
+            weight_ptr + w_columns[None, :] + offs_k[:, None] * stride_wk,
+            mask_n,
+            dim_k,
+            stride_xk,
+            stride_wk,
+            BLOCK_K,
+            EVEN_N,
+            EVEN_K,
+            PRECISION,
+        )
     slots_of_rows = rows
     if SCATTERS or HAS_SCALE:
         slots_of_rows = tl.load(order_ptr + rows)

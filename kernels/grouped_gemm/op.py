@@ -6,15 +6,19 @@ dimension.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from moe_runtime.kernels.grouped_gemm.reference import grouped_gemm_by_expert
 from moe_runtime.kernels.operands import check_like, check_shape, precise_dtype
+from moe_runtime.kernels.quantized import QuantizedStack
 from moe_runtime.kernels.token_sort import SortedTokens
 from moe_runtime.kernels.triton_support import resolve_impl
+
+if TYPE_CHECKING:
+    from moe_runtime.kernels.grouped_gemm.groups import Groups
 
 GroupedGemmImpl = Literal["auto", "triton", "torch", "reference"]
 IMPLS: tuple[GroupedGemmImpl, ...] = ("auto", "triton", "torch", "reference")
@@ -22,7 +26,7 @@ IMPLS: tuple[GroupedGemmImpl, ...] = ("auto", "triton", "torch", "reference")
 
 def grouped_gemm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantizedStack,
     offsets_E1: Tensor,
     *,
     bias_SN: Tensor | None = None,
@@ -43,9 +47,10 @@ def grouped_gemm(
 
     Args:
         x: `[R, K]`, sorted by expert; with `gathers_choices` `[T, K]` in token order.
-        weight: `[S, N, K]`, or `[S, K, N]` if `is_transposed`; any strides.
+        weight: `[S, N, K]`, or `[S, K, N]` if `is_transposed`; any strides. Or quantised
+            `[S, N, K]`, which has no gradient, and under Triton gives none to `x`.
         offsets_E1: `[E + 1]` int64. Rows from the last offset on belong to no expert.
-        bias_SN: `[S, N]` in the dtype of the weights, or None.
+        bias_SN: `[S, N]` in the dtype of the weights, or None; any beside quantised weights.
         slot_of_expert: `[E]` int32 or int64: where in `weight` each expert lies, no two in the same
             place. An expert with a negative slot is left out, so that experts which are resident
             can run now and the others later, into the same `out`. None: expert e lies in slot e.
@@ -68,9 +73,14 @@ def grouped_gemm(
         TritonUnavailableError: `impl` comes out as `triton` and Triton is not installed.
     """
     chosen = resolve_impl(impl, x.device, IMPLS)
-    if weight.ndim != 3:
+    weight_SNK = weight
+    if isinstance(weight, QuantizedStack):
+        if is_transposed:
+            raise ValueError("quantised weights are [S, N, K]: is_transposed is for tensors")
+    elif weight.ndim != 3:
         raise ValueError(f"weight must have three dimensions, got {list(weight.shape)}")
-    weight_SNK = weight.transpose(1, 2) if is_transposed else weight
+    elif is_transposed:
+        weight_SNK = weight.transpose(1, 2)
     if (gathers_choices or scatters) and sorted_tokens is None:
         raise ValueError("gathering and scattering need sorted_tokens")
     order_R = None if sorted_tokens is None else sorted_tokens.order_R
@@ -93,6 +103,8 @@ def grouped_gemm(
         groups = Groups(offsets_E1, num_rows, slot_of_expert, order_R, max(1, gathers_choices))
         inverse_R = None if sorted_tokens is None else sorted_tokens.inverse_R
         gathers = gathers_choices > 0
+        if isinstance(weight_SNK, QuantizedStack):
+            return _packed_product(x, weight_SNK, bias_SN, groups, out, gathers, scatters)
         return grouped_gemm_triton(
             x, weight_SNK, bias_SN, groups, inverse_R, gathers=gathers, scatters=scatters, out=out
         )
@@ -115,9 +127,32 @@ def grouped_gemm(
     )
 
 
+def _packed_product(
+    x: Tensor,
+    weight: QuantizedStack,
+    bias_SN: Tensor | None,
+    groups: Groups,
+    out: Tensor | None,
+    gathers: bool,
+    scatters: bool,
+) -> Tensor:
+    from moe_runtime.kernels.grouped_gemm.forward import plain_product
+    from moe_runtime.kernels.grouped_gemm.packed import takes_format
+
+    if not takes_format(weight.format):
+        raise ValueError(f"impl='triton' cannot read {weight.format}; impl='torch' can")
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError("impl='triton' has no gradient of quantised weights; impl='torch' has")
+    if out is None:
+        out = x.new_zeros(groups.num_rows, weight.shape[1])
+    return plain_product(
+        x, weight, groups, out=out, bias_SN=bias_SN, gathers=gathers, scatters=scatters
+    )
+
+
 def _validate(
     x: Tensor,
-    weight_SNK: Tensor,
+    weight_SNK: Tensor | QuantizedStack,
     offsets_E1: Tensor,
     bias_SN: Tensor | None,
     slot_of_expert: Tensor | None,
@@ -146,19 +181,27 @@ def _validate(
             f"slot_of_expert must be [{num_experts}] of int32 or int64, got "
             f"{list(slot_of_expert.shape)} of {slot_of_expert.dtype}"
         )
-    for name, tensor in (("weight", weight_SNK), ("bias", bias_SN)):
-        if tensor is not None:
-            check_like(name, tensor, x, "x")
-    for name, tensor in (("offsets", offsets_E1), ("slot_of_expert", slot_of_expert)):
+    on_device = [("offsets", offsets_E1), ("slot_of_expert", slot_of_expert)]
+    if isinstance(weight_SNK, QuantizedStack):
+        on_device += [("weight", weight_SNK.codes), ("bias", bias_SN)]
+    else:
+        check_like("weight", weight_SNK, x, "x")
+        if bias_SN is not None:
+            check_like("bias", bias_SN, x, "x")
+    for name, tensor in on_device:
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name} must be on {x.device} like x, got {tensor.device}")
 
 
 def _validate_out(
-    out: Tensor, x: Tensor, weight_SNK: Tensor, bias_SN: Tensor | None, num_rows: int
+    out: Tensor,
+    x: Tensor,
+    weight_SNK: Tensor | QuantizedStack,
+    bias_SN: Tensor | None,
+    num_rows: int,
 ) -> None:
     check_shape("out", out, (num_rows, weight_SNK.shape[1]))
     check_like("out", out, x, "x")
-    operands = [x, weight_SNK] if bias_SN is None else [x, weight_SNK, bias_SN]
+    operands = [tensor for tensor in (x, weight_SNK, bias_SN) if isinstance(tensor, Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in operands):
         raise ValueError("out cannot be given where a gradient is wanted; use torch.no_grad()")

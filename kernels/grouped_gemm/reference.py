@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_runtime.kernels.quantized import QuantizedStack
+
 
 def grouped_gemm_by_expert(
     x: Tensor,
-    weight_SNK: Tensor,
+    weight_SNK: Tensor | QuantizedStack,
     offsets: list[int],
     slots: list[int],
     *,
@@ -23,7 +25,7 @@ def grouped_gemm_by_expert(
 
     Args:
         x: `[*, K]`.
-        weight_SNK: `[S, N, K]`, any strides.
+        weight_SNK: `[S, N, K]`, any strides; or quantised, and then its values.
         offsets: E + 1 row numbers.
         slots: One an expert; below 0 where the expert takes no part.
         bias_SN: `[S, N]` or None.
@@ -42,17 +44,23 @@ def grouped_gemm_by_expert(
             continue
         rows = rows_R[first:last]
         x_rows = x[first:last] if reads_R is None else x[reads_R[first:last]]
-        product = x_rows.to(precise) @ weight_SNK[slot].to(precise).T
+        product = x_rows.to(precise) @ _values(weight_SNK, slot, precise).T
         if bias_SN is not None:
             product = product + bias_SN[slot].to(precise)
         pieces.append(product.to(x.dtype))
         destinations.append(rows if writes_R is None else writes_R[first:last])
     if out is None:
         # A product with no rows keeps the result connected to both operands.
-        start = x[:0] @ weight_SNK[0].T.to(x.dtype)
+        start = x[:0] @ _values(weight_SNK, 0, x.dtype).T
         result = start.new_zeros(num_rows, weight_SNK.shape[1])
         values = torch.cat([start, *pieces])
         return result.index_copy(0, torch.cat([rows_R[:0], *destinations]), values)
     for piece, rows in zip(pieces, destinations, strict=True):
         out[rows] = piece
     return out
+
+
+def _values(weight: Tensor | QuantizedStack, slot: int, dtype: torch.dtype) -> Tensor:
+    if isinstance(weight, QuantizedStack):
+        return weight.matrix(slot).dequantize(dtype)
+    return weight[slot].to(dtype)

@@ -11,8 +11,10 @@ from dataclasses import replace
 
 import torch
 
+from moe_runtime.kernels.grouped_gemm.packed import scales_tile
 from moe_runtime.kernels.grouped_gemm.table import measured_tiles, tile_key
 from moe_runtime.kernels.grouped_gemm.tile import Device, ProductKind, Tile
+from moe_runtime.kernels.quantized import WeightFormat
 
 # Rows an expert has on average, up to which a tile is used. With few rows the weights are read once
 # and nothing is reused: narrow tiles keep many loads in flight. From 64 rows on a warp group's
@@ -47,6 +49,22 @@ TILES_32_BIT: dict[ProductKind, tuple[tuple[int, Tile], ...]] = {
     "down_act_backward": ((24, Tile(16, 64, 32, 4, 3)), (_UNBOUNDED, Tile(64, 64, 32, 4, 3))),
     "dw": ((_UNBOUNDED, Tile(64, 64, 32, 4, 3)),),
 }
+# Decoded codes take registers beside the sums, and a group's sums take as many again where scales
+# multiply these. A step is no deeper than a group then.
+TILES_PACKED: dict[str, tuple[tuple[int, Tile], ...]] = {
+    "scaled codes": (
+        (24, Tile(16, 64, 128, 4, 4)),
+        (48, Tile(32, 64, 128, 4, 4)),
+        (192, Tile(64, 128, 64, 4, 4)),
+        (_UNBOUNDED, Tile(128, 128, 64, 8, 4)),
+    ),
+    "scaled sums": (
+        (24, Tile(16, 64, 128, 4, 4)),
+        (48, Tile(32, 128, 64, 4, 4)),
+        (_UNBOUNDED, Tile(64, 128, 64, 4, 4)),
+    ),
+    "32-bit rows": ((24, Tile(16, 64, 64, 4, 3)), (_UNBOUNDED, Tile(64, 64, 32, 8, 3))),
+}
 
 
 def choose_tile(
@@ -58,6 +76,7 @@ def choose_tile(
     dim_k: int,
     dtype: torch.dtype,
     device: torch.device,
+    packed: WeightFormat | None = None,
 ) -> Tile:
     """The tile of a product, from what the host knows without asking the device.
 
@@ -69,8 +88,12 @@ def choose_tile(
         dim_k: The summed dimension; of a weight gradient, its rows.
         dtype: Of the operands.
         device: Where it runs.
+        packed: How the weights are written, if they are codes.
     """
     room = describe_device(device)
+    if packed is not None:
+        table = TILES_PACKED[_packed_table(packed, dtype)]
+        return _first_fit(table, num_rows / max(1, num_experts), dim_n).fitted(dtype.itemsize, room)
     sizes = {"num_rows": num_rows, "num_experts": num_experts, "dim_n": dim_n}
     if device.type == "cuda":
         key = tile_key(kind, **sizes, dim_k=dim_k, dtype=dtype)
@@ -85,8 +108,17 @@ def tile_by_rule(
 ) -> Tile:
     """The rule's tile, whatever the device can hold; arguments as in `choose_tile`."""
     tables = TILES_32_BIT if dtype == torch.float32 else TILES_16_BIT
-    rows_per_expert = num_rows / max(1, num_experts)
-    tile = next(tile for limit, tile in tables[kind] if rows_per_expert <= limit)
+    return _first_fit(tables[kind], num_rows / max(1, num_experts), dim_n)
+
+
+def _packed_table(kind: WeightFormat, dtype: torch.dtype) -> str:
+    if dtype == torch.float32:
+        return "32-bit rows"
+    return "scaled codes" if scales_tile(kind, dtype) else "scaled sums"
+
+
+def _first_fit(table: tuple[tuple[int, Tile], ...], rows_per_expert: float, dim_n: int) -> Tile:
+    tile = next(tile for limit, tile in table if rows_per_expert <= limit)
     while tile.block_n > 64 and tile.block_n >= 2 * dim_n:
         tile = replace(tile, block_n=tile.block_n // 2)
     return tile

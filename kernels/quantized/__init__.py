@@ -16,12 +16,14 @@ if TYPE_CHECKING:
         WeightFormat,
     )
     from moe_runtime.kernels.quantized.matrix import QuantizedMatrix
+    from moe_runtime.kernels.quantized.stack import QuantizedStack
 else:
     __getattr__ = lazy_names(
         __name__,
         {
             ".formats": "CODES SCALES CodeName ScaleName WeightFormat",
             ".matrix": "QuantizedMatrix",
+            ".stack": "QuantizedStack",
         },
     )
 
@@ -30,6 +32,7 @@ __all__ = [
     "SCALES",
     "CodeName",
     "QuantizedMatrix",
+    "QuantizedStack",
     "ScaleName",
     "WeightFormat",
 ]

@@ -25,6 +25,7 @@ TYPE_NAMES = {
     torch.int64: "i64",
     torch.int32: "i32",
     torch.int16: "i16",
+    torch.uint8: "u8",
 }
 OPTION_NAMES = ("num_warps", "num_stages", "num_ctas", "enable_fp_fusion")
 

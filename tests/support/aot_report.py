@@ -31,8 +31,9 @@ from moe_runtime.kernels.grouped_gemm.decode import decode_expert_mlp
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.tile import Device, ProductKind, Tile
-from moe_runtime.kernels.grouped_gemm.tiles import TILES_16_BIT, TILES_32_BIT
+from moe_runtime.kernels.grouped_gemm.tiles import TILES_16_BIT, TILES_32_BIT, TILES_PACKED
 from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
+from moe_runtime.kernels.quantized import SCALES, QuantizedStack, WeightFormat
 from moe_runtime.kernels.token_sort import SortedTokens
 from moe_runtime.kernels.token_sort.kernel import token_sort_triton
 
@@ -41,6 +42,11 @@ from moe_runtime.kernels.token_sort.kernel import token_sort_triton
 QWEN3 = {"T": 4096, "K": 8, "E": 128, "D": 2048, "F": 768}
 GPT_OSS_GATE = ActivationSpec("silu", alpha=1.702, limit=7.0, up_offset=1.0)
 GPT_OSS = {"T": 4096, "K": 4, "E": 32, "D": 2880, "F": 2880}
+PACKED = {
+    "mxfp4": WeightFormat("e2m1", "e8m0", group_cols=32),
+    "fp8-block": WeightFormat("e4m3", "f32", group_rows=128, group_cols=128),
+    "int4-zeros": WeightFormat("uint4", "bf16", group_cols=32, has_zero_points=True),
+}
 DEVICES = {
     "sm_80": Device(shared_bytes=163 * 1024, has_wide_accumulators=False),
     "sm_90": Device(),
@@ -132,6 +138,75 @@ def few_tokens(model: str, dtype: torch.dtype, device: Device) -> None:
     )
 
 
+def packed_stack(kind: WeightFormat, num_slots: int, num_rows: int, num_cols: int) -> Any:
+    groups = kind.scales_shape(num_rows, num_cols)
+    return QuantizedStack(
+        kind,
+        num_cols,
+        meta(num_slots, num_rows, kind.row_bytes(num_cols), dtype=torch.uint8),
+        meta(num_slots, *groups, dtype=SCALES[kind.scales]),
+        meta(num_slots, *groups, dtype=torch.uint8) if kind.has_zero_points else None,
+    )
+
+
+def packed_products(name: str, tile: Tile | None, dtype: torch.dtype, device: Device) -> None:
+    """Both products of a layer whose experts are packed, read through a slot table.
+
+    Args:
+        name: Of `PACKED`.
+        tile: None for those of eight tokens.
+        dtype: Of the rows.
+        device: What they must fit in.
+    """
+    kind, is_gpt_oss = PACKED[name], name == "mxfp4"
+    T, K, E, D, F = (GPT_OSS if is_gpt_oss else QWEN3).values()
+    gate, up = (packed_stack(kind, E + 8, F, D) for _ in range(2))
+    down = packed_stack(kind, E + 8, D, F)
+    biases = [meta(E + 8, n, dtype=torch.float32) if is_gpt_oss else None for n in (F, F, D)]
+    spec = GPT_OSS_GATE if is_gpt_oss else ActivationSpec("silu")
+    slots = meta(E, dtype=torch.int32)
+    if tile is None:
+        decode_expert_mlp(
+            meta(8, D, dtype=dtype), meta(8, K, dtype=torch.int64), meta(8, K, dtype=dtype),
+            gate, down, spec, GateLayout(),
+            gate_up_bias_SZ=biases[0], down_bias_SD=biases[2], up=(up, biases[1]),
+            slot_of_expert=slots, device=device,
+        )  # fmt: skip
+        return
+    rows = T * K
+    groups = Groups(
+        meta(E + 1, dtype=torch.int64), rows, slots, meta(rows, dtype=torch.int64), num_choices=K
+    )
+    x, hidden = meta(T, D, dtype=dtype), meta(rows, F, dtype=dtype)
+    activated_product(
+        x, gate, groups, spec, GateLayout(),
+        out=hidden, pre=None, bias_SZ=biases[0], up=(up, biases[1]), gathers=True, tile=tile,
+    )  # fmt: skip
+    out = meta(rows, D, dtype=dtype)
+    plain_product(hidden, down, groups, out=out, bias_SN=biases[2], tile=tile)
+
+
+def packed_calls(device: Device, *, every_tile: bool) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The products of `packed_products`, with a description.
+
+    Unless it is every tile, each format is compiled for few rows or for many.
+    """
+    for name in PACKED:
+        if every_tile or name != "fp8-block":
+            few = partial(packed_products, name, None, torch.bfloat16, device)
+            yield f"packed {name} few tokens", few
+        table = TILES_PACKED["scaled codes" if name == "mxfp4" else "scaled sums"]
+        tiles = [tile for _, tile in table] if every_tile else [table[-1][1]]
+        for tile in tiles if every_tile or name != "int4-zeros" else ():
+            fitted = tile.fitted(torch.bfloat16.itemsize, device)
+            many = partial(packed_products, name, fitted, torch.bfloat16, device)
+            yield f"packed {name} {fitted}", many
+    if every_tile:
+        fitted = TILES_PACKED["32-bit rows"][-1][1].fitted(torch.float32.itemsize, device)
+        many = partial(packed_products, "mxfp4", fitted, torch.float32, device)
+        yield f"packed mxfp4 float32 {fitted}", many
+
+
 def small_kernels(device: Device) -> None:
     """What has no tile to choose."""
     ids, order = meta(4096, 8, dtype=torch.int64), meta(4096 * 8, dtype=torch.int64)
@@ -178,6 +253,7 @@ def meta_topology(columns: ExpertColumns, num_rows: int, block_rows: int) -> Blo
 def calls(target: str, *, every_tile: bool) -> Iterator[tuple[str, Callable[[], None]]]:
     """Everything to compile, with a description."""
     yield "small kernels", partial(small_kernels, DEVICES[target])
+    yield from packed_calls(DEVICES[target], every_tile=every_tile)
     blocks = [(torch.bfloat16, rows, False) for rows in BLOCK_SIZES]
     blocks = blocks if every_tile else blocks[-1:]
     for dtype, rows, is_even in [*blocks, (torch.bfloat16, 128, True), (torch.float32, 128, False)]:

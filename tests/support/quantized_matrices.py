@@ -7,7 +7,12 @@ import itertools
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.quantized import SCALES, QuantizedMatrix, WeightFormat
+from moe_runtime.kernels.quantized import (
+    SCALES,
+    QuantizedMatrix,
+    QuantizedStack,
+    WeightFormat,
+)
 
 MXFP4 = WeightFormat("e2m1", "e8m0", group_cols=32)
 NVFP4 = WeightFormat("e2m1", "e4m3", group_cols=16, global_scale="multiply")
@@ -77,3 +82,22 @@ def random_matrix(
 
 def _bytes(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+
+
+def random_stack(
+    kind: WeightFormat, num_slots: int, num_rows: int, num_cols: int, generator: torch.Generator
+) -> QuantizedStack:
+    """As `random_matrix`, one a slot; they lie apart, among bytes that are NaN in every type."""
+    matrices = [random_matrix(kind, num_rows, num_cols, generator) for _ in range(num_slots)]
+
+    def stacked(part: str) -> Tensor:
+        values = torch.stack([getattr(matrix, part) for matrix in matrices])
+        size = values[0].numel() * values.element_size()
+        # slots begin at 16 bytes, and rows of codes may lie at any distance
+        memory = torch.full((num_slots, -(-size // 16) * 16 + 32), 255, dtype=torch.uint8)
+        view = memory[:, :size].view(torch.uint8) if size else memory[:, :0]
+        view.copy_(values.flatten(1).contiguous().view(torch.uint8).view(num_slots, size))
+        return view.view(values.dtype).unflatten(1, values.shape[1:])
+
+    zeros = stacked("zero_points") if kind.has_zero_points else None
+    return QuantizedStack(kind, num_cols, stacked("codes"), stacked("scales"), zeros)

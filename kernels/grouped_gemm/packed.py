@@ -1,0 +1,85 @@
+"""Weights of a grouped product, packed or not, as the launchers hand them to the kernels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.quantized import QuantizedStack, WeightFormat
+from moe_runtime.kernels.quantized.matrix import LARGEST_ZERO
+
+Weights: TypeAlias = "Tensor | QuantizedStack"
+
+# The least that a matrix instruction sums.
+_LEAST_DEPTH = 16
+
+
+def takes_format(kind: WeightFormat) -> bool:
+    """Whether the Triton products read weights of this format as they lie."""
+    return (
+        kind.global_scale == "none"
+        and kind.group_cols % _LEAST_DEPTH == 0
+        and 0 <= kind.zero <= LARGEST_ZERO
+    )
+
+
+def scales_tile(kind: WeightFormat, dtype: torch.dtype) -> bool:
+    """Whether decoded weights times their scales are exact in the dtype of the rows.
+
+    fp4 times a power of two is, down to the smallest one, in what has the exponents of fp32.
+    """
+    is_wide = dtype in (torch.bfloat16, torch.float32)
+    return kind.codes == "e2m1" and kind.scales == "e8m0" and kind.group_cols == 32 and is_wide
+
+
+def depth_of(kind: WeightFormat, dtype: torch.dtype, block_k: int) -> int:
+    """Summed columns of a step: at most `block_k`, and of one group where scales multiply sums."""
+    if scales_tile(kind, dtype) or not kind.group_cols:
+        return max(block_k, 32)
+    return math.gcd(block_k, kind.group_cols)
+
+
+def codes_of(weight: Weights) -> Tensor:
+    """What lies where a kernel reads the weights from."""
+    return weight if isinstance(weight, Tensor) else weight.codes
+
+
+def packed_arguments(weight: Weights, up: Weights | None, x: Tensor) -> dict[str, Any]:
+    """What a kernel is told of scales and zero points; nothing that counts of plain weights.
+
+    Args:
+        weight: Of the product, or of the gate.
+        up: Of up, where it is a tensor of its own: of the same format.
+        x: The rows.
+    """
+    if isinstance(weight, Tensor):
+        return {
+            "scales_ptr": weight, "zeros_ptr": weight,
+            "stride_ss": 0, "stride_sn": 0, "stride_s_up": 0,
+            "stride_zs": 0, "stride_zn": 0, "stride_z_up": 0,
+            "FORMAT": None, "SCALES_TILE": False,
+        }  # fmt: skip
+    other = weight if up is None else up
+    assert not isinstance(other, Tensor), "gate and up have one format"
+    scales, zeros = weight.scales, weight.zero_points
+    zeros = weight.codes if zeros is None else zeros
+    other_zeros = other.codes if other.zero_points is None else other.zero_points
+    if scales.dtype == torch.float8_e4m3fn:
+        # not every GPU knows the type
+        scales = scales.view(torch.uint8)
+    return {
+        "scales_ptr": scales, "zeros_ptr": zeros,
+        "stride_ss": scales.stride(0), "stride_sn": scales.stride(1),
+        "stride_s_up": distance(weight.scales, other.scales),
+        "stride_zs": zeros.stride(0), "stride_zn": zeros.stride(1),
+        "stride_z_up": distance(zeros, other_zeros),
+        "FORMAT": weight.format, "SCALES_TILE": scales_tile(weight.format, x.dtype),
+    }  # fmt: skip
+
+
+def distance(first: Tensor, second: Tensor) -> int:
+    """Elements between the starts of two tensors: a kernel reads both from the address of one."""
+    return (second.data_ptr() - first.data_ptr()) // first.element_size()
