@@ -198,6 +198,7 @@ OWN_WRITERS = {
     "moe_runtime/training/metrics.py": "appends lines, of which readers take whole ones",
     # Into a folder that takes its place as a whole:
     "moe_runtime/checkpoints/export.py": "replace_folder",
+    "moe_runtime/checkpoints/packing/staging.py": "replace_folder, from a folder that is taken up",
     "moe_runtime/checkpoints/packing/writer.py": "replace_folder, from a folder that is taken up",
     "moe_runtime/inference/hugging_face/saving.py": "replace_folder",
     "models/lm/export.py": "replace_folder",

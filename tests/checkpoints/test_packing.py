@@ -123,7 +123,7 @@ def test_an_interrupted_run_goes_on_with_what_is_whole(
     pack_checkpoint(source, tmp_path / "at-once")
     num_files = len(list((tmp_path / "at-once").glob("experts-*")))
     assert num_files > 3
-    whole = writer._Writer._write_shard
+    whole = writer._Growing._write_file
 
     def be_interrupted(self: Any, number: int, *rest: Any) -> Any:
         if number == 2:
@@ -132,7 +132,7 @@ def test_an_interrupted_run_goes_on_with_what_is_whole(
 
     out = tmp_path / "packed"
     with monkeypatch.context() as patch:
-        patch.setattr(writer._Writer, "_write_shard", be_interrupted)
+        patch.setattr(writer._Growing, "_write_file", be_interrupted)
         with pytest.raises(KeyboardInterrupt):
             pack_checkpoint(source, out)
     assert not out.exists()
@@ -147,7 +147,7 @@ def test_nothing_of_another_checkpoint_is_taken_up(
 ) -> None:
     other = tmp_path / "other"
     shutil.copytree(source, other)
-    monkeypatch.setattr(writer._Writer, "write_rest", lambda _: 1 / 0)
+    monkeypatch.setattr(writer._Growing, "write_rest", lambda _: 1 / 0)
     for code in ("planes", "none"):
         with pytest.raises(ZeroDivisionError):
             pack_checkpoint(other, tmp_path / "packed", code)
@@ -261,7 +261,7 @@ def test_what_an_earlier_run_wrote_is_read_again(
     pack_checkpoint(source, tmp_path / "at-once")
     out = tmp_path / "packed"
     with monkeypatch.context() as patch:
-        patch.setattr(writer._Writer, "write_rest", lambda _: 1 / 0)
+        patch.setattr(writer._Growing, "write_rest", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             pack_checkpoint(source, out)
     second = sorted(staging_of(out).glob("experts-*"))[1]

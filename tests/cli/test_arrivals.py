@@ -66,6 +66,7 @@ CASES = {
             "model": ("", "models/pocket"),
             "out": ("", Path("packed")),
             "code": ("--code none", "none"),
+            "quantize": ("--quantize int4", "int4"),
             "io_threads": ("--io-threads 3", ("io_threads", 3)),
         },
     ),

@@ -1,61 +1,116 @@
-"""Packed checkpoints: each expert in one run of whole blocks, in the lossless code if asked."""
+"""A checkpoint written again with its experts packed, in the lossless code, or quantised."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from moe_runtime.checkpoints.expert_map import map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.checkpoints.packing.manifest import CODES, Code, read_manifest
-from moe_runtime.checkpoints.packing.staging import read_progress, staging_of
-from moe_runtime.checkpoints.packing.writer import (
-    PackSummary,
-    Progress,
-    write_packed,
+from moe_runtime.checkpoints.packing.packed_writer import PackedWriter
+from moe_runtime.checkpoints.packing.quantized_writer import (
+    MatrixError,
+    QuantizedWriter,
+    files_of_report,
 )
+from moe_runtime.checkpoints.packing.schemes import SCHEMES, Scheme
+from moe_runtime.checkpoints.packing.staging import read_progress, staging_of
+from moe_runtime.checkpoints.packing.writer import Progress, write_checkpoint
 from moe_runtime.errors import CheckpointError
 from moe_runtime.files import check_output_folder
 from moe_runtime.places import require_replaceable
 
-__all__ = ["CODES", "PackSummary", "pack_checkpoint", "staging_of"]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackSummary:
+    """What was written.
+
+    Attributes:
+        folder: of the new checkpoint.
+        code: how matrices are written that lost nothing; None where they are quantised.
+        quantize: how they are quantised; None where they are not.
+        expert_bytes: bytes of all experts as they were.
+        packed_bytes: as they are now.
+        num_experts: how many there are.
+        kept_files: files of experts that an earlier, interrupted run had written.
+        errors: of quantised matrices, for each layer and each of its matrices.
+    """
+
+    folder: Path
+    code: Code | None
+    quantize: Scheme | None
+    expert_bytes: int
+    packed_bytes: int
+    num_experts: int
+    kept_files: int
+    errors: tuple[MatrixError, ...] = ()
+
+    @property
+    def ratio(self) -> float:
+        """Bytes now to bytes before."""
+        return self.packed_bytes / self.expert_bytes
 
 
 def pack_checkpoint(
     path_or_id: str | Path,
     folder: str | Path,
-    code: Code = "planes",
+    code: Code | None = None,
+    quantize: Scheme | None = None,
     *,
     io_threads: int = 4,
     progress: Progress | None = None,
 ) -> PackSummary:
-    """Writes a checkpoint again, each expert in one run of bytes that begins at a whole block.
+    """Writes a checkpoint again, its experts in fewer bytes.
 
     Args:
         path_or_id: the folder of a checkpoint, or the name of a repository on the hub.
-        folder: of the packed one; replaced once the new one is whole.
-        code: `planes` writes bf16 matrices in a code that loses nothing; `none` as they are.
+        folder: of the new one; replaced once the new one is whole.
+        code: for experts that lose nothing, each in one run of bytes that begins at a whole block:
+            `planes`, the default, writes bf16 matrices in a lossless code; `none` as they are.
+        quantize: for experts that do lose, written as compressed-tensors or gpt-oss has them:
+            `mxfp4`, `int4` or `int8` in groups, `fp8` with a scale for each row.
         io_threads: reads in flight at once.
         progress: called with what is being done, the bytes done and the bytes in all.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged or incomplete, or the folder cannot be.
-        UnsupportedModelError: it has no experts that the code is for, or is packed already.
+        UnsupportedModelError: it has no experts that the form is for, or they have one already.
         CapacityError: the disk has no room.
-        ValueError: the code is unknown, or the folder is the checkpoint's own.
+        ValueError: a name is unknown, both are given, or the folder is the checkpoint's own.
         OSError: it cannot be written. What is whole stays in `staging_of(folder)`.
     """
-    if code not in CODES:
+    if code is not None and quantize is not None:
+        raise ValueError(
+            f"code {code} loses nothing and quantize {quantize} does; name only one of them"
+        )
+    if code not in (None, *CODES):
         raise ValueError(f"code must be {' or '.join(CODES)}, got {code!r}")
+    if quantize not in (None, *SCHEMES):
+        raise ValueError(f"quantize must be {' or '.join(SCHEMES)}, got {quantize!r}")
     checkpoint = open_checkpoint(path_or_id, "auto")
-    checkpoint.require_plain("packing")
+    checkpoint.require_plain("packing" if quantize is None else "quantising")
     _require_ours(Path(folder), checkpoint.folder)
     check_output_folder(folder, "packed checkpoint")
     require_replaceable(Path(os.path.realpath(folder)))
     experts = map_experts(build_on_meta(checkpoint), checkpoint)
-    return write_packed(
-        checkpoint, experts, Path(folder), code, io_threads=io_threads, progress=progress
+    if quantize is None:
+        code = code or "planes"
+        writer = PackedWriter(checkpoint, experts, code)
+    else:
+        writer = QuantizedWriter(checkpoint, experts, quantize)
+    written, kept = write_checkpoint(writer, Path(folder), io_threads=io_threads, progress=progress)
+    return PackSummary(
+        folder=Path(folder),
+        code=code,
+        quantize=quantize,
+        expert_bytes=writer.expert_bytes,
+        packed_bytes=sum(file.num_bytes for file in written),
+        num_experts=len(experts.layouts),
+        kept_files=kept,
+        errors=tuple(writer.errors) if isinstance(writer, QuantizedWriter) else (),
     )
 
 
@@ -78,8 +133,19 @@ def _require_ours(folder: Path, source: Path) -> None:
     other = {path.name for path in place.iterdir()}
     with contextlib.suppress(CheckpointError):
         other -= set(read_manifest(place).files)
+    other -= set(files_of_report(place))
     if other:
         raise ValueError(
             f"{folder} holds {min(other)}, which is no part of a packed checkpoint; name another "
             "folder"
         )
+
+
+__all__ = [
+    "CODES",
+    "SCHEMES",
+    "MatrixError",
+    "PackSummary",
+    "pack_checkpoint",
+    "staging_of",
+]

@@ -1,13 +1,17 @@
-"""The folder in which a packed checkpoint grows, and what an interrupted run left in it."""
+"""The folder in which a new checkpoint grows, and what an interrupted run left in it."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moe_runtime.checkpoints.strict_json import parse_object
+from moe_runtime.files import sync_folder
 
 STAGING_SUFFIX = ".packing"
 PROGRESS_NAME = "packing_progress.json"
@@ -15,16 +19,27 @@ PROGRESS_NAME = "packing_progress.json"
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """A file of experts that is whole: its name, and rooms, digests and bytes of each expert."""
+    """A file of experts that is whole.
+
+    Attributes:
+        file: its name.
+        pieces: begin, bytes and digest of what it holds, the header too.
+        notes: for each expert what its writer wants to know again: the rooms of its escapes, or the
+            squares of its errors.
+    """
 
     file: str
-    rooms: list[list[int]]
-    digests: list[int]
-    sizes: list[int]
+    pieces: list[list[int]]
+    notes: list[list[Any]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors, which lie behind the header."""
+        return sum(size for begin, size, _ in self.pieces if begin)
 
 
 def staging_of(folder: Path) -> Path:
-    """Where a packed checkpoint grows until it takes its place."""
+    """Where a new checkpoint grows until it takes its place."""
     place = Path(os.path.realpath(folder))
     return place.with_name(place.name + STAGING_SUFFIX)
 
@@ -61,11 +76,56 @@ def _values_of(shard: Any) -> dict[str, Any]:
     Raises:
         KeyError, TypeError, ValueError: they are none.
     """
-    kinds = {"file": str, "rooms": list, "digests": list, "sizes": list}
+    kinds = {"file": str, "pieces": list, "notes": list}
     values = {name: shard[name] for name in kinds}
-    sizes = [len(values[name]) for name in ("rooms", "digests", "sizes")]
-    if any(type(values[name]) is not kind for name, kind in kinds.items()) or len(set(sizes)) > 1:
+    if any(type(values[name]) is not kind for name, kind in kinds.items()):
         raise ValueError(f"expected a file and its experts, found {shard}")
-    if any(type(size) is not int or size < 1 for size in values["sizes"]):
-        raise ValueError(f"expected bytes of experts, found {values['sizes']}")
+    for piece in values["pieces"]:
+        if len(piece) != 3 or any(type(part) is not int for part in piece):
+            raise ValueError(f"expected begin, bytes and digest of a piece, found {piece}")
+    if any(begin < 0 or size < 1 for begin, size, _ in values["pieces"] or [(0, 0, 0)]):
+        raise ValueError(f"expected pieces of {shard['file']}, found {values['pieces']}")
     return values
+
+
+def header_of(
+    tensors: Sequence[tuple[str, str, Sequence[int], int]], multiple_of: int = 8
+) -> tuple[dict[str, int], bytes]:
+    """Where tensors of some bytes lie behind a header of safetensors, and the header."""
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offsets: dict[str, int] = {}
+    end = 0
+    for name, dtype, shape, size in tensors:
+        offsets[name] = end
+        fields[name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % multiple_of)
+    return offsets, len(text).to_bytes(8, "little") + text
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[int]:
+    """A file that has its name once it is on the disk; removed where the block fails."""
+    part = path.with_name(path.name + ".part")
+    descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    is_whole = False
+    try:
+        yield descriptor
+        os.fsync(descriptor)
+        is_whole = True
+    finally:
+        os.close(descriptor)
+        if is_whole:
+            os.rename(part, path)
+            sync_folder(path.parent)
+        else:
+            part.unlink(missing_ok=True)
+
+
+def link_or_move(path: Path, target: Path) -> None:
+    """Gives a file a second name, or, where the filesystem has none, another one."""
+    try:
+        os.link(path, target)
+    except OSError:
+        os.rename(path, target)

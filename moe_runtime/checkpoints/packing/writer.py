@@ -1,13 +1,14 @@
-"""Writing a packed checkpoint: expert by expert, whole or not at all, going on after a kill.
+"""Writing a checkpoint's experts anew: file by file, whole or not at all, going on after a kill.
 
 The new folder grows as ``NAME.packing`` beside its place, one file of experts after the other. What
-is whole in there is listed with its digests; the next run with the same checkpoint and code takes
-it as it is, and begins with the file after it. Once all is written, read back and compared, the
-folder takes its place in one step.
+is whole in there is listed with its digests; the next run with the same checkpoint and settings
+takes it as it is, and begins with the file after it. Once all is written, read back and compared,
+the folder takes its place in one step.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import json
@@ -15,37 +16,32 @@ import math
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from moe_runtime.checkpoints.expert_map import ExpertMap
-from moe_runtime.checkpoints.expert_tensors import TensorFinder
+from torch import Tensor
+
+from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.export import INDEX_NAME, copy_tensor, write_at, write_index
-from moe_runtime.checkpoints.opening import QUANT_METHOD, Checkpoint
-from moe_runtime.checkpoints.packing.encoding import ExpertPacker
-from moe_runtime.checkpoints.packing.manifest import (
-    MANIFEST_NAME,
-    Code,
-    Manifest,
-    MatrixForm,
-    PackedLayer,
-    aligned,
-    tensor_name,
-)
+from moe_runtime.checkpoints.opening import Checkpoint, build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.packing.encoding import read_ahead
+from moe_runtime.checkpoints.packing.manifest import aligned
 from moe_runtime.checkpoints.packing.staging import (
     PROGRESS_NAME,
     WrittenFile,
+    header_of,
+    link_or_move,
     read_progress,
     staging_of,
+    whole_file,
 )
-from moe_runtime.checkpoints.safetensors_index import PACKED_INDEX_NAME, TensorEntry
+from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.checkpoints.strict_json import parse_object
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError, CheckpointError
-from moe_runtime.files import held, make_folders, sync_folder, write_text
+from moe_runtime.files import held, make_folders, write_text
 from moe_runtime.folders import replace_folder
 from moe_runtime.memory.layout import BLOCK_BYTES
 from moe_runtime.memory.slab import aligned_bytes, host_view
@@ -54,58 +50,114 @@ from moe_runtime.types import ExpertKey
 
 SHARD_BYTES = 2 << 30
 """Bytes of experts, as they were, in a file: what a kill loses at most."""
-_DENSE_NAME = "dense.safetensors"
-_LEAST_RATIO = {"planes": 0.65, "none": 1.0}
-"""No trained weights get smaller than this share of their bytes: the entropy of their code."""
 _NOT_COPIED = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack")
 
 Progress = Callable[[str, int, int], None]
+Experts = Iterator[tuple[ExpertKey, Mapping[str, Tensor]]]
+"""Experts as they are read, with their tensors by the names of `ExpertMap.matrices`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PackSummary:
-    """What was packed.
+class CheckpointWriter(abc.ABC):
+    """What becomes of a checkpoint's experts; everything else is copied.
 
-    Attributes:
-        folder: of the packed checkpoint.
-        code: how matrices are written.
-        expert_bytes: bytes of all experts as they were.
-        packed_bytes: as they are now.
-        num_experts: how many there are.
-        kept_files: files of experts that an earlier, interrupted run had written.
+    Args:
+        checkpoint: where they are from.
+        experts: where they lie there.
     """
 
-    folder: Path
-    code: Code
-    expert_bytes: int
-    packed_bytes: int
-    num_experts: int
-    kept_files: int
+    stage: ClassVar[str]
+    """What is being done, for people."""
+    index_name: ClassVar[str] = INDEX_NAME
+    """Name of the file that says which file has which tensor."""
+    report_name: ClassVar[str]
+    """Name of the file that lists the files of the new checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint, experts: ExpertMap) -> None:
+        self.checkpoint = checkpoint
+        self.experts = experts
 
     @property
-    def ratio(self) -> float:
-        """Bytes now to bytes before."""
-        return self.packed_bytes / self.expert_bytes
+    def expert_bytes(self) -> int:
+        """Bytes of what is written anew, as it was."""
+        return sum(layout.tensor_bytes for layout in self.experts.layouts.values())
+
+    @property
+    @abc.abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """What files of an earlier run must have been written with."""
+
+    @property
+    @abc.abstractmethod
+    def replaced(self) -> set[str]:
+        """The tensors of the checkpoint that the new one has in another form."""
+
+    @abc.abstractmethod
+    def units(self) -> Iterable[list[ExpertKey]]:
+        """All experts in the order of the files, those together that share a file."""
+
+    @abc.abstractmethod
+    def file_name(self, number: int, num_files: int) -> str:
+        """Of a file of experts; of the last one, which holds everything else."""
+
+    @abc.abstractmethod
+    def tensors_of(self, keys: Sequence[ExpertKey]) -> Iterable[str]:
+        """The tensors that a file of these experts has."""
+
+    @abc.abstractmethod
+    def least_bytes(self, keys: Sequence[ExpertKey]) -> int:
+        """Bytes that a file of these experts takes at least."""
+
+    @abc.abstractmethod
+    def write_file(self, file: GrowingFile, keys: Sequence[ExpertKey], experts: Experts) -> None:
+        """Writes a file of some experts."""
+
+    @abc.abstractmethod
+    def quantization(self) -> Mapping[str, Any]:
+        """The quantisation part of the new ``config.json``."""
+
+    @abc.abstractmethod
+    def report(self, notes: Mapping[ExpertKey, list[Any]], files: list[str]) -> str:
+        """The content of the file `report_name`, with the notes of all experts."""
 
 
-def write_packed(
-    checkpoint: Checkpoint,
-    experts: ExpertMap,
+class GrowingFile:
+    """A file of experts that is being written.
+
+    Attributes:
+        pieces: begin, bytes and digest of each piece that was written.
+        notes: what the writer noted of each expert.
+        pool: threads for what it computes.
+    """
+
+    def __init__(self, descriptor: int, pool: ThreadPoolExecutor) -> None:
+        self._descriptor = descriptor
+        self.pieces: list[list[int]] = []
+        self.notes: list[list[Any]] = []
+        self.pool = pool
+
+    def put(self, content: bytes | memoryview, begin: int) -> None:
+        """Writes a piece, and notes what must be read back."""
+        write_at(self._descriptor, content, begin)
+        self.pieces.append([begin, len(content), zlib.crc32(content)])
+
+
+def write_checkpoint(
+    writer: CheckpointWriter,
     folder: Path,
-    code: Code,
     *,
     io_threads: int = 4,
     progress: Progress | None = None,
-) -> PackSummary:
-    """Writes a checkpoint's experts packed, and everything else as it is.
+) -> tuple[list[WrittenFile], int]:
+    """Writes a checkpoint's experts in another form, and everything else as it is.
 
     Args:
-        checkpoint: what to pack.
-        experts: where its experts lie.
-        folder: of the packed checkpoint; replaced once the new one is whole.
-        code: `planes` for the lossless code of bf16 matrices; `none` only lays experts out.
+        writer: says how.
+        folder: of the new checkpoint; replaced once the new one is whole.
         io_threads: reads in flight at once.
         progress: called with what is being done, the bytes done and the bytes in all.
+
+    Returns:
+        The files of experts, and how many of them an earlier, interrupted run had written.
 
     Raises:
         CapacityError: the disk has no room.
@@ -117,182 +169,166 @@ def write_packed(
     read_progress(staging)
     staging.mkdir(exist_ok=True)
     with held(staging, advice=f"remove {staging}"):
-        writer = _Writer(checkpoint, experts, staging, code, progress)
-        kept = len(writer.done)
-        with contextlib.closing(ExpertSource(experts.layouts, io_threads=io_threads)) as source:
-            writer.write_experts(source)
-        writer.write_rest()
-        sizes = sum(sum(shard.sizes) for shard in writer.done)
+        growing = _Growing(writer, staging, progress)
+        kept = len(growing.done)
+        layouts = writer.experts.layouts
+        with contextlib.closing(ExpertSource(layouts, io_threads=io_threads)) as source:
+            growing.write_experts(source)
+        growing.write_rest()
+        growing.require_experts()
         with replace_folder(folder) as new:
             for path in sorted(staging.iterdir()):
                 if path.name != PROGRESS_NAME:
-                    _link_or_move(path, new / path.name)
+                    link_or_move(path, new / path.name)
         shutil.rmtree(staging)
-    return PackSummary(
-        folder=folder,
-        code=code,
-        expert_bytes=sum(layout.tensor_bytes for layout in experts.layouts.values()),
-        packed_bytes=sizes,
-        num_experts=len(experts.layouts),
-        kept_files=kept,
-    )
+    return growing.done, kept
 
 
-class _Writer:
-    """The growing folder of one packed checkpoint; held by its caller."""
+class _Growing:
+    """The growing folder of one checkpoint; held by its caller."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        experts: ExpertMap,
-        staging: Path,
-        code: Code,
-        progress: Progress | None,
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._experts = experts
+    def __init__(self, writer: CheckpointWriter, staging: Path, progress: Progress | None) -> None:
+        self._writer = writer
         self._staging = staging
-        self._code: Code = code
         self._progress = progress
-        self._forms = [self._forms_of(layer) for layer in range(len(experts.modules))]
-        self._plan = [*self._shards()]
+        self._plan = [*self._files()]
         self.done = self._read_done()
         self._write_done()
 
     def write_experts(self, source: ExpertSource) -> None:
         """Writes the files of experts that are missing, each read back and compared."""
-        layouts = self._experts.layouts
-        raw = [sum(layouts[key].tensor_bytes for key in keys) for keys in self._plan]
+        raw = [sum(map(self._bytes_of, keys)) for keys in self._plan]
         done, total = sum(raw[: len(self.done)]), sum(raw)
-        self._require_room(sum(raw[len(self.done) :]))
+        self._require_room()
         with ThreadPoolExecutor(max(2, len(os.sched_getaffinity(0)))) as pool:
             for number in range(len(self.done), len(self._plan)):
-                experts = ExpertPacker(self._experts, self._forms, self._code, source, pool)
 
                 def tell(num_bytes: int, before: int = done) -> None:
                     if self._progress is not None:
-                        self._progress("packing experts", before + num_bytes, total)
+                        self._progress(self._writer.stage, before + num_bytes, total)
 
-                self.done.append(self._write_shard(number, experts, tell))
+                self.done.append(self._write_file(number, source, pool, tell))
                 self._write_done()
                 done += raw[number]
 
     def write_rest(self) -> None:
         """Writes what is no expert: dense weights, index, configuration and tokenizer."""
-        outside = self._entries_outside()
-        path = self._staging / _DENSE_NAME
-        offsets, header = _header([(e.name, e.dtype, e.shape, e.num_bytes) for e in outside])
-        with _whole_file(path) as descriptor:
+        outside, name = self._entries_outside(), self._file_name(len(self._plan))
+        offsets, header = header_of([(e.name, e.dtype, e.shape, e.num_bytes) for e in outside])
+        with whole_file(self._staging / name) as descriptor:
             write_at(descriptor, header, 0)
             for entry in outside:
                 copy_tensor(entry, descriptor, len(header) + offsets[entry.name])
-        file_of = {entry.name: _DENSE_NAME for entry in outside}
-        for keys, shard in zip(self._plan, self.done, strict=True):
-            file_of |= {tensor_name(key.layer, key.expert): shard.file for key in keys}
-        total = sum(entry.num_bytes for entry in outside) + sum(sum(s.sizes) for s in self.done)
-        source = self._checkpoint.folder
+        file_of = {entry.name: name for entry in outside}
+        for keys, written in zip(self._plan, self.done, strict=True):
+            file_of |= dict.fromkeys(self._writer.tensors_of(keys), written.file)
+        total = sum(entry.num_bytes for entry in outside)
+        total += sum(written.num_bytes for written in self.done)
+        source, own = self._writer.checkpoint.folder, (INDEX_NAME, PROGRESS_NAME)
         for found in sorted(source.iterdir()):
-            is_index = found.name == INDEX_NAME
-            is_ours = found.name in (PROGRESS_NAME, MANIFEST_NAME)
-            if found.is_file() and found.suffix not in _NOT_COPIED and not (is_index or is_ours):
+            is_ours = found.name in (*own, self._writer.report_name)
+            if found.is_file() and found.suffix not in _NOT_COPIED and not is_ours:
                 shutil.copyfile(found, self._staging / found.name)
-        write_index(self._staging / PACKED_INDEX_NAME, file_of, {"total_size": total})
+        write_index(self._staging / self._writer.index_name, file_of, {"total_size": total})
         config = parse_object((source / "config.json").read_bytes(), has_infinity=True)
-        config["quantization_config"] = {"quant_method": QUANT_METHOD, "code": self._code}
+        config["quantization_config"] = self._writer.quantization()
         write_text(self._staging / "config.json", json.dumps(config, indent=2) + "\n")
         files = {path.name for path in self._staging.iterdir()} - {PROGRESS_NAME}
-        manifest = self._manifest(sorted(files | {MANIFEST_NAME}))
-        write_text(self._staging / MANIFEST_NAME, manifest.to_json())
+        every = (key for keys in self._plan for key in keys)
+        notes = (note for written in self.done for note in written.notes)
+        report = self._writer.report(
+            dict(zip(every, notes, strict=True)), sorted(files | {self._writer.report_name})
+        )
+        write_text(self._staging / self._writer.report_name, report)
 
-    def _write_shard(
-        self, number: int, experts: ExpertPacker, tell: Callable[[int], None]
+    def require_experts(self) -> None:
+        """Opens what was written as any other checkpoint, and finds its experts.
+
+        Raises:
+            CheckpointError: they are not there.
+        """
+        new = open_checkpoint(self._staging, self._writer.checkpoint.dtype)
+        found = map_experts(build_on_meta(new), new).layouts.keys()
+        if found != self._writer.experts.layouts.keys():
+            raise CheckpointError(
+                f"{self._staging}: expected {len(self._writer.experts.layouts)} experts in what "
+                f"was written, found {len(found)}"
+            )
+
+    def _write_file(
+        self,
+        number: int,
+        source: ExpertSource,
+        pool: ThreadPoolExecutor,
+        tell: Callable[[int], None],
     ) -> WrittenFile:
-        keys = self._plan[number]
-        name = f"experts-{number + 1:05}-of-{len(self._plan):05}.safetensors"
-        shard = WrittenFile(name, [], [], [])
-        layouts = self._experts.layouts
-        most = sum(2 * layouts[key].slot_bytes + BLOCK_BYTES for key in keys)
-        names = [tensor_name(key.layer, key.expert) for key in keys]
-        lead = len(_header([(name, "U8", (most,), most) for name in names], BLOCK_BYTES)[1])
-        with _whole_file(self._staging / name) as descriptor:
-            end = raw = 0
-            for key, (content, rooms) in zip(keys, experts.of(keys), strict=True):
-                view = host_view(content)
-                write_at(descriptor, view, lead + end)
-                shard.rooms.append(rooms)
-                shard.digests.append(zlib.crc32(view))
-                shard.sizes.append(len(view))
-                end, raw = end + len(view), raw + layouts[key].tensor_bytes
-                tell(raw)
-            sizes = zip(names, shard.sizes, strict=True)
-            # its numbers are no longer than those that room was left for
-            _, header = _header([(name, "U8", (size,), size) for name, size in sizes], lead)
-            write_at(descriptor, header, 0)
-            os.fsync(descriptor)
-            self._compare(Path(f"/proc/self/fd/{descriptor}"), shard, lead)
-        return shard
+        keys, name = self._plan[number], self._file_name(number)
 
-    def _compare(self, path: Path, shard: WrittenFile, lead: int) -> None:
+        def told() -> Experts:
+            done = 0
+            for key, views in read_ahead(source, self._writer.experts, keys):
+                yield key, views
+                done += self._bytes_of(key)
+                tell(done)
+
+        with whole_file(self._staging / name) as descriptor:
+            file = GrowingFile(descriptor, pool)
+            self._writer.write_file(file, keys, told())
+            os.fsync(descriptor)
+            written = WrittenFile(name, file.pieces, file.notes)
+            self._compare(Path(f"/proc/self/fd/{descriptor}"), written)
+        return written
+
+    def _compare(self, path: Path, written: WrittenFile) -> None:
         """Reads a file back, past the page cache where that can be."""
         file = CheckpointFile(path)
         try:
-            view = host_view(aligned_bytes(aligned(max(shard.sizes), BLOCK_BYTES) + BLOCK_BYTES))
-            for size, digest in zip(shard.sizes, shard.digests, strict=True):
-                begin = lead // BLOCK_BYTES * BLOCK_BYTES
-                lead += size
-                file.read(begin, view[: aligned(lead - begin, BLOCK_BYTES)], lead - begin)
-                if zlib.crc32(view[lead - size - begin : lead - begin]) != digest:
+            most = max(size for _, size, _ in written.pieces)
+            view = host_view(aligned_bytes(aligned(most, BLOCK_BYTES) + BLOCK_BYTES))
+            for begin, size, digest in written.pieces:
+                first = begin // BLOCK_BYTES * BLOCK_BYTES
+                end = begin + size - first
+                file.read(first, view[: aligned(end, BLOCK_BYTES)], end)
+                if zlib.crc32(view[begin - first : end]) != digest:
                     raise CheckpointError(
-                        f"{self._staging / shard.file}: what was read back is not what was "
+                        f"{self._staging / written.file}: what was read back is not what was "
                         "written; the disk is faulty, or somebody else writes to it"
                     )
         finally:
             file.close()
 
-    def _forms_of(self, layer: int) -> tuple[MatrixForm, ...]:
-        layout = self._experts.layouts[ExpertKey(layer, 0)]
-        pairs = zip(self._experts.matrices[layer], layout.tensors, strict=True)
-        return tuple(MatrixForm(name, found.dtype, tuple(found.shape)) for name, found in pairs)
-
-    def _shards(self) -> Iterator[list[ExpertKey]]:
+    def _files(self) -> Iterator[list[ExpertKey]]:
         keys: list[ExpertKey] = []
         size = 0
-        for key in sorted(self._experts.layouts):
-            size += self._experts.layouts[key].tensor_bytes
-            if keys and size > SHARD_BYTES:
+        for unit in self._writer.units():
+            num_bytes = sum(map(self._bytes_of, unit))
+            if keys and size + num_bytes > SHARD_BYTES:
                 yield keys
-                keys, size = [], self._experts.layouts[key].tensor_bytes
-            keys.append(key)
+                keys, size = [], 0
+            keys, size = [*keys, *unit], size + num_bytes
         yield keys
 
-    def _manifest(self, files: list[str]) -> Manifest:
-        rooms: dict[ExpertKey, tuple[int, ...]] = {}
-        for keys, shard in zip(self._plan, self.done, strict=True):
-            rooms |= dict(zip(keys, map(tuple, shard.rooms), strict=True))
-        layers = []
-        for layer, module in enumerate(self._experts.modules):
-            keys = [ExpertKey(layer, expert) for expert in range(module.num_experts)]
-            layers.append(
-                PackedLayer(
-                    module.name,
-                    self._forms[layer],
-                    [rooms[key] for key in keys],
-                )
-            )
-        return Manifest(self._code, tuple(layers), files)
+    def _bytes_of(self, key: ExpertKey) -> int:
+        return self._writer.experts.layouts[key].tensor_bytes
+
+    def _file_name(self, number: int) -> str:
+        return self._writer.file_name(number, len(self._plan))
 
     def _entries_outside(self) -> list[TensorEntry]:
-        """The tensors that hold no expert, widest elements first, so that all are aligned."""
-        entries = self._checkpoint.entries.values()
-        within = TensorFinder(entries).of_experts(self._experts)
-        outside = [entry for entry in entries if entry.name not in within]
+        """The tensors that stay as they are, widest elements first, so that all are aligned."""
+        replaced = self._writer.replaced
+        outside = [
+            entry
+            for entry in self._writer.checkpoint.entries.values()
+            if entry.name not in replaced
+        ]
         return sorted(
             outside, key=lambda entry: -(entry.num_bytes // max(1, math.prod(entry.shape)))
         )
 
-    def _require_room(self, expert_bytes: int) -> None:
-        dense = sum(entry.num_bytes for entry in self._entries_outside())
-        needed = int(expert_bytes * _LEAST_RATIO[self._code]) + dense
+    def _require_room(self) -> None:
+        needed = sum(entry.num_bytes for entry in self._entries_outside())
+        needed += sum(map(self._writer.least_bytes, self._plan[len(self.done) :]))
         free = shutil.disk_usage(self._staging).free
         if free < needed:
             raise CapacityError(
@@ -302,9 +338,9 @@ class _Writer:
 
     def _origin(self) -> dict[str, Any]:
         """What the whole files of an earlier run must have been made of."""
-        files = sorted({entry.file for entry in self._checkpoint.entries.values()})
+        files = sorted({entry.file for entry in self._writer.checkpoint.entries.values()})
         versions = [[file.name, *file_version(file)] for file in files]
-        return {"code": self._code, "shard_bytes": SHARD_BYTES, "files": versions}
+        return {**self._writer.settings, "shard_bytes": SHARD_BYTES, "files": versions}
 
     def _read_done(self) -> list[WrittenFile]:
         """The files that an earlier run has written, and that are still what it wrote.
@@ -315,68 +351,27 @@ class _Writer:
         progress = read_progress(self._staging)
         if progress is not None and progress["origin"] == json.loads(json.dumps(self._origin())):
             for values in progress["shards"]:
-                shard = WrittenFile(**values)
-                if not self._is_whole(shard):
+                written = WrittenFile(**values)
+                if not self._is_whole(written):
                     break
-                found.append(shard)
-        whole = {shard.file for shard in found}
+                found.append(written)
+        whole = {written.file for written in found}
         for left in self._staging.iterdir():
             if left.name not in whole:
                 left.unlink()
         return found
 
-    def _is_whole(self, shard: WrittenFile) -> bool:
-        path = self._staging / shard.file
+    def _is_whole(self, written: WrittenFile) -> bool:
+        path = self._staging / written.file
         try:
-            lead = path.stat().st_size - sum(shard.sizes)
-            self._compare(path, shard, lead)
+            if path.stat().st_size < max(begin + size for begin, size, _ in written.pieces):
+                return False
+            self._compare(path, written)
         except (OSError, EOFError, CheckpointError):
             return False
-        return lead > 0
+        return True
 
     def _write_done(self) -> None:
-        shards = [dataclasses.asdict(shard) for shard in self.done]
+        shards = [dataclasses.asdict(written) for written in self.done]
         text = json.dumps({"origin": self._origin(), "shards": shards})
         write_text(self._staging / PROGRESS_NAME, text)
-
-
-def _header(
-    tensors: Sequence[tuple[str, str, Sequence[int], int]], multiple_of: int = 8
-) -> tuple[dict[str, int], bytes]:
-    """Where tensors of some bytes lie behind a header of safetensors, and the header."""
-    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offsets: dict[str, int] = {}
-    end = 0
-    for name, dtype, shape, size in tensors:
-        offsets[name] = end
-        fields[name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [end, end + size]}
-        end += size
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % multiple_of)
-    return offsets, len(text).to_bytes(8, "little") + text
-
-
-@contextlib.contextmanager
-def _whole_file(path: Path) -> Iterator[int]:
-    """A file that has its name once it is on the disk; removed where the block fails."""
-    part = path.with_name(path.name + ".part")
-    descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-    is_whole = False
-    try:
-        yield descriptor
-        os.fsync(descriptor)
-        is_whole = True
-    finally:
-        os.close(descriptor)
-        if is_whole:
-            os.rename(part, path)
-            sync_folder(path.parent)
-        else:
-            part.unlink(missing_ok=True)
-
-
-def _link_or_move(path: Path, target: Path) -> None:
-    try:
-        os.link(path, target)
-    except OSError:
-        os.rename(path, target)

@@ -1,8 +1,10 @@
-"""``moe-runtime pack``: a checkpoint whose experts are read in one run each, in fewer bytes."""
+"""``moe-runtime pack``: a checkpoint whose experts take fewer bytes, on the disk and in memory."""
 
+import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,17 +14,29 @@ from moe_runtime.cli.console import (
     loading_bar,
     print_json,
     print_rows,
+    print_table,
     quiet_transformers,
 )
 from moe_runtime.config import format_bytes
 
+if TYPE_CHECKING:
+    from moe_runtime.checkpoints.packing import MatrixError
+
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the packed checkpoint.")]
 CodeName = Annotated[
-    Literal["planes", "none"],
+    Literal["planes", "none"] | None,
     typer.Option(
         "--code",
         help="planes: bf16 matrices in a code that loses nothing, about 0.70 of their bytes; none: "
-        "as they are, each expert in one run.",
+        "as they are, each expert in one run.  [default: planes]",
+    ),
+]
+SchemeName = Annotated[
+    Literal["mxfp4", "int4", "int8", "fp8"] | None,
+    typer.Option(
+        "--quantize",
+        help="Round experts to 4 or 8 bits, as compressed-tensors or gpt-oss has them, so that "
+        "transformers and others load them too. Loses precision; says how much.",
     ),
 ]
 IoThreads = Annotated[int, typer.Option(min=1, help="Reads in flight at once.")]
@@ -32,16 +46,17 @@ def pack(
     ctx: typer.Context,
     model: options.Model,
     out: Out,
-    code: CodeName = "planes",
+    code: CodeName = None,
+    quantize: SchemeName = None,
     io_threads: IoThreads = 4,
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
     """Write a checkpoint again so that its experts are read faster and take less memory.
 
-    Nothing is lost: `run`, `inspect` and `load` take the packed folder as they take any other, and
-    compute the same bits. Experts stay packed in memory too, so that a budget holds more of them.
-    What an interrupted run has written is taken up by the same command.
+    Nothing is lost unless `--quantize` is given: `run`, `inspect` and `load` take the packed folder
+    as they take any other, and compute the same bits. Experts stay packed in memory too, so that a
+    budget holds more of them. What an interrupted run has written is taken up by the same command.
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
@@ -59,7 +74,9 @@ def pack(
                 has_written = True
                 progress(stage, done, total)
 
-            found = pack_checkpoint(model, out, code, io_threads=io_threads, progress=show)
+            found = pack_checkpoint(
+                model, out, code, quantize, io_threads=io_threads, progress=show
+            )
         is_done = True
     finally:
         if has_written and not is_done:
@@ -69,21 +86,38 @@ def pack(
                 file=sys.stderr,
             )
     if as_json:
-        print_json(
-            {
-                "folder": str(found.folder),
-                "code": found.code,
-                "num_experts": found.num_experts,
-                "expert_bytes": found.expert_bytes,
-                "packed_bytes": found.packed_bytes,
-                "ratio": found.ratio,
-                "kept_files": found.kept_files,
-            }
-        )
+        values = dataclasses.asdict(found) | {"folder": str(found.folder), "ratio": found.ratio}
+        print_json(values)
         return
+    is_lossy = found.quantize is not None
     rows = [
-        ("experts", f"{found.num_experts}, each read in one run"),
+        (
+            "experts",
+            f"{found.num_experts}" if is_lossy else f"{found.num_experts}, each read in one run",
+        ),
         ("as they were", format_bytes(found.expert_bytes)),
         ("packed", f"{format_bytes(found.packed_bytes)}, {found.ratio:.3f} of it"),
     ]
     print_rows(f"{found.folder}", rows, to_stderr=False)
+    if is_lossy:
+        _print_errors(f"{found.quantize} is not lossless", found.errors)
+
+
+def _print_errors(title: str, errors: Sequence["MatrixError"]) -> None:
+    """The error of each matrix of each layer, in percent of the weights."""
+    rows = [
+        (
+            error.module,
+            error.matrix,
+            f"{error.relative_rms:.3%}",
+            f"{error.worst_relative_rms:.3%} in expert {error.worst_expert}",
+        )
+        for error in errors
+    ]
+    columns = [
+        ("experts", "left"),
+        ("matrix", "left"),
+        ("relative RMS error", "right"),
+        ("worst", "right"),
+    ]
+    print_table(title, columns, rows)
