@@ -40,7 +40,7 @@ class _LazyTensor:
     Stands where transformers expects a slice of an open safetensors file: indexing reads.
     """
 
-    def __init__(self, entry: Weight, reader: _Reader) -> None:
+    def __init__(self, entry: Weight, reader: DenseReader) -> None:
         self._entry = entry
         self._reader = reader
 
@@ -57,7 +57,7 @@ class _LazyTensor:
         return self._entry.dtype
 
 
-class _Reader:
+class DenseReader:
     """Reads dense weights from the checkpoint's files and reports how far it is.
 
     Quantised ones become values of `dtype`, a few rows after the others.
@@ -144,7 +144,7 @@ def load_dense(
         CheckpointError: a weight is missing, unreadable or of another shape than the model's.
         UnsupportedModelError: a weight has an element type that transformers cannot use as it is.
     """
-    reader = _Reader(experts.dense_entries.values(), checkpoint.dtype, progress)
+    reader = DenseReader(experts.dense_entries.values(), checkpoint.dtype, progress)
     config = private.LoadStateDictConfig(
         pretrained_model_name_or_path=str(checkpoint.folder),
         device_map={"": device},

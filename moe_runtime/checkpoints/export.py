@@ -6,6 +6,7 @@ is written expert by expert, whatever its layout, and never is in memory as a wh
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
@@ -20,11 +21,12 @@ import torch
 from torch import Tensor
 
 from moe_runtime.checkpoints import transformers_private as private
+from moe_runtime.checkpoints.dense_weights import DenseReader
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.checkpoints.expert_tensors import TensorFinder, TensorsOf, matrices_of
 from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
-from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.errors import UnsupportedModelError, UnsupportedUseError
 from moe_runtime.folders import replace_folder
 from moe_runtime.memory.layout import TensorRange
 
@@ -106,12 +108,10 @@ class LikeCheckpoint:
         experts: where its experts lie there.
 
     Raises:
-        UnsupportedModelError: a dense tensor of the checkpoint cannot be had from the model, or
-            its weights are quantised.
+        UnsupportedModelError: a dense tensor of the checkpoint cannot be had from the model.
     """
 
     def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, experts: ExpertMap) -> None:
-        checkpoint.require_plain("saving")
         self._model = model
         self._checkpoint = checkpoint
         self._experts = experts
@@ -126,7 +126,8 @@ class LikeCheckpoint:
         """
         sizes = {name: entry.num_bytes for name, entry in self._checkpoint.entries.items()}
         dense = self._dense_tensors(state, same_shapes=False)
-        return sizes | {name: tensor.nbytes for name, tensor in dense.items()}
+        packed = self._checkpoint.packed
+        return sizes | {n: tensor.nbytes for n, tensor in dense.items() if n not in packed}
 
     def write(
         self,
@@ -146,7 +147,9 @@ class LikeCheckpoint:
 
         Raises:
             OSError: it cannot be written; an older one stays as it was.
+            UnsupportedModelError: the checkpoint is quantised or packed.
         """
+        self._checkpoint.require_plain("training")
         with replace_folder(folder) as new:
             of_model = {*self._experts.dense_entries, *self._expert_names()}
             wanted = {} if dtype is None else dict.fromkeys(of_model, dtype)
@@ -155,23 +158,48 @@ class LikeCheckpoint:
             self._write_rest(new, outputs, dtype)
 
     def write_around_experts(
-        self, folder: Path, state: Mapping[str, Tensor], file_of: Mapping[str, str]
+        self,
+        folder: Path,
+        state: Mapping[str, Tensor],
+        file_of: Mapping[str, str],
+        tensors_of: TensorsOf | None = None,
     ) -> None:
         """Writes the files of tensors of a model whose experts are as the checkpoint has them.
 
         Args:
             folder: where to; nobody else's.
             state: everything but the experts, under the names that the model has for it. Written
-                in its own dtypes and shapes; experts keep the bytes that they have.
+                in its own dtypes and shapes; experts and what is quantised keep the bytes that
+                they have.
             file_of: the name of the file of each tensor of the checkpoint.
+            tensors_of: gives the experts of a checkpoint whose files do not exist.
 
         Raises:
+            CheckpointError: a quantised weight cannot be read.
             OSError: it cannot be written.
             UnsupportedModelError: `state` lacks a tensor.
+            UnsupportedUseError: `state` has other values than a quantised weight.
         """
         dense = self._dense_tensors(state, same_shapes=False)
+        quantised = {n: dense.pop(n) for n in self._checkpoint.packed if n in dense}
+        self._require_unchanged(quantised)
         outputs = self._plan(folder, file_of, {name: t.dtype for name, t in dense.items()}, dense)
-        self._write_tensors(outputs, dense, None)
+        self._write_tensors(outputs, dense, tensors_of)
+
+    def _require_unchanged(self, quantised: Mapping[str, Tensor]) -> None:
+        """Refuses values that are not those of the codes, since nothing is quantised anew."""
+        weights = [self._checkpoint.packed[name] for name in quantised]
+        reader = DenseReader(weights, self._checkpoint.dtype, None)
+        with contextlib.closing(reader):
+            for weight in weights:
+                found = quantised[weight.name].detach().cpu()
+                wanted = reader.read(weight).to(found.dtype)
+                if not torch.equal(_bits(found), _bits(wanted)):
+                    raise UnsupportedUseError(
+                        f"{weight.name}: its values are not those of the checkpoint's codes any "
+                        "more, and are not quantised anew; save adapters by themselves, or train "
+                        "a plain checkpoint"
+                    )
 
     def _own_files(self) -> dict[str, str]:
         return {name: entry.file.name for name, entry in self._checkpoint.entries.items()}
@@ -329,6 +357,11 @@ class _Place:
         memory = mmap.mmap(descriptor, lead + size, offset=begin)
         flat = torch.frombuffer(memory, dtype=torch.uint8)[lead : lead + size].view(self.dtype)
         flat.as_strided(shape, stride, flat.storage_offset()).copy_(content)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """A tensor's bytes, which are equal where NaN are and differ where zeros have other signs."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _write_tensor(descriptor: int, content: Tensor, offset: int) -> None:

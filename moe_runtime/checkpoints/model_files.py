@@ -31,6 +31,8 @@ _TOKENIZER_FILES = (
 )
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "*merges.txt")
 """Files that a tokenizer can be made of."""
+QUANTIZATION_NAMES = ("compression_config", "quantization_config")
+QUANTIZATION_FILE = "hf_quant_config.json"
 
 
 def find_checkpoint(path_or_id: str | Path, *, weights: bool = True) -> Path:
@@ -102,7 +104,7 @@ def take_quantization(config: PreTrainedConfig, folder: Path) -> dict[str, Any] 
     """
     found: Any = None
     for part in (config.get_text_config(), config):
-        for name in ("compression_config", "quantization_config"):
+        for name in QUANTIZATION_NAMES:
             value = vars(part).pop(name, None)
             found = found if value is None else value
     if hasattr(found, "to_dict"):
@@ -110,7 +112,7 @@ def take_quantization(config: PreTrainedConfig, folder: Path) -> dict[str, Any] 
     if not isinstance(found, dict | None):
         expected = "expected quantization_config to be an object"
         raise CheckpointError(f"{folder / 'config.json'}: {expected}, found {clipped(found)}")
-    file = folder / "hf_quant_config.json"
+    file = folder / QUANTIZATION_FILE
     if found is None and os.path.lexists(file):
         quantization = _read_object(file).get("quantization")
         if not isinstance(quantization, dict):

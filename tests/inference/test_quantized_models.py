@@ -225,17 +225,6 @@ def test_what_is_said_of_bytes_is_what_is_in_the_files(written: Written) -> None
         assert handle.stats().dense_bytes == summary.dense_bytes
 
 
-@some
-def test_what_is_not_done_with_quantised_weights_is_refused(
-    written: Written, tmp_path: Path
-) -> None:
-    model = load(written)
-    with model.moe, pytest.raises(moe_runtime.UnsupportedModelError) as caught:
-        model.save_pretrained(tmp_path / "saved")
-    assert "saving of quantised weights" in str(caught.value)
-    assert not [*tmp_path.iterdir()]
-
-
 def test_a_format_in_a_file_of_its_own(folders: dict[str, Written], tmp_path: Path) -> None:
     """ModelOpt says in `hf_quant_config.json` what others say in `config.json`."""
     sample = SAMPLES["qwen3_moe-nvfp4-modelopt"]

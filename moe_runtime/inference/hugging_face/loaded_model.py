@@ -101,7 +101,7 @@ class LoadedModel:
         state_dict: Mapping[str, Tensor] | None = None,
         **options: Any,
     ) -> None:
-        """Writes the whole checkpoint, experts included, which are copied from their files.
+        """Writes the whole checkpoint; experts and quantised weights are copied from their files.
 
         Args:
             save_directory: the folder; files of other names in it stay.
@@ -113,7 +113,7 @@ class LoadedModel:
         Raises:
             CheckpointError: the checkpoint was replaced since it was loaded.
             OSError: it cannot be written; what was there stays.
-            UnsupportedUseError: an option cannot be honoured.
+            UnsupportedUseError: an option cannot be honoured, or quantised weights were changed.
         """
         model = cast(Any, self)
         if has_adapters(self):

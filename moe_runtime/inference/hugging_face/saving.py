@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +14,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
+from moe_runtime.checkpoints.expert_tensors import TensorsOf
 from moe_runtime.checkpoints.export import LikeCheckpoint, write_index
+from moe_runtime.checkpoints.model_files import QUANTIZATION_FILE, QUANTIZATION_NAMES
 from moe_runtime.checkpoints.opening import Checkpoint, build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.strict_json import parse_object
 from moe_runtime.errors import CheckpointError, UnsupportedUseError
+from moe_runtime.files import write_text
 from moe_runtime.folders import replace_folder
 from moe_runtime.memory.source import FileVersion, file_version
 
@@ -105,10 +112,19 @@ def save_around_experts(
     Raises:
         CheckpointError: the checkpoint is not what it was when it was loaded.
         OSError: it cannot be written; what was there stays.
+        UnsupportedModelError: experts of the family cannot be unpacked.
+        UnsupportedUseError: quantised weights were changed, or a packed checkpoint would be
+            written over.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
-    checkpoint, experts, exporter = _read_again(model, checkpoint_folder)
+    checkpoint = open_checkpoint(checkpoint_folder, model.dtype)
+    if checkpoint.runs is not None and folder.exists() and folder.samefile(checkpoint.folder):
+        raise UnsupportedUseError(
+            f"{folder} is the packed checkpoint that this model is read from, and a plain one "
+            "would be written: name another folder"
+        )
+    experts, exporter, tensors_of = _exporter_for(checkpoint)
     _require_same_files(experts, versions)
     stem = options.weights_name().removesuffix(".safetensors")
     shards: Any = split_state_dict_into_shards_factory(
@@ -119,11 +135,14 @@ def save_around_experts(
         max_shard_size=options.max_shard_size,
     )
     with replace_folder(folder, keeps=lambda path: not options.is_weights(path.name)) as new:
-        exporter.write_around_experts(new, state, shards.tensor_to_filename)
+        with tensors_of as source:
+            exporter.write_around_experts(new, state, shards.tensor_to_filename, source)
         _require_same_files(experts, versions)  # nor were they replaced while they were copied
         model.config.dtype = model.dtype
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(new)
+        if checkpoint.packed:
+            _copy_quantization(checkpoint.folder, new)
         if model.can_generate():
             model.generation_config.save_pretrained(new)
         if shards.is_sharded:
@@ -133,14 +152,41 @@ def save_around_experts(
         versions |= written
 
 
-def _read_again(
-    model: PreTrainedModel, checkpoint_folder: Path
-) -> tuple[Checkpoint, ExpertMap, LikeCheckpoint]:
-    """The checkpoint that a model was loaded from, its experts, and what writes others like it."""
-    checkpoint = open_checkpoint(checkpoint_folder, model.dtype)
+def _exporter_for(
+    checkpoint: Checkpoint,
+) -> tuple[ExpertMap, LikeCheckpoint, AbstractContextManager[TensorsOf | None]]:
+    """Where a checkpoint's experts lie, what writes others like it, and what gives it experts.
+
+    Of a packed one, what writes the plain one that it stands for.
+    """
     bare = build_on_meta(checkpoint)
     experts = map_experts(bare, checkpoint)
-    return checkpoint, experts, LikeCheckpoint(bare, checkpoint, experts)
+    if checkpoint.runs is None:
+        return experts, LikeCheckpoint(bare, checkpoint, experts), nullcontext()
+    from moe_runtime.checkpoints.packing.unpacking import as_plain, unpacked
+
+    return experts, LikeCheckpoint(bare, *as_plain(bare, checkpoint, experts)), unpacked(experts)
+
+
+def _copy_quantization(source: Path, folder: Path) -> None:
+    """Says of quantised weights in one folder what is said in another.
+
+    Args:
+        source: a checkpoint.
+        folder: with a configuration of the same model.
+    """
+    files = source / "config.json", folder / "config.json"
+    said, config = (parse_object(file.read_bytes(), has_infinity=True) for file in files)
+    for name in QUANTIZATION_NAMES:
+        if name in said:
+            config[name] = said[name]
+        for part, values in said.items():  # of a model whose text model has a part of its own
+            if isinstance(values, dict) and name in values and isinstance(config.get(part), dict):
+                config[part][name] = values[name]
+    write_text(files[1], json.dumps(config, indent=2) + "\n")
+    beside = source / QUANTIZATION_FILE
+    if beside.is_file():
+        shutil.copyfile(beside, folder / beside.name)
 
 
 def _require_same_files(experts: ExpertMap, versions: set[FileVersion]) -> None:
