@@ -50,7 +50,7 @@ def attention_step(
         x_BD: `[B, D]`; fp32, bf16 or fp16, the dtype of everything else but the mask.
         weights: The layer.
         cos_BR: `[B, R]`, or `[1, R]` for all sequences; R even, at most the width of a key. The
-            rest of a head is not turned.
+            rest of a head is not turned. Where pairs share their angles, 2 R values are.
         sin_BR: Likewise.
         key_BGSK: `[B, G, S, K]`, unit stride along K; the last token of each is overwritten.
         value_BGSV: `[B, G, S, V]`, likewise.
@@ -110,10 +110,10 @@ def _problem(
             f"[{batch}, {heads}, S, {weights.value_dim}] with a place for the new token, got "
             f"{list(key.shape)} and {list(value.shape)}"
         )
-    turned = cos.shape[-1]
+    turned = cos.shape[-1] * (2 if weights.pairs_share else 1)
     if cos.ndim != 2 or cos.shape != sin.shape or turned % 2 or turned > weights.key_dim:
         return (
-            f"cos and sin must be [B, R] with R even and at most {weights.key_dim}, got "
+            f"cos and sin must be [B, R] that turn an even number of {weights.key_dim} values, got "
             f"{list(cos.shape)} and {list(sin.shape)}"
         )
     if cos.shape[0] not in (1, batch):

@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_runtime.kernels.attention_step.weights import AttentionWeights, HeadNorm
 from moe_runtime.kernels.linear.reference import linear_reference
 from moe_runtime.kernels.rms_norm import rms_norm_reference
-from moe_runtime.kernels.single_query_attention import single_query_attention_reference
+from moe_runtime.kernels.single_query_attention.reference import single_query_attention_reference
 
 
 def attention_step_reference(
@@ -27,13 +27,20 @@ def attention_step_reference(
     """Computes as `attention_step` says; every operation rounds to the dtype of `x`."""
     qkv_BN = linear_reference(x_BD, weights.qkv, weights.qkv_bias)
     num_values = weights.num_key_heads * weights.value_dim
+    if weights.pairs_share:
+        cos_BR, sin_BR = (torch.cat((angles, angles), dim=-1) for angles in (cos_BR, sin_BR))
     query, key, value = qkv_BN.split([weights.num_queries, weights.num_keys, num_values], dim=1)
     query_BHD = _heads(_normed(query, weights.q_norm), weights.key_dim)
     key_BGD = _heads(_normed(key, weights.k_norm), weights.key_dim)
     key_BGSD[:, :, -1] = _turned(key_BGD, cos_BR, sin_BR)
     value_BGSV[:, :, -1] = _heads(value, weights.value_dim)
     mixed_BHV = single_query_attention_reference(
-        _turned(query_BHD, cos_BR, sin_BR), key_BGSD, value_BGSV, mask_BS, weights.scale
+        _turned(query_BHD, cos_BR, sin_BR),
+        key_BGSD,
+        value_BGSV,
+        mask_BS,
+        weights.scale,
+        weights.sinks,
     )
     return linear_reference(mixed_BHV.flatten(1), weights.output, weights.output_bias)
 

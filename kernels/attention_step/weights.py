@@ -45,6 +45,9 @@ class AttentionWeights:
         key_dim: Values of a query or key head.
         value_dim: Values of a value head.
         scale: Factor of the scores.
+        sinks: `[num_heads]`, a further score of each query head whose weight is left out, or None.
+        pairs_share: Whether cosines and sines come once for the two values of a pair, a half of the
+            usual ones.
         dtype: Of all tensors.
         num_queries: Values of all queries of a token.
         record: What the native kernel reads, or None when it cannot use these weights.
@@ -61,6 +64,8 @@ class AttentionWeights:
     key_dim: int
     value_dim: int
     scale: float
+    sinks: Tensor | None = None
+    pairs_share: bool = False
     dtype: torch.dtype = field(init=False)
     num_queries: int = field(init=False)
     record: bytes | None = field(init=False, repr=False)
@@ -87,6 +92,7 @@ class AttentionWeights:
         for name, bias, size in (
             ("qkv_bias", self.qkv_bias, rows),
             ("output_bias", self.output_bias, len(self.output)),
+            ("sinks", self.sinks, self.num_heads),
         ):
             if bias is not None and bias.shape != (size,):
                 raise ValueError(f"{name} must be [{size}], got {list(bias.shape)}")
@@ -110,7 +116,7 @@ class AttentionWeights:
         return self.num_key_heads * self.key_dim
 
     def tensors(self) -> list[Tensor]:
-        """All tensors that there are."""
+        """All tensors that there are, but the sinks, whose dtype may be another."""
         norms = [norm.weight for norm in (self.q_norm, self.k_norm) if norm is not None]
         biases = [bias for bias in (self.qkv_bias, self.output_bias) if bias is not None]
         return [self.qkv, self.output, *biases, *norms]
@@ -119,7 +125,11 @@ class AttentionWeights:
         """The C struct `AttentionLayer`."""
         if self.dtype not in DTYPE_CODES or 0 in self.qkv.shape or 0 in self.output.shape:
             return None
-        if not all(tensor.is_cpu and tensor.stride(-1) == 1 for tensor in self.tensors()):
+        sinks = self.sinks
+        if sinks is not None and sinks.dtype not in DTYPE_CODES:
+            return None
+        tensors = self.tensors() if sinks is None else [*self.tensors(), sinks]
+        if not all(tensor.is_cpu and tensor.stride(-1) == 1 for tensor in tensors):
             return None
         size = self.qkv.element_size()
         words = [self.qkv.data_ptr(), self.qkv.stride(0) * size]
@@ -130,5 +140,7 @@ class AttentionWeights:
         words += [0 if weight is None else len(weight) for weight in norms]
         words += [self.qkv.shape[1], len(self.output), self.num_heads, self.num_key_heads]
         words += [self.key_dim, self.value_dim, DTYPE_CODES[self.dtype]]
+        words += [0, 0] if sinks is None else [sinks.data_ptr(), DTYPE_CODES[sinks.dtype]]
+        words.append(self.pairs_share)
         epsilons = [0.0 if norm is None else norm.eps for norm in (self.q_norm, self.k_norm)]
-        return struct.pack("17q3d", *words, *epsilons, self.scale)
+        return struct.pack("20q3d", *words, *epsilons, self.scale)

@@ -9,17 +9,18 @@
 #include "convert.h"
 #include "kernels.h"
 
-/* Turns the pairs (x[i], x[i + half]) by the angles of a position: x * cos + (-x[half:], x[:half]) * sin. */
+/* Turns the pairs (x[i], x[i + half]) by the angles of a position: x * cos + (-x[half:], x[:half]) * sin. The angles of
+ * second values lie `angle` bytes behind those of first values. */
 #define DEFINE_ROTATE(NAME, BYTES)                                                                              \
     MOE_CLONES static void rotate_##NAME(const char *restrict x, const char *restrict cos, const char *restrict sin, \
-                                         char *restrict out, int64_t half) {                                    \
+                                         char *restrict out, int64_t half, int64_t angle) {                     \
         const int64_t other = half * BYTES;                                                                     \
         for (int64_t i = 0; i < half * BYTES; i += BYTES) {                                                     \
             const float first = load_##NAME(x + i), second = load_##NAME(x + other + i);                        \
             store_##NAME(out + i, round_##NAME(first * load_##NAME(cos + i)) +                                    \
                                     round_##NAME(-second * load_##NAME(sin + i)));                              \
-            store_##NAME(out + other + i, round_##NAME(second * load_##NAME(cos + other + i)) +                   \
-                                            round_##NAME(first * load_##NAME(sin + other + i)));                \
+            store_##NAME(out + other + i, round_##NAME(second * load_##NAME(cos + angle + i)) +                   \
+                                            round_##NAME(first * load_##NAME(sin + angle + i)));                \
         }                                                                                                       \
     }
 
@@ -27,7 +28,8 @@ DEFINE_ROTATE(f32, 4)
 DEFINE_ROTATE(bf16, 2)
 DEFINE_ROTATE(f16, 2)
 
-typedef void (*Rotate)(const char *restrict, const char *restrict, const char *restrict, char *restrict, int64_t);
+typedef void (*Rotate)(const char *restrict, const char *restrict, const char *restrict, char *restrict, int64_t,
+                       int64_t);
 static const Rotate rotations[] = {rotate_f32, rotate_bf16, rotate_f16};
 
 /* The layer's weights and sizes as weights.py writes them; norms and biases may be NULL. */
@@ -40,6 +42,9 @@ typedef struct {
     const char *q_norm, *k_norm;
     int64_t q_norm_dim, k_norm_dim; /* values that are normalised together: of a head, or of all heads */
     int64_t dim_in, dim_out, heads, key_heads, key_dim, value_dim, dtype;
+    const char *sinks; /* of each query head, or NULL */
+    int64_t sinks_dtype;
+    int64_t pairs_share; /* whether cosines and sines come once for the two values of a pair */
     double q_eps, k_eps, scale;
 } AttentionLayer;
 
@@ -49,7 +54,7 @@ typedef struct {
     int64_t outer, inner, row; /* bytes between sequences, heads, tokens */
 } Cached;
 
-/* The cosines and sines of each sequence's position; the first `dim` values of a head are turned. */
+/* The cosines and sines of each sequence's position; as many values of a head are turned, or twice as many. */
 typedef struct {
     const char *cos, *sin;
     int64_t stride, dim;
@@ -65,10 +70,12 @@ static const char *normalise(const AttentionLayer *layer, const char *row, const
 
 static void rotate_heads(const AttentionLayer *layer, const Angles *angles, int64_t sequence, const char *x, int64_t heads,
                          char *out, int64_t out_stride) {
-    const int64_t size = dtype_bytes((int)layer->dtype), bytes = layer->key_dim * size, turned = angles->dim * size;
+    const int64_t size = dtype_bytes((int)layer->dtype), bytes = layer->key_dim * size;
+    const int64_t half = layer->pairs_share ? angles->dim : angles->dim / 2, turned = 2 * half * size;
     const int64_t at = sequence * angles->stride;
     for (int64_t h = 0; h < heads; h++, x += bytes, out += out_stride) {
-        rotations[layer->dtype](x, angles->cos + at, angles->sin + at, out, angles->dim / 2);
+        rotations[layer->dtype](x, angles->cos + at, angles->sin + at, out, half,
+                                layer->pairs_share ? 0 : half * size);
         memcpy(out + turned, x + turned, (size_t)(bytes - turned));
     }
 }
@@ -107,8 +114,9 @@ MOE_EXPORT int moe_attention_step(const AttentionLayer *layer, const char *x, in
     for (int64_t b = 0; b < batch; b++)
         place_heads(layer, &angles, b, scratch + b * qkv_count * size, normed, queries + b * q_bytes, &keys, &values, length);
     status = moe_single_query_attention(queries, q_bytes, key, key_outer, key_inner, key_row, value, value_outer, value_inner,
-                                        value_row, mask, mixed, batch, layer->key_heads, layer->heads / layer->key_heads,
-                                        length, layer->key_dim, layer->value_dim, (float)layer->scale, dtype, share_threads);
+                                        value_row, mask, layer->sinks, (int)layer->sinks_dtype, mixed, batch, layer->key_heads,
+                                        layer->heads / layer->key_heads, length, layer->key_dim, layer->value_dim,
+                                        (float)layer->scale, dtype, share_threads);
     if (status != STATUS_OK) return status;
     return moe_linear(mixed, mixed_bytes, batch, layer->output, layer->output_stride, layer->output_bias, out,
                       layer->dim_out * size, layer->heads * layer->value_dim, layer->dim_out, dtype, dtype, share_threads);

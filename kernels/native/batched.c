@@ -32,10 +32,11 @@ DEFINE_MIX(f32, load_f32, 4)
 DEFINE_MIX(bf16, load_bf16, 2)
 DEFINE_MIX(f16, load_f16, 2)
 
-/* Scores to weights: exponentials of what they are below their maximum, which sum to one. Maximum and sum run in a fixed
- * number of parts, so that every instruction set adds in the same order. */
+/* Scores to weights: exponentials of what they are below their maximum, which sum to one, together with that of the sink
+ * (a score that no value belongs to; may be NULL). Maximum and sum run in a fixed number of parts, so that every
+ * instruction set adds in the same order. */
 enum { PARTS = 64 };
-MOE_CLONES static void softmax(float *restrict scores, int64_t count) {
+MOE_CLONES static void softmax(float *restrict scores, int64_t count, const float *sink) {
     float parts[PARTS], most, sum = 0;
     const int64_t whole = count / PARTS * PARTS;
     for (int i = 0; i < PARTS; i++) parts[i] = scores[0];
@@ -44,12 +45,14 @@ MOE_CLONES static void softmax(float *restrict scores, int64_t count) {
     most = parts[0];
     for (int i = 1; i < PARTS; i++) most = parts[i] > most ? parts[i] : most;
     for (int64_t k = whole; k < count; k++) most = scores[k] > most ? scores[k] : most;
+    if (sink && *sink > most) most = *sink;
     for (int64_t k = 0; k < count; k++) scores[k] = exp_f32(scores[k] - most);
     for (int i = 0; i < PARTS; i++) parts[i] = 0;
     for (int64_t k = 0; k < whole; k += PARTS)
         for (int i = 0; i < PARTS; i++) parts[i] += scores[k + i];
     for (int64_t k = whole; k < count; k++) parts[k - whole] += scores[k];
     for (int i = 0; i < PARTS; i++) sum += parts[i];
+    if (sink) sum += exp_f32(*sink - most);
     for (int64_t k = 0; k < count; k++) scores[k] /= sum;
 }
 
@@ -120,8 +123,10 @@ typedef struct {
     Batch keys, values; /* as products: queries with keys, weights with values */
     const char *query;  /* [outer, inner * num_rows, keys.w_cols], heads and elements without gaps */
     const float *mask;  /* [outer, length] to be added to scores, or NULL */
+    const char *sinks;  /* [inner * num_rows], a further score of each head, or NULL */
     char *out;          /* [outer, inner * num_rows, values.w_cols] without gaps */
     int64_t query_stride;
+    int sinks_dtype;
     float scale;
     float *scratch;
     int64_t scratch_floats; /* of one of outer * inner elements */
@@ -136,11 +141,14 @@ static void attend_head(Attention *call, int64_t element) {
     const char *source = call->query + outer * call->query_stride + inner * rows * dim * widths[dtype];
     for (int64_t k = 0; k < rows * dim; k++) query[k] = loads[dtype](source + k * widths[dtype]) * call->scale;
     multiply_transposed(keys, query, keys->w + outer * keys->outer_stride + inner * keys->inner_stride, scores);
+    const char *sinks = call->sinks;
+    if (sinks) sinks += inner * rows * widths[call->sinks_dtype];
     const char *value = values->w + outer * values->outer_stride + inner * values->inner_stride;
     for (int64_t m = 0; m < rows; m++, scores += length, mixed += values->w_cols) {
         if (call->mask)
             for (int64_t k = 0; k < length; k++) scores[k] += call->mask[outer * length + k];
-        softmax(scores, length);
+        const float sink = sinks ? loads[call->sinks_dtype](sinks + m * widths[call->sinks_dtype]) : 0;
+        softmax(scores, length, sinks ? &sink : NULL);
         mixes[dtype](values, scores, value, mixed);
     }
     const int64_t count = rows * values->w_cols;
@@ -156,15 +164,17 @@ static void attend_heads(void *context) {
     }
 }
 
-/* softmax(scale * query . keys + mask) . values; query, keys, values and out have one data type. */
+/* softmax(scale * query . keys + mask, sink of the head) . values; query, keys, values and out have one data type. */
 MOE_EXPORT int moe_single_query_attention(const char *query, int64_t query_stride, const char *key, int64_t key_outer,
                                           int64_t key_inner, int64_t key_row, const char *value, int64_t value_outer,
-                                          int64_t value_inner, int64_t value_row, const float *mask, char *out,
+                                          int64_t value_inner, int64_t value_row, const float *mask, const char *sinks,
+                                          int sinks_dtype, char *out,
                                           int64_t outer, int64_t inner, int64_t rows, int64_t length, int64_t key_dim,
                                           int64_t value_dim, float scale, int dtype, int share_threads) {
     const Batch shape = {.outer = outer, .inner = inner, .num_rows = rows, .w_rows = length, .dtype = dtype};
-    Attention call = {.keys = shape, .values = shape, .query = query, .mask = mask, .out = out, .query_stride = query_stride,
-                      .scale = scale, .scratch_floats = rows * (key_dim + length + value_dim)};
+    Attention call = {.keys = shape, .values = shape, .query = query, .mask = mask, .sinks = sinks,
+                      .sinks_dtype = sinks_dtype, .out = out, .query_stride = query_stride, .scale = scale,
+                      .scratch_floats = rows * (key_dim + length + value_dim)};
     call.keys.w = key, call.keys.w_cols = key_dim;
     call.keys.outer_stride = key_outer, call.keys.inner_stride = key_inner, call.keys.row_stride = key_row;
     call.values.w = value, call.values.w_cols = value_dim;

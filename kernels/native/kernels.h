@@ -25,7 +25,7 @@
 #endif
 
 /* Raised with every incompatible change of this interface; library.py refuses another number. */
-#define MOE_ABI_VERSION 15
+#define MOE_ABI_VERSION 16
 
 enum { DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_F16 = 2 };
 
@@ -131,7 +131,8 @@ MOE_EXPORT int moe_combine_slots(const char *rows, const char *weights, char *ou
                                  int64_t dim, int dtype, int weights_dtype, int share_threads);
 MOE_EXPORT int moe_single_query_attention(const char *query, int64_t query_stride, const char *key, int64_t key_outer,
                                           int64_t key_inner, int64_t key_row, const char *value, int64_t value_outer,
-                                          int64_t value_inner, int64_t value_row, const float *mask, char *out,
+                                          int64_t value_inner, int64_t value_row, const float *mask, const char *sinks,
+                                          int sinks_dtype, char *out,
                                           int64_t outer, int64_t inner, int64_t rows, int64_t length, int64_t key_dim,
                                           int64_t value_dim, float scale, int dtype, int share_threads);
 MOE_EXPORT int moe_rank_experts(const char *hidden, const void *gate_record, int64_t *ranked);

@@ -18,7 +18,7 @@ import torch
 from moe_runtime.errors import MoERuntimeError
 
 LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
-ABI_VERSION = 15
+ABI_VERSION = 16
 # Long enough to bridge the small operations between two products of a model's layer.
 SPIN_S = 300e-6
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -83,15 +83,15 @@ _KERNELS: _Signatures = {
         ],
     ),
     # query, query_stride, key, key_outer, key_inner, key_row, value, value_outer, value_inner,
-    # value_row, mask, out, outer, inner, rows, length, key_dim, value_dim, scale, dtype,
-    # share_threads
+    # value_row, mask, sinks, sinks_dtype, out, outer, inner, rows, length, key_dim, value_dim,
+    # scale, dtype, share_threads
     "moe_single_query_attention": (
         _INT,
         [
             *(_POINTER, _INT64),
             *(_POINTER, _INT64, _INT64, _INT64),
             *(_POINTER, _INT64, _INT64, _INT64),
-            *(_POINTER, _POINTER),
+            *(_POINTER, _POINTER, _INT, _POINTER),
             *(_INT64, _INT64, _INT64, _INT64, _INT64, _INT64),
             *(ctypes.c_float, _INT, _INT),
         ],

@@ -146,6 +146,11 @@ def decides_by_attention_name(model: torch.nn.Module) -> bool:
     return not DECIDE_BY_ATTENTION_NAME.isdisjoint(families)
 
 
+def is_output_recorder(hook: Callable[..., object]) -> bool:
+    """Whether a hook is one with which transformers records the outputs it is asked for; 5.17."""
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+
+
 def has_adapters(model: Any) -> bool:
     """Whether adapters were added by transformers' own means; 5.17."""
     return getattr(model, "_hf_peft_config_loaded", False)

@@ -26,6 +26,9 @@ LAYERS: dict[str, dict[str, Any]] = {
     "biased": {"bias": True, "turned": 10},
     "norm of a head": {"norm": "head", "key_heads": 1},
     "norm of all heads": {"norm": "row"},
+    "sinks": {"bias": True, "key_heads": 2, "sinks": True},
+    "angles of pairs": {"pairs_share": True, "turned": 7},
+    "angles of some pairs": {"pairs_share": True, "turned": 5},
 }
 
 
@@ -39,6 +42,8 @@ def make_layer(
     dim: int = 33,
     bias: bool = False,
     norm: str | None = None,
+    sinks: bool = False,
+    pairs_share: bool = False,
 ) -> AttentionWeights:
     generator = torch.Generator().manual_seed(heads + key_heads)
 
@@ -65,6 +70,8 @@ def make_layer(
         key_dim=key_dim,
         value_dim=value_dim,
         scale=0.3,
+        sinks=random(heads) if sinks else None,
+        pairs_share=pairs_share,
     )
 
 
@@ -110,6 +117,9 @@ def one_by_one(layer: AttentionWeights, inputs: Any) -> Any:
             part = rms_norm(rows, norm.weight, norm.eps, impl="native")
         return part.reshape(batch, -1, dim)
 
+    if layer.pairs_share:
+        cos, sin, turned = torch.cat((cos, cos), 1), torch.cat((sin, sin), 1), 2 * turned
+
     def turn(part):
         some, rest = part[..., :turned], part[..., turned:]
         half = turned // 2
@@ -119,7 +129,9 @@ def one_by_one(layer: AttentionWeights, inputs: Any) -> Any:
     keys[:, :, -1] = turn(heads(key, layer.k_norm, layer.key_dim))
     values[:, :, -1] = heads(value, None, layer.value_dim)
     query = turn(heads(query, layer.q_norm, layer.key_dim))
-    mixed = single_query_attention(query, keys, values, mask, layer.scale, impl="native")
+    mixed = single_query_attention(
+        query, keys, values, mask, layer.scale, layer.sinks, impl="native"
+    )
     out = linear(mixed.flatten(1), layer.output, layer.output_bias, impl="native")
     return out, keys, values
 
@@ -206,7 +218,7 @@ def test_a_gradient_goes_through_torch():
     ("number", "wrong", "message"),
     [
         (0, torch.zeros(3, 4), r"x must be \[B, 33\]"),
-        (1, torch.zeros(3, 13), "R even"),
+        (1, torch.zeros(3, 13), "even number"),
         (1, torch.zeros(3, 16), "cos and sin must be"),
         (3, torch.zeros(3, 4, 0, 14), "place for the new token"),
         (3, torch.zeros(2, 4, 9, 14), r"key and value must be \[3, 4, S, 14\]"),
@@ -238,6 +250,7 @@ def test_angles_of_another_number_of_sequences_and_an_unknown_impl():
         ({"output": torch.zeros(33, 5)}, "output must be"),
         ({"qkv_bias": torch.zeros(5)}, "qkv_bias must be"),
         ({"q_norm": HeadNorm(torch.zeros(5), 1e-5)}, "the weight of q_norm must be"),
+        ({"sinks": torch.zeros(5)}, "sinks must be"),
         ({"num_key_heads": 3}, "key heads that divide them"),
         ({"output": torch.zeros(33, 56, dtype=torch.float64)}, "one dtype"),
     ],

@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from moe_runtime.kernels.native import native_library
-from moe_runtime.kernels.single_query_attention import (
-    single_query_attention,
-    single_query_attention_reference,
-)
+from moe_runtime.kernels.single_query_attention import single_query_attention
+from moe_runtime.kernels.single_query_attention.reference import single_query_attention_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 needs_native = pytest.mark.skipif(
@@ -46,6 +44,37 @@ def test_against_fp64(sizes, dtype, masked):
     exact = single_query_attention_reference(*wide, added, 0.3)
     assert got.dtype == dtype
     assert (got.double() - exact).abs().max() <= bound(dtype, value)
+
+
+@needs_native
+@pytest.mark.parametrize("sinks_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sinks_against_fp64(dtype, sinks_dtype):
+    """As large as the scores, far above and far below them; one more logit whose weight is left."""
+    query, key, value, mask = operands(dtype)
+    sinks = torch.tensor([0.0, 5.0, 60.0, -60.0, 1e4, -1e4]).to(sinks_dtype)
+    got = single_query_attention(query, key, value, mask, 0.3, sinks, impl="native")
+    scores = 0.3 * query.double().unflatten(1, (3, 2)) @ key.double().transpose(-1, -2)
+    scores = (scores + mask.double()[:, None, None]).flatten(1, 2)
+    logits = torch.cat((scores, sinks.double().view(-1, 1).expand(2, 6, 1)), dim=-1)
+    weights = torch.softmax(logits, dim=-1)[..., :-1]
+    exact = (weights.unflatten(1, (3, 2)) @ value.double()).flatten(1, 2)
+    assert (got.double() - exact).abs().max() <= bound(dtype, value)
+    reference = single_query_attention(query, key, value, mask, 0.3, sinks, impl="reference")
+    assert (reference.double() - exact).abs().max() <= bound(dtype, value)
+    none = single_query_attention(query, key, value, mask, 0.3, impl="native")
+    assert torch.equal(got[:, 5], none[:, 5])
+    # the kernel's exponential ends at exp(-87)
+    assert got[:, 4].abs().max() < 131 * 2e-38 * value.float().abs().max()
+
+
+@needs_native
+def test_where_everything_is_masked_a_sink_takes_all():
+    query, key, value, mask = operands(torch.float32)
+    mask[1] = torch.finfo(torch.float32).min
+    got = single_query_attention(query, key, value, mask, 0.3, torch.zeros(6), impl="native")
+    assert got[1].abs().max() < 131 * 2e-38 * value.abs().max()
+    assert got[0].abs().max() > 0.1
 
 
 @needs_native
@@ -106,5 +135,7 @@ def test_what_does_not_fit():
     ]:
         with pytest.raises(ValueError, match=message):
             single_query_attention(*arguments, 1.0)
+    with pytest.raises(ValueError, match=r"sinks must be \[6\]"):
+        single_query_attention(query, key, value, mask, 1.0, torch.zeros(3))
     with pytest.raises(ValueError, match="impl must be"):
         single_query_attention(query, key, value, None, 1.0, impl="cuda")  # type: ignore[arg-type]

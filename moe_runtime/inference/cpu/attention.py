@@ -16,8 +16,9 @@ from moe_runtime.kernels.single_query_attention import native_attention
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ATTENTION = "moe_runtime"
-"""Name under which the attention function is registered with transformers."""
+ATTENTION, EAGER_ATTENTION = "moe_runtime", "moe_runtime_eager"
+"""Names under which attention functions are registered with transformers, for SDPA and for eager.
+"""
 
 SHORT_CONTEXT = 1024
 """Tokens up to which attention over half precision is computed in fp32 where it would keep code."""
@@ -29,12 +30,17 @@ CHANGING_OPTIONS = frozenset(
 
 
 def use_single_query_attention(model: PreTrainedModel) -> None:
-    """Gives a model on the CPU that uses SDPA the attention of this file, and no other model."""
+    """Gives a model on the CPU that uses SDPA the attention of this file; sinks have their own."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    if private.attention_name(model) != "sdpa" or private.decides_by_attention_name(model):
+    name = private.attention_name(model)
+    if name not in ("sdpa", "eager") or private.decides_by_attention_name(model):
         return
+    if name == "eager":
+        from moe_runtime.inference.cpu.eager_attention import use_attention_with_sinks
+
+        return use_attention_with_sinks(model)
     AttentionInterface.register(ATTENTION, attend)
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
     model.set_attn_implementation(ATTENTION)
@@ -61,28 +67,24 @@ def attend(
     Returns:
         ``[B, Q, H, V]`` in the dtype of ``query``, and None.
     """
-    if _is_single_query(query, key, attention_mask, options):
-        scaling = options.get("scaling")
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        added = None if attention_mask is None else added_mask(attention_mask[:, 0, 0])
-        mixed = native_attention(query.squeeze(2), key, value, added, scale)
-        if mixed is not None:
-            return mixed.unsqueeze(1), None
-    if not _keeps_code(query, key):
+    mixed = single_query_attention(query, key, value, attention_mask, options)
+    if mixed is not None:
+        return mixed, None
+    if not keeps_code_of_length(query, key):
         return private.sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    wide = [_widened(part) for part in (query, key, value, attention_mask)]
-    options = {name: _widened(option) for name, option in options.items()}
+    wide = [widened(part) for part in (query, key, value, attention_mask)]
+    options = {name: widened(option) for name, option in options.items()}
     mixed, weights = private.sdpa_attention_forward(module, *wide, **options)
     return mixed.to(query.dtype), weights
 
 
-def _widened(part: Any) -> Any:
+def widened(part: Any) -> Any:
     """In fp32 if it is a tensor of numbers that have a precision: some models add a bias."""
     is_number = isinstance(part, torch.Tensor) and part.is_floating_point()
     return part.float() if is_number else part
 
 
-def _keeps_code(query: torch.Tensor, key: torch.Tensor) -> bool:
+def keeps_code_of_length(query: torch.Tensor, key: torch.Tensor) -> bool:
     """Whether torch would make and keep code for this very length, for little work.
 
     With matrix units its products in half precision do, half a mebibyte for each length: more than
@@ -93,16 +95,28 @@ def _keeps_code(query: torch.Tensor, key: torch.Tensor) -> bool:
     return has_units and query.shape[-2] > 1 and key.shape[-2] <= SHORT_CONTEXT
 
 
-def _is_single_query(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]
-) -> bool:
-    return (
-        query.shape[2] == 1
-        and query.shape[1] % key.shape[1] == 0
-        and (mask is None or mask.shape == (len(query), 1, 1, key.shape[2]))
-        and not changes_attention(options)
-        and not torch.is_autocast_enabled("cpu")
-    )
+def single_query_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: dict[str, Any],
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """``attend`` for one query, ``[B, 1, H, V]``; None where it is not one or asks for more."""
+    if (
+        query.shape[2] != 1
+        or query.shape[1] % key.shape[1]
+        or (mask is not None and mask.shape != (len(query), 1, 1, key.shape[2]))
+        or changes_attention(options)
+        or torch.is_autocast_enabled("cpu")
+    ):
+        return None
+    scaling = options.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    added = None if mask is None else added_mask(mask[:, 0, 0])
+    mixed = native_attention(query.squeeze(2), key, value, added, scale, sinks)
+    return None if mixed is None else mixed.unsqueeze(1)
 
 
 def changes_attention(options: dict[str, Any]) -> bool:

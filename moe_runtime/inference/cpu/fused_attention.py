@@ -337,7 +337,7 @@ def _bind(module: Any) -> AttentionWeights | None:
     value_dim = v.out_features // key_heads
     if o.in_features != heads * value_dim or q.out_features != heads * module.head_dim:
         return None
-    norms = {name: _head_norm(module._modules.get(name)) for name in _NORMS}
+    norms: dict[str, Any] = {name: _head_norm(module._modules.get(name)) for name in _NORMS}
     sizes = {None, module.head_dim}
     for norm, size in zip(norms.values(), (q.out_features, k.out_features), strict=True):
         if (None if norm is None else len(norm.weight)) not in {*sizes, size}:

@@ -1,0 +1,187 @@
+"""Attention on a CPU of families without SDPA: a softmax with sinks, most of them.
+
+transformers computes it one operation after another ("eager"). In half precision torch multiplies
+by oneDNN there, which makes code for every length of the cache and keeps it, about a mebibyte each;
+and the scores of a prompt take memory by the square of its length. Here steps of one token take the
+native kernel and prompts torch's fused one; the model's own attention keeps its name, and computes
+whatever somebody looks into.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from moe_runtime.checkpoints import transformers_private as private
+from moe_runtime.inference.cpu.attention import (
+    EAGER_ATTENTION,
+    SHORT_CONTEXT,
+    changes_attention,
+    keeps_code_of_length,
+    single_query_attention,
+    widened,
+)
+from moe_runtime.kernels.linear.op import keeps_code
+from moe_runtime.kernels.native import is_differentiated
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_OWN = "eager_attention_forward"
+"""What families call their own attention, a function of their module."""
+
+
+def use_attention_with_sinks(model: PreTrainedModel) -> None:
+    """Gives the layers of a model on the CPU that compute attention with sinks that of this file.
+
+    The model's own attention stays what it is called; set to another one, it has that one.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(EAGER_ATTENTION, attend)
+    for layer in model.modules():
+        if "config" in vars(layer) and hasattr(layer, "sinks") and _computes_the_same(layer):
+            vars(layer)["config"] = LayerConfig(layer.config)
+
+
+class LayerConfig:
+    """The configuration of an attention layer, whose attention is ours where it says eager.
+
+    Attributes:
+        behind: the configuration itself, the model's.
+    """
+
+    def __init__(self, config: Any) -> None:
+        vars(self)["behind"] = config
+
+    @property
+    def _attn_implementation(self) -> str | None:
+        name = self.behind._attn_implementation
+        return EAGER_ATTENTION if name == "eager" and not torch.compiler.is_compiling() else name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "behind":  # asked for by copies that are being made
+            raise AttributeError(name)
+        return getattr(self.behind, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self.behind, name, value)
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The layer's own eager attention.
+
+    Args:
+        module: the attention layer.
+        query: ``[B, H, Q, D]``.
+        key: ``[B, G, S, D]``, with H a multiple of G.
+        value: ``[B, G, S, V]``.
+        attention_mask: None, or what transformers makes for eager attention.
+        **options: as transformers passes them; ``s_aux`` are the sinks.
+
+    Returns:
+        ``[B, Q, H, V]`` in the dtype of ``query``; weights ``[B, H, Q, S]`` where somebody may see
+        them, else None.
+    """
+    others = {name: option for name, option in options.items() if name != "s_aux"}
+    sinks = options.get("s_aux")
+    if (
+        changes_attention(others)
+        or torch.is_autocast_enabled("cpu")
+        or is_differentiated(query, key, value, sinks)
+        or (attention_mask is not None and attention_mask.shape[-1] != key.shape[2])
+        or _shows_weights(module)
+    ):
+        return _own_attention(module, query, key, value, attention_mask, options)
+    mixed = single_query_attention(query, key, value, attention_mask, others, sinks)
+    if mixed is not None:
+        return mixed, None
+    scaling = options.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    parts = (query, key, value, attention_mask)
+    if keeps_code_of_length(query, key):
+        parts = [widened(part) for part in parts]
+    return _fused_with_sinks(*parts, scale, sinks).transpose(1, 2).to(query.dtype), None
+
+
+def _shows_weights(module: Any) -> bool:
+    """Whether what a layer returns beside its result is seen by anybody."""
+    hooks = (vars(module).get("_forward_hooks") or {}).values()
+    if not hooks:
+        return False
+    return module.config.output_attentions or not all(map(private.is_output_recorder, hooks))
+
+
+def _own_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """That of the layer's family, in fp32 where torch would keep code for a short context."""
+    attend_own = vars(sys.modules[type(module).__module__])[_OWN]
+    is_differentiable = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+    if is_differentiable or not keeps_code(query) or key.shape[2] > SHORT_CONTEXT:
+        return attend_own(module, query, key, value, mask, **options)
+    options = {name: widened(option) for name, option in options.items()}
+    parts = [widened(part) for part in (query, key, value, mask)]
+    mixed, weights = attend_own(module, *parts, **options)
+    return mixed.to(query.dtype), None if weights is None else weights.to(query.dtype)
+
+
+def _fused_with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention ``[B, H, Q, V]`` in which a sink's weight is left out, by torch's fused kernel.
+
+    The other weights, which sum to one there, sum to ``sum / (sum + exp(sink))`` with a sink, which
+    is the logistic function of how far it is below the logarithm of their sum.
+    """
+    shared = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(shared, dim=1) for part in (key, value))
+    width = max(key.shape[-1], value.shape[-1])  # the kernel knows one for both
+    wide = [F.pad(part, (0, width - part.shape[-1])) for part in (query, key, value)]
+    mixed, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *wide, 0.0, False, attn_mask=mask, scale=scale
+    )
+    mixed = mixed[..., : value.shape[-1]]
+    if sinks is None:
+        return mixed
+    return mixed * torch.sigmoid(sums - sinks.float().view(-1, 1)).unsqueeze(-1)
+
+
+def _computes_the_same(layer: Any) -> bool:
+    """Whether a layer's own attention is that with its sinks, asked with numbers."""
+    own = getattr(sys.modules[type(layer).__module__], _OWN, None)
+    groups = getattr(layer, "num_key_value_groups", None)
+    if own is None or not isinstance(groups, int):
+        return False
+    sinks = layer.sinks
+    heads = groups if sinks is None else len(sinks)
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, heads, 3, 8, generator=generator)
+    key = torch.randn(2, heads // groups, 5, 8, generator=generator)
+    value = torch.randn(2, heads // groups, 5, 6, generator=generator)
+    mask = torch.zeros(2, 1, 3, 5).masked_fill(torch.ones(3, 5).triu(3) > 0, -1e30)
+    with torch.inference_mode():
+        found, _ = own(layer, query, key, value, mask, scaling=0.3, dropout=0.0, s_aux=sinks)
+        expected = _fused_with_sinks(query, key, value, mask, 0.3, sinks).transpose(1, 2)
+    # averages of values up to 4 by weights of scores up to 10, in fp32 on both sides
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=0, atol=1e-5)
