@@ -91,13 +91,23 @@ def _matrix(kind: WeightFormat | None, num_rows: int, num_cols: int) -> Tensor |
     generator = torch.Generator().manual_seed(0)
     if kind is None:
         return torch.randn(num_rows, num_cols, generator=generator).bfloat16() * num_cols**-0.5
-    codes = torch.randint(
-        0, 120, (num_rows, kind.row_bytes(num_cols)), generator=generator, dtype=torch.uint8
-    )
+    codes = _codes(kind, torch.randn(num_rows, num_cols, generator=generator))
     scales = torch.full(kind.scales_shape(num_rows, num_cols), 2.0**-7)
     if kind.scales == "e8m0":
         return QuantizedMatrix(kind, num_cols, codes, torch.full_like(scales, 120).byte())
     return QuantizedMatrix(kind, num_cols, codes, scales.to(SCALES[kind.scales]))
+
+
+def _codes(kind: WeightFormat, values_NK: Tensor) -> Tensor:
+    """Codes of Gaussian weights whose scale puts the end of the range at four deviations."""
+    if kind.codes == "e4m3":
+        return (values_NK * 112).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    if kind.codes == "uint4":
+        codes_NK = (values_NK * 2 + 8).round().clamp(0, 15).byte()
+    else:
+        ends = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])  # between fp4 magnitudes
+        codes_NK = torch.bucketize(values_NK.abs() * 1.5, ends).byte() | (values_NK < 0).byte() << 3
+    return codes_NK[:, ::2] | codes_NK[:, 1::2] << 4
 
 
 def _copied(matrix: Tensor | QuantizedMatrix) -> Tensor | QuantizedMatrix:

@@ -1,11 +1,12 @@
 /* Products of quantised matrices whose codes are decoded in registers; a part of quantized_template.h.
  *
- * A block of 128 codes fills the 32-bit lanes of a vector, eight to a lane: lane l of every decoded vector belongs to
- * elements 8 l to 8 l + 7, so to one group wherever a group is a multiple of 8. The lane's sum over a block is taken from
- * zero and multiplied by the group's scale; no weight is rounded.
+ * KIND_QUANT_F32 takes codes as fp32, KIND_QUANT_DOT4 and _DOT8 as pairs of bf16, which is exact. Every 32-bit lane of the
+ * decoded vectors belongs to one group. The lane's sum is taken from zero and multiplied by the group's scale; no weight
+ * is rounded.
  *
- * Products of pairs (KIND_QUANT_DOT4 and _DOT8) take codes as bf16, which is exact: four vectors of 32. KIND_QUANT_F32
- * takes them as fp32: eight vectors of 16.
+ * F32 and DOT4: a block of 128 codes fills the lanes of a vector, eight to a lane: lane l belongs to elements 8 l to
+ * 8 l + 7, for groups of a multiple of 8. DOT8: of 64 codes the two vectors of pairs have elements 16 q to 16 q + 15 in
+ * lanes 4 q to 4 q + 3, where bytes that are interleaved lie, for groups of a multiple of 16.
  */
 
 /* How codes are decoded: 4 bits by a table; 4 bits and a zero point for each group; fp8; 8-bit integers and a zero point
@@ -16,22 +17,19 @@ enum { NUM_LANES = 16, LARGEST_TABLE_ZERO = 16 };
 typedef struct {
     const RowGroups *row;
     int shift;             /* binary logarithm of a group's columns */
-    __m512i expand;        /* group of each lane, counted from the block's first */
+    __m512i expand;        /* group of each lane, counted from the first of the block, or of the 64 codes of a DOT8 */
     __m512i table, flip;   /* bf16 values of codes; what makes codes unsigned */
+    __m512i tops;          /* high bytes of bf16 by the upper four bits of fp8 codes */
     __m512 wide_table;     /* fp32 values of codes */
 } Lanes;
 
-INLINE const float *at_block(const Lanes *lanes, const float *numbers, int64_t block) {
-    return numbers + (block * QUANT_BLOCK >> lanes->shift);
+/* Of the codes that begin with an element. */
+INLINE __m512 scales_at(const Lanes *lanes, int64_t element) {
+    return _mm512_permutexvar_ps(lanes->expand, _mm512_loadu_ps(lanes->row->scales + (element >> lanes->shift)));
 }
 
-INLINE __m512 block_scales(const Lanes *lanes, int64_t block) {
-    return _mm512_permutexvar_ps(lanes->expand, _mm512_loadu_ps(at_block(lanes, lanes->row->scales, block)));
-}
-
-INLINE __m512i block_zeros(const Lanes *lanes, int64_t block) {
-    const int32_t *zeros = lanes->row->zeros + (block * QUANT_BLOCK >> lanes->shift);
-    return _mm512_permutexvar_epi32(lanes->expand, _mm512_loadu_si512(zeros));
+INLINE __m512i zeros_at(const Lanes *lanes, int64_t element) {
+    return _mm512_permutexvar_epi32(lanes->expand, _mm512_loadu_si512(lanes->row->zeros + (element >> lanes->shift)));
 }
 
 /* A vector of codes, of a block of which `bytes` are there: the row may end at the end of the mapped memory, and what a
@@ -68,7 +66,7 @@ INLINE __m512 wide_e4m3(__m512i code) {
 INLINE void decode_wide(int decoder, const Lanes *lanes, const char *codes, int64_t bytes, int64_t block, __m512 out[8]) {
     if (decoder == DECODE_TABLE4 || decoder == DECODE_ZEROS4) {
         const __m512i words = load_codes(codes, bytes);
-        const __m512i zeros = decoder == DECODE_ZEROS4 ? block_zeros(lanes, block) : _mm512_setzero_si512();
+        const __m512i zeros = decoder == DECODE_ZEROS4 ? zeros_at(lanes, block * QUANT_BLOCK) : _mm512_setzero_si512();
         UNROLL for (int j = 0; j < 8; j++) {
             const __m512i code = _mm512_srli_epi32(words, 4 * j);
             if (decoder == DECODE_TABLE4)
@@ -78,7 +76,7 @@ INLINE void decode_wide(int decoder, const Lanes *lanes, const char *codes, int6
         }
         return;
     }
-    const __m512i zeros = decoder == DECODE_BYTES ? block_zeros(lanes, block) : _mm512_setzero_si512();
+    const __m512i zeros = decoder == DECODE_BYTES ? zeros_at(lanes, block * QUANT_BLOCK) : _mm512_setzero_si512();
     const __m512i flip = decoder == DECODE_BYTES ? lanes->flip : _mm512_setzero_si512();
     UNROLL for (int half = 0; half < 2; half++) {
         const __m512i four = bytes_of_lanes(codes, bytes, half, flip);
@@ -96,16 +94,53 @@ INLINE void decode_wide(int decoder, const Lanes *lanes, const char *codes, int6
 #if HAS_BF16_DOT
 /* ---- decoding to bf16; element_of says which element lies where ---- */
 
-/* fp8 in the high byte of each word, and in the low bits of `low` once more. */
-INLINE __m512i narrow_e4m3(__m512i code, __m512i low, __m512i subnormals) {
+/* fp8 in both bytes of each word. */
+INLINE __m512i any_e4m3(__m512i code, __m512i subnormals) {
     const __m512i magnitude = _mm512_and_si512(_mm512_srli_epi16(code, 4), _mm512_set1_epi16(0x07f0));
     const __mmask32 is_subnormal = _mm512_testn_epi16_mask(code, _mm512_set1_epi16(0x7800));
     const __mmask32 is_nan = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x07f0));
     __m512i value = _mm512_add_epi16(magnitude, _mm512_set1_epi16(120 << 7));
-    value = _mm512_mask_permutexvar_epi16(value, is_subnormal, low, subnormals);
+    value = _mm512_mask_permutexvar_epi16(value, is_subnormal, code, subnormals);
     value = _mm512_mask_mov_epi16(value, is_nan, _mm512_set1_epi16(0x7fc0));
     /* value | (code & sign) */
     return _mm512_ternarylogic_epi32(value, code, _mm512_set1_epi16((short)0x8000), 0xf8);
+}
+
+/* fp8: bytes of bf16 whose high one is a table of sign and upper exponent bits, wherever no code is subnormal or NaN.
+ * Those are rare among weights that fill the range of their scale. */
+INLINE void decode_e4m3(const Lanes *lanes, __m512i codes, __m512i out[2]) {
+    const __m512i doubled = _mm512_add_epi8(codes, codes); /* without the sign: 0x10 to 0xfc are normal */
+    const __m512i from_normal = _mm512_sub_epi8(doubled, _mm512_set1_epi8(0x10));
+    if (__builtin_expect(_mm512_cmpgt_epu8_mask(from_normal, _mm512_set1_epi8((char)0xec)) != 0, 0)) {
+        out[0] = any_e4m3(_mm512_unpacklo_epi8(codes, codes), lanes->table);
+        out[1] = any_e4m3(_mm512_unpackhi_epi8(codes, codes), lanes->table);
+        return;
+    }
+    const __m512i tops = _mm512_and_si512(_mm512_srli_epi16(codes, 4), _mm512_set1_epi8(15));
+    const __m512i high = _mm512_shuffle_epi8(lanes->tops, tops);
+    const __m512i low = _mm512_and_si512(_mm512_slli_epi16(codes, 4), _mm512_set1_epi8((char)0xf0));
+    out[0] = _mm512_unpacklo_epi8(low, high);
+    out[1] = _mm512_unpackhi_epi8(low, high);
+}
+
+/* Bytes above zero in words, less zero points: integers of up to 8 bits are exact in the upper halves of fp32. */
+INLINE __m512i narrow_words(__m512i words, __m512i zeros) {
+    const __m512i low = _mm512_sub_epi32(_mm512_and_si512(words, _mm512_set1_epi32(255)), zeros);
+    const __m512i high = _mm512_sub_epi32(_mm512_srli_epi32(words, 16), zeros);
+    const __m512i low_bits = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(low)), 16);
+    /* high & mask | low */
+    return _mm512_ternarylogic_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(high)), _mm512_set1_epi32((int)0xffff0000u), low_bits, 0xea);
+}
+
+/* Two vectors of pairs of 64 codes of 8 bits. */
+INLINE void decode_bytes(int decoder, const Lanes *lanes, __m512i codes, int64_t element, __m512i out[2]) {
+    if (decoder == DECODE_E4M3) {
+        decode_e4m3(lanes, codes, out);
+        return;
+    }
+    const __m512i zeros = zeros_at(lanes, element), bytes = _mm512_xor_si512(codes, lanes->flip);
+    out[0] = narrow_words(_mm512_unpacklo_epi8(bytes, _mm512_setzero_si512()), zeros);
+    out[1] = narrow_words(_mm512_unpackhi_epi8(bytes, _mm512_setzero_si512()), zeros);
 }
 
 INLINE void decode_any4(const Lanes *lanes, const char *codes, int64_t bytes, int64_t block, __m512i out[4]) {
@@ -115,49 +150,31 @@ INLINE void decode_any4(const Lanes *lanes, const char *codes, int64_t bytes, in
     uint16_t narrow[QUANT_BLOCK];
     _mm512_storeu_si512(padded, load_codes(codes, bytes));
     code_values(CODE_UINT4, padded, QUANT_BLOCK, values);
-    _mm512_storeu_si512(zeros, block_zeros(lanes, block));
+    _mm512_storeu_si512(zeros, zeros_at(lanes, block * QUANT_BLOCK));
     for (int i = 0; i < QUANT_BLOCK; i++) {
         const int plane = i / 32, lane = i % 32 / 2, half = i % 2;
-        narrow[i] = f32_to_bf16(values[8 * lane + element_of(KIND_QUANT_DOT4, plane, half)] - (float)zeros[lane]);
+        narrow[i] = f32_to_bf16(values[8 * lane + plane + 4 * half] - (float)zeros[lane]);
     }
     for (int plane = 0; plane < 4; plane++) out[plane] = _mm512_loadu_si512(narrow + 32 * plane);
 }
 
-INLINE void decode_narrow(int decoder, const Lanes *lanes, const char *codes, int64_t bytes, int64_t block, __m512i out[4]) {
+/* Four vectors of pairs of a block of codes of 4 bits. */
+INLINE void decode_nibbles(int decoder, const Lanes *lanes, const char *codes, int64_t bytes, int64_t block, __m512i out[4]) {
     if (decoder == DECODE_ANY4) {
         decode_any4(lanes, codes, bytes, block, out);
         return;
     }
-    if (decoder == DECODE_TABLE4 || decoder == DECODE_ZEROS4) {
-        const __m512i words = load_codes(codes, bytes);
-        /* Code minus zero point, from -16 on: an index of the table, which takes the low five bits of a word. */
-        __m512i first = _mm512_setzero_si512();
-        if (decoder == DECODE_ZEROS4) {
-            first = _mm512_sub_epi32(_mm512_set1_epi32(LARGEST_TABLE_ZERO), block_zeros(lanes, block));
-            first = _mm512_or_si512(first, _mm512_slli_epi32(first, 16));
-        }
-        UNROLL for (int plane = 0; plane < 4; plane++) {
-            __m512i index = _mm512_srli_epi16(words, 4 * plane);
-            if (decoder == DECODE_ZEROS4) index = _mm512_add_epi16(_mm512_and_si512(index, _mm512_set1_epi16(15)), first);
-            out[plane] = _mm512_permutexvar_epi16(index, lanes->table);
-        }
-        return;
+    const __m512i words = load_codes(codes, bytes);
+    /* Code minus zero point, from -16 on: an index of the table, which takes the low five bits of a word. */
+    __m512i first = _mm512_setzero_si512();
+    if (decoder == DECODE_ZEROS4) {
+        first = _mm512_sub_epi32(_mm512_set1_epi32(LARGEST_TABLE_ZERO), zeros_at(lanes, block * QUANT_BLOCK));
+        first = _mm512_or_si512(first, _mm512_slli_epi32(first, 16));
     }
-    if (decoder == DECODE_E4M3) {
-        UNROLL for (int half = 0; half < 2; half++) {
-            const __m512i four = bytes_of_lanes(codes, bytes, half, _mm512_setzero_si512());
-            out[2 * half] = narrow_e4m3(_mm512_slli_epi16(four, 8), four, lanes->table);
-            out[2 * half + 1] = narrow_e4m3(four, _mm512_srli_epi16(four, 8), lanes->table);
-        }
-        return;
-    }
-    __m512 wide[8]; /* integers of up to 8 bits are exact in the upper halves */
-    decode_wide(decoder, lanes, codes, bytes, block, wide);
     UNROLL for (int plane = 0; plane < 4; plane++) {
-        const __m512i low = _mm512_castps_si512(wide[element_of(KIND_QUANT_DOT8, plane, 0)]);
-        const __m512i high = _mm512_castps_si512(wide[element_of(KIND_QUANT_DOT8, plane, 1)]);
-        /* high & mask | low >> 16 */
-        out[plane] = _mm512_ternarylogic_epi32(high, _mm512_set1_epi32((int)0xffff0000u), _mm512_srli_epi32(low, 16), 0xea);
+        __m512i index = _mm512_srli_epi16(words, 4 * plane);
+        if (decoder == DECODE_ZEROS4) index = _mm512_add_epi16(_mm512_and_si512(index, _mm512_set1_epi16(15)), first);
+        out[plane] = _mm512_permutexvar_epi16(index, lanes->table);
     }
 }
 #endif
@@ -166,20 +183,29 @@ INLINE void decode_narrow(int decoder, const Lanes *lanes, const char *codes, in
 
 INLINE void lanes_block(int pairs, int decoder, int panel_rows, const Lanes *lanes, const char *codes, int64_t bytes,
                         const char *x, int64_t block, Vec acc[PANEL_ROWS]) {
-    const Vec scales = block_scales(lanes, block);
 #if HAS_BF16_DOT
     if (pairs) {
-        __m512i planes[4];
-        decode_narrow(decoder, lanes, codes, bytes, block, planes);
-        UNROLL for (int m = 0; m < panel_rows; m++) {
-            Vec sum = vec_zero();
-            UNROLL for (int i = 0; i < 4; i++)
-                sum = dot_bf16(sum, (BfVec)planes[i], vec_load_bf16_pairs(x + (m * QUANT_BLOCK + i * 32) * 2));
-            acc[m] = vec_fma(acc[m], sum, scales);
+        const int is_byte = decoder == DECODE_E4M3 || decoder == DECODE_BYTES, parts = is_byte ? 2 : 1, planes = 4 / parts;
+        UNROLL for (int part = 0; part < parts; part++) {
+            const int64_t element = block * QUANT_BLOCK + part * 64;
+            if (part && bytes <= 64) break; /* there are no groups any more */
+            __m512i decoded[4];
+            if (is_byte)
+                decode_bytes(decoder, lanes, load_codes(codes + part * 64, bytes - part * 64), element, decoded);
+            else
+                decode_nibbles(decoder, lanes, codes, bytes, block, decoded);
+            const Vec scales = scales_at(lanes, element);
+            UNROLL for (int m = 0; m < panel_rows; m++) {
+                const char *row = x + (m * QUANT_BLOCK + part * 64) * 2;
+                Vec sum = vec_zero();
+                UNROLL for (int i = 0; i < planes; i++) sum = dot_bf16(sum, (BfVec)decoded[i], vec_load_bf16_pairs(row + i * 64));
+                acc[m] = vec_fma(acc[m], sum, scales);
+            }
         }
         return;
     }
 #endif
+    const Vec scales = scales_at(lanes, block * QUANT_BLOCK);
     Vec planes[8];
     decode_wide(decoder, lanes, codes, bytes, block, planes);
     UNROLL for (int m = 0; m < panel_rows; m++) {
@@ -255,8 +281,9 @@ static int group_shift(const Quantized *format) { return format->group_cols ? __
 static int quantized_kind(const Quantized *format, int x_dtype) {
     const int64_t group = format->group_cols;
     if (group && (group < 8 || (group & (group - 1)))) return KIND_QUANT;
-    if (!HAS_BF16_DOT || x_dtype != DTYPE_BF16) return KIND_QUANT_F32;
-    return format->codes == CODE_E2M1 || format->codes == CODE_UINT4 ? KIND_QUANT_DOT4 : KIND_QUANT_DOT8;
+    const int is_half = format->codes == CODE_E2M1 || format->codes == CODE_UINT4;
+    if (!HAS_BF16_DOT || x_dtype != DTYPE_BF16 || (group == 8 && !is_half)) return KIND_QUANT_F32;
+    return is_half ? KIND_QUANT_DOT4 : KIND_QUANT_DOT8;
 }
 
 static int decoder_of(const Quantized *format) {
@@ -268,16 +295,18 @@ static int decoder_of(const Quantized *format) {
     }
 }
 
-static void prepare_lanes(Lanes *lanes, RowGroups *row) {
+static void prepare_lanes(int kind, Lanes *lanes, RowGroups *row) {
     const Quantized *format = row->format;
     float wide[32];
     uint16_t narrow[32];
+    uint8_t tops[16];
     int32_t expand[NUM_LANES];
     lanes->row = row;
     if (format->codes == CODE_INT8)
         for (int64_t i = 0; i < row->groups; i++) row->zeros[i] = 128;
     lanes->shift = group_shift(format);
-    for (int lane = 0; lane < NUM_LANES; lane++) expand[lane] = (int32_t)((int64_t)8 * lane >> lanes->shift);
+    for (int lane = 0; lane < NUM_LANES; lane++)
+        expand[lane] = (int32_t)((int64_t)(kind == KIND_QUANT_DOT8 ? lane / 4 * 16 : 8 * lane) >> lanes->shift);
     for (int i = 0; i < 32; i++) {
         switch (decoder_of(format)) {
             case DECODE_E4M3: wide[i] = e4m3_to_f32(i & 7); break;
@@ -289,6 +318,8 @@ static void prepare_lanes(Lanes *lanes, RowGroups *row) {
     lanes->expand = _mm512_loadu_si512(expand);
     lanes->table = _mm512_loadu_si512(narrow);
     lanes->wide_table = _mm512_loadu_ps(wide);
+    for (int i = 0; i < 16; i++) tops[i] = (uint8_t)((i & 8) << 4 | (0x3c + (i & 7)));
+    lanes->tops = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)tops));
     lanes->flip = _mm512_set1_epi8(format->codes == CODE_INT8 ? (char)0x80 : 0);
 }
 
@@ -319,7 +350,7 @@ static void multiply_lanes(int kind, Matrix weight, int64_t num_weight_rows, int
     const Stream stream = {.weight = weight, .next = next, .num_rows = num_weight_rows};
     Lanes lanes;
     ROW_GROUPS(row, weight, k);
-    prepare_lanes(&lanes, &row);
+    prepare_lanes(kind, &lanes, &row);
     for (int64_t n = 0; n < num_weight_rows; n++) {
         const char *codes = weight.data + n * weight.stride, *ahead = stream_row(&stream, n + rows_ahead);
         const int own_decoder = prepare_row(&row, weight.first_row + n, decoder, pairs);

@@ -196,12 +196,8 @@ INLINE float load_element(const char *src, int dtype, int64_t i) {
     return dtype == DTYPE_BF16 ? bf16_to_f32(load_u16(src + 2 * i)) : f16_to_f32(load_u16(src + 2 * i));
 }
 
-/* Which of the eight elements of a lane lies in half `half` of plane `plane`, of products of pairs. */
-INLINE int element_of(int kind, int plane, int half) {
-    return kind == KIND_QUANT_DOT4 ? plane + 4 * half : (plane & 1) + 2 * half + 4 * (plane >> 1);
-}
-
-/* Lane l of every vector of a block belongs to its elements 8 l to 8 l + 7, and so to one group. */
+/* Lane l of every vector of a block belongs to its elements 8 l to 8 l + 7, and so to one group; but for DOT8, where
+ * elements lie as interleaved bytes do: of every 16 the first eight in one vector, the last eight in the next. */
 static void pack_quantized(int kind, const char *src, int dtype, int64_t count, char *panel, int64_t first_k, int row,
                            int panel_rows, int64_t k) {
     const int64_t last_k = first_k + count;
@@ -215,10 +211,13 @@ static void pack_quantized(int kind, const char *src, int dtype, int64_t count, 
             memcpy((float *)panel + block + at % QUANT_BLOCK, values, sizeof values);
         } else if (kind == KIND_QUANT_F32) {
             for (int j = 0; j < 8; j++) ((float *)panel)[block + 16 * j + lane] = values[j];
-        } else {
+        } else if (kind == KIND_QUANT_DOT4) {
             for (int plane = 0; plane < 4; plane++)
                 for (int half = 0; half < 2; half++)
-                    ((uint16_t *)panel)[block + 32 * plane + 2 * lane + half] = f32_to_bf16(values[element_of(kind, plane, half)]);
+                    ((uint16_t *)panel)[block + 32 * plane + 2 * lane + half] = f32_to_bf16(values[plane + 4 * half]);
+        } else {
+            uint16_t *place = (uint16_t *)panel + block + lane / 8 * 64 + lane % 2 * 32 + lane % 8 / 2 * 8;
+            for (int j = 0; j < 8; j++) place[j] = f32_to_bf16(values[j]);
         }
     }
 }
