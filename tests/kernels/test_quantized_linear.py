@@ -29,7 +29,7 @@ from torch import Tensor
 from moe_runtime.kernels.linear import quantized_linear
 from moe_runtime.kernels.linear.quantized import values_of
 from moe_runtime.kernels.native import NativeLibrary
-from moe_runtime.kernels.quantized import CODES, QuantizedMatrix, WeightFormat
+from moe_runtime.kernels.quantized import CODES, SCALES, QuantizedMatrix, WeightFormat
 
 ALL_CODES = torch.arange(256, dtype=torch.uint8)
 
@@ -149,6 +149,22 @@ def test_every_code_by_itself(isa: str, code: str, dtype: torch.dtype) -> None:
     written = values_of(weight, torch.float32)[0]
     assert torch.equal(written.isnan(), is_nan)
     assert torch.equal(written[~is_nan].view(torch.int32), expected[~is_nan].view(torch.int32))
+
+
+@pytest.mark.parametrize("kind", [FP8_BLOCK, MXFP8, FP8_CHANNEL], ids=["block", "mx", "channel"])
+def test_normal_fp8_codes_with_and_without_a_special_one_among_them(
+    isa: str, kind: WeightFormat
+) -> None:
+    """Codes are decoded by another way where one of 64 is zero, subnormal or NaN."""
+    magnitudes = ALL_CODES & 0x7F
+    normal = ALL_CODES[(magnitudes >= 8) & (magnitudes < 0x7F)]
+    codes_NK = normal[torch.arange(256) % len(normal)].repeat(65, 1)
+    codes_NK[torch.arange(64), torch.arange(64)] = 0x81  # one row has none
+    scales = torch.ones(kind.scales_shape(65, 256))
+    scales = torch.full_like(scales, 127).byte() if kind.scales == "e8m0" else scales
+    weight = QuantizedMatrix(kind, 256, codes_NK, scales.to(SCALES[kind.scales]))
+    found = quantized_linear(torch.eye(256).bfloat16(), weight, impl="native")
+    assert torch.equal(found.float(), weight.dequantize().T)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
