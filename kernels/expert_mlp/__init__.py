@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from moe_runtime.kernels.expert_mlp.experts import PackedExperts, StackedExperts
     from moe_runtime.kernels.expert_mlp.op import expert_mlp, grouped_expert_mlp
     from moe_runtime.kernels.expert_mlp.parameter_gradients import ParameterGradients
+    from moe_runtime.kernels.expert_mlp.quantized_experts import QuantizedExperts
     from moe_runtime.kernels.expert_mlp.separate_experts import expert_ffn, frozen_expert
 else:
     __getattr__ = lazy_names(
@@ -30,6 +31,7 @@ else:
             ".experts": "PackedExperts StackedExperts",
             ".op": "expert_mlp grouped_expert_mlp",
             ".parameter_gradients": "ParameterGradients",
+            ".quantized_experts": "QuantizedExperts",
             ".separate_experts": "expert_ffn frozen_expert",
         },
     )
@@ -42,6 +44,7 @@ __all__ = [
     "ExpertWeights",
     "PackedExperts",
     "ParameterGradients",
+    "QuantizedExperts",
     "StackedExperts",
     "expert_ffn",
     "expert_mlp",

@@ -21,6 +21,8 @@ from moe_runtime.kernels.expert_mlp.projection import (
     composed_expert_mlp,
     composed_grouped_expert_mlp,
 )
+from moe_runtime.kernels.expert_mlp.quantized_experts import QuantizedExperts
+from moe_runtime.kernels.expert_mlp.quantized_op import quantized_expert_mlp
 from moe_runtime.kernels.expert_mlp.reference import (
     expert_mlp_reference,
     grouped_expert_mlp_reference,
@@ -44,7 +46,7 @@ def expert_mlp(
     x_TD: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
-    experts: RoutedExperts,
+    experts: RoutedExperts | QuantizedExperts,
     *,
     activation: Activation,
     impl: ExpertMlpImpl = "auto",
@@ -59,12 +61,13 @@ def expert_mlp(
     `weights` and every parameter. No token is dropped and none is padded.
 
     Args:
-        x_TD: ``[T, D]`` in the dtype of the experts.
+        x_TD: ``[T, D]`` in the dtype of the experts; any floating dtype beside quantised ones.
         ids_TK: ``[T, K]`` int32 or int64. An id that names no expert (negative, or the number of
             experts and above) marks a slot that is not dispatched: it adds zero, reads no weight
             and gives zero gradients.
         weights_TK: ``[T, K]`` gate weights, any floating dtype.
-        experts: The parameters: `StackedExperts` of one width, or `PackedExperts` of any widths.
+        experts: The parameters: `StackedExperts` of one width, `PackedExperts` of any widths, or
+            `QuantizedExperts`, which are frozen.
         activation: A name, an `ActivationSpec`, or a function of the pre-activations as they lie.
         impl: `auto` decides by device alone; a named implementation never falls back.
         recompute: Computes the pre-activations again in the backward pass instead of keeping them.
@@ -84,6 +87,12 @@ def expert_mlp(
     spec = resolve_activation(activation)
     check_impl(impl)
     dtype = x_TD.dtype
+    if isinstance(experts, QuantizedExperts):
+        if gradients is not None:
+            raise ValueError("quantised experts are frozen: they take no gradients=")
+        return _of_codes(
+            x_TD, ids_TK, weights_TK, experts, spec, post_expert, impl=impl, checks_ids=checks_ids
+        ).to(dtype)
     x_TD, experts = _autocast(x_TD, experts)
     _validate_rows("x", x_TD, experts)
     validate_routing(x_TD, ids_TK, weights_TK)
@@ -157,6 +166,39 @@ def grouped_expert_mlp(
         _refuse_functions(impl)
         return composed_grouped_expert_mlp(x_RD, counts_E, experts, spec).to(dtype)
     return call(x_RD, None, None, counts_E, experts, spec, impl=impl, recompute=recompute).to(dtype)
+
+
+def _of_codes(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    experts: QuantizedExperts,
+    spec: ActivationSpec | PreactivationFunction,
+    post_expert: RowFunction | None,
+    *,
+    impl: str,
+    checks_ids: bool,
+) -> Tensor:
+    device = x_TD.device.type
+    if torch.is_autocast_enabled(device) and x_TD.dtype != torch.float64:
+        x_TD = x_TD.to(torch.get_autocast_dtype(device))
+    if x_TD.ndim != 2 or x_TD.shape[1] != experts.dim_model or x_TD.device != experts.device:
+        raise ValueError(
+            f"x must be [*, {experts.dim_model}] on {experts.device}, got {list(x_TD.shape)} on "
+            f"{x_TD.device}"
+        )
+    validate_routing(x_TD, ids_TK, weights_TK)
+    if checks_ids:
+        _check_ids(ids_TK, experts.num_experts)
+    if impl != "reference" and isinstance(spec, ActivationSpec) and post_expert is None:
+        return quantized_expert_mlp(x_TD, ids_TK, weights_TK, experts, spec, impl=impl)
+    dtype = precise_dtype(x_TD) if impl == "reference" else x_TD.dtype
+    ids_TK = experts.named(ids_TK)
+    wide = experts.widened(ids_TK, dtype)
+    if impl == "reference":
+        return expert_mlp_reference(x_TD, ids_TK, weights_TK, wide, spec, post_expert)
+    _refuse_functions(impl)
+    return composed_expert_mlp(x_TD, ids_TK, weights_TK, wide, spec, post_expert)
 
 
 def _of_any_width(
