@@ -73,7 +73,6 @@ class QuantizedExperts:
 
     def _check_biases(self, dim_hidden: int, dim_model: int) -> None:
         dims = {"gate_bias": dim_hidden, "up_bias": dim_hidden, "down_bias": dim_model}
-        dtypes = set[torch.dtype]()
         for name, dim in dims.items():
             bias: Tensor | None = getattr(self, name)
             if bias is None:
@@ -81,7 +80,8 @@ class QuantizedExperts:
             check_shape(name, bias, [self.up.shape[0], dim])
             if bias.device != self.device:
                 raise ValueError(f"{name} must be on {self.device}, got {bias.device}")
-            dtypes.add(bias.dtype)
+        biases = [getattr(self, name) for name in dims]
+        dtypes = {bias.dtype for bias in biases if bias is not None}
         if len(dtypes) > 1:
             raise ValueError(f"biases must have one dtype, got {dtypes}")
         strides = {bias.stride() for bias in (self.gate_bias, self.up_bias) if bias is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from pathlib import Path
 
 import pytest
@@ -253,3 +254,93 @@ def test_fp8_experts(mixtral: PreTrainedModel, block_size: tuple[int, int] | Non
     found.sum().backward()
     assert x.grad is not None
     assert module.get_parameter("down_proj").grad is None
+
+
+@pytest.mark.parametrize(
+    ("block_size", "options"),
+    [
+        ((128, 128), {}),
+        ((16, 32), {"scale_fmt": "ue8m0"}),
+        (None, {"expert_dtype": "fp4", "scale_fmt": "ue8m0"}),
+    ],
+    ids=["ragged fp8 blocks", "powers of two", "fp4"],
+)
+def test_packed_experts_are_computed_from_their_codes(
+    mixtral: PreTrainedModel,
+    block_size: tuple[int, int] | None,
+    options: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks that cross from gate to up, and DeepSeek-V4's FP4, beside their values in transformers."""
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
+    from transformers.integrations.moe import use_experts_implementation
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    from moe_runtime.kernels.expert_mlp import QuantizedExperts
+
+    known = inspect.signature(FP8Experts.__init__).parameters
+    if not options.keys() <= known.keys():
+        pytest.skip("this came with a later transformers")
+    config = copy.deepcopy(mixtral.config)
+    config.hidden_size, config.intermediate_size = 160, 96
+    config._experts_implementation_internal = "moe_runtime"
+    kind = use_experts_implementation(
+        type("Experts", (FP8Experts,), {}), experts_interface=ALL_FP8_EXPERTS_FUNCTIONS
+    )
+    module = kind(config, block_size=block_size, **options)
+    own_config = copy.deepcopy(config)
+    own_config._experts_implementation_internal = "eager"
+    plain = type(next(iter(experts_modules(mixtral).values())))(own_config)
+    for name in ("gate_up_proj", "down_proj"):
+        weight, scale = module.get_parameter(name), module.get_parameter(f"{name}_scale_inv")
+        powers = torch.randint(-5, -2, scale.shape)
+        scale.data = (2.0**powers * (1 if options else 0.7)).to(scale.dtype)
+        if weight.dtype == torch.int8:
+            weight.data = torch.randint(-128, 128, weight.shape).to(torch.int8)
+            blocks = weight.view(torch.uint8).unflatten(2, (-1, 16))
+            wide = convert_moe_packed_tensors(
+                blocks, scale.view(torch.uint8), dtype=torch.float32
+            ).mT
+        else:
+            weight.data = torch.randn(weight.shape).to(torch.float8_e4m3fn)
+            assert block_size is not None
+            spread = scale.detach().float()
+            for dim, block in enumerate(block_size, start=1):
+                spread = spread.repeat_interleave(block, dim)
+            wide = weight.detach().float() * spread[:, : weight.shape[1], : weight.shape[2]]
+        plain.get_parameter(name).data = wide
+    x = torch.randn(7, 160, requires_grad=True)
+    own_x = x.detach().clone().requires_grad_()
+    ids, weights = torch.tensor([[0, 2]] * 4 + [[1, 0]] * 3), torch.rand(7, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(QuantizedExperts, "widened", None)
+        found = module(x, ids, weights)
+    if options == {"scale_fmt": "ue8m0"}:
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x, ids, weights), found.detach())
+    expected = plain(own_x, ids, weights)
+    scale_of = expected.abs().max().item()
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE * scale_of)
+    found.sum().backward()
+    expected.sum().backward()
+    assert x.grad is not None
+    assert own_x.grad is not None
+    bound = TOLERANCE * own_x.grad.abs().max().item()
+    torch.testing.assert_close(x.grad, own_x.grad, rtol=0, atol=bound)
+
+
+def test_packed_experts_of_an_unknown_type_are_refused(mixtral: PreTrainedModel) -> None:
+    from moe_runtime.errors import UnsupportedModelError
+    from moe_runtime.inference.hugging_face.backend import fp8_experts_forward
+
+    module = next(iter(experts_modules(mixtral).values()))
+    for name in ("gate_up_proj", "down_proj"):
+        weight = module.get_parameter(name)
+        weight.data = weight.data.to(torch.float8_e5m2)
+        module.register_parameter(
+            f"{name}_scale_inv", torch.nn.Parameter(torch.ones(len(weight), 1, 1))
+        )
+    x, ids = torch.zeros(1, mixtral.config.hidden_size), torch.zeros(1, 1, dtype=torch.int64)
+    with pytest.raises(UnsupportedModelError, match=r"gate_up_proj is torch\.float8_e5m2"):
+        fp8_experts_forward(module, x, ids, torch.ones(1, 1))

@@ -16,9 +16,23 @@ from torch import Tensor
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.hugging_face.gate_formulas import recognise_activation
-from moe_runtime.kernels.expert_mlp import StackedExperts, expert_mlp
+from moe_runtime.kernels.expert_mlp import QuantizedExperts, StackedExperts, expert_mlp
+from moe_runtime.kernels.quantized import (
+    SCALES,
+    CodeName,
+    QuantizedStack,
+    ScaleName,
+    WeightFormat,
+)
 
 BACKEND_NAME = "moe_runtime"
+_CODES: dict[torch.dtype, CodeName] = {torch.float8_e4m3fn: "e4m3", torch.int8: "e2m1"}
+_SCALES: dict[torch.dtype, ScaleName] = {
+    torch.float8_e8m0fnu: "e8m0",
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+}
 
 
 def register_with_transformers() -> None:
@@ -26,8 +40,11 @@ def register_with_transformers() -> None:
 
     From then on ``from_pretrained(..., experts_implementation="moe_runtime")`` and
     ``model.set_experts_implementation("moe_runtime")`` use the runtime's kernels for every model
-    whose experts transformers builds with its experts interface, in generation and in training,
-    fp8 checkpoints included. Calling it again changes nothing.
+    whose experts transformers builds with its experts interface, in generation and in training.
+    Experts of fp8 checkpoints, and the 4-bit ones of DeepSeek-V4, are computed from their codes.
+    Those of gpt-oss that transformers keeps in 4 bits have no such interface and stay with its own
+    kernels; ``Mxfp4Config(dequantize=True)`` gives them to this one. Calling it again changes
+    nothing.
     """
     private.ExpertsInterface.register(BACKEND_NAME, experts_forward)
     private.FP8ExpertsInterface.register(BACKEND_NAME, fp8_experts_forward)
@@ -64,39 +81,42 @@ def experts_forward(
 def fp8_experts_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """As `experts_forward`, for experts in 8-bit floating point with scales.
+    """As `experts_forward`, for experts in 8 or 4 bits with scales, which are frozen.
 
-    The experts that are used are widened to the dtype of `hidden_states` for the call; activations
-    are not rounded to 8 bits, unlike in transformers' own backends.
+    They are computed from their codes, by Triton on a GPU and in C on a CPU, and never widened in a
+    forward pass; activations are not rounded to 8 bits, unlike in transformers' own backends.
 
     Raises:
-        UnsupportedModelError: The experts are packed in 4 bits.
+        UnsupportedModelError: Weights or scales are of a type that is not known.
     """
-    gate_up = self.gate_up_proj if self.has_gate else self.up_proj
-    if gate_up.dtype == torch.int8:
-        raise UnsupportedModelError(
-            "experts in 4-bit floating point are not supported by "
-            f"experts_implementation={BACKEND_NAME!r}; choose another implementation"
-        )
-    used_U, slot_of_expert = _used_experts(top_k_index, self.num_experts)
-    first_scale = self.gate_up_proj_scale_inv if self.has_gate else self.up_proj_scale_inv
-    dtype = hidden_states.dtype
-    experts = StackedExperts(
-        gate_up=_widen(gate_up, first_scale, used_U, dtype, self.block_size),
-        down=_widen(self.down_proj, self.down_proj_scale_inv, used_U, dtype, self.block_size),
-        has_gate=self.has_gate,
-        slot_of_expert=slot_of_expert,
+    first = "gate_up_proj" if self.has_gate else "up_proj"
+    inputs, down = (
+        _packed(self, name, getattr(self, name), getattr(self, f"{name}_scale_inv"))
+        for name in (first, "down_proj")
     )
+    experts: StackedExperts | QuantizedExperts
+    if isinstance(inputs, QuantizedStack) and isinstance(down, QuantizedStack):
+        gate, up = inputs.halves() if self.has_gate else (None, inputs)
+        experts = QuantizedExperts(gate=gate, up=up, down=down)
+    else:
+        dtype = hidden_states.dtype
+        experts = StackedExperts(
+            gate_up=_values(inputs, dtype), down=_values(down, dtype), has_gate=self.has_gate
+        )
     return _run(self, hidden_states, top_k_index, top_k_weights, experts)
 
 
 def _run(
-    module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: StackedExperts
+    module: Any,
+    hidden_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    experts: StackedExperts | QuantizedExperts,
 ) -> Tensor:
     spec = recognise_activation(module)
     own = private.gate_of(module) if module.has_gate else module.act_fn
     out_TD = expert_mlp(
-        hidden_TD.to(experts.dtype),
+        hidden_TD.to(experts.dtype) if isinstance(experts, StackedExperts) else hidden_TD,
         ids_TK,
         weights_TK,
         experts,
@@ -110,36 +130,43 @@ def _has_post_norm(module: Any) -> bool:
     return bool(getattr(module, "has_post_expert_norm", False))
 
 
-def _used_experts(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Ids of the experts that are used, and the place of every expert among them."""
-    if torch.compiler.is_compiling():
-        # the compiler needs shapes that do not depend on the routing
-        every = torch.arange(num_experts, device=ids_TK.device)
-        return every, every
-    used_U = torch.unique(ids_TK)
-    used_U = used_U[(used_U >= 0) & (used_U < num_experts)]
-    slots = torch.zeros(num_experts, dtype=torch.int64, device=ids_TK.device)
-    slots[used_U] = torch.arange(len(used_U), device=ids_TK.device)
-    return used_U, slots
+def _packed(module: Any, name: str, weight: Tensor, scale: Tensor) -> QuantizedStack | Tensor:
+    """A projection of all experts ``[E, N, K]``; as it is where it has more than 8 bits."""
+    weight, scale = weight.detach(), scale.detach()
+    if weight.element_size() > 1:
+        return weight
+    kind = _SCALES.get(scale.dtype)
+    if kind is None or weight.dtype not in _CODES or scale.ndim != 3:
+        raise UnsupportedModelError(
+            f"experts_implementation={BACKEND_NAME!r} takes float8_e4m3fn, or int8 for pairs of "
+            f"4-bit numbers, with scales [E, rows, columns] in fp32, bf16, fp16 or e8m0; {name} is "
+            f"{weight.dtype} with scales {list(scale.shape)} in {scale.dtype}; choose another "
+            "implementation"
+        )
+    num_cols = weight.shape[2] * (2 if weight.dtype == torch.int8 else 1)
+    blocks = (1, 32) if weight.dtype == torch.int8 else module.block_size
+    rows, cols = (
+        _group(size, num_groups, None if blocks is None else blocks[dim])
+        for dim, (size, num_groups) in enumerate(
+            zip((weight.shape[1], num_cols), scale.shape[1:], strict=True)
+        )
+    )
+    found = WeightFormat(_CODES[weight.dtype], kind, group_rows=rows, group_cols=cols)
+    codes = weight.view(torch.uint8)
+    return QuantizedStack(found, num_cols, codes, scale.view(SCALES[kind]))
 
 
-def _widen(
-    weight: Tensor,
-    scale: Tensor,
-    used_U: Tensor,
-    dtype: torch.dtype,
-    block_size: tuple[int, int] | None,
-) -> Tensor:
-    """``weight[used] * scale[used]``, with one scale per block of rows and columns."""
-    some = weight.detach()[used_U]
-    if some.element_size() > 1:
-        return some.to(dtype)
-    scales = scale.detach()[used_U].float()
-    for dim in (1, 2):
-        size, num_scales = some.shape[dim], scales.shape[dim]
-        block = block_size[dim - 1] if block_size is not None else size
-        if -(-size // block) != num_scales:
-            # no blocks along this dimension: one scale, or one for gate and one for up
-            block = -(-size // num_scales)
-        scales = scales.repeat_interleave(block, dim=dim).narrow(dim, 0, size)
-    return (some.float() * scales).to(dtype)
+def _group(size: int, num_groups: int, block: int | None) -> int:
+    """Rows or columns that share a scale; 0 for all of them."""
+    if num_groups == 1:
+        return 0
+    if block is not None and -(-size // block) == num_groups:
+        return block
+    # no blocks along this dimension: one scale each, or one for gate and one for up
+    return -(-size // num_groups)
+
+
+def _values(weight: QuantizedStack | Tensor, dtype: torch.dtype) -> Tensor:
+    if isinstance(weight, Tensor):
+        return weight.to(dtype)
+    return weight.dequantize(torch.arange(weight.shape[0], device=weight.device), dtype)
