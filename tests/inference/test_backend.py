@@ -271,7 +271,7 @@ def test_packed_experts_are_computed_from_their_codes(
     options: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Blocks that cross from gate to up, and DeepSeek-V4's FP4, beside their values in transformers."""
+    """Blocks that cross from gate to up, and DeepSeek-V4's FP4, beside their values."""
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
     from transformers.integrations.moe import use_experts_implementation
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
