@@ -18,6 +18,7 @@ from text_checkpoint import NUM_EXPERTS, NUM_LAYERS, tiny_text_model
 from thread_transport import ThreadGroup
 
 import moe_runtime
+from moe_runtime.checkpoints.packing import pack_checkpoint
 from moe_runtime.errors import CheckpointError, RankFailureError
 from moe_runtime.parallel.communication.transport import LocalTransport
 from moe_runtime.parallel.placement_map import PlacementMap
@@ -107,6 +108,19 @@ def logits_of(model, prompt: tuple[int, ...]) -> torch.Tensor:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_no_placement_changes_a_bit_of_the_logits(checkpoint: Path, num_ranks: int) -> None:
     """Each rank has a prompt of its own, the last one has none; compared with one process."""
+    compare_logits(checkpoint, num_ranks)
+
+
+@pytest.mark.parametrize("kind", ["planes", "fp8"])
+def test_packed_and_quantised_experts_are_spread_too(
+    checkpoint: Path, tmp_path: Path, kind: str
+) -> None:
+    how: Any = {"code": kind} if kind == "planes" else {"quantize": kind}
+    compare_logits(pack_checkpoint(checkpoint, tmp_path / "packed", **how).folder, 2)
+
+
+def compare_logits(checkpoint: Path, num_ranks: int) -> None:
+    """Of several placements with those of one process."""
     model = moe_runtime.load(checkpoint, device="cpu", max_tokens=64)
     with model.moe:
         expected = [logits_of(model, prompt) for prompt in PROMPTS[:num_ranks]]
@@ -312,7 +326,7 @@ def test_a_rank_that_dies_is_named_to_those_who_wait(
         live.submit(GenerationRequest(prompt=PROMPTS[0], max_new_tokens=2))
 
 
-def test_maps_and_workers_of_another_model(checkpoint: Path) -> None:
+def test_maps_and_workers_of_another_model(checkpoint: Path, tmp_path: Path) -> None:
     service = ElasticService(checkpoint, timeout_s=1)
     with pytest.raises(ValueError, match="has not been started"):
         service.resize(2)
@@ -331,6 +345,10 @@ def test_maps_and_workers_of_another_model(checkpoint: Path) -> None:
     other = json.dumps(json.loads(mine) | {"dtype": "torch.float16"})
     with pytest.raises(CheckpointError, match=r"dtype = torch\.bfloat16, this process torch\.fl"):
         _check_agreement(mine, other)
+    # ranks send each other pages, which must mean the same to both
+    packed = load_spread_model(pack_checkpoint(checkpoint, tmp_path / "packed").folder)
+    with pytest.raises(CheckpointError, match=r"experts = bfloat16 .*, this process .*lossless"):
+        _check_agreement(mine, describe(packed))
     _check_agreement(mine, mine)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +33,8 @@ class SpreadModel:
         spread: this rank's part of the experts.
         signature: what placements must be made for.
         ends: the tokens that end a text.
+        expert_form: the types of the experts' matrices, and a checksum of how they lie in pages,
+            which ranks send to each other.
     """
 
     model: PreTrainedModel
@@ -39,6 +42,7 @@ class SpreadModel:
     spread: SpreadExperts
     signature: ModelSignature
     ends: frozenset[int]
+    expert_form: str
 
     def serve_others(self) -> None:
         """Takes part in one forward pass of other ranks."""
@@ -58,7 +62,6 @@ def load_spread_model(path_or_id: str | Path, *, dtype: str | torch.dtype = "aut
         UnsupportedModelError: its model is not one that can be spread.
     """
     checkpoint = open_checkpoint(path_or_id, dtype)
-    checkpoint.require_plain("spreading")
     model = build_on_meta(checkpoint)
     settle_libraries(checkpoint.dtype)
     experts = map_experts(model, checkpoint)
@@ -83,10 +86,20 @@ def load_spread_model(path_or_id: str | Path, *, dtype: str | torch.dtype = "aut
         spread=spread,
         signature=signature,
         ends=frozenset(end_token_ids(model)),
+        expert_form=_form(experts),
     )
+
+
+def _form(experts: ExpertMap) -> str:
+    pages = [(key, layout.form) for key, layout in sorted(experts.layouts.items())]
+    described = repr((experts.matrices, experts.packings, pages)).encode()
+    return f"{' and '.join(experts.type_names)} (layout {zlib.crc32(described):08x})"
 
 
 def _width(experts: ExpertMap, layer: int) -> int:
     """D: columns of the matrix that an expert multiplies its rows by."""
+    packing = experts.packings[layer].get("up")
+    if packing is not None:
+        return packing.num_cols
     layout = experts.layouts[ExpertKey(layer, 0)]
     return layout.tensors[experts.matrices[layer].index("up")].shape[1]

@@ -48,6 +48,7 @@ def describe(model: SpreadModel) -> str:
         "moe_runtime": __version__,
         "torch": torch.__version__,
         "dtype": str(model.model.dtype),
+        "experts": model.expert_form,
     }
     return json.dumps(facts | asdict(model.signature))
 
