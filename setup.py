@@ -63,6 +63,7 @@ SOURCES_OF_ALL_VARIANTS = (
     "rank.c",
     "reads.c",
     "step.c",
+    "storage_order.c",
     "library.c",
 )
 

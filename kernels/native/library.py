@@ -63,6 +63,8 @@ _KERNELS: _Signatures = {
             *(_INT, _INT),
         ],
     ),
+    # steps, num_steps, slot, scratch
+    "moe_put_in_order": (None, [_POINTER, _INT64, _POINTER, _POINTER]),
     # matrix, num_rows, num_cols, out, out_stride, dtype, share_threads
     "moe_dequantize": (None, [_POINTER, _INT64, _INT64, _POINTER, _INT64, _INT, _INT]),
     # rows, weights, out, num_tokens, choices, dim, dtype, weights_dtype, share_threads
@@ -148,8 +150,11 @@ _KERNELS: _Signatures = {
     "moe_reads_close": (None, [_POINTER]),
     "moe_reads_events": (_POINTER, [_POINTER]),
     "moe_reads_stop": (None, [_POINTER]),
-    # queue, name, blocks, num_blocks, into, is_ahead
-    "moe_reads_submit": (_INT, [_POINTER, _INT64, _POINTER, _INT64, _POINTER, _INT]),
+    # queue, name, blocks, num_blocks, steps, num_steps, into, is_ahead
+    "moe_reads_submit": (
+        _INT,
+        [_POINTER, _INT64, _POINTER, _INT64, _POINTER, _INT64, _POINTER, _INT],
+    ),
     "moe_reads_knows": (_INT, [_POINTER, _INT64]),
     "moe_reads_start": (None, [_POINTER]),
     "moe_reads_promote": (None, [_POINTER, _INT64]),

@@ -13,7 +13,7 @@
 #include <sys/uio.h>
 #include <time.h>
 
-#include "kernels.h"
+#include "storage_order.h"
 
 enum { PATIENCE_S = 1, FIELDS = 6, FILE_ENDED = -1, WORTH_A_CALL = 512 << 10 };
 
@@ -29,6 +29,8 @@ typedef struct Read {
     int64_t num_blocks, next_block, unfinished, bytes, ended_ns;
     int64_t error, error_block, error_offset; /* errno or FILE_ENDED, of the first block that failed */
     int is_ahead;
+    int64_t num_steps;
+    const OrderStep *steps; /* behind the blocks: done once all of them are there, before the end is told */
     Block blocks[];
 } Read;
 
@@ -43,6 +45,9 @@ typedef struct {
     List demands, aheads, serving, finished; /* a read stands in one of them: `serving` once its last block was begun */
     int num_idle, is_called; /* threads without work, and whether one of them is on its way */
     int closed, num_sleepers, num_threads;
+    pthread_mutex_t ordering; /* one expert at a time is put in order, by means of this scratch memory */
+    char *scratch;
+    int64_t scratch_bytes;
     pthread_t threads[];
 } Queue;
 
@@ -97,6 +102,22 @@ static void unlock_and_call(Queue *queue) {
     if (calls) pthread_cond_signal(&queue->ready);
 }
 
+/* Puts what was read in order; returns errno or 0. */
+static int64_t put_in_order(Queue *queue, const Read *read) {
+    const int64_t needed = order_scratch_bytes(read->steps, read->num_steps);
+    int64_t error = 0;
+    pthread_mutex_lock(&queue->ordering);
+    if (needed > queue->scratch_bytes) {
+        free(queue->scratch);
+        queue->scratch = malloc((size_t)needed);
+        queue->scratch_bytes = queue->scratch ? needed : 0;
+        error = queue->scratch ? 0 : ENOMEM;
+    }
+    if (!error) moe_put_in_order(read->steps, read->num_steps, read->into, queue->scratch);
+    pthread_mutex_unlock(&queue->ordering);
+    return error;
+}
+
 static void serve_block(Queue *queue, Read *read, int64_t number) {
     const Block *block = &read->blocks[number];
     int64_t done = 0;
@@ -113,6 +134,11 @@ static void serve_block(Queue *queue, Read *read, int64_t number) {
         read->error_offset = block->offset + done;
     }
     if (--read->unfinished == 0) {
+        if (read->num_steps && !read->error) { /* nobody takes it from the list of those that are served */
+            pthread_mutex_unlock(&queue->lock);
+            read->error = put_in_order(queue, read);
+            pthread_mutex_lock(&queue->lock);
+        }
         read->ended_ns = now_ns();
         take_out(&queue->serving, read);
         append(&queue->finished, read);
@@ -185,6 +211,7 @@ MOE_EXPORT void moe_reads_close(void *of) {
     free_all(&queue->aheads);
     free_all(&queue->serving);
     free_all(&queue->finished);
+    free(queue->scratch);
     free(queue);
 }
 
@@ -193,6 +220,7 @@ MOE_EXPORT void *moe_reads_open(int num_threads) {
     Queue *queue = calloc(1, sizeof *queue + (size_t)num_threads * sizeof(pthread_t));
     if (!queue) return NULL;
     pthread_mutex_init(&queue->lock, NULL);
+    pthread_mutex_init(&queue->ordering, NULL);
     pthread_cond_init(&queue->ready, NULL);
     pthread_cond_init(&queue->changed, NULL);
     sigset_t all, before;
@@ -211,14 +239,19 @@ MOE_EXPORT void *moe_reads_open(int num_threads) {
 /* Where the number of events stands: it only grows. */
 MOE_EXPORT const void *moe_reads_events(void *of) { return &((Queue *)of)->events; }
 
-/* Queues a read of at least one block into a slot, by a name that no other has; moe_reads_start must follow. Returns 0 where
- * there is no memory. */
-MOE_EXPORT int moe_reads_submit(void *of, int64_t name, const void *blocks, int64_t num_blocks, char *into, int is_ahead) {
+/* Queues a read of at least one block into a slot, by a name that no other has, and what puts it in order; moe_reads_start
+ * must follow. Returns 0 where there is no memory. */
+MOE_EXPORT int moe_reads_submit(void *of, int64_t name, const void *blocks, int64_t num_blocks, const void *steps,
+                                int64_t num_steps, char *into, int is_ahead) {
     Queue *queue = of;
-    Read *read = malloc(sizeof *read + (size_t)num_blocks * sizeof(Block));
+    const size_t block_bytes = (size_t)num_blocks * sizeof(Block), step_bytes = (size_t)num_steps * sizeof(OrderStep);
+    Read *read = malloc(sizeof *read + block_bytes + step_bytes);
     if (!read) return 0;
-    *read = (Read){.into = into, .name = name, .num_blocks = num_blocks, .unfinished = num_blocks, .is_ahead = is_ahead};
+    OrderStep *own_steps = (OrderStep *)(read->blocks + num_blocks);
+    *read = (Read){.into = into, .name = name, .num_blocks = num_blocks, .unfinished = num_blocks, .is_ahead = is_ahead,
+                   .num_steps = num_steps, .steps = own_steps};
     for (int64_t i = 0; i < num_blocks; i++) read->blocks[i] = ((const Block *)blocks)[i];
+    for (int64_t i = 0; i < num_steps; i++) own_steps[i] = ((const OrderStep *)steps)[i];
     pthread_mutex_lock(&queue->lock);
     append(waiting_list(queue, read), read);
     pthread_mutex_unlock(&queue->lock);

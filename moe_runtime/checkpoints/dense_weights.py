@@ -99,13 +99,12 @@ class DenseReader:
     def _dequantised(self, weight: PackedWeight) -> torch.Tensor:
         memory = aligned_bytes(weight.total_rows * weight.num_cols * self._dtype.itemsize)
         values_RK = memory.view(self._dtype).view(weight.total_rows, weight.num_cols)
-        for first, count in weight.runs(_ELEMENTS_AT_ONCE):
+        for rows, cols, packing, ranges in weight.pieces(_ELEMENTS_AT_ONCE):
             parts = {}
-            for name, part in weight.ranges(first, 1, count).items():
+            for name, part in ranges.items():
                 flat = self._bytes(weight.name, part.file, part.offset, part.span_bytes)
-                parts[name] = flat.view(part.dtype).as_strided(part.shape, part.stride)
-            matrix = weight.packing.matrix(parts)
-            values_RK[first : first + count] = matrix.dequantize(self._dtype)
+                parts[name] = part.view(flat)
+            values_RK[rows, cols] = packing.matrix(parts).dequantize(self._dtype)
         return weight.stand_in(values_RK.view(*weight.lead, weight.num_rows, weight.num_cols))
 
     def _bytes(self, name: str, file: Path, offset: int, num_bytes: int) -> torch.Tensor:

@@ -87,6 +87,12 @@ class ExpertMap:
         return max(layout.slot_bytes for layout in self.layouts.values())
 
     @property
+    def scratch_bytes(self) -> int:
+        """Bytes that are copied aside while an expert is put in order that was read."""
+        steps = (step for layout in self.layouts.values() for step in layout.steps)
+        return max((order.scratch_bytes for order, *_ in steps), default=0)
+
+    @property
     def largest_quantised(self) -> int:
         """Values of the largest matrix that is quantised or coded; 0 where none is."""
         return max(
@@ -190,6 +196,9 @@ def _require_one_type(name: str, placed: Mapping[str, Sequence[PlacedMatrix]]) -
     """Refuses experts of a layer that one product could not take together."""
     for matrix, of_experts in placed.items():
         types = sorted({found.described for found in of_experts})
+        packings = {found.packing for found in of_experts}
+        if len(types) < len(packings):  # described alike
+            types = sorted(map(str, packings))
         if len(types) > 1:
             raise UnsupportedModelError(
                 f"{name}: the {matrix} weights of some experts are {types[0]}, of others "

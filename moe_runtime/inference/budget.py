@@ -122,6 +122,7 @@ def reserve_for(
     dense_bytes: int,
     signature: ModelSignature,
     written_values: int = 0,
+    scratch_bytes: int = 0,
 ) -> int:
     """Bytes to set aside for KV cache and activations of ``max_tokens`` tokens.
 
@@ -130,7 +131,8 @@ def reserve_for(
     layer, because growing it copies. Activations are those of prompts of as many tokens: a few
     copies of the hidden states, and the routed rows. What policies and predictors remember counts
     as that of the largest of them, whichever is taken. ``written_values`` is the size of the
-    largest quantised matrix, whose values are written out for products with many rows.
+    largest quantised matrix, whose values are written out for products with many rows;
+    ``scratch_bytes`` are copied aside while one is put in order that was read.
     """
     kv_token, activations = _bytes_per_token(config, dtype)
     logits = 4 * config.get_text_config().vocab_size * 4
@@ -139,7 +141,8 @@ def reserve_for(
     entries = ENTRY_BYTES * num_experts + most_remembered_bytes(shape_of(signature))
     code = kept_code_bytes(_weight_shapes(config), dtype, max_tokens)
     tokens = room_for(max_tokens) * kv_token + max_tokens * activations
-    return tokens + logits + buffers + entries + code + written_values * dtype.itemsize
+    written = written_values * dtype.itemsize + scratch_bytes
+    return tokens + logits + buffers + entries + code + written
 
 
 def _weight_shapes(config: PreTrainedConfig) -> set[tuple[int, int]]:

@@ -139,6 +139,7 @@ def inspect_checkpoint(
             dense_bytes=dense_bytes,
             signature=signature_of(checkpoint, experts),
             written_values=experts.largest_quantised,
+            scratch_bytes=experts.scratch_bytes,
         ),
         max_tokens=max_tokens,
         token_bytes=reserve_per_token(checkpoint.config, checkpoint.dtype),

@@ -310,6 +310,7 @@ def _plan(
         dense_bytes=dense_bytes,
         signature=signature_of(checkpoint, experts),
         written_values=experts.largest_quantised,
+        scratch_bytes=experts.scratch_bytes,
     )
     names = {"host": "this machine", "device": "the device"}
     dense_place = "device" if "device" in free else "host"

@@ -2,17 +2,22 @@
 
 An expert is read as a few extents (contiguous ranges of a file, grown to whole blocks so that
 direct I/O can take them) which are laid one after the other into a slot. Its tensors are views into
-the slot at the places where the extents put them; no byte is moved after it was read.
+the slot at the places where the extents put them. No byte is moved after it was read, but those of
+quantised weights whose numbers lie in files in an order that no product reads.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from moe_runtime.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from moe_runtime.kernels.quantized.storage_order import StorageOrder
 
 BLOCK_BYTES = 4096
 """Alignment of file offsets, lengths and addresses that direct I/O accepts everywhere."""
@@ -32,6 +37,7 @@ class TensorRange:
         dtype: element type.
         shape: sizes of the view.
         stride: strides of the view, in elements.
+        order: how the numbers lie in the file, if not as the view has them: whole and in a row.
     """
 
     file: Path
@@ -40,6 +46,22 @@ class TensorRange:
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    order: "StorageOrder | None" = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its numbers in the file."""
+        if self.order is not None:
+            return self.span_bytes
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, stored: torch.Tensor) -> torch.Tensor:
+        """The numbers, given the bytes of the range (``uint8`` at a multiple of words)."""
+        if self.order is not None:
+            from moe_runtime.kernels.quantized.storage_order import put_in_order
+
+            stored = put_in_order(self.order, stored)
+        return stored.view(self.dtype).as_strided(self.shape, self.stride)
 
     @classmethod
     def of(
@@ -100,22 +122,32 @@ class ExpertLayout:
         extents: the reads that fill a slot, in slot order.
         tensors: the expert's tensors as the checkpoint has them.
         slot_offsets: byte offset in the slot of each of ``tensors``.
+        read_offsets: where each was read to, before those are put in order that are not so.
+        more_bytes: of the slot behind the extents, for tensors that get longer meanwhile.
     """
 
     extents: tuple[Extent, ...]
     tensors: tuple[TensorRange, ...]
     slot_offsets: tuple[int, ...]
+    read_offsets: tuple[int, ...]
+    more_bytes: int
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot that can hold this expert."""
         last = self.extents[-1]
-        return last.slot_offset + last.num_bytes
+        return last.slot_offset + last.num_bytes + self.more_bytes
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of the expert itself, without alignment."""
-        return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors)
+        """Bytes of the expert itself in the files, without alignment."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def steps(self) -> list[tuple["StorageOrder", int, int]]:
+        """What is put in order once it has been read: from where in the slot to where."""
+        places = zip(self.tensors, self.read_offsets, self.slot_offsets, strict=True)
+        return [(t.order, source, place) for t, source, place in places if t.order is not None]
 
     @property
     def form(self) -> tuple[object, ...]:
@@ -149,8 +181,14 @@ def lay_out(tensors: Sequence[TensorRange]) -> ExpertLayout:
         num_bytes = -(-(end - offset) // BLOCK_BYTES) * BLOCK_BYTES
         extents.append(Extent(file, offset, num_bytes, end - offset, slot_offset))
         slot_offset += num_bytes
-    placed = tuple(_slot_offset(tensor, extents) for tensor in tensors)
-    return ExpertLayout(tuple(extents), tuple(tensors), placed)
+    read_at = tuple(_slot_offset(tensor, extents) for tensor in tensors)
+    placed, end = [*read_at], slot_offset
+    for number, tensor in enumerate(tensors):
+        if tensor.order is not None and tensor.order.moves:
+            placed[number] = end
+            end += tensor.order.result_bytes
+    more_bytes = -(-(end - slot_offset) // BLOCK_BYTES) * BLOCK_BYTES
+    return ExpertLayout(tuple(extents), tuple(tensors), tuple(placed), read_at, more_bytes)
 
 
 def _merge_ranges(tensors: Iterable[TensorRange]) -> list[tuple[Path, int, int]]:

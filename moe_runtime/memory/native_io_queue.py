@@ -11,14 +11,14 @@ import itertools
 import os
 import struct
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from moe_runtime.errors import CapacityError, MoERuntimeError
 from moe_runtime.kernels.native.library import NativeLibrary
 from moe_runtime.memory.changes import Changes
 from moe_runtime.memory.io_queue import CLOSED, Priority, Read
 
-_BLOCK = struct.Struct("5q")
+_BLOCK, _STEP = struct.Struct("5q"), struct.Struct("7q")
 _FIELDS = 6
 _ROOM = 64
 _FILE_ENDED = -1
@@ -35,6 +35,11 @@ def pack_blocks(blocks: Sequence[tuple[int, int, int, int, int]]) -> bytes:
             bytes to read and how many of them must arrive.
     """
     return b"".join(_BLOCK.pack(*block) for block in blocks)
+
+
+def pack_steps(steps: Iterable[tuple[int, ...]]) -> bytes:
+    """What puts a read in order, as ``reads.c`` takes it: numbers of ``StorageOrder.step``."""
+    return b"".join(_STEP.pack(*step) for step in steps)
 
 
 class NativeReadQueue:
@@ -76,7 +81,9 @@ class NativeReadQueue:
         self.changed = _Delivery(self)
         self.changed.events = ctypes.c_int64.from_address(library.reads_events(queue))
 
-    def submit(self, blocks: bytes, address: int, read: Read, fault: BlockFault) -> None:
+    def submit(
+        self, blocks: bytes, address: int, read: Read, fault: BlockFault, steps: bytes = b""
+    ) -> None:
         """Queues a read.
 
         Args:
@@ -84,18 +91,20 @@ class NativeReadQueue:
             address: of the slot, which must stay where it is until the read has ended.
             read: told when it has ended.
             fault: says what went wrong if something does.
+            steps: made by ``pack_steps``: what is done before the read ends.
 
         Raises:
             MoERuntimeError: the queue was closed.
         """
         if self._queue is None:
             raise MoERuntimeError(CLOSED)
+        count = len(steps) // _STEP.size
         number, is_ahead = len(blocks) // _BLOCK.size, read.priority is not Priority.DEMAND
         read.name = next(self._names)
         self._running[read.name] = (read, fault)  # first: no read may be under way that is unknown
         self.changed.has_new = True
         if not self._library.reads_submit(
-            self._queue, read.name, blocks, number, address, is_ahead
+            self._queue, read.name, blocks, number, steps, count, address, is_ahead
         ):
             raise MemoryError("no memory to queue a read")
 

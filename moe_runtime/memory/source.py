@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,12 @@ from moe_runtime.kernels.native.library import native_library
 from moe_runtime.memory.changes import Changes
 from moe_runtime.memory.io_queue import Priority, Read, ReadQueue
 from moe_runtime.memory.layout import ExpertLayout
-from moe_runtime.memory.native_io_queue import BlockFault, NativeReadQueue, pack_blocks
+from moe_runtime.memory.native_io_queue import (
+    BlockFault,
+    NativeReadQueue,
+    pack_blocks,
+    pack_steps,
+)
 from moe_runtime.memory.slab import host_view
 from moe_runtime.types import ExpertKey
 
@@ -144,7 +149,7 @@ class ExpertSource:
         self._native = library and NativeReadQueue(library, io_threads, self._files)
         self._queue = None if self._native else ReadQueue(io_threads)
         self.changed: Changes = self._native.changed if self._native else Changes()
-        self._packed: dict[ExpertKey, tuple[bytes, BlockFault]] = {}
+        self._packed: dict[ExpertKey, tuple[bytes, BlockFault, bytes]] = {}
         try:
             for path in sorted(paths):
                 self._files[path] = CheckpointFile(path, direct=direct)
@@ -162,9 +167,10 @@ class ExpertSource:
             packed = self._packed.get(key)
             if packed is None:
                 assert self._layouts[key].slot_bytes <= slot.nbytes
-                packed = self._packed[key] = self._pack(key), partial(self._fault, key)
-            blocks, fault = packed
-            self._native.submit(blocks, slot.data_ptr(), read, fault)
+                steps = pack_steps(order.step(*at) for order, *at in self._layouts[key].steps)
+                packed = self._packed[key] = self._pack(key), partial(self._fault, key), steps
+            blocks, fault, steps = packed
+            self._native.submit(blocks, slot.data_ptr(), read, fault, steps)
             return
         assert self._queue is not None
         buffer = host_view(slot)
@@ -172,6 +178,8 @@ class ExpertSource:
             partial(self._read_block, key, number, block, buffer)
             for number, block in enumerate(self._blocks(key))
         ]
+        if self._layouts[key].steps:
+            blocks = [partial(self._read_in_order, key, blocks, slot)]
         self._queue.submit(blocks, read)
 
     def read(self, slots: Mapping[ExpertKey, torch.Tensor]) -> None:
@@ -255,6 +263,18 @@ class ExpertSource:
             return self._files[block.file].read(block.offset, into, block.needed)
         except (OSError, EOFError) as error:
             raise self._fault(key, number, error) from None
+
+    def _read_in_order(
+        self, key: ExpertKey, blocks: list[Callable[[], int]], slot: torch.Tensor
+    ) -> int:
+        """Reads an expert and puts its numbers in order, as the native threads do."""
+        from moe_runtime.kernels.quantized.storage_order import put_in_order
+
+        moved = sum(block() for block in blocks)
+        for order, source, place in self._layouts[key].steps:
+            found = put_in_order(order, slot[source : source + order.stored_bytes])
+            slot[place : place + found.numel()] = found
+        return moved
 
     def _fault(self, key: ExpertKey, number: int, error: OSError | EOFError) -> CheckpointError:
         reason = error.strerror if isinstance(error, OSError) else str(error)

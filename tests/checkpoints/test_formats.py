@@ -3,74 +3,26 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import quantized_checkpoints
 import torch
+from changed_checkpoints import EXPERT, Originals, changed, mapped, matrices_of_expert, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantized_checkpoints import EXPERTS, Quantized
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
-from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
-from moe_runtime.errors import CheckpointError, MoERuntimeError, UnsupportedModelError
-from moe_runtime.inference.expert_weights import bind_weights
-from moe_runtime.kernels.quantized import QuantizedMatrix
-from moe_runtime.memory.slab import aligned_bytes
-from moe_runtime.memory.source import ExpertSource
+from moe_runtime.errors import MoERuntimeError, UnsupportedModelError
 from moe_runtime.types import ExpertKey
-
-SAMPLES = {sample.name: sample for sample in quantized_checkpoints.SAMPLES}
-EXPERT = "model.layers.1.mlp.experts.3.up_proj"
 
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    folder, made = tmp_path_factory.mktemp("formats"), {}
-
-    def original(name: str) -> Path:
-        if name not in made:
-            made[name] = quantized_checkpoints.write(SAMPLES[name], folder / name).folder
-        return made[name]
-
-    return original
-
-
-def mapped(folder: Path) -> ExpertMap:
-    checkpoint = open_checkpoint(folder, "auto")
-    return map_experts(build_on_meta(checkpoint), checkpoint)
-
-
-def changed(
-    original: Path,
-    folder: Path,
-    change: Callable[[dict[str, Tensor]], Any] = lambda tensors: None,
-    **config: Any,
-) -> Path:
-    """A copy with other tensors, and other values in its quantization_config."""
-    shutil.copytree(original, folder, dirs_exist_ok=True)
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    values = json.loads((folder / "config.json").read_text())
-    values["quantization_config"] |= config
-    (folder / "config.json").write_text(json.dumps(values))
-    return folder
-
-
-def refusal(folder: Path, error: type[Exception] = CheckpointError) -> str:
-    with pytest.raises(error) as caught:
-        mapped(folder)
-    message = str(caught.value)
-    assert message
-    assert "\n" not in message
-    return message
+    return Originals(tmp_path_factory.mktemp("formats"))
 
 
 PARTS = [
@@ -81,6 +33,9 @@ PARTS = [
     ("deepseek_v3-int4", f"{EXPERT}.weight_scale"),
     ("deepseek_v3-int4", f"{EXPERT}.weight_packed"),
     ("deepseek_v3-int4", f"{EXPERT}.weight_shape"),
+    ("qwen3_moe-int4-zeros", f"{EXPERT}.weight_zero_point"),
+    ("qwen3_moe-int4-zeros", f"{EXPERT}.weight_scale"),
+    ("glm4_moe-int8-zeros", f"{EXPERT}.weight_zero_point"),
     ("mixtral-nvfp4", "model.layers.1.block_sparse_moe.experts.3.w3.weight_global_scale"),
     ("mixtral-nvfp4", "model.layers.1.block_sparse_moe.experts.3.w3.weight_scale"),
     ("qwen3_moe-nvfp4-modelopt", f"{EXPERT}.weight_scale_2"),
@@ -154,38 +109,6 @@ def test_what_the_configuration_says_is_judged(originals, tmp_path, sample, conf
     assert words in refusal(folder, MoERuntimeError)
 
 
-@pytest.mark.parametrize(
-    ("weights", "words"),
-    [
-        ({"symmetric": False}, "symmetric false cannot be read yet"),
-        ({"actorder": "group"}, "actorder of groups cannot be read yet"),
-        ({"num_bits": 3}, "num_bits 3 cannot be read yet"),
-        ({"type": "float"}, "type 'float' cannot be read yet"),
-        ({"group_size": 64}, "expected BF16 or F32 or F16"),
-        ({"group_size": None}, "expected group_size to be there"),
-        ({"group_size": -1}, "expected group_size to be a positive whole number"),
-        ({"strategy": "token"}, "strategy 'token' cannot be read yet"),
-    ],
-)
-def test_what_the_configuration_says_of_integers_is_judged(
-    originals, tmp_path, weights, words
-) -> None:
-    config = quantized_checkpoints.groups(
-        (["Linear"], "pack-quantized", quantized_checkpoints.INT4_32 | weights)
-    )
-    folder = changed(originals("deepseek_v3-int4"), tmp_path, **config)
-    assert words in refusal(folder, MoERuntimeError)
-
-
-@pytest.mark.parametrize("suffix", ["weight_zero_point", "weight_g_idx"])
-def test_zero_points_and_permuted_groups_are_refused(originals, tmp_path, suffix) -> None:
-    def add(tensors: dict[str, Tensor]) -> None:
-        tensors[f"{EXPERT}.{suffix}"] = torch.zeros(8, 2, dtype=torch.int32)
-
-    folder = changed(originals("deepseek_v3-int4"), tmp_path, add)
-    assert f"{EXPERT}.{suffix}" in refusal(folder, UnsupportedModelError)
-
-
 def test_codes_without_a_configuration_are_refused(originals, tmp_path) -> None:
     folder = changed(originals("deepseek_v3-fp8"), tmp_path)
     values = json.loads((folder / "config.json").read_text())
@@ -213,27 +136,6 @@ def test_experts_of_two_formats_in_a_layer_are_refused(originals, tmp_path) -> N
 
     folder = changed(originals("deepseek_v3-int4"), tmp_path, unpack)
     assert "expected one type for all experts" in refusal(folder, UnsupportedModelError)
-
-
-def test_biases_of_two_types_in_an_expert_are_refused(originals, tmp_path) -> None:
-    def widen(tensors: dict[str, Tensor]) -> None:
-        name = "model.layers.0.mlp.experts.down_proj_bias"
-        tensors[name] = tensors[name].float()
-
-    folder = changed(originals("gpt_oss-mxfp4"), tmp_path, widen)
-    message = refusal(folder, UnsupportedModelError)
-    assert "up_bias is bfloat16 and down_bias is float32; expected one type" in message
-
-
-def matrices_of_expert(folder: Path, key: ExpertKey) -> dict[str, QuantizedMatrix]:
-    experts = mapped(folder)
-    source, slot = ExpertSource(experts.layouts), aligned_bytes(experts.slot_bytes)
-    try:
-        source.read({key: slot})
-        weights: Any = bind_weights(experts)(key, slot)
-        return {name: getattr(weights, name) for name in ("gate", "up", "down")}
-    finally:
-        source.close()
 
 
 def test_scales_may_lie_in_another_file_than_their_codes(originals, tmp_path) -> None:
@@ -338,7 +240,12 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=40)
 @given(
-    name=st.sampled_from(["gpt_oss-mxfp4", "glm4_moe-mixed", "qwen3_moe-nvfp4-modelopt"]),
+    name=st.sampled_from(
+        [
+            *("gpt_oss-mxfp4", "glm4_moe-mixed", "qwen3_moe-nvfp4-modelopt"),
+            "qwen3_moe-int4-zeros",
+        ]
+    ),
     key=KEYS,
     value=JSON,
     data=st.data(),

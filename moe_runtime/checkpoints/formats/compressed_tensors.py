@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_runtime.checkpoints.formats.packed_weight import (
@@ -16,8 +16,10 @@ from moe_runtime.checkpoints.formats.packed_weight import (
     codes_shape,
     companion,
     one_number,
+    require_beside,
     with_scales,
 )
+from moe_runtime.checkpoints.formats.reordered_weight import PartOrder, ReorderedWeight
 from moe_runtime.checkpoints.formats.settings import Settings, matches
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
@@ -146,10 +148,10 @@ def _how(
 
 
 def _packed_integers(module: _Module) -> PackedWeight:
-    """Codes of 4 or 8 bits in words, without a sign: `q + 2 ** (bits - 1)`."""
+    """Codes of 4 or 8 bits in words, without a sign: `q + 2 ** (bits - 1)`, as zero points."""
     module.refuse_unless("type", ("int",))
     bits = module.refuse_unless("num_bits", (4, 8))
-    _require_plain_integers(module)
+    zeros = _zero_points(module)
     kind = WeightFormat("uint4" if bits == 4 else "uint8", "f32", *module.groups(), 1 << (bits - 1))
     codes, shape = module.part("_packed"), module.part("_shape")
     rows, width = codes_shape(codes, ["I32"], [2])
@@ -159,14 +161,41 @@ def _packed_integers(module: _Module) -> PackedWeight:
             f"{shape.name}: expected the sizes of {codes.name} {list(codes.shape)} with {bits} "
             f"bits a code, found {[stored_rows, cols]}"
         )
-    return with_scales(module.weight, codes, (rows, cols), module.part("_scale"), _FLOATS, kind)
+    weight = with_scales(module.weight, codes, (rows, cols), module.part("_scale"), _FLOATS, kind)
+    if zeros is None:
+        return weight
+    groups = weight.format.scales_shape(rows, cols)[1]
+    require_beside(zeros, codes, (-(-rows * bits // _WORD_BITS), groups), ["I32"])
+    return _with_zero_points(weight, zeros, None, PartOrder("zeros_down", _WORD_BITS // bits))
 
 
 def _integers(module: _Module) -> PackedWeight:
+    """Bytes with a sign; those with zero points, which have one too, are read without."""
     module.refuse_unless("type", ("int",))
     module.refuse_unless("num_bits", (8,))
-    _require_plain_integers(module)
-    return _bytes(module, "I8", WeightFormat("int8", "f32", *module.groups()), _FLOATS)
+    zeros = _zero_points(module)
+    weight = _bytes(module, "I8", WeightFormat("int8", "f32", *module.groups()), _FLOATS)
+    if zeros is None:
+        return weight
+    sizes = weight.format.scales_shape(weight.num_rows, weight.num_cols)
+    require_beside(zeros, weight.codes, sizes, ["I8"])
+    return _with_zero_points(weight, zeros, "int8", PartOrder("int8"))
+
+
+def _with_zero_points(
+    weight: PackedWeight, zeros: TensorEntry, codes: str | None, order: PartOrder
+) -> ReorderedWeight:
+    kind = replace(
+        weight.format,
+        codes="uint4" if weight.format.bits == 4 else "uint8",
+        zero=0,
+        has_zero_points=True,
+    )
+    return ReorderedWeight(
+        *(weight.name, (), weight.num_rows, weight.num_cols, kind, weight.codes, weight.scales),
+        zero_points=zeros,
+        orders={"codes": PartOrder(codes), "scales": PartOrder(None), "zero_points": order},
+    )
 
 
 def _floats(module: _Module) -> PackedWeight:
@@ -226,23 +255,36 @@ FORMATS: Mapping[str, Callable[[_Module], PackedWeight]] = {
 """What reads each format of `config_groups`."""
 
 
-def _require_plain_integers(module: _Module) -> None:
-    """Refuses zero points and permuted columns.
+def _zero_points(module: _Module) -> TensorEntry | None:
+    """The zero points of integers, which are a row's or those of its groups, in order.
+
+    Returns:
+        None where the integers are symmetric.
 
     Raises:
-        UnsupportedModelError: there are some.
+        UnsupportedModelError: groups are permuted (`actorder`), or zero points not a row's.
+        CheckpointError: zero points are missing, or belong to symmetric integers.
     """
-    for suffix, what in (("_zero_point", "zero points"), ("_g_idx", "permuted groups (actorder)")):
-        name = f"{module.weight}{suffix}"
-        if name in module.entries:
-            raise UnsupportedModelError(
-                f"{name}: {what} cannot be read yet; expected symmetric integers in the order of "
-                "the columns"
-            )
-    if module.how.get("symmetric") is False:
-        module.how.unsupported("symmetric false", "symmetric integers")
+    groups, zeros = f"{module.weight}_g_idx", f"{module.weight}_zero_point"
+    if groups in module.entries:
+        raise UnsupportedModelError(
+            f"{groups}: permuted groups (actorder) cannot be read yet; expected groups in the "
+            "order of the columns"
+        )
     if module.how.get("actorder") in ("group", "dynamic", True):
         module.how.unsupported("actorder of groups", "groups in the order of the columns")
+    if module.refuse_unless("symmetric", (True, False, None)) is not False:
+        if zeros in module.entries:
+            raise CheckpointError(
+                f"{zeros}: expected no zero points of integers that the quantization_config of "
+                "config.json calls symmetric"
+            )
+        return None
+    if module.groups()[0] != 1:
+        module.how.unsupported(
+            f"strategy {module.how.get('strategy')!r} with zero points", "group or channel"
+        )
+    return module.part("_zero_point")
 
 
 class _ShapeReader:

@@ -40,10 +40,11 @@ class Packing(NamedTuple):
 
     @property
     def described(self) -> str:
-        """The format in a few words, such as `fp8 with f32 scales for 128 x 128`."""
+        """The format in a few words, such as `int4 with zero points and f16 scales for 1 x 128`."""
         kind = self.format
         sizes = ("all" if size == 0 else str(size) for size in (kind.group_rows, kind.group_cols))
-        return f"{_NAMES[kind.codes]} with {kind.scales} scales for {' x '.join(sizes)}"
+        zeros = "zero points and " if kind.has_zero_points else ""
+        return f"{_NAMES[kind.codes]} with {zeros}{kind.scales} scales for {' x '.join(sizes)}"
 
     def matrix(self, parts: Mapping[str, Tensor]) -> QuantizedMatrix:
         """The matrix whose parts these are, by the names of `PackedWeight.ranges`."""
@@ -132,6 +133,18 @@ class PackedWeight:
                 for first in range(begin, end, most):
                     yield start + first, min(most, end - first)
 
+    def pieces(
+        self, most_elements: int
+    ) -> Iterator[tuple[slice, slice, Packing, dict[str, TensorRange]]]:
+        """Cuts all matrices, one below the other, into pieces of about so many elements.
+
+        Returns:
+            For each piece its rows and columns, and how and where it lies, as `ranges` has it.
+        """
+        for first, count in self.runs(most_elements):
+            ranges = self.ranges(first, 1, count)
+            yield slice(first, first + count), slice(None), self.packing, ranges
+
     def ranges(self, first: int, step: int, count: int) -> dict[str, TensorRange]:
         """Where the parts of some rows lie.
 
@@ -218,8 +231,19 @@ def scales_kind(
 ) -> ScaleName:
     """The kind of scales that a tensor has, which must have one for every group of a weight.
 
+    Args and errors are those of `require_beside`.
+    """
+    require_beside(entry, of, shape, kinds)
+    return SCALE_NAMES[entry.dtype]
+
+
+def require_beside(
+    entry: TensorEntry, of: TensorEntry, shape: Sequence[int], kinds: Sequence[str]
+) -> None:
+    """Checks the type and the sizes of a part of a weight.
+
     Args:
-        entry: the scales.
+        entry: the part.
         of: the codes, for the message.
         shape: its sizes must be; sizes of one may be missing.
         kinds: safetensors names of the types that it may have.
@@ -232,7 +256,6 @@ def scales_kind(
             f"{entry.name}: expected {' or '.join(kinds)} {list(shape)} beside {of.name} "
             f"{of.dtype} {list(of.shape)}, found {entry.dtype} {list(entry.shape)}"
         )
-    return SCALE_NAMES[entry.dtype]
 
 
 def codes_shape(

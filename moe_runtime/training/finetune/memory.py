@@ -56,12 +56,13 @@ def divide_budget(
     )
     largest = max(layout.record_bytes for layout in layouts_of(sites).values())
     trained = _adapter_bytes(config, model, sites)
+    written = 4 * experts.largest_quantised + experts.scratch_bytes
     return plan_slots(
         budget,
         dense_bytes=experts.dense_bytes(checkpoint.dtype),
         # the expert in use: its weights in fp32 and in another type, and their gradients; a
-        # quantised matrix of it on the way to fp32
-        reserve_bytes=activations + largest + trained + 4 * experts.largest_quantised,
+        # quantised matrix of it on the way to fp32 and, as it is read, into order
+        reserve_bytes=activations + largest + trained + written,
         slot_bytes=experts.slot_bytes,
         num_experts=len(experts.layouts),
     )

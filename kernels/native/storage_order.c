@@ -1,0 +1,106 @@
+/* Numbers of quantised weights put in the order in which products read them; kernels/quantized/storage_order.py says how they
+ * lie in files. */
+#include <string.h>
+
+#include "storage_order.h"
+
+enum { TILE = 32, WORDS = 16, NIBBLES = 8, WORD_BITS = 32 };
+
+static const int AWQ_COLUMN[NIBBLES] = {0, 2, 4, 6, 1, 3, 5, 7}; /* of each nibble of a word */
+
+static uint32_t word_at(const char *from, int64_t number) {
+    uint32_t word;
+    memcpy(&word, from + 4 * number, sizeof word);
+    return word;
+}
+
+/* Tile by tile: neither the lines that are read nor those that are written leave the first-level cache meanwhile. */
+#define DEFINE_TRANSPOSE(NAME, TYPE)                                                                                 \
+    static void NAME(const char *from, char *to, int64_t rows, int64_t cols) {                                       \
+        for (int64_t row = 0; row < rows; row += TILE)                                                               \
+            for (int64_t col = 0; col < cols; col += TILE)                                                           \
+                for (int64_t r = row; r < rows && r < row + TILE; r++)                                               \
+                    for (int64_t c = col; c < cols && c < col + TILE; c++)                                           \
+                        memcpy(to + (r * cols + c) * (int64_t)sizeof(TYPE), from + (c * rows + r) * (int64_t)sizeof(TYPE), \
+                               sizeof(TYPE));                                                                        \
+    }
+DEFINE_TRANSPOSE(transpose_halves, uint16_t)
+DEFINE_TRANSPOSE(transpose_words, uint32_t)
+
+/* Of eight vectors of words: nibble i of word j becomes nibble j of word i. */
+MOE_CLONES static void transpose_nibbles(uint32_t x[NIBBLES][WORDS]) {
+    static const uint32_t masks[] = {0x0000ffff, 0x00ff00ff, 0x0f0f0f0f};
+    for (int stage = 0; stage < 3; stage++) {
+        const int apart = 4 >> stage, shift = 4 * apart;
+        for (int i = 0; i < NIBBLES; i++) {
+            if (i & apart) continue;
+            uint32_t *restrict low = x[i], *restrict high = x[i + apart];
+            for (int lane = 0; lane < WORDS; lane++) {
+                const uint32_t other = ((low[lane] >> shift) ^ high[lane]) & masks[stage];
+                high[lane] ^= other;
+                low[lane] ^= other << shift;
+            }
+        }
+    }
+}
+
+static void order_awq_codes(const char *from, char *to, int64_t rows, int64_t cols) {
+    const int64_t num_words = rows / NIBBLES, row_bytes = cols / 2;
+    uint32_t x[NIBBLES][WORDS] = {{0}};
+    for (int64_t first = 0; first < num_words; first += WORDS) {
+        const int64_t count = num_words - first < WORDS ? num_words - first : WORDS;
+        for (int64_t col = 0; col < cols; col += NIBBLES) {
+            for (int i = 0; i < NIBBLES; i++) memcpy(x[i], from + 4 * ((col + i) * num_words + first), 4 * (size_t)count);
+            transpose_nibbles(x);
+            for (int64_t lane = 0; lane < count; lane++)
+                for (int i = 0; i < NIBBLES; i++)
+                    memcpy(to + (NIBBLES * (first + lane) + AWQ_COLUMN[i]) * row_bytes + col / 2, &x[i][lane], 4);
+        }
+    }
+}
+
+static void order_zeros(const OrderStep *step, const char *from, unsigned char *to) {
+    const int bits = (int)step->bits, in_word = WORD_BITS / bits, is_down = step->kind == ORDER_ZEROS_DOWN;
+    const int64_t num_words = (step->rows + in_word - 1) / in_word;
+    const uint32_t mask = (1u << bits) - 1, ones = !step->adds_one ? 0 : bits == 4 ? 0x11111111 : 0x01010101;
+    for (int64_t number = 0; number < num_words; number++)
+        for (int64_t col = 0; col < step->cols; col++) {
+            const uint32_t word = word_at(from, is_down ? number * step->cols + col : col * num_words + number) + ones;
+            for (int i = 0; i < in_word; i++) {
+                const int64_t row = in_word * number + (step->kind == ORDER_AWQ_ZEROS ? AWQ_COLUMN[i] : i);
+                if (row < step->rows) to[row * step->cols + col] = (unsigned char)(word >> (bits * i) & mask);
+            }
+        }
+}
+
+static void flip_signs(char *bytes, int64_t count) {
+    for (int64_t i = 0; i < count; i++) bytes[i] = (char)(bytes[i] ^ 0x80);
+}
+
+static int64_t own_bytes(const OrderStep *step) { return step->rows * step->cols * step->bits / 8; }
+
+int64_t order_scratch_bytes(const OrderStep *steps, int64_t count) {
+    int64_t most = 0;
+    for (const OrderStep *step = steps; step < steps + count; step++) {
+        const int is_aside = step->kind == ORDER_TRANSPOSED || step->kind == ORDER_AWQ_CODES;
+        if (is_aside && own_bytes(step) > most) most = own_bytes(step);
+    }
+    return most;
+}
+
+/* Puts the numbers of a slot in order, with order_scratch_bytes of memory beside it. */
+MOE_EXPORT void moe_put_in_order(const OrderStep *steps, int64_t count, char *slot, char *scratch) {
+    for (const OrderStep *step = steps; step < steps + count; step++) {
+        char *from = slot + step->from, *to = slot + step->to;
+        if (step->kind == ORDER_INT8) {
+            flip_signs(to, own_bytes(step));
+        } else if (step->kind == ORDER_TRANSPOSED || step->kind == ORDER_AWQ_CODES) {
+            memcpy(scratch, from, (size_t)own_bytes(step));
+            (step->kind == ORDER_AWQ_CODES ? order_awq_codes
+             : step->bits == 16            ? transpose_halves
+                                           : transpose_words)(scratch, to, step->rows, step->cols);
+        } else {
+            order_zeros(step, from, (unsigned char *)to);
+        }
+    }
+}

@@ -1,0 +1,121 @@
+"""Numbers of quantised weights that lie in files in an order which no product reads.
+
+GPTQ and AWQ have the columns of a weight one after the other, and several of them pack zero points
+in words. Such tensors are put in order once, when an expert enters its slot (`reads.c`, through
+`storage_order.c`) or a dense weight is loaded. `put_in_order` is the specification.
+
+Letters: N rows of the weight, K columns, G groups of columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+WORD_BITS = 32
+AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Which nibble of a word of AWQ has each of its eight columns."""
+
+ORDERS = MappingProxyType(
+    {"transposed": 0, "awq_codes": 1, "zeros_down": 2, "zeros_across": 3, "awq_zeros": 4, "int8": 5}
+)
+"""The number of every order in C."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageOrder:
+    """How numbers that belong in rows lie in a file.
+
+    Attributes:
+        kind: in the file there are, for a result `[rows, cols]`,
+            `transposed`: `[cols, rows]` items of `bits`;
+            `awq_codes`: words `[cols, rows / 8]` of the nibbles of eight rows, in AWQ's order;
+            `zeros_down`: words `[rows * bits / 32, cols]`, each of the numbers of several rows;
+            `zeros_across`: words `[cols, rows * bits / 32]`, likewise;
+            `awq_zeros`: the same in AWQ's order;
+            `int8`: signed bytes `[rows, cols]`, of which unsigned ones are made by adding 128.
+        rows: of the result.
+        cols: of the result, in items, or in codes of `awq_codes`, a multiple of 8. Zero points
+            become bytes.
+        bits: of an item or a number.
+        adds_one: whether the file has zero points less one, borrowed through each word (GPTQ v1).
+    """
+
+    kind: str
+    rows: int
+    cols: int
+    bits: int
+    adds_one: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether the result takes memory of its own: numbers become more bytes than in the file.
+
+        Otherwise it takes the place of what was read.
+        """
+        return self.kind in ("zeros_down", "zeros_across", "awq_zeros")
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of the numbers in order."""
+        bits = 8 if self.moves else self.bits
+        return self.rows * self.cols * bits // 8
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the numbers in the file."""
+        if not self.moves:
+            return self.result_bytes
+        num_words = -(-self.rows * self.bits // WORD_BITS)
+        return 4 * num_words * self.cols
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes that are copied aside while the numbers are put in order."""
+        return 0 if self.moves or self.kind == "int8" else self.result_bytes
+
+    def step(self, source: int, place: int) -> tuple[int, ...]:
+        """The C struct `OrderStep`: from one place in a slot to another."""
+        numbers = self.rows, self.cols, self.bits, int(self.adds_one)
+        return ORDERS[self.kind], source, place, *numbers
+
+
+def put_in_order(order: StorageOrder, stored: Tensor) -> Tensor:
+    """The numbers of a tensor in the order of rows.
+
+    Args:
+        order: how they lie in it.
+        stored: its bytes, `uint8`, in memory aligned to words.
+
+    Returns:
+        `uint8`, `order.result_bytes` of new memory.
+    """
+    if order.kind == "int8":
+        return stored ^ 128
+    if order.kind == "transposed":
+        size = order.bits // 8
+        items = stored.view(order.cols, order.rows, size).transpose(0, 1)
+        return items.contiguous().flatten()
+    num_words = -(-order.rows * order.bits // WORD_BITS)
+    words = stored.view(torch.int32)
+    if order.kind == "zeros_down":
+        found = _numbers(words.view(num_words, order.cols, 1), order)
+        return found.transpose(1, 2).flatten(0, 1)[: order.rows].contiguous().flatten()
+    if order.adds_one:
+        ones = sum(1 << shift for shift in range(0, WORD_BITS, order.bits))
+        words = words + ones
+    found = _numbers(words.view(order.cols, num_words, 1), order).flatten(1)[:, : order.rows].t()
+    if order.kind == "awq_codes":
+        found = found[:, 0::2] | found[:, 1::2] << 4
+    return found.contiguous().flatten()
+
+
+def _numbers(words: Tensor, order: StorageOrder) -> Tensor:
+    """The numbers of every word along a last dimension, as `uint8`."""
+    shifts = torch.arange(0, WORD_BITS, order.bits)
+    if order.kind in ("awq_codes", "awq_zeros"):
+        shifts = shifts[list(AWQ_NIBBLES)]
+    return (words >> shifts & (1 << order.bits) - 1).to(torch.uint8)

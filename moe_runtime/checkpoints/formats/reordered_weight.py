@@ -1,0 +1,142 @@
+"""A quantised weight whose numbers lie in the file in an order that no product reads.
+
+They are put in order when an expert enters its slot or a dense weight is loaded, never on the disk.
+Letters: N rows (outputs), K columns (inputs), G groups of columns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+
+from moe_runtime.checkpoints.formats.packed_weight import PackedWeight, Packing
+from moe_runtime.checkpoints.safetensors_index import TensorEntry
+from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.kernels.quantized import SCALES
+from moe_runtime.kernels.quantized.storage_order import StorageOrder
+from moe_runtime.memory.layout import TensorRange
+
+_FIRST_CUT = 8
+"""Rows or columns in whose multiples a weight is cut: those of a word of 4 bits a number."""
+
+
+class PartOrder(NamedTuple):
+    """How one tensor of a weight lies.
+
+    Attributes:
+        kind: of its `StorageOrder`; None where it is in order.
+        per: how many rows or columns of the weight, whichever the tensor's first dimension goes
+            along, one row of the tensor is for; 0 where it has one row for all.
+    """
+
+    kind: str | None
+    per: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ReorderedWeight(PackedWeight):
+    """One matrix `[N, K]`, whose tensors are put in order.
+
+    Attributes:
+        along: what the first dimension of the tensors goes along.
+        orders: how each part lies.
+        adds_one: whether zero points are stored less one, as `StorageOrder` has it.
+    """
+
+    along: Literal["rows", "columns"] = "rows"
+    orders: Mapping[str, PartOrder] = dataclasses.field(default_factory=dict)
+    adds_one: bool = False
+
+    def ranges(self, first: int, step: int, count: int) -> dict[str, TensorRange]:
+        """As of any weight, but for the whole matrix only.
+
+        Raises:
+            UnsupportedModelError: the rows are some of the matrix.
+            CheckpointError: a part is not where elements of its size can be read.
+        """
+        if (first, step, count) != (0, 1, self.num_rows):
+            raise UnsupportedModelError(
+                f"{self.name}: expected a matrix of an expert in tensors of its own, found rows "
+                f"{first} to {first + (count - 1) * step} of {self.num_rows} to be one; such "
+                f"checkpoints are not supported yet"
+            )
+        return self._cut(0, self.num_rows if self.along == "rows" else self.num_cols)
+
+    def pieces(
+        self, most_elements: int
+    ) -> Iterator[tuple[slice, slice, Packing, dict[str, TensorRange]]]:
+        """Cuts the weight along the first dimension of its tensors, each piece within a group."""
+        is_by_rows = self.along == "rows"
+        size, other = (self.num_rows, self.num_cols)[:: 1 if is_by_rows else -1]
+        group = size if is_by_rows else self.format.group_cols or size
+        step = max(1, most_elements // other // _FIRST_CUT) * _FIRST_CUT
+        if group % _FIRST_CUT and group != size:
+            group = step = size
+        for begin in range(0, size, group):
+            for first in range(begin, min(begin + group, size), step):
+                last = min(first + step, begin + group, size)
+                piece = slice(first, last), slice(None)
+                rows, cols = piece if is_by_rows else piece[::-1]
+                packing = Packing(self.format, self.num_cols if is_by_rows else last - first)
+                yield rows, cols, packing, self._cut(first, last)
+
+    def _cut(self, first: int, last: int) -> dict[str, TensorRange]:
+        """Where the parts of some rows or columns lie."""
+        is_by_rows, kind = self.along == "rows", self.format
+        num_rows, num_cols = self.num_rows, self.num_cols
+        size = num_rows if is_by_rows else num_cols
+        rows, cols = (last - first, num_cols) if is_by_rows else (num_rows, last - first)
+        groups = kind.scales_shape(rows, cols)
+        named = {"codes": self.codes, "scales": self.scales, "zero_points": self.zero_points}
+        found = {}
+        for name, entry in named.items():
+            if entry is None:
+                continue
+            order, per = self.orders[name]
+            stored = _stored_rows(entry, size, per, first, last)
+            if name == "codes":
+                dtype, shape = torch.uint8, (rows, kind.row_bytes(cols))
+                stride = stored.span_bytes // rows
+            else:
+                dtype, shape = torch.uint8 if name == "zero_points" else SCALES[kind.scales], groups
+                stride = groups[1]
+            described = replace(stored, dtype=dtype, shape=shape, stride=(stride, 1))
+            if order is not None:
+                put = self._order(order, name, stored, shape)
+                described = replace(described, order=put)
+            found[name] = described
+        return found
+
+    def _order(
+        self, kind: str, name: str, stored: TensorRange, shape: tuple[int, int]
+    ) -> StorageOrder:
+        rows, cols, bits = shape[0], shape[1], self.format.bits
+        if kind == "transposed":
+            cols, bits = stored.shape[0] // rows, stored.dtype.itemsize * 8
+        elif name == "codes":
+            cols = stored.span_bytes * 8 // bits // rows
+        return StorageOrder(kind, rows, cols, bits, self.adds_one and name == "zero_points")
+
+
+def _stored_rows(entry: TensorEntry, size: int, per: int, first: int, last: int) -> TensorRange:
+    """The elements of a tensor that belong to some of `size` rows or columns of a weight."""
+    num_rows = -(-size // per) if per else 1
+    begin, end = (first // per, -(-last // per)) if per else (0, 1)
+    dtype = _ELEMENTS[entry.dtype]
+    elements = entry.num_bytes // dtype.itemsize // num_rows
+    offset = entry.offset + begin * elements * dtype.itemsize
+    shape = ((end - begin) * elements,)
+    return TensorRange.of(entry.file, entry.name, offset, dtype, shape, (1,))
+
+
+_ELEMENTS = {
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+}

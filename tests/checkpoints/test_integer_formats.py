@@ -1,0 +1,89 @@
+"""Integers in groups: what of them is refused, and in which words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import quantized_checkpoints
+import torch
+from changed_checkpoints import EXPERT, Originals, changed, refusal
+from quantized_checkpoints import EXPERTS, Quantized
+from torch import Tensor
+
+from moe_runtime.errors import MoERuntimeError, UnsupportedModelError
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return Originals(tmp_path_factory.mktemp("integers"))
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ({"symmetric": False}, "expected a part of"),
+        ({"symmetric": "no"}, "symmetric 'no' cannot be read yet"),
+        ({"symmetric": False, "strategy": "tensor"}, "strategy 'tensor' with zero points"),
+        ({"actorder": "group"}, "actorder of groups cannot be read yet"),
+        ({"num_bits": 3}, "num_bits 3 cannot be read yet"),
+        ({"type": "float"}, "type 'float' cannot be read yet"),
+        ({"group_size": 64}, "expected BF16 or F32 or F16"),
+        ({"group_size": None}, "expected group_size to be there"),
+        ({"group_size": -1}, "expected group_size to be a positive whole number"),
+        ({"strategy": "token"}, "strategy 'token' cannot be read yet"),
+    ],
+)
+def test_what_the_configuration_says_of_integers_is_judged(
+    originals, tmp_path, weights, words
+) -> None:
+    config = quantized_checkpoints.groups(
+        (["Linear"], "pack-quantized", quantized_checkpoints.INT4_32 | weights)
+    )
+    folder = changed(originals("deepseek_v3-int4"), tmp_path, **config)
+    assert words in refusal(folder, MoERuntimeError)
+
+
+@pytest.mark.parametrize("suffix", ["weight_zero_point", "weight_g_idx"])
+def test_zero_points_of_symmetric_integers_and_permuted_groups_are_refused(
+    originals, tmp_path, suffix
+) -> None:
+    def add(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{EXPERT}.{suffix}"] = torch.zeros(8, 2, dtype=torch.int32)
+
+    folder = changed(originals("deepseek_v3-int4"), tmp_path, add)
+    assert f"{EXPERT}.{suffix}" in refusal(folder, MoERuntimeError)
+
+
+def test_experts_whose_codes_differ_by_a_sign_are_refused(originals, tmp_path) -> None:
+    """Both are int8 with the same scales, and codes of one are no codes of the other."""
+
+    def repack(tensors: dict[str, Tensor]) -> None:
+        codes = tensors.pop(f"{EXPERT}.weight")
+        shape = torch.tensor(codes.shape)
+        tensors[f"{EXPERT}.weight_packed"] = (codes ^ -128).view(torch.int32)
+        tensors[f"{EXPERT}.weight_shape"] = shape
+
+    int8 = quantized_checkpoints.INT8_CHANNEL
+    sample = Quantized(
+        "olmoe-int8",
+        quantized_checkpoints.Family("olmoe", "OlmoeForCausalLM", quantized_checkpoints.EVEN),
+        quantized_checkpoints.groups(
+            (["Linear"], "int-quantized", int8), ([EXPERT], "pack-quantized", int8)
+        ),
+        {EXPERTS: quantized_checkpoints.compressed("int-quantized", **int8)},
+    )
+    original = quantized_checkpoints.write(sample, tmp_path / "original").folder
+    folder = changed(original, tmp_path / "changed", repack)
+    assert "expected one type for all experts" in refusal(folder, UnsupportedModelError)
+
+
+def test_biases_of_two_types_in_an_expert_are_refused(originals, tmp_path) -> None:
+    def widen(tensors: dict[str, Tensor]) -> None:
+        name = "model.layers.0.mlp.experts.down_proj_bias"
+        tensors[name] = tensors[name].float()
+
+    folder = changed(originals("gpt_oss-mxfp4"), tmp_path, widen)
+    message = refusal(folder, UnsupportedModelError)
+    assert "up_bias is bfloat16 and down_bias is float32; expected one type" in message

@@ -1,0 +1,207 @@
+"""How weights are written in formats of quantised checkpoints, each by the format's own packer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Packed = tuple[dict[str, Tensor], Tensor]
+"""The tensors that a weight is stored in, by their names, and its values in fp32."""
+Packer = Callable[[str, Tensor], Packed]
+
+FP8_LIMIT = 448.0
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+NVFP4 = {
+    "num_bits": 4,
+    "type": "float",
+    "strategy": "tensor_group",
+    "group_size": 16,
+    "symmetric": True,
+    "scale_dtype": torch.float8_e4m3fn,
+    "zp_dtype": torch.float8_e4m3fn,
+}
+
+
+def blockwise(values: Tensor, rows: int, cols: int) -> Tensor:
+    """The largest magnitude of each block, the last ones shorter."""
+    parts = [[b.abs().max() for b in r.split(cols, 1)] for r in values.split(rows, 0)]
+    return torch.stack([torch.stack(row) for row in parts])
+
+
+def spread(scales: Tensor, rows: int, cols: int, shape: torch.Size) -> Tensor:
+    """A block's number for each of its elements."""
+    tall = scales.float().repeat_interleave(rows, 0)[: shape[0]]
+    return tall.repeat_interleave(cols, 1)[:, : shape[1]]
+
+
+def fp8_block(scale_dtype: torch.dtype, block: int = 128) -> Packer:
+    """FP8 in blocks that need not be whole."""
+
+    def pack(name: str, weight: Tensor) -> Packed:
+        scales = (blockwise(weight, block, block) / FP8_LIMIT).to(scale_dtype)
+        factors = spread(scales, block, block, weight.shape)
+        codes = (weight / factors).clamp(-FP8_LIMIT, FP8_LIMIT).to(torch.float8_e4m3fn)
+        return {name: codes, f"{name}_scale_inv": scales}, codes.float() * factors
+
+    return pack
+
+
+def fp8_transformers(name: str, weight: Tensor) -> Packed:
+    """FP8 by transformers' own quantiser, which leaves alone what has no whole blocks."""
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    settings: Any = SimpleNamespace(quantization_config=FineGrainedFP8Config())
+    parts = Fp8Quantize(settings)._quantize_one(name, weight)
+    if len(parts) == 1:
+        return {name: weight.bfloat16()}, weight
+    factors = spread(parts[f"{name}_scale_inv"], 128, 128, weight.shape)
+    return parts, parts[name].float() * factors
+
+
+def e8m0_groups(weight: Tensor, group: int, largest: float) -> Tensor:
+    """Exponents, as bytes, with which no element of a group exceeds the largest code."""
+    most = weight.unflatten(-1, (-1, group)).abs().amax(-1).clamp(min=2.0**-120)
+    return ((most / largest).log2().ceil() + 127).to(torch.uint8)
+
+
+def e2m1_codes(scaled: Tensor) -> Tensor:
+    """The nearest codes, two in a byte, the first one low."""
+    codes = (scaled.abs()[..., None] - E2M1).abs().argmin(-1) + 8 * (scaled < 0)
+    return (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+
+
+def mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes `[..., K / 2]`, exponents `[..., K / 32]` and values."""
+    scales = e8m0_groups(weight, 32, 6.0)
+    factors = torch.exp2(scales.float() - 127).repeat_interleave(32, -1)
+    codes = e2m1_codes(weight / factors)
+    signed = torch.cat((E2M1, -E2M1))
+    values = torch.stack((signed[(codes & 15).int()], signed[(codes >> 4).int()]), -1).flatten(-2)
+    return codes, scales, values * factors
+
+
+def gpt_oss(name: str, weight: Tensor) -> Packed:
+    """Blocks and scales of the transpose; the values by transformers' own dequantiser."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    codes, scales, _ = mxfp4(weight.transpose(1, 2).contiguous())
+    scales.view(-1)[:3] = torch.tensor([0, 1, 128])  # 2 ** -127 is subnormal in fp32
+    blocks = codes.unflatten(-1, (-1, 16))
+    values = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}, values
+
+
+def deepseek_v4(name: str, weight: Tensor) -> Packed:
+    """Experts of DeepSeek-V4: FP4 as signed bytes beside `.scale`."""
+    codes, scales, values = mxfp4(weight)
+    beside = name.removesuffix("weight") + "scale"
+    return {name: codes.view(torch.int8), beside: scales.view(torch.float8_e8m0fnu)}, values
+
+
+def fp8_exponents(name: str, weight: Tensor) -> Packed:
+    """FP8 in blocks of 128 with powers of two beside them, as DeepSeek-V4's attention has it."""
+    largest = blockwise(weight, 128, 128) / FP8_LIMIT
+    scales = (largest.log2().ceil() + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+    factors = spread(scales, 128, 128, weight.shape)
+    codes = (weight / factors).to(torch.float8_e4m3fn)
+    beside = name.removesuffix("weight") + "scale"
+    return {name: codes, beside: scales}, codes.float() * factors
+
+
+def mxfp8(name: str, weight: Tensor) -> Packed:
+    """FP8 with an exponent for 32 columns."""
+    scales = e8m0_groups(weight, 32, FP8_LIMIT)
+    factors = torch.exp2(scales.float() - 127).repeat_interleave(32, -1)
+    codes = (weight / factors).to(torch.float8_e4m3fn)
+    return {name: codes, f"{name}_scale_inv": scales}, codes.float() * factors
+
+
+def compressed(kind: str, **arguments: Any) -> Packer:
+    """A format of compressed-tensors, written and read back by it."""
+
+    def pack(name: str, weight: Tensor) -> Packed:
+        if not arguments.get("symmetric", True):
+            weight = with_extremes(weight)
+        from compressed_tensors.compressors import BaseCompressor
+        from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+        from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+        args = QuantizationArgs(**arguments)
+        scheme = QuantizationScheme(targets=["Linear"], weights=args)
+        compressor: Any = BaseCompressor.get_value_from_registry(kind)
+        state = {"weight": weight}
+        factor = None
+        if kind.startswith("nvfp4"):
+            factor = state["weight_global_scale"] = generate_gparam(weight.amin(), weight.amax())
+        parts = weight.unflatten(-1, (-1, args.group_size)) if args.group_size else weight
+        if args.strategy == "tensor":
+            low, high = weight.amin().view(1), weight.amax().view(1)
+        else:
+            keeps = not args.group_size
+            low, high = parts.amin(-1, keepdim=keeps), parts.amax(-1, keepdim=keeps)
+        scales, zeros = calculate_qparams(low, high, args, global_scale=factor)
+        if not args.symmetric:
+            state["weight_zero_point"] = zeros
+        is_float_scale = scales.dtype in (torch.float32, torch.bfloat16)
+        state["weight_scale"] = scales.bfloat16().float() if is_float_scale else scales
+        stored = compressor.compress(state, scheme)
+        values = _decompressed(compressor, dict(stored), scheme)
+        if stored["weight_scale"].dtype == torch.float32:
+            stored["weight_scale"] = stored["weight_scale"].bfloat16()
+        stem = name.removesuffix("weight")
+        return {f"{stem}{part}": tensor.contiguous() for part, tensor in stored.items()}, values
+
+    return pack
+
+
+def with_extremes(weight: Tensor) -> Tensor:
+    """Rows without negative numbers and without positive ones: their zero points are extremes."""
+    weight = weight.clone()
+    weight[0], weight[-1] = weight[0].abs(), -weight[-1].abs()
+    return weight
+
+
+def _decompressed(compressor: Any, stored: dict[str, Tensor], scheme: Any) -> Tensor:
+    """Values in fp32, where the packer would round to bf16 on the way."""
+    if "weight_global_scale" not in stored and stored["weight_scale"].dtype != torch.uint8:
+        return compressor.decompress(stored, scheme)["weight"].float()
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+    scales = compressor._decompress_scale(stored["weight_scale"], torch.float32)
+    if "weight_packed" in stored:
+        rows, width = stored["weight_packed"].shape
+        codes = unpack_fp4_from_uint8(stored["weight_packed"], rows, 2 * width, dtype=torch.float32)
+    else:
+        codes = stored["weight"].float()
+    return dequantize(
+        codes,
+        scales,
+        args=scheme.weights,
+        global_scale=stored.get("weight_global_scale"),
+        dtype=torch.float32,
+    )
+
+
+def nvfp4_modelopt(name: str, weight: Tensor) -> Packed:
+    """The codes that compressed-tensors has, with the reciprocal of its global scale."""
+    pack = compressed("nvfp4-pack-quantized", **NVFP4)
+    parts, _ = pack(name, weight)
+    stem = name.removesuffix(".weight")
+    codes, scales = parts[f"{stem}.weight_packed"], parts[f"{stem}.weight_scale"]
+    factor = 1 / parts[f"{stem}.weight_global_scale"]
+    signed = torch.cat((E2M1, -E2M1))
+    pairs = torch.stack((signed[(codes & 15).int()], signed[(codes >> 4).int()]), -1)
+    values = pairs.flatten(-2) * (scales.float() * factor).repeat_interleave(16, -1)
+    stored = {
+        name: codes,
+        f"{name}_scale": scales,
+        f"{name}_scale_2": factor.reshape(()),
+        f"{stem}.input_scale": torch.ones(()),
+    }
+    return stored, values
