@@ -51,10 +51,14 @@ def test_the_rehearsal_measures_every_backend(tmp_path: Path) -> None:
         assert row["graph_forward_s"] is None
         assert row["kept_bytes"] is None
         assert row["peak_bytes"] is None
-    for product in results["products"].values():
+    for layer in results["packed"].values():
+        assert layer["read_of_copy"] > 0
+        assert layer["written_ratio"] > 0
+    for product in (results["products"] | results["packed"]).values():
         assert product["ratio"] == pytest.approx(product["peer_seconds"] / product["seconds"])
     aims = {(aim["what"], aim["field"]): aim for aim in results["aims"]}
-    assert len(aims) == len(results["aims"]) == len(results["products"]) + 3
+    num_products = len(results["products"]) + len(results["packed"])
+    assert len(aims) == len(results["aims"]) == num_products + 3
     beside = aims["tiny, not slower than grouped_mm", "backward_s"]
     assert beside["asked"] == rows["grouped_mm"]["backward_s"]
     assert beside["measured"] == rows["moe_runtime"]["backward_s"]
