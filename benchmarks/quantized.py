@@ -113,9 +113,8 @@ def _codes(kind: WeightFormat, values_NK: Tensor) -> Tensor:
 def _copied(matrix: Tensor | QuantizedMatrix) -> Tensor | QuantizedMatrix:
     if isinstance(matrix, Tensor):
         return matrix.clone()
-    return QuantizedMatrix(
-        matrix.format, matrix.num_cols, matrix.codes.clone(), matrix.scales.clone()
-    )
+    scales = None if matrix.scales is None else matrix.scales.clone()
+    return QuantizedMatrix(matrix.format, matrix.num_cols, matrix.codes.clone(), scales)
 
 
 @torch.no_grad()

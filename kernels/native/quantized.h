@@ -10,6 +10,28 @@
 #include "kernels.h"
 
 enum { CODE_E2M1 = 0, CODE_E4M3 = 1, CODE_UINT4 = 2, CODE_UINT8 = 3, CODE_INT8 = 4, CODE_PLANES = 5 };
+/* Blocks that hold their scales, in the order in which kernels/quantized/formats.py has them. */
+enum {
+    CODE_BLOCKS = 32,
+    CODE_Q4_0 = CODE_BLOCKS,
+    CODE_Q4_1,
+    CODE_Q5_0,
+    CODE_Q5_1,
+    CODE_Q8_0,
+    CODE_Q2_K,
+    CODE_Q3_K,
+    CODE_Q4_K,
+    CODE_Q5_K,
+    CODE_Q6_K,
+    CODE_IQ4_NL,
+    CODE_IQ4_XS,
+    CODE_MXFP4_BLOCK,
+    END_OF_CODES
+};
+static const struct {
+    int codes, bytes;
+} BLOCK_SIZES[END_OF_CODES - CODE_BLOCKS] = {{32, 18},   {32, 20},   {32, 22},   {32, 24},  {32, 34},   {256, 84}, {256, 110},
+                                             {256, 144}, {256, 176}, {256, 210}, {32, 18}, {256, 136}, {32, 17}};
 enum { SCALE_E8M0 = 0, SCALE_E4M3 = 1, SCALE_BF16 = 2, SCALE_F16 = 3, SCALE_F32 = 4 };
 enum { GLOBAL_NONE = 0, GLOBAL_MULTIPLY = 1, GLOBAL_DIVIDE = 2 };
 
@@ -40,11 +62,17 @@ static inline float e8m0_to_f32(uint8_t code) {
     return from_bits(code == 255 ? 0x7fc00000u : bits);
 }
 
+static inline int is_in_blocks(const Quantized *format) { return format->codes >= CODE_BLOCKS; }
+
 static inline int64_t code_row_bytes(const Quantized *format, int64_t k) {
+    if (is_in_blocks(format))
+        return k / BLOCK_SIZES[format->codes - CODE_BLOCKS].codes * BLOCK_SIZES[format->codes - CODE_BLOCKS].bytes;
     return format->codes == CODE_E2M1 || format->codes == CODE_UINT4 ? (k + 1) / 2 : k;
 }
 
+/* Groups whose scales lie outside the codes. */
 static inline int64_t groups_of_row(const Quantized *format, int64_t k) {
+    if (is_in_blocks(format)) return 0;
     return format->group_cols ? (k + format->group_cols - 1) / format->group_cols : 1;
 }
 

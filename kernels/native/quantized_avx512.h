@@ -280,6 +280,7 @@ static int group_shift(const Quantized *format) { return format->group_cols ? __
 
 static int quantized_kind(const Quantized *format, int x_dtype) {
     const int64_t group = format->group_cols;
+    if (is_in_blocks(format)) return KIND_QUANT;
     if (group && (group < 8 || (group & (group - 1)))) return KIND_QUANT;
     const int is_half = format->codes == CODE_E2M1 || format->codes == CODE_UINT4;
     if (!HAS_BF16_DOT || x_dtype != DTYPE_BF16 || (group == 8 && !is_half)) return KIND_QUANT_F32;

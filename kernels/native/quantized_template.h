@@ -110,8 +110,14 @@ static void code_values(int64_t kind, const char *codes, int64_t count, float *o
     }
 }
 
+#include "block_values.h"
+
 /* All values of a row, rounded to fp32 once. */
 static void row_values(const RowGroups *row, const char *codes, float *out) {
+    if (is_in_blocks(row->format)) {
+        block_values(row->format->codes, (const uint8_t *)codes, row->k, out);
+        return;
+    }
     const int64_t group = row->format->group_cols ? row->format->group_cols : row->k;
     code_values(row->format->codes, codes, row->k, out);
     for (int64_t g = 0; g < row->groups; g++) {

@@ -9,8 +9,10 @@ from moe_runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
     from moe_runtime.kernels.quantized.formats import (
+        BLOCKS,
         CODES,
         SCALES,
+        BlockName,
         CodeName,
         ScaleName,
         WeightFormat,
@@ -21,15 +23,17 @@ else:
     __getattr__ = lazy_names(
         __name__,
         {
-            ".formats": "CODES SCALES CodeName ScaleName WeightFormat",
+            ".formats": "BLOCKS CODES SCALES BlockName CodeName ScaleName WeightFormat",
             ".matrix": "QuantizedMatrix",
             ".stack": "QuantizedStack",
         },
     )
 
 __all__ = [
+    "BLOCKS",
     "CODES",
     "SCALES",
+    "BlockName",
     "CodeName",
     "QuantizedMatrix",
     "QuantizedStack",

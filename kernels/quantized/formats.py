@@ -1,23 +1,65 @@
 """What the numbers of a quantised weight are: codes, scales of groups, zero points.
 
 Sources: OCP Microscaling Formats (MX) 1.0 for e2m1, e4m3 and e8m0; DeepSeek-V3 (arXiv:2412.19437)
-for fp8 in blocks of 128 x 128; compressed-tensors for integers in groups.
+for fp8 in blocks of 128 x 128; compressed-tensors for integers in groups; ggml for blocks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 CodeName = Literal["e2m1", "e4m3", "uint4", "uint8", "int8"]
+BlockName = Literal[
+    "q4_0",
+    "q4_1",
+    "q5_0",
+    "q5_1",
+    "q8_0",
+    "q2_k",
+    "q3_k",
+    "q4_k",
+    "q5_k",
+    "q6_k",
+    "iq4_nl",
+    "iq4_xs",
+    "mxfp4_block",
+]
 ScaleName = Literal["e8m0", "e4m3", "bf16", "f16", "f32"]
 GlobalScale = Literal["none", "multiply", "divide"]
 
 CODES = MappingProxyType({"e2m1": 4, "e4m3": 8, "uint4": 4, "uint8": 8, "int8": 8})
 """Bits of every kind of code. Of two codes in a byte, the low one has the smaller column."""
+
+
+class Block(NamedTuple):
+    """Sizes of a block: how many codes it has, in how many bytes with their scales."""
+
+    num_codes: int
+    num_bytes: int
+
+
+BLOCKS = MappingProxyType(
+    {
+        "q4_0": Block(32, 18),
+        "q4_1": Block(32, 20),
+        "q5_0": Block(32, 22),
+        "q5_1": Block(32, 24),
+        "q8_0": Block(32, 34),
+        "q2_k": Block(256, 84),
+        "q3_k": Block(256, 110),
+        "q4_k": Block(256, 144),
+        "q5_k": Block(256, 176),
+        "q6_k": Block(256, 210),
+        "iq4_nl": Block(32, 18),
+        "iq4_xs": Block(256, 136),
+        "mxfp4_block": Block(32, 17),
+    }
+)
+"""Codes that lie in blocks with their own scales, by ggml's names; the kernels count them so."""
 
 SCALES = MappingProxyType(
     {
@@ -35,10 +77,15 @@ SCALES = MappingProxyType(
 class WeightFormat:
     """How a weight `[N, K]` is written: `value[n, k] = (code - zero) * scale * global scale`.
 
+    A row may also be a sequence of blocks that hold their scales, see `BLOCKS`: then `codes` says
+    everything, and the rest stays as it is.
+
     Attributes:
         codes: `e2m1` (fp4: sign, two exponent bits, one of mantissa), `e4m3` (fp8 without
-            infinities, NaN is 0x7f), `uint4` and `uint8` (unsigned integers), `int8`.
-        scales: Type of the scales; `e8m0` is `2 ** (byte - 127)`, and 255 is NaN.
+            infinities, NaN is 0x7f), `uint4` and `uint8` (unsigned integers), `int8`; or a name
+            of `BLOCKS`.
+        scales: Type of the scales; `e8m0` is `2 ** (byte - 127)`, and 255 is NaN. `none` for
+            blocks.
         group_rows: Rows that share a scale; 0 when all do.
         group_cols: Columns that share a scale; 0 when all do. The last group may be shorter.
         zero: What is subtracted from every integer code where there are no zero points.
@@ -46,8 +93,8 @@ class WeightFormat:
         global_scale: Whether one fp32 number multiplies or divides all scales (NVFP4).
     """
 
-    codes: CodeName
-    scales: ScaleName
+    codes: CodeName | BlockName
+    scales: ScaleName | Literal["none"] = "none"
     group_rows: int = 1
     group_cols: int = 0
     zero: int = 0
@@ -60,6 +107,11 @@ class WeightFormat:
         Raises:
             ValueError: A name is unknown, a size is negative, or zeros belong to no integer code.
         """
+        if self.codes in BLOCKS:
+            others = (self.scales, self.group_rows, self.group_cols, self.zero)
+            if others != ("none", 1, 0, 0) or self.has_zero_points or self.global_scale != "none":
+                raise ValueError(f"scales of {self.codes} lie in its blocks: expected no others")
+            return
         if self.codes not in CODES:
             raise ValueError(f"codes must be one of {', '.join(CODES)}, got {self.codes!r}")
         if self.scales not in SCALES:
@@ -73,11 +125,23 @@ class WeightFormat:
 
     @property
     def bits(self) -> int:
-        """Bits of a code."""
+        """Bits of a code that lies in no block."""
         return CODES[self.codes]
 
     def row_bytes(self, num_cols: int) -> int:
-        """Bytes of the codes of a row."""
+        """Bytes of the codes of a row.
+
+        Raises:
+            ValueError: It has no whole number of blocks.
+        """
+        block = BLOCKS.get(self.codes)
+        if block is not None:
+            if num_cols % block.num_codes:
+                raise ValueError(
+                    f"rows of {self.codes} must have a multiple of {block.num_codes} columns, "
+                    f"got {num_cols}"
+                )
+            return num_cols // block.num_codes * block.num_bytes
         return -(-num_cols * self.bits // 8)
 
     def scales_shape(self, num_rows: int, num_cols: int) -> tuple[int, int]:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.quantized.formats import SCALES, WeightFormat
+from moe_runtime.kernels.quantized.formats import BLOCKS, SCALES, WeightFormat
 from moe_runtime.kernels.quantized.reference import code_values, scale_values
 
 _CODE_NUMBERS = {"e2m1": 0, "e4m3": 1, "uint4": 2, "uint8": 3, "int8": 4}
+_FIRST_BLOCK_NUMBER = 32
 _SCALE_NUMBERS = {"e8m0": 0, "e4m3": 1, "bf16": 2, "f16": 3, "f32": 4}
 _GLOBAL_NUMBERS = {"none": 0, "multiply": 1, "divide": 2}
 MOST_COLS = 2**17
@@ -29,7 +30,7 @@ class QuantizedMatrix:
         num_cols: K.
         codes: `uint8 [N, ceil(K * bits / 8)]`, unit stride along its last dimension.
         scales: `[groups of rows, groups of columns]`, unit stride along its last dimension, of the
-            element type that `SCALES` names.
+            element type that `SCALES` names; None where blocks hold them.
         zero_points: `uint8`, shaped as the scales, or None.
         global_scale: `fp32 [1]`, or None.
     """
@@ -37,7 +38,7 @@ class QuantizedMatrix:
     format: WeightFormat
     num_cols: int
     codes: Tensor
-    scales: Tensor
+    scales: Tensor | None = None
     zero_points: Tensor | None = None
     global_scale: Tensor | None = None
 
@@ -52,11 +53,9 @@ class QuantizedMatrix:
         if self.codes.dtype != torch.uint8 or self.codes.shape[1:] != (row_bytes,):
             raise ValueError(f"codes must be uint8 [N, {row_bytes}], got {_described(self.codes)}")
         groups = kind.scales_shape(len(self.codes), self.num_cols)
-        if self.scales.dtype != SCALES[kind.scales] or self.scales.shape != groups:
-            raise ValueError(
-                f"scales must be {SCALES[kind.scales]} {list(groups)}, "
-                f"got {_described(self.scales)}"
-            )
+        expected = "none" if kind.scales == "none" else f"{SCALES[kind.scales]} {[*groups]}"
+        if _described(self.scales) != expected:
+            raise ValueError(f"scales must be {expected}, got {_described(self.scales)}")
         zeros = self.zero_points
         if (zeros is not None) != kind.has_zero_points:
             raise ValueError(f"zero points: the format says {kind.has_zero_points}")
@@ -96,8 +95,8 @@ class QuantizedMatrix:
         described = array(
             "q",
             (
-                _CODE_NUMBERS[kind.codes],
-                _SCALE_NUMBERS[kind.scales],
+                _code_number(kind),
+                _SCALE_NUMBERS.get(kind.scales, 0),
                 kind.group_rows,
                 kind.group_cols,
                 kind.zero,
@@ -115,6 +114,8 @@ class QuantizedMatrix:
         Codes and scales are exact in fp32; their product is rounded to fp32 once, and then to
         `dtype`.
         """
+        if self.scales is None:
+            return _block_values(self).to(dtype)
         values = code_values(self.codes, self.format.codes, self.num_cols)
         scales = scale_values(self.scales, self.format.scales)
         if self.global_scale is not None:
@@ -136,8 +137,21 @@ class QuantizedMatrix:
         return groups
 
 
-def _described(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"
+def _block_values(matrix: QuantizedMatrix) -> Tensor:
+    # few models have such blocks
+    from moe_runtime.kernels.quantized.block_reference import block_values
+
+    return block_values(matrix.codes, matrix.format.codes, BLOCKS[matrix.format.codes].num_bytes)
+
+
+def _code_number(kind: WeightFormat) -> int:
+    if kind.codes in BLOCKS:
+        return _FIRST_BLOCK_NUMBER + [*BLOCKS].index(kind.codes)
+    return _CODE_NUMBERS[kind.codes]
+
+
+def _described(tensor: Tensor | None) -> str:
+    return "none" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def _has_gaps(part: Tensor) -> bool:

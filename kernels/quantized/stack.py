@@ -17,7 +17,7 @@ class QuantizedStack:
     """Weights `[S, N, K]` of one format, each row-major. Slots and rows may lie at any distance.
 
     Attributes:
-        format: What the numbers mean. Without a global scale.
+        format: What the numbers mean. Without a global scale, not in blocks.
         num_cols: K.
         codes: `uint8 [S, N, ceil(K * bits / 8)]`, unit stride along its last dimension.
         scales: `[S, groups of rows, groups of columns]`, likewise, of the element type that
@@ -48,6 +48,8 @@ class QuantizedStack:
                 )
             if part.stride(2) != 1 and part.shape[2] > 1:
                 raise ValueError(f"{name} must have unit stride in a row, got {part.stride()}")
+        if self.format.scales == "none":
+            raise ValueError(f"matrices in blocks of {self.format.codes} cannot be stacked")
         if self.format.global_scale != "none":
             raise ValueError("matrices with a global scale of their own cannot be stacked")
         if len(self.codes):

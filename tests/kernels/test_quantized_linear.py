@@ -21,10 +21,10 @@ from quantized_matrices import (
     MXFP8,
     NVFP4,
     PUBLISHED,
+    assert_right,
     every_format,
     random_matrix,
 )
-from torch import Tensor
 
 from moe_runtime.kernels.linear import quantized_linear
 from moe_runtime.kernels.linear.quantized import values_of
@@ -32,24 +32,6 @@ from moe_runtime.kernels.native import NativeLibrary
 from moe_runtime.kernels.quantized import CODES, SCALES, QuantizedMatrix, WeightFormat
 
 ALL_CODES = torch.arange(256, dtype=torch.uint8)
-
-
-def assert_right(weight: QuantizedMatrix, x_RK: Tensor, bias: Tensor | None = None) -> None:
-    """Within the roundings of fp32 sums, and one of the result.
-
-    A sum of K products in any order, a few of them for scales, is within (K + 8) u of the sum of
-    magnitudes; x is exact, and so are codes, scales and what lies between.
-    """
-    exact = x_RK.double() @ weight.dequantize().double().T
-    magnitude = x_RK.double().abs() @ weight.dequantize().double().abs().T
-    if bias is not None:
-        exact, magnitude = exact + bias.double(), magnitude + bias.double().abs()
-    allowed = (weight.num_cols + 8) * 2.0**-24 * magnitude + 2.0**-126
-    if x_RK.dtype == torch.bfloat16:
-        allowed += 2.0**-8 * exact.abs()
-    found = quantized_linear(x_RK, weight, bias, impl="native")
-    assert found.dtype == x_RK.dtype
-    assert ((found.double() - exact).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("codes", CODES)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 
+import gguf
 import torch
 from torch import Tensor
 
+from moe_runtime.kernels.linear import quantized_linear
 from moe_runtime.kernels.quantized import (
+    BLOCKS,
     SCALES,
     QuantizedMatrix,
     QuantizedStack,
@@ -39,6 +42,11 @@ PUBLISHED = {
     "gptq8": GPTQ8,
 }
 """The formats that checkpoints are published in."""
+GGML_TYPES = {
+    name: gguf.GGMLQuantizationType[name.removesuffix("_block").upper()] for name in BLOCKS
+}
+BLOCK_FORMATS = {name: WeightFormat(name) for name in BLOCKS}  # type: ignore[arg-type]
+"""Those of GGUF files."""
 
 
 def every_format() -> list[WeightFormat]:
@@ -60,6 +68,8 @@ def random_matrix(
 ) -> QuantizedMatrix:
     """Codes of every value but NaN, under scales that make the weights about 1 / sqrt(K)."""
     codes = _bytes((num_rows, kind.row_bytes(num_cols)), generator)
+    if kind.codes in BLOCKS:
+        return QuantizedMatrix(kind, num_cols, _with_small_scales(codes, kind.codes))
     if kind.codes == "e4m3":
         codes[codes & 0x7F == 0x7F] = 0x30
     groups = kind.scales_shape(num_rows, num_cols)
@@ -78,6 +88,25 @@ def random_matrix(
         scales = scales * (64 if kind.scales == "e4m3" else 1)
         stored = scales.clamp(max=448).to(SCALES[kind.scales])
     return QuantizedMatrix(kind, num_cols, codes, stored, zeros, factor)
+
+
+_HALVES = {
+    **dict.fromkeys(("q4_0", "q5_0", "q8_0", "iq4_nl", "iq4_xs"), (0,)),
+    **dict.fromkeys(("q4_1", "q5_1", "q4_k", "q5_k"), (0, 2)),
+    **{"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,)},
+}
+"""Where in a block its numbers in fp16 lie."""
+
+
+def _with_small_scales(codes: Tensor, name: str) -> Tensor:
+    """The same with numbers of the size that trained weights have, where bytes may be any."""
+    blocks = codes.view(-1, BLOCKS[name].num_bytes)
+    if name == "mxfp4_block":
+        blocks[:, 0] = blocks[:, 0] % 8 + 118
+    for place in _HALVES.get(name, ()):
+        numbers = blocks[:, place : place + 2].contiguous().view(torch.int16) & 0x8FFF | 0x1000
+        blocks[:, place : place + 2] = numbers.view(torch.uint8)
+    return codes
 
 
 def _bytes(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -101,3 +130,21 @@ def random_stack(
 
     zeros = stacked("zero_points") if kind.has_zero_points else None
     return QuantizedStack(kind, num_cols, stacked("codes"), stacked("scales"), zeros)
+
+
+def assert_right(weight: QuantizedMatrix, x_RK: Tensor, bias: Tensor | None = None) -> None:
+    """Within the roundings of fp32 sums, and one of the result.
+
+    A sum of K products in any order, a few of them for scales, is within (K + 8) u of the sum of
+    magnitudes; x is exact, and so are codes, scales and what lies between.
+    """
+    exact = x_RK.double() @ weight.dequantize().double().T
+    magnitude = x_RK.double().abs() @ weight.dequantize().double().abs().T
+    if bias is not None:
+        exact, magnitude = exact + bias.double(), magnitude + bias.double().abs()
+    allowed = (weight.num_cols + 8) * 2.0**-24 * magnitude + 2.0**-126
+    if x_RK.dtype == torch.bfloat16:
+        allowed += 2.0**-8 * exact.abs()
+    found = quantized_linear(x_RK, weight, bias, impl="native")
+    assert found.dtype == x_RK.dtype
+    assert ((found.double() - exact).abs() <= allowed).all()

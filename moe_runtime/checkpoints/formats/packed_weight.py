@@ -42,6 +42,8 @@ class Packing(NamedTuple):
     def described(self) -> str:
         """The format in a few words, such as `int4 with zero points and f16 scales for 1 x 128`."""
         kind = self.format
+        if kind.scales == "none":
+            return f"{kind.codes.removesuffix('_block')} in ggml's blocks"
         sizes = ("all" if size == 0 else str(size) for size in (kind.group_rows, kind.group_cols))
         zeros = "zero points and " if kind.has_zero_points else ""
         return f"{_NAMES[kind.codes]} with {zeros}{kind.scales} scales for {' x '.join(sizes)}"
@@ -52,7 +54,7 @@ class Packing(NamedTuple):
             self.format,
             self.num_cols,
             parts["codes"],
-            parts["scales"],
+            parts.get("scales"),
             parts.get("zero_points"),
             parts.get("global_scale"),
         )
@@ -69,7 +71,7 @@ class PackedWeight:
         num_cols: K.
         format: what the numbers mean.
         codes: `[*lead, N, bytes of a row]`; rows may end with bytes that are not used.
-        scales: `[*lead, groups of rows, groups of columns]`.
+        scales: `[*lead, groups of rows, groups of columns]`; None where blocks hold them.
         zero_points: as the scales, or None.
         global_scale: one number, or one for each matrix, or None.
         is_transposed: whether the model holds `[*lead, K, N]`.
@@ -81,7 +83,7 @@ class PackedWeight:
     num_cols: int
     format: WeightFormat
     codes: TensorEntry
-    scales: TensorEntry
+    scales: TensorEntry | None = None
     zero_points: TensorEntry | None = None
     global_scale: TensorEntry | None = None
     is_transposed: bool = False
@@ -154,7 +156,7 @@ class PackedWeight:
             count: how many.
 
         Returns:
-            `codes` and `scales`, and `zero_points` and `global_scale` where there are any: what
+            `codes`, and `scales`, `zero_points` and `global_scale` where there are any: what
             `Packing.matrix` makes one matrix of `[count, K]` of.
 
         Raises:
@@ -184,8 +186,10 @@ class PackedWeight:
             "codes": _range(
                 self.codes, first * stored_bytes, torch.uint8, used, (step * stored_bytes, 1)
             ),
-            "scales": _range(self.scales, start, SCALES[kind.scales], groups, strides),
         }
+        if self.scales is not None:
+            dtype = SCALES[kind.scales]
+            found["scales"] = _range(self.scales, start, dtype, groups, strides)
         if self.zero_points is not None:
             found["zero_points"] = _range(self.zero_points, start, torch.uint8, groups, strides)
         if self.global_scale is not None:

@@ -204,7 +204,9 @@ def files_of_report(folder: Path) -> list[str]:
 def _part(field: Field, target: Target, matrix: QuantizedMatrix) -> Tensor:
     if field.part == "shape":
         return torch.tensor(target.shape)
-    return (matrix.codes if field.part == "codes" else matrix.scales).contiguous()
+    part = matrix.codes if field.part == "codes" else matrix.scales
+    assert part is not None
+    return part.contiguous()
 
 
 def _square(values: Tensor) -> float:

@@ -1,0 +1,100 @@
+"""Weights in ggml's blocks against the `gguf` package, which decodes them on its own."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from quantized_matrices import BLOCK_FORMATS, GGML_TYPES, assert_right, random_matrix
+from torch import Tensor
+
+from moe_runtime.kernels.linear import quantized_linear
+from moe_runtime.kernels.linear.quantized import values_of
+from moe_runtime.kernels.native import NativeLibrary
+from moe_runtime.kernels.quantized import BLOCKS, QuantizedMatrix, QuantizedStack, WeightFormat
+
+NAMES = sorted(BLOCKS)
+
+
+def of_gguf(codes_NB: Tensor, name: str) -> Tensor:
+    """The values that `gguf` gives, `fp32 [N, K]`."""
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(gguf.dequantize(codes_NB.numpy(), GGML_TYPES[name]).copy())
+
+
+def assert_same_bits(found: Tensor, expected: Tensor) -> None:
+    """Of every value but NaN, whose bits nothing promises."""
+    assert torch.equal(found.isnan(), expected.isnan())
+    whole = ~expected.isnan()
+    assert torch.equal(found[whole].view(torch.int32), expected[whole].view(torch.int32))
+
+
+def any_bytes(name: str, num_rows: int, num_blocks: int, generator: torch.Generator) -> Tensor:
+    shape = (num_rows, num_blocks * BLOCKS[name].num_bytes)
+    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_of_any_bytes_have_the_values_of_gguf(
+    isa: str, name: str, generator: torch.Generator
+) -> None:
+    """All codes and scales: subnormal ones, infinities and NaN among them."""
+    codes_NB = any_bytes(name, 300, 3, generator)
+    matrix = QuantizedMatrix(WeightFormat(name), 3 * BLOCKS[name].num_codes, codes_NB)  # type: ignore[arg-type]
+    expected = of_gguf(codes_NB, name)
+    assert_same_bits(matrix.dequantize(), expected)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_same_bits(values_of(matrix, dtype).float(), expected.to(dtype).float())
+
+
+def test_every_exponent_of_mxfp4_has_the_value_of_gguf(isa: str) -> None:
+    codes_NB = torch.full((256, 17), 0xF1, dtype=torch.uint8)
+    codes_NB[:, 0] = torch.arange(256, dtype=torch.uint8)
+    matrix = QuantizedMatrix(WeightFormat("mxfp4_block"), 32, codes_NB)
+    expected = of_gguf(codes_NB, "mxfp4_block")
+    assert_same_bits(matrix.dequantize(), expected)
+    assert_same_bits(values_of(matrix, torch.float32), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_of_blocks_against_fp64(
+    isa: str, name: str, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    """Few rows by codes; rows of the weight that a panel does not divide; every other row."""
+    num_cols = 3 * BLOCKS[name].num_codes
+    weight = random_matrix(BLOCK_FORMATS[name], 37, num_cols, generator)
+    x_RK = torch.randn(7, num_cols, generator=generator).to(dtype)
+    assert_right(weight, x_RK, torch.randn(37, generator=generator))
+    every_other = QuantizedMatrix(weight.format, num_cols, weight.codes[1::2])
+    both = quantized_linear(x_RK, weight, impl="native")
+    assert torch.equal(quantized_linear(x_RK, every_other, impl="native"), both[:, 1::2])
+
+
+@pytest.mark.parametrize("name", ["q4_k", "q6_k", "q8_0", "mxfp4_block"])
+def test_a_row_by_blocks_has_the_same_bits_whatever_the_others_are(
+    isa: str, library: NativeLibrary, name: str, generator: torch.Generator
+) -> None:
+    weight = random_matrix(BLOCK_FORMATS[name], 150, 256, generator)
+    x_RK = torch.randn(17, 256, generator=generator).bfloat16()
+    one_by_one = [quantized_linear(row, weight, impl="native") for row in x_RK.split(1)]
+    for num_threads in (1, 3):
+        library.set_num_threads(num_threads)
+        assert torch.equal(quantized_linear(x_RK, weight, impl="native"), torch.cat(one_by_one))
+
+
+def test_rows_that_are_no_whole_blocks_and_other_scales_are_refused() -> None:
+    codes = torch.zeros(2, 18, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="multiple of 32 columns, got 40"):
+        QuantizedMatrix(WeightFormat("q4_0"), 40, codes)
+    with pytest.raises(ValueError, match=r"codes must be uint8 \[N, 36\]"):
+        QuantizedMatrix(WeightFormat("q4_0"), 64, codes)
+    with pytest.raises(ValueError, match=r"scales must be none, got torch\.uint8"):
+        QuantizedMatrix(WeightFormat("q4_0"), 32, codes, torch.zeros(2, 1, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="q4_0 cannot be stacked"):
+        QuantizedStack(WeightFormat("q4_0"), 32, codes[None], codes[None])
+    with pytest.raises(ValueError, match="lie in its blocks"):
+        WeightFormat("q4_0", "f16")
+    with pytest.raises(ValueError, match="scales must be one of"):
+        WeightFormat("uint4")
