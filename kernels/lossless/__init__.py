@@ -12,13 +12,14 @@ if TYPE_CHECKING:
         PlanesMatrix,
         decode_planes,
         encode_planes,
+        encode_planes_into,
     )
     from moe_runtime.kernels.lossless.reference import decode_reference, encode_reference
 else:
     __getattr__ = lazy_names(
         __name__,
         {
-            ".planes": "PlanesMatrix decode_planes encode_planes",
+            ".planes": "PlanesMatrix decode_planes encode_planes encode_planes_into",
             ".reference": "decode_reference encode_reference",
         },
     )
@@ -28,5 +29,6 @@ __all__ = [
     "decode_planes",
     "decode_reference",
     "encode_planes",
+    "encode_planes_into",
     "encode_reference",
 ]

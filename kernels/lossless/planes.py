@@ -120,6 +120,47 @@ def encode_planes(weight_NK: Tensor) -> PlanesMatrix:
     Raises:
         ValueError: It is no such matrix.
     """
+    _require_bf16(weight_NK)
+    library = native_library()
+    parts = _encode_native(library, weight_NK) if library else encode_reference(weight_NK)
+    return PlanesMatrix(weight_NK.shape[1], *parts)
+
+
+def encode_planes_into(weight_NK: Tensor, matrix: PlanesMatrix) -> bool:
+    """Writes a bf16 matrix into parts that are there, whose `escapes` may be longer than needed.
+
+    Returns:
+        Whether they are long enough; where they are not, the parts mean nothing.
+
+    Raises:
+        ValueError: It is no matrix as `encode_planes` takes, or the parts are those of another
+            shape.
+    """
+    _require_bf16(weight_NK)
+    if matrix.shape != tuple(weight_NK.shape):
+        raise ValueError(f"expected parts of {list(weight_NK.shape)}, got {list(matrix.shape)}")
+    room = matrix.escapes.numel() - TAIL_BYTES
+    library = native_library()
+    if library is None:
+        coded, starts, escapes, book = encode_reference(weight_NK)
+        if escapes.numel() - TAIL_BYTES > room:
+            return False
+        matrix.coded.copy_(coded)
+        matrix.starts.copy_(starts)
+        matrix.escapes[: escapes.numel()].copy_(escapes)
+        matrix.book.copy_(book)
+        return True
+    book, num_escapes = _book_of(library, weight_NK)
+    if num_escapes > room:
+        return False
+    matrix.book.copy_(book)
+    parts = matrix.book, matrix.coded, matrix.starts, matrix.escapes
+    found = library.planes_encode(*_source(weight_NK), *(part.data_ptr() for part in parts))
+    assert found == num_escapes
+    return True
+
+
+def _require_bf16(weight_NK: Tensor) -> None:
     if weight_NK.dtype != torch.bfloat16 or weight_NK.ndim != 2 or not weight_NK.is_cpu:
         raise ValueError(
             "the lossless code is for bf16 matrices [N, K] on the CPU, got "
@@ -127,9 +168,6 @@ def encode_planes(weight_NK: Tensor) -> PlanesMatrix:
         )
     if weight_NK.stride(-1) != 1 and weight_NK.shape[-1] > 1:
         raise ValueError(f"expected unit stride along K, got strides {weight_NK.stride()}")
-    library = native_library()
-    parts = _encode_native(library, weight_NK) if library else encode_reference(weight_NK)
-    return PlanesMatrix(weight_NK.shape[1], *parts)
 
 
 def decode_planes(matrix: PlanesMatrix) -> Tensor:
@@ -155,17 +193,13 @@ def decode_planes(matrix: PlanesMatrix) -> Tensor:
 
 def _encode_native(library: NativeLibrary, weight_NK: Tensor) -> tuple[Tensor, ...]:
     rows, cols = weight_NK.shape
-    source = weight_NK.data_ptr(), weight_NK.stride(0) * 2, rows, cols
-    counts = torch.zeros(256, dtype=torch.int64)
-    library.planes_count(*source, counts.data_ptr())
-    book = choose_book(counts)
-    room = rows * cols - int(counts[book[: BOOK_SIZE - 1].long()].sum())
+    book, room = _book_of(library, weight_NK)
     coded = torch.empty(rows, coded_row_bytes(cols), dtype=torch.uint8)
     starts = torch.empty(num_groups(rows) + 1, dtype=torch.int32)
     escapes = torch.zeros(room + TAIL_BYTES, dtype=torch.uint8)
     parts = coded, starts, escapes, book
     found = library.planes_encode(
-        *source,
+        *_source(weight_NK),
         book.data_ptr(),
         coded.data_ptr(),
         starts.data_ptr(),
@@ -173,6 +207,19 @@ def _encode_native(library: NativeLibrary, weight_NK: Tensor) -> tuple[Tensor, .
     )
     assert found == room
     return parts
+
+
+def _book_of(library: NativeLibrary, weight_NK: Tensor) -> tuple[Tensor, int]:
+    """The exponents that the code has an index for, and how many weights have another one."""
+    counts = torch.zeros(256, dtype=torch.int64)
+    library.planes_count(*_source(weight_NK), counts.data_ptr())
+    book = choose_book(counts)
+    return book, weight_NK.numel() - int(counts[book[: BOOK_SIZE - 1].long()].sum())
+
+
+def _source(weight_NK: Tensor) -> tuple[int, int, int, int]:
+    rows, cols = weight_NK.shape
+    return weight_NK.data_ptr(), weight_NK.stride(0) * 2, rows, cols
 
 
 def _decode_native(library: NativeLibrary, matrix: PlanesMatrix) -> Tensor | None:

@@ -80,6 +80,13 @@ Shares = Annotated[
     str,
     typer.Option(help="Memory of each layer: even, adaptive (to where misses cost most), auto."),
 ]
+CacheCode = Annotated[
+    str,
+    typer.Option(
+        help="How bf16 experts lie in memory: none (as in the files), or planes, a code that loses "
+        "nothing, so that a budget holds 1.4 times as many; on a CPU."
+    ),
+]
 Prefetch = Annotated[
     str,
     typer.Option(

@@ -28,12 +28,13 @@ AUTO = "auto"
 GATES, COUNTS = "next-gate", "running-counts"
 """Predictors that stand for others: the model's own gates tell most, counts are always there."""
 SHARES = (AUTO, "even", "adaptive")
+CACHE_CODES = ("none", "planes")
 _NONE = type(None)
 _TYPES: dict[str, tuple[type, ...]] = {
     "path_or_id": (str, Path),
     "device": (str, int, torch.device),
     "dtype": (str, torch.dtype),
-    **dict.fromkeys(("policy", "prefetch", "shares"), (str,)),
+    **dict.fromkeys(("policy", "prefetch", "shares", "cache_code"), (str,)),
     "predictor": (str, Path),
     **dict.fromkeys(("trace", "timeline", "placement"), (str, Path, _NONE)),
     "max_tokens": (int, _NONE),
@@ -102,17 +103,19 @@ def check_types(given: Mapping[str, object]) -> None:
     require_types(_TYPES, given)
 
 
-def check_names(policy: str, shares: str, predictor: str | Path) -> None:
+def check_names(policy: str, shares: str, predictor: str | Path, cache_code: str) -> None:
     """Refuses names that nothing has, before anything is loaded.
 
     Raises:
         CheckpointError: the predictor's file is missing, or is not a predictor.
-        ValueError: no policy, predictor or kind of shares has this name.
+        ValueError: no policy, predictor, code or kind of shares has this name.
     """
     if policy not in (AUTO, *LIVE_POLICIES):
         raise ValueError(f"unknown policy {policy!r}: {nearest(policy, (AUTO, *LIVE_POLICIES))}")
     if shares not in SHARES:
         raise ValueError(f"unknown shares {shares!r}: {nearest(shares, SHARES)}")
+    if cache_code not in CACHE_CODES:
+        raise ValueError(f"unknown cache_code {cache_code!r}: {nearest(cache_code, CACHE_CODES)}")
     if predictor != AUTO:
         options.check_predictor(predictor)
 

@@ -10,6 +10,7 @@ import torch
 
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.inference import choosing, options
 from moe_runtime.inference.budget import (
     experts_per_token,
     plan_memory,
@@ -17,7 +18,6 @@ from moe_runtime.inference.budget import (
     reserve_per_token,
     smallest_budget,
 )
-from moe_runtime.inference.choosing import AUTO, settle_policy
 from moe_runtime.inference.loading import signature_of
 from moe_runtime.inference.token_limit import tokens_to_plan_for
 from moe_runtime.policies.eviction.setting import PolicyChoice
@@ -42,7 +42,7 @@ class CheckpointSummary:
         expert_bytes: all routed experts.
         bytes_per_expert: the largest expert.
         slot_bytes: a slot that holds any expert, alignment included.
-        reserve_bytes: KV cache and activations of ``max_tokens`` tokens.
+        reserve_bytes: KV cache and activations of ``max_tokens`` tokens, and buffers.
         max_tokens: tokens that the reserve is for.
         token_bytes: what the reserve is smaller by, at least, for each token less.
         signature: what traces and predictors of this model agree on.
@@ -78,7 +78,9 @@ class CheckpointSummary:
 
     def choice_for(self, num_slots: int) -> PolicyChoice:
         """The eviction policy that ``policy="auto"`` takes where so many experts fit, and why."""
-        return settle_policy(AUTO, AUTO, self.signature, num_slots, expert_bytes=self.slot_bytes)
+        return choosing.settle_policy(
+            choosing.AUTO, choosing.AUTO, self.signature, num_slots, expert_bytes=self.slot_bytes
+        )
 
     def slots_for(self, budget_bytes: int) -> int:
         """Experts that a host budget keeps resident at once.
@@ -98,7 +100,11 @@ class CheckpointSummary:
 
 
 def inspect_checkpoint(
-    path_or_id: str | Path, *, dtype: str | torch.dtype = "auto", max_tokens: int | None = None
+    path_or_id: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    max_tokens: int | None = None,
+    cache_code: str = "none",
 ) -> CheckpointSummary:
     """Reads what ``load`` would need to know, without loading any weight.
 
@@ -106,16 +112,21 @@ def inspect_checkpoint(
         path_or_id: the folder of a checkpoint, or the name of a repository on the hub.
         dtype: the type to compute in, as for ``load``.
         max_tokens: tokens to reckon with, as for ``load``.
+        cache_code: how experts lie in memory, as for ``load``.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged or incomplete.
         UnsupportedModelError: the checkpoint is sound but not one that can be served.
         ValueError: an option is not one of those that exist.
     """
+    choosing.check_names(choosing.AUTO, choosing.AUTO, choosing.AUTO, cache_code)
     checkpoint = open_checkpoint(path_or_id, dtype)
     max_tokens = tokens_to_plan_for(checkpoint.config, max_tokens)
     model = build_on_meta(checkpoint)
     experts = map_experts(model, checkpoint)
+    cached, landing_bytes = experts, 0
+    if cache_code != "none":
+        cached, landing_bytes = options.coded_experts(experts, torch.device("cpu"))
     layouts = experts.layouts.values()
     dense_bytes = experts.dense_bytes(checkpoint.dtype)
     return CheckpointSummary(
@@ -131,15 +142,16 @@ def inspect_checkpoint(
         dense_bytes=dense_bytes,
         expert_bytes=sum(layout.tensor_bytes for layout in layouts),
         bytes_per_expert=max(layout.tensor_bytes for layout in layouts),
-        slot_bytes=experts.slot_bytes,
-        reserve_bytes=reserve_for(
+        slot_bytes=cached.slot_bytes,
+        reserve_bytes=landing_bytes
+        + reserve_for(
             checkpoint.config,
             checkpoint.dtype,
             max_tokens=max_tokens,
             dense_bytes=dense_bytes,
             signature=signature_of(checkpoint, experts),
-            written_values=experts.largest_quantised,
-            scratch_bytes=experts.scratch_bytes,
+            written_values=cached.largest_quantised,
+            scratch_bytes=cached.scratch_bytes,
         ),
         max_tokens=max_tokens,
         token_bytes=reserve_per_token(checkpoint.config, checkpoint.dtype),

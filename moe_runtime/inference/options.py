@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from moe_runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from moe_runtime.inference.cache_code import coded_experts as coded_experts
+    from moe_runtime.inference.cache_code import open_coded_stores as open_coded_stores
     from moe_runtime.inference.expert_gradients import (
         differentiable_experts as differentiable_experts,
     )
@@ -45,6 +47,8 @@ else:
             "moe_runtime.inference.expert_partition": "divide_experts",
             # a device
             "moe_runtime.memory.tiers": "TierFetcher",
+            # experts in a code
+            "moe_runtime.inference.cache_code": "coded_experts open_coded_stores",
             # gradients
             "moe_runtime.inference.expert_gradients": "differentiable_experts refuse_tangents",
             # a gate that the model overrides

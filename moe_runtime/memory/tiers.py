@@ -84,8 +84,8 @@ class TierFetcher:
         try:
             with lease:
                 for group in lease:
-                    for _, source in group:
-                        self._move(source[: len(slot)], slot)
+                    for key, source in group:
+                        self._move(key, source, slot)
             is_done = True
         finally:
             self._copies.pop(read, None)
@@ -93,7 +93,8 @@ class TierFetcher:
                 self.lower.give_up(lease)
         return len(slot)
 
-    def _move(self, source: torch.Tensor, slot: torch.Tensor) -> None:
+    def _move(self, key: ExpertKey, source: torch.Tensor, slot: torch.Tensor) -> None:
+        source = source[: len(slot)]
         if slot.device.type != "cuda":
             slot.copy_(source)
             return

@@ -56,6 +56,7 @@ CASES = {
             "model": ("", "models/pocket"),
             "dtype": ("--dtype float16", "float16"),
             "max_tokens": ("--max-tokens 237", 237),
+            "cache_code": ("--cache-code planes", "planes"),
         },
         {"host_memory": "tests/cli/test_commands.py"},
     ),

@@ -16,6 +16,7 @@ from moe_runtime.kernels.lossless import (
     decode_planes,
     decode_reference,
     encode_planes,
+    encode_planes_into,
     encode_reference,
 )
 from moe_runtime.kernels.lossless import planes as planes_module
@@ -104,6 +105,30 @@ def test_escapes_may_have_more_room(implementation: str, room: int) -> None:
     noise = torch.full((room,), 255, dtype=torch.uint8)
     roomy = dataclasses.replace(matrix, escapes=torch.cat((matrix.escapes, noise)))
     assert same_bits(decode_planes(roomy), weight)
+
+
+@pytest.mark.parametrize("implementation", ["native", "reference"])
+@pytest.mark.parametrize("room", [0, 1, 77])
+def test_parts_that_are_there_are_filled_again(
+    monkeypatch: pytest.MonkeyPatch, implementation: str, room: int
+) -> None:
+    """With what is left of another matrix in them; or nothing is, where escapes have no room."""
+    if implementation == "reference":
+        monkeypatch.setattr(planes_module, "native_library", lambda: None)
+    weight = weights(70, 130, seed=3)
+    expected = encode_planes(weight)
+    rest = torch.full((room,), 255, dtype=torch.uint8)
+    escapes = torch.cat((torch.full_like(expected.escapes, 255), rest))
+    others = (torch.full_like(part, 77) for part in (expected.coded, expected.starts))
+    into = PlanesMatrix(130, *others, escapes, torch.full_like(expected.book, 77))
+    assert encode_planes_into(weight, into)
+    assert same_bits(decode_planes(into), weight)
+    for name in ("coded", "starts", "book"):
+        assert torch.equal(getattr(into, name), getattr(expected, name)), name
+    one_less = dataclasses.replace(into, escapes=expected.escapes[:-1].clone())
+    assert not encode_planes_into(weight, one_less)
+    with pytest.raises(ValueError, match="expected parts of"):
+        encode_planes_into(weight[1:], into)
 
 
 def test_the_book_holds_the_most_frequent_exponents() -> None:

@@ -23,6 +23,7 @@ def inspect(
     host_memory: options.Budget = None,
     dtype: options.Dtype = "auto",
     max_tokens: options.Context = None,
+    cache_code: options.CacheCode = "none",
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -35,7 +36,7 @@ def inspect(
     quiet_transformers(session)
     from moe_runtime.inference.inspection import inspect_checkpoint
 
-    summary = inspect_checkpoint(model, dtype=dtype, max_tokens=max_tokens)
+    summary = inspect_checkpoint(model, dtype=dtype, max_tokens=max_tokens, cache_code=cache_code)
     asked_bytes = budget.num_bytes if budget is not None else None
     purchases = [_buy(summary, size) for size in _budgets(summary, asked_bytes)]
     asked = next((p for p in purchases if p.budget_bytes == asked_bytes), purchases[0])

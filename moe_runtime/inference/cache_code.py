@@ -1,0 +1,169 @@
+"""bf16 experts in the lossless code while they are in memory: 1.4 times as many in a budget.
+
+The checkpoint stays as it is. An expert is read as it lies in the files into one of a few landing
+slots, and from there it is encoded into the slot that it is computed from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_runtime.checkpoints.expert_map import ExpertMap
+from moe_runtime.checkpoints.packing.expert_runs import PlanesPacking
+from moe_runtime.checkpoints.packing.manifest import (
+    PART_ALIGNMENT,
+    MatrixForm,
+    Part,
+    aligned,
+    lay_out_parts,
+)
+from moe_runtime.errors import CapacityError, UnsupportedModelError
+from moe_runtime.inference.budget import MemoryPlan
+from moe_runtime.kernels.expert_mlp import ExpertWeights
+from moe_runtime.kernels.lossless import PlanesMatrix, encode_planes_into
+from moe_runtime.kernels.lossless.reference import TAIL_BYTES
+from moe_runtime.memory.entries import StoreListener
+from moe_runtime.memory.layout import ExpertLayout, Extent, TensorRange
+from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.memory.slab import Slab
+from moe_runtime.memory.source import ExpertSource
+from moe_runtime.memory.tiers import COPY_THREADS, TierFetcher
+from moe_runtime.policies.eviction import LayerShares
+from moe_runtime.types import ExpertKey
+
+LANDING_SLOTS = 2 * COPY_THREADS
+"""Experts on their way into the code at once: each thread has one."""
+ROOM_SHARE = 16
+"""Escapes have room for one of so many weights: three times as many as trained weights have."""
+
+
+def coded_experts(experts: ExpertMap, place: torch.device) -> tuple[ExpertMap, int]:
+    """How experts lie in slots in the code, and the bytes of the landing slots.
+
+    Matrices whose rows are not one behind the other stay as they are, as all that is not bf16.
+
+    Raises:
+        UnsupportedModelError: no matrix of an expert gets smaller, or the model is on a device.
+    """
+    if place.type != "cpu":
+        raise UnsupportedModelError(
+            f"cache_code planes is for models on the CPU; expected none on {place.type}"
+        )
+    coded = ExpertMap(experts.modules)
+    # a process may have some of the experts, and of a layer none
+    own: list[list[ExpertKey]] = [[] for _ in experts.modules]
+    for key in experts.layouts:
+        own[key.layer].append(key)
+    for names, keys in zip(experts.matrices, own, strict=True):
+        tensors = experts.layouts[keys[0]].tensors if keys else ()
+        forms = [_form(name, tensor) for name, tensor in zip(names, tensors, strict=bool(keys))]
+        found = [form for form in forms if form.is_coded("planes")]
+        parts, num_bytes = lay_out_parts(forms, [_room(form) for form in found], "planes")
+        coded.matrices.append(tuple(part.name for part in parts))
+        coded.packings.append({form.name: PlanesPacking(form.shape[1]) for form in found})
+        plain = dict(zip(names, tensors, strict=bool(keys)))
+        for key in keys:
+            file = experts.layouts[key].extents[0].file
+            ranges = tuple(_range(file, part, plain.get(part.name)) for part in parts)
+            extent = Extent(file, 0, num_bytes, num_bytes, 0)
+            places = tuple(part.offset for part in parts)
+            coded.layouts[key] = ExpertLayout((extent,), ranges, places, places, 0)
+    if any(experts.packings) or not any(coded.packings):
+        raise UnsupportedModelError(
+            "cache_code planes is for experts in bf16, and these are "
+            f"{' and '.join(experts.type_names)}, or lie transposed; expected cache_code none"
+        )
+    return coded, LANDING_SLOTS * experts.slot_bytes
+
+
+def open_coded_stores(
+    source: ExpertSource,
+    slab: Slab,
+    experts: ExpertMap,
+    coded: ExpertMap,
+    plan: MemoryPlan,
+    new_policy: Callable[[MemoryPlan], LayerShares],
+    bind: Callable[[ExpertKey, Tensor], ExpertWeights],
+    listeners: tuple[StoreListener | None, StoreListener | None],
+) -> tuple[ExpertStore[ExpertWeights], ExpertStore[Tensor]]:
+    """The store that experts are computed from, and that of the landing slots below it.
+
+    Args:
+        source: the files.
+        slab: slots for coded experts.
+        experts: as they lie in the files.
+        coded: as they lie in the slab's slots.
+        plan: of the slab.
+        new_policy: makes the policy of a tier.
+        bind: turns a slot of the slab into an expert's weights.
+        listeners: of the two stores.
+    """
+    landing = replace(plan, num_slots=LANDING_SLOTS, slot_bytes=experts.slot_bytes)
+    below: ExpertStore[Tensor] = ExpertStore(
+        source,
+        Slab(landing.num_slots, landing.slot_bytes),
+        new_policy(landing),
+        lambda _, slot: slot,
+        stream_slots=landing.stream_slots,
+        listener=listeners[1],
+    )
+    above = ExpertStore(
+        CodingFetcher(below, experts, coded),
+        slab,
+        new_policy(plan),
+        bind,
+        stream_slots=plan.stream_slots,
+        listener=listeners[0],
+    )
+    return above, below
+
+
+class CodingFetcher(TierFetcher):
+    """Fills slots with experts in the code from a tier that has them as they lie in the files."""
+
+    def __init__(self, lower: ExpertStore[Tensor], experts: ExpertMap, coded: ExpertMap) -> None:
+        super().__init__(lower, torch.device("cpu"))
+        self._experts = experts
+        self._coded = coded
+
+    def _move(self, key: ExpertKey, source: Tensor, slot: Tensor) -> None:
+        views = self._experts.layouts[key].views(source)
+        into = self._coded.matrices_in(key, slot)
+        for name, view in zip(self._experts.matrices[key.layer], views, strict=True):
+            target = into[name]
+            if not isinstance(target, PlanesMatrix):
+                target.copy_(view)
+            elif not encode_planes_into(view, target):
+                module = self._experts.modules[key.layer].name
+                raise CapacityError(
+                    f"the {name} weights of expert {key.expert} of {module} do not fit in the "
+                    f"code: more than one in {ROOM_SHARE} has a rare exponent; load the model with "
+                    "cache_code none, or pack the checkpoint"
+                )
+
+
+def _form(name: str, tensor: TensorRange) -> MatrixForm:
+    """A matrix that can be coded, or as many elements that stay as they are."""
+    if len(tensor.shape) == 2 and tensor.stride[1] != 1:
+        return MatrixForm(name, tensor.dtype, (math.prod(tensor.shape),))
+    return MatrixForm(name, tensor.dtype, tensor.shape)
+
+
+def _range(file: Path, part: Part, plain: TensorRange | None) -> TensorRange:
+    """Where a part lies in a slot, without gaps; what is not coded, as it did in the file."""
+    shape, stride = part.shape, (*part.shape[1:], 1)
+    if plain is not None:
+        shape, stride = plain.shape, (*plain.shape[1:], 1)
+        if len(shape) == 2 and plain.stride[1] != 1:
+            stride = 1, shape[0]
+    return TensorRange(file, part.offset, part.num_bytes, part.dtype, shape, stride)
+
+
+def _room(form: MatrixForm) -> int:
+    return aligned(math.prod(form.shape) // ROOM_SHARE + TAIL_BYTES, PART_ALIGNMENT)

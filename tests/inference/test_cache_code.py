@@ -1,0 +1,161 @@
+"""Experts in the lossless code in memory: more of them, the same bits, the checkpoint untouched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from moe_families import Family
+from quantized_checkpoints import EVEN
+from safetensors.torch import load_file, save_file
+from tiny_checkpoints import NEXT_TOKEN, PROMPT, save, tiny_model
+
+import moe_runtime
+from moe_runtime.checkpoints.expert_map import map_experts
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.packing import pack_checkpoint
+from moe_runtime.cli.main import main
+from moe_runtime.errors import CapacityError, UnsupportedModelError
+from moe_runtime.inference.cache_code import LANDING_SLOTS, ROOM_SHARE, coded_experts
+from moe_runtime.inference.inspection import inspect_checkpoint
+from moe_runtime.models.pocket import pocket_path
+from moe_runtime.types import ExpertKey
+
+# rows that are no multiple of the code's blocks of 64
+MIXTRAL = Family(
+    "mixtral", "MixtralForCausalLM", config={"hidden_size": 120, "intermediate_size": 200}
+)
+MAX_TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source") / "model"
+    return save(tiny_model(MIXTRAL).bfloat16(), folder, sharded=False)
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return moe_runtime.load(folder, device="cpu", max_tokens=MAX_TOKENS, **options)
+
+
+def outcome(folder: Path, **options: Any) -> tuple[list[torch.Tensor], Any]:
+    """Logits of a prompt and of three tokens after it, and what the model counted."""
+    model = load(folder, **options)
+    with model.moe, torch.inference_mode():
+        found = model(PROMPT, use_cache=True)
+        logits = [found.logits]
+        for number in range(3):
+            found = model(NEXT_TOKEN + number, past_key_values=found.past_key_values)
+            logits.append(found.logits)
+        model.moe.check()
+        return logits, model.moe.stats()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_same_bits_at_every_budget(source: Path, dtype: str) -> None:
+    before = {path.name: path.read_bytes() for path in source.iterdir()}
+    expected, _ = outcome(source, host_memory="1GiB", dtype=dtype)
+    summary = inspect_checkpoint(source, max_tokens=MAX_TOKENS, dtype=dtype, cache_code="planes")
+    smallest, slot = summary.smallest_budget_bytes, summary.slot_bytes
+    ways = [
+        {"host_memory": smallest},
+        {"host_memory": smallest + slot, "io_threads": 1},
+        {"host_memory": smallest + 5 * slot, "policy": "lfu", "prefetch": "enforce"},
+        {"host_memory": "1GiB", "shares": "adaptive"},
+    ]
+    for way in ways:
+        found, _ = outcome(source, dtype=dtype, cache_code="planes", **way)
+        assert all(map(torch.equal, found, expected)), way
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == before
+
+
+def test_a_trained_model_has_the_same_bits_in_smaller_slots() -> None:
+    expected, plain = outcome(pocket_path(), host_memory="1GiB")
+    found, coded = outcome(pocket_path(), host_memory="1GiB", cache_code="planes")
+    assert all(map(torch.equal, found, expected))
+    # 11 bits a weight, room for one escape of a byte in 16, and what fills rows up to 64 weights
+    assert coded.slot_bytes < 0.75 * plain.slot_bytes
+    assert coded.bytes_read == plain.bytes_read
+
+
+def test_what_a_budget_buys_is_what_it_holds(source: Path) -> None:
+    plain = inspect_checkpoint(source, max_tokens=MAX_TOKENS)
+    coded = inspect_checkpoint(source, max_tokens=MAX_TOKENS, cache_code="planes")
+    assert coded.expert_bytes == plain.expert_bytes
+    # the landing slots, less the values of a matrix that is written out and its plain products
+    landing = LANDING_SLOTS * plain.slot_bytes
+    assert coded.reserve_bytes == plain.reserve_bytes + landing + 120 * 200 * 2
+    smallest = coded.smallest_budget_bytes
+    with pytest.raises(CapacityError) as refusal:
+        load(source, host_memory=smallest - 1, cache_code="planes")
+    assert refusal.value.smallest_bytes == smallest
+    budget = smallest + 3 * coded.slot_bytes
+    _, stats = outcome(source, host_memory=budget, cache_code="planes")
+    assert (stats.expert_slots, stats.slot_bytes) == (5, coded.slot_bytes)
+    assert coded.slots_for(budget) == 5
+
+
+def test_an_expert_that_the_code_is_too_small_for_is_named(source: Path, tmp_path: Path) -> None:
+    model = tiny_model(MIXTRAL).bfloat16()
+    folder = save(model, tmp_path / "model", sharded=False)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.block_sparse_moe.experts.3.w3.weight"
+    exponents = torch.arange(tensors[name].numel()).remainder(200).view_as(tensors[name])
+    tensors[name] = (exponents << 7).to(torch.int16).view(torch.bfloat16)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    loaded = load(folder, host_memory="1GiB", cache_code="planes")
+    with loaded.moe, torch.inference_mode():
+        with pytest.raises(CapacityError, match=rf"up weights of expert 3 of [^\n]*{ROOM_SHARE}"):
+            loaded(torch.arange(60)[None])
+        loaded.moe.check()
+
+
+@pytest.mark.parametrize("kind", ["fp32", "transposed", "quantised", "packed"])
+def test_experts_that_the_code_is_not_for_are_one_line(
+    source: Path, tmp_path: Path, kind: str
+) -> None:
+    folder = tmp_path / "out"
+    if kind == "fp32":
+        save(tiny_model(MIXTRAL), folder, sharded=False)
+    elif kind == "transposed":
+        gpt_oss = Family("gpt_oss", "GptOssForCausalLM", EVEN)
+        save(tiny_model(gpt_oss).bfloat16(), folder, sharded=False)
+    else:
+        pack_checkpoint(source, folder, quantize="fp8" if kind == "quantised" else None)
+    with pytest.raises(UnsupportedModelError, match=r"is for experts in bf16[^\n]*none$"):
+        load(folder, cache_code="planes")
+    with pytest.raises(ValueError, match="unknown cache_code 'zip'"):
+        load(folder, cache_code="zip")
+
+
+def test_a_process_may_have_some_of_the_experts(source: Path) -> None:
+    checkpoint = open_checkpoint(source, "auto")
+    experts = map_experts(build_on_meta(checkpoint), checkpoint)
+    whole, _ = coded_experts(experts, torch.device("cpu"))
+    kept = [ExpertKey(0, 3), ExpertKey(0, 5), ExpertKey(2, 0)]
+    experts.layouts = {key: experts.layouts[key] for key in kept}
+    some, landing_bytes = coded_experts(experts, torch.device("cpu"))
+    assert some.layouts == {key: whole.layouts[key] for key in kept}
+    assert landing_bytes == LANDING_SLOTS * experts.slot_bytes
+    with pytest.raises(UnsupportedModelError, match="is for models on the CPU"):
+        coded_experts(experts, torch.device("cuda"))
+
+
+def test_the_commands(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["inspect", str(source), "--json", "--max-tokens", "64"]
+    summaries = []
+    for code in ("none", "planes"):
+        assert main([*words, "--cache-code", code]) == 0
+        summaries.append(json.loads(capsys.readouterr().out))
+    assert summaries[1]["slot_bytes"] < summaries[0]["slot_bytes"]
+    assert main([*words, "--cache-code", "zip"]) == 2
+    assert "unknown cache_code 'zip'" in json.loads(capsys.readouterr().out)["error"]
+    shown = []
+    for code in ("none", "planes"):
+        line = ["run", str(pocket_path()), "-p", "The experts", "-n", "9", "--cache-code", code]
+        assert main(line) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
