@@ -58,11 +58,11 @@ def _infer(
 ) -> Tensor:
     with torch.no_grad(), torch.autocast(x_TD.device.type, enabled=False):
         if resolve_path(impl, x_TD) == "triton":
-            from moe_runtime.kernels.expert_mlp import packed_path
+            from moe_runtime.kernels.expert_mlp import quantized_triton
 
-            problem = packed_path.problem(x_TD, experts)
+            problem = quantized_triton.problem(x_TD, experts)
             if problem is None:
-                return packed_path.infer(x_TD, ids_TK, weights_TK, experts, activation)
+                return quantized_triton.infer(x_TD, ids_TK, weights_TK, experts, activation)
             if impl == "triton":
                 raise ValueError(f"impl='triton' cannot compute this: {problem}")
             impl = "torch"

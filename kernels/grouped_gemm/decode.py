@@ -20,6 +20,7 @@ from moe_runtime.kernels.grouped_gemm.packed import (
     depth_of,
     distance,
     packed_arguments,
+    stages_of,
 )
 from moe_runtime.kernels.grouped_gemm.tile import Device, Tile
 from moe_runtime.kernels.grouped_gemm.tiles import describe_device
@@ -34,6 +35,8 @@ MAX_TOKENS = 16
 _PROGRAMS_WANTED = 132 * 2
 _MAX_PARTS = 8
 _BLOCK_N = 32
+# Summed elements a step with packed weights at most: decoded codes take registers.
+_DEPTH = 128
 
 
 def decode_expert_mlp(
@@ -93,8 +96,8 @@ def decode_expert_mlp(
         "BLOCK_T": MAX_TOKENS,
         "BLOCK_N": _BLOCK_N,
         "num_warps": 4,
-        "num_stages": _num_stages(x_TD, device or describe_device(x_TD.device)),
     }
+    num_stages = _num_stages(x_TD, device or describe_device(x_TD.device))
     hidden = torch.empty(num_slots, dim_f, dtype=x_TD.dtype, device=x_TD.device)
     step, to_up = (2, 1) if layout.has_gate and not layout.is_concatenated else (1, dim_f)
     weight = codes_of(gate_up_SZD)
@@ -104,6 +107,7 @@ def decode_expert_mlp(
         # of packed weights up is a tensor of its own, or there is no gate
         to_up_w = 0 if up is None else distance(weight, codes_of(up[0]))
         to_up_b = 0 if up is None or up[1] is None else distance(bias, up[1])
+    block_k = _block_k(x_TD, gate_up_SZD, has_gate=layout.has_gate)
     launch(
         decode_up, (num_slots, triton.cdiv(dim_f, _BLOCK_N)),
         x_ptr=x_TD, weight_ptr=weight, bias_ptr=bias, hidden_ptr=hidden,
@@ -114,7 +118,8 @@ def decode_expert_mlp(
         stride_bs=bias.stride(0), stride_bn=bias.stride(1) * step,
         stride_b_up=to_up_b, stride_hr=hidden.stride(0),
         IS_GATED=layout.has_gate, HAS_BIAS=gate_up_bias_SZ is not None,
-        BLOCK_K=_block_k(x_TD, gate_up_SZD, has_gate=layout.has_gate), ACTIVATION=spec,
+        BLOCK_K=block_k, ACTIVATION=spec,
+        num_stages=stages_of(gate_up_SZD, num_stages, _DEPTH, block_k),
         **packed_arguments(gate_up_SZD, None if up is None else up[0], x_TD),
         **common, **products,
     )  # fmt: skip
@@ -131,6 +136,7 @@ def decode_expert_mlp(
         stride_wk=weight.stride(2), stride_bs=bias.stride(0), stride_bn=bias.stride(1),
         stride_ps=partial.stride(0), stride_pr=partial.stride(1),
         HAS_BIAS=down_bias_SD is not None, BLOCK_K=block_k,
+        num_stages=stages_of(down_SDF, num_stages, _DEPTH, block_k),
         **packed_arguments(down_SDF, None, x_TD), **common, **products,
     )  # fmt: skip
     block_d = 256
@@ -151,8 +157,7 @@ def _block_k(x: Tensor, weight: Weights, *, has_gate: bool) -> int:
     block_k = (512 if not has_gate else 256) // x.element_size()
     if isinstance(weight, Tensor):
         return block_k
-    # decoded codes take registers
-    return depth_of(weight.format, x.dtype, min(block_k, 128))
+    return depth_of(weight.format, x.dtype, min(block_k, _DEPTH))
 
 
 def _num_stages(x: Tensor, device: Device) -> int:

@@ -19,6 +19,7 @@ from moe_runtime.kernels.grouped_gemm.packed import (
     depth_of,
     distance,
     packed_arguments,
+    stages_of,
 )
 from moe_runtime.kernels.grouped_gemm.tile import ProductKind, Tile
 from moe_runtime.kernels.triton_support import is_interpreted, launch
@@ -166,9 +167,10 @@ def _run(
     # Distances from one hidden column's gate row to the next one's, and to its up row.
     step, to_up = (2, 1) if is_gated and not is_concatenated else (1, dim_n)
     packed = packed_arguments(weight, None if up is None else up[0], x)
-    block_k = tile.block_k
+    block_k, num_stages = tile.block_k, tile.num_stages
     if not isinstance(weight, Tensor):
         block_k = depth_of(weight.format, x.dtype, block_k)
+        num_stages = stages_of(weight, num_stages, tile.block_k, block_k)
         weight = weight.codes
     bias_or_weight = weight[:, :, 0] if bias is None else bias
     to_up_w, to_up_b = weight.stride(1) * to_up, bias_or_weight.stride(1) * to_up
@@ -196,6 +198,6 @@ def _run(
         EVEN_K=groups.are_even(dim_k, block_k, is_width=is_plain), PRECISION=precision_of(x),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=block_k, GROUP_M=tile.group_m,
         NUM_SLICES=2 if tile.block_n >= 256 else 1,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=num_stages,
         **groups.arguments(), **groups.width_arguments(), **packed, **rest,
     )  # fmt: skip

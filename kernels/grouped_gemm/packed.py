@@ -42,6 +42,11 @@ def depth_of(kind: WeightFormat, dtype: torch.dtype, block_k: int) -> int:
     return math.gcd(block_k, kind.group_cols)
 
 
+def stages_of(weight: Weights, num_stages: int, block_k: int, depth: int) -> int:
+    """Steps to have on their way: twice as many where a group is less deep than the tile."""
+    return num_stages * (1 if isinstance(weight, Tensor) or depth >= block_k else 2)
+
+
 def codes_of(weight: Weights) -> Tensor:
     """What lies where a kernel reads the weights from."""
     return weight if isinstance(weight, Tensor) else weight.codes

@@ -160,6 +160,41 @@ def test_slots(num_tokens: int, generator: torch.Generator) -> None:
         torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5, msg=impl)
 
 
+@pytest.mark.parametrize("kind", [FP8_BLOCK, INT4_ZEROS], ids=["fp8-block", "int4-zeros"])
+def test_slots_of_a_slab(kind: WeightFormat, generator: torch.Generator) -> None:
+    """All parts of an expert in one slot of bytes, as a cache holds them: the bits of stacks."""
+    apart = make(kind, generator, has_bias=False, slots=[4, 2, 0])
+    stacks = {name: getattr(apart, name) for name in ("gate", "up", "down")}
+    parts: dict[tuple[str, str], tuple[int, Tensor]] = {}
+    size = 0
+    for name, stack in stacks.items():
+        for part in ("codes", "scales", "zero_points"):
+            values = getattr(stack, part)
+            if values is not None:
+                values = values.contiguous()
+                parts[name, part] = (size, values)
+                size += -(-values[0].numel() * values.element_size() // 16) * 16
+    slab = torch.full((5, size + 48), 255, dtype=torch.uint8)
+
+    def view(name: str, part: str) -> Tensor | None:
+        if (name, part) not in parts:
+            return None
+        first, values = parts[name, part]
+        rows = slab[:, first : first + values[0].numel() * values.element_size()]
+        return rows.view(values.dtype).unflatten(1, values.shape[1:]).copy_(values)
+
+    within = {
+        name: replace(stack, **{p: view(name, p) for p in ("codes", "scales", "zero_points")})
+        for name, stack in stacks.items()
+    }
+    cached = replace(apart, **within)
+    for num_tokens in (2, 20):
+        routed = routing(num_tokens, generator)
+        x = torch.randn(num_tokens, DIM, generator=generator).bfloat16()
+        found, expected = (run(e, "triton", x, routed, "silu") for e in (cached, apart))
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("impl", ["triton", "auto"])
 def test_without_a_gate(impl: str, generator: torch.Generator) -> None:
     experts = make(FP8_BLOCK, generator, has_gate=False)
