@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from gradients import all_gradients_of, trains_all_but_experts
 from hypothesis import given
 from hypothesis import strategies as st
 from moe_families import Family
@@ -78,6 +79,21 @@ def test_a_packed_model_gives_the_same_bits(tmp_path: Path, family: Family, code
     found = pack_checkpoint(checkpoint, tmp_path / "packed", code)
     assert all(map(torch.equal, logits_of(tmp_path / "packed"), logits_of(checkpoint)))
     assert found.packed_bytes < found.expert_bytes or code == "none"
+
+
+@pytest.mark.parametrize("code", ["planes", "none"])
+def test_a_packed_model_gives_the_same_gradients(source: Path, tmp_path: Path, code: Any) -> None:
+    """Of inputs and of every dense parameter, to the bit, with the smallest budgets."""
+    pack_checkpoint(source, tmp_path / "packed", code)
+    found = []
+    for folder in (source, tmp_path / "packed"):
+        model: Any = moe_runtime.load(folder, host_memory=smallest_budget(folder), device="cpu")
+        with model.moe:
+            found.append(all_gradients_of(trains_all_but_experts(model), FAMILIES[0]))
+            model.moe.check()
+    assert found[0].keys() == found[1].keys()
+    assert len(found[0]) > 10
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 def test_experts_that_lie_transposed_have_the_same_values(tmp_path: Path) -> None:

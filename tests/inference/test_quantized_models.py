@@ -16,7 +16,14 @@ import pytest
 import quantized_checkpoints
 import tiny_checkpoints
 import torch
-from gradients import INPUTS, all_gradients_of, parameter_errors, shared, trains_all_but_experts
+from gradients import (
+    INPUTS,
+    all_gradients_of,
+    dense_linears,
+    parameter_errors,
+    shared,
+    with_adapters,
+)
 from quantized_checkpoints import Quantized, Written
 from torch import Tensor
 
@@ -188,16 +195,18 @@ def test_nothing_but_the_speed_depends_on_policy_prefetch_or_threads(written: Wr
 
 @some
 def test_gradients_equal_those_of_transformers(written: Written) -> None:
-    """Of what the embedding gives and of every dense parameter, through experts that are frozen."""
-    family = written.sample.family
-    expected = all_gradients_of(reference_of(written), family)
+    """Of what the embedding gives, of PEFT's adapters and of every dense parameter, through experts
+    that are frozen."""
+    family, reference = written.sample.family, reference_of(written)
+    places = dense_linears(reference)
+    expected = all_gradients_of(with_adapters(reference, places), family)
     model = load(written, smallest_budget(written, "float32"))
     with model.moe:
-        found = all_gradients_of(trains_all_but_experts(model), family)
+        found = all_gradients_of(with_adapters(model, places), family)
         model.moe.check()
         inputs = {name: tensor for name, tensor in expected.items() if name.startswith(INPUTS)}
         errors = parameter_errors(found, shared(model, expected) | inputs)
-    assert len(errors) > 10
+    assert len(errors) > 10 + 2 * len(places)
     worst = max(errors, key=lambda name: errors[name])
     assert errors[worst] < MAX_GRADIENT_ERROR, (worst, errors[worst])
 
