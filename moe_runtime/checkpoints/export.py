@@ -108,10 +108,17 @@ class LikeCheckpoint:
         experts: where its experts lie there.
 
     Raises:
-        UnsupportedModelError: a dense tensor of the checkpoint cannot be had from the model.
+        UnsupportedModelError: a dense tensor of the checkpoint cannot be had from the model, or its
+            files are no safetensors files.
     """
 
     def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, experts: ExpertMap) -> None:
+        for entry in checkpoint.entries.values():
+            if entry.file.suffix != ".safetensors":
+                raise UnsupportedModelError(
+                    f"{entry.file}: only checkpoints of safetensors files can be written again; "
+                    "load this one in transformers, and save it from there"
+                )
         self._model = model
         self._checkpoint = checkpoint
         self._experts = experts

@@ -1,5 +1,6 @@
 """Exported models replace older ones as a whole: neither fault loses one."""
 
+import dataclasses
 import errno
 import os
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from torch import Tensor
 from moe_runtime.checkpoints.expert_map import map_experts
 from moe_runtime.checkpoints.export import LikeCheckpoint
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
-from moe_runtime.errors import MoERuntimeWarning
+from moe_runtime.errors import MoERuntimeWarning, UnsupportedModelError
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.types import ExpertKey
 
@@ -97,3 +98,18 @@ def test_what_is_no_model_stays_beside_an_exported_one(tmp_path: Path) -> None:
     export_hugging_face(build(shape(intermediate_size=8)), tmp_path, dtype=torch.float32)
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert {path.name for path in tmp_path.glob("model*")} == {"model.safetensors"}
+
+
+def test_what_is_no_safetensors_file_is_not_written_like_one(tmp_path: Path) -> None:
+    save(tiny_model(MIXTRAL), tmp_path / "source", sharded=False)
+    checkpoint = open_checkpoint(tmp_path / "source", "auto")
+    entries = {
+        name: dataclasses.replace(entry, file=entry.file.with_suffix(".gguf"))
+        for name, entry in checkpoint.entries.items()
+    }
+    other = dataclasses.replace(checkpoint, entries=entries)
+    model = build_on_meta(other)
+    with pytest.raises(
+        UnsupportedModelError, match=r"model\.gguf: only checkpoints of safetensors"
+    ):
+        LikeCheckpoint(model, other, map_experts(model, other))

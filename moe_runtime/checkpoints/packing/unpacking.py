@@ -56,7 +56,7 @@ def as_plain(
             state[f"{described.name}.{name}"] = parameter.to(dtypes[matrix])
     runs = checkpoint.runs.names
     entries = {name: entry for name, entry in checkpoint.entries.items() if name not in runs}
-    file, end = checkpoint.folder / "unpacked", 0
+    file, end = checkpoint.folder / "unpacked.safetensors", 0
     for name, tensor in private.revert_weight_conversion(model, state).items():
         shape, size = tuple(tensor.shape), math.prod(tensor.shape) * tensor.dtype.itemsize
         entries[name] = TensorEntry(name, file, _NAMES[tensor.dtype], shape, end, size)
