@@ -50,8 +50,8 @@ class TensorRange:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its numbers in the file."""
-        if self.order is not None:
+        """Bytes of its numbers in the file, without ends of rows that mean nothing."""
+        if self.order is not None and self.order.moves:
             return self.span_bytes
         return math.prod(self.shape) * self.dtype.itemsize
 

@@ -36,6 +36,12 @@ PARTS = [
     ("qwen3_moe-int4-zeros", f"{EXPERT}.weight_zero_point"),
     ("qwen3_moe-int4-zeros", f"{EXPERT}.weight_scale"),
     ("glm4_moe-int8-zeros", f"{EXPERT}.weight_zero_point"),
+    ("qwen3_moe-gptq", f"{EXPERT}.qweight"),
+    ("qwen3_moe-gptq", f"{EXPERT}.qzeros"),
+    ("qwen3_moe-gptq", f"{EXPERT}.scales"),
+    ("glm4_moe-awq", f"{EXPERT}.qweight"),
+    ("glm4_moe-awq", f"{EXPERT}.qzeros"),
+    ("glm4_moe-awq", f"{EXPERT}.scales"),
     ("mixtral-nvfp4", "model.layers.1.block_sparse_moe.experts.3.w3.weight_global_scale"),
     ("mixtral-nvfp4", "model.layers.1.block_sparse_moe.experts.3.w3.weight_scale"),
     ("qwen3_moe-nvfp4-modelopt", f"{EXPERT}.weight_scale_2"),
@@ -61,7 +67,7 @@ def test_a_part_of_another_shape_is_one_line_that_names_it(
 
     folder = changed(originals(sample), tmp_path, lengthen)
     # the other parts then are those that do not fit
-    stem = part.rpartition(".weight" if ".weight" in part else "_")[0] or part
+    stem = part.rpartition("." if EXPERT in part else "_")[0] or part
     assert stem.removesuffix(".scale") in refusal(folder)
 
 
@@ -87,8 +93,7 @@ def test_a_wrong_shape_of_packed_integers_is_refused(originals, tmp_path) -> Non
 @pytest.mark.parametrize(
     ("sample", "config", "words"),
     [
-        ("deepseek_v3-fp8", {"quant_method": "gptq"}, "quant_method 'gptq' cannot be read yet"),
-        ("deepseek_v3-fp8", {"quant_method": "awq"}, "quant_method 'awq' cannot be read yet"),
+        ("deepseek_v3-fp8", {"quant_method": "hqq"}, "quant_method 'hqq' cannot be read yet"),
         ("deepseek_v3-fp8", {"quant_method": None}, "quant_method None cannot be read yet"),
         ("deepseek_v3-fp8", {"quant_method": 3}, "expected quant_method to be a name"),
         ("deepseek_v3-fp8", {"weight_block_size": [64, 64]}, "F32 or BF16"),
@@ -228,6 +233,7 @@ KEYS = st.sampled_from(
     [
         *("quant_method", "weight_block_size", "expert_dtype", "format", "config_groups"),
         *("ignore", "targets", "weights", "num_bits", "strategy", "group_size", "type"),
+        *("bits", "desc_act", "checkpoint_format", "dynamic", "zero_point", "version"),
         *("symmetric", "quant_algo", "block_structure", "actorder", "sparsity_config"),
     ]
 )
@@ -243,7 +249,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     name=st.sampled_from(
         [
             *("gpt_oss-mxfp4", "glm4_moe-mixed", "qwen3_moe-nvfp4-modelopt"),
-            "qwen3_moe-int4-zeros",
+            *("qwen3_moe-int4-zeros", "qwen3_moe-gptq", "glm4_moe-awq"),
         ]
     ),
     key=KEYS,

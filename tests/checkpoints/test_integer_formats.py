@@ -8,11 +8,19 @@ from pathlib import Path
 import pytest
 import quantized_checkpoints
 import torch
-from changed_checkpoints import EXPERT, Originals, changed, refusal
+from changed_checkpoints import (
+    EXPERT,
+    Originals,
+    changed,
+    mapped,
+    matrices_of_expert,
+    refusal,
+)
 from quantized_checkpoints import EXPERTS, Quantized
 from torch import Tensor
 
 from moe_runtime.errors import MoERuntimeError, UnsupportedModelError
+from moe_runtime.types import ExpertKey
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +95,60 @@ def test_biases_of_two_types_in_an_expert_are_refused(originals, tmp_path) -> No
     folder = changed(originals("gpt_oss-mxfp4"), tmp_path, widen)
     message = refusal(folder, UnsupportedModelError)
     assert "up_bias is bfloat16 and down_bias is float32; expected one type" in message
+
+
+@pytest.mark.parametrize(
+    ("sample", "config", "words"),
+    [
+        ("qwen3_moe-gptq", {"bits": 3}, "bits 3 cannot be read yet; expected 4 or 8"),
+        ("qwen3_moe-gptq", {"bits": 8}, "g_idx: expected a group of each of up to"),
+        ("qwen3_moe-gptq", {"bits": None}, "bits None cannot be read yet"),
+        ("qwen3_moe-gptq", {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' cannot"),
+        ("qwen3_moe-gptq", {"dynamic": {"+:.*up.*": {"bits": 8}}}, "dynamic with settings"),
+        ("qwen3_moe-gptq", {"group_size": None}, "expected group_size to be -1 or a positive"),
+        ("qwen3_moe-gptq", {"group_size": 16}, "g_idx: permuted groups (desc_act) cannot be read"),
+        ("glm4_moe-awq", {"bits": 8}, "bits 8 cannot be read yet; expected 4"),
+        ("glm4_moe-awq", {"version": "gemv"}, "version 'gemv' cannot be read yet"),
+        ("glm4_moe-awq", {"zero_point": False}, "zero_point False cannot be read yet"),
+        ("glm4_moe-awq", {"group_size": 16}, "scales: expected F16 or BF16 or F32 ["),
+    ],
+)
+def test_what_the_configuration_says_of_gptq_and_awq_is_judged(
+    originals, tmp_path, sample, config, words
+) -> None:
+    folder = changed(originals(sample), tmp_path, **config)
+    assert words in refusal(folder, MoERuntimeError)
+
+
+def test_permuted_groups_of_gptq_are_refused_whatever_the_configuration_says(
+    originals, tmp_path
+) -> None:
+    def permute(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{EXPERT}.g_idx"] = tensors[f"{EXPERT}.g_idx"].flip(0)
+
+    folder = changed(originals("qwen3_moe-gptq"), tmp_path, permute)
+    assert f"{EXPERT}.g_idx: permuted groups" in refusal(folder, UnsupportedModelError)
+
+
+def test_groups_of_gptq_that_are_in_order_are_read_whatever_the_configuration_says(
+    originals, tmp_path
+) -> None:
+    mapped(changed(originals("qwen3_moe-gptq"), tmp_path, desc_act=True))
+
+
+def test_gptq_without_the_groups_of_columns_is_read_unless_they_may_be_permuted(
+    originals, tmp_path
+) -> None:
+    """Where every column has a code: K is a multiple of what a word holds."""
+
+    def remove(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(".g_idx")]:
+            del tensors[name]
+
+    original = originals("deepseek_v3-gptq-int8")
+    folder = changed(original, tmp_path / "without", remove)
+    expected = matrices_of_expert(original, ExpertKey(1, 3))
+    for name, matrix in matrices_of_expert(folder, ExpertKey(1, 3)).items():
+        assert torch.equal(matrix.dequantize(), expected[name].dequantize())
+    permuted = changed(folder, tmp_path / "permuted", desc_act=True)
+    assert "desc_act of" in refusal(permuted, MoERuntimeError)

@@ -45,7 +45,8 @@ MAX_RELATIVE_ERROR = 1e-5
 MAX_GRADIENT_ERROR = 1e-3
 
 SAMPLES = {sample.name: sample for sample in quantized_checkpoints.SAMPLES}
-FAMILIES = ("gpt_oss-mxfp4", "qwen3_moe-fp8-ragged", "deepseek_v3-int4", "qwen3_moe-int4-zeros")
+FAMILIES = ("gpt_oss-mxfp4", "qwen3_moe-fp8-ragged", "deepseek_v3-int4")
+FAMILIES += ("qwen3_moe-int4-zeros", "qwen3_moe-gptq", "glm4_moe-awq")
 """Of the samples, one for each way in which experts lie in a file."""
 
 BITS = {

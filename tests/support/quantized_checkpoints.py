@@ -21,12 +21,14 @@ from torch import Tensor
 from weight_packers import (
     NVFP4,
     Packer,
+    awq,
     compressed,
     deepseek_v4,
     fp8_block,
     fp8_exponents,
     fp8_transformers,
     gpt_oss,
+    gptq,
     mxfp8,
     nvfp4_modelopt,
 )
@@ -109,6 +111,7 @@ MXFP4 = INT4_32 | {
     "scale_dtype": torch.uint8,
     "zp_dtype": torch.uint8,
 }
+GPTQ = {"quant_method": "gptq", "desc_act": False, "sym": True}
 LINEAR = ["Linear"]
 IN_JSON = {"scale_dtype": None, "zp_dtype": None}
 PACKED = "pack-quantized"
@@ -187,6 +190,28 @@ SAMPLES = [
             r"(experts|self_attn).*(down|q)_proj": int4(**INT8_ZEROS),
             EXPERTS + "|" + SHARED: compressed("int-quantized", **INT8_ZEROS),
         },
+    ),
+    Quantized(
+        "qwen3_moe-gptq",
+        Family("qwen3_moe", "Qwen3MoeForCausalLM", ODD),
+        GPTQ | {"bits": 4, "group_size": 32, "sym": False},
+        {EXPERTS + "|" + SHARED: gptq(4, 32, version=1)},
+    ),
+    Quantized(
+        "deepseek_v3-gptq-int8",
+        Family("deepseek_v3", "DeepseekV3ForCausalLM", ALL_HEADS | EVEN),
+        GPTQ | {"bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"},
+        {EXPERTS: gptq(8, -1, version=2)},
+    ),
+    Quantized(
+        "glm4_moe-awq",
+        Family(
+            "glm4_moe",
+            "Glm4MoeForCausalLM",
+            {"hidden_size": 48, "moe_intermediate_size": 40, "intermediate_size": 56},
+        ),
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+        {EXPERTS + "|" + SHARED: awq(32)},
     ),
     Quantized(
         "qwen3_moe-nvfp4-modelopt",

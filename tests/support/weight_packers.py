@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -155,6 +156,82 @@ def compressed(kind: str, **arguments: Any) -> Packer:
             stored["weight_scale"] = stored["weight_scale"].bfloat16()
         stem = name.removesuffix("weight")
         return {f"{stem}{part}": tensor.contiguous() for part, tensor in stored.items()}, values
+
+    return pack
+
+
+def in_words(numbers: np.ndarray, bits: int, order: Sequence[int] = ()) -> np.ndarray:
+    """Words of the numbers of several rows: `[ceil(rows * bits / 32), cols]`.
+
+    Args:
+        numbers: `[rows, cols]`.
+        bits: of a number.
+        order: which of a word's rows is in its lowest bits, and so on; as they come by default.
+    """
+    in_word = 32 // bits
+    order = order or range(in_word)
+    words = np.zeros((-(-len(numbers) // in_word), numbers.shape[1]), np.uint32)
+    for number in range(len(words)):
+        for place, row in enumerate(order):
+            if number * in_word + row < len(numbers):
+                found = numbers[number * in_word + row].astype(np.uint32)
+                words[number] |= found << np.uint32(bits * place)
+    return words
+
+
+def quantised_columns(
+    weight: Tensor, bits: int, group: int
+) -> tuple[np.ndarray, np.ndarray, Tensor, Tensor]:
+    """Codes `[N, K]`, zero points and scales `[N, groups]`, and values, each group rounded."""
+    codes, zeros, scales, values = [], [], [], []
+    for part in weight.split(group if group > 0 else weight.shape[1], dim=1):
+        low = part.amin(1, keepdim=True).clamp(max=0)
+        high = part.amax(1, keepdim=True).clamp(min=0)
+        scale = ((high - low) / (2**bits - 1)).half().float()
+        zero = (-low / scale).round().clamp(0, 2**bits - 1)
+        code = (part / scale + zero).round().clamp(0, 2**bits - 1)
+        codes.append(code)
+        zeros.append(zero)
+        scales.append(scale)
+        values.append((code - zero) * scale)
+    whole = torch.cat(codes, 1).int().numpy(), torch.cat(zeros, 1).int().numpy()
+    return *whole, torch.cat(scales, 1), torch.cat(values, 1)
+
+
+def gptq(bits: int, group: int, version: int) -> Packer:
+    """GPTQ: words of columns; version 1 stores words of zero points less one each."""
+
+    def pack(name: str, weight: Tensor) -> Packed:
+        codes, zeros, scales, values = quantised_columns(with_extremes(weight), bits, group)
+        words = in_words(zeros, bits)
+        if version == 1:
+            words -= np.uint32(sum(1 << shift for shift in range(0, 32, bits)))
+        cols = weight.shape[1]
+        stem = name.removesuffix("weight")
+        stored = {
+            f"{stem}qweight": torch.from_numpy(in_words(codes.T, bits).view(np.int32)),
+            f"{stem}qzeros": torch.from_numpy(words.T.copy().view(np.int32)),
+            f"{stem}scales": scales.t().half().contiguous(),
+            f"{stem}g_idx": (torch.arange(cols) // (group if group > 0 else cols)).int(),
+        }
+        return stored, values
+
+    return pack
+
+
+def awq(group: int) -> Packer:
+    """AWQ: words of eight rows, of which the lowest bits have row 0, then 2, and so on."""
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+
+    def pack(name: str, weight: Tensor) -> Packed:
+        codes, zeros, scales, values = quantised_columns(with_extremes(weight), 4, group)
+        stem = name.removesuffix("weight")
+        words = {"qweight": in_words(codes, 4, order), "qzeros": in_words(zeros, 4, order)}
+        stored = {
+            stem + part: torch.from_numpy(found.T.copy().view(np.int32))
+            for part, found in words.items()
+        }
+        return stored | {f"{stem}scales": scales.t().half().contiguous()}, values
 
     return pack
 

@@ -29,6 +29,8 @@ FORMATS: Mapping[str, Finder] = LazyTable(
         "mxfp8": f"{_HERE}.fp8:weights_of",
         "compressed-tensors": f"{_HERE}.compressed_tensors:weights_of",
         "modelopt": f"{_HERE}.modelopt:weights_of",
+        "gptq": f"{_HERE}.gptq:weights_of",
+        "awq": f"{_HERE}.awq:weights_of",
     }
 )
 """By the `quant_method` of `config.json`."""

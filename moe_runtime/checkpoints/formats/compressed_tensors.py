@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moe_runtime.checkpoints.formats.contents import Contents
 from moe_runtime.checkpoints.formats.packed_weight import (
     PackedWeight,
     codes_shape,
@@ -40,13 +41,13 @@ class _Module:
         name: of the module.
         how: the part of the configuration that says how.
         entries: all tensors of the checkpoint.
-        stored_shape: reads the content of a `weight_shape`.
+        contents: reads a `weight_shape`.
     """
 
     name: str
     how: Settings
     entries: Mapping[str, TensorEntry]
-    stored_shape: Callable[[TensorEntry], tuple[int, int]]
+    contents: Contents
 
     @property
     def weight(self) -> str:
@@ -101,7 +102,7 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
     groups = _groups_of(settings)
     ignored = settings.names("ignore")
     with ExitStack() as stack:
-        reader = _ShapeReader(stack)
+        contents = Contents(stack)
         for name in entries:
             module = name.removesuffix(_SCALES)
             if name.endswith(_PACKED):
@@ -116,7 +117,7 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
             how, kind = _how(module, name, groups)
             if kind not in FORMATS:
                 settings.unsupported(f"format {kind!r} of {name}", " or ".join(FORMATS))
-            yield FORMATS[kind](_Module(module, how, entries, reader.shape))
+            yield FORMATS[kind](_Module(module, how, entries, contents))
 
 
 def _groups_of(settings: Settings) -> list[tuple[list[str], Settings, str]]:
@@ -155,7 +156,7 @@ def _packed_integers(module: _Module) -> PackedWeight:
     kind = WeightFormat("uint4" if bits == 4 else "uint8", "f32", *module.groups(), 1 << (bits - 1))
     codes, shape = module.part("_packed"), module.part("_shape")
     rows, width = codes_shape(codes, ["I32"], [2])
-    stored_rows, cols = module.stored_shape(shape)
+    stored_rows, cols = map(int, module.contents.numbers(shape, 2))
     if stored_rows != rows or cols < 1 or -(-cols * bits // _WORD_BITS) != width:
         raise CheckpointError(
             f"{shape.name}: expected the sizes of {codes.name} {list(codes.shape)} with {bits} "
@@ -285,33 +286,3 @@ def _zero_points(module: _Module) -> TensorEntry | None:
             f"strategy {module.how.get('strategy')!r} with zero points", "group or channel"
         )
     return module.part("_zero_point")
-
-
-class _ShapeReader:
-    """Reads the few numbers in the `weight_shape` of packed integers."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-        self._files: dict[Any, Any] = {}
-
-    def shape(self, entry: TensorEntry) -> tuple[int, int]:
-        """Rows and columns.
-
-        Raises:
-            CheckpointError: they cannot be read.
-        """
-        if entry.dtype not in ("I32", "I64") or entry.shape != (2,):
-            raise CheckpointError(
-                f"{entry.name}: expected I32 or I64 [2], found {entry.dtype} {list(entry.shape)}"
-            )
-        try:
-            if entry.file not in self._files:
-                self._files[entry.file] = self._stack.enter_context(entry.file.open("rb"))
-            file = self._files[entry.file]
-            file.seek(entry.offset)
-            content = file.read(entry.num_bytes)
-        except OSError as error:
-            raise CheckpointError(f"cannot read {entry.name} from {entry.file}: {error}") from None
-        half = entry.num_bytes // 2
-        rows, cols = (int.from_bytes(part, "little") for part in (content[:half], content[half:]))
-        return rows, cols

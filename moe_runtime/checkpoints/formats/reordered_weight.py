@@ -13,11 +13,17 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from moe_runtime.checkpoints.formats.packed_weight import PackedWeight, Packing
+from moe_runtime.checkpoints.formats.packed_weight import (
+    PackedWeight,
+    Packing,
+    companion,
+    require_beside,
+    scales_kind,
+)
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.kernels.quantized import SCALES
-from moe_runtime.kernels.quantized.storage_order import StorageOrder
+from moe_runtime.kernels.quantized import SCALES, WeightFormat
+from moe_runtime.kernels.quantized.storage_order import WORD_BITS, StorageOrder
 from moe_runtime.memory.layout import TensorRange
 
 _FIRST_CUT = 8
@@ -120,6 +126,56 @@ class ReorderedWeight(PackedWeight):
         elif name == "codes":
             cols = stored.span_bytes * 8 // bits // rows
         return StorageOrder(kind, rows, cols, bits, self.adds_one and name == "zero_points")
+
+
+def by_columns(
+    module: str,
+    entries: Mapping[str, TensorEntry],
+    codes: tuple[TensorEntry, PartOrder],
+    sizes: tuple[int, int],
+    group: int,
+    zeros_kind: str,
+    bits: int,
+    *,
+    adds_one: bool = False,
+) -> ReorderedWeight:
+    """A weight in the tensors `.qweight`, `.qzeros` and `.scales`, whose rows are columns.
+
+    Args:
+        module: whose weight.
+        entries: all tensors.
+        codes: the first of these tensors, checked already, and how it lies.
+        sizes: `(N, K)`.
+        group: columns of a group; 0 where all are one.
+        zeros_kind: how the zero points lie.
+        bits: of a code.
+        adds_one: as `ReorderedWeight` has it.
+
+    Raises:
+        CheckpointError: another part is missing or not that of the weight.
+    """
+    (entry, order), (rows, cols) = codes, sizes
+    scales, zeros = (
+        companion(entries, module, [suffix], f"a part of {entry.name}")
+        for suffix in (".scales", ".qzeros")
+    )
+    kind = WeightFormat(
+        "uint4" if bits == 4 else "uint8", "f32", group_cols=group, has_zero_points=True
+    )
+    groups = kind.scales_shape(rows, cols)[1]
+    kind = replace(kind, scales=scales_kind(scales, entry, (groups, rows), ("F16", "BF16", "F32")))
+    require_beside(zeros, entry, (groups, -(-rows * bits // WORD_BITS)), ["I32"])
+    return ReorderedWeight(
+        *(f"{module}.weight", (), rows, cols, kind, entry, scales),
+        zero_points=zeros,
+        along="columns",
+        orders={
+            "codes": order,
+            "scales": PartOrder("transposed", group),
+            "zero_points": PartOrder(zeros_kind, group),
+        },
+        adds_one=adds_one,
+    )
 
 
 def _stored_rows(entry: TensorEntry, size: int, per: int, first: int, last: int) -> TensorRange:

@@ -49,6 +49,16 @@ class Settings:
             self.refuse(name, "a positive whole number")
         return value
 
+    def group(self, name: str) -> int:
+        """Columns of a group; 0 where it is written as -1, all columns of a row.
+
+        Raises:
+            CheckpointError: it is missing or something else.
+        """
+        if self.get(name) == -1:
+            return 0
+        return self.size(name) or self.refuse(name, "-1 or a positive whole number")
+
     def block(self, name: str) -> tuple[int, int] | None:
         """Rows and columns of a block; None where there is none.
 

@@ -1,0 +1,56 @@
+"""AWQ in its version `gemm`: `X.qweight`, `X.qzeros` and `X.scales`, of 4 bits.
+
+Codes: I32 `[K, N / 8]`, a word has those of eight rows in an order of its own; zero points: I32
+`[groups, N / 8]`, likewise; scales: `[groups, N]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from moe_runtime.checkpoints.formats.packed_weight import PackedWeight, codes_shape, companion
+from moe_runtime.checkpoints.formats.reordered_weight import PartOrder, by_columns
+from moe_runtime.checkpoints.formats.settings import Settings
+from moe_runtime.checkpoints.safetensors_index import TensorEntry
+from moe_runtime.errors import UnsupportedModelError
+
+BITS = 4
+_CODES, _IN_WORD = ".qweight", 8
+
+
+def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterator[PackedWeight]:
+    """The quantised weights of a checkpoint.
+
+    Raises:
+        UnsupportedModelError: codes of other sizes, another layout, or no zero points.
+        CheckpointError: a part of a weight is missing or has another type or shape.
+    """
+    if settings.get("bits") != BITS:
+        settings.unsupported(f"bits {settings.get('bits')!r}", str(BITS))
+    version = settings.text("version") or "gemm"
+    if version.lower() != "gemm":
+        settings.unsupported(f"version {version!r}", "'gemm'")
+    if settings.get("zero_point") not in (True, None):
+        settings.unsupported(f"zero_point {settings.get('zero_point')!r}", "true")
+    group = settings.group("group_size")
+    for name, codes in entries.items():
+        for suffix in (".qzeros", ".scales"):
+            if name.endswith(suffix):
+                module = name.removesuffix(suffix)
+                companion(entries, module, [_CODES], f"the codes of {name}")
+        if not name.endswith(_CODES):
+            continue
+        cols, num_words = codes_shape(codes, ["I32"], [2])
+        if cols % _IN_WORD:
+            raise UnsupportedModelError(
+                f"{name}: {cols} columns cannot be read yet; expected a multiple of {_IN_WORD}"
+            )
+        yield by_columns(
+            name.removesuffix(_CODES),
+            entries,
+            (codes, PartOrder("awq_codes")),
+            (num_words * _IN_WORD, cols),
+            group,
+            "awq_zeros",
+            BITS,
+        )
