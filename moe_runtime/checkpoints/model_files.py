@@ -36,10 +36,10 @@ QUANTIZATION_FILE = "hf_quant_config.json"
 
 
 def find_checkpoint(path_or_id: str | Path, *, weights: bool = True) -> Path:
-    """The folder of a checkpoint, downloaded from the hub if the name is that of a repository.
+    """A checkpoint's folder or GGUF file, downloaded from the hub if a repository is named.
 
     Args:
-        path_or_id: a folder, or the name of a repository.
+        path_or_id: a folder, a GGUF file, or the name of a repository.
         weights: also download the weights.
 
     Raises:
@@ -58,7 +58,9 @@ def find_checkpoint(path_or_id: str | Path, *, weights: bool = True) -> Path:
         require_whole(folder)
         return folder
     if is_there:
-        raise CheckpointError(f"{folder} is a file; expected the folder of a checkpoint")
+        if folder.suffix != ".gguf" or not folder.is_file():
+            raise CheckpointError(f"{folder} is a file; expected a checkpoint's folder, or .gguf")
+        return folder
     if isinstance(path_or_id, Path) or name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise CheckpointError(f"{one_line(name)} is not a directory{_suggestion(folder)}")
     return _download(name, [*_SMALL_FILES, *([_WEIGHTS] if weights else [])])
@@ -66,6 +68,8 @@ def find_checkpoint(path_or_id: str | Path, *, weights: bool = True) -> Path:
 
 def files_of(folder: Path) -> list[Path]:
     """The files of a checkpoint's folder that a download of it would have."""
+    if folder.is_file():  # GGUF
+        return [folder]
     return [file for pattern in (*_SMALL_FILES, _WEIGHTS) for file in folder.glob(pattern)]
 
 
@@ -128,6 +132,10 @@ def load_tokenizer(folder: Path) -> Any:
         CheckpointError: there is none, or its files or the configuration beside it are damaged.
         UnsupportedModelError: transformers does not know the architecture.
     """
+    if folder.is_file():
+        from moe_runtime.checkpoints.gguf import load_tokenizer as load
+
+        return load(folder)
     read_config(folder)  # what is wrong with it is not the tokenizer's fault
     tokenizer = read_tokenizer(folder)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):

@@ -55,7 +55,7 @@ class Checkpoint:
     """A checkpoint folder whose headers have been read.
 
     Attributes:
-        folder: where the files lie.
+        folder: where the files lie; of a GGUF checkpoint, its file.
         config: the model's configuration.
         entries: every tensor of the checkpoint by name.
         dtype: the type in which the model computes.
@@ -91,10 +91,10 @@ class Checkpoint:
         Raises:
             UnsupportedModelError: there are some.
         """
-        if self.packed:
+        if self.packed or self.folder.is_file():
             raise UnsupportedModelError(
-                f"{self.folder}: {purpose} of quantised weights is not supported yet; expected a "
-                "checkpoint in bf16, fp16 or fp32"
+                f"{self.folder}: {purpose} of quantised weights or GGUF files is not supported "
+                "yet; expected a safetensors checkpoint in bf16, fp16 or fp32"
             )
         if self.runs is not None:
             raise UnsupportedModelError(
@@ -107,7 +107,7 @@ def open_checkpoint(path_or_id: str | Path, dtype: str | torch.dtype) -> Checkpo
     """Finds a checkpoint and reads its configuration and headers.
 
     Args:
-        path_or_id: a folder, or the name of a repository on the hub.
+        path_or_id: a folder, a GGUF file, or the name of a repository on the hub.
         dtype: a torch type, its name, or ``"auto"`` for the checkpoint's own.
 
     Raises:
@@ -117,6 +117,11 @@ def open_checkpoint(path_or_id: str | Path, dtype: str | torch.dtype) -> Checkpo
         ValueError: the dtype is not one to compute in.
     """
     folder = find_checkpoint(path_or_id).absolute()  # whatever the working directory is later
+    if folder.is_file():
+        from moe_runtime.checkpoints.gguf import read_model
+
+        config, entries, packed = read_model(folder)
+        return Checkpoint(folder, config, entries, _compute_dtype(dtype, config, (), True), packed)
     config = read_config(folder)
     # the model is built as one of plain weights: it computes what they stand for
     quantization = take_quantization(config, folder)
@@ -149,7 +154,7 @@ def build_on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
 
     warn_if_untested(transformers.__version__)
     model_class = _model_class(checkpoint.config)
-    file = checkpoint.folder / "config.json"
+    file = checkpoint.folder / ("" if checkpoint.folder.is_file() else "config.json")
     with ExitStack() as stack:
         for context in model_class.get_init_context(checkpoint.dtype, False, False, None):
             stack.enter_context(context)

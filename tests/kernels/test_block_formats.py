@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from quantized_matrices import BLOCK_FORMATS, GGML_TYPES, assert_right, random_matrix
+from quantized_matrices import BLOCK_FORMATS, GGML_TYPES, any_blocks, assert_right, random_matrix
 from torch import Tensor
 
 from moe_runtime.kernels.linear import quantized_linear
@@ -30,17 +30,12 @@ def assert_same_bits(found: Tensor, expected: Tensor) -> None:
     assert torch.equal(found[whole].view(torch.int32), expected[whole].view(torch.int32))
 
 
-def any_bytes(name: str, num_rows: int, num_blocks: int, generator: torch.Generator) -> Tensor:
-    shape = (num_rows, num_blocks * BLOCKS[name].num_bytes)
-    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_of_any_bytes_have_the_values_of_gguf(
     isa: str, name: str, generator: torch.Generator
 ) -> None:
     """All codes and scales: subnormal ones, infinities and NaN among them."""
-    codes_NB = any_bytes(name, 300, 3, generator)
+    codes_NB = any_blocks(name, 900, generator).view(300, -1)
     matrix = QuantizedMatrix(WeightFormat(name), 3 * BLOCKS[name].num_codes, codes_NB)  # type: ignore[arg-type]
     expected = of_gguf(codes_NB, name)
     assert_same_bits(matrix.dequantize(), expected)

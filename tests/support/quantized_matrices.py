@@ -90,7 +90,7 @@ def random_matrix(
     return QuantizedMatrix(kind, num_cols, codes, stored, zeros, factor)
 
 
-_HALVES = {
+HALVES = {
     **dict.fromkeys(("q4_0", "q5_0", "q8_0", "iq4_nl", "iq4_xs"), (0,)),
     **dict.fromkeys(("q4_1", "q5_1", "q4_k", "q5_k"), (0, 2)),
     **{"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,)},
@@ -98,12 +98,17 @@ _HALVES = {
 """Where in a block its numbers in fp16 lie."""
 
 
+def any_blocks(name: str, count: int, generator: torch.Generator) -> Tensor:
+    """`uint8 [count, bytes of a block]`, all codes and scales among them."""
+    return _bytes((count, BLOCKS[name].num_bytes), generator)
+
+
 def _with_small_scales(codes: Tensor, name: str) -> Tensor:
     """The same with numbers of the size that trained weights have, where bytes may be any."""
     blocks = codes.view(-1, BLOCKS[name].num_bytes)
     if name == "mxfp4_block":
         blocks[:, 0] = blocks[:, 0] % 8 + 118
-    for place in _HALVES.get(name, ()):
+    for place in HALVES.get(name, ()):
         numbers = blocks[:, place : place + 2].contiguous().view(torch.int16) & 0x8FFF | 0x1000
         blocks[:, place : place + 2] = numbers.view(torch.uint8)
     return codes

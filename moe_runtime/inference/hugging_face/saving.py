@@ -119,6 +119,8 @@ def save_around_experts(
     from huggingface_hub import split_state_dict_into_shards_factory
 
     checkpoint = open_checkpoint(checkpoint_folder, model.dtype)
+    if checkpoint.folder.is_file():
+        checkpoint.require_plain("saving")
     if checkpoint.runs is not None and folder.exists() and folder.samefile(checkpoint.folder):
         raise UnsupportedUseError(
             f"{folder} is the packed checkpoint that this model is read from, and a plain one "

@@ -1,0 +1,153 @@
+"""GGUF files as checkpoints: `load` takes one by its name, experts are read from it as they lie.
+
+Tensors get the names that a checkpoint of `transformers` has for them, a stack of experts becomes
+one tensor an expert: from there on a file is like any other checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moe_runtime.checkpoints.formats import PackedWeight
+from moe_runtime.checkpoints.gguf.architectures import (
+    architecture_of,
+    named_weights,
+    settings_of,
+)
+from moe_runtime.checkpoints.gguf.header import GgufHeader, GgufTensor, read_header
+from moe_runtime.checkpoints.safetensors_index import TensorEntry
+from moe_runtime.checkpoints.settings_check import check_config, check_layers
+from moe_runtime.checkpoints.strict_json import clipped, one_line
+from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
+from moe_runtime.kernels.quantized import BLOCKS, BlockName, WeightFormat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_PLAIN = {0: "F32", 1: "F16", 30: "BF16"}
+_BLOCKS: dict[int, BlockName] = {
+    **{2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 10: "q2_k", 11: "q3_k", 12: "q4_k"},
+    **{13: "q5_k", 14: "q6_k", 20: "iq4_nl", 23: "iq4_xs", 39: "mxfp4_block"},
+}
+"""ggml's numbers of types."""
+_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+def read_model(
+    file: Path,
+) -> tuple[PreTrainedConfig, dict[str, TensorEntry], dict[str, PackedWeight]]:
+    """Reads the headers of a model.
+
+    Args:
+        file: the file, or the first of several.
+
+    Returns:
+        The configuration, all tensors by name, and those that are quantised. The type of the
+        configuration is that of most weights, bf16 where these are quantised.
+
+    Raises:
+        CheckpointError: it cannot be read, or is damaged.
+        UnsupportedModelError: nothing here reads models or weights of this kind.
+    """
+    header = _read_parts(file)
+    architecture = architecture_of(header, file)
+    values = settings_of(header, architecture, file)
+    check_config(values, file)
+    entries: dict[str, TensorEntry] = {}
+    packed: dict[str, PackedWeight] = {}
+    elements: Counter[str] = Counter()
+    for name, tensor, expert in named_weights(header, architecture, file):
+        if tensor.type_id in _PLAIN:
+            entries[name] = _entry(name, tensor, expert, _PLAIN[tensor.type_id], tensor.shape)
+        else:
+            packed[name] = _packed(name, tensor, expert, file)
+            entries[name] = packed[name].codes
+        elements[_PLAIN.get(tensor.type_id, "BF16")] += entries[name].num_bytes
+    config = _config(architecture.model_type, values, file)
+    config.architectures = [architecture.model_class]
+    most = elements.most_common(1)[0][0]
+    config.dtype = {"F32": torch.float32, "F16": torch.float16}.get(most, torch.bfloat16)
+    check_layers(config, entries, file)
+    return config, entries, packed
+
+
+def load_tokenizer(file: Path) -> Any:
+    """Makes the tokenizer that a file describes.
+
+    Raises:
+        CheckpointError: it describes none, or one that transformers cannot make.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    metadata = _read_parts(file).metadata
+    if not metadata.get("tokenizer.ggml.tokens"):
+        raise CheckpointError(f"{one_line(str(file))}: has no tokenizer.ggml.tokens")
+    with blamed_on(f"{one_line(str(file))}: its tokenizer cannot be made"):
+        return PreTrainedTokenizerFast.from_pretrained(
+            str(file.parent), gguf_file=file.name, local_files_only=True
+        )
+
+
+def _read_parts(file: Path) -> GgufHeader:
+    """The header of a file, with the tensors of those that it was split into."""
+    header = read_header(file)
+    count = header.metadata.get("split.count", 1)
+    if type(count) is not int or count < 2:
+        return header
+    found = _SPLIT.fullmatch(file.name)
+    if found is None or int(found[2]) != 1 or int(found[3]) != count:
+        expected = f"the first of {count} files, NAME-00001-of-{count:05}.gguf"
+        raise CheckpointError(f"{one_line(str(file))}: expected {expected}")
+    tensors = {tensor.name: tensor for tensor in header.tensors}
+    for number in range(2, count + 1):
+        part = file.with_name(f"{found[1]}-{number:05}-of-{count:05}.gguf")
+        for tensor in read_header(part).tensors:
+            if tensor.name in tensors:
+                where = f"it here and in {tensors[tensor.name].file}"
+                raise CheckpointError(
+                    f"{part}: expected {clipped(tensor.name)} once, found {where}"
+                )
+            tensors[tensor.name] = tensor
+    return GgufHeader(header.metadata, [*tensors.values()])
+
+
+def _entry(
+    name: str, tensor: GgufTensor, expert: int, dtype: str, shape: tuple[int, ...]
+) -> TensorEntry:
+    """A tensor, or one expert of it, of this type and these sizes."""
+    if expert < 0:
+        # gates of one output are vectors here
+        shape = (1, *shape) if len(shape) == 1 and name.endswith("_gate.weight") else shape
+        return TensorEntry(name, tensor.file, dtype, shape, tensor.offset, tensor.num_bytes)
+    num_bytes = tensor.num_bytes // tensor.shape[0]
+    offset = tensor.offset + expert * num_bytes
+    return TensorEntry(name, tensor.file, dtype, shape[1:], offset, num_bytes)
+
+
+def _packed(name: str, tensor: GgufTensor, expert: int, file: Path) -> PackedWeight:
+    if tensor.type_id not in _BLOCKS:
+        raise UnsupportedModelError(
+            f"{one_line(str(file))}: {clipped(tensor.name)} has ggml's type {tensor.type_id}; "
+            f"expected F32, F16, BF16 or {', '.join(kind.upper() for kind in BLOCKS)}"
+        )
+    if len(tensor.shape) != (2 if expert < 0 else 3):
+        raise CheckpointError(
+            f"{one_line(str(file))}: expected {clipped(tensor.name)}, which is quantised, to be a "
+            f"matrix or one for each expert, found {[*tensor.shape]}"
+        )
+    kind = WeightFormat(_BLOCKS[tensor.type_id])
+    *lead, num_rows, num_cols = tensor.shape
+    codes = _entry(name, tensor, expert, "U8", (*lead, num_rows, kind.row_bytes(num_cols)))
+    return PackedWeight(name, (), num_rows, num_cols, kind, codes)
+
+
+def _config(model_type: str, values: dict[str, Any], file: Path) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    with blamed_on(f"{one_line(str(file))}: its metadata do not describe a {model_type}"):
+        return AutoConfig.for_model(model_type, **values)

@@ -1,0 +1,209 @@
+"""Models by ggml's names of architectures: their configuration, and what tensors are called.
+
+Sizes come from the tensors where these have them, as metadata leave some out. What metadata say
+nothing of (whether chosen weights are normalised) is a constant of the architecture in llama.cpp,
+and so it is here. `transformers` has a table of its own, which leaves expert widths at their
+defaults and has no olmoe.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from moe_runtime.checkpoints.gguf.header import GgufHeader, GgufTensor
+from moe_runtime.checkpoints.strict_json import clipped, one_line
+from moe_runtime.errors import CheckpointError, UnsupportedModelError
+
+_TABLES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_ATTENTION = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_SHARED = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+}
+_EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
+_BLOCK = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
+
+_FIELDS = {
+    "max_position_embeddings": "context_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+}
+_TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+_EXPERT_WIDTH = ("ffn_gate_exps", -2)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One row of the table.
+
+    Attributes:
+        model_type: of `transformers`.
+        model_class: of `transformers`.
+        parts: of a layer, by ggml's names, as a checkpoint of `transformers` calls them.
+        sizes: settings that are a size of a part: its name, and which dimension.
+        constants: settings that are the same for all models of the architecture.
+    """
+
+    model_type: str
+    model_class: str
+    parts: Mapping[str, str]
+    sizes: Mapping[str, tuple[str, int]]
+    constants: Mapping[str, Any] = field(default_factory=dict)
+
+
+ARCHITECTURES = {
+    "olmoe": Architecture(
+        "olmoe",
+        "OlmoeForCausalLM",
+        {**_ATTENTION, **_HEAD_NORMS, "ffn_gate_inp": "mlp.gate", **_EXPERTS},
+        {"intermediate_size": _EXPERT_WIDTH},
+        {"norm_topk_prob": False},
+    ),
+    "qwen2moe": Architecture(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        {**_ATTENTION, **_SHARED, "ffn_gate_inp": "mlp.gate", **_EXPERTS},
+        {
+            "moe_intermediate_size": _EXPERT_WIDTH,
+            "shared_expert_intermediate_size": ("ffn_gate_shexp", -2),
+        },
+        {"norm_topk_prob": False, "decoder_sparse_step": 1},
+    ),
+    "qwen3moe": Architecture(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        {**_ATTENTION, **_HEAD_NORMS, "ffn_gate_inp": "mlp.gate", **_EXPERTS},
+        {
+            "moe_intermediate_size": _EXPERT_WIDTH,
+            "head_dim": ("attn_q_norm", -1),
+        },
+        {"norm_topk_prob": True, "decoder_sparse_step": 1},
+    ),
+}
+"""By `general.architecture`."""
+
+
+def architecture_of(header: GgufHeader, file: Path) -> Architecture:
+    """The row of a file's architecture.
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
+    name = header.metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{one_line(str(file))}: expected a GGUF file of {', '.join(ARCHITECTURES)}, found "
+            f"architecture {clipped(name)}; its safetensors checkpoint may be supported"
+        )
+    return ARCHITECTURES[name]
+
+
+def named_weights(
+    header: GgufHeader, architecture: Architecture, file: Path
+) -> Iterator[tuple[str, GgufTensor, int]]:
+    """What a checkpoint of `transformers` calls each tensor, and which expert of it that is.
+
+    Yields:
+        Name, tensor and -1, or the number of an expert.
+
+    Raises:
+        UnsupportedModelError: nothing of the architecture has such a name.
+    """
+    for tensor in header.tensors:
+        if tensor.name in _TABLES:
+            yield _TABLES[tensor.name], tensor, -1
+            continue
+        found = _BLOCK.fullmatch(tensor.name)
+        part = None if found is None else architecture.parts.get(found[2])
+        if found is None or part is None:
+            raise UnsupportedModelError(
+                f"{one_line(str(file))}: no part of {architecture.model_class} is called "
+                f"{clipped(tensor.name)} in GGUF files; expected a file that llama.cpp's converter "
+                "wrote, without additions"
+            )
+        prefix, end = f"model.layers.{int(found[1])}.", f".{found[3]}"
+        if "{}" not in part:
+            yield prefix + part + end, tensor, -1
+            continue
+        if len(tensor.shape) != 3:
+            _refuse(file, f"{tensor.name} of 3 dimensions", clipped([*tensor.shape]))
+        for expert in range(tensor.shape[0]):
+            yield prefix + part.format(expert) + end, tensor, expert
+
+
+def settings_of(header: GgufHeader, architecture: Architecture, file: Path) -> dict[str, Any]:
+    """The configuration that `transformers` has for a model.
+
+    Raises:
+        CheckpointError: something that it needs is missing.
+        UnsupportedModelError: positions are extended in a way that is not read.
+    """
+    metadata, name = header.metadata, header.metadata["general.architecture"]
+    values: dict[str, Any] = dict(architecture.constants)
+    for setting, key in _FIELDS.items():
+        if f"{name}.{key}" not in metadata:
+            _refuse(file, f"{name}.{key} among its metadata", "no such key")
+        values[setting] = metadata[f"{name}.{key}"]
+    tensors = {tensor.name: tensor for tensor in header.tensors}
+    if "token_embd.weight" not in tensors or len(tensors["token_embd.weight"].shape) != 2:
+        _refuse(file, "a matrix token_embd.weight", "none")
+    values["vocab_size"], values["hidden_size"] = tensors["token_embd.weight"].shape
+    parts = {
+        found[2]: tensor
+        for tensor in reversed(header.tensors)
+        if (found := _BLOCK.fullmatch(tensor.name)) and found[3] == "weight"
+    }
+    for setting, (part, dim) in architecture.sizes.items():
+        if part in parts and len(parts[part].shape) >= -dim:
+            values[setting] = parts[part].shape[dim]
+    values["tie_word_embeddings"] = "output.weight" not in tensors
+    values["rope_parameters"] = _positions(metadata, name, file)
+    for setting, key in _TOKENS.items():
+        values[setting] = metadata.get(f"tokenizer.ggml.{key}_token_id")
+    return values
+
+
+def _positions(metadata: Mapping[str, Any], name: str, file: Path) -> dict[str, Any]:
+    """How positions are rotated."""
+    theta = metadata.get(f"{name}.rope.freq_base", 10000.0)
+    kind = metadata.get(f"{name}.rope.scaling.type", "none")
+    if kind == "none":
+        return {"rope_type": "default", "rope_theta": theta}
+    values = {
+        "rope_type": kind,
+        "rope_theta": theta,
+        "factor": metadata.get(f"{name}.rope.scaling.factor"),
+        "original_max_position_embeddings": metadata.get(
+            f"{name}.rope.scaling.original_context_length"
+        ),
+    }
+    if kind != "yarn" or None in values.values():
+        raise UnsupportedModelError(
+            f"{one_line(str(file))}: expected {name}.rope.scaling.type none, or yarn with factor "
+            f"and original_context_length, found {clipped(kind)}"
+        )
+    return values
+
+
+def _refuse(file: Path, expected: str, found: str) -> NoReturn:
+    raise CheckpointError(f"{one_line(str(file))}: expected {expected}, found {found}")

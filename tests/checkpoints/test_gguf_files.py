@@ -1,0 +1,197 @@
+"""Headers of GGUF files that are damaged, incomplete, or of something that is not read."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import struct
+from pathlib import Path
+
+import gguf
+import gguf_checkpoints
+import numpy as np
+import pytest
+from gguf_checkpoints import SAMPLES, Written
+
+from moe_runtime.checkpoints.expert_map import map_experts
+from moe_runtime.checkpoints.gguf.header import BLOCK_SIZES, read_header
+from moe_runtime.checkpoints.model_files import load_tokenizer
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.errors import CheckpointError, UnsupportedModelError
+
+SAMPLE = SAMPLES[1]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return gguf_checkpoints.write(SAMPLE, tmp_path_factory.mktemp("gguf"))
+
+
+def data_begin(file: Path) -> int:
+    return min(tensor.offset for tensor in read_header(file).tensors)
+
+
+def read(file: Path) -> None:
+    checkpoint = open_checkpoint(file, "auto")
+    map_experts(build_on_meta(checkpoint), checkpoint)
+
+
+def replaced(written: Written, tmp_path: Path, old: bytes, new: bytes) -> Path:
+    """A copy of the file with other bytes, once, in the same place."""
+    content = written.folder.read_bytes()
+    assert old in content
+    assert len(old) == len(new)
+    file = tmp_path / "model.gguf"
+    file.write_bytes(content.replace(old, new, 1))
+    return file
+
+
+def test_headers_say_what_the_package_reads_from_them(written: Written) -> None:
+    header, expected = read_header(written.folder), gguf.GGUFReader(written.folder)
+    assert len(header.tensors) == len(expected.tensors)
+    for found, tensor in zip(header.tensors, expected.tensors, strict=True):
+        place = (tensor.name, int(tensor.tensor_type), tensor.data_offset, tensor.n_bytes)
+        assert (found.name, found.type_id, found.offset, found.num_bytes) == place
+        assert found.shape == tuple(reversed(tensor.shape.tolist()))
+    sizes = {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()}
+    assert {kind: sizes.get(kind) for kind in BLOCK_SIZES} == BLOCK_SIZES
+
+
+def test_bytes_of_a_header_that_changed_are_read_or_refused_in_one_line(
+    written: Written, tmp_path: Path
+) -> None:
+    content, file, chance = written.folder.read_bytes(), tmp_path / "a.gguf", random.Random(1)
+    end, refusals = data_begin(written.folder), []
+    for _ in range(150):
+        changed = bytearray(content)
+        for _ in range(chance.choice((1, 1, 2, 8))):
+            changed[chance.randrange(end)] = chance.choice(
+                (0, 1, 9, 127, 255, chance.randrange(256))
+            )
+        file.write_bytes(changed)
+        try:
+            read(file)
+        except (CheckpointError, UnsupportedModelError) as error:
+            refusals.append(str(error))
+    assert len(refusals) > 20
+    assert not any("\n" in refusal for refusal in refusals)
+
+
+def test_files_that_end_early_are_refused(written: Written, tmp_path: Path) -> None:
+    content, file, chance = written.folder.read_bytes(), tmp_path / "a.gguf", random.Random(2)
+    end = data_begin(written.folder)
+    for size in [0, 3, 4, 23, end, len(content) - 1, *(chance.randrange(end) for _ in range(40))]:
+        file.write_bytes(content[:size])
+        with pytest.raises(CheckpointError, match="expected"):
+            read(file)
+
+
+@pytest.mark.parametrize("place", [8, 16])
+def test_counts_beyond_the_file_take_no_memory(
+    written: Written, tmp_path: Path, place: int
+) -> None:
+    content = bytearray(written.folder.read_bytes())
+    content[place : place + 8] = struct.pack("<Q", 2**62)
+    file = tmp_path / "a.gguf"
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"has room for, found {2**62}"):
+        read_header(file)
+
+
+def key_bytes(key: str) -> bytes:
+    return struct.pack("<Q", len(key)) + key.encode()
+
+
+def test_what_is_not_read_is_named_in_one_line(written: Written, tmp_path: Path) -> None:
+    for old, new, kind, words in (
+        (b"GGUF", b"GGML", CheckpointError, "begins with GGUF, found"),
+        (struct.pack("<I", 3), struct.pack("<I", 9), CheckpointError, "version 2 or 3, found 9"),
+        (b"qwen2moe", b"qwen9moe", UnsupportedModelError, "architecture 'qwen9moe'"),
+        (b"qwen2moe.block_count", b"qwen2moe.blockcount_", CheckpointError, "block_count among"),
+        (b"blk.2.attn_q.weight", b"blk.2.attn_z.weight", UnsupportedModelError, "attn_z.weight"),
+        (b"blk.2.attn_q.weight", b"blk.1.attn_q.weight", CheckpointError, "once, found it twice"),
+    ):
+        file = replaced(written, tmp_path, old, new)
+        with pytest.raises(kind, match=words):
+            read(file)
+
+
+def tensor_record(written: Written, name: str) -> tuple[bytes, int, bytes]:
+    """The header's record of a matrix up to its type, its type, and its place."""
+    content = written.folder.read_bytes()
+    begin = content.index(key_bytes(name))
+    start = begin + 8 + len(name)
+    dims = struct.unpack_from("<I", content, start)[0]
+    end = start + 4 + 8 * dims
+    return content[begin:end], *struct.unpack_from("<I", content, end), content[end + 4 : end + 12]
+
+
+def test_types_and_places_of_tensors_are_judged(written: Written, tmp_path: Path) -> None:
+    record, kind, place = tensor_record(written, "blk.1.ffn_gate_exps.weight")
+    assert kind == gguf.GGMLQuantizationType.Q4_0
+    whole = record + struct.pack("<I", kind) + place
+    for number, beside, words in (
+        (19, place, "rows of whole blocks of 256"),
+        (77, place, "one of ggml's types, found number 77"),
+        (8, place, "overlapping|in the file"),
+        (kind, struct.pack("<Q", 2**40), "in the file"),
+        (kind, struct.pack("<Q", 7), "in the file"),
+    ):
+        new = record + struct.pack("<I", number) + beside
+        with pytest.raises((CheckpointError, UnsupportedModelError), match=words):
+            read(replaced(written, tmp_path, whole, new))
+
+
+def test_types_without_a_decoder_are_named(tmp_path: Path) -> None:
+    """NVFP4: 64 codes in 36 bytes."""
+    written = gguf_checkpoints.write(SAMPLES[3], tmp_path)
+    reader = gguf.GGUFReader(written.folder)
+    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "olmoe")
+    for key, field in reader.fields.items():
+        if key.startswith("olmoe."):
+            writer.add_key_value(key, field.contents(), field.types[0])
+    for tensor in reader.tensors:
+        if tensor.name == "blk.0.ffn_up_exps.weight":
+            rows = tuple(tensor.shape.tolist())[::-1]
+            codes = np.zeros((*rows[:-1], rows[-1] // 64 * 36), np.uint8)
+            writer.add_tensor(tensor.name, codes, raw_dtype=gguf.GGMLQuantizationType.NVFP4)
+        else:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModelError, match=r"blk\.0\.ffn_up_exps\.weight.* type 40"):
+        read(tmp_path / "other.gguf")
+
+
+def test_a_model_in_several_files_is_read_from_the_first(written: Written, tmp_path: Path) -> None:
+    split = gguf_checkpoints.write(SAMPLE, tmp_path, most_tensors=12)
+    files = sorted(tmp_path.glob("*.gguf"))
+    assert len(files) > 2
+    whole, parts = open_checkpoint(written.folder, "auto"), open_checkpoint(split.folder, "auto")
+    assert {entry.file for entry in parts.entries.values()} == set(files)
+    assert parts.entries.keys() == whole.entries.keys()
+    for name, entry in parts.entries.items():
+        other = whole.entries[name]
+        content = entry.file.read_bytes()[entry.offset :][: entry.num_bytes]
+        assert content == other.file.read_bytes()[other.offset :][: other.num_bytes]
+    with pytest.raises(CheckpointError, match="the first of"):
+        open_checkpoint(files[1], "auto")
+    files[-1].unlink()
+    with pytest.raises(CheckpointError, match="No such file"):
+        open_checkpoint(files[0], "auto")
+
+
+def test_a_file_without_a_vocabulary_has_no_tokenizer(written: Written, tmp_path: Path) -> None:
+    file = replaced(
+        written, tmp_path, key_bytes("tokenizer.ggml.tokens"), key_bytes("tokenizer.ggml.tokenz")
+    )
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.ggml\.tokens"):
+        load_tokenizer(file)
+
+
+def test_only_gguf_files_stand_for_a_folder(written: Written, tmp_path: Path) -> None:
+    file = shutil.copy(written.folder, tmp_path / "model.bin")
+    with pytest.raises(CheckpointError, match=r"is a file; expected a checkpoint's folder"):
+        open_checkpoint(file, "auto")

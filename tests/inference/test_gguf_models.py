@@ -1,0 +1,130 @@
+"""GGUF files, each run as it lies on the disk.
+
+Experts and dense weights must have the values of the `gguf` package's dequantiser to the bit, and
+the model the logits that `transformers` computes from these values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gguf_checkpoints
+import pytest
+import tiny_checkpoints
+import torch
+from gguf_checkpoints import Written
+from torch import Tensor
+
+import moe_runtime
+from moe_runtime.checkpoints.expert_map import map_experts
+from moe_runtime.checkpoints.expert_tensors import matrices_of
+from moe_runtime.checkpoints.model_files import load_tokenizer
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.inference.expert_weights import bind_weights
+from moe_runtime.inference.inspection import inspect_checkpoint
+from moe_runtime.kernels.native import native_library
+from moe_runtime.memory.slab import aligned_bytes
+from moe_runtime.memory.source import ExpertSource
+
+# Both sides compute in fp32 from the same values and differ only in how sums are ordered, as in
+# test_families. A wrong scale anywhere leaves 1e-2.
+MAX_RELATIVE_ERROR = 1e-5
+SAMPLES = {sample.name: sample for sample in gguf_checkpoints.SAMPLES}
+
+
+@pytest.fixture(scope="module", params=SAMPLES)
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return gguf_checkpoints.write(SAMPLES[request.param], tmp_path_factory.mktemp("gguf"))
+
+
+def load(written: Written, host_memory: int | str = "1GiB", **options: Any) -> Any:
+    options = {"device": "cpu", "dtype": "float32", "host_memory": host_memory} | options
+    return moe_runtime.load(written.folder, **options)
+
+
+def reference_of(written: Written) -> Any:
+    model_class = tiny_checkpoints.model_class_of(written.sample.family)
+    return model_class.from_pretrained(
+        written.plain, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
+
+
+def test_experts_have_the_values_of_gguf(written: Written) -> None:
+    checkpoint = open_checkpoint(written.folder, "auto")
+    assert checkpoint.dtype == torch.bfloat16
+    experts = map_experts(build_on_meta(checkpoint), checkpoint)
+    reference = reference_of(written)
+    bind, source = bind_weights(experts), ExpertSource(experts.layouts)
+    slot = aligned_bytes(experts.slot_bytes)
+    for key in experts.layouts:
+        source.read({key: slot})
+        weights, described = bind(key, slot), experts.modules[key.layer]
+        module = reference.get_submodule(described.name)
+        named = {name: module.get_parameter(name)[key.expert] for name in described.parameters}
+        expected = matrices_of(module, {name: tensor.detach() for name, tensor in named.items()})
+        assert expected.keys() == {"gate", "up", "down"}
+        for name, value in expected.items():
+            found: Any = getattr(weights, name)
+            values = found.float() if isinstance(found, Tensor) else found.dequantize()
+            assert torch.equal(values, value), (key, name)
+    source.close()
+
+
+def test_logits_equal_those_of_transformers_and_budgets_change_no_bit(written: Written) -> None:
+    family = written.sample.family
+    reference = reference_of(written)
+    expected = tiny_checkpoints.prompt_and_step_logits(reference, family)
+    smallest = inspect_checkpoint(written.folder, dtype="float32").smallest_budget_bytes
+    starved = load(written, smallest)
+    parameters = dict(reference.named_parameters())
+    with starved.moe:
+        logits = tiny_checkpoints.prompt_and_step_logits(starved, family)
+        starved.moe.check()
+        assert starved.moe.stats().expert_slots == 2
+        named = starved.named_parameters()
+        dense = [(n, p) for n, p in named if n in parameters and ".experts." not in n]
+        assert len(dense) > 10
+        assert all(torch.equal(value, parameters[name]) for name, value in dense)
+    for found, wanted in zip(logits, expected, strict=True):
+        assert (found - wanted).abs().max() < MAX_RELATIVE_ERROR * wanted.abs().max()
+    resident = load(written)
+    with resident.moe:
+        again = tiny_checkpoints.prompt_and_step_logits(resident, family)
+    assert all(map(torch.equal, again, logits))
+
+
+def test_nothing_but_the_speed_depends_on_policy_prefetch_or_threads(written: Written) -> None:
+    """In bf16, the type that files of quantised weights are computed in."""
+    family = written.sample.family
+    budget = inspect_checkpoint(written.folder, dtype="auto").smallest_budget_bytes
+    library = native_library()
+    before = None if library is None else library.num_threads
+    expected: list[Tensor] = []
+    options = [{}, {"policy": "lfu", "prefetch": "enforce"}, {"io_threads": 1}]
+    for number, chosen in enumerate(options):
+        model = load(written, budget + number * 2**18, dtype="auto", **chosen)
+        if library is not None:
+            library.set_num_threads(1 + number % 2)
+        with model.moe:
+            logits = tiny_checkpoints.prompt_and_step_logits(model, family)
+        expected = list(expected or logits)
+        assert all(map(torch.equal, logits, expected)), chosen
+    if library is not None and before is not None:
+        library.set_num_threads(before)
+    assert all(torch.isfinite(tensor).all() for tensor in expected)
+
+
+def test_the_tokenizer_of_a_file_has_its_vocabulary(written: Written) -> None:
+    tokenizer = load_tokenizer(written.folder)
+    assert len(tokenizer) == len(gguf_checkpoints.VOCABULARY)
+    assert tokenizer.eos_token_id == 95
+    assert tokenizer("#ab!")["input_ids"] == [2, 89, 0]
+    assert tokenizer.decode([2, 89, 0]) == "#ab!"
+
+
+def test_a_model_of_a_file_is_not_saved_in_another_format(written: Written, tmp_path: Any) -> None:
+    model = load(written)
+    with model.moe, pytest.raises(UnsupportedModelError, match="GGUF"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()

@@ -1,0 +1,194 @@
+"""Tiny GGUF files, written by the `gguf` package, and what they stand for.
+
+Names of tensors and their dequantised values come from that package too. Beside every file lies a
+checkpoint in fp32 with these values: what transformers computes from it is the reference.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import tiny_checkpoints
+import torch
+from gguf import GGMLQuantizationType as Kind
+from moe_families import Family
+from quantized_matrices import HALVES, any_blocks
+from safetensors.torch import load_file, save_file
+
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
+VOCABULARY = (
+    [chr(ord("!") + i) for i in range(89)]
+    + ["ab"]
+    + [f"<{i}>" for i in range(5)]
+    + ["<|endoftext|>"]
+)
+WRITTEN_BY_GGUF = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q8_0, Kind.Q5_1, Kind.MXFP4)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A family in types of ggml.
+
+    Attributes:
+        name: of the sample.
+        architecture: ggml's name.
+        family: what model.
+        kinds: types of weights by a pattern of their names in the file; the first that matches.
+    """
+
+    name: str
+    architecture: str
+    family: Family
+    kinds: dict[str, Kind] = field(default_factory=dict)
+
+    def kind_of(self, name: str) -> Kind:
+        if "norm" in name or name.endswith(".bias") or "_inp" in name:
+            return Kind.F32
+        return next((kind for key, kind in self.kinds.items() if re.search(key, name)), Kind.BF16)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file and its plain twin."""
+
+    sample: Sample
+    folder: Path
+    plain: Path
+
+
+WIDE = {"hidden_size": 256, "num_hidden_layers": 2, "head_dim": 64}
+SAMPLES = [
+    Sample(
+        "olmoe-q4_k",
+        "olmoe",
+        Family("olmoe", "OlmoeForCausalLM", {**WIDE, "intermediate_size": 256}),
+        {
+            r"1\.ffn_down_exps": Kind.Q6_K,
+            "down_exps": Kind.Q5_K,
+            "exps": Kind.Q4_K,
+            "attn_v": Kind.IQ4_XS,
+            "attn": Kind.Q4_K,
+            "token_embd": Kind.Q6_K,
+        },
+    ),
+    Sample(
+        "qwen2moe-q8_0",
+        "qwen2moe",
+        Family(
+            "qwen2_moe",
+            "Qwen2MoeForCausalLM",
+            {"hidden_size": 64, "moe_intermediate_size": 96}
+            | {"shared_expert_intermediate_size": 32},
+        ),
+        {"gate_exps": Kind.Q4_0, "up_exps": Kind.Q5_1, "shexp": Kind.Q8_0, "": Kind.Q8_0},
+    ),
+    Sample(
+        "qwen3moe-mxfp4",
+        "qwen3moe",
+        Family(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            {"hidden_size": 64, "moe_intermediate_size": 96, "tie_word_embeddings": True}
+            | {"norm_topk_prob": True},
+        ),
+        {"gate_exps": Kind.MXFP4, "up_exps": Kind.IQ4_NL, "down_exps": Kind.MXFP4},
+    ),
+    Sample("olmoe-bf16", "olmoe", Family("olmoe", "OlmoeForCausalLM", {"hidden_size": 64})),
+]
+
+
+def write(sample: Sample, folder: Path, *, most_tensors: int = 0) -> Written:
+    """Writes a random model of the sample's family, and the plain twin.
+
+    Args:
+        sample: which.
+        folder: where to.
+        most_tensors: in a file; 0 for one file.
+    """
+    model = tiny_checkpoints.tiny_model(sample.family).bfloat16()
+    plain = folder / "plain"
+    tiny_checkpoints.save(model, plain, sharded=False)
+    stored = {name: t.float() for name, t in load_file(plain / "model.safetensors").items()}
+    file = folder / "model.gguf"
+    writer = gguf.GGUFWriter(file, sample.architecture, split_max_tensors=most_tensors)
+    _add_metadata(writer, model.config)
+    values = _add_tensors(writer, sample, stored, model.config.num_hidden_layers)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    save_file(values, plain / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    (plain / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    return Written(sample, min(folder.glob("*.gguf")), plain)
+
+
+def _add_tensors(
+    writer: Any, sample: Sample, stored: dict[str, torch.Tensor], num_layers: int
+) -> dict[str, torch.Tensor]:
+    """Adds all weights, and gives their values under the names that they had."""
+    architecture = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == writer.arch)
+    names = gguf.get_tensor_name_map(architecture, num_layers)
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(stored, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]):
+        found = EXPERT.fullmatch(name)
+        groups[name if found is None else f"{found[1]}.{found[3]}"].append(name)
+    values: dict[str, torch.Tensor] = {}
+    for key, parts in groups.items():
+        name = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        assert name is not None, key
+        kind = sample.kind_of(name)
+        codes, found = _written(np.stack([stored[part].numpy() for part in parts]), kind)
+        values |= {part: value.contiguous() for part, value in zip(parts, found, strict=True)}
+        stacked = codes if len(parts) > 1 else codes[0]
+        if name.endswith("ffn_gate_inp_shexp.weight"):
+            stacked = stacked[0]  # a vector in the files of llama.cpp
+        writer.add_tensor(name, stacked, raw_dtype=kind)
+    return values
+
+
+def _written(weights: np.ndarray, kind: Kind) -> tuple[np.ndarray, torch.Tensor]:
+    """Numbers as the file has them, and what they stand for."""
+    codes = gguf.quantize(weights, kind) if kind in WRITTEN_BY_GGUF else _any_codes(weights, kind)
+    return codes, torch.from_numpy(np.array(gguf.dequantize(codes, kind), dtype=np.float32))
+
+
+def _any_codes(weights: np.ndarray, kind: Kind) -> np.ndarray:
+    """Random codes of a type that nothing here quantises to, which stand for numbers as large."""
+    name = kind.name.lower()
+    size = gguf.GGML_QUANT_SIZES[kind]
+    generator = torch.Generator().manual_seed(weights.size)
+    count = weights.size // size[0]
+    blocks = any_blocks(name, count, generator)
+    for place in HALVES[name]:
+        blocks[:, place : place + 2] = torch.tensor([1.0]).half().view(torch.uint8)
+    scale = weights.std() / gguf.dequantize(blocks.numpy(), kind).std()
+    for place in HALVES[name]:
+        blocks[:, place : place + 2] = torch.tensor([float(scale)]).half().view(torch.uint8)
+    return blocks.numpy().reshape(*weights.shape[:-1], -1)
+
+
+def _add_metadata(writer: Any, config: Any) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("olmo")
+    writer.add_token_list(VOCABULARY)
+    writer.add_token_types([1] * 90 + [3] * 6)
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(95)
