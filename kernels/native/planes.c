@@ -56,12 +56,13 @@ PlanesDecode planes_decode(void) {
 
 /* counts[e] grows by the elements of a matrix with exponent e. */
 MOE_EXPORT void moe_planes_count(const char *weight, int64_t stride, int64_t rows, int64_t cols, int64_t *counts) {
+    int64_t apart[4][256] = {{0}}; /* equal exponents in a row would wait for one another */
     for (int64_t n = 0; n < rows; n++, weight += stride)
-        for (int64_t k = 0; k < cols; k++) counts[load_u16(weight + 2 * k) >> 7 & 255]++;
+        for (int64_t k = 0; k < cols; k++) apart[k & 3][load_u16(weight + 2 * k) >> 7 & 255]++;
+    for (int e = 0; e < 256; e++) counts[e] += apart[0][e] + apart[1][e] + apart[2][e] + apart[3][e];
 }
 
-/* Writes one block and returns how many escapes it has; there is room for 64. */
-static int encode_block(const uint16_t *values, const uint8_t *index_of, char *indices, char *signs, uint8_t *escapes) {
+static int planes_encode_portable(const uint16_t *values, const uint8_t *book, char *indices, char *signs, uint8_t *escapes) {
     uint8_t index[PLANES_BLOCK], exponents[PLANES_BLOCK];
     int count = 0;
     for (int p = 0; p < PLANES_BLOCK; p++) {
@@ -70,7 +71,8 @@ static int encode_block(const uint16_t *values, const uint8_t *index_of, char *i
         exponents[p] = (uint8_t)(value >> 7);
     }
     for (int p = 0; p < PLANES_BLOCK; p++) {
-        index[p] = index_of[exponents[p]];
+        index[p] = 0;
+        while (index[p] < PLANES_BOOK && book[index[p]] != exponents[p]) index[p]++;
         escapes[count] = exponents[p];
         count += index[p] == PLANES_BOOK;
     }
@@ -82,13 +84,18 @@ static int encode_block(const uint16_t *values, const uint8_t *index_of, char *i
     return count;
 }
 
+static PlanesEncode planes_encode(void) {
+#if defined(MOE_HAVE_AVX2)
+    if (strcmp(current_isa()->name, "portable")) return planes_encode_avx2;
+#endif
+    return planes_encode_portable;
+}
+
 /* Writes a matrix. `coded` rows lie without gaps; starts[g] is the first escape of row g * PLANES_GROUP, the last one is
  * their number, which is returned. There is room for all escapes and PLANES_TAIL bytes more. */
 MOE_EXPORT int64_t moe_planes_encode(const char *weight, int64_t stride, int64_t rows, int64_t cols, const uint8_t *book,
                                      char *coded, uint32_t *starts, uint8_t *escapes) {
-    uint8_t index_of[256];
-    memset(index_of, PLANES_BOOK, sizeof index_of);
-    for (int i = PLANES_BOOK - 1; i >= 0; i--) index_of[book[i]] = (uint8_t)i;
+    const PlanesEncode encode_block = planes_encode();
     const int64_t blocks = planes_blocks(cols);
     int64_t count = 0;
     for (int64_t n = 0; n < rows; n++, weight += stride) {
@@ -97,9 +104,9 @@ MOE_EXPORT int64_t moe_planes_encode(const char *weight, int64_t stride, int64_t
         for (int64_t first = 0; first < cols; first += PLANES_BLOCK, coded += PLANES_INDEX_BYTES, signs += PLANES_BLOCK) {
             const int64_t filled = cols - first < PLANES_BLOCK ? cols - first : PLANES_BLOCK;
             uint16_t values[PLANES_BLOCK];
-            for (int k = 0; k < PLANES_BLOCK; k++) values[k] = (uint16_t)(book[0] << 7);
+            for (int k = (int)filled; k < PLANES_BLOCK; k++) values[k] = (uint16_t)(book[0] << 7);
             memcpy(values, weight + 2 * first, (size_t)(2 * filled));
-            count += encode_block(values, index_of, coded, signs, escapes + count);
+            count += encode_block(values, book, coded, signs, escapes + count);
         }
         coded = signs;
     }

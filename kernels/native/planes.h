@@ -49,6 +49,13 @@ const uint8_t *planes_decode_vbmi2(const char *row, const uint8_t *escapes, cons
                         char *out);
 #endif
 
+/* Writes one block of elements and returns how many escapes it has; there is room for 64. */
+typedef int (*PlanesEncode)(const uint16_t *values, const uint8_t *book, char *indices, char *signs, uint8_t *escapes);
+
+#if defined(MOE_HAVE_AVX2)
+int planes_encode_avx2(const uint16_t *values, const uint8_t *book, char *indices, char *signs, uint8_t *escapes);
+#endif
+
 /* A matrix in the code, as kernels/lossless writes it. */
 typedef struct {
     int64_t codes; /* CODE_PLANES: it stands where other matrices have a Quantized */

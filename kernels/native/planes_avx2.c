@@ -1,4 +1,4 @@
-/* Decoding the lossless code with AVX2: escapes, one or two a block, are put in their places one by one. */
+/* The lossless code with AVX2: escapes, one or two a block, are taken to and from their places one by one. */
 #include <immintrin.h>
 #include <string.h>
 
@@ -45,4 +45,34 @@ const uint8_t *planes_decode_avx2(const char *row, const uint8_t *escapes, const
         }
     }
     return escapes;
+}
+
+int planes_encode_avx2(const uint16_t *values, const uint8_t *book, char *indices, char *signs, uint8_t *escapes) {
+    const __m256i top = _mm256_set1_epi8((char)0x80), byte = _mm256_set1_epi16(0xff), one = _mm256_set1_epi8(1);
+    uint8_t exponents[PLANES_BLOCK];
+    uint64_t words[3] = {0, 0, 0}, escaped = 0;
+    for (int half = 0; half < 2; half++) {
+        const __m256i first = _mm256_loadu_si256((const __m256i *)(values + 16 * half));
+        const __m256i second = _mm256_loadu_si256((const __m256i *)(values + 32 + 16 * half));
+        const __m256i low = _mm256_packus_epi16(_mm256_and_si256(first, byte), _mm256_and_si256(second, byte));
+        const __m256i high = _mm256_packus_epi16(_mm256_srli_epi16(first, 8), _mm256_srli_epi16(second, 8));
+        const __m256i eighth = _mm256_and_si256(_mm256_srli_epi16(low, 7), one);
+        const __m256i exponent = _mm256_or_si256(_mm256_add_epi8(high, high), eighth);
+        const __m256i sign = _mm256_or_si256(_mm256_and_si256(high, top), _mm256_andnot_si256(top, low));
+        _mm256_storeu_si256((__m256i *)(signs + 32 * half), sign);
+        _mm256_storeu_si256((__m256i *)(exponents + 32 * half), exponent);
+        uint32_t left = ~0u, bits[3] = {0, 0, 0};
+        for (int i = 0; i < PLANES_BOOK; i++) {
+            const __m256i same = _mm256_cmpeq_epi8(exponent, _mm256_set1_epi8((char)book[i]));
+            const uint32_t found = (uint32_t)_mm256_movemask_epi8(same) & left;
+            left &= ~found;
+            for (int bit = 0; bit < 3; bit++) bits[bit] |= i >> bit & 1 ? found : 0;
+        }
+        escaped |= (uint64_t)left << 32 * half;
+        for (int bit = 0; bit < 3; bit++) words[bit] |= (uint64_t)(bits[bit] | left) << 32 * half;
+    }
+    memcpy(indices, words, sizeof words);
+    int count = 0;
+    for (; escaped; escaped &= escaped - 1) escapes[count++] = exponents[__builtin_ctzll(escaped)];
+    return count;
 }

@@ -72,7 +72,7 @@ def test_c_writes_what_the_specification_writes(make, rows: int, cols: int) -> N
 
 
 @pytest.mark.parametrize("make", [weights, any_bits])
-def test_every_instruction_set_reads_the_same(make) -> None:
+def test_every_instruction_set_reads_and_writes_the_same(make) -> None:
     library = native_library()
     if library is None:
         pytest.skip("the native library is not built")
@@ -83,6 +83,7 @@ def test_every_instruction_set_reads_the_same(make) -> None:
         for isa in library.isas():
             library.select_isa(isa)
             assert same_bits(decode_planes(matrix), weight), isa
+            assert all(map(torch.equal, parts(encode_planes(weight)), parts(matrix))), isa
     finally:
         library.select_isa(chosen)
 
