@@ -118,7 +118,8 @@ def decode_expert_mlp(
         stride_bs=bias.stride(0), stride_bn=bias.stride(1) * step,
         stride_b_up=to_up_b, stride_hr=hidden.stride(0),
         IS_GATED=layout.has_gate, HAS_BIAS=gate_up_bias_SZ is not None,
-        BLOCK_K=block_k, ACTIVATION=spec,
+        BLOCK_K=block_k, EVEN_N=dim_f % _BLOCK_N == 0, EVEN_K=dim_d % block_k == 0,
+        ACTIVATION=spec,
         num_stages=stages_of(gate_up_SZD, num_stages, _DEPTH, block_k),
         **packed_arguments(gate_up_SZD, None if up is None else up[0], x_TD),
         **common, **products,
@@ -136,6 +137,7 @@ def decode_expert_mlp(
         stride_wk=weight.stride(2), stride_bs=bias.stride(0), stride_bn=bias.stride(1),
         stride_ps=partial.stride(0), stride_pr=partial.stride(1),
         HAS_BIAS=down_bias_SD is not None, BLOCK_K=block_k,
+        EVEN_N=dim_d % _BLOCK_N == 0, EVEN_K=dim_f % block_k == 0,
         num_stages=stages_of(down_SDF, num_stages, _DEPTH, block_k),
         **packed_arguments(down_SDF, None, x_TD), **common, **products,
     )  # fmt: skip
@@ -157,7 +159,7 @@ def _block_k(x: Tensor, weight: Weights, *, has_gate: bool) -> int:
     block_k = (512 if not has_gate else 256) // x.element_size()
     if isinstance(weight, Tensor):
         return block_k
-    return depth_of(weight.format, x.dtype, min(block_k, _DEPTH))
+    return depth_of(weight.format, x.dtype, min(block_k, _DEPTH), weight.num_cols)
 
 
 def _num_stages(x: Tensor, device: Device) -> int:

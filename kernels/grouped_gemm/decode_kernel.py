@@ -13,9 +13,6 @@ import triton.language as tl
 from moe_runtime.kernels.grouped_gemm.activation_kernel import activate, gate_fwd
 from moe_runtime.kernels.grouped_gemm.packed_kernel import packed_step, row_of_scales
 
-# Few rows are on no hot loop that a mask would slow down: blocks need not divide a dimension.
-_NO = tl.constexpr(False)
-
 
 @triton.jit
 def _users(
@@ -56,7 +53,7 @@ def decode_up(
     IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, NUM_CHOICES: tl.constexpr,
     HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
-    SCALES_TILE: tl.constexpr,
+    SCALES_TILE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """`hidden[slot of (t, expert)] = activation(x[t] @ weight.T + bias)`; N: hidden columns.
 
@@ -88,13 +85,13 @@ def decode_up(
             if IS_GATED:
                 gate = packed_step(
                     gate, x, weight_ptrs, scales_ptrs, zeros_ptrs, mask_n, first_k, dim_k,
-                    FORMAT, SCALES_TILE, _NO, _NO, PRECISION, BLOCK_N, BLOCK_K,
+                    FORMAT, SCALES_TILE, EVEN_N, EVEN_K, PRECISION, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
             # without a gate, up is at no distance
             up = packed_step(
                 up, x, weight_ptrs + stride_w_up, scales_ptrs + stride_s_up,
                 zeros_ptrs + stride_z_up, mask_n, first_k, dim_k,
-                FORMAT, SCALES_TILE, _NO, _NO, PRECISION, BLOCK_N, BLOCK_K,
+                FORMAT, SCALES_TILE, EVEN_N, EVEN_K, PRECISION, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         else:
             mask_w = (k < dim_k)[:, None] & mask_n[None, :]
@@ -128,7 +125,8 @@ def decode_down(
     stride_zn, stride_z_up, stride_bs, stride_bn, stride_ps, stride_pr,
     NUM_CHOICES: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, SCALES_TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, SCALES_TILE: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """`partial[part, slot of (t, expert)]`: the down product over one part of the hidden columns.
 
@@ -161,7 +159,7 @@ def decode_down(
         if FORMAT is not None:
             acc = packed_step(
                 acc, hidden, weight_ptrs, scales_ptrs, zeros_ptrs, mask_n, first_k, dim_k,
-                FORMAT, SCALES_TILE, _NO, _NO, PRECISION, BLOCK_N, BLOCK_K,
+                FORMAT, SCALES_TILE, EVEN_N, EVEN_K, PRECISION, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         else:
             mask_w = (k < end_k)[:, None] & mask_n[None, :]

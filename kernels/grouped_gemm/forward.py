@@ -169,7 +169,7 @@ def _run(
     packed = packed_arguments(weight, None if up is None else up[0], x)
     block_k, num_stages = tile.block_k, tile.num_stages
     if not isinstance(weight, Tensor):
-        block_k = depth_of(weight.format, x.dtype, block_k)
+        block_k = depth_of(weight.format, x.dtype, block_k, dim_k)
         num_stages = stages_of(weight, num_stages, tile.block_k, block_k)
         weight = weight.codes
     bias_or_weight = weight[:, :, 0] if bias is None else bias

@@ -35,11 +35,15 @@ def scales_tile(kind: WeightFormat, dtype: torch.dtype) -> bool:
     return kind.codes == "e2m1" and kind.scales == "e8m0" and kind.group_cols == 32 and is_wide
 
 
-def depth_of(kind: WeightFormat, dtype: torch.dtype, block_k: int) -> int:
-    """Summed columns of a step: at most `block_k`, and of one group where scales multiply sums."""
-    if scales_tile(kind, dtype) or not kind.group_cols:
-        return max(block_k, 32)
-    return math.gcd(block_k, kind.group_cols)
+def depth_of(kind: WeightFormat, dtype: torch.dtype, block_k: int, dim_k: int) -> int:
+    """Summed columns of a step: of one group where scales multiply sums, else about `block_k`.
+
+    Half of it where that divides `dim_k` and all of it does not, so that nothing is masked.
+    """
+    if not scales_tile(kind, dtype) and kind.group_cols:
+        return math.gcd(block_k, kind.group_cols)
+    is_half = dim_k % block_k == block_k // 2
+    return max(block_k // 2 if is_half else block_k, 32)
 
 
 def stages_of(weight: Weights, num_stages: int, block_k: int, depth: int) -> int:

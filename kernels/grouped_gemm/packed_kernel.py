@@ -19,6 +19,9 @@ import triton.language as tl
 # Bits of codes, put where fp32 has its exponent and mantissa, are numbers this much too small.
 _E2M1_UNIT = tl.constexpr(2.0**126)
 _E4M3_UNIT = tl.constexpr(2.0**120)
+# Sign, exponent and mantissa there, as int32.
+_E2M1_MASK = tl.constexpr(0x81C00000 - 2**32)
+_E4M3_MASK = tl.constexpr(0x87F00000 - 2**32)
 # 2 ** 23, whose lowest bits count ones: an integer below it is or-ed in and the rest subtracted.
 _INTEGER_BITS = tl.constexpr(0x4B000000)
 _INTEGER_UNIT = tl.constexpr(2.0**23)
@@ -27,16 +30,18 @@ _INTEGER_UNIT = tl.constexpr(2.0**23)
 @triton.jit
 def _e4m3(code):
     """fp32 of fp8 bits; exact, subnormal numbers too."""
-    bits = ((code & 127) << 20) | ((code & 128) << 24)
+    # an arithmetic shift leaves the sign in its place
+    bits = ((code.to(tl.int32, bitcast=True) << 24) >> 4) & _E4M3_MASK
     value = bits.to(tl.float32, bitcast=True) * _E4M3_UNIT
-    return tl.where((code & 127) == 127, float("nan"), value)
+    # what the largest code would be
+    return tl.where(tl.abs(value) == 480.0, float("nan"), value)
 
 
 @triton.jit
 def _number(code, zero, FORMAT: tl.constexpr):
     """fp32 of codes `uint32`, less `zero` if they are integers; exact."""
     if FORMAT.codes == "e2m1":
-        bits = ((code & 7) << 22) | ((code & 8) << 28)
+        bits = ((code.to(tl.int32, bitcast=True) << 28) >> 6) & _E2M1_MASK
         value = bits.to(tl.float32, bitcast=True) * _E2M1_UNIT
     elif FORMAT.codes == "e4m3":
         value = _e4m3(code)
@@ -120,8 +125,12 @@ def packed_step(
     if SCALES_TILE:
         GROUPS: tl.constexpr = BLOCK_K // GROUP
         groups = group + tl.arange(0, GROUPS)
-        mask = mask_n[:, None] & (groups * GROUP < dim_k)[None, :]
-        scales = tl.load(scales_ptrs[:, None] + groups[None, :], mask=mask, other=0)
+        ptrs = scales_ptrs[:, None] + groups[None, :]
+        if EVEN_K and EVEN_N:
+            scales = tl.load(ptrs)
+        else:
+            mask = mask_n[:, None] & (groups * GROUP < dim_k)[None, :]
+            scales = tl.load(ptrs, mask=mask, other=0)
         scales = tl.broadcast_to(_scale(scales, FORMAT)[:, :, None], (BLOCK_N, GROUPS, GROUP))
         weight = (weight * tl.reshape(scales, (BLOCK_N, BLOCK_K))).to(x.dtype)
         return tl.dot(x, tl.trans(weight), acc, input_precision=PRECISION)

@@ -32,12 +32,14 @@ def make(
     has_bias: bool = True,
     has_gate: bool = True,
     slots: list[int] | None = None,
+    sizes: tuple[int, int] = (DIM, HIDDEN),
 ) -> QuantizedExperts:
     """Five slots; gate and up lie in one tensor, in turn where each row has its scales."""
-    rows = HIDDEN * (2 if has_gate else 1)
+    dim, hidden = sizes
+    rows = hidden * (2 if has_gate else 1)
     inputs, down = (
-        random_stack(kind, 5, rows, DIM, generator),
-        random_stack(kind, 5, DIM, HIDDEN, generator),
+        random_stack(kind, 5, rows, dim, generator),
+        random_stack(kind, 5, dim, hidden, generator),
     )
     gate, up = None, inputs
     biases: list[Tensor | None] = [None, None, None]
@@ -46,7 +48,7 @@ def make(
     if has_bias:
         first = torch.randn(5, rows, generator=generator).bfloat16()
         biases = [first[:, 0::2], first[:, 1::2]] if has_gate else [None, first]
-        biases.append(torch.randn(5, DIM, generator=generator).bfloat16())
+        biases.append(torch.randn(5, dim, generator=generator).bfloat16())
     return QuantizedExperts(
         gate=gate,
         up=up,
@@ -138,6 +140,18 @@ def test_formats(name: str, num_tokens: int, generator: torch.Generator) -> None
     for impl in ("triton", "auto", "torch", "reference"):
         found = run(experts, impl, x, routed, GPT_OSS)
         assert_as_good_as_eager(found, eager, exact, impl)
+
+
+@pytest.mark.parametrize("kind", [MXFP4, INT4_ZEROS], ids=["mxfp4", "int4-zeros"])
+def test_few_tokens_of_even_sizes(kind: WeightFormat, generator: torch.Generator) -> None:
+    """Blocks that divide every dimension, and steps of half the depth: nothing is masked."""
+    experts = make(kind, generator, sizes=(64, 128))
+    routed = routing(4, generator)
+    x = torch.randn(4, 64, generator=generator)
+    found = run(experts, "triton", x, routed, GPT_OSS)
+    exact = exact_values(experts, x, routed, GPT_OSS)
+    # fp32: two products of about a hundred terms each
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.usefixtures("poisoned_memory")
