@@ -4,13 +4,16 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 T = TypeVar("T")
 Term = tuple[float, int]
 """A coefficient and the index of its variable."""
+
+_FAILED = 4
+"""SciPy's status of a solver that ended without saying whether there is a solution."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -100,15 +103,20 @@ class Programme:
         # SciPy takes arrays here; its annotations know scalars only.
         bounds = Bounds(0.0, np.array(self._uppers))  # pyright: ignore[reportArgumentType]
         constraint = LinearConstraint(matrix, lows, highs)  # pyright: ignore[reportArgumentType]
-        result = _in_background(
-            lambda: milp(
+        options = {"time_limit": time_limit_s, "mip_rel_gap": gap}
+
+        def run(presolve: bool) -> Any:
+            return milp(
                 costs,
                 integrality=is_binary,
                 bounds=bounds,
                 constraints=constraint,
-                options={"time_limit": time_limit_s, "mip_rel_gap": gap},
+                options=options | {"presolve": presolve},
             )
-        )
+
+        result = _in_background(lambda: run(True))
+        if result.status == _FAILED:  # some small programmes only where they were presolved
+            result = _in_background(lambda: run(False))
         if result.x is None:
             return None
         return Solution(values=result.x, objective=float(result.fun), is_optimal=result.status == 0)

@@ -79,6 +79,16 @@ def test_each_of_the_three_has_its_case() -> None:
     assert plan_activations([], slow_disk, budget_bytes=0) == []
 
 
+def test_a_programme_on_which_the_solver_fails_once_it_is_presolved() -> None:
+    layers = [LayerActivations(num_bytes=size, recompute_s=1.0625) for size in (22, 175)]
+    speeds = StepSpeeds(
+        forward_s=0, backward_s=0, backward_disk_s=0.625, write_bytes_per_s=400,
+        read_bytes_per_s=50,
+    )  # fmt: skip
+    found = plan_activations(layers, speeds, budget_bytes=175)
+    assert step_seconds(layers, speeds, found) == 1.0625
+
+
 def test_unusable_speeds() -> None:
     with pytest.raises(ValueError, match="positive"):
         StepSpeeds(forward_s=1, backward_s=1, read_bytes_per_s=0)
