@@ -22,7 +22,7 @@ from moe_runtime.kernels.native import (
     native_library,
     require_native,
 )
-from moe_runtime.kernels.single_query_attention.op import MAX_COLUMNS
+from moe_runtime.kernels.single_query_attention.native import MAX_COLUMNS
 
 Impl = Literal["auto", "native", "reference"]
 

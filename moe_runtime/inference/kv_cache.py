@@ -37,10 +37,10 @@ def grow_cache_in_place(model: PreTrainedModel) -> None:
 
 def growing_cache() -> Any:
     """An empty dynamic cache that grows in place."""
-    from transformers.cache_utils import DynamicCache
+    from transformers.cache_utils import DynamicCache, DynamicLayer
 
     cache = DynamicCache()
-    cache.layer_class_to_replicate = _growing_layer()
+    cache.layer_class_to_replicate = _growing_layers()[DynamicLayer]
     return cache
 
 
@@ -57,7 +57,7 @@ def take_place(
     if not layer_index < len(layers) or getattr(cache, "offloading", False):
         return None
     layer = layers[layer_index]
-    if type(layer) is not _growing_layer() or not layer.is_initialized:
+    if type(layer) not in _growing_layers().values() or not layer.is_initialized:
         return None
     if layer.keys.dtype is not dtype or layer.values.dtype is not dtype:
         return None
@@ -70,23 +70,19 @@ def _give_room(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
     cache = kwargs.get("past_key_values")
     if type(cache) is not DynamicCache:
         return
-    growing = _growing_layer()
+    growing = _growing_layers()
     if cache.layer_class_to_replicate is DynamicLayer:
-        cache.layer_class_to_replicate = growing
+        cache.layer_class_to_replicate = growing[DynamicLayer]
     for index, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer:
-            cache.layers[index] = _with_room(layer, growing())
-
-
-def _with_room(layer: Any, growing: Any) -> Any:
-    vars(growing).update(vars(layer))
-    return growing
+        if type(layer) in growing and getattr(layer, "sliding_window", 2) > 1:
+            cache.layers[index] = taken = object.__new__(growing[type(layer)])
+            vars(taken).update(vars(layer), growing_keys=_Growing(), growing_values=_Growing())
 
 
 @functools.cache
-def _growing_layer() -> type:
-    """The class of layers that grow, made when transformers is there to derive it from."""
-    from transformers.cache_utils import DynamicLayer
+def _growing_layers() -> dict[type, type]:
+    """The classes of layers that grow, made when transformers is there to derive them from."""
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     class GrowingLayer(DynamicLayer):
         """Keys and values as views of tensors with room behind them.
@@ -94,6 +90,8 @@ def _growing_layer() -> type:
         Whatever replaces the views (cropping, reordering, a copy) is taken as it is, and moves into
         tensors with room of their own with the next token.
         """
+
+        record_past = False  # of windows, where tokens are kept for what may be taken back
 
         def __init__(self) -> None:
             super().__init__()
@@ -103,30 +101,42 @@ def _growing_layer() -> type:
         def update(
             self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            """Appends ``[B, G, Q, D]`` keys and values; returns all of them."""
-            if key_states.requires_grad or value_states.requires_grad:
+            """Appends ``[B, G, Q, D]`` keys and values; returns all that the token attends to."""
+            if key_states.requires_grad or value_states.requires_grad or self.record_past:
                 return super().update(key_states, value_states, *args, **kwargs)
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
             keys = self.growing_keys.append(cast(torch.Tensor, self.keys), key_states)
             values = self.growing_values.append(cast(torch.Tensor, self.values), value_states)
-            self.keys, self.values = keys, values
+            self.keep(keys, values, key_states.shape[-2])
             return keys, values
 
         def take_place(self) -> tuple[torch.Tensor, torch.Tensor] | None:
             """Appends a token that nobody has written yet, if there is room for it."""
-            keys = self.growing_keys.take_place(self.keys)
+            keys = None if self.record_past else self.growing_keys.take_place(self.keys)
             values = None if keys is None else self.growing_values.take_place(self.values)
             if keys is None or values is None:
                 return None
-            self.keys, self.values = keys, values
+            self.keep(keys, values, 1)
             return keys, values
 
-    return GrowingLayer
+        def keep(self, keys: torch.Tensor, values: torch.Tensor, num_new: int) -> None:
+            """Makes these, of which the last tokens are new, the layer's."""
+            self.keys, self.values = keys, values
+
+    class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):
+        """The last tokens of tensors with room behind them: what a window leaves for the next."""
+
+        def keep(self, keys: torch.Tensor, values: torch.Tensor, num_new: int) -> None:
+            self.cumulative_length += num_new
+            self.keys = self.growing_keys.keep_last(self.sliding_window - 1)
+            self.values = self.growing_values.keep_last(self.sliding_window - 1)
+
+    return {DynamicLayer: GrowingLayer, DynamicSlidingWindowLayer: GrowingSlidingLayer}
 
 
 class _Growing:
-    """A tensor ``[..., tokens, D]`` that grows along its tokens.
+    """A tensor ``[..., tokens, D]`` that grows along its tokens, and can lose the first of them.
 
     Only the view that ``append`` returned last can grow in place: no tensor that somebody holds is
     ever written to.
@@ -135,6 +145,7 @@ class _Growing:
     def __init__(self) -> None:
         self._room: torch.Tensor | None = None
         self._view: torch.Tensor | None = None
+        self._start = 0  # of the view in the room
 
     def append(self, cached: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """``torch.cat((cached, new), -2)``; ``cached`` may be empty, of any shape."""
@@ -148,16 +159,17 @@ class _Growing:
             room is None
             or cached is not self._view
             or room.dtype is not dtype
-            or not _has_place(room, num_tokens)
+            or not _has_place(room, self._start + num_tokens)
         ):
+            self._start = 0
             num_room = room_for(num_tokens, len(new)) if num_cached else num_tokens
             shape = (*new.shape[:-2], num_room, new.shape[-1])
             room = self._room = new.new_empty(shape, dtype=dtype)
             if num_cached:
                 room.narrow(-2, 0, num_cached).copy_(cached)
         # past autograd, which takes this for a change of the views that it kept for a backward pass
-        room.data.narrow(-2, num_cached, new.shape[-2]).copy_(new)
-        self._view = room.narrow(-2, 0, num_tokens)
+        room.data.narrow(-2, self._start + num_cached, new.shape[-2]).copy_(new)
+        self._view = room.narrow(-2, self._start, num_tokens)
         return self._view
 
     def take_place(self, cached: torch.Tensor | None) -> torch.Tensor | None:
@@ -166,10 +178,19 @@ class _Growing:
         if room is None or cached is None or cached is not self._view:
             return None
         num_tokens = cached.shape[-2] + 1
-        if not _has_place(room, num_tokens):
+        if not _has_place(room, self._start + num_tokens):
             return None
-        self._view = room.narrow(-2, 0, num_tokens)
+        self._view = room.narrow(-2, self._start, num_tokens)
         return self._view
+
+    def keep_last(self, num_tokens: int) -> torch.Tensor:
+        """The last tokens of what was appended to, which alone grows from now on."""
+        view = cast(torch.Tensor, self._view)
+        dropped = max(view.shape[-2] - num_tokens, 0)
+        if dropped:
+            self._start += dropped
+            self._view = view = view.narrow(-2, dropped, num_tokens)
+        return view
 
 
 def _has_place(room: torch.Tensor, num_tokens: int) -> bool:

@@ -288,3 +288,17 @@ def test_memory_does_not_grow_with_the_lengths_of_the_cache():
             model(torch.tensor([[7]]), past_key_values=cache)
     # eager attention leaves 130 MiB behind; keys and values are 150 KiB
     assert resident_bytes() - before < 40 * 2**20
+
+
+def test_a_function_that_a_program_puts_in_its_place_is_the_one_that_computes(monkeypatch):
+    _, model = pair("gpt_oss")
+    module = "transformers.models.gpt_oss.modeling_gpt_oss"
+    called = []
+
+    def own(layer, query, *_, **__):
+        called.append(layer)
+        return torch.zeros_like(query).transpose(1, 2), None
+
+    monkeypatch.setattr(f"{module}.eager_attention_forward", own)
+    model(torch.tensor([[5, 7]]))
+    assert called == attention_layers(model)

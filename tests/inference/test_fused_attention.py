@@ -6,12 +6,19 @@ from typing import Any
 import pytest
 import torch
 from attention_layers import Model
+from moe_families import TABLE
+from tiny_checkpoints import tiny_model
+from transformers import DynamicCache
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
 import moe_runtime.inference.cpu.fused_attention as fused
-from moe_runtime.inference.cpu.attention import ATTENTION, use_single_query_attention
+from moe_runtime.inference.cpu.attention import (
+    ATTENTION,
+    EAGER_ATTENTION,
+    use_single_query_attention,
+)
 from moe_runtime.inference.cpu.small_batch import use_small_batch_layers
-from moe_runtime.inference.kv_cache import growing_cache
+from moe_runtime.inference.kv_cache import grow_cache_in_place, growing_cache
 from moe_runtime.kernels.linear import native_row_limit
 from moe_runtime.kernels.native import native_library
 
@@ -28,7 +35,7 @@ def make(kind: str, dtype: torch.dtype = torch.bfloat16) -> Model:
     model.to(dtype).eval().requires_grad_(False)
     use_small_batch_layers(model)
     use_single_query_attention(model)  # type: ignore[arg-type]
-    assert ATTENTION == model.config._attn_implementation  # noqa: SIM300 (the other order is what families ask)
+    assert model.layer.config._attn_implementation in {ATTENTION, EAGER_ATTENTION}
     fused.fuse_attention_layers(model)  # type: ignore[arg-type]
     return model
 
@@ -37,7 +44,7 @@ def run(model: Model, forward, *, steps: int = 6, batch: int = 2, masked: bool =
     """A prompt of 5 tokens and some single ones; returns the outputs, and the cache."""
     generator = torch.Generator().manual_seed(1)
     layer, cache, outputs = model.layer, growing_cache(), []
-    dtype, dim = layer.o_proj.weight.dtype, layer.head_dim
+    dtype, dim = layer.o_proj.weight.dtype, model.num_angles
     for step in range(steps):
         length = 1 if step else 5
         x = torch.randn(batch, length, 48, generator=generator).to(dtype)
@@ -47,6 +54,9 @@ def run(model: Model, forward, *, steps: int = 6, batch: int = 2, masked: bool =
             mask = torch.ones(batch, 1, length, 5 + step, dtype=torch.bool).tril(step)
             mask[0, ..., :2] = False
             mask[..., -1:] = True
+            if model.config._attn_implementation == "eager":
+                lowest = torch.finfo(dtype).min
+                mask = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, lowest)
         with torch.inference_mode():
             out, _ = forward(
                 hidden_states=x,
@@ -63,11 +73,11 @@ def own_way(model: Model):
     return lambda **kwargs: type(model.layer).forward(model.layer, **kwargs)
 
 
-def are_fused(num_sequences: int, model: Model) -> bool:
+def are_fused(num_sequences: int, model: Any) -> bool:
     """Whether the kernel is meant to take so many rows: without vectors, torch is faster."""
     library = native_library()
     assert library is not None
-    return num_sequences <= native_row_limit(library, model.layer.q_proj.weight.dtype)
+    return num_sequences <= native_row_limit(library, next(model.parameters()).dtype)
 
 
 @pytest.fixture
@@ -85,7 +95,7 @@ def fused_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["olmoe", "qwen2", "qwen3", "turned"])
+@pytest.mark.parametrize("kind", ["olmoe", "qwen2", "qwen3", "turned", "gpt_oss"])
 def test_the_usual_layers_are_fused_and_keep_their_bits(kind, dtype, fused_steps):
     model = make(kind, dtype)
     for masked in (False, True):
@@ -140,14 +150,25 @@ def other_attention(model: Model) -> None:
     model.config._attn_implementation = "sdpa"
 
 
+def watch(model: Model) -> None:
+    """Sees what a layer with sinks returns beside its result: its weights."""
+    model.layer.register_forward_hook(lambda *_: None)
+
+
+def other_sinks(model: Model) -> None:
+    model.layer.sinks.data = model.layer.sinks.data + 1
+
+
 def new_weight(model: Model) -> None:
     weight = model.layer.q_proj.weight
     weight.data = weight.data * 2
 
 
-@pytest.mark.parametrize("change", [hook, replace_part, patch_part, other_attention, new_weight])
+@pytest.mark.parametrize(
+    "change", [hook, replace_part, patch_part, other_attention, new_weight, watch]
+)
 def test_a_layer_that_somebody_changes_goes_its_own_way(change, fused_steps):
-    model = make("qwen3")
+    model = make("gpt_oss" if change is watch else "qwen3")
     run(model, model.layer)
     change(model)
     fused_steps.clear()
@@ -191,6 +212,8 @@ def fewer_heads(model: Model) -> None:
         ("olmoe", clip),
         ("olmoe", turn_weight),
         ("qwen3", fewer_heads),
+        ("gpt_oss", other_sinks),
+        ("gpt_oss", other_scale),
     ],
 )
 def test_what_a_layer_says_now_counts(kind, change):
@@ -284,3 +307,30 @@ def test_more_sequences_than_the_norms_take_natively_go_the_layers_own_way(fused
             assert torch.equal(one, other)
     assert (16 in fused_steps) == are_fused(16, model)
     assert 17 not in fused_steps
+
+
+def test_every_layer_of_a_model_with_sinks_and_sliding_windows_is_fused(fused_steps):
+    """Windows of 8 tokens move through their room; the bits are those of the layers' own way."""
+    models: list[Any] = []
+    for fuses in (True, False):
+        family = next(family for family in TABLE if family.folder == "gpt_oss")
+        models.append(tiny_model(family).to(torch.bfloat16).requires_grad_(False))
+        use_small_batch_layers(models[-1])
+        use_single_query_attention(models[-1])
+        if fuses:
+            fused.fuse_attention_layers(models[-1])
+            grow_cache_in_place(models[-1])
+    ids = torch.randint(3, 96, (2, 90), generator=torch.Generator().manual_seed(0))
+    caches = [DynamicCache(config=model.config) for model in models]
+    for first in range(86):
+        tokens = ids[:, :5] if first == 0 else ids[:, first + 4 : first + 5]
+        with torch.inference_mode():
+            ours, theirs = (
+                model(tokens, past_key_values=cache).logits
+                for model, cache in zip(models, caches, strict=True)
+            )
+        assert torch.equal(ours, theirs)
+    assert models[0].config.sliding_window == 8
+    assert set(models[0].config.layer_types) == {"sliding_attention", "full_attention"}
+    # room is made behind the prompt and for the 33rd token after that; 66 and 67 tokens later again
+    assert fused_steps.count(2) == (3 * (85 - 3) if are_fused(2, models[0]) else 0)

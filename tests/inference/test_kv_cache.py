@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import GptOssConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from moe_runtime.inference.kv_cache import ROOM_TOKENS, grow_cache_in_place, room_for
+from moe_runtime.inference.kv_cache import ROOM_TOKENS, grow_cache_in_place, room_for, take_place
 
 
 class Caller(torch.nn.Module):
@@ -18,10 +19,13 @@ class Caller(torch.nn.Module):
         return past_key_values
 
 
-def growing_cache() -> DynamicCache:
+WINDOWS = GptOssConfig(sliding_window=9, layer_types=["sliding_attention"], num_hidden_layers=1)
+
+
+def growing_cache(config: GptOssConfig | None = None) -> DynamicCache:
     model = Caller()
     grow_cache_in_place(model)  # type: ignore[arg-type]
-    return model(past_key_values=DynamicCache())
+    return model(past_key_values=DynamicCache(config=config))
 
 
 def tokens(count: int, *, batch: int = 2, start: float = 0.0):
@@ -49,15 +53,16 @@ STEPS = st.lists(
 
 
 @settings(max_examples=60)
-@given(steps=STEPS)
-def test_whatever_happens_it_equals_transformers_cache(steps):
-    ours, theirs = growing_cache(), DynamicCache()
+@given(steps=STEPS, config=st.sampled_from([None, WINDOWS]))
+def test_whatever_happens_it_equals_transformers_cache(steps, config):
+    ours, theirs = growing_cache(config), DynamicCache(config=config)
     for number, (step, value) in enumerate([("append", 3), *steps]):
         has_tokens = theirs.get_seq_length() > 0
         if step == "append":
-            for cache in (ours, theirs):
-                cache.update(*tokens(value, start=1000.0 * number), 0)
-        elif step == "crop" and has_tokens:
+            states = tokens(value, start=1000.0 * number)
+            answers = [cache.update(*states, 0) for cache in (ours, theirs)]
+            assert all(torch.equal(*pair) for pair in zip(*answers, strict=True))
+        elif step == "crop" and has_tokens and (config is None or theirs.get_seq_length() < 9):
             for cache in (ours, theirs):
                 cache.crop(-min(value, theirs.get_seq_length() - 1))
         elif step == "reorder" and has_tokens:
@@ -69,8 +74,38 @@ def test_whatever_happens_it_equals_transformers_cache(steps):
             for cache in (ours, theirs):
                 cache.reset()
             continue
+        assert ours.get_seq_length() == theirs.get_seq_length()
         if theirs.get_seq_length() > 0:
+            assert ours.get_mask_sizes(3, 0) == theirs.get_mask_sizes(3, 0)
             assert same(ours, theirs)
+
+
+def test_a_window_moves_through_its_room():
+    cache = growing_cache(WINDOWS)
+    cache.update(*tokens(20), 0)
+    cache.update(*tokens(1), 0)
+    layer = cache.layers[0]
+    assert layer.keys.shape[-2] == 8
+    assert layer.keys.stride(1) == room_for(9, 2) * 4  # not that of the prompt any more
+    view, held, place = layer.keys, layer.keys.clone(), layer.keys.data_ptr()
+    for _ in range(ROOM_TOKENS // 2):
+        cache.update(*tokens(1, start=7.0), 0)
+    assert layer.keys.data_ptr() == place + ROOM_TOKENS // 2 * 4 * layer.keys.element_size()
+    assert torch.equal(view, held)
+    cache.update(*tokens(1, start=7.0), 0)
+    assert layer.keys.shape[-2] == 8
+
+
+def test_a_window_that_can_be_rolled_back_is_transformers_own():
+    ours, theirs = growing_cache(WINDOWS), DynamicCache(config=WINDOWS)
+    for cache in (ours, theirs):
+        cache.update(*tokens(12), 0)
+        cache.layers[0].activate_past_recording()
+        cache.update(*tokens(4, start=70.0), 0)
+        cache.crop(-2)
+        cache.update(*tokens(1, start=90.0), 0)
+    assert same(ours, theirs)
+    assert take_place(ours, 0, torch.float32) is None
 
 
 def test_tokens_are_written_into_the_room():

@@ -14,7 +14,7 @@ from moe_runtime.kernels.attention_step.reference import attention_step_referenc
 from moe_runtime.kernels.linear import linear
 from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.rms_norm import rms_norm
-from moe_runtime.kernels.single_query_attention import single_query_attention
+from moe_runtime.kernels.single_query_attention.op import single_query_attention
 
 needs_native = pytest.mark.skipif(
     native_library() is None, reason="the native CPU library was not built (needs gcc)"

@@ -4,8 +4,9 @@ import math
 from typing import Any
 
 import torch
-from transformers import OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import GptOssConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as REGISTERED
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 from transformers.models.olmoe.modeling_olmoe import OlmoeAttention
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeAttention
 from transformers.models.qwen3_moe.modeling_qwen3_moe import (
@@ -141,6 +142,7 @@ LAYERS: dict[str, Any] = {
     "olmoe": (OlmoeAttention, OlmoeConfig),
     "qwen2": (Qwen2MoeAttention, Qwen2MoeConfig),
     "qwen3": (Qwen3MoeAttention, Qwen3MoeConfig),
+    "gpt_oss": (GptOssAttention, GptOssConfig),
     "clipped": (OlmoeAttention, OlmoeConfig),
     "turned": (Turned, Qwen3MoeConfig),
     "without rotation": (WithoutRotation, Qwen3MoeConfig),
@@ -165,8 +167,10 @@ class Model(torch.nn.Module):
         if kind == "clipped":
             sizes["clip_qkv"] = 5.0
         self.config = config(**sizes)
-        self.config._attn_implementation = "sdpa"
+        self.config._attn_implementation = "eager" if kind == "gpt_oss" else "sdpa"
         self.layer: Any = layer(self.config, layer_idx=0)
+        # gpt-oss has an angle once for the two values of a pair
+        self.num_angles = self.layer.head_dim // (2 if kind == "gpt_oss" else 1)
 
     def set_attn_implementation(self, name: str) -> None:
         self.config._attn_implementation = name

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_runtime.checkpoints import transformers_private as private
-from moe_runtime.kernels.single_query_attention import native_attention
+from moe_runtime.kernels.single_query_attention.native import native_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ATTENTION, EAGER_ATTENTION = "moe_runtime", "moe_runtime_eager"
-"""Names under which attention functions are registered with transformers, for SDPA and for eager.
-"""
+"""What this attention, for SDPA, and that for eager are called where transformers finds them."""
 
 SHORT_CONTEXT = 1024
 """Tokens up to which attention over half precision is computed in fp32 where it would keep code."""

@@ -44,7 +44,7 @@ def use_attention_with_sinks(model: PreTrainedModel) -> None:
     AttentionInterface.register(EAGER_ATTENTION, attend)
     for layer in model.modules():
         if "config" in vars(layer) and hasattr(layer, "sinks") and _computes_the_same(layer):
-            vars(layer)["config"] = LayerConfig(layer.config)
+            vars(layer)["config"] = LayerConfig(layer.config, type(layer).__module__)
 
 
 class LayerConfig:
@@ -52,15 +52,19 @@ class LayerConfig:
 
     Attributes:
         behind: the configuration itself, the model's.
+        family: the name of the family's module.
+        own: its attention; ours stands for no other that is put there.
     """
 
-    def __init__(self, config: Any) -> None:
-        vars(self)["behind"] = config
+    def __init__(self, config: Any, family: str) -> None:
+        vars(self).update(behind=config, family=family, own=_own_attention_of(family))
 
     @property
     def _attn_implementation(self) -> str | None:
         name = self.behind._attn_implementation
-        return EAGER_ATTENTION if name == "eager" and not torch.compiler.is_compiling() else name
+        if name != "eager" or torch.compiler.is_compiling():
+            return name
+        return EAGER_ATTENTION if _own_attention_of(self.family) is self.own else name
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "behind":  # asked for by copies that are being made
@@ -69,6 +73,10 @@ class LayerConfig:
 
     def __setattr__(self, name: str, value: object) -> None:
         setattr(self.behind, name, value)
+
+
+def _own_attention_of(family: str) -> Any:
+    return vars(sys.modules[family]).get(_OWN)
 
 
 def attend(
@@ -131,7 +139,7 @@ def _own_attention(
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """That of the layer's family, in fp32 where torch would keep code for a short context."""
-    attend_own = vars(sys.modules[type(module).__module__])[_OWN]
+    attend_own = module.config.own
     is_differentiable = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
     if is_differentiable or not keeps_code(query) or key.shape[2] > SHORT_CONTEXT:
         return attend_own(module, query, key, value, mask, **options)
@@ -169,7 +177,7 @@ def _fused_with_sinks(
 
 def _computes_the_same(layer: Any) -> bool:
     """Whether a layer's own attention is that with its sinks, asked with numbers."""
-    own = getattr(sys.modules[type(layer).__module__], _OWN, None)
+    own = _own_attention_of(type(layer).__module__)
     groups = getattr(layer, "num_key_value_groups", None)
     if own is None or not isinstance(groups, int):
         return False

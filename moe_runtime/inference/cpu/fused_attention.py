@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.autograd import forward_ad
 
+from moe_runtime.inference.cpu import attention_parts as parts
 from moe_runtime.inference.cpu.attention import (
     ATTENTION,
     CHANGING_OPTIONS,
+    EAGER_ATTENTION,
     added_mask,
     changes_attention,
 )
@@ -30,17 +32,13 @@ from moe_runtime.inference.cpu.stand_ins import (
     takes_usual_arguments,
 )
 from moe_runtime.inference.kv_cache import growing_cache, take_place
-from moe_runtime.kernels.attention_step import AttentionWeights, HeadNorm, attention_step
+from moe_runtime.kernels.attention_step import AttentionWeights, attention_step
 from moe_runtime.kernels.linear import ROWS_PER_CALL, native_row_limit
 from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.rms_norm import NATIVE_ROW_LIMIT
-from moe_runtime.memory.slab import aligned_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-_NORMS = ("q_norm", "k_norm")
 
 _CALLED = ("ALL_ATTENTION_FUNCTIONS", "apply_rotary_pos_emb", "eager_attention_forward")
 """What it calls, of its module: programs put functions of their own in their place."""
@@ -57,26 +55,27 @@ def fuse_attention_layers(model: PreTrainedModel) -> None:
     are parts from then on.
     """
     library = native_library()
-    if library is None or model.config._attn_implementation != ATTENTION:
+    if library is None:
         return
     known: dict[type, bool] = {}
     for module in model.modules():
         if _has_usual_parts(module) and _asks_for_nothing_else(module, known):
-            _merge(*(_linear(module, name) for name in _PROJECTIONS[:3]))
+            parts.merge(*(parts.linear_of(module, name) for name in parts.PROJECTIONS[:3]))
             cast(Any, module).forward = FusedAttention(module)
 
 
 class FusedAttention:
     """The ``forward`` of an attention layer, with a way of its own for steps of one token."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: Any) -> None:
         """Takes the place of the method; the layer's own stays in its class."""
-        self._module: Any = module
-        self._names = _parts_of(module)
+        self._module = module
+        self._attention = module.config._attn_implementation
+        self._names = parts.names_of(module)
         self._parts = [module.get_submodule(name) for name in self._names]
         self._functions = self._functions_now()
         self._norms: list[tuple[object, set[str]]] = [
-            (module._modules[name], {"eps"}) for name in self._names if name in _NORMS
+            (module._modules[name], {"eps"}) for name in self._names if name in parts.NORMS
         ]
         self._owners = self._norms
         self._options: set[str] = set()
@@ -125,7 +124,9 @@ class FusedAttention:
     def _is_changed(self) -> bool:
         """Whether the layer trains, is looked into, or is not made of what it was made of."""
         module = self._module
-        if module.training or module.config._attn_implementation != ATTENTION:
+        if module.training or module.config._attn_implementation != self._attention:
+            return True
+        if self._attention == EAGER_ATTENTION and module._forward_hooks:  # it may show weights
             return True
         if torch.nn.modules.module._has_any_global_hook():
             return True
@@ -138,7 +139,7 @@ class FusedAttention:
     def _may_fuse(self, num_sequences: int, cos: torch.Tensor, options: dict[str, Any]) -> bool:
         """Whether a step of so many sequences has been found to give the layer's own bits."""
         places: list[Any] = []
-        for part in self._parts:
+        for part in (*self._parts, self._module):
             for tensor in part._parameters.values():
                 if tensor is not None:
                     places += (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
@@ -154,8 +155,12 @@ class FusedAttention:
         ):
             self._places = []  # until all that depends on them is known
             self._options.update(options)
-            self._weights = _bind(self._module)
-            agrees = self._weights is not None and self._compare(cos)
+            agrees = False
+            for pairs_share in (False, True):
+                self._weights = parts.bind(self._module, pairs_share=pairs_share)
+                agrees = self._weights is not None and self._compare(cos)
+                if agrees:
+                    break
             self._most_sequences = _most_sequences(self._weights) if agrees else 0
             self._places, self._angle_dim = places, cos.shape[-1]
         return num_sequences <= self._most_sequences
@@ -202,7 +207,8 @@ class FusedAttention:
         # on stand-ins, code that nobody knows may fail in any way
         with torch.inference_mode(), contextlib.suppress(Exception):
             agrees = all(self._agrees(cos, asked, generator, *case) for case in _CASES)
-        self._owners = [*asked.constants, *self._norms]
+        owners = [(getattr(owner, "behind", owner), names) for owner, names in asked.constants]
+        self._owners = [*owners, *self._norms]
         self._constants = [vars(owner).get(name) for owner, names in self._owners for name in names]
         return agrees and not asked.more
 
@@ -233,7 +239,7 @@ class FusedAttention:
                 cache.update(*token, index)
         own, others = call_on_stand_ins(
             self._module,
-            self._names,
+            [*self._names, *self._module._parameters.keys() & {"sinks"}],
             asked,
             hidden=hidden,
             angles=angles,
@@ -251,19 +257,22 @@ class FusedAttention:
 def _has_usual_parts(module: torch.nn.Module) -> bool:
     """Whether a layer has the parts of the usual attention, and its ``forward`` the arguments."""
     children = module._modules
-    if not children.keys() >= set(_PROJECTIONS) or "forward" in vars(module):
+    if not children.keys() >= set(parts.PROJECTIONS) or "forward" in vars(module):
         return False
-    linears = [children[name] for name in _PROJECTIONS]
-    norms = [children.get(name) for name in _NORMS]
+    linears = [children[name] for name in parts.PROJECTIONS]
+    norms = [children.get(name) for name in parts.NORMS]
     if not all(type(part) is SmallBatchLinear for part in linears):
         return False
     if not all(part is None or type(part) is SmallBatchRMSNorm for part in norms):
         return False
-    q, k, v, _ = (_linear(module, name) for name in _PROJECTIONS)
+    q, k, v, _ = (parts.linear_of(module, name) for name in parts.PROJECTIONS)
     if len({(part.weight.dtype, part.bias is None, part.in_features) for part in (q, k, v)}) != 1:
         return False
     constants = [getattr(module, name, None) for name in ("head_dim", "layer_idx", "scaling")]
     if not all(isinstance(constant, int | float) for constant in constants):
+        return False
+    attention = getattr(vars(module).get("config"), "_attn_implementation", None)
+    if attention not in (ATTENTION, EAGER_ATTENTION) or not module._parameters.keys() <= {"sinks"}:
         return False
     return takes_usual_arguments(type(module).forward)
 
@@ -272,94 +281,24 @@ def _asks_for_nothing_else(module: Any, known: dict[type, bool]) -> bool:
     """Whether a class of layers can do with stand-ins, found by the first layer of it."""
     kind = type(module)
     if kind not in known:
-        weight = _linear(module, "q_proj").weight
-        asked = Asked()
-        known[kind] = False
-        with torch.inference_mode(), contextlib.suppress(Exception):
-            call_on_stand_ins(
-                module,
-                _parts_of(module),
-                asked,
-                hidden=weight.new_zeros(1, 1, weight.shape[1]),
-                angles=tuple(weight.new_zeros(2, 1, 1, module.head_dim)),
-                cache=growing_cache(),
-            )
-            known[kind] = not asked.more
+        widths = (module.head_dim, module.head_dim // 2)  # of angles, some for pairs of values
+        known[kind] = any(_can_do_with_stand_ins(module, width) for width in widths)
     return known[kind]
 
 
-def _parts_of(module: torch.nn.Module) -> list[str]:
-    return [name for name in (*_PROJECTIONS, *_NORMS) if name in module._modules]
-
-
-def _linear(module: torch.nn.Module, name: str) -> SmallBatchLinear:
-    return cast(SmallBatchLinear, module._modules[name])
-
-
-def _merge(*parts: SmallBatchLinear) -> None:
-    """Moves the weights of linear layers into one buffer, one behind the other; biases likewise."""
-    for name in ("weight", "bias"):
-        parameters = [parameter for part in parts if (parameter := getattr(part, name)) is not None]
-        if not parameters:
-            continue
-        memory = aligned_bytes(sum(parameter.nbytes for parameter in parameters))
-        for parameter in parameters:
-            place = memory[: parameter.nbytes].view(parameter.dtype).view(parameter.shape)
-            place.copy_(parameter.data)
-            parameter.data = place
-            memory = memory[parameter.nbytes :]
-
-
-def _joined(parameters: list[torch.Tensor | None]) -> torch.Tensor | None:
-    """Tensors that lie one behind the other as one, or None where they do not."""
-    first = parameters[0]
-    if first is None:
-        return None
-    end = first.data_ptr()
-    for parameter in parameters:
-        if parameter is None or parameter.data_ptr() != end or not parameter.is_contiguous():
-            return None
-        end += parameter.nbytes
-    rows = sum(len(parameter) for parameter in parameters if parameter is not None)
-    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
-
-
-def _bind(module: Any) -> AttentionWeights | None:
-    """The layer's weights for the kernel, or None where they do not lie together any more."""
-    q, k, v, o = (_linear(module, name) for name in _PROJECTIONS)
-    qkv = _joined([q.weight, k.weight, v.weight])
-    qkv_bias = _joined([q.bias, k.bias, v.bias])
-    if qkv is None or (qkv_bias is None) != (q.bias is None):
-        return None
-    heads, key_heads = q.out_features // module.head_dim, k.out_features // module.head_dim
-    if not key_heads or heads % key_heads or v.out_features % key_heads:
-        return None
-    value_dim = v.out_features // key_heads
-    if o.in_features != heads * value_dim or q.out_features != heads * module.head_dim:
-        return None
-    norms: dict[str, Any] = {name: _head_norm(module._modules.get(name)) for name in _NORMS}
-    sizes = {None, module.head_dim}
-    for norm, size in zip(norms.values(), (q.out_features, k.out_features), strict=True):
-        if (None if norm is None else len(norm.weight)) not in {*sizes, size}:
-            return None
-    return AttentionWeights(
-        qkv=qkv,
-        output=o.weight.detach(),
-        qkv_bias=qkv_bias,
-        output_bias=None if o.bias is None else o.bias.detach(),
-        **norms,
-        num_heads=heads,
-        num_key_heads=key_heads,
-        key_dim=module.head_dim,
-        value_dim=value_dim,
-        scale=float(module.scaling),
-    )
-
-
-def _head_norm(part: torch.nn.Module | None) -> HeadNorm | None:
-    if not isinstance(part, SmallBatchRMSNorm):
-        return None
-    return HeadNorm(part.weight.detach(), part.eps)
+def _can_do_with_stand_ins(module: Any, width: int) -> bool:
+    weight, asked, is_done = parts.linear_of(module, "q_proj").weight, Asked(), False
+    with torch.inference_mode(), contextlib.suppress(Exception):
+        call_on_stand_ins(
+            module,
+            [*parts.names_of(module), *module._parameters],
+            asked,
+            hidden=weight.new_zeros(1, 1, weight.shape[1]),
+            angles=tuple(weight.new_zeros(2, 1, 1, width)),
+            cache=growing_cache(),
+        )
+        is_done = True
+    return is_done and not asked.more
 
 
 def _most_sequences(weights: AttentionWeights | None) -> int:

@@ -127,7 +127,7 @@ def call_on_stand_ins(
 
     Args:
         layer: the layer.
-        parts: names of its modules that may be used.
+        parts: names of its modules and parameters that may be used.
         asked: takes down what is asked for.
         hidden: ``[B, Q, D]``.
         angles: cosines and sines, ``[B, Q, A]`` each.
@@ -135,7 +135,7 @@ def call_on_stand_ins(
         mask: None, or ``[B, 1, Q, S]``.
         options: names of further arguments.
     """
-    own: dict[str, Any] = {name: layer._modules[name] for name in parts}
+    own: dict[str, Any] = {name: getattr(layer, name) for name in parts}
     own["config"] = _StandIn(layer.config, {}, asked)
     return type(layer).forward(
         _StandIn(layer, own, asked),
