@@ -46,15 +46,20 @@ MOE_CLONES static void transpose_nibbles(uint32_t x[NIBBLES][WORDS]) {
 
 static void order_awq_codes(const char *from, char *to, int64_t rows, int64_t cols) {
     const int64_t num_words = rows / NIBBLES, row_bytes = cols / 2;
-    uint32_t x[NIBBLES][WORDS] = {{0}};
+    uint32_t x[NIBBLES][WORDS] = {{0}}, tile[NIBBLES * WORDS][WORDS]; /* rows by words of eight columns: whole lines */
     for (int64_t first = 0; first < num_words; first += WORDS) {
         const int64_t count = num_words - first < WORDS ? num_words - first : WORDS;
-        for (int64_t col = 0; col < cols; col += NIBBLES) {
-            for (int i = 0; i < NIBBLES; i++) memcpy(x[i], from + 4 * ((col + i) * num_words + first), 4 * (size_t)count);
-            transpose_nibbles(x);
-            for (int64_t lane = 0; lane < count; lane++)
+        for (int64_t col = 0; col < cols; col += NIBBLES * WORDS) {
+            const int64_t left = (cols - col) / NIBBLES, width = left < WORDS ? left : WORDS;
+            for (int64_t word = 0; word < width; word++) {
+                const char *begin = from + 4 * ((col + NIBBLES * word) * num_words + first);
+                for (int i = 0; i < NIBBLES; i++) memcpy(x[i], begin + 4 * i * num_words, 4 * (size_t)count);
+                transpose_nibbles(x);
                 for (int i = 0; i < NIBBLES; i++)
-                    memcpy(to + (NIBBLES * (first + lane) + AWQ_COLUMN[i]) * row_bytes + col / 2, &x[i][lane], 4);
+                    for (int64_t lane = 0; lane < count; lane++) tile[NIBBLES * lane + AWQ_COLUMN[i]][word] = x[i][lane];
+            }
+            for (int64_t row = 0; row < NIBBLES * count; row++)
+                memcpy(to + (NIBBLES * first + row) * row_bytes + col / 2, tile[row], 4 * (size_t)width);
         }
     }
 }

@@ -152,3 +152,15 @@ def test_gptq_without_the_groups_of_columns_is_read_unless_they_may_be_permuted(
         assert torch.equal(matrix.dequantize(), expected[name].dequantize())
     permuted = changed(folder, tmp_path / "permuted", desc_act=True)
     assert "desc_act of" in refusal(permuted, MoERuntimeError)
+
+
+def test_budgets_count_what_takes_memory_beside_the_bytes_of_the_file(originals) -> None:
+    """Codes that are copied aside while they are put in order, and a byte for each zero point."""
+    gptq, zeros = (mapped(originals(name)) for name in ("qwen3_moe-gptq", "qwen3_moe-int4-zeros"))
+    # 48 columns of 36 rows, or 36 of 48, in words of eight codes
+    assert gptq.scratch_bytes == max(48 // 8 * 36, -(-36 // 8) * 48) * 4
+    assert zeros.scratch_bytes == 0
+    for experts, group in ((gptq, 32), (zeros, 12)):
+        for layout in experts.layouts.values():
+            num_zeros = 2 * 36 * -(-48 // group) + 48 * -(-36 // group)
+            assert layout.slot_bytes >= num_zeros + sum(e.num_bytes for e in layout.extents)

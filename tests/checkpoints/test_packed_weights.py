@@ -7,6 +7,7 @@ import itertools
 import pytest
 import quantized_checkpoints
 import torch
+import weight_packers
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -64,3 +65,54 @@ def test_runs_of_rows_are_all_rows_once(stack, most_elements) -> None:
     runs = [*weight.runs(most_elements)]
     assert torch.equal(torch.cat([rows_of(weight, n, 1, count) for n, count in runs]), values)
     assert all(count <= max(1, most_elements // 24) for _, count in runs)
+
+
+def values_in_pieces(weight: PackedWeight, most_elements: int) -> tuple[Tensor, int]:
+    """The values of all pieces, each where it belongs, and the elements of the largest."""
+    values, largest = torch.full((weight.total_rows, weight.num_cols), torch.nan), 0
+    raw = bytearray(weight.codes.file.read_bytes())
+    for rows, cols, packing, ranges in weight.pieces(most_elements):
+        parts = {}
+        for name, part in ranges.items():
+            stored = raw[part.offset : part.offset + part.span_bytes]
+            parts[name] = part.view(torch.frombuffer(stored, dtype=torch.uint8))
+        piece = values[rows, cols]
+        assert piece.isnan().all(), "a piece twice"
+        values[rows, cols] = packing.matrix(parts).dequantize()
+        largest = max(largest, piece.numel())
+    return values, largest
+
+
+ORDERS = {
+    "gptq": (weight_packers.gptq(4, 24, version=1), {"bits": 4, "group_size": 24}),
+    "gptq-int8": (weight_packers.gptq(8, 20, version=1), {"bits": 8, "group_size": 20}),
+    "gptq-rows": (weight_packers.gptq(8, -1, version=1), {"bits": 8, "group_size": -1}),
+    "awq": (weight_packers.awq(24), {"bits": 4, "group_size": 24}),
+    "compressed-tensors": (
+        quantized_checkpoints.int4(**quantized_checkpoints.INT4_ZEROS),
+        quantized_checkpoints.groups(
+            (["Linear"], "pack-quantized", quantized_checkpoints.INT4_ZEROS)
+        ),
+    ),
+}
+"""Ways in which numbers lie in another order, each with its packer and configuration."""
+
+
+@pytest.mark.parametrize("most_elements", [1, 700, 10**6])
+@pytest.mark.parametrize("name", ORDERS)
+def test_pieces_of_weights_in_another_order_are_all_of_it_once(
+    tmp_path, name, most_elements
+) -> None:
+    """`[40, 60]`: the last group is shorter, and groups of 20 are no multiple of eight."""
+    pack, config = ORDERS[name]
+    stored, values = pack("w.weight", torch.randn(40, 60 if name != "awq" else 64))
+    save_file(stored, tmp_path / "model.safetensors")
+    method = {"quant_method": name.partition("-")[0]} | config
+    weight = packed_weights(method, read_header(tmp_path / "model.safetensors"))["w.weight"]
+    found, largest = values_in_pieces(weight, most_elements)
+    assert torch.equal(found, values)
+    # whole words of eight columns or rows, and within a group where one is a multiple of them
+    if name != "gptq-int8":
+        assert largest <= max(most_elements, 8 * max(values.shape))
+    with pytest.raises(UnsupportedModelError, match="in tensors of its own"):
+        weight.ranges(8, 1, 8)
