@@ -10,7 +10,8 @@ from moe_runtime.cli.config_file import apply_config
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="Folder of a safetensors checkpoint, or a name on the hub."
+        metavar="MODEL",
+        help="Folder of a safetensors checkpoint, a GGUF file, or a name on the hub.",
     ),
 ]
 Json = Annotated[

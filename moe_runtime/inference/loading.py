@@ -84,7 +84,7 @@ def load(
     the number of threads changes a bit of what it computes.
 
     Args:
-        path_or_id: the folder of a checkpoint, or the name of a repository on the hub.
+        path_or_id: the folder of a checkpoint, a GGUF file, or the name of a repository on the hub.
         device: where to compute: ``"cpu"``, ``"cuda"``, or ``"auto"`` for a GPU if there is one.
         dtype: the type to compute in, or ``"auto"`` for the checkpoint's own.
         host_memory: what the runtime may allocate of the host's memory, dense weights, KV cache

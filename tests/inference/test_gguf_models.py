@@ -6,6 +6,7 @@ the model the logits that `transformers` computes from these values.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import gguf_checkpoints
@@ -20,6 +21,7 @@ from moe_runtime.checkpoints.expert_map import map_experts
 from moe_runtime.checkpoints.expert_tensors import matrices_of
 from moe_runtime.checkpoints.model_files import load_tokenizer
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.cli.main import main
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.expert_weights import bind_weights
 from moe_runtime.inference.inspection import inspect_checkpoint
@@ -121,6 +123,12 @@ def test_the_tokenizer_of_a_file_has_its_vocabulary(written: Written) -> None:
     assert tokenizer.eos_token_id == 95
     assert tokenizer("#ab!")["input_ids"] == [2, 89, 0]
     assert tokenizer.decode([2, 89, 0]) == "#ab!"
+
+
+def test_the_command_run_takes_a_file(written: Written, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--prompt", "#ab!", "--max-new-tokens", "2", "--host-memory", "64MiB", "--json"]
+    assert main(["run", str(written.folder), *words]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt_tokens"] == 3
 
 
 def test_a_model_of_a_file_is_not_saved_in_another_format(written: Written, tmp_path: Any) -> None:
