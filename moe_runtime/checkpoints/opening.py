@@ -79,8 +79,8 @@ class Checkpoint:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every weight lies in the files as it is, neither quantised nor packed."""
-        return not self.packed and self.runs is None
+        """Whether every weight lies as it is in safetensors files, neither quantised nor packed."""
+        return not self.packed and self.runs is None and not self.folder.is_file()
 
     def require_plain(self, purpose: str) -> None:
         """Refuses quantised weights where they have no use yet.

@@ -38,7 +38,7 @@ from moe_runtime.training.finetune.finetuning import FinetunePreparation, finish
 SAMPLES = {sample.name: sample for sample in quantized_checkpoints.SAMPLES}
 PLANES = Family("mixtral", "MixtralForCausalLM", SIZES | {"hidden_size": 64})
 KINDS = (
-    *("gpt_oss-mxfp4", "qwen3_moe-fp8-ragged", "deepseek_v3-int4", "qwen3_moe-int4-zeros"),
+    *("gpt_oss-mxfp4", "qwen3_moe-fp8-ragged", "deepseek_v3-int4", "qwen3_moe-gptq"),
     *("mixtral-nvfp4", "planes"),
 )
 """One for each kind of code and scales, and one for each way in which experts lie in files."""
