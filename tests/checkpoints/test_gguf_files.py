@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -163,6 +164,16 @@ def test_types_without_a_decoder_are_named(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(UnsupportedModelError, match=r"blk\.0\.ffn_up_exps\.weight.* type 40"):
         read(tmp_path / "other.gguf")
+
+
+@pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.F32])
+def test_experts_wider_than_bf16_beside_quantised_ones_are_refused_before_anything_is_read(
+    tmp_path: Path, kind: gguf.GGMLQuantizationType
+) -> None:
+    mixed = replace(SAMPLE, kinds={"down_exps": kind} | SAMPLE.kinds)
+    written = gguf_checkpoints.write(mixed, tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"ffn_down_exps\.weight is F.. beside"):
+        read(written.folder)
 
 
 def test_a_model_in_several_files_is_read_from_the_first(written: Written, tmp_path: Path) -> None:

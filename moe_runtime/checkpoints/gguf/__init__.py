@@ -7,7 +7,7 @@ one tensor an expert: from there on a file is like any other checkpoint.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,12 +68,28 @@ def read_model(
             packed[name] = _packed(name, tensor, expert, file)
             entries[name] = packed[name].codes
         elements[_PLAIN.get(tensor.type_id, "BF16")] += entries[name].num_bytes
+    _require_narrow(header.tensors, file)
     config = _config(architecture.model_type, values, file)
     config.architectures = [architecture.model_class]
     most = elements.most_common(1)[0][0]
     config.dtype = {"F32": torch.float32, "F16": torch.float16}.get(most, torch.bfloat16)
     check_layers(config, entries, file)
     return config, entries, packed
+
+
+def _require_narrow(tensors: list[GgufTensor], file: Path) -> None:
+    """Refuses experts in F32 or F16 beside quantised ones of their layer: products take BF16."""
+    by_layer: dict[str, list[GgufTensor]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.name.endswith("_exps.weight"):
+            by_layer[tensor.name.split(".")[1]].append(tensor)
+    for stacks in by_layer.values():
+        wide = [stack for stack in stacks if _PLAIN.get(stack.type_id) in ("F32", "F16")]
+        if wide and any(stack.type_id not in _PLAIN for stack in stacks):
+            raise UnsupportedModelError(
+                f"{one_line(str(file))}: {wide[0].name} is {_PLAIN[wide[0].type_id]} beside "
+                "quantised experts of its layer; expected BF16 or a quantised type"
+            )
 
 
 def load_tokenizer(file: Path) -> Any:
