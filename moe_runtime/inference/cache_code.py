@@ -40,7 +40,7 @@ from moe_runtime.types import ExpertKey
 LANDING_SLOTS = 2 * COPY_THREADS
 """Experts on their way into the code at once: each thread has one."""
 ROOM_SHARE = 16
-"""Escapes have room for one of so many weights: three times as many as trained weights have."""
+"""Escapes have room for one of so many weights; trained weights have half or a third of that."""
 
 
 def coded_experts(experts: ExpertMap, place: torch.device) -> tuple[ExpertMap, int]:
