@@ -188,13 +188,14 @@ class Trainer:
         """Ends what runs beside the training; the model is of no use then, if it is offloaded.
 
         Raises:
-            MoERuntimeError, OSError: a checkpoint or the trace could not be written.
+            MoERuntimeError, OSError: a checkpoint, a record or the trace could not be written.
         """
-        try:
-            self._run.optimizer.close()
-        finally:
+        with contextlib.ExitStack() as stack:
+            for sink in self._run.sinks:
+                stack.callback(sink.close)
             if self._run.trace is not None:
-                self._run.trace.close()
+                stack.callback(self._run.trace.close)
+            self._run.optimizer.close()
 
     def report(self) -> dict[str, Any]:
         """What offloaded experts did so far; empty where all are in memory."""

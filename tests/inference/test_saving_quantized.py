@@ -29,7 +29,6 @@ KINDS = (
     *("gpt_oss-mxfp4", "deepseek_v3-fp8", "deepseek_v3-int4", "mixtral-nvfp4", "glm4_moe-mixed"),
     *("qwen3_moe-nvfp4-modelopt", "qwen3_moe-int4-zeros", "deepseek_v4-fp4"),
     *("qwen3_moe-gptq", "glm4_moe-awq"),
-    "qwen3_moe-gptq",
 )
 """Each kind of code and of scales, experts stacked and apart, dense weights quantised and not."""
 # rows that the lossless code makes shorter

@@ -149,7 +149,9 @@ def test_a_run_does_not_depend_on_the_budget_and_its_adapters_load_in_peft(
     summary = finish(preparation, trainer, export=True)
     with torch.no_grad():
         expected = preparation.model.eval()(PROMPT).logits
+    sinks = trainer._run.sinks
     trainer.close()
+    assert all(sink._file.closed for sink in sinks)  # type: ignore[attr-defined]
     assert results[0][0] == results[1][0] == losses
     summaries = [found for _, found in results] + [summary]
     adapters = [Path(found["adapters"]) for found in summaries]
