@@ -59,7 +59,7 @@ def test_no_directory(tmp_path):
 
 
 def test_a_file(checkpoint):
-    assert "is a file; expected the folder" in refused(checkpoint / "config.json")
+    assert "is a file; expected a checkpoint's folder" in refused(checkpoint / "config.json")
 
 
 def test_a_repository_that_cannot_be_downloaded():
@@ -118,15 +118,25 @@ def test_a_dense_model_runs_in_plain_transformers(tmp_path):
     assert "runs in plain transformers" in refused(tmp_path, UnsupportedModelError)
 
 
-@pytest.mark.parametrize("method", ["fp8", "mxfp4", "compressed-tensors", "gptq", "bitsandbytes"])
+@pytest.mark.parametrize(
+    "method", ["fp8", "mxfp4", "compressed-tensors", "gptq", "awq", "bitsandbytes"]
+)
 def test_quantised_experts(checkpoint, method):
     """Formats that are not read, and those that are where no weight is written in them."""
     change_config(
         checkpoint,
-        quantization_config={"quant_method": method, "config_groups": {}, "load_in_8bit": True},
+        quantization_config={
+            "quant_method": method,
+            "config_groups": {},
+            "load_in_8bit": True,
+            "bits": 4,
+            "group_size": 32,
+            "zero_point": True,
+            "version": "gemm",
+        },
     )
     message = refused(checkpoint, UnsupportedModelError)
-    is_read = method in ("fp8", "mxfp4", "compressed-tensors")
+    is_read = method != "bitsandbytes"
     expected = "found none among" if is_read else f"quant_method '{method}' cannot be read yet"
     assert expected in message
 
