@@ -62,6 +62,7 @@ def pack(
     session.begin(debug=debug, as_json=as_json)
     quiet_transformers(session)
     from moe_runtime.checkpoints.packing import pack_checkpoint, staging_of
+    from moe_runtime.checkpoints.packing.quantized_writer import REPORT_NAME
 
     if str(out) == "-":
         raise ValueError("OUT -: expected the name of a folder (./- is one of that name)")
@@ -100,24 +101,24 @@ def pack(
     ]
     print_rows(f"{found.folder}", rows, to_stderr=False)
     if is_lossy:
-        _print_errors(f"{found.quantize} is not lossless", found.errors)
+        title = f"{found.quantize} is not lossless; {REPORT_NAME} has the error of each layer"
+        _print_errors(title, found.errors)
 
 
 def _print_errors(title: str, errors: Sequence["MatrixError"]) -> None:
-    """The error of each matrix of each layer, in percent of the weights."""
-    rows = [
-        (
-            error.module,
-            error.matrix,
-            f"{error.relative_rms:.3%}",
-            f"{error.worst_relative_rms:.3%} in expert {error.worst_expert}",
+    """The error of each matrix over all layers, in percent of the weights."""
+    rows = []
+    for matrix in dict.fromkeys(error.matrix for error in errors):
+        own = [error for error in errors if error.matrix == matrix]
+        shares = [error.relative_rms for error in own]
+        worst = max(own, key=lambda error: error.worst_relative_rms)
+        place = f"expert {worst.worst_expert} of {worst.module}"
+        rows.append(
+            (
+                matrix,
+                f"{min(shares):.2%} to {max(shares):.2%}",
+                f"{worst.worst_relative_rms:.2%}, {place}",
+            )
         )
-        for error in errors
-    ]
-    columns = [
-        ("experts", "left"),
-        ("matrix", "left"),
-        ("relative RMS error", "right"),
-        ("worst", "right"),
-    ]
+    columns = [("matrix", "left"), ("relative RMS error of layers", "left"), ("worst", "left")]
     print_table(title, columns, rows)
