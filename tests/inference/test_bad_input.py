@@ -118,23 +118,12 @@ def test_a_dense_model_runs_in_plain_transformers(tmp_path):
     assert "runs in plain transformers" in refused(tmp_path, UnsupportedModelError)
 
 
-@pytest.mark.parametrize(
-    "method", ["fp8", "mxfp4", "compressed-tensors", "gptq", "awq", "bitsandbytes"]
-)
+@pytest.mark.parametrize("method", ["fp8", "mxfp4", "compressed-tensors", "gptq", "bitsandbytes"])
 def test_quantised_experts(checkpoint, method):
     """Formats that are not read, and those that are where no weight is written in them."""
-    change_config(
-        checkpoint,
-        quantization_config={
-            "quant_method": method,
-            "config_groups": {},
-            "load_in_8bit": True,
-            "bits": 4,
-            "group_size": 32,
-            "zero_point": True,
-            "version": "gemm",
-        },
-    )
+    how = {"config_groups": {}, "load_in_8bit": True, "bits": 4, "group_size": 32}
+    how |= {"quant_method": method, "zero_point": True, "version": "gemm"}
+    change_config(checkpoint, quantization_config=how)
     message = refused(checkpoint, UnsupportedModelError)
     is_read = method != "bitsandbytes"
     expected = "found none among" if is_read else f"quant_method '{method}' cannot be read yet"
