@@ -35,7 +35,7 @@ CODES = MappingProxyType({"e2m1": 4, "e4m3": 8, "uint4": 4, "uint8": 8, "int8": 
 """Bits of every kind of code. Of two codes in a byte, the low one has the smaller column."""
 
 
-class Block(NamedTuple):
+class BlockSize(NamedTuple):
     """Sizes of a block: how many codes it has, in how many bytes with their scales."""
 
     num_codes: int
@@ -44,19 +44,19 @@ class Block(NamedTuple):
 
 BLOCKS = MappingProxyType(
     {
-        "q4_0": Block(32, 18),
-        "q4_1": Block(32, 20),
-        "q5_0": Block(32, 22),
-        "q5_1": Block(32, 24),
-        "q8_0": Block(32, 34),
-        "q2_k": Block(256, 84),
-        "q3_k": Block(256, 110),
-        "q4_k": Block(256, 144),
-        "q5_k": Block(256, 176),
-        "q6_k": Block(256, 210),
-        "iq4_nl": Block(32, 18),
-        "iq4_xs": Block(256, 136),
-        "mxfp4_block": Block(32, 17),
+        "q4_0": BlockSize(32, 18),
+        "q4_1": BlockSize(32, 20),
+        "q5_0": BlockSize(32, 22),
+        "q5_1": BlockSize(32, 24),
+        "q8_0": BlockSize(32, 34),
+        "q2_k": BlockSize(256, 84),
+        "q3_k": BlockSize(256, 110),
+        "q4_k": BlockSize(256, 144),
+        "q5_k": BlockSize(256, 176),
+        "q6_k": BlockSize(256, 210),
+        "iq4_nl": BlockSize(32, 18),
+        "iq4_xs": BlockSize(256, 136),
+        "mxfp4_block": BlockSize(32, 17),
     }
 )
 """Codes that lie in blocks with their own scales, by ggml's names; the kernels count them so."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from moe_runtime.checkpoints.formats import PackedWeight, Weight
-    from moe_runtime.checkpoints.packing.expert_runs import PackedExperts
+    from moe_runtime.checkpoints.packing.expert_runs import PackedExpertIndex
 
 TORCH_DTYPES = {
     "F64": torch.float64,
@@ -68,7 +68,7 @@ class Checkpoint:
     entries: dict[str, TensorEntry]
     dtype: torch.dtype
     packed: dict[str, PackedWeight] = field(default_factory=dict)
-    runs: PackedExperts | None = None
+    runs: PackedExpertIndex | None = None
 
     @property
     def weights(self) -> list[Weight]:
@@ -128,13 +128,13 @@ def open_checkpoint(path_or_id: str | Path, dtype: str | torch.dtype) -> Checkpo
     is_packed = quantization is not None and quantization.get("quant_method") == QUANT_METHOD
     entries = read_checkpoint_index(folder, PACKED_INDEX_NAME if is_packed else INDEX_FILE_NAME)
     check_layers(config, entries, folder / "config.json")
-    runs: PackedExperts | None = None
+    runs: PackedExpertIndex | None = None
     packed: dict[str, PackedWeight] = {}
     # most checkpoints are neither packed nor quantised
     if is_packed:
-        from moe_runtime.checkpoints.packing.expert_runs import PackedExperts
+        from moe_runtime.checkpoints.packing.expert_runs import PackedExpertIndex
 
-        runs = PackedExperts(folder, entries)
+        runs = PackedExpertIndex(folder, entries)
     elif quantization is not None:
         from moe_runtime.checkpoints.formats import packed_weights
 

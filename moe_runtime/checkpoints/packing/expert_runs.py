@@ -47,7 +47,7 @@ class PlanesPacking:
         )
 
 
-class PackedExperts:
+class PackedExpertIndex:
     """The experts of a packed checkpoint, each of which lies in one run of bytes.
 
     Args:
