@@ -37,8 +37,8 @@ FLOORS = {
     "inference": 7,
     "training": 8,
     "research": 9,
+    "serving": 9,
     "cli": 10,
-    "serving": 10,
     "benchmarks": 11,
     "tests": 11,
 }

@@ -1,0 +1,341 @@
+"""What is asked of the engine, and what it answers: token ids in, events out.
+
+Text, chat templates, stop strings and several answers to one prompt are the business of whoever
+submits requests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from moe_runtime.errors import MoERuntimeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class QueueFullError(MoERuntimeError):
+    """As many requests wait as may; a later attempt may succeed."""
+
+
+class EngineClosedError(MoERuntimeError):
+    """The engine drains or is closed, and takes no more requests."""
+
+
+class RequestTooLongError(ValueError):
+    """A prompt and its answer need more tokens than the model knows or memory is set aside for.
+
+    Attributes:
+        num_tokens: tokens that were asked for, prompt and answer together.
+        most_tokens: tokens that a request may have.
+    """
+
+    def __init__(self, message: str, *, num_tokens: int, most_tokens: int) -> None:
+        super().__init__(message)
+        self.num_tokens = num_tokens
+        self.most_tokens = most_tokens
+
+
+class TokenConstraint(Protocol):
+    """What a grammar allows. It is asked from the engine's thread, before each token."""
+
+    def allowed(self, generated_ids: Sequence[int]) -> Tensor | None:
+        """The tokens that may come next.
+
+        Args:
+            generated_ids: all tokens of the answer so far.
+
+        Returns:
+            Bool ``[V]``, at least one of them true; tokens beyond its end are not allowed. None
+            allows all.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingOptions:
+    """How a token is chosen; what is left at its default is not applied at all.
+
+    Attributes:
+        temperature: logits are divided by it; 0 takes the most likely token.
+        top_p: samples among the most likely tokens that together have this probability.
+        top_k: samples among so many of the most likely tokens; 0 for all.
+        min_p: samples among tokens at least this many times as likely as the most likely one.
+        repetition_penalty: divides the positive logits of tokens of prompt and answer, and
+            multiplies the negative ones.
+        presence_penalty: is taken from the logits of tokens that the answer has.
+        frequency_penalty: is taken from them as often as the answer has them.
+        seed: makes the answer repeatable.
+        logit_bias: by token id, added to its logit.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuses what no request may ask.
+
+        Raises:
+            ValueError: an option is out of range; the message begins with its name.
+        """
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(
+                f"temperature must be 0 (greedy) or a positive number, got {self.temperature}"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be at least 0 (all tokens), got {self.top_k}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(
+                f"repetition_penalty must be a positive number, got {self.repetition_penalty}"
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} must be a finite number, got {getattr(self, name)}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed must lie in [-2**63, 2**63), got {self.seed}")
+        for token, bias in self.logit_bias.items():
+            if token < 0 or math.isnan(bias):
+                raise ValueError(
+                    f"logit_bias must give numbers to token ids, got {bias} for {token}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationRequest:
+    """One prompt and how to continue it.
+
+    Attributes:
+        prompt_ids: at least one token.
+        max_new_tokens: most tokens to generate; 0 reads the prompt only.
+        min_new_tokens: ``stop_ids`` are not chosen before the answer has so many tokens.
+        stop_ids: tokens that end the answer; they are its last token.
+        ignore_eos: goes on behind ``stop_ids``, which may still be chosen.
+        sampling: how tokens are chosen.
+        num_logprobs: how many of the most likely tokens to report beside each new one, 0 for the
+            new one alone; None for no log-probabilities.
+        num_prompt_logprobs: the same for the prompt's tokens. The whole prompt is computed then.
+        constraint: what the answer may be made of.
+        priority: higher ones go first; within a priority, by arrival.
+    """
+
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    sampling: SamplingOptions = SamplingOptions()
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    constraint: TokenConstraint | None = None
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuses what no engine could answer.
+
+        Raises:
+            ValueError: a number is out of range, or the prompt is empty.
+        """
+        if not self.prompt_ids:
+            raise ValueError("the prompt is empty, expected at least one token")
+        for name, least in (
+            ("max_new_tokens", 0),
+            ("min_new_tokens", 0),
+            ("num_logprobs", 0),
+            ("num_prompt_logprobs", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely the model itself found a token: before temperature, penalties and constraints.
+
+    Attributes:
+        logprob: natural logarithm of its probability.
+        top: ids and log-probabilities of the most likely tokens, the most likely one first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRead:
+    """The prompt was read; sent once, before the first token.
+
+    Attributes:
+        cached_tokens: tokens at its beginning whose keys and values an earlier request left.
+        logprobs: of each prompt token given those before it, where they were asked for; the first
+            token has None.
+    """
+
+    cached_tokens: int
+    logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """The answer is one token longer.
+
+    Attributes:
+        token_id: of the vocabulary.
+        logprob: of the token, as in `TokenLogprob`, where it was asked for.
+        top_logprobs: the most likely tokens in its place, as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of every request that was taken.
+
+    Attributes:
+        reason: ``"stop"`` at one of ``stop_ids``, ``"length"`` at ``max_new_tokens``,
+            ``"cancelled"`` by its handle or the end of the engine, ``"error"`` where a step failed.
+        message: of an error, one line.
+    """
+
+    reason: FinishReason
+    message: str | None = None
+
+
+Event = PromptRead | NewToken | Finished
+OnEvent = Callable[[Event], None]
+
+
+class RequestHandle(Protocol):
+    """A request that was taken."""
+
+    def cancel(self) -> None:
+        """Ends it between two steps; nothing happens if it has ended. From any thread."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertStatistics:
+    """What the experts of the model cost since it was loaded; all counters.
+
+    Attributes:
+        hits: experts that lay in the fastest tier when a layer asked for them.
+        late_hits: experts that were on their way then.
+        misses: experts that had to be demanded from a slower tier.
+        bytes_read: by tier that they came from: ``"disk"``, and ``"host"`` for a model on a device.
+        stall_s: seconds that computation waited for experts.
+        useful_guesses: prefetched experts that lay ready when they were asked for.
+        late_guesses: prefetched experts that were on their way then.
+        wasted_guesses: prefetched experts that nobody asked for before they were given up.
+        expert_slots: experts that fit into the fastest tier at once.
+        policy: what decides which experts are given up.
+    """
+
+    hits: int
+    late_hits: int
+    misses: int
+    bytes_read: Mapping[str, int]
+    stall_s: float
+    useful_guesses: int
+    late_guesses: int
+    wasted_guesses: int
+    expert_slots: int
+    policy: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStatistics:
+    """What the engine does now, and what it did since it was made.
+
+    Attributes:
+        running: requests with a KV cache of their own.
+        waiting: requests that wait for one.
+        kv_tokens: tokens in the KV caches of running requests and in the prefix cache.
+        kv_capacity: tokens that memory was set aside for.
+        prefix_tokens: those of ``kv_tokens`` that only the prefix cache keeps.
+        steps: forward passes.
+        preemptions: times that a running request lost its KV cache to another.
+        prompt_tokens: of all requests, cached ones included.
+        prefix_hit_tokens: prompt tokens that were found in the prefix cache.
+        generated_tokens: of all requests.
+        finished: requests by the reason with which they ended.
+        experts: of the model.
+    """
+
+    running: int
+    waiting: int
+    kv_tokens: int
+    kv_capacity: int
+    prefix_tokens: int
+    steps: int
+    preemptions: int
+    prompt_tokens: int
+    prefix_hit_tokens: int
+    generated_tokens: int
+    finished: Mapping[FinishReason, int]
+    experts: ExpertStatistics
+
+    @property
+    def kv_usage(self) -> float:
+        """The share of the capacity that running requests hold; the rest can be had at once."""
+        return (self.kv_tokens - self.prefix_tokens) / self.kv_capacity
+
+
+class TokenEngine(Protocol):
+    """What answers requests. All calls may come from any thread."""
+
+    @property
+    def most_request_tokens(self) -> int:
+        """Tokens that a request may have, prompt and answer together."""
+        ...
+
+    def submit(self, request: GenerationRequest, on_event: OnEvent) -> RequestHandle:
+        """Takes a request.
+
+        Args:
+            request: what is asked.
+            on_event: called from the engine's thread with each event, `Finished` last, whatever
+                happens. It must return soon and not raise: it holds up all requests.
+
+        Raises:
+            QueueFullError: as many requests wait as may.
+            RequestTooLongError: it needs more tokens than `most_request_tokens`.
+            EngineClosedError: the engine drains or is closed.
+            ValueError: a token is none of the model's vocabulary.
+        """
+        ...
+
+    def statistics(self) -> EngineStatistics:
+        """What the engine does and did."""
+        ...
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Takes no more requests, and waits for those that were taken.
+
+        Returns:
+            Whether all have ended within the time.
+        """
+        ...
+
+    def close(self) -> None:
+        """Cancels what has not ended, sends its `Finished`, and ends the engine's thread."""
+        ...
