@@ -9,6 +9,8 @@ from types import FrameType
 from typing import Any
 
 _TERMINATING = (signal.SIGTERM, signal.SIGHUP)
+_FINALIZER_S = 0.01
+"""Seconds after which a signal that came within a ``__del__`` is raised again."""
 _FINISHING = "finishing outputs; Ctrl-C once more leaves them unfinished, as NAME.part"
 
 
@@ -85,6 +87,12 @@ def terminable() -> Iterator[StopRequest]:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal has_warned
+        if _is_in_finalizer(frame):
+            main = threading.main_thread().ident
+            later = threading.Timer(_FINALIZER_S, signal.pthread_kill, (main, number))
+            later.daemon = True
+            later.start()
+            return
         is_ending, request.signal_number = request.is_set, number
         if number != signal.SIGINT:
             for one in before.keys() & _TERMINATING:
@@ -102,3 +110,10 @@ def terminable() -> Iterator[StopRequest]:
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+
+
+def _is_in_finalizer(frame: FrameType | None) -> bool:
+    """Whether an exception would be printed and dropped, since Python runs a ``__del__``."""
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None

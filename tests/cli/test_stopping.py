@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -78,3 +79,22 @@ def test_a_second_interrupt_lets_outputs_be_finished_and_a_third_does_not(
         assert capsys.readouterr().err.startswith("finishing outputs; Ctrl-C once more")
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_within_a_finalizer_is_raised_after_it() -> None:
+    """Python prints and drops whatever is raised in a ``__del__``."""
+    finished: list[str] = []
+
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+            finished.append("to its end")
+
+    def drop_one_and_wait() -> None:
+        Finalized()
+        threading.Event().wait(60)
+
+    with terminable() as request, pytest.raises(KeyboardInterrupt):
+        drop_one_and_wait()
+    assert finished == ["to its end"]
+    assert request.exit_code == 130

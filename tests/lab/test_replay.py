@@ -118,6 +118,31 @@ def test_layers_that_recorded_nothing_are_left_out():
     assert events[-1][1].expert_ids.tolist() == [[int(ids[4, 2, 0]), SHAPE.num_experts]]
 
 
+@pytest.mark.parametrize("policy", sorted(RULES))
+@pytest.mark.parametrize("capacity", [2, 5])
+def test_an_expert_that_a_token_names_twice_is_asked_for_once(policy, capacity):
+    ids = ROUTES.expert_ids.copy()
+    ids[4:9, :, 1] = ids[4:9, :, 0]
+    once = ids.copy()
+    once[4:9, :, 1] = 255
+    workload = workload_of(trace_of(replace(ROUTES, expert_ids=ids)))
+    assert workload.keys[12] == [ExpertKey(0, int(ids[4, 0, 0]))]
+    found = replayed(workload.trace, policy, capacity, shared_pool=False)
+    expected = replayed(
+        trace_of(replace(ROUTES, expert_ids=once)), policy, capacity, shared_pool=False
+    )
+    assert found.hits.tolist() == expected.hits.tolist()
+
+
+def test_gate_weights_belong_to_their_experts_where_a_choice_was_not_recorded():
+    ids = ROUTES.expert_ids.copy()
+    ids[4, 2, 1] = 255
+    trace = trace_of(replace(ROUTES, expert_ids=ids))
+    keep = (trace.expert_ids != trace.absent).ravel()
+    expected = trace.gate_weights.astype(np.float64).ravel()[keep]
+    assert workload_of(trace).mean_gates.tolist() == expected.tolist()
+
+
 @pytest.mark.skipif(not is_available(), reason="the compiled replay needs a C compiler")
 @pytest.mark.parametrize("policy", sorted(RULES))
 @pytest.mark.parametrize("reset", [False, True])

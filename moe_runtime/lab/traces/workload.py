@@ -50,7 +50,7 @@ class Workload:
     def mean_gates(self) -> np.ndarray:
         """Gate weight of every key, as the mean over the tokens of its step: ``[U]`` float64."""
         trace = self.trace
-        if self.num_events * trace.signature.top_k == len(trace.gate_weights.ravel()) and np.all(
+        if len(self.key_numbers) == trace.gate_weights.size and np.all(
             np.diff(trace.step_start) == 1
         ):
             return trace.gate_weights.astype(np.float64).ravel()
@@ -109,7 +109,11 @@ class Workload:
 def workload_of(trace: Trace) -> Workload:
     """Lists the events of a trace."""
     num_experts = trace.signature.num_experts
-    if np.all(np.diff(trace.step_start) == 1) and not np.any(trace.expert_ids == trace.absent):
+    ordered = np.sort(trace.expert_ids, axis=-1)
+    are_distinct = ordered.max(initial=0) < trace.absent and np.all(
+        ordered[..., 1:] > ordered[..., :-1]
+    )
+    if are_distinct and np.all(np.diff(trace.step_start) == 1):
         num_tokens, num_layers, top_k = trace.expert_ids.shape
         first_of_layer = num_experts * np.arange(num_layers, dtype=np.int32)
         numbers = (trace.expert_ids + first_of_layer[:, None]).ravel()
@@ -121,7 +125,9 @@ def workload_of(trace: Trace) -> Workload:
         for step, layer, experts in trace.accesses():
             rows = trace.tokens_of(step)
             if rows.stop - rows.start == 1:
-                experts = trace.expert_ids[rows.start, layer]
+                chosen = trace.expert_ids[rows.start, layer]
+                _, first = np.unique(chosen, return_index=True)
+                experts = chosen[np.sort(first)]
                 experts = experts[experts != trace.absent]
             parts.append(experts + np.int32(num_experts * layer))
             places.append((step, layer))
