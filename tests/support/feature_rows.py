@@ -52,11 +52,14 @@ class Feature:
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """What a call returns, or what it raises: as much of an answer."""
+    """What a call returns, or what it raises and the first line of it: as much of an answer.
+
+    Further lines are a compiler's, say, and name files that are never the same twice.
+    """
     try:
         return call()
     except (ValueError, TypeError, ImportError, RuntimeError, AttributeError, OSError) as error:
-        return type(error).__name__, str(error)
+        return type(error).__name__, str(error).partition("\n")[0]
     except AssertionError as error:  # how torch says that it has no CUDA
         return type(error).__name__, str(error)
 
