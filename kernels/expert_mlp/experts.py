@@ -55,6 +55,15 @@ def _check_tensors(experts: StackedExperts | PackedExperts, shapes: dict[str, li
         check_like(name, tensor, first, experts.names[0])
 
 
+def ids_in_slots(ids_TK: Tensor, slot_of_expert: Tensor | None) -> Tensor:
+    """Ids, -1 where their expert lies in no slot and takes no part."""
+    if slot_of_expert is None:
+        return ids_TK
+    is_expert = (ids_TK >= 0) & (ids_TK < len(slot_of_expert))
+    has_slot = slot_of_expert[ids_TK.where(is_expert, 0)] >= 0
+    return ids_TK.where(is_expert & has_slot, -1)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StackedExperts:
     """The parameters of all experts, and how they are laid out.
@@ -69,8 +78,9 @@ class StackedExperts:
         is_transposed: Whether the summed dimension of the matrices comes first.
         is_concatenated: Whether all gate rows come before all up rows; otherwise they alternate,
             gate first.
-        slot_of_expert: ``[E]`` integers: the slot that each expert lies in. None means that expert
-            ``e`` lies in slot ``e``.
+        slot_of_expert: ``[E]`` integers: the slot that each expert lies in, below 0 for one that
+            takes no part, as if its ids named no expert. None means that expert ``e`` lies in slot
+            ``e``.
     """
 
     gate_up: Tensor

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.expert_mlp.experts import StackedExperts
+from moe_runtime.kernels.expert_mlp.experts import StackedExperts, ids_in_slots
 from moe_runtime.kernels.expert_mlp.reference import apply_activation
 from moe_runtime.kernels.expert_mlp.rows import (
     Group,
@@ -42,6 +42,7 @@ def composed_expert_mlp(
 ) -> Tensor:
     """`expert_mlp` with functions of the caller between and after the products."""
     num_tokens, top_k = ids_TK.shape
+    ids_TK = ids_in_slots(ids_TK, experts.slot_of_expert)
     rows = sort_rows(ids_TK, experts.num_experts)
     y_RD = _rows(x_TD, rows.order_R // top_k, rows, experts, activation)
     if post_expert is not None:

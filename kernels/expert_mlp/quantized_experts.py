@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp.expert_weights import ExpertWeights
-from moe_runtime.kernels.expert_mlp.experts import StackedExperts
+from moe_runtime.kernels.expert_mlp.experts import StackedExperts, ids_in_slots
 from moe_runtime.kernels.operands import check_shape
 from moe_runtime.kernels.operands.activation import GateLayout
 from moe_runtime.kernels.quantized import QuantizedStack
@@ -112,11 +112,7 @@ class QuantizedExperts:
 
     def named(self, ids_TK: Tensor) -> Tensor:
         """Ids, -1 where their expert takes no part."""
-        if self.slot_of_expert is None:
-            return ids_TK
-        is_expert = (ids_TK >= 0) & (ids_TK < self.num_experts)
-        has_slot = self.slot_of_expert[ids_TK.where(is_expert, 0)] >= 0
-        return ids_TK.where(is_expert & has_slot, -1)
+        return ids_in_slots(ids_TK, self.slot_of_expert)
 
     def weights(self, slot: int) -> ExpertWeights:
         """Views of everything in one slot."""

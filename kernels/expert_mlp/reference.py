@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.expert_mlp.experts import RoutedExperts
+from moe_runtime.kernels.expert_mlp.experts import RoutedExperts, ids_in_slots
 from moe_runtime.kernels.operands import precise_dtype
 from moe_runtime.kernels.operands.activation import (
     ActivationSpec,
@@ -30,14 +30,14 @@ def expert_mlp_reference(
 ) -> Tensor:
     """``out[t] = sum over k of weights[t, k] * expert[ids[t, k]](x[t])``, in fp32 (fp64 for fp64).
 
-    Nothing is rounded between the input and the output. Entries of `ids` that name no expert add
-    nothing, and their gate weight gets no gradient.
+    Nothing is rounded between the input and the output. Entries of `ids` that name no expert, or
+    one without a slot, add nothing, and their gate weight gets no gradient.
 
     Returns:
         ``[T, D]`` in the dtype of `x`.
     """
     num_tokens, top_k = ids_TK.shape
-    ids_R = ids_TK.flatten()
+    ids_R = ids_in_slots(ids_TK, experts.slot_of_expert).flatten()
     x_RD = x_TD.repeat_interleave(top_k, dim=0)
     order_R = torch.argsort(
         torch.where((ids_R < 0) | (ids_R >= experts.num_experts), experts.num_experts, ids_R),
@@ -64,14 +64,16 @@ def grouped_expert_mlp_reference(
 ) -> Tensor:
     """The experts' outputs ``[R, D]`` for rows sorted by expert, in fp32 (fp64 for fp64).
 
-    Rows after the last expert's are zero.
+    Rows after the last expert's are zero, and so are those of an expert without a slot.
     """
     precise = precise_dtype(x_RD)
     x_RD = x_RD.to(precise)
     pieces: list[Tensor] = []
     first = 0
     for slot, count in zip(experts.slots(), counts, strict=True):
-        if count:
+        if slot < 0:
+            pieces.append(x_RD.new_zeros(count, experts.dim_model))
+        elif count:
             one = experts.one(slot)
             rows_RD = x_RD[first : first + count]
             parts = zip(one.inputs, one.input_biases, strict=True)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.expert_mlp.experts import RoutedExperts
+from moe_runtime.kernels.expert_mlp.experts import RoutedExperts, ids_in_slots
 from moe_runtime.kernels.operands.activation import ActivationSpec
 from moe_runtime.kernels.token_sort import token_sort
 
@@ -109,7 +109,8 @@ class RoutedBatch:
         if self.sorted_rows is not None:
             return self.sorted_rows
         assert self.ids_TK is not None, "rows are sorted, or there are choices to sort them by"
-        return sort_rows(self.ids_TK, self.experts.num_experts)
+        experts = self.experts
+        return sort_rows(ids_in_slots(self.ids_TK, experts.slot_of_expert), experts.num_experts)
 
     @property
     def num_choices(self) -> int:
@@ -138,14 +139,25 @@ def already_sorted(counts_E: Tensor) -> SortedRows:
 
 
 def groups(rows: SortedRows, experts: RoutedExperts) -> Iterator[Group]:
-    """The experts that have rows, in order; copies the offsets to the host."""
-    return groups_between(rows.offsets_E1, experts.slot_of_expert)
+    """The experts that have rows, in order; copies the offsets to the host.
+
+    Raises:
+        ValueError: an expert lies in a slot that there is not.
+    """
+    num_slots = experts.num_experts
+    if experts.slot_of_expert is not None:
+        num_slots = len(experts.tensors()[0])
+    for group in groups_between(rows.offsets_E1, experts.slot_of_expert):
+        if group.slot >= num_slots:
+            raise ValueError(f"slot_of_expert must be below {num_slots}, got {group.slot}")
+        yield group
 
 
 def groups_between(offsets_E1: Tensor, slot_of_expert: Tensor | None) -> Iterator[Group]:
-    """As `groups`, for the experts whose rows lie between these offsets."""
+    """As `groups`, for the experts whose rows lie between these offsets, those without a slot left
+    out."""
     bounds = offsets_E1.tolist()
     slots = range(len(bounds) - 1) if slot_of_expert is None else slot_of_expert.tolist()
     for slot, (first, last) in zip(slots, pairwise(bounds), strict=True):
-        if first < last:
+        if first < last and slot >= 0:
             yield Group(slot, first, last)

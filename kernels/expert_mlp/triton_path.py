@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.combine.kernel import launch_combine_fwd
-from moe_runtime.kernels.expert_mlp.experts import PackedExperts, RoutedExperts, StackedExperts
+from moe_runtime.kernels.expert_mlp.experts import (
+    PackedExperts,
+    RoutedExperts,
+    StackedExperts,
+    ids_in_slots,
+)
 from moe_runtime.kernels.expert_mlp.parameter_gradients import EVERY_GRADIENT, ParameterGradients
 from moe_runtime.kernels.expert_mlp.rows import Gradients, Needs, RoutedBatch, SortedRows
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
@@ -54,6 +59,7 @@ class TritonPath:
                 down_bias_SD=experts.down_bias,
                 slot_of_expert=experts.slot_of_expert,
             )
+        ids_TK = ids_in_slots(ids_TK, experts.slot_of_expert)
         order = token_sort(ids_TK, experts.num_experts, impl="triton")
         batch = replace(batch, sorted_rows=SortedRows(order.order_R, order.offsets_E1))
         groups = _groups(batch)
@@ -240,10 +246,10 @@ def _rows_like(x_TD: Tensor, groups: Groups) -> Tensor:
     """Memory for one model-wide row a routed row.
 
     Rows that no kernel writes are zero where somebody reads them: `combine` skips those without an
-    expert, but a result in sorted order is handed out whole, and slot tables may leave experts out.
+    expert, but a result in sorted order is handed out whole.
     """
     shape = (groups.num_rows, x_TD.shape[1])
-    if groups.order_R is None or groups.slot_of_expert is not None:
+    if groups.order_R is None:
         return x_TD.new_zeros(shape)
     return x_TD.new_empty(shape)
 
