@@ -22,7 +22,6 @@ from moe_runtime.memory.changes import Changes
 Block = Callable[[], int]
 """Moves one block and returns its number of bytes; what it raises becomes the error of its read."""
 
-
 OnDone = Callable[["Read"], None]
 """Called when a read has ended, from a reading thread or by whoever looks next. Once, unless an
 exception struck while it was called."""
@@ -83,8 +82,8 @@ class _Work:
 class ReadQueue:
     """Threads that serve the blocks of submitted reads, demands first, in order of submission."""
 
-    def __init__(self, num_threads: int) -> None:
-        """Starts the threads.
+    def __init__(self, num_threads: int, *, num_for_demands: int = 0) -> None:
+        """Starts the threads, and more of them that serve demands alone.
 
         Raises:
             ValueError: there would be no thread.
@@ -97,9 +96,10 @@ class ReadQueue:
         self._changed = Changes()
         self._changed.mend = self._mend
         self._closed = False
+        served = [Priority.READAHEAD] * num_threads + [Priority.DEMAND] * num_for_demands
         self._threads = [
-            threading.Thread(target=self._serve, name=f"moe-read-{i}", daemon=True)
-            for i in range(num_threads)
+            threading.Thread(target=self._serve, args=(last,), name=f"moe-read-{i}", daemon=True)
+            for i, last in enumerate(served)
         ]
         for thread in self._threads:
             thread.start()
@@ -174,12 +174,12 @@ class ReadQueue:
         for read, work in self._works.items():
             self._push(read, len(work.blocks))
 
-    def _serve(self) -> None:
+    def _serve(self, last: Priority) -> None:
         hands, reported = _Hands(), _Reported()
         while not self._closed:
             with reported:
                 if hands.found is None:
-                    self._take(hands)
+                    self._take(hands, last)
                 if hands.found is not None:
                     self._move(hands, *hands.found)
             with reported:
@@ -189,11 +189,11 @@ class ReadQueue:
                 with reported:
                     self._changed.let_go()
 
-    def _take(self, hands: _Hands) -> None:
-        """Takes the next block, or waits for one; not for long if there is an end to tell of."""
+    def _take(self, hands: _Hands, last: Priority) -> None:
+        """Takes the next block that it serves, or waits; not for long if it has ends to tell."""
         with self._changed:
             while not self._closed:
-                while self._tickets:
+                while self._tickets and self._tickets[0][0] <= last:
                     read = heapq.heappop(self._tickets)[2]
                     # A promoted read has tickets twice; the second ones find nothing to do.
                     work = self._works.get(read)

@@ -160,8 +160,7 @@ class Lease(Generic[W]):
             self._resident.append(key)
         else:
             store._counters.late_hits += 1
-            if self._priority() is Priority.DEMAND:
-                store._hasten(key, entry)
+            store._hasten(key, entry, self._priority())
             self._arriving.append(key)
         if key not in store._passing:
             store._policy.touch(key)
@@ -208,6 +207,7 @@ class Lease(Generic[W]):
             key = self._wanted[0]
             if key in store._entries:  # another lease asked for it while this one waited for a slot
                 entry = store._entries[key]
+                store._hasten(key, entry, self._priority())
             else:
                 keep = key in self._keep
                 slot = store._take_slot(key, keep=keep)

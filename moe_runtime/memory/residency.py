@@ -149,7 +149,7 @@ class ExpertStore(Generic[W]):
         with self._changed:
             entry = self._entries.get(key)
             if entry is not None:
-                self._hasten(key, entry)
+                self._hasten(key, entry, Priority.DEMAND)
 
     def read_ahead(self, keys: Sequence[ExpertKey]) -> None:
         """Starts reading experts that will probably be leased next, behind all demands.
@@ -254,11 +254,11 @@ class ExpertStore(Generic[W]):
         self._fetcher.fetch(key, self._slab.slot(slot), entry.read)
         return entry
 
-    def _hasten(self, key: ExpertKey, entry: Entry[W]) -> None:
-        """What was read ahead is waited for."""
-        if entry.read.priority is not Priority.DEMAND and not entry.arrived:
+    def _hasten(self, key: ExpertKey, entry: Entry[W], priority: Priority) -> None:
+        """What was read ahead is waited for, by somebody who is served at that priority."""
+        if priority < entry.read.priority and not entry.arrived:
             self._link.begin_demand()
-        self._fetcher.promote(key, entry.read)
+            self._fetcher.promote(key, entry.read)
 
     def _arrive(self, key: ExpertKey, read: Read) -> None:
         with self._changed:

@@ -1,18 +1,17 @@
 """One tier filled from another: experts copied from host slots to device slots."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from moe_runtime.memory.changes import Changes
-from moe_runtime.memory.io_queue import Priority, Read, ReadQueue
+from moe_runtime.memory.io_queue import Read, ReadQueue
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.types import ExpertKey
 
 COPY_THREADS = 2
-"""Demanded copies under way at once: one waits for its expert to be read while another uses the
-link. As many more are read ahead, by threads of their own."""
+"""Threads that only copy what is demanded: one waits for its expert to be read while another uses
+the link. As many more also read ahead."""
 
 
 class TierFetcher:
@@ -20,8 +19,8 @@ class TierFetcher:
 
     An expert is leased below for the time of its copy, so it cannot be evicted half-way. What is
     read ahead here is read ahead there, what only passes through here passes through there, and a
-    demand waits for neither: it has threads of its own, and one slot below that no read-ahead
-    takes.
+    demand waits for neither: it has threads that copy nothing else, and one slot below that no
+    read-ahead takes.
 
     Copies to a CUDA device run on a stream of their own, after the computation that was queued
     before them: it may still read what the slot held until now.
@@ -30,54 +29,36 @@ class TierFetcher:
     def __init__(self, lower: ExpertStore[torch.Tensor], device: torch.device) -> None:
         self.lower = lower
         self.changed = Changes()
-        self._demands = ReadQueue(COPY_THREADS)
-        self._aheads = ReadQueue(max(1, min(COPY_THREADS, lower.num_slots - COPY_THREADS)))
-        self._copies: dict[Read, Callable[[], int]] = {}  # those that may still be promoted
+        num_ahead = max(1, min(COPY_THREADS, lower.num_slots - COPY_THREADS))
+        self._copies = ReadQueue(num_ahead, num_for_demands=COPY_THREADS)
         self._device = device
 
     def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
         """Starts to copy an expert into a slot; it is read first if it is not resident below."""
-        copy = partial(self._copy, key, slot, read)
-        if read.priority is Priority.DEMAND:
-            self._demands.submit([copy], read)
-        else:
-            self._copies[read] = copy
-            self._aheads.submit([copy], read)
+        self._copies.submit([partial(self._copy, key, slot, read)], read)
 
     def promote(self, key: ExpertKey, read: Read) -> None:
         """Serves a copy before all read-aheads, here and below."""
-        if read.priority is Priority.DEMAND:
-            return
-        read.priority = Priority.DEMAND  # first: who has begun it looks at this
-        if self._aheads.cancel(read):
-            self._demands.submit([self._copies.pop(read)], read)
-        else:
-            self._copies.pop(read, None)
-            self.lower.promote(key)
+        self._copies.promote(read)  # first: who has begun it looks at its priority
+        self.lower.promote(key)
 
     def cancel(self, read: Read) -> bool:
         """Takes back a read that has not begun; says whether it could be."""
-        is_cancelled = self._aheads.cancel(read) or self._demands.cancel(read)
-        if is_cancelled:
-            self._copies.pop(read, None)
-        return is_cancelled
+        return self._copies.cancel(read)
 
     def is_under_way(self, read: Read) -> bool:
         """Whether a copy was started and its end is still to be told."""
-        return self._aheads.is_under_way(read) or self._demands.is_under_way(read)
+        return self._copies.is_under_way(read)
 
     def let_go(self) -> None:
         """Gives up what an exception left to this thread, here and below."""
-        self._demands.let_go()
-        self._aheads.let_go()
+        self._copies.let_go()
         self.lower.let_go()
 
     def close(self) -> None:
         """Ends the tier below, and with it what waits for that; then the copies."""
         self.lower.close()
-        self._aheads.close()
-        self._demands.close()
-        self._copies.clear()
+        self._copies.close()
 
     def _copy(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> int:
         lease, is_done = self.lower.lease([key], streaming=read.passes, above=read), False
@@ -88,7 +69,6 @@ class TierFetcher:
                         self._move(key, source, slot)
             is_done = True
         finally:
-            self._copies.pop(read, None)
             if not is_done:
                 self.lower.give_up(lease)
         return len(slot)

@@ -1,5 +1,6 @@
 """After an exception on any line of a pass the model goes on with the same bits."""
 
+import contextlib
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 import tiny_checkpoints
 import torch
-from injection import KINDS, Site, lines_of, raise_on
+from injection import KINDS, Site, StruckThreads, lines_of, raise_on
 from moe_families import Family
 
 import moe_runtime
+from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.kernels.native import native_library
 from moe_runtime.lab.traces.format import Trace, read_trace
@@ -138,6 +140,58 @@ def test_an_exception_in_a_backward_pass_leaves_nothing_behind(checkpoint: Path)
     generator = random.Random(0)
     for number, (site, times) in enumerate(sites.items()):
         trial.strike(site, generator.randint(1, min(times, 8)), KINDS[number % len(KINDS)])
+    assert trial.num_struck > len(sites) / 2
+    trial.close()
+
+
+@pytest.fixture
+def coded(tmp_path: Path) -> Any:
+    """A model whose experts are read into landing slots and encoded into others."""
+    sizes = {"hidden_size": 120, "intermediate_size": 200}  # no multiple of the code's blocks
+    made = tiny_checkpoints.tiny_model(Family("mixtral", "MixtralForCausalLM", config=sizes))
+    path = tiny_checkpoints.save(made.bfloat16(), tmp_path / "model", sharded=False)
+    options = {"max_tokens": 64, "cache_code": "planes"}
+    summary = inspect_checkpoint(path, **options)
+    budget = summary.smallest_budget_bytes + (SLOTS - 2) * summary.slot_bytes
+    return moe_runtime.load(path, device="cpu", host_memory=budget, prefetch="enforce", **options)
+
+
+def strike_arrivals(model: Any, places: tuple[str, ...]) -> None:
+    """Strikes lines of these files on the threads that encode arrivals, each some time."""
+    fetcher = model.moe._store._fetcher
+    fetcher._copy = copy = StruckThreads(fetcher._copy)
+    expected = run(model)
+    sites = [site for site in copy.sites if str(site).startswith(places)]
+    assert sites
+    num_struck = 0
+    for number, site in enumerate(sites):
+        copy.target = site, KINDS[number % len(KINDS)]
+        with contextlib.suppress(MoERuntimeError):  # where the expert was waited for
+            run(model)
+        num_struck += copy.target is None
+        copy.target = None
+        model.moe.check()
+        assert torch.equal(run(model), expected), site
+    assert num_struck > len(sites) / 2
+    model.moe.close()
+
+
+def test_exceptions_where_experts_are_encoded_on_their_way(coded: Any) -> None:
+    strike_arrivals(coded, ("memory/tiers.py", "inference/cache_code.py"))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("_two_threads")
+def test_exceptions_on_any_line_of_an_arrival_that_is_encoded(coded: Any) -> None:
+    strike_arrivals(coded, ("",))
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_an_exception_where_two_tiers_are_asked_leaves_nothing_behind(coded: Any) -> None:
+    trial = Trial(coded)
+    sites = [site for site in trial.sites if str(site).startswith("memory/tiers.py")]
+    for number, site in enumerate(sites):
+        trial.strike(site, 1 + number % min(trial.sites[site], 4), KINDS[number % len(KINDS)])
     assert trial.num_struck > len(sites) / 2
     trial.close()
 

@@ -23,7 +23,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLS: tuple[ExpertMlpImpl, ...] = ("reference", "torch", "native", "triton")
 TABLE = (2, -1, 0)
 # Two products one after another, of at most 37 terms below 8 in fp32: 2 * 37 * 8 * 2**-24 = 4e-5.
-CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+CLOSE = 1e-4
 
 
 def silu_of_halves(z_RZ: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def test_an_expert_without_a_slot_adds_nothing(
     expected = mlp_by_hand(
         x.cpu().double(), ids.masked_fill(absent, -1), weights.detach().cpu().double(), known
     )
-    torch.testing.assert_close(out.detach().cpu().double(), expected, **CLOSE)
+    torch.testing.assert_close(out.detach().cpu().double(), expected, rtol=CLOSE, atol=CLOSE)
     if not differentiates:
         return
     gradients = torch.autograd.grad(out.sum(), [weights, *experts.tensors()])

@@ -80,6 +80,23 @@ def test_an_expert_on_its_way_is_a_late_hit_and_promoted():
     assert stats.stall_s > 0
 
 
+def test_an_expert_read_ahead_while_a_lease_waits_for_a_slot_is_promoted():
+    tier = FakeTier(at_once=False)
+    store = make_store(tier, 2)
+    tier.broken.update(keys(0, 0))  # so that its slot is free again once it is let go of
+    waiting = store.lease(keys(0, 2))
+    with store.lease(keys(0, 0, 1)):
+        waiting.__enter__()
+        tier.finish()
+    store.read_ahead(keys(0, 2))
+    assert tier.promoted == []
+    threading.Timer(0.05, tier.finish).start()
+    assert [key for group in waiting for key, _ in group] == keys(0, 2)
+    assert tier.promoted == keys(0, 2)
+    waiting.__exit__()
+    store.check()
+
+
 def test_an_expert_read_ahead_in_time_is_a_hit():
     tier = FakeTier(at_once=False)
     store = make_store(tier, 6)

@@ -1,11 +1,13 @@
 """Two tiers over reads that end when a test says so: what is demanded waits for nothing else."""
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from injection import lines_of, raise_on
 from slow_reader import SlowReader
 
 from moe_runtime.errors import MoERuntimeError
@@ -137,12 +139,12 @@ def test_reads_that_wait_when_the_tiers_close_end_with_an_error() -> None:
 
     def use() -> None:
         with pytest.raises(MoERuntimeError) as caught:
-            tiers.use(*(K(0, expert) for expert in range(4)))
+            tiers.use(*(K(0, expert) for expert in range(6)))
         errors.append(str(caught.value))
 
     waiting = threading.Thread(target=use)
     waiting.start()
-    until(lambda: len(tiers.disk.waiting) == 2)
+    until(lambda: len(tiers.disk.waiting) == 4)  # all that may begin at once
     tiers.device.close()
     waiting.join()
     assert not waiting.is_alive()
@@ -153,11 +155,50 @@ def test_reads_that_wait_when_the_tiers_close_end_with_an_error() -> None:
 
 def test_a_read_ahead_whose_copy_fails_is_not_kept(tiers: Tiers) -> None:
     fetcher = tiers.device._fetcher
-    assert isinstance(fetcher, TierFetcher)
     tiers.disk.close()  # nothing is read any more
     tiers.device.read_ahead([K(0, 0)])
     until(lambda: not any(fetcher.is_under_way(e.read) for e in tiers.device._entries.values()))
-    assert not fetcher._copies
+    assert not reads_of_nobody(tiers)
+
+
+def reads_of_nobody(tiers: Tiers) -> list[Read]:
+    """Reads that something still holds though no tier has an entry for them."""
+    entries = [*tiers.device._entries.values(), *tiers.host._entries.values()]
+    known = {id(entry.read) for entry in entries}
+    gc.collect()
+    return [one for one in gc.get_objects() if type(one) is Read and id(one) not in known]
+
+
+def test_an_exception_in_a_promotion_loses_no_read_and_keeps_none() -> None:
+    """On every line between the lease and the tier below, before the copy began and after."""
+    begun, waits = K(1, 0), K(1, 1)
+
+    def promotion() -> tuple[Tiers, Callable[[], None]]:
+        """Two read-aheads, of which the second waits for the only thread that may begin it."""
+        tiers = Tiers([2, 4], [2, 1])
+        tiers.device.read_ahead([begun, waits])
+        until(lambda: begun in tiers.disk.waiting)
+        lease = tiers.device.lease([waits, begun])
+
+        def promote() -> None:
+            with lease:
+                pass
+
+        return tiers, promote
+
+    tiers, promote = promotion()
+    parts = ("memory/tiers.py", "memory/io_queue.py")
+    sites = [site for site in lines_of(promote) if str(site).startswith(parts)]
+    tiers.close()
+    assert len(sites) > 5
+    for site in sites:
+        tiers, promote = promotion()
+        assert raise_on(site, 1, KeyboardInterrupt, promote), site
+        tiers.device.let_go()
+        tiers.device.check()
+        tiers.use_now(begun, waits)
+        assert not reads_of_nobody(tiers), site
+        tiers.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

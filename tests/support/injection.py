@@ -78,3 +78,36 @@ def raise_on(
         sys.settrace(None)
     assert struck or is_done, "the call failed on its own"
     return struck
+
+
+class StruckThreads:
+    """A function that other threads call, in which an exception strikes one of them once.
+
+    Attributes:
+        sites: the lines that its calls have run through so far.
+        target: the line to strike and with what; None when it has been struck, or none is meant.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.sites: dict[Site, int] = {}
+        self.target: tuple[Site, type[BaseException]] | None = None
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        target, results = self.target, []
+        if target is None:
+            self.sites.update(lines_of(lambda: results.append(self._function(*args))))
+            return results[0]
+        site, kind = target
+
+        def local(frame: FrameType, event: str, _: Any) -> Any:
+            if event == "line" and frame.f_lineno == site.line and self.target is target:
+                self.target = None
+                raise kind("injected")
+            return local
+
+        sys.settrace(lambda frame, *_: local if frame.f_code is site.code else None)
+        try:
+            return self._function(*args)
+        finally:
+            sys.settrace(None)
