@@ -32,7 +32,9 @@ def room_for(num_tokens: int, num_sequences: int = 1) -> int:
 
 def grow_cache_in_place(model: PreTrainedModel) -> None:
     """Makes the dynamic caches that a model is called with grow in place; other kinds stay."""
-    model.register_forward_pre_hook(_give_room, with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda _, args, options: give_room(options.get("past_key_values")), with_kwargs=True
+    )
 
 
 def growing_cache() -> Any:
@@ -64,10 +66,10 @@ def take_place(
     return layer.take_place()
 
 
-def _give_room(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+def give_room(cache: Any) -> None:
+    """Makes a dynamic cache grow in place; other kinds, and None, stay as they are."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
-    cache = kwargs.get("past_key_values")
     if type(cache) is not DynamicCache:
         return
     growing = _growing_layers()
@@ -138,14 +140,13 @@ def _growing_layers() -> dict[type, type]:
 class _Growing:
     """A tensor ``[..., tokens, D]`` that grows along its tokens, and can lose the first of them.
 
-    Only the view that ``append`` returned last can grow in place: no tensor that somebody holds is
-    ever written to.
+    Only ``view``, returned last, can grow in place: no tensor that somebody holds is written to.
     """
 
     def __init__(self) -> None:
-        self._room: torch.Tensor | None = None
-        self._view: torch.Tensor | None = None
-        self._start = 0  # of the view in the room
+        self.room: torch.Tensor | None = None
+        self.view: torch.Tensor | None = None
+        self.start = 0  # of the view in the room
 
     def append(self, cached: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """``torch.cat((cached, new), -2)``; ``cached`` may be empty, of any shape."""
@@ -154,42 +155,42 @@ class _Growing:
         dtype = new.dtype
         if num_cached and cached.dtype is not dtype:  # steps under autocast and steps without
             dtype = torch.promote_types(cached.dtype, dtype)
-        room = self._room
+        room = self.room
         if (
             room is None
-            or cached is not self._view
+            or cached is not self.view
             or room.dtype is not dtype
-            or not _has_place(room, self._start + num_tokens)
+            or not _has_place(room, self.start + num_tokens)
         ):
-            self._start = 0
+            self.start = 0
             num_room = room_for(num_tokens, len(new)) if num_cached else num_tokens
             shape = (*new.shape[:-2], num_room, new.shape[-1])
-            room = self._room = new.new_empty(shape, dtype=dtype)
+            room = self.room = new.new_empty(shape, dtype=dtype)
             if num_cached:
                 room.narrow(-2, 0, num_cached).copy_(cached)
         # past autograd, which takes this for a change of the views that it kept for a backward pass
-        room.data.narrow(-2, self._start + num_cached, new.shape[-2]).copy_(new)
-        self._view = room.narrow(-2, self._start, num_tokens)
-        return self._view
+        room.data.narrow(-2, self.start + num_cached, new.shape[-2]).copy_(new)
+        self.view = room.narrow(-2, self.start, num_tokens)
+        return self.view
 
     def take_place(self, cached: torch.Tensor | None) -> torch.Tensor | None:
         """``cached`` with one more token of any content, or None where it cannot grow in place."""
-        room = self._room
-        if room is None or cached is None or cached is not self._view:
+        room = self.room
+        if room is None or cached is None or cached is not self.view:
             return None
         num_tokens = cached.shape[-2] + 1
-        if not _has_place(room, self._start + num_tokens):
+        if not _has_place(room, self.start + num_tokens):
             return None
-        self._view = room.narrow(-2, self._start, num_tokens)
-        return self._view
+        self.view = room.narrow(-2, self.start, num_tokens)
+        return self.view
 
     def keep_last(self, num_tokens: int) -> torch.Tensor:
         """The last tokens of what was appended to, which alone grows from now on."""
-        view = cast(torch.Tensor, self._view)
+        view = cast(torch.Tensor, self.view)
         dropped = max(view.shape[-2] - num_tokens, 0)
         if dropped:
-            self._start += dropped
-            self._view = view = view.narrow(-2, dropped, num_tokens)
+            self.start += dropped
+            self.view = view = view.narrow(-2, dropped, num_tokens)
         return view
 
 

@@ -48,7 +48,7 @@ def use_single_query_attention(model: PreTrainedModel) -> None:
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: torch.Tensor,
+    key: Any,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     **options: Any,
@@ -58,7 +58,7 @@ def attend(
     Args:
         module: the attention layer.
         query: ``[B, H, Q, D]``.
-        key: ``[B, G, S, D]``, with H a multiple of G.
+        key: ``[B, G, S, D]``, with H a multiple of G; or what knows the keys of several caches.
         value: ``[B, G, S, V]``.
         attention_mask: None, or what transformers makes for SDPA.
         **options: as transformers passes them.
@@ -66,6 +66,8 @@ def attend(
     Returns:
         ``[B, Q, H, V]`` in the dtype of ``query``, and None.
     """
+    if not isinstance(key, torch.Tensor):  # keys of several caches, see serving
+        return key.attend(attend, module, query, options), None
     mixed = single_query_attention(query, key, value, attention_mask, options)
     if mixed is not None:
         return mixed, None
@@ -120,11 +122,8 @@ def single_query_attention(
 
 def changes_attention(options: dict[str, Any]) -> bool:
     """Whether options that are passed to attention ask for more than softmax, scale and mask."""
-    return any(_is_set(options[name]) for name in CHANGING_OPTIONS & options.keys())
-
-
-def _is_set(option: Any) -> bool:
-    return isinstance(option, torch.Tensor) or bool(option)
+    asked = (options[name] for name in CHANGING_OPTIONS & options.keys())
+    return any(isinstance(option, torch.Tensor) or bool(option) for option in asked)
 
 
 def added_mask(mask_BS: torch.Tensor) -> torch.Tensor:

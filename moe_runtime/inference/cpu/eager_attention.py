@@ -82,7 +82,7 @@ def _own_attention_of(family: str) -> Any:
 def attend(
     module: Any,
     query: torch.Tensor,
-    key: torch.Tensor,
+    key: Any,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     **options: Any,
@@ -92,7 +92,7 @@ def attend(
     Args:
         module: the attention layer.
         query: ``[B, H, Q, D]``.
-        key: ``[B, G, S, D]``, with H a multiple of G.
+        key: ``[B, G, S, D]``, with H a multiple of G; or what knows the keys of several caches.
         value: ``[B, G, S, V]``.
         attention_mask: None, or what transformers makes for eager attention.
         **options: as transformers passes them; ``s_aux`` are the sinks.
@@ -101,6 +101,8 @@ def attend(
         ``[B, Q, H, V]`` in the dtype of ``query``; weights ``[B, H, Q, S]`` where somebody may see
         them, else None.
     """
+    if not isinstance(key, torch.Tensor):  # keys of several caches, see serving
+        return key.attend(attend, module, query, options), None
     others = {name: option for name, option in options.items() if name != "s_aux"}
     sinks = options.get("s_aux")
     if (

@@ -1,0 +1,360 @@
+"""The engine: one thread that owns a model, and answers many requests with it at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from moe_runtime.serving.engine_options import EngineOptions, capacity_of
+from moe_runtime.serving.expert_statistics import expert_statistics
+from moe_runtime.serving.kv_account import PIECE, KVAccount
+from moe_runtime.serving.passes import ModelPasses
+from moe_runtime.serving.requests import (
+    EngineClosedError,
+    EngineStatistics,
+    FinishReason,
+    GenerationRequest,
+    NewToken,
+    OnEvent,
+    QueueFullError,
+    RequestTooLongError,
+)
+from moe_runtime.serving.sampling import Sampler
+from moe_runtime.serving.scheduling import Scheduler
+from moe_runtime.serving.sequence_cache import (
+    Block,
+    append_blocks,
+    copy_block,
+    keeps_every_token,
+    set_room,
+)
+from moe_runtime.serving.sequences import Failure, Sequence
+
+
+class Engine:
+    """Answers requests with a model; a context manager that closes itself.
+
+    A step of the engine computes one more token for each sequence whose prompt was read, all in one
+    forward pass, and then some tokens of prompts. The model stays the caller's, whose own calls
+    take turns with the engine's.
+    """
+
+    def __init__(
+        self, model: Any, options: EngineOptions | None = None, *, max_tokens: int | None = None
+    ) -> None:
+        """Begins to wait for requests.
+
+        Args:
+            model: a causal language model, from ``load`` or of transformers.
+            options: how work is divided.
+            max_tokens: tokens of all sequences and kept prefixes together; what ``load`` set memory
+                aside for when omitted.
+
+        Raises:
+            UnsupportedModelError: the model is none that generates text from tokens alone.
+            ValueError: ``max_tokens`` is more than memory was set aside for, or too few.
+        """
+        self._options = options or EngineOptions()
+        capacity = capacity_of(model, max_tokens)
+        self._model = model
+        self._passes = ModelPasses(model)
+        block = 0
+        if self._options.reuses_prefixes and keeps_every_token(model.config):
+            block = self._options.prompt_tokens if self._options.exact else PIECE
+        self._account: KVAccount[Block] = KVAccount(capacity, block_tokens=block)
+        self._scheduler = Scheduler(self._account, most_running=self._options.most_running)
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        known = positions if isinstance(positions, int) else capacity
+        self.most_request_tokens = min(capacity // PIECE * PIECE, known)
+        self._changed = threading.Condition()
+        self._arrived: deque[Sequence] = deque()
+        self._num_requests = 0
+        self._is_open, self._is_closed = True, False
+        self._counts: Counter[str] = Counter()
+        self._finished: Counter[FinishReason] = Counter()
+        self._thread = threading.Thread(target=self._run, name="moe-runtime engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: GenerationRequest, on_event: OnEvent) -> EngineHandle:
+        """Takes a request; see `TokenEngine.submit`."""
+        self._check(request)
+        with self._changed:
+            if not self._is_open:
+                raise EngineClosedError("the server is shutting down and takes no more requests")
+            if self._num_waiting() >= self._options.most_waiting:
+                raise QueueFullError(
+                    f"{self._options.most_waiting} requests wait already, as many as may; try "
+                    "again later"
+                )
+            self._num_requests += 1
+            sequence = Sequence(request, on_event, self._num_requests)
+            self._arrived.append(sequence)
+            self._changed.notify_all()
+        return EngineHandle(self, sequence)
+
+    def statistics(self) -> EngineStatistics:
+        """What the engine does and did."""
+        account, counts = self._account, self._counts
+        return EngineStatistics(
+            running=len(self._scheduler.running),
+            waiting=self._num_waiting(),
+            kv_tokens=account.sequence_tokens + account.prefix_tokens,
+            kv_capacity=account.capacity,
+            prefix_tokens=account.prefix_tokens,
+            steps=counts["steps"],
+            preemptions=self._scheduler.num_preemptions,
+            prompt_tokens=counts["prompt_tokens"],
+            prefix_hit_tokens=counts["prefix_hit_tokens"],
+            generated_tokens=counts["generated_tokens"],
+            finished=dict(self._finished),
+            experts=expert_statistics(self._model),
+        )
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Takes no more requests, and waits for those that were taken; see `TokenEngine.drain`."""
+        with self._changed:
+            self._is_open = False
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: not self._has_work(), timeout_s)
+
+    def close(self) -> None:
+        """Cancels what has not ended, and ends the thread; the model stays open."""
+        with self._changed:
+            self._is_open, self._is_closed = False, True
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def check(self) -> None:
+        """Proves that lists and room agree; only while nothing runs.
+
+        Raises:
+            AssertionError: they do not.
+        """
+        self._scheduler.check()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Ends a request between two steps; from any thread."""
+        with self._changed:
+            sequence.is_cancelled = True
+            self._changed.notify_all()
+
+    def _check(self, request: GenerationRequest) -> None:
+        """Refuses what cannot be answered."""
+        num_tokens = len(request.prompt_ids) + max(request.max_new_tokens, 1)
+        if num_tokens > self.most_request_tokens:
+            raise RequestTooLongError(
+                f"the prompt has {len(request.prompt_ids)} tokens and {request.max_new_tokens} new "
+                f"ones are asked for, but a request may have {self.most_request_tokens} in all",
+                num_tokens=num_tokens,
+                most_tokens=self.most_request_tokens,
+            )
+        size = self._passes.vocab_size
+        for token in (*request.prompt_ids, *request.sampling.logit_bias, *request.stop_ids):
+            if not 0 <= token < size:
+                raise ValueError(f"token {token} is none of the model's vocabulary of {size}")
+
+    def _num_waiting(self) -> int:
+        return len(self._arrived) + len(self._scheduler.waiting)
+
+    def _has_work(self) -> bool:
+        return bool(self._arrived or self._scheduler.waiting or self._scheduler.running)
+
+    def _run(self) -> None:
+        """The engine's thread."""
+        try:
+            with torch.inference_mode():
+                while self._wait():
+                    self._step()
+        finally:
+            self._end_all()
+
+    def _wait(self) -> bool:
+        """Waits for something to do; gives whether the engine goes on."""
+        with self._changed:
+            if not self._has_work():
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._is_closed or self._has_work())
+            while self._arrived:
+                self._scheduler.add(self._arrived.popleft())
+            return not self._is_closed
+
+    def _end_all(self) -> None:
+        """Nobody is left without a last event."""
+        with self._changed:
+            self._is_open, self._is_closed = False, True
+            while self._arrived:
+                self._scheduler.add(self._arrived.popleft())
+        for sequence in (*self._scheduler.running, *self._scheduler.waiting):
+            self._finish(sequence, "cancelled", "the engine was closed")
+        with self._changed:
+            self._changed.notify_all()
+
+    def _step(self) -> None:
+        """One more token for all who decode, and some tokens of prompts."""
+        for sequence in (*self._scheduler.running, *self._scheduler.waiting):
+            if sequence.is_cancelled:
+                self._finish(sequence, "cancelled")
+        while (sequence := self._scheduler.next_to_start()) is not None:
+            with Failure() as failure:
+                self._start(sequence)
+            if failure.error is not None:
+                self._finish(sequence, "error", failure.message)
+        decoding = self._scheduler.make_room(self._scheduler.decoding())
+        for group in self._groups(decoding):
+            self._decode(group)
+        chosen = self._scheduler.prompts(
+            self._options.prompt_tokens,
+            self._passes.most_logprob_tokens,
+            exact=self._options.exact or not self._passes.can_join,
+        )
+        if chosen:
+            self._read(chosen)
+
+    def _start(self, sequence: Sequence) -> None:
+        """A sequence that has room gets a cache, and what is known of its beginning."""
+        if sequence.sampler is None:
+            sequence.sampler = Sampler(sequence.request)
+            self._counts["prompt_tokens"] += len(sequence.tokens)
+        cache = self._passes.new_cache()
+        # the last token is computed in any case: it says what follows
+        prompt = sequence.request.prompt_ids
+        known = sequence.tokens if not self._options.exact else prompt
+        blocks: list[Block] = []
+        if not sequence.wants_prompt_logprobs:
+            blocks = self._account.find(known[:-1])
+        num_cached = len(blocks) * self._account.block_tokens
+        read_end = len(prompt) if self._options.exact else len(sequence.tokens)
+        sequence.start(cache, num_cached, read_end)
+        if blocks:
+            append_blocks(cache, blocks)
+            self._counts["prefix_hit_tokens"] += min(num_cached, len(prompt))
+
+    def _groups(self, decoding: list[Sequence]) -> list[list[Sequence]]:
+        """Those who go through the model together."""
+        most = 1
+        if self._passes.can_join:
+            most = self._passes.most_exact if self._options.exact else self._options.most_running
+        alone = [[sequence] for sequence in decoding if sequence.is_alone]
+        others = [sequence for sequence in decoding if not sequence.is_alone]
+        groups = [others[first : first + most] for first in range(0, len(others), most)]
+        return [*groups, *alone]
+
+    def _decode(self, group: list[Sequence]) -> None:
+        logits_BV = None
+        with Failure() as failure:
+            for sequence in group:
+                self._fit(sequence)
+            logits_BV = self._passes.decode(group)
+        self._counts["steps"] += 1
+        if logits_BV is None:
+            self._fail(group, failure)
+            return
+        for row, sequence in enumerate(group):
+            sequence.num_computed += 1
+            if sequence.num_computed == len(sequence.tokens):
+                self._go_on(sequence, logits_BV[row])
+
+    def _read(self, chosen: list[tuple[Sequence, int]]) -> None:
+        sequences = [sequence for sequence, _ in chosen]
+        logits_BV = None
+        with Failure() as failure:
+            for sequence in sequences:
+                self._fit(sequence)
+            if sequences[0].wants_prompt_logprobs:
+                logits_BV, logprobs = self._passes.read_with_logprobs(*chosen[0])
+                sequences[0].add_logprobs(logprobs)
+            else:
+                logits_BV = self._passes.read(chosen)
+        self._counts["steps"] += 1
+        if logits_BV is None:
+            self._fail(sequences, failure)
+            return
+        for row, (sequence, num_new) in enumerate(chosen):
+            sequence.num_computed += num_new
+            if not sequence.is_reading:
+                self._keep(sequence)
+                sequence.tell_read()
+                if sequence.num_computed == len(sequence.tokens):
+                    self._go_on(sequence, logits_BV[row])
+
+    def _fit(self, sequence: Sequence) -> None:
+        """Its cache gets just the room that the account gave it."""
+        room = self._account.room_of(sequence)
+        if sequence.cache is not None and sequence.num_computed and room != sequence.room:
+            set_room(sequence.cache, room)
+            sequence.room = room
+
+    def _go_on(self, sequence: Sequence, logits_V: torch.Tensor) -> None:
+        """All tokens of a sequence are computed: the next one is chosen."""
+        sequence.is_alone = False
+        if not sequence.request.max_new_tokens:
+            self._finish(sequence, "length")
+            return
+        assert sequence.sampler is not None
+        token: NewToken | None = None
+        with Failure() as failure:
+            token = sequence.sampler.choose(logits_V, sequence.answer)
+        if token is None:
+            self._finish(sequence, "error", failure.message)
+            return
+        self._counts["generated_tokens"] += 1
+        reason = sequence.add(token)
+        if reason is not None:
+            self._finish(sequence, reason)
+
+    def _keep(self, sequence: Sequence) -> None:
+        """What is computed of a sequence is kept for those that begin alike."""
+        cache = sequence.cache
+        size = self._account.block_tokens
+        if cache is None or not size:
+            return
+        end = sequence.num_computed
+        if self._options.exact:  # other kernels computed what was generated
+            end = min(end, sequence.read_end)
+        self._account.keep(
+            sequence.tokens[:end], lambda index: copy_block(cache, index * size, size)
+        )
+
+    def _fail(self, sequences: list[Sequence], failure: Failure) -> None:
+        """A pass failed: it was one sequence's, or each tries again alone."""
+        for sequence in sequences:
+            if len(sequences) == 1:
+                self._finish(sequence, "error", failure.message)
+            else:
+                sequence.is_alone = True
+                self._scheduler.preempt(sequence)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, message: str | None = None) -> None:
+        if reason in ("stop", "length"):
+            self._keep(sequence)
+        self._scheduler.remove(sequence)
+        self._finished[reason] += 1
+        sequence.finish(reason, message)
+
+
+class EngineHandle:
+    """A request that an engine took."""
+
+    def __init__(self, engine: Engine, sequence: Sequence) -> None:
+        self._engine = engine
+        self._sequence = sequence
+
+    def cancel(self) -> None:
+        """Ends it between two steps; nothing happens if it has ended. From any thread."""
+        self._engine.cancel(self._sequence)

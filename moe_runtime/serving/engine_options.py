@@ -1,0 +1,60 @@
+"""How an engine divides its work, and the memory that it may fill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from moe_runtime.serving.kv_account import PIECE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    """How an engine divides its work.
+
+    Attributes:
+        most_waiting: requests that may wait; more are refused.
+        most_running: requests that are answered at a time.
+        prompt_tokens: most tokens of prompts in a step, so that those who decode beside them do not
+            wait long; a smaller number reads the experts more often.
+        reuses_prefixes: keeps keys and values of prompts and answers for those that begin alike,
+            in memory that nobody else needs.
+        exact: gives a request the bits that it would get alone, whatever runs beside it and ran
+            before: prompts go through the model one at a time, in pieces of ``prompt_tokens``, and
+            only whole pieces are reused.
+    """
+
+    most_waiting: int = 256
+    most_running: int = 32
+    prompt_tokens: int = 256
+    reuses_prefixes: bool = True
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuses numbers with which nothing would go on.
+
+        Raises:
+            ValueError: one is below 1; the message begins with its name.
+        """
+        for name in ("most_waiting", "most_running", "prompt_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+def capacity_of(model: Any, max_tokens: int | None) -> int:
+    """Tokens that all caches together may have.
+
+    Raises:
+        ValueError: more than memory was set aside for, or less than a sequence needs at least.
+    """
+    aside = getattr(model, "_max_tokens", None)
+    found = aside if max_tokens is None else max_tokens
+    if found is None:
+        raise ValueError("max_tokens must say how many tokens there is memory for")
+    if aside is not None and found > aside:
+        raise ValueError(
+            f"max_tokens is {found}, but the model was loaded with memory set aside for {aside}"
+        )
+    if found < PIECE:
+        raise ValueError(f"max_tokens must be at least {PIECE}, got {found}")
+    return int(found)

@@ -1,0 +1,226 @@
+"""Forward passes of one sequence or several.
+
+Shape suffixes: B sequences, Q new tokens, R rows, V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence as Items
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.inference.cpu.attention import ATTENTION, EAGER_ATTENTION
+from moe_runtime.inference.cpu.small_batch import SmallBatchRMSNorm
+from moe_runtime.kernels.linear import native_row_limit
+from moe_runtime.kernels.native import native_library
+from moe_runtime.kernels.rms_norm import NATIVE_ROW_LIMIT
+from moe_runtime.serving.requests import TokenLogprob
+from moe_runtime.serving.sampling import token_logprobs
+from moe_runtime.serving.sequence_cache import (
+    BatchCache,
+    can_share_a_pass,
+    copy_cache,
+    new_cache,
+)
+from moe_runtime.serving.sequences import Failure, Sequence
+
+LOGPROB_BYTES = 2**28
+"""Logits of so many bytes in fp32 are held at once where a prompt's log-probabilities are asked."""
+LOGPROB_ROWS = 32
+"""Rows of which log-probabilities are computed at once."""
+
+
+class ModelPasses:
+    """Calls a model for sequences.
+
+    A single sequence goes through the model as ``generate`` would send it. Several go together
+    where the model allows it: products and experts see the tokens of all, attention those of each.
+
+    Attributes:
+        can_join: whether several sequences can go through the model together.
+        most_exact: sequences up to which one token each, together, have the bits of each alone.
+    """
+
+    def __init__(self, model: Any) -> None:
+        """Finds out, with a few tokens, whether sequences can go together.
+
+        Args:
+            model: a causal language model of transformers, offloaded or not.
+
+        Raises:
+            UnsupportedModelError: it does not generate text from tokens alone.
+        """
+        config = model.config
+        if getattr(config, "is_encoder_decoder", False) or not model.can_generate():
+            raise UnsupportedModelError(
+                f"a server needs a causal language model, and {type(model).__name__} is none; use "
+                "model.generate for it"
+            )
+        self._model = model
+        self._device = model.device
+        known = inspect.signature(model.forward).parameters
+        self._keeps_rows = "logits_to_keep" in known
+        self.vocab_size = int(config.get_text_config().vocab_size)
+        attention = config.get_text_config(decoder=True)._attn_implementation
+        self._adds_mask = attention == EAGER_ATTENTION
+        self.can_join = (
+            attention in (ATTENTION, EAGER_ATTENTION)
+            and "position_ids" in known
+            and can_share_a_pass(config)
+        )
+        self.most_exact = 1
+        if self.can_join:
+            with torch.inference_mode():
+                self._try_joining()
+
+    def new_cache(self) -> DynamicCache:
+        """An empty cache of one sequence."""
+        return new_cache(self._model.config, grows=self._device.type == "cpu")
+
+    def decode(self, sequences: Items[Sequence]) -> torch.Tensor:
+        """Computes the next token of each; their caches have it afterwards.
+
+        Returns:
+            Logits ``[B, V]`` of what follows.
+        """
+        last = [sequence.tokens[sequence.num_computed] for sequence in sequences]
+        caches = [_cache_of(sequence) for sequence in sequences]
+        places = [sequence.num_computed for sequence in sequences]
+        return self._step(last, caches, places)
+
+    def read(self, chosen: Items[tuple[Sequence, int]]) -> torch.Tensor:
+        """Computes the next tokens of prompts; the caches have them afterwards.
+
+        Args:
+            chosen: sequences, and how many tokens of each.
+
+        Returns:
+            Logits ``[B, V]`` of what follows.
+        """
+        if len(chosen) == 1:
+            ((sequence, num_new),) = chosen
+            first = sequence.num_computed
+            ids = [sequence.tokens[first : first + num_new]]
+            return self._call(ids, _cache_of(sequence), keep=1)[:, -1]
+        sizes = [num_new for _, num_new in chosen]
+        ids, positions = [], []
+        for sequence, num_new in chosen:
+            first = sequence.num_computed
+            ids.extend(sequence.tokens[first : first + num_new])
+            positions.extend(range(first, first + num_new))
+        cache = self._joined([_cache_of(sequence) for sequence, _ in chosen], sizes)
+        ends = torch.tensor(sizes, device=self._device).cumsum(0) - 1
+        return self._call([ids], cache, keep=ends, positions=[positions])[0]
+
+    def read_with_logprobs(
+        self, sequence: Sequence, num_new: int
+    ) -> tuple[torch.Tensor, list[TokenLogprob]]:
+        """As ``read`` for a single prompt.
+
+        Returns:
+            Logits ``[1, V]`` of what follows, and the log-probabilities of the tokens behind those
+            that were computed, as far as the prompt goes.
+        """
+        first, prompt = sequence.num_computed, sequence.request.prompt_ids
+        ids = [sequence.tokens[first : first + num_new]]
+        logits_RV = self._call(ids, _cache_of(sequence), keep=num_new)[0]
+        targets = prompt[first + 1 : first + 1 + num_new]
+        found: list[TokenLogprob] = []
+        for row in range(0, len(targets), LOGPROB_ROWS):
+            some = targets[row : row + LOGPROB_ROWS]
+            wanted = sequence.request.num_prompt_logprobs or 0
+            found += token_logprobs(logits_RV[row : row + len(some)], some, wanted)
+        return logits_RV[-1:], found
+
+    @property
+    def most_logprob_tokens(self) -> int:
+        """Tokens of a prompt that are read at once where log-probabilities are asked."""
+        return max(1, LOGPROB_BYTES // (4 * self.vocab_size))
+
+    def _step(
+        self, ids: Items[int], caches: Items[DynamicCache], places: Items[int]
+    ) -> torch.Tensor:
+        """Logits ``[B, V]`` behind one token of each sequence."""
+        rows = [[token] for token in ids]
+        if len(rows) == 1:
+            return self._call(rows, caches[0], keep=1)[:, -1]
+        positions = [[place] for place in places]
+        return self._call(rows, self._joined(caches), keep=1, positions=positions)[:, -1]
+
+    def _joined(self, caches: Items[DynamicCache], num_new: Items[int] | None = None) -> BatchCache:
+        return BatchCache(caches, num_new, adds_mask=self._adds_mask)
+
+    def _call(
+        self,
+        ids: list[list[int]],
+        cache: Any,
+        *,
+        keep: int | torch.Tensor,
+        positions: list[list[int]] | None = None,
+    ) -> torch.Tensor:
+        """Logits ``[B, Q, V]`` of the rows to keep: the last ones, or those named."""
+        options: dict[str, Any] = {}
+        if positions is not None:
+            options["position_ids"] = torch.tensor(positions, device=self._device)
+        if self._keeps_rows:
+            options["logits_to_keep"] = keep
+        tokens = torch.tensor(ids, device=self._device)
+        out = self._model(
+            input_ids=tokens, past_key_values=cache, use_cache=True, return_dict=True, **options
+        ).logits
+        if self._keeps_rows:
+            return out
+        return out[:, -keep:] if isinstance(keep, int) else out[:, keep]
+
+    def _try_joining(self) -> None:
+        """Joins two sequences only if that gives what each gives alone."""
+        ids = [[index % self.vocab_size for index in row] for row in ((5, 7, 3), (11, 2))]
+        caches = [self.new_cache() for _ in ids]
+        for row, cache in zip(ids, caches, strict=True):
+            self._call([row], cache, keep=1)
+        copies = [copy_cache(cache, self.new_cache()) for cache in caches]
+        places = [len(row) for row in ids]
+        pairs = zip(copies, places, strict=True)
+        alone = [self._step([9], [cache], [place]) for cache, place in pairs]
+        with Failure() as failure:  # code of models that nobody knows may fail in any way
+            together = self._step([9, 9], caches, places)
+            self.can_join = torch.allclose(
+                together.float(), torch.cat(alone).float(), rtol=0.05, atol=0.05
+            )
+            if torch.equal(together, torch.cat(alone)):
+                self.most_exact = max(1, _rows_with_own_bits(self._model))
+        if failure.error is not None:
+            self.can_join = False
+
+
+def _cache_of(sequence: Sequence) -> DynamicCache:
+    assert sequence.cache is not None
+    return sequence.cache
+
+
+def _rows_with_own_bits(model: Any) -> int:
+    """Sequences of one token each up to which every product takes the kernel of a single one.
+
+    The native kernels give a row the same bits whatever the others are; beyond a number of rows,
+    torch's take over on some processors.
+    """
+    library = native_library()
+    if library is None:
+        return 1
+    text = model.config.get_text_config(decoder=True)
+    most = min(native_row_limit(library, p.dtype) for p in model.parameters())
+    for module in model.modules():
+        if isinstance(module, SmallBatchRMSNorm):
+            # some layers normalise each head on its own
+            rows = max(1, text.num_attention_heads * _head_dim(text) // len(module.weight))
+            most = min(most, NATIVE_ROW_LIMIT // rows)
+    return most
+
+
+def _head_dim(text: Any) -> int:
+    found = getattr(text, "head_dim", None)
+    return int(found or text.hidden_size // text.num_attention_heads)

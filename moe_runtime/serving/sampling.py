@@ -1,0 +1,141 @@
+"""How the next token of one request is chosen from the model's logits.
+
+Shape suffixes: R rows, V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from moe_runtime.serving.requests import GenerationRequest, NewToken, SamplingOptions, TokenLogprob
+
+
+class Sampler:
+    """Chooses a request's tokens; what the request does not ask for is not computed."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        """Prepares what the request asks for."""
+        options = request.sampling
+        self._request = request
+        self._counts: Counter[int] = Counter()
+        self._penalty = None
+        if options.repetition_penalty != 1:
+            self._penalty = RepetitionPenaltyLogitsProcessor(options.repetition_penalty)
+        self._warpers = _warpers(options)
+        self._generator: torch.Generator | None = None
+        if options.temperature:
+            self._generator = torch.Generator()
+            if options.seed is None:
+                self._generator.seed()
+            else:
+                self._generator.manual_seed(options.seed)
+
+    def choose(self, logits_V: torch.Tensor, answer_ids: Sequence[int]) -> NewToken:
+        """The next token.
+
+        Args:
+            logits_V: ``[V]`` of the model, of any floating dtype.
+            answer_ids: the answer so far.
+
+        Raises:
+            ValueError: the logits are not finite, or the constraint allows no token.
+        """
+        raw_V = logits_V.float().cpu()
+        scores_V = self._changed(raw_V, answer_ids)
+        if self._generator is None:
+            token = int(scores_V.argmax())
+        else:
+            # below zero, a temperature near zero makes no infinities but those that mean never
+            scores_1V = self._warpers(_no_ids(), (scores_V - scores_V.max())[None])
+            chances_V = torch.softmax(scores_1V[0], dim=-1)
+            if not torch.isfinite(chances_V).all():
+                raise ValueError("the model's logits are not finite, so no token can be drawn")
+            token = int(torch.multinomial(chances_V, 1, generator=self._generator))
+        self._counts[token] += 1
+        wanted = self._request.num_logprobs
+        if wanted is None:
+            return NewToken(token)
+        (found,) = token_logprobs(raw_V[None], [token], wanted)
+        return NewToken(token, found.logprob, found.top)
+
+    def _changed(self, raw_V: torch.Tensor, answer_ids: Sequence[int]) -> torch.Tensor:
+        """The logits with biases and penalties, and without the tokens that must not come."""
+        request, options = self._request, self._request.sampling
+        banned = () if len(answer_ids) >= request.min_new_tokens else request.stop_ids
+        constraint = request.constraint
+        if not (banned or constraint or options.logit_bias or self._penalizes(options)):
+            return raw_V
+        scores_V = raw_V.clone()
+        for token, bias in options.logit_bias.items():
+            scores_V[token] += bias
+        if self._penalty is not None:
+            ids = torch.tensor([[*request.prompt_ids, *answer_ids]])
+            scores_V = self._penalty(cast(torch.LongTensor, ids), scores_V[None])[0]
+        if self._counts and (options.presence_penalty or options.frequency_penalty):
+            ids = torch.tensor(list(self._counts))
+            times = torch.tensor(list(self._counts.values()), dtype=torch.float32)
+            scores_V[ids] -= options.presence_penalty + options.frequency_penalty * times
+        if banned:
+            scores_V[list(banned)] = -torch.inf
+        allowed = None if constraint is None else constraint.allowed(answer_ids)
+        if allowed is not None:
+            size = min(len(allowed), len(scores_V))
+            scores_V[:size].masked_fill_(~allowed[:size], -torch.inf)
+            scores_V[size:] = -torch.inf
+            if not bool((scores_V > -torch.inf).any()):
+                raise ValueError("the constraint allows no token here")
+        return scores_V
+
+    def _penalizes(self, options: SamplingOptions) -> bool:
+        counts = options.presence_penalty or options.frequency_penalty
+        return self._penalty is not None or bool(counts)
+
+
+def token_logprobs(
+    logits_RV: torch.Tensor, tokens: Sequence[int], num_top: int
+) -> list[TokenLogprob]:
+    """How likely each row's token is, and the most likely tokens of the row.
+
+    Args:
+        logits_RV: ``[R, V]`` of the model.
+        tokens: R ids.
+        num_top: most likely tokens to name.
+    """
+    logprobs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
+    own = logprobs_RV.gather(1, torch.tensor(tokens, device=logits_RV.device)[:, None])[:, 0]
+    top = logprobs_RV.topk(min(num_top, logits_RV.shape[1]), dim=-1)
+    rows = zip(own.tolist(), top.indices.tolist(), top.values.tolist(), strict=True)
+    return [
+        TokenLogprob(logprob, tuple(zip(ids, values, strict=True))) for logprob, ids, values in rows
+    ]
+
+
+def _no_ids() -> torch.LongTensor:
+    """What warpers are called with, who look at the scores alone."""
+    return cast(torch.LongTensor, torch.empty((1, 0), dtype=torch.int64))
+
+
+def _warpers(options: SamplingOptions) -> LogitsProcessorList:
+    """Temperature and the filters behind it, in the order of transformers."""
+    warpers = LogitsProcessorList()
+    if options.temperature not in (0, 1):
+        warpers.append(TemperatureLogitsWarper(float(options.temperature)))
+    if options.top_k:
+        warpers.append(TopKLogitsWarper(options.top_k))
+    if options.top_p < 1:
+        warpers.append(TopPLogitsWarper(float(options.top_p)))
+    if options.min_p:
+        warpers.append(MinPLogitsWarper(float(options.min_p)))
+    return warpers

@@ -1,0 +1,136 @@
+"""Who runs, who waits, and what the next step computes. No model, no tensors, no clock."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import Any
+
+from moe_runtime.serving.kv_account import PIECE, KVAccount
+from moe_runtime.serving.sequences import Sequence
+
+_ORDER = attrgetter("order")
+
+
+class Scheduler:
+    """Sequences that wait and run, each list in the order of priority and arrival.
+
+    A sequence runs when its whole prompt has room. When those that run need more room than there
+    is, the last of them loses what it has, waits, and is computed again later.
+
+    Attributes:
+        account: the room for keys and values.
+        waiting: without a cache.
+        running: with one.
+        num_preemptions: times that a sequence lost its cache to another.
+    """
+
+    def __init__(self, account: KVAccount[Any], *, most_running: int) -> None:
+        """Begins with nobody."""
+        self.account = account
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._most_running = most_running
+
+    def add(self, sequence: Sequence) -> None:
+        """A sequence waits from now on."""
+        insort(self.waiting, sequence, key=_ORDER)
+
+    def next_to_start(self) -> Sequence | None:
+        """The first of those who wait, if it may run now; it has its room then.
+
+        Nobody overtakes it: it starts as soon as there is room.
+        """
+        if not self.waiting or len(self.running) >= self._most_running:
+            return None
+        first = self.waiting[0]
+        needed = len(first.tokens) + 1
+        # those that run grow too, and would take it away again at once
+        spare = PIECE * len(self.running)
+        if needed + spare > self.account.available or not self.account.reserve(first, needed):
+            return None
+        self.running.append(self.waiting.pop(0))
+        self.running.sort(key=_ORDER)
+        return first
+
+    def make_room(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Gives sequences that run room for one more token each.
+
+        Returns:
+            Those that have it; others, and maybe some that were not named, wait again.
+        """
+        ready = []
+        for sequence in sequences:
+            while sequence.cache is not None:
+                if self.account.reserve(sequence, sequence.num_computed + 1):
+                    ready.append(sequence)
+                    break
+                self.preempt(self.running[-1])
+                self.num_preemptions += 1
+        return [sequence for sequence in ready if sequence.cache is not None]
+
+    def preempt(self, sequence: Sequence) -> None:
+        """A sequence that runs loses its cache and waits."""
+        self.remove(sequence)
+        sequence.stop()
+        self.add(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """A sequence neither waits nor runs any more."""
+        for some in (self.running, self.waiting):
+            if sequence in some:
+                some.remove(sequence)
+        self.account.release(sequence)
+
+    def prompts(
+        self, most_tokens: int, most_logprobs: int, *, exact: bool
+    ) -> list[tuple[Sequence, int]]:
+        """The next tokens of prompts to read in one pass: sequences, and how many of each.
+
+        Args:
+            most_tokens: in all.
+            most_logprobs: of a prompt whose log-probabilities are asked for.
+            exact: one prompt alone, cut where it would be cut whatever else runs.
+        """
+        chosen: list[tuple[Sequence, int]] = []
+        left = most_tokens
+        for sequence in self.running:
+            if not left or not sequence.is_reading:
+                continue
+            num_new = sequence.read_end - sequence.num_computed
+            if exact or sequence.is_alone or sequence.wants_prompt_logprobs:
+                if chosen:
+                    continue
+                piece = most_tokens
+                if sequence.wants_prompt_logprobs:
+                    piece = min(most_tokens, most_logprobs)
+                return [(sequence, min(num_new, piece - sequence.num_computed % piece))]
+            chosen.append((sequence, min(num_new, left)))
+            left -= chosen[-1][1]
+        return chosen
+
+    def decoding(self) -> list[Sequence]:
+        """The sequences that go on by one token."""
+        return [sequence for sequence in self.running if not sequence.is_reading]
+
+    def check(self) -> None:
+        """Proves that lists and room agree.
+
+        Raises:
+            AssertionError: they do not.
+        """
+        self.account.check()
+        for some in (self.waiting, self.running):
+            assert some == sorted(some, key=_ORDER)
+        for sequence in self.waiting:
+            assert sequence.cache is None
+            assert not self.account.room_of(sequence)
+        held = 0
+        for sequence in self.running:
+            room = self.account.room_of(sequence)
+            assert sequence.num_computed <= room
+            assert sequence not in self.waiting
+            held += room
+        assert held == self.account.sequence_tokens

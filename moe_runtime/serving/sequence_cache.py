@@ -1,0 +1,247 @@
+"""Keys and values of one sequence, and those of several in one forward pass.
+
+Shape suffixes: B sequences, H query heads, G key heads, Q new tokens, S tokens, D key width,
+V value width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from moe_runtime.inference.kv_cache import give_room
+
+Block = list[tuple[torch.Tensor, torch.Tensor]]
+"""Keys ``[1, G, S, D]`` and values ``[1, G, S, V]`` of some tokens, of every layer that has any."""
+
+
+def new_cache(config: Any, *, grows: bool) -> DynamicCache:
+    """An empty cache of one sequence, with layers as the model has them.
+
+    Args:
+        config: of the model.
+        grows: whether tokens are written in place, as models on a CPU do.
+    """
+    cache = DynamicCache(config=config)
+    if grows:
+        give_room(cache)
+    return cache
+
+
+def copy_cache(cache: DynamicCache, into: DynamicCache) -> DynamicCache:
+    """Fills an empty cache with what another one of few tokens has."""
+    for index, (keys, values) in _filled(cache).items():
+        into.update(keys.clone(), values.clone(), index)
+    return into
+
+
+def _filled(cache: DynamicCache) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of every layer that keeps any, by its index."""
+    return {
+        index: (cast(torch.Tensor, layer.keys), cast(torch.Tensor, layer.values))
+        for index, layer in enumerate(cache.layers)
+        if isinstance(layer, DynamicLayer)
+    }
+
+
+def can_share_a_pass(config: Any) -> bool:
+    """Whether all that a model keeps of a sequence is keys and values that attention reads."""
+    text = config.get_text_config(decoder=True)
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if getattr(config, "is_encoder_decoder", False) or "chunked_attention" in kinds:
+        return False
+    if getattr(text, "attention_chunk_size", None) is not None:
+        return False
+    known = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+    return all(type(layer) in known for layer in DynamicCache(config=config).layers)
+
+
+def keeps_every_token(config: Any) -> bool:
+    """Whether keys and values of any beginning of a sequence can be taken out of its cache."""
+    layers = DynamicCache(config=config).layers
+    is_sliding = any(getattr(layer, "is_sliding", False) for layer in layers)
+    return can_share_a_pass(config) and not is_sliding
+
+
+def set_room(cache: DynamicCache, num_tokens: int) -> None:
+    """Gives what a sequence keeps of all its tokens room for so many, and no more.
+
+    Windows, which keep fewer, grow by themselves.
+    """
+    for layer in cache.layers:
+        grown: Any = layer
+        if hasattr(grown, "growing_keys") and grown.is_initialized and not grown.is_sliding:
+            grown.keys = _with_room(grown.growing_keys, grown.keys, num_tokens)
+            grown.values = _with_room(grown.growing_values, grown.values, num_tokens)
+
+
+def _with_room(growing: Any, cached: Any, num_tokens: int) -> torch.Tensor:
+    room = cached.new_empty((*cached.shape[:-2], num_tokens, cached.shape[-1]))
+    view = room.narrow(-2, 0, cached.shape[-2])
+    view.copy_(cached)
+    growing.room, growing.view, growing.start = room, view, 0
+    return view
+
+
+def copy_block(cache: DynamicCache, first: int, num_tokens: int) -> Block:
+    """A copy of what a cache that keeps every token has of some of them."""
+    return [
+        (
+            keys.narrow(-2, first, num_tokens).clone(),
+            values.narrow(-2, first, num_tokens).clone(),
+        )
+        for keys, values in _filled(cache).values()
+    ]
+
+
+def append_blocks(cache: DynamicCache, blocks: Sequence[Block]) -> None:
+    """Puts copied blocks, one behind another, into an empty cache."""
+    for place, index in enumerate(_filled(cache)):
+        keys, values = (torch.cat([b[place][part] for b in blocks], dim=-2) for part in (0, 1))
+        cache.update(keys, values, index)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeysOfSequences:
+    """Stands for the keys where a layer's attention is asked for: each sequence has its own.
+
+    Attributes:
+        keys: of each sequence, ``[1, G, S, D]``.
+        values: of each sequence, ``[1, G, S, V]``.
+        num_new: tokens of each sequence in the pass; None where each has one, and a row of its own.
+        window: tokens that one attends to, itself included; None for all.
+        adds_mask: whether masks are added to the scores instead of saying what is allowed.
+    """
+
+    keys: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
+    num_new: Sequence[int] | None
+    window: int | None
+    adds_mask: bool
+
+    def attend(
+        self,
+        attention: Callable[..., tuple[torch.Tensor, Any]],
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """Attention of every sequence to its own tokens.
+
+        Args:
+            attention: of one sequence.
+            module: the attention layer.
+            query: ``[B, H, 1, D]``, or ``[1, H, Q, D]`` with the sequences one behind another.
+            options: as transformers passes them.
+
+        Returns:
+            ``[B, 1, H, V]`` or ``[1, Q, H, V]``.
+        """
+        dim = 0 if self.num_new is None else 2
+        queries = query.split(1 if self.num_new is None else list(self.num_new), dim)
+        mixed = []
+        for own, keys, values in zip(queries, self.keys, self.values, strict=True):
+            mask = self._mask(own, keys)
+            mixed.append(attention(module, own, keys, values, mask, **options)[0])
+        return torch.cat(mixed, dim=dim and 1)
+
+    def _mask(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
+        num_new, num_keys = query.shape[2], keys.shape[2]
+        is_plain = num_new == num_keys and not self.adds_mask
+        if num_new == 1 or (is_plain and (self.window is None or num_keys <= self.window)):
+            return None
+        places = torch.arange(num_keys, device=query.device)
+        behind = places[num_keys - num_new :, None] - places
+        allowed = behind >= 0
+        if self.window is not None:
+            allowed &= behind < self.window
+        allowed = allowed[None, None]
+        if not self.adds_mask:
+            return allowed
+        lowest = torch.finfo(query.dtype).min
+        return torch.zeros_like(allowed, dtype=query.dtype).masked_fill(~allowed, lowest)
+
+
+class BatchCache(Cache):
+    """The caches of several sequences in one forward pass.
+
+    The pass has a row of one token for each sequence (``[B, 1]``), or one row with the new tokens
+    of one sequence behind those of another (``[1, Q]``).
+    """
+
+    def __init__(
+        self,
+        caches: Sequence[DynamicCache],
+        num_new: Sequence[int] | None = None,
+        *,
+        adds_mask: bool = False,
+    ) -> None:
+        """Joins caches with the same layers.
+
+        Args:
+            caches: of the sequences, in the order of the pass.
+            num_new: tokens of each sequence in its one row; None for a row of one token each.
+            adds_mask: whether the model's attention adds masks to the scores.
+        """
+        groups = zip(*(cache.layers for cache in caches), strict=True)
+        super().__init__(layers=[_BatchLayer(group, num_new, adds_mask) for group in groups])
+        total = sum(cache.get_seq_length() for cache in caches)
+        self._length = total if num_new else total // len(caches)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens cached, of all sequences for one row, else in the mean of the rows."""
+        return self._length
+
+
+class _BatchLayer(CacheLayerMixin):
+    """One layer of several caches."""
+
+    def __init__(self, layers: Sequence[Any], num_new: Sequence[int] | None, adds: bool) -> None:
+        super().__init__()
+        self._layers = layers
+        self._num_new = num_new
+        self._adds_mask = adds
+        self.is_sliding = bool(getattr(layers[0], "is_sliding", False))
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Any, torch.Tensor]:
+        """Appends each sequence's new keys and values to its own; ``[B, G, 1, D]`` or one row."""
+        dim = 0 if self._num_new is None else 2
+        sizes: Any = 1 if self._num_new is None else list(self._num_new)
+        keys, values = [], []
+        parts = zip(key_states.split(sizes, dim), value_states.split(sizes, dim), strict=True)
+        for layer, (own_keys, own_values) in zip(self._layers, parts, strict=True):
+            cached = layer.update(own_keys, own_values)
+            keys.append(cached[0])
+            values.append(cached[1])
+        window = self._layers[0].sliding_window if self.is_sliding else None
+        together = KeysOfSequences(keys, values, self._num_new, window, self._adds_mask)
+        return together, value_states
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing: the sequences' layers do that."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """As if nothing were cached: masks are made for each sequence."""
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Of the first sequence."""
+        return self._layers[0].get_seq_length()
+
+    def get_max_length(self) -> int:
+        """None that is known."""
+        return -1

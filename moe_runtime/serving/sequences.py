@@ -1,0 +1,153 @@
+"""A request on its way through the engine: its tokens, its cache, and whom it tells."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from moe_runtime.serving.requests import (
+    Event,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    NewToken,
+    OnEvent,
+    PromptRead,
+    TokenLogprob,
+)
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import DynamicCache
+
+    from moe_runtime.serving.sampling import Sampler
+
+
+class Failure:
+    """Keeps what a block raises, so that only those whom it concerns fail with it."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __enter__(self) -> Failure:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if isinstance(error, Exception):
+            self.error = error
+            return True
+        return False
+
+    @property
+    def message(self) -> str:
+        """The error in one line."""
+        text = " ".join(str(self.error).split())
+        return text or type(self.error).__name__
+
+
+class Sequence:
+    """One request while it is answered.
+
+    Attributes:
+        request: what is asked.
+        number: counts requests as they arrive.
+        tokens: of the prompt and of the answer.
+        answer: the tokens of the answer.
+        num_computed: tokens whose keys and values are cached.
+        read_end: tokens that are read as prompts are; those behind go one by one.
+        cache: while it runs.
+        room: tokens that the cache was given room for; 0 for as many as it has.
+        sampler: while it runs for the first time, and from then on.
+        is_alone: it goes through the model alone, since a pass together with others failed.
+        is_cancelled: it is to end with the next step.
+        is_finished: it has sent its last event.
+    """
+
+    def __init__(self, request: GenerationRequest, on_event: OnEvent, number: int) -> None:
+        self.request = request
+        self.number = number
+        self.tokens = list(request.prompt_ids)
+        self.answer: list[int] = []
+        self.num_computed = 0
+        self.read_end = len(self.tokens)
+        self.cache: DynamicCache | None = None
+        self.room = 0
+        self.sampler: Sampler | None = None
+        self.is_alone = False
+        self.is_cancelled = False
+        self.is_finished = False
+        self._on_event = on_event
+        self._is_read = False
+        self._cached_tokens = 0
+        self._logprobs: list[TokenLogprob | None] = [None]
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sorts sequences: the one to go first has the least."""
+        return -self.request.priority, self.number
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether tokens are left that are read as prompts are."""
+        return self.num_computed < self.read_end
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the prompt's log-probabilities are asked for and not yet told."""
+        return self.request.num_prompt_logprobs is not None and not self._is_read
+
+    def start(self, cache: DynamicCache, num_cached: int, read_end: int) -> None:
+        """It gets a cache, which has some of its tokens already."""
+        self.cache = cache
+        self.num_computed = num_cached
+        self.read_end = read_end
+        self._logprobs = [None]
+        if not self._is_read:
+            self._cached_tokens = num_cached
+
+    def stop(self) -> None:
+        """It loses its cache."""
+        self.cache = None
+        self.num_computed = self.room = 0
+
+    def add_logprobs(self, logprobs: Items[TokenLogprob]) -> None:
+        """The next tokens of the prompt have these log-probabilities."""
+        self._logprobs.extend(logprobs)
+
+    def tell_read(self) -> None:
+        """The prompt was read; told once."""
+        if not self._is_read:
+            wanted = self.request.num_prompt_logprobs is not None
+            logprobs = tuple(self._logprobs) if wanted else None
+            self._is_read = True
+            self._logprobs = []
+            self._tell(PromptRead(self._cached_tokens, logprobs))
+
+    def add(self, token: NewToken) -> FinishReason | None:
+        """The answer is one token longer; gives the reason if it ends with it."""
+        self.tokens.append(token.token_id)
+        self.answer.append(token.token_id)
+        self._tell(token)
+        request = self.request
+        if token.token_id in request.stop_ids and not request.ignore_eos:
+            return "stop"
+        return "length" if len(self.answer) >= request.max_new_tokens else None
+
+    def finish(self, reason: FinishReason, message: str | None = None) -> None:
+        """Tells that it has ended; told once."""
+        if not self.is_finished:
+            self.is_finished = True
+            self.stop()
+            self._tell(Finished(reason, message))
+
+    def _tell(self, event: Event) -> None:
+        # whoever cannot hear any more has gone away
+        with Failure() as failure:
+            self._on_event(event)
+        if failure.error is not None:
+            self.is_cancelled = True

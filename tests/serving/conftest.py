@@ -1,0 +1,33 @@
+"""The bundled model, loaded once, and what listens to an engine's requests."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import moe_runtime
+from moe_runtime.models.pocket import pocket_path
+
+CAPACITY = 512
+"""Tokens that the model is loaded for."""
+
+
+@pytest.fixture(scope="session")
+def pocket() -> Iterator[Any]:
+    """In fp32, where no two tokens of a greedy text are so near that rounding swaps them."""
+    model = moe_runtime.load(
+        pocket_path(), device="cpu", dtype="float32", host_memory="256MiB", max_tokens=CAPACITY
+    )
+    with model.moe:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[tuple[int, ...]]:
+    """Of different lengths."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = (5, 23, 1, 12, 40)
+    return [
+        tuple(torch.randint(2, 4096, (length,), generator=generator).tolist()) for length in lengths
+    ]

@@ -1,0 +1,152 @@
+"""Texts of the engine are the model's own, alone and beside others, however prompts are cut."""
+
+from typing import Any
+
+import pytest
+import torch
+from engine_events import Answer, ask, ask_all, greedy, request_of
+
+from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.engine_options import EngineOptions
+
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def texts(pocket: Any, prompts: list[tuple[int, ...]]) -> list[list[int]]:
+    return [greedy(pocket, prompt, NEW) for prompt in prompts]
+
+
+def requests_of(prompts: list[tuple[int, ...]], **options: Any) -> list[Any]:
+    return [request_of(prompt, NEW, **options) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        EngineOptions(),
+        EngineOptions(exact=True),
+        EngineOptions(prompt_tokens=7, reuses_prefixes=False),
+        EngineOptions(prompt_tokens=7, exact=True),
+        EngineOptions(most_running=2),
+    ],
+    ids=["default", "exact", "short-steps", "exact-short-steps", "two-at-a-time"],
+)
+def test_greedy_texts_of_mixed_lengths_are_those_of_generate(
+    pocket: Any,
+    prompts: list[tuple[int, ...]],
+    texts: list[list[int]],
+    options: EngineOptions,
+) -> None:
+    with Engine(pocket, options) as engine:
+        together = ask_all(engine, requests_of(prompts))
+        alone = [ask(engine, request)[0].wait() for request in requests_of(prompts[:2])]
+        assert engine.drain(1.0)
+        engine.check()
+        found = engine.statistics()
+    assert [answer.ids for answer in (*together, *alone)] == [*texts, *texts[:2]]
+    assert found.finished == {"length": 7}
+    assert found.generated_tokens == 7 * NEW
+    assert found.prompt_tokens == sum(map(len, (*prompts, *prompts[:2])))
+    assert found.kv_tokens == found.prefix_tokens
+
+
+def test_sequences_share_steps(pocket: Any, prompts: list[tuple[int, ...]]) -> None:
+    """Five texts take little more steps than one; with one at a time, five times as many."""
+    steps = []
+    for most in (32, 1):
+        with Engine(pocket, EngineOptions(most_running=most)) as engine:
+            ask_all(engine, requests_of(prompts))
+            steps.append(engine.statistics().steps)
+    assert steps[0] <= NEW + 2 * len(prompts)
+    assert steps[1] == NEW * len(prompts)
+
+
+def test_exact_text_has_the_same_bits_alone_and_beside_others(
+    pocket: Any, prompts: list[tuple[int, ...]]
+) -> None:
+    asked = requests_of(prompts, num_logprobs=3)
+    found: list[list[Answer]] = []
+    for most in (32, 1):
+        options = EngineOptions(exact=True, most_running=most, prompt_tokens=16)
+        with Engine(pocket, options) as engine:
+            found.append(ask_all(engine, asked))
+    beside, alone = found
+    assert [a.tokens for a in beside] == [a.tokens for a in alone]
+
+
+def test_log_probabilities_are_the_models(pocket: Any, prompts: list[tuple[int, ...]]) -> None:
+    prompt = prompts[1]
+    asked = request_of(prompt, 4, num_logprobs=2, num_prompt_logprobs=1)
+    with Engine(pocket, EngineOptions(prompt_tokens=10)) as engine:
+        # the second time nothing is taken from the prefixes: all of the prompt must be computed
+        answers = [ask(engine, asked)[0].wait() for _ in range(2)]
+    text = torch.tensor([[*prompt, *answers[0].ids]])
+    with torch.no_grad():
+        expected = torch.log_softmax(pocket(text).logits[0].double(), dim=-1)
+    for answer in answers:
+        logprobs = answer.read.logprobs
+        assert logprobs is not None
+        assert logprobs[0] is None
+        assert len(logprobs) == len(prompt)
+        assert answer.read.cached_tokens == 0
+        told = [*logprobs[1:], *answer.tokens]
+        for row, told_of in enumerate(told):
+            token = int(text[0, row + 1])
+            top = told_of.top_logprobs if row >= len(prompt) - 1 else told_of.top
+            # fp32 logits below 100, of sums in another order: 1e-4 is 8 bits above their rounding
+            assert told_of.logprob == pytest.approx(float(expected[row, token]), abs=1e-4)
+            best = expected[row].topk(len(top))
+            assert [pair[0] for pair in top] == best.indices.tolist()
+            assert [pair[1] for pair in top] == pytest.approx(best.values.tolist(), abs=1e-4)
+        assert [len(token.top_logprobs) for token in answer.tokens] == [2] * 4
+
+
+def test_prompt_can_be_read_without_an_answer(pocket: Any, prompts: list[tuple[int, ...]]) -> None:
+    with Engine(pocket) as engine:
+        answer = ask(engine, request_of(prompts[0], 0, num_prompt_logprobs=0))[0].wait()
+    assert answer.ids == []
+    assert answer.finished.reason == "length"
+    assert answer.read.logprobs is not None
+
+
+def test_answer_stops_at_a_stop_token_behind_the_least_length(
+    pocket: Any, prompts: list[tuple[int, ...]], texts: list[list[int]]
+) -> None:
+    text = texts[1]
+    stop = frozenset([text[3]])
+    first = text.index(text[3])
+    with Engine(pocket) as engine:
+        plain, going_on, longer = ask_all(
+            engine,
+            [
+                request_of(prompts[1], NEW, stop_ids=stop),
+                request_of(prompts[1], NEW, stop_ids=stop, ignore_eos=True),
+                request_of(prompts[1], NEW, stop_ids=stop, min_new_tokens=first + 1),
+            ],
+        )
+    assert plain.ids == text[: first + 1]
+    assert plain.finished.reason == "stop"
+    assert going_on.ids == text
+    assert longer.ids[:first] == text[:first]
+    assert longer.ids[first] != text[first]
+
+
+def test_requests_go_by_priority_then_by_arrival(
+    pocket: Any, prompts: list[tuple[int, ...]]
+) -> None:
+    order: list[int] = []
+    with Engine(pocket, EngineOptions(most_running=1)) as engine:
+        busy, _ = ask(engine, request_of(prompts[0], 200))
+        busy.wait_for_a_token()
+        for index, priority in enumerate((0, 1, 0, 1)):
+            answer = Answer()
+
+            def on_event(event: Any, answer: Answer = answer, index: int = index) -> None:
+                answer(event)
+                if event == answer.events[0]:
+                    order.append(index)
+
+            engine.submit(request_of(prompts[2], 1, priority=priority), on_event)
+        assert engine.drain(60.0)
+    assert order == [1, 3, 0, 2]

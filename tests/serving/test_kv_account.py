@@ -1,0 +1,103 @@
+"""Room for keys and values: who has it, who gives way, and that it always adds up."""
+
+import random
+
+import pytest
+
+from moe_runtime.serving.kv_account import PIECE, KVAccount
+
+
+def account_of(capacity: int, block: int = 4) -> KVAccount[tuple[int, ...]]:
+    return KVAccount(capacity, block_tokens=block)
+
+
+def keep(account: KVAccount[tuple[int, ...]], tokens: list[int]) -> int:
+    size = account.block_tokens
+    return account.keep(tokens, lambda i: tuple(tokens[: (i + 1) * size]))
+
+
+def test_ten_thousand_random_operations_add_up() -> None:
+    """What is found of a prefix is what was kept for just these tokens, whatever happened since."""
+    draw = random.Random(0)
+    account, rooms = account_of(200), dict[int, int]()
+    refused = found_blocks = 0
+    for _ in range(10_000):
+        operation, who = draw.randrange(5), draw.randrange(6)
+        tokens = [draw.randrange(2) for _ in range(draw.randrange(30))]
+        if operation == 0:
+            wanted = draw.randrange(1, 120)
+            before = account.room_of(who), account.prefix_tokens
+            if account.reserve(who, wanted):
+                assert account.room_of(who) >= wanted
+                rooms[who] = account.room_of(who)
+            else:
+                refused += 1
+                assert (account.room_of(who), account.prefix_tokens) == before
+                others = sum(rooms.values()) - rooms.get(who, 0)
+                assert others + -(-wanted // PIECE) * PIECE > 200
+        elif operation == 1:
+            account.release(who)
+            rooms.pop(who, None)
+        elif operation == 2:
+            kept = keep(account, tokens)
+            assert kept <= len(tokens) // 4
+            assert len(account.find(tokens)) == kept
+        elif operation == 3:
+            found = account.find(tokens)
+            found_blocks += len(found)
+            assert found == [tuple(tokens[: 4 * i + 4]) for i in range(len(found))]
+        elif draw.random() < 0.02:
+            account.forget()
+            assert account.prefix_tokens == 0
+        account.check()
+        assert account.sequence_tokens == sum(rooms.values())
+    assert refused > 100
+    assert found_blocks > 100
+
+
+def test_sequences_take_room_from_the_prefixes_used_longest_ago() -> None:
+    account = account_of(32)
+    for first in range(4):
+        keep(account, [first] * 8)
+    assert account.prefix_tokens == 32
+    account.find([0] * 8)
+    assert account.reserve("a", 16)
+    assert [len(account.find([first] * 8)) for first in range(4)] == [2, 0, 0, 2]
+    account.check()
+
+
+def test_prefix_has_no_room_that_sequences_need() -> None:
+    account = account_of(36)
+    assert account.reserve("a", 32)
+    assert keep(account, [1] * 12) == 1
+    account.check()
+    account.release("a")
+    assert keep(account, [1] * 12) == 3
+
+
+def test_growing_sequence_has_slack_only_while_there_is_room() -> None:
+    account = account_of(1024, block=0)
+    assert account.reserve("a", 512)
+    assert account.room_of("a") == 512
+    assert account.reserve("a", 513)
+    assert account.room_of("a") == 560  # 513 and a sixteenth, in pieces of 16
+    assert account.reserve("b", 464)
+    assert account.reserve("b", 464)
+    assert not account.reserve("b", 465)
+    assert account.room_of("b") == 464
+    account.check()
+
+
+def test_without_blocks_nothing_is_kept() -> None:
+    account = account_of(64, block=0)
+    assert account.keep([1] * 40, lambda _: ()) == 0
+    assert account.find([1] * 40) == []
+    account.check()
+
+
+def test_check_can_fail() -> None:
+    account = account_of(64)
+    assert account.reserve("a", 16)
+    account._held += 16
+    with pytest.raises(AssertionError):
+        account.check()

@@ -1,0 +1,84 @@
+"""What an engine tells of a request, kept for a test to look at."""
+
+import threading
+from typing import Any
+
+import torch
+
+from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.requests import (
+    Event,
+    Finished,
+    GenerationRequest,
+    NewToken,
+    PromptRead,
+    RequestHandle,
+)
+
+PATIENCE_S = 120.0
+"""Longer than anything here takes; a test that waits so long has failed."""
+
+
+class Answer:
+    """The events of one request."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._begun = threading.Event()
+        self._ended = threading.Event()
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, NewToken):
+            self._begun.set()
+        if isinstance(event, Finished):
+            self._ended.set()
+
+    def wait(self) -> "Answer":
+        assert self._ended.wait(PATIENCE_S), self.events
+        return self
+
+    def wait_for_a_token(self) -> "Answer":
+        assert self._begun.wait(PATIENCE_S), self.events
+        return self
+
+    @property
+    def ids(self) -> list[int]:
+        return [event.token_id for event in self.events if isinstance(event, NewToken)]
+
+    @property
+    def tokens(self) -> list[NewToken]:
+        return [event for event in self.events if isinstance(event, NewToken)]
+
+    @property
+    def read(self) -> PromptRead:
+        (event,) = (event for event in self.events if isinstance(event, PromptRead))
+        return event
+
+    @property
+    def finished(self) -> Finished:
+        assert isinstance(self.events[-1], Finished)
+        return self.events[-1]
+
+
+def request_of(prompt: tuple[int, ...], new_tokens: int, **options: Any) -> GenerationRequest:
+    return GenerationRequest(prompt_ids=prompt, max_new_tokens=new_tokens, **options)
+
+
+def ask(engine: Engine, request: GenerationRequest) -> tuple[Answer, RequestHandle]:
+    answer = Answer()
+    return answer, engine.submit(request, answer)
+
+
+def ask_all(engine: Engine, requests: list[GenerationRequest]) -> list[Answer]:
+    """All at a time; their answers when they have ended."""
+    answers = [ask(engine, request)[0] for request in requests]
+    return [answer.wait() for answer in answers]
+
+
+def greedy(model: Any, prompt: tuple[int, ...], new_tokens: int) -> list[int]:
+    """What the model itself generates, end-of-text tokens like others."""
+    out = model.generate(
+        torch.tensor([prompt]), max_new_tokens=new_tokens, do_sample=False, eos_token_id=None
+    )
+    return out[0, len(prompt) :].tolist()
