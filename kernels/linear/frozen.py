@@ -20,7 +20,7 @@ from moe_runtime.kernels.quantized import QuantizedMatrix
 def frozen_linear(
     x: Tensor, weight: Tensor | QuantizedMatrix | PlanesMatrix, bias: Tensor | None = None
 ) -> Tensor:
-    """`linear` with a gradient of `x` alone; the same bits whether or not one is wanted.
+    """`linear` with gradients of `x` and `bias`; the same bits whether or not they are wanted.
 
     Args:
         x: `[R, K]`.
@@ -47,12 +47,13 @@ class _FrozenLinear(torch.autograd.Function):
         return linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor, None, Tensor | None]:  # type: ignore[override]
         if ctx.quantized is not None:
             weight_NK = values_of(ctx.quantized, grad_RN.dtype)
         else:
             (weight_NK,) = ctx.saved_tensors
-        return _times_weight(grad_RN, weight_NK), None, None
+        bias_grad_N = grad_RN.sum(dim=0) if ctx.needs_input_grad[2] else None
+        return _times_weight(grad_RN, weight_NK), None, bias_grad_N
 
 
 def _times_weight(grad_RN: Tensor, weight_NK: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.expert_map import ExpertMap
@@ -25,10 +26,7 @@ from moe_runtime.memory.source import READ_BYTES, CheckpointFile
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from moe_runtime.checkpoints.formats import PackedWeight, Weight
-
-_ELEMENTS_AT_ONCE = 2**16
-"""Elements of a quantised weight that are dequantised at once: a few megabytes on the way."""
+    from moe_runtime.checkpoints.formats import Weight
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, the bytes done and the bytes in all."""
@@ -44,7 +42,7 @@ class _LazyTensor:
         self._entry = entry
         self._reader = reader
 
-    def __getitem__(self, index: object) -> torch.Tensor:
+    def __getitem__(self, index: object) -> Tensor:
         tensor = self._reader.read(self._entry)
         return tensor if index is Ellipsis else tensor[index]  # type: ignore[index]
 
@@ -60,7 +58,7 @@ class _LazyTensor:
 class DenseReader:
     """Reads dense weights from the checkpoint's files and reports how far it is.
 
-    Quantised ones become values of `dtype`, a few rows after the others.
+    Quantised ones become values of `dtype`.
     """
 
     def __init__(
@@ -78,10 +76,12 @@ class DenseReader:
         self._done = 0
         self._total = sum(entry.num_bytes for entry in entries)
 
-    def read(self, entry: Weight) -> torch.Tensor:
+    def read(self, entry: Weight) -> Tensor:
         """The values of a weight, in memory of their own."""
         if not isinstance(entry, TensorEntry):
-            values = self._dequantised(entry)
+            from moe_runtime.checkpoints.packed_reading import read_values
+
+            values = read_values(self, entry, self._dtype)
         else:
             dtype = TORCH_DTYPES.get(entry.dtype)
             if dtype is None:
@@ -89,25 +89,18 @@ class DenseReader:
                     f"{entry.name} is {entry.dtype}, which nothing computes with; expected BF16, "
                     "F16 or F32"
                 )
-            flat = self._bytes(entry.name, entry.file, entry.offset, entry.num_bytes)
+            flat = self.bytes_of(entry.name, entry.file, entry.offset, entry.num_bytes)
             values = flat.view(dtype).view(entry.shape)
+        self.report(entry)
+        return values
+
+    def report(self, entry: Weight) -> None:
+        """Counts a weight as read."""
         self._done += entry.num_bytes
         if self._progress is not None:
             self._progress("loading dense weights", self._done, self._total)
-        return values
 
-    def _dequantised(self, weight: PackedWeight) -> torch.Tensor:
-        memory = aligned_bytes(weight.total_rows * weight.num_cols * self._dtype.itemsize)
-        values_RK = memory.view(self._dtype).view(weight.total_rows, weight.num_cols)
-        for rows, cols, packing, ranges in weight.pieces(_ELEMENTS_AT_ONCE):
-            parts = {}
-            for name, part in ranges.items():
-                flat = self._bytes(weight.name, part.file, part.offset, part.span_bytes)
-                parts[name] = part.view(flat)
-            values_RK[rows, cols] = packing.matrix(parts).dequantize(self._dtype)
-        return weight.stand_in(values_RK.view(*weight.lead, weight.num_rows, weight.num_cols))
-
-    def _bytes(self, name: str, file: Path, offset: int, num_bytes: int) -> torch.Tensor:
+    def bytes_of(self, name: str, file: Path, offset: int, num_bytes: int) -> Tensor:
         """A range of a file as `uint8`."""
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
@@ -151,8 +144,17 @@ def load_dense(
         dtype_plan=private.dtype_plan(model, checkpoint.dtype),
         weight_mapping=cast(Any, experts.weight_mapping),
     )
-    lazy = {name: _LazyTensor(entry, reader) for name, entry in experts.dense_entries.items()}
+    packed = experts.packed_dense
+    lazy = {
+        name: _LazyTensor(entry, reader)
+        for name, entry in experts.dense_entries.items()
+        if name not in packed
+    }
     try:
+        if packed:
+            from moe_runtime.checkpoints.packed_parameter import keep_packed
+
+            keep_packed(model, experts, reader, checkpoint.dtype)
         info, _ = private.convert_and_load_state_dict_in_model(model, lazy, config)
     finally:
         reader.close()
@@ -163,6 +165,7 @@ def load_dense(
     for name, error in info.conversion_errors.items():
         raise CheckpointError(f"{name} cannot be converted: {error.strip().splitlines()[-1]}")
     _forget_expert_parameters(model, experts)
+    info.missing_keys.difference_update(packed.values())
     info = private.finish_loading(model, config, info)
     if info.missing_keys:
         names = sorted(info.missing_keys)
@@ -170,27 +173,6 @@ def load_dense(
             f"{checkpoint.folder} lacks {len(names)} tensors of {type(model).__name__}, "
             f"among them {', '.join(names[:3])}"
         )
-
-
-def load_around_experts(
-    model: PreTrainedModel,
-    checkpoint: Checkpoint,
-    experts: ExpertMap,
-    device: torch.device,
-    progress: Progress | None = None,
-) -> None:
-    """As `load_dense`, for a model whose experts modules stay, on the meta device.
-
-    Raises:
-        CheckpointError, UnsupportedModelError: as `load_dense`.
-    """
-    for module in experts.modules:
-        model.set_submodule(module.name, torch.nn.Identity())
-    try:
-        load_dense(model, checkpoint, experts, device, progress)
-    finally:
-        for module in experts.modules:
-            model.set_submodule(module.name, module.module)
 
 
 def _forget_expert_parameters(model: PreTrainedModel, experts: ExpertMap) -> None:

@@ -69,6 +69,7 @@ class ExpertMap:
         matrices: for each layer, the names of the tensors that its layouts list.
         packings: for each layer, how those of its matrices are written that are quantised or coded.
         dense_entries: the checkpoint's weights that belong to no expert.
+        packed_dense: of these, the quantised ones that stay so in memory, and their parameters.
         weight_mapping: the conversion table that transformers uses for this model.
         type_names: in what types matrices of experts lie in the files, each once.
     """
@@ -78,6 +79,7 @@ class ExpertMap:
     matrices: list[tuple[str, ...]] = field(default_factory=list)
     packings: list[dict[str, Packing | PlanesPacking]] = field(default_factory=list)
     dense_entries: dict[str, Weight] = field(default_factory=dict)
+    packed_dense: dict[str, str] = field(default_factory=dict)
     weight_mapping: list[WeightTransform] = field(default_factory=list)
     type_names: list[str] = field(default_factory=list)
 
@@ -94,17 +96,15 @@ class ExpertMap:
 
     @property
     def largest_quantised(self) -> int:
-        """Values of the largest matrix that is quantised or coded; 0 where none is."""
-        return max(
-            (
-                math.prod(tensor.shape[:-1]) * self.packings[key.layer][matrix].num_cols
-                for key, layout in self.layouts.items()
-                for name, tensor in zip(self.matrices[key.layer], layout.tensors, strict=True)
-                for matrix, _, part in (name.partition("."),)
-                if part in ("codes", "coded")
-            ),
-            default=0,
-        )
+        """Values of the largest matrix that stays quantised or coded; 0 where none does."""
+        sizes = [math.prod(self.dense_entries[name].shape) for name in self.packed_dense]
+        for key, layout in self.layouts.items():
+            for name, tensor in zip(self.matrices[key.layer], layout.tensors, strict=True):
+                matrix, _, part = name.partition(".")
+                if part in ("codes", "coded"):
+                    num_cols = self.packings[key.layer][matrix].num_cols
+                    sizes.append(math.prod(tensor.shape[:-1]) * num_cols)
+        return max(sizes, default=0)
 
     def matrices_in(self, key: ExpertKey, slot: torch.Tensor) -> dict[str, Any]:
         """Views of an expert's matrices and biases; the parts of quantised ones become one."""
@@ -118,9 +118,13 @@ class ExpertMap:
         return matrices
 
     def dense_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the dense weights when they are computed with in ``dtype``."""
-        elements = (math.prod(entry.shape) for entry in self.dense_entries.values())
-        return sum(elements) * dtype.itemsize
+        """Bytes of the dense weights in memory where they are computed with in ``dtype``."""
+        return sum(
+            cast(Any, entry).resident_bytes
+            if name in self.packed_dense
+            else math.prod(entry.shape) * dtype.itemsize
+            for name, entry in self.dense_entries.items()
+        )
 
 
 def map_experts(model: PreTrainedModel, checkpoint: Checkpoint) -> ExpertMap:
@@ -283,6 +287,11 @@ def _convert(
                 if state[name].is_floating_point():
                     _value_dtype(entry, dtype)
                 experts.dense_entries[entry.name] = entry
+                if pattern is None and not isinstance(entry, TensorEntry):
+                    from moe_runtime.checkpoints.packed_parameter import may_stay_packed
+
+                    if may_stay_packed(model, name, entry):
+                        experts.packed_dense[entry.name] = name
             continue
         job = jobs.get(name)
         if job is None:

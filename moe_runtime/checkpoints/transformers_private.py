@@ -118,8 +118,8 @@ def finish_loading(model: PreTrainedModel, config: Any, info: Any) -> Any:
     return model._finalize_model_loading(model, config, info)
 
 
-def mark_as_initialized(module: torch.nn.Module) -> None:
-    """Keeps transformers from giving a module's parameters their first values; 5.17."""
+def mark_as_initialized(module: torch.nn.Module | torch.Tensor) -> None:
+    """Keeps transformers from giving a parameter, or those of a module, first values; 5.17."""
     cast(Any, module)._is_hf_initialized = True
 
 

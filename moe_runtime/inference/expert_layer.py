@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch.autograd import forward_ad
 
+from moe_runtime.checkpoints.absent import AbsentParameters, AbsentTensor
 from moe_runtime.checkpoints.expert_map import ExpertsModule
 from moe_runtime.checkpoints.transformers_private import gate_of, has_usual_gate
 from moe_runtime.inference import options
 from moe_runtime.inference.cpu.small_batch import is_observed
-from moe_runtime.inference.hugging_face.absent import AbsentParameters, AbsentTensor
 from moe_runtime.inference.steps import LayerRouting, Listeners
 from moe_runtime.kernels.combine import combine_slots
 from moe_runtime.kernels.expert_mlp import (

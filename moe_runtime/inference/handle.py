@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
+from moe_runtime.checkpoints.absent import refuse_copy
 from moe_runtime.inference.budget import MemoryPlan, peak_resident_bytes
-from moe_runtime.inference.hugging_face.absent import refuse_copy
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.policies.eviction.setting import PolicyChoice

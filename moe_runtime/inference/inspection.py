@@ -38,7 +38,7 @@ class CheckpointSummary:
         top_k: experts that a token visits in a layer.
         expert_dtype: in what type the experts lie in the files.
         bits_per_weight: of a number of an expert in the files, scales included.
-        dense_bytes: everything but the routed experts, in the type it computes in.
+        dense_bytes: everything but the routed experts, as it lies in memory on a CPU.
         expert_bytes: all routed experts.
         bytes_per_expert: the largest expert.
         slot_bytes: a slot that holds any expert, alignment included.

@@ -157,6 +157,8 @@ def load(
     # what is imported and set up by now is the libraries'; everything after this line is ours
     baseline = resident_bytes()
     experts = map_experts(model, checkpoint)
+    if place.type != "cpu":
+        experts.packed_dense.clear()  # dense layers have no products from codes there
     expert_bytes = sum(layout.tensor_bytes for layout in experts.layouts.values())
     signature = signature_of(checkpoint, experts)
     share = None

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from moe_runtime.checkpoints.dense_weights import Progress, load_dense
+from moe_runtime.checkpoints.expert_map import ExpertMap
+from moe_runtime.checkpoints.opening import Checkpoint
 from moe_runtime.inference.budget import experts_per_token
 from moe_runtime.models.lm.model import Losses
 from moe_runtime.training.finetune.settings import LoraConfig
@@ -64,6 +67,27 @@ class CheckpointModel(nn.Module):
             raise RuntimeError("it holds other parameters than are trained now")
         for name, tensor in own.items():
             tensor.copy_(state_dict[name])
+
+
+def load_around_experts(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    experts: ExpertMap,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> None:
+    """As `load_dense`, for a model whose experts modules stay, on the meta device.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: as `load_dense`.
+    """
+    for module in experts.modules:
+        model.set_submodule(module.name, nn.Identity())
+    try:
+        load_dense(model, checkpoint, experts, device, progress)
+    finally:
+        for module in experts.modules:
+            model.set_submodule(module.name, module.module)
 
 
 def add_attention_adapters(model: PreTrainedModel, lora: LoraConfig) -> list[str]:

@@ -10,7 +10,7 @@ from tiny_checkpoints import PROMPT
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from moe_runtime.inference.hugging_face.absent import AbsentTensor
+from moe_runtime.checkpoints.absent import AbsentTensor
 
 NEED_IDS = ("deepseek_v4", "diffusion_gemma", "gemma4")
 """Families that use token ids beside their embeddings."""

@@ -116,6 +116,16 @@ class PackedWeight:
         return sum(entry.num_bytes for entry in self.entries)
 
     @property
+    def resident_bytes(self) -> int:
+        """Bytes of one matrix in memory, its numbers in order."""
+        return sum(
+            part.order.result_bytes
+            if part.order is not None and part.order.moves
+            else part.span_bytes
+            for part in self.ranges(0, 1, self.num_rows).values()
+        )
+
+    @property
     def total_rows(self) -> int:
         """Rows of all matrices."""
         return math.prod(self.lead) * self.num_rows

@@ -25,7 +25,7 @@ def use_small_batch_layers(model: torch.nn.Module) -> None:
     known_norms: dict[tuple[type, int, float], bool] = {}
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is torch.nn.Linear:
+            if type(child) is torch.nn.Linear and type(child.weight) is torch.nn.Parameter:
                 setattr(module, name, SmallBatchLinear(child))
             elif _is_router(child):
                 child.weight = _SmallBatchWeight.of(cast(torch.nn.Parameter, child.weight))

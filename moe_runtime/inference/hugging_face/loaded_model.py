@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 from torch import Tensor
 
-from moe_runtime.checkpoints.transformers_private import has_adapters
-from moe_runtime.errors import UnsupportedUseError
-from moe_runtime.inference.cpu.attention import ATTENTION
-from moe_runtime.inference.hugging_face.absent import (
+from moe_runtime.checkpoints.absent import (
     AbsentTensor,
     convert_as_a_whole,
     refuse_copy,
 )
+from moe_runtime.checkpoints.transformers_private import has_adapters
+from moe_runtime.errors import UnsupportedUseError
+from moe_runtime.inference.cpu.attention import ATTENTION
 from moe_runtime.inference.hugging_face.transforms import refuse_tracing, require_plain_call
 from moe_runtime.inference.steps import Steps
 from moe_runtime.inference.token_limit import limit_batching, limit_generation
@@ -221,8 +221,9 @@ class LoadedModel:
         given = [n for n in state if n in own and not isinstance(state[n], AbsentTensor)]
         if given:
             raise UnsupportedUseError(
-                f"{given[0]}: the experts of a loaded model are those of its checkpoint's files "
-                "and cannot be given; leave them out, or call from_pretrained of transformers"
+                f"{given[0]}: experts and quantised weights of a loaded model are those of its "
+                "checkpoint's files and cannot be given; leave them out, or call from_pretrained "
+                "of transformers"
             )
 
     def __prepare_scriptable__(self) -> NoReturn:

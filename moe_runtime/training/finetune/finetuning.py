@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moe_runtime.checkpoints.dense_weights import Progress, load_around_experts
+from moe_runtime.checkpoints.dense_weights import Progress
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.expert_tensors import CheckpointExperts
 from moe_runtime.checkpoints.export import LikeCheckpoint
@@ -39,6 +39,7 @@ from moe_runtime.training.checkpoint_model import (
     MergedAdapters,
     add_attention_adapters,
     float_parameters,
+    load_around_experts,
     require_positions,
 )
 from moe_runtime.training.data.batches import Batches, windows_of

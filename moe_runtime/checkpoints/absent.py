@@ -41,7 +41,7 @@ _SETTING_NO_GRADIENT = {
 
 
 class AbsentTensor(torch.Tensor):
-    """Experts of a layer as transformers stacks them, of which only the description is in memory.
+    """Weights of which only the description is in memory, such as a layer's experts in a stack.
 
     It may be counted, listed in a state dictionary and asked for shape, dtype and device. Whatever
     would need, copy, save or change its content raises an ``UnsupportedUseError`` that says so.
@@ -53,10 +53,15 @@ class AbsentTensor(torch.Tensor):
             cls, shape, dtype=dtype, device=device
         )
 
+    @staticmethod
+    def describes(func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a call asks for the description, or leaves a frozen parameter as it is."""
+        given = [*args[1:], *(kwargs or {}).values()]
+        return func in _DESCRIBING or _SETTING_NO_GRADIENT.get(func) == given
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [*args[1:], *(kwargs or {}).values()]
-        if func in _DESCRIBING or _SETTING_NO_GRADIENT.get(func) == given:
+        if cls.describes(func, args, kwargs):
             # torch's own way to leave subclasses aside: no exception can leave it switched on
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         if func is Tensor.detach:

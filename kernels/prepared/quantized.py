@@ -1,0 +1,72 @@
+"""The product of few rows with one quantised weight, with what it asks answered once.
+
+Letters: R rows, K summed dimension, N outputs.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from moe_runtime.kernels.linear.op import ROWS_PER_CALL, check_status
+from moe_runtime.kernels.linear.quantized import quantized_row_limit
+from moe_runtime.kernels.native import DTYPE_CODES, native_library
+from moe_runtime.kernels.quantized import QuantizedMatrix
+
+_TYPES = (torch.bfloat16, torch.float32)
+
+
+class PreparedQuantizedLinear:
+    """The native product with one weight, which lies where it lies and never changes."""
+
+    def __init__(self, weight: QuantizedMatrix) -> None:
+        """Takes down where the parts are; the weight must be kept as long as this."""
+        self._dim_out, self._dim_in = weight.shape
+        self._row_limit, library, record = 0, native_library(), weight.native_record()
+        if library is not None and record is not None:
+            words, self._kept = record
+            self._words = struct.pack("4q", *words)
+            self._row_limit = min(quantized_row_limit(library), ROWS_PER_CALL)
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """`x @ weight.T + bias`: `[..., K]` to `[..., N]`, in the bits of `quantized_linear`.
+
+        Args:
+            x: `[..., K]`; bf16 or fp32.
+            bias: `[N]`, or None.
+
+        Returns:
+            None for what has to go through `quantized_linear`: many rows, another type, gradients
+            enabled or autocast.
+        """
+        shape, dtype = x.shape, x.dtype
+        num_rows = x.numel() // self._dim_in if shape and shape[-1] == self._dim_in else 0
+        if (
+            not 0 < num_rows <= self._row_limit
+            or dtype not in _TYPES
+            or not x.is_cpu
+            or not x.is_contiguous()
+            or (bias is not None and (bias.dtype not in DTYPE_CODES or not bias.is_contiguous()))
+            or torch.is_grad_enabled()
+            or forward_ad._current_level >= 0
+            or torch.is_autocast_enabled("cpu")
+            or torch.compiler.is_compiling()
+        ):
+            return None
+        library = native_library()
+        assert library is not None
+        out = x.new_empty((*shape[:-1], self._dim_out))
+        size = dtype.itemsize
+        status = library.quantized_linear(
+            x.data_ptr(), self._dim_in * size, num_rows, self._words,
+            None if bias is None else bias.data_ptr(),
+            DTYPE_CODES[torch.float32 if bias is None else bias.dtype],
+            out.data_ptr(), self._dim_out * size, self._dim_in, self._dim_out,
+            DTYPE_CODES[dtype], torch.get_num_threads() == library.num_threads,
+        )  # fmt: skip
+        if status:
+            check_status(status, num_rows, self._dim_in)
+        return out

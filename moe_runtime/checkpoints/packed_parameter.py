@@ -1,0 +1,234 @@
+"""Weights of linear layers that stay in memory as the checkpoint has them: codes and scales.
+
+A linear layer keeps its class, its name and its parameters; of `weight` only the codes are there.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from moe_runtime.checkpoints import transformers_private as private
+from moe_runtime.checkpoints.absent import AbsentTensor
+from moe_runtime.checkpoints.packed_reading import read_matrix
+from moe_runtime.errors import UnsupportedUseError
+from moe_runtime.kernels.linear import (
+    frozen_linear,
+    quantized_linear,
+    quantized_row_limit,
+    values_of,
+)
+from moe_runtime.kernels.native import is_differentiated, native_library
+from moe_runtime.kernels.prepared.quantized import PreparedQuantizedLinear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from moe_runtime.checkpoints.dense_weights import DenseReader
+    from moe_runtime.checkpoints.expert_map import ExpertMap
+    from moe_runtime.checkpoints.formats import PackedWeight
+    from moe_runtime.kernels.quantized import QuantizedMatrix
+
+_CONVERSIONS = frozenset(
+    getattr(Tensor, name)
+    for name in ("to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16", "contiguous")
+)
+"""What gives a tensor back as it is where there is nothing to convert."""
+
+_DATA: Any = Tensor.data
+_READING_CODES = (Tensor.detach, _DATA.__get__)
+_PUTTING_VALUES = (Tensor.copy_, _DATA.__set__)
+_REFUSED = frozenset(
+    getattr(Tensor, name)
+    for name in ("data_ptr", "storage", "untyped_storage", "share_memory_", "requires_grad_")
+)
+"""What would tell the address of values, which have none of their own, or train them."""
+
+
+class PackedTensor(AbsentTensor):
+    """A frozen weight `[N, K]` of which codes are in memory, and values when they are asked for.
+
+    Products with it read the codes. Whatever else reads it gets values, written out anew for every
+    call; what would change them raises an ``UnsupportedUseError``.
+
+    Attributes:
+        matrix: the codes.
+        product: few rows times the weight.
+    """
+
+    matrix: QuantizedMatrix
+    product: PreparedQuantizedLinear
+
+    @staticmethod
+    def __new__(cls, matrix: QuantizedMatrix, dtype: torch.dtype) -> PackedTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Takes codes, and the type of the values that others see."""
+        place = matrix.codes.device
+        made: Any = AbsentTensor.__new__(cls, torch.Size(matrix.shape), dtype, place)
+        made.matrix, made.product = matrix, PreparedQuantizedLinear(matrix)
+        return made
+
+    def values(self) -> Tensor:
+        """The weight in memory of its own."""
+        if torch.compiler.is_compiling():
+            return self.matrix.dequantize(self.dtype)
+        return values_of(self.matrix, self.dtype)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.linear and _is_weight(args):
+            return _multiply(*args, **kwargs)
+        if cls.describes(func, args, kwargs):
+            # torch's own way to leave subclasses aside: no exception can leave it switched on
+            return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+        own = args[0] if args else None
+        if isinstance(own, PackedTensor):
+            if func in _READING_CODES:
+                return PackedTensor(own.matrix, own.dtype)
+            if func is Tensor.__deepcopy__:
+                return packed_parameter(own.matrix, own.dtype)  # codes never change
+            if func in _PUTTING_VALUES:
+                given = args[1]
+                if isinstance(given, PackedTensor) and given.matrix is own.matrix:
+                    return own
+                refuse_change()
+            if func in _CONVERSIONS and not kwargs.get("copy") and _stays(own, func, args, kwargs):
+                return own
+        if func in _REFUSED or getattr(func, "__name__", "") == "__set__":
+            refuse_change()
+        return _with_values(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refuse_change()
+
+    def __repr__(self, **_: Any) -> str:
+        """Says what it is, without its values."""
+        return f"PackedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, {self.matrix.format})"
+
+
+def refuse_change() -> Any:
+    """Says that a quantised weight is in memory as codes only.
+
+    Raises:
+        UnsupportedUseError: always.
+    """
+    raise UnsupportedUseError(
+        "this weight is quantised in the checkpoint and stays so in memory: its values can be "
+        "read and copied, but not changed, trained, shared or replaced; train adapters beside it, "
+        "without merging them, or load a checkpoint in bf16"
+    )
+
+
+def packed_parameter(matrix: QuantizedMatrix, dtype: torch.dtype) -> nn.Parameter:
+    """A frozen parameter of a linear layer, of which the codes are in memory."""
+    return nn.Parameter(PackedTensor(matrix, dtype), requires_grad=False)
+
+
+def may_stay_packed(model: PreTrainedModel, name: str, weight: PackedWeight) -> bool:
+    """Whether a weight of a model is only multiplied by, as that of a linear layer.
+
+    Args:
+        model: on the meta device.
+        name: of its parameter.
+        weight: as the checkpoint has it.
+    """
+    path, _, own_name = name.rpartition(".")
+    module = model.get_submodule(path)
+    if type(module) is not nn.Linear or own_name != "weight" or weight.lead:
+        return False
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    wide = private.dtype_plan(model, module.weight.dtype)
+    return (
+        not weight.is_transposed
+        and weight.shape == module.weight.shape
+        and name not in {*tied, *tied.values()}
+        and not any(re.search(pattern.replace("*", ".*"), name) for pattern in wide)
+    )
+
+
+def keep_packed(
+    model: PreTrainedModel, experts: ExpertMap, reader: DenseReader, dtype: torch.dtype
+) -> None:
+    """Reads the weights that stay packed, and gives the model's linear layers these.
+
+    Raises:
+        CheckpointError: one cannot be read.
+    """
+    for entry_name, name in experts.packed_dense.items():
+        weight = cast("PackedWeight", experts.dense_entries[entry_name])
+        matrix = read_matrix(reader, weight)
+        parameter = packed_parameter(matrix, dtype)
+        private.mark_as_initialized(parameter)
+        path, _, own_name = name.rpartition(".")
+        model.get_submodule(path).register_parameter(own_name, parameter)
+
+
+def _is_weight(args: Any) -> bool:
+    return (
+        len(args) > 1
+        and isinstance(args[1], PackedTensor)
+        and not isinstance(args[0], PackedTensor)
+    )
+
+
+def _multiply(input: Tensor, weight: PackedTensor, bias: Tensor | None = None) -> Tensor:
+    """``torch.nn.functional.linear``: `[..., K]` to `[..., N]`."""
+    y = weight.product(input, bias)
+    return _between_graphs(input, weight, bias) if y is None else y
+
+
+def _multiply_any(input: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tensor:
+    if forward_ad._current_level >= 0:
+        return nn.functional.linear(input, weight.values(), bias)
+    x_RK = input.reshape(-1, input.shape[-1])
+    library, is_autocast = native_library(), torch.is_autocast_enabled(input.device.type)
+    if x_RK.dtype is torch.float16 and library is not None and not is_autocast:
+        # products of codes take bf16 and fp32
+        x_RK = x_RK.float() if len(x_RK) <= quantized_row_limit(library) else x_RK
+    multiply = frozen_linear if is_differentiated(input, bias) else quantized_linear
+    y_RN = multiply(x_RK, weight.matrix, bias)
+    y_RN = y_RN if is_autocast else y_RN.to(input.dtype)
+    return y_RN.view(*input.shape[:-1], len(weight))
+
+
+# graphs end here, and the product is that of other calls
+_between_graphs: Any = torch.compiler.disable(_multiply_any)
+
+
+def _stays(own: PackedTensor, func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a conversion leaves type and device as they are."""
+    probe = torch.empty(0, dtype=own.dtype, device=own.device)
+    converted = func(probe, *args[1:], **kwargs)
+    return isinstance(converted, Tensor) and (
+        (converted.dtype, converted.device) == (probe.dtype, probe.device)
+    )
+
+
+def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a function with values in the place of codes.
+
+    Raises:
+        UnsupportedUseError: it changed them.
+    """
+    written: list[Tensor] = []
+
+    def widened(part: Any) -> Any:
+        if isinstance(part, PackedTensor):
+            written.append(part.values())
+            return written[-1]
+        if isinstance(part, list | tuple) and any(isinstance(p, PackedTensor) for p in part):
+            return type(part)(map(widened, part))
+        return part
+
+    args = [widened(part) for part in args]
+    kwargs = {name: widened(part) for name, part in kwargs.items()}
+    before = [values._version for values in written]
+    result = func(*args, **kwargs)
+    if [values._version for values in written] != before:
+        refuse_change()
+    return result
