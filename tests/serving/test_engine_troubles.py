@@ -1,0 +1,227 @@
+"""What goes wrong for one request changes nothing for the others, and nobody waits for ever."""
+
+from typing import Any
+
+import pytest
+import torch
+from engine_events import ask, ask_all, greedy, request_of
+
+import moe_runtime
+from moe_runtime.errors import CheckpointError, UnsupportedModelError
+from moe_runtime.memory.source import ExpertSource
+from moe_runtime.models.pocket import pocket_path
+from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.engine_options import EngineOptions
+from moe_runtime.serving.requests import (
+    EngineClosedError,
+    Finished,
+    NewToken,
+    QueueFullError,
+    RequestTooLongError,
+    SamplingOptions,
+)
+from moe_runtime.types import ExpertKey
+
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def texts(pocket: Any, prompts: list[tuple[int, ...]]) -> list[list[int]]:
+    return [greedy(pocket, prompt, NEW) for prompt in prompts]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_sequences_that_do_not_fit_together_are_computed_again_later(
+    pocket: Any, prompts: list[tuple[int, ...]], texts: list[list[int]], exact: bool
+) -> None:
+    options = EngineOptions(exact=exact, prompt_tokens=16)
+    asked = [request_of(prompt, NEW, num_logprobs=0) for prompt in prompts]
+    with Engine(pocket, options, max_tokens=128) as engine:
+        answers = ask_all(engine, asked)
+        assert engine.drain(1.0)
+        engine.check()
+        found = engine.statistics()
+    assert [answer.ids for answer in answers] == texts
+    assert found.preemptions > 0
+    assert found.kv_capacity == 128
+    assert all(len(answer.events) == NEW + 2 for answer in answers), "nothing is told twice"
+    with Engine(pocket, options) as engine:
+        roomy = ask_all(engine, asked)
+        assert engine.statistics().preemptions == 0
+    if exact:
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in roomy]
+
+
+def test_shared_beginnings_are_computed_once(pocket: Any, prompts: list[tuple[int, ...]]) -> None:
+    """The second turn of a conversation reads what is new of it."""
+    first = prompts[4]
+    with Engine(pocket) as engine:
+        answer = ask(engine, request_of(first, NEW))[0].wait()
+        turn = (*first, *answer.ids, *prompts[3])
+        second = ask(engine, request_of(turn, NEW))[0].wait()
+        other = ask(engine, request_of((*first[:-1], 7), NEW))[0].wait()
+        assert engine.drain(1.0)
+        engine.check()
+        found = engine.statistics()
+    # whole blocks of 16; the last token of an answer goes through the model with the next turn
+    assert second.read.cached_tokens == (len(first) + NEW - 1) // 16 * 16
+    assert other.read.cached_tokens == (len(first) - 1) // 16 * 16
+    assert second.ids == greedy(pocket, turn, NEW)
+    assert other.ids == greedy(pocket, (*first[:-1], 7), NEW)
+    assert found.prefix_hit_tokens == second.read.cached_tokens + other.read.cached_tokens
+
+
+def test_exact_engine_reuses_whole_pieces_of_prompts_alone(
+    pocket: Any, prompts: list[tuple[int, ...]]
+) -> None:
+    first = prompts[4]
+    told = []
+    for reuses in (True, False):
+        options = EngineOptions(exact=True, prompt_tokens=16, reuses_prefixes=reuses)
+        with Engine(pocket, options) as engine:
+            answer = ask(engine, request_of(first, NEW))[0].wait()
+            turn = (*first, *answer.ids, *prompts[3])
+            second = ask(engine, request_of(turn, NEW, num_logprobs=0))[0].wait()
+        told.append(second.tokens)
+        assert second.read.cached_tokens == (32 if reuses else 0)
+    assert told[0] == told[1]
+
+
+def test_cancelled_request_makes_place_for_others(
+    pocket: Any, prompts: list[tuple[int, ...]], texts: list[list[int]]
+) -> None:
+    with Engine(pocket, EngineOptions(most_running=1)) as engine:
+        running, handle = ask(engine, request_of(prompts[0], 300))
+        waiting, waiting_handle = ask(engine, request_of(prompts[1], NEW))
+        third, _ = ask(engine, request_of(prompts[2], NEW))
+        running.wait_for_a_token()
+        waiting_handle.cancel()
+        handle.cancel()
+        assert running.wait().finished == Finished("cancelled")
+        assert waiting.wait().events == [Finished("cancelled")]
+        assert third.wait().ids == texts[2]
+        handle.cancel()
+        assert engine.drain(1.0)
+        engine.check()
+        assert engine.statistics().finished == {"cancelled": 2, "length": 1}
+
+
+def test_whoever_cannot_hear_holds_nobody_up(
+    pocket: Any, prompts: list[tuple[int, ...]], texts: list[list[int]]
+) -> None:
+    def deaf(event: Any) -> None:
+        if isinstance(event, NewToken):
+            raise ConnectionError("the client is gone")
+
+    with Engine(pocket) as engine:
+        engine.submit(request_of(prompts[0], 300), deaf)
+        answer = ask(engine, request_of(prompts[1], NEW))[0].wait()
+        assert engine.drain(10.0)
+        assert engine.statistics().finished == {"cancelled": 1, "length": 1}
+    assert answer.ids == texts[1]
+
+
+def test_queue_has_an_end(pocket: Any, prompts: list[tuple[int, ...]]) -> None:
+    with Engine(pocket, EngineOptions(most_running=1, most_waiting=2)) as engine:
+        answers = [ask(engine, request_of(prompts[0], 300))[0].wait_for_a_token()]
+        answers += [ask(engine, request_of(prompts[0], 300))[0] for _ in range(2)]
+        with pytest.raises(QueueFullError, match="2 requests wait already"):
+            ask(engine, request_of(prompts[0], 300))
+    assert [answer.finished.reason for answer in answers] == ["cancelled"] * 3
+    with pytest.raises(EngineClosedError, match="shutting down"):
+        ask(engine, request_of(prompts[0], 1))
+
+
+def test_draining_engine_takes_no_more_and_ends_what_it_has(
+    pocket: Any, prompts: list[tuple[int, ...]], texts: list[list[int]]
+) -> None:
+    with Engine(pocket) as engine:
+        answer, _ = ask(engine, request_of(prompts[1], NEW))
+        assert engine.drain(60.0)
+        assert answer.ids == texts[1]
+        with pytest.raises(EngineClosedError):
+            ask(engine, request_of(prompts[0], 1))
+
+
+def test_what_cannot_be_answered_is_refused_at_once(pocket: Any) -> None:
+    with Engine(pocket, max_tokens=64) as engine:
+        with pytest.raises(RequestTooLongError, match=r"60 tokens and 5 .* may have 64") as caught:
+            ask(engine, request_of((3,) * 60, 5))
+        assert (caught.value.num_tokens, caught.value.most_tokens) == (65, 64)
+        with pytest.raises(ValueError, match="token 4096 is none of the model's vocabulary"):
+            ask(engine, request_of((4096,), 5))
+        biased = SamplingOptions(logit_bias={5000: 1.0})
+        with pytest.raises(ValueError, match="token 5000"):
+            ask(engine, request_of((3,), 5, sampling=biased))
+    with pytest.raises(ValueError, match="memory set aside for 512"):
+        Engine(pocket, max_tokens=513)
+    with pytest.raises(ValueError, match="prompt_tokens must be at least 1"):
+        EngineOptions(prompt_tokens=0)
+
+
+def test_constraint_that_fails_fails_its_own_request(
+    pocket: Any, prompts: list[tuple[int, ...]], texts: list[list[int]]
+) -> None:
+    class Nothing:
+        def allowed(self, generated_ids: Any) -> torch.Tensor | None:
+            return torch.zeros(4096, dtype=torch.bool) if len(generated_ids) == 2 else None
+
+    with Engine(pocket) as engine:
+        failed, other = ask_all(
+            engine,
+            [request_of(prompts[0], NEW, constraint=Nothing()), request_of(prompts[1], NEW)],
+        )
+        engine.check()
+    assert failed.ids == texts[0][:2]
+    assert failed.finished == Finished("error", "the constraint allows no token here")
+    assert other.ids == texts[1]
+
+
+def test_failed_read_fails_the_requests_that_need_it_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An expert that cannot be read: together, just those fail that fail alone."""
+    lost = ExpertKey(2, 5)
+    real = ExpertSource.fetch
+
+    def fetch(self: ExpertSource, key: ExpertKey, *others: Any) -> None:
+        if key == lost:
+            raise CheckpointError("expert 5 of layer 2 cannot be read")
+        real(self, key, *others)
+
+    asked = [request_of((3 + 5 * i, 4 + i), 3) for i in range(8)]
+    model = moe_runtime.load(
+        pocket_path(), device="cpu", dtype="float32", host_memory="256MiB", max_tokens=256
+    )
+    with model.moe:
+        with monkeypatch.context() as patch:
+            patch.setattr(ExpertSource, "fetch", fetch)
+            with Engine(model, EngineOptions(most_running=1)) as engine:
+                alone = ask_all(engine, asked)
+            with Engine(model) as engine:
+                together = ask_all(engine, asked)
+                assert engine.drain(1.0)
+                engine.check()
+            model.moe.check()
+        with Engine(model) as engine:
+            sound = ask_all(engine, asked)
+        model.moe.check()
+    reasons = [answer.finished.reason for answer in alone]
+    assert set(reasons) == {"error", "length"}
+    assert [answer.finished for answer in together] == [answer.finished for answer in alone]
+    assert {a.finished.message for a in together} == {None, "expert 5 of layer 2 cannot be read"}
+    for one, other, whole in zip(alone, together, sound, strict=True):
+        assert one.ids == other.ids
+        assert one.ids == whole.ids[: len(one.ids)]
+        assert whole.finished.reason == "length"
+
+
+def test_model_that_reads_a_text_to_write_another_is_refused() -> None:
+    from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
+
+    config = SwitchTransformersConfig(
+        vocab_size=32, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, num_experts=2
+    )
+    model = SwitchTransformersForConditionalGeneration(config)
+    with pytest.raises(UnsupportedModelError, match="causal language model"):
+        Engine(model, max_tokens=64)

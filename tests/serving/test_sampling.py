@@ -1,0 +1,127 @@
+"""Each option of sampling does what its definition says, and nothing where it is not asked."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from engine_events import ask_all, request_of
+
+from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.engine_options import EngineOptions
+from moe_runtime.serving.requests import SamplingOptions
+from moe_runtime.serving.sampling import Sampler, token_logprobs
+
+LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, -3.0])
+
+
+def sampler_of(prompt: tuple[int, ...] = (0,), **options: Any) -> Sampler:
+    others = {
+        name: options.pop(name)
+        for name in ("stop_ids", "min_new_tokens", "constraint", "num_logprobs")
+        if name in options
+    }
+    return Sampler(request_of(prompt, 10, sampling=SamplingOptions(**options), **others))
+
+
+def shares(num: int = 4000, **options: Any) -> list[float]:
+    """How often each token is drawn."""
+    sampler = sampler_of(temperature=options.pop("temperature", 1.0), seed=0, **options)
+    drawn = Counter(sampler.choose(LOGITS, []).token_id for _ in range(num))
+    return [drawn[token] / num for token in range(len(LOGITS))]
+
+
+def expected(logits: torch.Tensor) -> list[float]:
+    return torch.softmax(logits, dim=0).tolist()
+
+
+def within(found: list[float], wanted: list[float], num: int = 4000) -> bool:
+    """Five standard deviations of each share: one of ten million draws is beyond."""
+    return all(
+        abs(one - other) <= 5 * math.sqrt(other * (1 - other) / num)
+        for one, other in zip(found, wanted, strict=True)
+    )
+
+
+NEVER = -torch.inf
+
+
+@pytest.mark.parametrize(
+    ("options", "changed"),
+    [
+        ({}, LOGITS),
+        ({"temperature": 0.5}, LOGITS / 0.5),
+        ({"temperature": 1e-30}, torch.tensor([0.0, NEVER, NEVER, NEVER, NEVER])),
+        ({"top_k": 2}, torch.tensor([2.0, 1.0, NEVER, NEVER, NEVER])),
+        # chances 0.59, 0.22, 0.13, 0.03, 0.004
+        ({"top_p": 0.7}, torch.tensor([2.0, 1.0, NEVER, NEVER, NEVER])),
+        ({"min_p": 0.2}, torch.tensor([2.0, 1.0, 0.5, NEVER, NEVER])),
+        ({"logit_bias": {0: -100.0, 4: 4.0}}, torch.tensor([-98.0, 1.0, 0.5, -1.0, 1.0])),
+        ({"repetition_penalty": 2.0, "prompt": (0, 3)}, torch.tensor([1.0, 1.0, 0.5, -2.0, -3.0])),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_tokens_are_drawn_as_the_options_say(
+    options: dict[str, Any], changed: torch.Tensor
+) -> None:
+    found = shares(**{"prompt": (1,), **options} if "prompt" in options else options)
+    assert within(found, expected(changed))
+    assert not within(found, expected(changed.flip(0)))
+
+
+def test_penalties_count_the_answer_alone() -> None:
+    sampler = sampler_of((0, 0, 0), presence_penalty=0.75, frequency_penalty=0.5)
+    found = [sampler.choose(LOGITS, []).token_id for _ in range(4)]
+    # token 0 falls to 0.75 and then 0.25, token 1 to -0.25
+    assert found == [0, 1, 0, 2]
+
+
+def test_seed_makes_an_answer_repeatable(pocket: Any) -> None:
+    def asked(seed: int | None) -> Any:
+        sampling = SamplingOptions(temperature=1.0, seed=seed)
+        return request_of((5, 6, 7), 12, sampling=sampling)
+
+    with Engine(pocket, EngineOptions(exact=True)) as engine:
+        answers = ask_all(engine, [asked(1), asked(2), asked(None), asked(1), asked(None)])
+        (alone,) = ask_all(engine, [asked(1)])
+    first, other, free, again, freely = (answer.ids for answer in answers)
+    assert first == again == alone.ids
+    assert first != other
+    assert free != freely
+
+
+def test_constraint_and_least_length_leave_tokens_out() -> None:
+    class Odd:
+        def allowed(self, generated_ids: Any) -> torch.Tensor | None:
+            return None if generated_ids else torch.tensor([False, True, False, True])
+
+    sampler = sampler_of(constraint=Odd())
+    assert sampler.choose(LOGITS, []).token_id == 1
+    assert sampler.choose(LOGITS, [1]).token_id == 0
+    sampler = sampler_of(stop_ids=frozenset([0, 1]), min_new_tokens=1)
+    assert sampler.choose(LOGITS, []).token_id == 2
+    assert sampler.choose(LOGITS, [2]).token_id == 0
+
+
+def test_log_probabilities_are_those_before_any_change() -> None:
+    sampler = sampler_of(num_logprobs=2, temperature=0.1, seed=0, logit_bias={4: 100.0})
+    token = sampler.choose(LOGITS, [])
+    assert token.token_id == 4
+    wanted = torch.log_softmax(LOGITS.double(), dim=0).tolist()
+    # fp32 arithmetic on numbers below 8: a rounding is 2**-22 at most
+    assert token.logprob == pytest.approx(wanted[4], abs=1e-5)
+    assert token.top_logprobs == (
+        (0, pytest.approx(wanted[0], abs=1e-5)),
+        (1, pytest.approx(wanted[1], abs=1e-5)),
+    )
+
+
+def test_no_more_tokens_are_named_than_there_are() -> None:
+    (found,) = token_logprobs(LOGITS[None], [3], 20)
+    assert [token for token, _ in found.top] == [0, 1, 2, 3, 4]
+
+
+def test_logits_that_are_no_numbers_draw_nothing() -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        sampler_of(temperature=1.0).choose(torch.tensor([1.0, math.nan]), [])
