@@ -16,11 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from moe_runtime.checkpoints import transformers_private as private
-from moe_runtime.checkpoints.expert_places import (
-    PlacedMatrix,
-    expert_rows,
-    place_matrix,
-)
+from moe_runtime.checkpoints.expert_places import PlacedMatrix, expert_rows, place_matrix
 from moe_runtime.checkpoints.families import checkpoint_renamings
 from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
 from moe_runtime.checkpoints.provenance import Provenance
@@ -210,16 +206,19 @@ def _require_one_type(name: str, placed: Mapping[str, Sequence[PlacedMatrix]]) -
                 "again in one type"
             )
     first = {matrix: of_experts[0] for matrix, of_experts in placed.items()}
-    plain = [matrix for matrix, found in first.items() if found.packing is None]
-    if len(plain) < len(first):  # biases beside quantised matrices may have a type of their own
-        plain = [matrix for matrix in plain if matrix.endswith("_bias")]
-    types = {first[matrix].described: matrix for matrix in plain}
-    if len(types) > 1:
-        found = " and ".join(f"{matrix} is {kind}" for kind, matrix in types.items())
-        raise UnsupportedModelError(
-            f"{name}: of an expert's tensors, {found}; expected one type for them: save the "
-            "checkpoint again in one type"
-        )
+    is_quantised = any(found.packing is not None for found in first.values())
+    alike: dict[bool, dict[str, str]] = {False: {}, True: {}}
+    for matrix, found in first.items():
+        # beside quantised matrices others are bf16, and biases may have a type of their own
+        is_apart = is_quantised and matrix.endswith("_bias")
+        kind = found.described if found.packing is None else "bfloat16"
+        alike[is_apart][kind] = f"{matrix} is {found.described}"
+    for kinds in alike.values():
+        if len(kinds) > 1:
+            raise UnsupportedModelError(
+                f"{name}: of an expert's tensors, {' and '.join(kinds.values())}; expected one "
+                "type for them, or bfloat16 beside quantised ones: save the checkpoint again so"
+            )
 
 
 def find_experts(model: PreTrainedModel) -> list[ExpertsModule]:
@@ -265,12 +264,9 @@ def _convert(
     dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
     """Runs the conversion of all expert tensors on stand-ins; what is dense goes to the map."""
-    renamings = [
-        entry for entry in experts.weight_mapping if isinstance(entry, private.WeightRenaming)
-    ]
-    converters = [
-        entry for entry in experts.weight_mapping if isinstance(entry, private.WeightConverter)
-    ]
+    mapping = experts.weight_mapping
+    renamings = [entry for entry in mapping if isinstance(entry, private.WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, private.WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     state = model.state_dict()
     targets = {f"{m.name}.{parameter}" for m in experts.modules for parameter in m.parameters}

@@ -11,6 +11,7 @@ Shape suffixes: R routed rows, D model.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.checkpoints.opening import Checkpoint
+from moe_runtime.errors import MoERuntimeWarning
 from moe_runtime.parallel.communication.agreement import (
     arithmetic_facts,
     processes_here,
@@ -209,6 +211,13 @@ def divide_experts(
         placed = load_placement_map(placement)
         placed.require(signature, num_ranks=transport.size)
     if transport.size == 1:
+        if placed is not None:
+            warnings.warn(
+                "the placement map has no effect: one process has all experts; start several with "
+                "torchrun, or leave the map out",
+                MoERuntimeWarning,
+                stacklevel=2,
+            )
         return None
     share = ExpertPartition(transport, [module.num_experts for module in experts.modules], placed)
     experts.layouts = {key: lay for key, lay in experts.layouts.items() if share.owns(key)}

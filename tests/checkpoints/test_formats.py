@@ -143,6 +143,29 @@ def test_experts_of_two_formats_in_a_layer_are_refused(originals, tmp_path) -> N
     assert "expected one type for all experts" in refusal(folder, UnsupportedModelError)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_plain_matrices_beside_quantised_ones_of_an_expert_must_be_bf16(
+    originals, tmp_path, dtype: torch.dtype
+) -> None:
+    """Known before the first token, which no product could compute."""
+
+    def written(folder: str, plain: torch.dtype) -> Path:
+        def unpack(tensors: dict[str, Tensor]) -> None:
+            stems = {name.rpartition(".")[0] for name in tensors}
+            for stem in [s for s in stems if "mlp.experts" in s and s.endswith("down_proj")]:
+                for suffix in ("packed", "scale", "shape"):
+                    del tensors[f"{stem}.weight_{suffix}"]
+                tensors[f"{stem}.weight"] = torch.zeros(64, 64, dtype=plain)
+
+        return changed(originals("deepseek_v3-int4"), tmp_path / folder, unpack)
+
+    name = str(dtype).removeprefix("torch.")
+    message = refusal(written("refused", dtype), UnsupportedModelError)
+    assert "mlp.experts: of an expert's tensors, up is " in message
+    assert f"and down is {name}; expected one type for them, or bfloat16 beside" in message
+    assert mapped(written("taken", torch.bfloat16)).layouts
+
+
 def test_scales_may_lie_in_another_file_than_their_codes(originals, tmp_path) -> None:
     original = originals("deepseek_v3-fp8")
     folder = changed(original, tmp_path)

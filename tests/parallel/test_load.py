@@ -16,8 +16,9 @@ from rank_pool import RankPool
 from safetensors.torch import load_file, save_file
 from text_checkpoint import NUM_EXPERTS, NUM_LAYERS, TOP_K, tiny_text_model
 
+import moe_runtime
 from moe_runtime.checkpoints.packing import pack_checkpoint
-from moe_runtime.errors import CheckpointError
+from moe_runtime.errors import CheckpointError, MoERuntimeWarning
 from moe_runtime.inference.expert_partition import ExpertPartition, add_up
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.parallel.communication.transport import LocalTransport
@@ -126,6 +127,16 @@ def placed(slots: np.ndarray, num_ranks: int) -> PlacementMap:
         ),
         algorithm="by hand",
     )
+
+
+def test_one_process_says_that_a_map_has_no_effect(checkpoint: Path, tmp_path: Path) -> None:
+    slots = np.tile(np.arange(NUM_EXPERTS), (NUM_LAYERS, 1))
+    placed(slots, 1).save(tmp_path / "map.json")
+    with pytest.warns(MoERuntimeWarning, match=r"placement map has no effect: [^\n]+$"):
+        model = moe_runtime.load(
+            checkpoint, device="cpu", max_tokens=64, placement=tmp_path / "map.json"
+        )
+    model.moe.close()
 
 
 def test_an_expert_with_copies_goes_where_the_fewest_rows_are() -> None:
