@@ -6,9 +6,18 @@ Letters: n rows of one expert, K summed dimension, N outputs, A and B the sides 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from moe_runtime.kernels.linear.op import is_faster_widened, linear_into, native_row_limit
+from moe_runtime.kernels.linear.op import (
+    ROWS_OF_A_PRODUCT,
+    SMALL_WEIGHT,
+    is_faster_widened,
+    keeps_code,
+    linear_into,
+    linear_of_few_shapes,
+    native_row_limit,
+)
 from moe_runtime.kernels.native import NativeLibrary
 
 # Rows from which torch's product takes less time than the C kernel's, measured with two threads on
@@ -20,7 +29,11 @@ _MIN_BLOCK_ROWS = 64
 
 
 class Products:
-    """torch's own products, of operands as they are."""
+    """torch's own products, of operands as they are.
+
+    An expert has another number of rows in every step. Where torch would keep code for each of
+    them, small matrices are multiplied in fp32 and rows are padded to one of few numbers.
+    """
 
     def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What rows are to be given in, for experts of `dtype`; results have it as well."""
@@ -28,17 +41,29 @@ class Products:
 
     def forward(self, x_nK: Tensor, weight_NK: Tensor, bias: Tensor | None, out_nN: Tensor) -> None:
         """``x @ weight.T + bias`` into `out`."""
-        if bias is None:
+        if keeps_code(x_nK):
+            out_nN.copy_(linear_of_few_shapes(x_nK, weight_NK, bias))
+        elif bias is None:
             torch.mm(x_nK, weight_NK.T, out=out_nN)
         else:
             torch.addmm(bias, x_nK, weight_NK.T, out=out_nN)
 
     def backward(self, grad_nN: Tensor, weight_NK: Tensor, out_nK: Tensor) -> None:
         """``grad @ weight`` into `out`."""
-        torch.mm(grad_nN, weight_NK, out=out_nK)
+        if keeps_code(grad_nN):
+            out_nK.copy_(linear_of_few_shapes(grad_nN, weight_NK.T, None))
+        else:
+            torch.mm(grad_nN, weight_NK, out=out_nK)
 
     def outer(self, left_nA: Tensor, right_nB: Tensor, out_AB: Tensor, *, is_first: bool) -> None:
         """``left.T @ right`` into `out`, or added to it unless it `is_first`."""
+        if keeps_code(left_nA):
+            if out_AB.numel() <= SMALL_WEIGHT:
+                wide = left_nA.float().T @ right_nB.float()
+                out_AB.copy_(wide if is_first else wide.add_(out_AB))
+                return
+            missing = _padded(len(left_nA)) - len(left_nA)
+            left_nA, right_nB = (F.pad(x, (0, 0, 0, missing)) for x in (left_nA, right_nB))
         torch.addmm(out_AB, left_nA.T, right_nB, beta=0 if is_first else 1, out=out_AB)
 
 
@@ -104,6 +129,13 @@ class NativeProducts(Products):
         if narrow.stride(1) == 1:
             return flat.view(narrow.shape)
         return flat.view(narrow.shape[1], narrow.shape[0]).T
+
+
+def _padded(num_rows: int) -> int:
+    """As many rows or a few more, of which zeros add nothing to a sum over rows."""
+    largest = ROWS_OF_A_PRODUCT[-1]
+    fitting = (size for size in ROWS_OF_A_PRODUCT if size >= num_rows)
+    return next(fitting, -(-num_rows // largest) * largest)
 
 
 def _blocks(matrix: Tensor) -> list[slice]:

@@ -10,7 +10,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.linear.op import is_faster_widened, linear
+from moe_runtime.kernels.linear.op import (
+    is_faster_widened,
+    keeps_code,
+    linear,
+    linear_of_few_shapes,
+)
 from moe_runtime.kernels.linear.quantized import quantized_linear, values_of
 from moe_runtime.kernels.lossless import PlanesMatrix
 from moe_runtime.kernels.native import native_library
@@ -61,6 +66,8 @@ def _times_weight(grad_RN: Tensor, weight_NK: Tensor) -> Tensor:
     library = native_library() if grad_RN.is_cpu else None
     widens = library is not None and is_faster_widened(library, weight_NK.dtype)
     if grad_RN.dtype == weight_NK.dtype and not widens:
+        if keeps_code(grad_RN):
+            return linear_of_few_shapes(grad_RN, weight_NK.T, None)
         return grad_RN @ weight_NK
     wide = torch.promote_types(grad_RN.dtype, torch.float32)
     return (grad_RN.to(wide) @ weight_NK.to(wide)).to(grad_RN.dtype)

@@ -176,10 +176,7 @@ def _linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     wants_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if as_it_is or wants_gradient or not keeps_code(x):
         return F.linear(x, weight, bias)
-    if weight.numel() <= SMALL_WEIGHT and x.numel() > x.shape[-1]:
-        wide_bias = None if bias is None else bias.float()
-        return F.linear(x.float(), weight.float(), wide_bias).to(x.dtype)
-    return _by_portions(x, weight, bias)
+    return linear_of_few_shapes(x, weight, bias)
 
 
 def keeps_code(x: Tensor) -> bool:
@@ -208,12 +205,15 @@ def kept_code_bytes(shapes: set[tuple[int, int]], dtype: torch.dtype, num_rows: 
     return KEPT_CODE_BYTES * sizes * sum(math.prod(shape) > SMALL_WEIGHT for shape in shapes)
 
 
-def _by_portions(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product in portions of few sizes, whatever the number of rows; one row is its own."""
+def linear_of_few_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Torch's product in fp32, or in portions of few sizes, whatever the number of rows."""
     x_RK = x.reshape(-1, x.shape[-1])
     num_rows = len(x_RK)
     if num_rows <= 1:
         return F.linear(x, weight, bias)
+    if weight.numel() <= SMALL_WEIGHT:
+        wide_bias = None if bias is None else bias.float()
+        return F.linear(x.float(), weight.float(), wide_bias).to(x.dtype)
     out = x.new_empty((num_rows, len(weight)))
     for first in range(0, num_rows, ROWS_OF_A_PRODUCT[-1]):
         rows = x_RK[first : first + ROWS_OF_A_PRODUCT[-1]]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_runtime.kernels.expert_mlp import ActivationSpec
+from moe_runtime.kernels.expert_mlp import ActivationSpec, products
 from moe_runtime.kernels.expert_mlp.native_path import NativeSteps
+from moe_runtime.kernels.expert_mlp.products import Products
 from moe_runtime.kernels.expert_mlp.steps import TorchSteps
 from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.operands.activation import GateLayout
@@ -92,3 +94,50 @@ def test_activation_reads_and_keeps_narrow_preactivations(
     for one, other in zip(found[0], (hidden_nF, grad_z_nZ, gate_grad_n), strict=True):
         # sums of 530 products of either sign keep that many roundings of the largest
         torch.testing.assert_close(one, other, rtol=16 * 2**-23, atol=530 * 2**-23)
+
+
+class HalfShapes(TorchDispatchMode):
+    """Takes down the shapes of products of matrices in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[tuple[object, ...]] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        operands = [arg for arg in args if isinstance(arg, Tensor)]
+        if name in ("mm", "addmm", "linear") and operands[-1].dtype == torch.bfloat16:
+            self.found.add((name, *(tuple(operand.shape) for operand in operands)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dim_in", [24, products.SMALL_WEIGHT // 16 + 1])
+def test_products_in_half_precision_have_few_shapes_whatever_the_rows(dim_in, monkeypatch):
+    """oneDNN keeps code for each shape; an expert in training has other rows in every step."""
+    monkeypatch.setattr(products, "keeps_code", lambda x: x.dtype == torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    weight, gradient = (torch.randn(16, dim_in, generator=generator).bfloat16() for _ in range(2))
+    shapes = []
+    for num_rows in (2, 5, 15, 600, 1000):
+        x = torch.randn(num_rows, dim_in, generator=generator).bfloat16()
+        grad = torch.randn(num_rows, 16, generator=generator).bfloat16()
+        out, grad_x, summed = torch.empty_like(grad), torch.empty_like(x), gradient.clone()
+        with HalfShapes() as seen:
+            Products().forward(x, weight, None, out)
+            Products().backward(grad, weight, grad_x)
+            Products().outer(grad, x, summed, is_first=False)
+        shapes.append(seen.found)
+        for found, left, right, added in (
+            (out, x, weight.T, 0),
+            (grad_x, grad, weight, 0),
+            (summed, grad.T, x, gradient.double()),
+        ):
+            expected = left.double() @ right.double() + added
+            # sums in fp32, in any order, then one rounding to bf16 (2**-9 of it)
+            bound = left.shape[1] * 2**-23 * (left.abs().double() @ right.abs().double())
+            assert ((found.double() - expected).abs() <= expected.abs() * 2**-8 + bound).all()
+    small = weight.numel() <= products.SMALL_WEIGHT
+    assert len(shapes[0]) == (0 if small else 3)
+    assert shapes[0] == shapes[1] == shapes[2]
+    # 600 rows are portions of 512 and 96, and 1000 of 512 and 512, or sums over 1024 rows
+    assert len(set().union(*shapes)) == (0 if small else 3 + 5)
