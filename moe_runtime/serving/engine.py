@@ -218,10 +218,11 @@ class Engine:
         decoding = self._scheduler.make_room(self._scheduler.decoding())
         for group in self._groups(decoding):
             self._decode(group)
+        sizes = self._options.prompt_tokens, self._passes.most_logprob_tokens
+        if not self._passes.reads_in_pieces:
+            sizes = self._account.capacity, self._account.capacity
         chosen = self._scheduler.prompts(
-            self._options.prompt_tokens,
-            self._passes.most_logprob_tokens,
-            exact=self._options.exact or not self._passes.can_join,
+            *sizes, exact=self._options.exact or not self._passes.can_join
         )
         if chosen:
             self._read(chosen)

@@ -1,0 +1,54 @@
+"""Models whose sequences go together, and those whose sequences must go one after another."""
+
+from pathlib import Path
+
+import moe_families
+import pytest
+import torch
+from engine_events import ask_all, greedy, request_of
+from tiny_checkpoints import save, tiny_model
+
+import moe_runtime
+from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.engine_options import EngineOptions
+
+NEW = 8
+TOGETHER = ("Cohere2MoeForCausalLM", "GptOssForCausalLM", "OlmoeForCausalLM")
+"""With windows, with windows and sinks, with neither."""
+ALONE = ("DeepseekV3ForCausalLM", "JambaForCausalLM", "Qwen3NextForCausalLM")
+"""Attention of their own, and states that are not keys and values."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [f for f in moe_families.FAMILIES if str(f) in (*TOGETHER, *ALONE)],
+    ids=str,
+)
+def test_texts_are_those_of_generate_whatever_a_model_keeps_of_a_sequence(
+    family: moe_families.Family, tmp_path: Path
+) -> None:
+    folder = save(tiny_model(family), tmp_path, sharded=False)
+    model = moe_runtime.load(
+        folder, device="cpu", dtype="float32", host_memory="64MiB", max_tokens=256
+    )
+    generator = torch.Generator().manual_seed(0)
+    size = model.config.vocab_size
+    prompts = [
+        tuple(torch.randint(3, size, (length,), generator=generator).tolist())
+        for length in (5, 14, 3)
+    ]
+    with model.moe:
+        texts = [greedy(model, prompt, NEW) for prompt in prompts]
+        steps = []
+        for options in (EngineOptions(), EngineOptions(prompt_tokens=4)):
+            with Engine(model, options) as engine:
+                answers = ask_all(engine, [request_of(prompt, NEW) for prompt in prompts])
+                assert [answer.ids for answer in answers] == texts
+                again = ask_all(engine, [request_of(prompt, NEW) for prompt in prompts])
+                assert [answer.ids for answer in again] == texts
+                assert engine.drain(1.0)
+                engine.check()
+                steps.append(engine.statistics().steps)
+        model.moe.check()
+    # alone, each text takes as many steps as it has tokens
+    assert (steps[0] == 2 * 3 * NEW) == (str(family) in ALONE)
