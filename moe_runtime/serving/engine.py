@@ -218,14 +218,22 @@ class Engine:
         decoding = self._scheduler.make_room(self._scheduler.decoding())
         for group in self._groups(decoding):
             self._decode(group)
-        sizes = self._options.prompt_tokens, self._passes.most_logprob_tokens
-        if not self._passes.reads_in_pieces:
-            sizes = self._account.capacity, self._account.capacity
         chosen = self._scheduler.prompts(
-            *sizes, exact=self._options.exact or not self._passes.can_join
+            *self._prompt_sizes(beside=bool(decoding)),
+            exact=self._options.exact or not self._passes.can_join,
         )
         if chosen:
             self._read(chosen)
+
+    def _prompt_sizes(self, *, beside: bool) -> tuple[int, int]:
+        """Most tokens of prompts in a pass, and most whose log-probabilities are asked for."""
+        if not self._passes.reads_in_pieces:
+            return self._account.capacity, self._account.capacity
+        options = self._options
+        # an exact text must not depend on who decodes
+        is_held_back = beside or options.exact
+        most = options.prompt_tokens if is_held_back else options.idle_prompt_tokens
+        return most, self._passes.most_logprob_tokens
 
     def _start(self, sequence: Sequence) -> None:
         """A sequence that has room gets a cache, and what is known of its beginning."""
@@ -289,10 +297,11 @@ class Engine:
         for row, (sequence, num_new) in enumerate(chosen):
             sequence.num_computed += num_new
             if not sequence.is_reading:
-                self._keep(sequence)
                 sequence.tell_read()
                 if sequence.num_computed == len(sequence.tokens):
                     self._go_on(sequence, logits_BV[row])
+                if not sequence.is_finished:
+                    self._keep(sequence)
 
     def _fit(self, sequence: Sequence) -> None:
         """Its cache gets just the room that the account gave it."""

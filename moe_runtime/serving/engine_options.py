@@ -15,18 +15,20 @@ class EngineOptions:
     Attributes:
         most_waiting: requests that may wait; more are refused.
         most_running: requests that are answered at a time.
-        prompt_tokens: most tokens of prompts in a step, so that those who decode beside them do not
-            wait long; a smaller number reads the experts more often.
+        prompt_tokens: most tokens of prompts in a step beside others that decode, so that those do
+            not wait long. A step of few tokens reads nearly as many experts as one of many.
+        idle_prompt_tokens: the same while nobody decodes.
         reuses_prefixes: keeps keys and values of prompts and answers for those that begin alike,
             in memory that nobody else needs.
         exact: gives a request the bits that it would get alone, whatever runs beside it and ran
-            before: prompts go through the model one at a time, in pieces of ``prompt_tokens``, and
-            only whole pieces are reused.
+            before: prompts go through the model one at a time, always in pieces of
+            ``prompt_tokens``, and only whole pieces are reused.
     """
 
     most_waiting: int = 256
     most_running: int = 32
     prompt_tokens: int = 256
+    idle_prompt_tokens: int = 2048
     reuses_prefixes: bool = True
     exact: bool = False
 
@@ -36,7 +38,7 @@ class EngineOptions:
         Raises:
             ValueError: one is below 1; the message begins with its name.
         """
-        for name in ("most_waiting", "most_running", "prompt_tokens"):
+        for name in ("most_waiting", "most_running", "prompt_tokens", "idle_prompt_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 

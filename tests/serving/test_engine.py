@@ -26,7 +26,7 @@ def requests_of(prompts: list[tuple[int, ...]], **options: Any) -> list[Any]:
     [
         EngineOptions(),
         EngineOptions(exact=True),
-        EngineOptions(prompt_tokens=7, reuses_prefixes=False),
+        EngineOptions(prompt_tokens=7, idle_prompt_tokens=9, reuses_prefixes=False),
         EngineOptions(prompt_tokens=7, exact=True),
         EngineOptions(most_running=2),
     ],
@@ -78,7 +78,7 @@ def test_exact_text_has_the_same_bits_alone_and_beside_others(
 def test_log_probabilities_are_the_models(pocket: Any, prompts: list[tuple[int, ...]]) -> None:
     prompt = prompts[1]
     asked = request_of(prompt, 4, num_logprobs=2, num_prompt_logprobs=1)
-    with Engine(pocket, EngineOptions(prompt_tokens=10)) as engine:
+    with Engine(pocket, EngineOptions(idle_prompt_tokens=10)) as engine:
         # the second time nothing is taken from the prefixes: all of the prompt must be computed
         answers = [ask(engine, asked)[0].wait() for _ in range(2)]
     text = torch.tensor([[*prompt, *answers[0].ids]])

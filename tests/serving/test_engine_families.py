@@ -40,7 +40,7 @@ def test_texts_are_those_of_generate_whatever_a_model_keeps_of_a_sequence(
     with model.moe:
         texts = [greedy(model, prompt, NEW) for prompt in prompts]
         steps = []
-        for options in (EngineOptions(), EngineOptions(prompt_tokens=4)):
+        for options in (EngineOptions(), EngineOptions(prompt_tokens=4, idle_prompt_tokens=4)):
             with Engine(model, options) as engine:
                 answers = ask_all(engine, [request_of(prompt, NEW) for prompt in prompts])
                 assert [answer.ids for answer in answers] == texts

@@ -34,7 +34,7 @@ def texts(pocket: Any, prompts: list[tuple[int, ...]]) -> list[list[int]]:
 def test_sequences_that_do_not_fit_together_are_computed_again_later(
     pocket: Any, prompts: list[tuple[int, ...]], texts: list[list[int]], exact: bool
 ) -> None:
-    options = EngineOptions(exact=exact, prompt_tokens=16)
+    options = EngineOptions(exact=exact, prompt_tokens=16, idle_prompt_tokens=16)
     asked = [request_of(prompt, NEW, num_logprobs=0) for prompt in prompts]
     with Engine(pocket, options, max_tokens=128) as engine:
         answers = ask_all(engine, asked)

@@ -1,0 +1,132 @@
+"""Who runs and who waits, without a model: order, room, and what a step reads of prompts."""
+
+import random
+from typing import Any
+
+import pytest
+from engine_events import request_of
+
+from moe_runtime.serving.kv_account import KVAccount
+from moe_runtime.serving.scheduling import Scheduler
+from moe_runtime.serving.sequences import Sequence
+
+CACHE: Any = object()
+
+
+def scheduler_of(capacity: int, most_running: int = 8) -> Scheduler:
+    return Scheduler(KVAccount(capacity, block_tokens=4), most_running=most_running)
+
+
+def sequence_of(number: int, length: int, priority: int = 0, **options: Any) -> Sequence:
+    request = request_of((1,) * length, 100, priority=priority, **options)
+    return Sequence(request, lambda _: None, number)
+
+
+def start_all(scheduler: Scheduler) -> list[int]:
+    """Starts those who may run; gives their numbers."""
+    started = []
+    while (sequence := scheduler.next_to_start()) is not None:
+        sequence.start(CACHE, 0, len(sequence.tokens))
+        started.append(sequence.number)
+    return started
+
+
+def test_nobody_is_overtaken_within_a_priority() -> None:
+    scheduler = scheduler_of(128)
+    for number, (length, priority) in enumerate([(40, 0), (100, 0), (5, 0), (30, 1)]):
+        scheduler.add(sequence_of(number, length, priority))
+    assert start_all(scheduler) == [3, 0]  # the third would fit, but is behind the second
+    scheduler.check()
+    for sequence in list(scheduler.running):
+        scheduler.remove(sequence)
+    assert start_all(scheduler) == [1]
+    scheduler.check()
+
+
+def test_the_last_gives_way_until_there_is_room() -> None:
+    scheduler = scheduler_of(112)
+    for number in range(3):
+        scheduler.add(sequence_of(number, 15))
+    assert start_all(scheduler) == [0, 1, 2]
+    first, second, third = scheduler.running
+    first.num_computed, second.num_computed, third.num_computed = 70, 16, 15
+    assert scheduler.make_room([first, second, third]) == [first, second]
+    assert scheduler.num_preemptions == 1
+    assert scheduler.waiting == [third]
+    assert third.cache is None
+    assert third.num_computed == 0
+    scheduler.check()
+
+
+def test_a_step_shares_its_tokens_between_prompts_in_order() -> None:
+    scheduler = scheduler_of(256)
+    for number, length in enumerate([20, 30, 5]):
+        scheduler.add(sequence_of(number, length))
+    start_all(scheduler)
+    first, second, third = scheduler.running
+    assert scheduler.prompts(32, 8, exact=False) == [(first, 20), (second, 12)]
+    first.num_computed, second.num_computed = 20, 12
+    assert scheduler.decoding() == [first]
+    assert scheduler.prompts(32, 8, exact=False) == [(second, 18), (third, 5)]
+
+
+@pytest.mark.parametrize("computed", [0, 3, 16, 29])
+def test_exact_pieces_end_where_they_end_whatever_was_found(computed: int) -> None:
+    scheduler = scheduler_of(256)
+    for number in range(2):
+        scheduler.add(sequence_of(number, 30))
+    start_all(scheduler)
+    first = scheduler.running[0]
+    first.num_computed = computed
+    ((chosen, num_new),) = scheduler.prompts(16, 8, exact=True)
+    assert chosen is first
+    assert computed + num_new == min(30, (computed // 16 + 1) * 16)
+
+
+def test_whoever_goes_alone_waits_until_it_is_first() -> None:
+    scheduler = scheduler_of(256)
+    for number in range(3):
+        wanted = 0 if number == 1 else None
+        scheduler.add(sequence_of(number, 20, num_prompt_logprobs=wanted))
+    start_all(scheduler)
+    first, second, third = scheduler.running
+    assert scheduler.prompts(64, 8, exact=False) == [(first, 20), (third, 20)]
+    first.num_computed = third.num_computed = 20
+    assert scheduler.prompts(64, 8, exact=False) == [(second, 8)]
+
+
+def test_ten_thousand_random_steps_leave_nobody_behind() -> None:
+    """Sequences come, grow, are cancelled and end; all that were not cancelled end."""
+    draw = random.Random(0)
+    scheduler = scheduler_of(160, most_running=5)
+    ends: dict[int, int] = {}
+    arrived = cancelled = finished = 0
+    for _ in range(10_000):
+        if draw.random() < 0.3 and len(scheduler.waiting) < 10:
+            sequence = sequence_of(arrived, draw.randrange(1, 90), draw.randrange(2))
+            ends[arrived] = min(160, len(sequence.tokens) + draw.randrange(1, 40))
+            arrived += 1
+            scheduler.add(sequence)
+        everyone = [*scheduler.running, *scheduler.waiting]
+        if everyone and draw.random() < 0.02:
+            scheduler.remove(draw.choice(everyone))
+            cancelled += 1
+        start_all(scheduler)
+        assert scheduler.running or not scheduler.waiting, "somebody can always run"
+        for sequence in scheduler.make_room(scheduler.decoding()):
+            sequence.num_computed += 1
+            sequence.tokens.append(1)
+            if len(sequence.tokens) >= ends[sequence.number]:
+                scheduler.remove(sequence)
+                finished += 1
+        chosen = scheduler.prompts(24, 8, exact=draw.random() < 0.5)
+        assert sum(num_new for _, num_new in chosen) <= 24
+        for sequence, num_new in chosen:
+            assert num_new > 0
+            sequence.num_computed += num_new
+            if not sequence.is_reading:
+                sequence.tokens.append(1)
+        scheduler.check()
+    assert arrived == cancelled + finished + len(scheduler.running) + len(scheduler.waiting)
+    assert finished > 200
+    assert scheduler.num_preemptions > 20
