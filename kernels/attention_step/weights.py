@@ -34,7 +34,8 @@ class AttentionWeights:
     The object remembers addresses: make it once for a place in memory, anew when the place changes.
 
     Attributes:
-        qkv: `[N, D]`, the rows of all queries, then keys, then values, one head after another.
+        qkv: `[N, D]`, the rows of all queries, then keys, then values, one head after another; it
+            may be quantised, and so may the output weights.
         output: `[D, M]`, M the values of all query heads.
         qkv_bias: `[N]` or None.
         output_bias: `[D]` or None.
@@ -131,9 +132,15 @@ class AttentionWeights:
         tensors = self.tensors() if sinks is None else [*self.tensors(), sinks]
         if not all(tensor.is_cpu and tensor.stride(-1) == 1 for tensor in tensors):
             return None
-        size = self.qkv.element_size()
-        words = [self.qkv.data_ptr(), self.qkv.stride(0) * size]
-        words += [self.output.data_ptr(), self.output.stride(0) * size]
+        words: list[int] = []
+        for weight in (self.qkv, self.output):
+            product = getattr(weight, "product", None)  # of one that stays quantised
+            if product is None:
+                words += [weight.data_ptr(), weight.stride(0) * weight.element_size()]
+            elif address := product.address(self.dtype):
+                words += [address, -1]
+            else:
+                return None
         norms = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
         for tensor in (self.qkv_bias, self.output_bias, *norms):
             words.append(0 if tensor is None else tensor.data_ptr())

@@ -32,7 +32,8 @@ typedef void (*Rotate)(const char *restrict, const char *restrict, const char *r
                        int64_t);
 static const Rotate rotations[] = {rotate_f32, rotate_bf16, rotate_f16};
 
-/* The layer's weights and sizes as weights.py writes them; norms and biases may be NULL. */
+/* The layer's weights and sizes as weights.py writes them; norms and biases may be NULL. The weight whose stride is
+ * negative is the `Matrix` of a quantised one. */
 typedef struct {
     const char *qkv;
     int64_t qkv_stride;
@@ -95,6 +96,17 @@ static void place_heads(const AttentionLayer *layer, const Angles *angles, int64
                value + h * layer->value_dim * size, (size_t)(layer->value_dim * size));
 }
 
+/* x and out are [batch, dim] without gaps. */
+static int multiply(const AttentionLayer *layer, const char *x, int64_t dim_in, int64_t batch, const char *weight, int64_t stride,
+                    const char *bias, char *out, int64_t dim_out, int share_threads) {
+    const int dtype = (int)layer->dtype;
+    const int64_t size = dtype_bytes(dtype), x_bytes = dim_in * size, out_bytes = dim_out * size;
+    if (stride >= 0)
+        return moe_linear(x, x_bytes, batch, weight, stride, bias, out, out_bytes, dim_in, dim_out, dtype, dtype, share_threads);
+    return moe_quantized_linear(x, x_bytes, batch, (const Matrix *)weight, bias, dtype, out, out_bytes, dim_in, dim_out, dtype,
+                                share_threads);
+}
+
 /* x and out are [batch, dim] without gaps. `scratch` holds, for every sequence, a row of the first product, two rows of
  * queries and one of mixed values. */
 MOE_EXPORT int moe_attention_step(const AttentionLayer *layer, const char *x, int64_t batch, const char *cos, const char *sin,
@@ -103,13 +115,12 @@ MOE_EXPORT int moe_attention_step(const AttentionLayer *layer, const char *x, in
                                   int64_t length, const float *mask, char *scratch, char *out, int share_threads) {
     const int dtype = (int)layer->dtype;
     const int64_t size = dtype_bytes(dtype), q_bytes = layer->heads * layer->key_dim * size;
-    const int64_t mixed_bytes = layer->heads * layer->value_dim * size;
     const int64_t qkv_count = (layer->heads + layer->key_heads) * layer->key_dim + layer->key_heads * layer->value_dim;
     char *queries = scratch + batch * qkv_count * size, *normed = queries + batch * q_bytes, *mixed = normed + batch * q_bytes;
     const Angles angles = {cos, sin, angle_stride, angle_dim};
     const Cached keys = {key, key_outer, key_inner, key_row}, values = {value, value_outer, value_inner, value_row};
-    int status = moe_linear(x, layer->dim_in * size, batch, layer->qkv, layer->qkv_stride, layer->qkv_bias, scratch,
-                            qkv_count * size, layer->dim_in, qkv_count, dtype, dtype, share_threads);
+    int status = multiply(layer, x, layer->dim_in, batch, layer->qkv, layer->qkv_stride, layer->qkv_bias, scratch, qkv_count,
+                          share_threads);
     if (status != STATUS_OK) return status;
     for (int64_t b = 0; b < batch; b++)
         place_heads(layer, &angles, b, scratch + b * qkv_count * size, normed, queries + b * q_bytes, &keys, &values, length);
@@ -118,6 +129,6 @@ MOE_EXPORT int moe_attention_step(const AttentionLayer *layer, const char *x, in
                                         layer->heads / layer->key_heads, length, layer->key_dim, layer->value_dim,
                                         (float)layer->scale, dtype, share_threads);
     if (status != STATUS_OK) return status;
-    return moe_linear(mixed, mixed_bytes, batch, layer->output, layer->output_stride, layer->output_bias, out,
-                      layer->dim_out * size, layer->heads * layer->value_dim, layer->dim_out, dtype, dtype, share_threads);
+    return multiply(layer, mixed, layer->heads * layer->value_dim, batch, layer->output, layer->output_stride, layer->output_bias,
+                    out, layer->dim_out, share_threads);
 }

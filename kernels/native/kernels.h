@@ -119,6 +119,10 @@ typedef struct {
 const Isa *current_isa(void);
 
 /* Functions of the interface that others of it are made of: driver.c, batched.c, rank.c, norm.c. */
+MOE_EXPORT int moe_quantized_linear(const char *x, int64_t x_stride, int64_t num_rows, const Matrix *weight, const char *bias,
+                                    int bias_dtype, char *out, int64_t out_stride, int64_t dim_in, int64_t dim_out, int x_dtype,
+                                    int share_threads);
+
 MOE_EXPORT int moe_linear(const char *x, int64_t x_stride, int64_t num_rows, const char *weight, int64_t weight_stride,
                           const char *bias, char *out, int64_t out_stride, int64_t dim_in, int64_t dim_out, int x_dtype,
                           int weight_dtype, int share_threads);

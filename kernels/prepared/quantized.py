@@ -5,7 +5,7 @@ Letters: R rows, K summed dimension, N outputs.
 
 from __future__ import annotations
 
-import struct
+from array import array
 
 import torch
 from torch import Tensor
@@ -20,16 +20,25 @@ _TYPES = (torch.bfloat16, torch.float32)
 
 
 class PreparedQuantizedLinear:
-    """The native product with one weight, which lies where it lies and never changes."""
+    """The native product with one weight, which lies where it lies and never changes.
+
+    Attributes:
+        row_limit: rows up to which it is taken.
+    """
 
     def __init__(self, weight: QuantizedMatrix) -> None:
         """Takes down where the parts are; the weight must be kept as long as this."""
         self._dim_out, self._dim_in = weight.shape
-        self._row_limit, library, record = 0, native_library(), weight.native_record()
+        self.row_limit, library, record = 0, native_library(), weight.native_record()
         if library is not None and record is not None:
             words, self._kept = record
-            self._words = struct.pack("4q", *words)
-            self._row_limit = min(quantized_row_limit(library), ROWS_PER_CALL)
+            self._words = array("q", words)
+            self._address = self._words.buffer_info()[0]
+            self.row_limit = min(quantized_row_limit(library), ROWS_PER_CALL)
+
+    def address(self, dtype: torch.dtype) -> int:
+        """Where the C struct `Matrix` is; 0 where kernels cannot multiply rows of a dtype by it."""
+        return self._address if self.row_limit and dtype in _TYPES else 0
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """`x @ weight.T + bias`: `[..., K]` to `[..., N]`, in the bits of `quantized_linear`.
@@ -45,7 +54,7 @@ class PreparedQuantizedLinear:
         shape, dtype = x.shape, x.dtype
         num_rows = x.numel() // self._dim_in if shape and shape[-1] == self._dim_in else 0
         if (
-            not 0 < num_rows <= self._row_limit
+            not 0 < num_rows <= self.row_limit
             or dtype not in _TYPES
             or not x.is_cpu
             or not x.is_contiguous()
@@ -61,7 +70,7 @@ class PreparedQuantizedLinear:
         out = x.new_empty((*shape[:-1], self._dim_out))
         size = dtype.itemsize
         status = library.quantized_linear(
-            x.data_ptr(), self._dim_in * size, num_rows, self._words,
+            x.data_ptr(), self._dim_in * size, num_rows, self._address,
             None if bias is None else bias.data_ptr(),
             DTYPE_CODES[torch.float32 if bias is None else bias.dtype],
             out.data_ptr(), self._dim_out * size, self._dim_in, self._dim_out,

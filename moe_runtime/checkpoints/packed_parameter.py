@@ -24,14 +24,16 @@ from moe_runtime.kernels.linear import (
 )
 from moe_runtime.kernels.native import is_differentiated, native_library
 from moe_runtime.kernels.prepared.quantized import PreparedQuantizedLinear
+from moe_runtime.kernels.quantized import QuantizedMatrix
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import PreTrainedModel
 
     from moe_runtime.checkpoints.dense_weights import DenseReader
     from moe_runtime.checkpoints.expert_map import ExpertMap
     from moe_runtime.checkpoints.formats import PackedWeight
-    from moe_runtime.kernels.quantized import QuantizedMatrix
 
 _CONVERSIONS = frozenset(
     getattr(Tensor, name)
@@ -58,10 +60,12 @@ class PackedTensor(AbsentTensor):
     Attributes:
         matrix: the codes.
         product: few rows times the weight.
+        whole: one that has the rows of this and others, see `join_packed`.
     """
 
     matrix: QuantizedMatrix
     product: PreparedQuantizedLinear
+    whole: PackedTensor | None = None
 
     @staticmethod
     def __new__(cls, matrix: QuantizedMatrix, dtype: torch.dtype) -> PackedTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -70,6 +74,11 @@ class PackedTensor(AbsentTensor):
         made: Any = AbsentTensor.__new__(cls, torch.Size(matrix.shape), dtype, place)
         made.matrix, made.product = matrix, PreparedQuantizedLinear(matrix)
         return made
+
+    @property
+    def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """`(N, K)`; asked for in every step, and so past torch's own way."""
+        return torch.Size(self.matrix.shape)
 
     def values(self) -> Tensor:
         """The weight in memory of its own."""
@@ -127,6 +136,49 @@ def refuse_change() -> Any:
 def packed_parameter(matrix: QuantizedMatrix, dtype: torch.dtype) -> nn.Parameter:
     """A frozen parameter of a linear layer, of which the codes are in memory."""
     return nn.Parameter(PackedTensor(matrix, dtype), requires_grad=False)
+
+
+def join_packed(parts: Sequence[nn.Linear]) -> None:
+    """Moves the codes of linear layers into one matrix, whose rows theirs are from then on.
+
+    Nothing is moved where groups of rows that share a scale would lie in two layers.
+    """
+    matrices = [cast(PackedTensor, part.weight).matrix for part in parts]
+    kind = matrices[0].format
+    group = kind.group_rows
+    sizes = [len(matrix.codes) for matrix in matrices]
+    if (
+        any((matrix.format, matrix.num_cols) != (kind, matrices[0].num_cols) for matrix in matrices)
+        or kind.global_scale != "none"
+        or group == 0
+        or any(size % group for size in sizes[:-1])
+    ):
+        return
+    dtype = parts[0].weight.dtype
+    codes = torch.cat([matrix.codes for matrix in matrices])
+    others = [
+        None if column[0] is None else torch.cat(cast("list[Tensor]", column))
+        for column in ([m.scales for m in matrices], [m.zero_points for m in matrices])
+    ]
+    whole = PackedTensor(QuantizedMatrix(kind, matrices[0].num_cols, codes, *others), dtype)
+    first = 0
+    for part, size in zip(parts, sizes, strict=True):
+        end = first + size
+        groups = slice(first // group, -(-end // group))
+        own = [None if other is None else other[groups] for other in others]
+        matrix = QuantizedMatrix(kind, whole.matrix.num_cols, codes[first:end], *own)
+        part.weight = packed_parameter(matrix, dtype)
+        cast(PackedTensor, part.weight).whole = whole
+        first = end
+
+
+def whole_of(weights: Sequence[Tensor | None]) -> PackedTensor | None:
+    """What `join_packed` made of some weights; None where these are not all of it, in order."""
+    whole = getattr(weights[0], "whole", None)
+    if whole is None or any(getattr(weight, "whole", None) is not whole for weight in weights):
+        return None
+    places = [cast(PackedTensor, weight).matrix.codes.data_ptr() for weight in weights]
+    return whole if places == sorted(set(places)) else None
 
 
 def may_stay_packed(model: PreTrainedModel, name: str, weight: PackedWeight) -> bool:
@@ -219,7 +271,8 @@ def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
 
     def widened(part: Any) -> Any:
         if isinstance(part, PackedTensor):
-            written.append(part.values())
+            with torch.inference_mode(False):  # inference tensors do not count their changes
+                written.append(part.values())
             return written[-1]
         if isinstance(part, list | tuple) and any(isinstance(p, PackedTensor) for p in part):
             return type(part)(map(widened, part))

@@ -37,12 +37,6 @@ BUFFER_SHARE = 1 / 8
 """Set aside in proportion to the dense weights, for buffers that libraries make and keep for layers
 of their size; half of it was used in the runs that it was measured in."""
 
-LARGE_BLOCK_BYTES = 2**19
-"""Blocks from which on memory is given back when it is freed."""
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Settings of `mallopt`, by their numbers in `malloc.h`."""
-
 MIN_SLOTS = 2
 """Fewest slots that work: one expert computes while the next one is read."""
 
@@ -277,18 +271,3 @@ def peak_resident_bytes() -> int:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return peak * 1024
-
-
-def return_freed_blocks() -> None:
-    """Has the C library give large blocks back to the system as soon as they are freed.
-
-    glibc raises the size from which it does so whenever such a block is freed, up to 32 MiB, and
-    keeps the others in a heap full of holes: activations of changing sizes then take about twice
-    the memory that is in use. Holds for the whole process; does nothing with another C library.
-    """
-    import ctypes
-
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        for setting in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
-            mallopt(setting, LARGE_BLOCK_BYTES)

@@ -12,20 +12,30 @@ import peft
 import pytest
 import quantized_checkpoints
 import torch
-from quantized_checkpoints import Quantized
+from moe_families import Family
+from quantized_checkpoints import EVEN, Quantized
 from quantized_matrices import BLOCK_FORMATS, PUBLISHED, random_matrix
 from tiny_checkpoints import PROMPT
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers import DynamicCache
 
 import moe_runtime
 from moe_runtime.checkpoints.packed_parameter import PackedTensor, packed_parameter
 from moe_runtime.errors import UnsupportedUseError
+from moe_runtime.inference.cpu import fused_attention
 from moe_runtime.kernels.native import native_library
 
 SAMPLES = {sample.name: sample for sample in quantized_checkpoints.SAMPLES}
 KEPT = ("deepseek_v3-fp8", "qwen3_moe-fp8-ragged", "qwen3_moe-int4-zeros", "qwen3_moe-gptq")
 KEPT += ("glm4_moe-awq", "olmoe-mxfp8", "olmoe-fp8-tensor")
+MXFP8 = SAMPLES["olmoe-mxfp8"]
+BIASED = Quantized(
+    "qwen2_moe-mxfp8",
+    Family("qwen2_moe", "Qwen2MoeForCausalLM", {"shared_expert_intermediate_size": 64, **EVEN}),
+    MXFP8.config,
+    MXFP8.packers,
+)
 KINDS = {**PUBLISHED, "q4_k": BLOCK_FORMATS["q4_k"]}
 
 
@@ -132,12 +142,16 @@ READING: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.parametrize("is_inference", [False, True])
 @pytest.mark.parametrize("name", READING)
-def test_whoever_reads_the_weight_has_its_values(layer: nn.Linear, name: str) -> None:
+def test_whoever_reads_the_weight_has_its_values(
+    layer: nn.Linear, name: str, is_inference: bool
+) -> None:
     weight: Any = layer.weight
     plain = weight.matrix.dequantize(torch.bfloat16)
     torch.manual_seed(0)
-    found = READING[name](weight)
+    with torch.inference_mode(is_inference):
+        found = READING[name](weight)
     torch.manual_seed(0)
     assert torch.equal(torch.as_tensor(found), torch.as_tensor(READING[name](plain)))
     assert (weight.shape, weight.dtype, weight.nbytes) == (plain.shape, plain.dtype, plain.nbytes)
@@ -157,9 +171,13 @@ CHANGING: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.parametrize("is_inference", [False, True])
 @pytest.mark.parametrize("name", CHANGING)
-def test_what_would_change_the_weight_is_refused_in_one_line(layer: nn.Linear, name: str) -> None:
-    with pytest.raises(UnsupportedUseError, match="stays so in memory") as caught:
+def test_what_would_change_the_weight_is_refused_in_one_line(
+    layer: nn.Linear, name: str, is_inference: bool
+) -> None:
+    refused = pytest.raises(UnsupportedUseError, match="stays so in memory")
+    with torch.inference_mode(is_inference), refused as caught:
         CHANGING[name](layer.weight)
     assert "\n" not in str(caught.value)
     assert isinstance(layer.weight, PackedTensor)
@@ -213,11 +231,44 @@ def test_compiled_layers_have_the_same_bits(layer: nn.Linear) -> None:
         assert torch.equal(torch.compile(layer, backend="eager")(x), layer(x))
 
 
+@pytest.mark.skipif(native_library() is None, reason="torch computes the steps")
+@pytest.mark.parametrize(
+    "sample", [SAMPLES["olmoe-mxfp8"], SAMPLES["qwen3_moe-int4-zeros"], BIASED], ids=str
+)
+def test_steps_of_attention_are_one_call_with_the_bits_of_its_own_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: Quantized
+) -> None:
+    """Whose queries, keys and values have one format."""
+    step, calls = fused_attention.attention_step, []
+
+    def counted(*operands: Any) -> Tensor:
+        calls.append(operands)
+        return step(*operands)
+
+    monkeypatch.setattr(fused_attention, "attention_step", counted)
+    model = moe_runtime.load(write(sample, tmp_path), device="cpu", host_memory="1GiB")
+    with model.moe, torch.no_grad():
+        assert (model.model.layers[0].self_attn.q_proj.bias is not None) == (sample is BIASED)
+        cache, found = DynamicCache(), []
+        model(PROMPT, past_key_values=cache)
+        calls.clear()
+        for token in (3, 5):
+            found.append(model(torch.tensor([[token]]), past_key_values=cache).logits)
+        fused = [layer.self_attn for layer in model.model.layers]
+        assert len(calls) >= 2 * len(fused)
+        for attention in fused:
+            del attention.forward
+        cache = DynamicCache()
+        model(PROMPT, past_key_values=cache)
+        for token, logits in zip((3, 5), found, strict=True):
+            own = model(torch.tensor([[token]]), past_key_values=cache).logits
+            assert torch.equal(own, logits)
+
+
 def test_layers_that_others_share_a_weight_with_have_values(tmp_path: Path) -> None:
     """The head of a model is tied to its embedding, which looks rows up."""
-    sample = SAMPLES["olmoe-mxfp8"]
-    packers = {**sample.packers, "embed_tokens": sample.packers[next(iter(sample.packers))]}
-    tied = Quantized("tied", sample.family, sample.config, packers)
+    packers = {**MXFP8.packers, "embed_tokens": next(iter(MXFP8.packers.values()))}
+    tied = Quantized("tied", MXFP8.family, MXFP8.config, packers)
     folder = write(tied, tmp_path)
     model = moe_runtime.load(folder, device="cpu", host_memory="1GiB")
     with model.moe:

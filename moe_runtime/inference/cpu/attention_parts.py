@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 
+from moe_runtime.checkpoints.absent import AbsentTensor
 from moe_runtime.inference.cpu.small_batch import SmallBatchLinear, SmallBatchRMSNorm
 from moe_runtime.kernels.attention_step import AttentionWeights, HeadNorm
 from moe_runtime.memory.slab import aligned_bytes
@@ -30,6 +31,11 @@ def merge(*parts: SmallBatchLinear) -> None:
         parameters = [parameter for part in parts if (parameter := getattr(part, name)) is not None]
         if not parameters:
             continue
+        if isinstance(parameters[0], AbsentTensor):
+            from moe_runtime.checkpoints.packed_parameter import join_packed
+
+            join_packed(parts)
+            continue
         memory = aligned_bytes(sum(parameter.nbytes for parameter in parameters))
         for parameter in parameters:
             place = memory[: parameter.nbytes].view(parameter.dtype).view(parameter.shape)
@@ -41,6 +47,10 @@ def merge(*parts: SmallBatchLinear) -> None:
 def _joined(parameters: list[torch.Tensor | None]) -> torch.Tensor | None:
     """Tensors that lie one behind the other as one, or None where they do not."""
     first = parameters[0]
+    if any(isinstance(parameter, AbsentTensor) for parameter in parameters):
+        from moe_runtime.checkpoints.packed_parameter import whole_of
+
+        return whole_of(parameters)
     if first is None:
         return None
     end = first.data_ptr()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.autograd import forward_ad
 
+from moe_runtime.checkpoints.absent import AbsentTensor
 from moe_runtime.inference.cpu import attention_parts as parts
 from moe_runtime.inference.cpu.attention import (
     ATTENTION,
@@ -141,7 +142,9 @@ class FusedAttention:
         places: list[Any] = []
         for part in (*self._parts, self._module):
             for tensor in part._parameters.values():
-                if tensor is not None:
+                if isinstance(tensor, AbsentTensor):
+                    places.append(tensor.__dict__["matrix"])
+                elif tensor is not None:
                     places += (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         constants: list[Any] = []
         for owner, names in self._owners:
@@ -261,12 +264,13 @@ def _has_usual_parts(module: torch.nn.Module) -> bool:
         return False
     linears = [children[name] for name in parts.PROJECTIONS]
     norms = [children.get(name) for name in parts.NORMS]
-    if not all(type(part) is SmallBatchLinear for part in linears):
+    if not all(type(part) in (SmallBatchLinear, torch.nn.Linear) for part in linears):
         return False
     if not all(part is None or type(part) is SmallBatchRMSNorm for part in norms):
         return False
     q, k, v, _ = (parts.linear_of(module, name) for name in parts.PROJECTIONS)
-    if len({(part.weight.dtype, part.bias is None, part.in_features) for part in (q, k, v)}) != 1:
+    weights = {(type(part.weight), part.weight.dtype) for part in (q, k, v)}
+    if len(weights) * len({(part.bias is None, part.in_features) for part in (q, k, v)}) != 1:
         return False
     constants = [getattr(module, name, None) for name in ("head_dim", "layer_idx", "scaling")]
     if not all(isinstance(constant, int | float) for constant in constants):
@@ -307,6 +311,8 @@ def _most_sequences(weights: AttentionWeights | None) -> int:
     if weights is None or weights.record is None or library is None:
         return 0
     most = min(native_row_limit(library, weights.dtype), ROWS_PER_CALL)
+    products = (getattr(weight, "product", None) for weight in (weights.qkv, weights.output))
+    most = min((most, *(product.row_limit for product in products if product is not None)))
     for norm, heads in (
         (weights.q_norm, weights.num_heads),
         (weights.k_norm, weights.num_key_heads),

@@ -17,7 +17,6 @@ from moe_runtime.inference.budget import (
     available_device_bytes,
     available_host_bytes,
     resolve_budget,
-    return_freed_blocks,
 )
 from moe_runtime.inference.hugging_face.gate_formulas import recognise_activation
 from moe_runtime.parallel import LayoutGroups
@@ -30,6 +29,7 @@ from moe_runtime.training.offload.memory import (
     TrainingMemory,
     dense_bytes,
     divide,
+    return_freed_blocks,
 )
 from moe_runtime.training.offload.optimizers.adamw import AdamW
 from moe_runtime.training.offload.optimizers.device_updates import DeviceUpdates, planned_updates
