@@ -43,6 +43,8 @@ _FUSED_ACTIVATIONS: dict[str, ActivationName] = {
     "ReLUSquaredActivation": "relu2",
 }
 """Classes of activation modules that the kernels compute themselves, by their name there."""
+_NEARLY_ALL = 0.9
+"""Of a layer's experts: who visits so many will visit whichever of the next layer is read ahead."""
 
 GateFunction = Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor]
 """Takes gate ``[R, F]`` (None where there is none) and up ``[R, F]``, returns ``[R, F]``."""
@@ -162,12 +164,12 @@ class OffloadedExperts(AbsentParameters):
                 return None
         ids_R = experts = ids_TK.flatten().tolist()
         places_R: Sequence[int] = range(len(ids_R))
+        if not ids_R or min(ids_R) < 0 or max(ids_R) >= self.num_experts:
+            return None
         if len(set(ids_R)) < len(ids_R):
-            experts = [*dict.fromkeys(reversed(ids_R))][::-1]  # the one used last in last place
+            experts = [*self.rows_of(ids_TK)]
             place_of = dict(zip(experts, places_R, strict=False))
             places_R = [*map(place_of.__getitem__, ids_R)]
-        if not experts or min(experts) < 0 or max(experts) >= self.num_experts:
-            return None
         if len(ids_TK) > 1 and len(experts) > store.share(self.layer):
             return None
         is_done = False
@@ -239,12 +241,13 @@ class OffloadedExperts(AbsentParameters):
         return out_RD
 
     def rows_of(self, top_k_index: torch.Tensor) -> dict[int, list[int]]:
-        """Maps each visited expert to its routed rows, the expert used last in last place."""
+        """Maps each visited expert to its routed rows: those of most rows last, and of equals the
+        one used last."""
         groups: dict[int, list[int]] = {}
         for row, expert in enumerate(top_k_index.flatten().tolist()):
             if 0 <= expert < self.num_experts:
                 groups.setdefault(expert, []).append(row)
-        return dict(sorted(groups.items(), key=lambda group: group[1][-1]))
+        return dict(sorted(groups.items(), key=lambda group: (len(group[1]), group[1][-1])))
 
     def each(
         self, experts: Iterable[int], num_tokens: int
@@ -297,6 +300,7 @@ class OffloadedExperts(AbsentParameters):
         assert self.store is not None
         num_tokens, top_k = routing.ids_TK.shape
         streaming = num_tokens > 1 and len(rows) > self.store.share(self.layer)
+        visits_all = streaming and len(rows) >= _NEARLY_ALL * len(self._keys)
         activation = self._activation_now()
         waiting = [] if _is_recomputing() else [*self.listeners.demanded]
 
@@ -310,7 +314,7 @@ class OffloadedExperts(AbsentParameters):
                 if not lease.will_wait:
                     tell()
                 for group in lease:
-                    if streaming and lease.all_started:
+                    if visits_all and lease.all_started:
                         self.store.read_ahead(self._following)
                     counts = [len(rows[key.expert]) for key, _ in group]
                     destinations = [row for key, _ in group for row in rows[key.expert]]

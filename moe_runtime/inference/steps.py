@@ -85,7 +85,7 @@ class LayerRouting(NamedTuple):
 
     Attributes:
         layer: its index among the layers with experts.
-        keys: the experts that this process computes, the expert used last in last place.
+        keys: the experts that this process computes, those wanted by most tokens last.
         hidden_TD: what the gate was given.
         ids_TK: experts of each token; ids outside of the layer's experts are choices of none.
         weights_TK: their gate weights.

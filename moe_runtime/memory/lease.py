@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from moe_runtime.errors import MoERuntimeError
@@ -53,7 +53,8 @@ class Lease(Generic[W]):
         self._held: list[ExpertKey] = []
         self._keep: set[ExpertKey] = set()
         # A policy that may decline an expert is asked when the expert was used.
-        self._decides_later = store._policy.may_decline and not streaming
+        passes = streaming and len(keys) <= store.share(keys[0].layer)
+        self._decides_later = store._policy.may_decline and not passes
         self._listener = None if store.listener is None else store.listener.lease()
         self._has_waited = False
 
@@ -69,9 +70,9 @@ class Lease(Generic[W]):
             if store._passing:
                 for layer in {key.layer for key in self._keys}:
                     store._forget_expected(layer)
-            if missing:
+            if missing or self._streaming:
                 self._keep = set(self._worth_keeping(missing))
-                self._wanted.extend(missing)
+                self._wanted.extend(sorted(missing, key=lambda key: key not in self._keep))
                 store._counters.misses += len(missing)
                 self._admit()
             self.is_whole = True
@@ -164,7 +165,7 @@ class Lease(Generic[W]):
             self._arriving.append(key)
         if key not in store._passing:
             store._policy.touch(key)
-        elif not self._decides_later and (not self._streaming or self._room(key.layer) > 0):
+        elif not self._decides_later and not self._streaming:
             store._keep(key)
         return True
 
@@ -185,21 +186,12 @@ class Lease(Generic[W]):
         if keys:
             store._changed.notify_all()
 
-    def _worth_keeping(self, missing: Sequence[ExpertKey]) -> Sequence[ExpertKey]:
-        if self._decides_later:
-            return []
-        if not self._streaming or not missing:
-            return missing
-        return missing[max(0, len(missing) - self._room(missing[0].layer)) :]
+    def _worth_keeping(self, missing: Sequence[ExpertKey]) -> Collection[ExpertKey]:
+        if self._decides_later or not self._streaming:
+            return [] if self._decides_later else missing
+        from moe_runtime.memory.streaming import keep_most_wanted  # not every model streams
 
-    def _room(self, layer: int) -> int:
-        """Experts of a layer that may stay of those that pass through.
-
-        The tier above asks for one after another: what the last one passed through is no free room.
-        """
-        store = self._store
-        is_lent = self._above is not None and len(store._free) <= store._stream_slots
-        return 0 if is_lent else store._policy.room(layer)
+        return keep_most_wanted(self._store, self._keys, only_free=self._above is not None)
 
     def _admit(self) -> None:
         store = self._store
@@ -210,7 +202,7 @@ class Lease(Generic[W]):
                 store._hasten(key, entry, self._priority())
             else:
                 keep = key in self._keep
-                slot = store._take_slot(key, keep=keep)
+                slot = store._take_slot(key, keep=keep and not self._streaming)
                 if slot is None:
                     return
                 entry = store._start(

@@ -87,9 +87,10 @@ class ExpertStore(Generic[W]):
         experts in groups as they become usable.
 
         Args:
-            keys: the experts, no one twice, least recently used first.
-            streaming: the call visits most of the layer's experts (a prompt): missing ones pass
-                through a few slots and the cache stays as it is, except that free room is filled.
+            keys: the experts, no one twice, those wanted most last.
+            streaming: missing ones pass through a few slots. Those wanted most fill free room; of a
+                lease of more experts than the layer's share they also take the slots of residents
+                that the lease does not use.
             above: the read of the tier above that the experts are for; its priority is theirs.
         """
         return Lease(self, keys, streaming=streaming, above=above)

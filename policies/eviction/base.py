@@ -102,6 +102,10 @@ class EvictionPolicy(ABC, Generic[K]):
         """Slots of each layer, where the policy divides them."""
         return None
 
+    def most_held(self, keys: Sequence[K], num_slots: int) -> int:
+        """How many of an event's keys may be held after it, of all slots."""
+        return num_slots
+
     @abstractmethod
     def touch(self, key: K) -> None:
         """Notes a use of a resident key.
@@ -166,22 +170,20 @@ class EvictionPolicy(ABC, Generic[K]):
         state replace it.
 
         Args:
-            keys: distinct keys that are used together, in order of use.
-            num_slots: keys that may be held. Where the event alone needs more, nothing is evicted
-                and the last of the missing keys fill the free slots, as a streaming prompt does.
+            keys: distinct keys that are used together, those wanted most last.
+            num_slots: keys that may be held. Where the event alone needs more, the first of the
+                missing keys are used once and not kept, and held keys of the event stay.
 
         Returns:
             How many of the keys were held.
         """
         missing = [key for key in keys if key not in self]
         num_hits = len(keys) - len(missing)
-        if len(keys) > num_slots:
-            missing = missing[max(0, len(missing) - (num_slots - len(self))) :]
-        elif self.may_decline:
+        if self.may_decline:
             self._touch_then_settle(keys, missing, num_slots)
             return num_hits
-        else:
-            self._make_room(keys, missing, num_slots)
+        missing = missing[max(0, len(keys) - self.most_held(keys, num_slots)) :]
+        self._make_room(keys, missing, num_slots)
         kept = set(missing)
         for key in keys:
             if key in kept:
@@ -205,7 +207,7 @@ class EvictionPolicy(ABC, Generic[K]):
         in_use = frozenset(keys)
         for key in missing[max(0, num_slots - len(self)) :]:
             victim = self.victim(lambda held: held not in in_use, key)
-            assert victim is not None  # the event fits, so some other key is held
+            assert victim is not None  # what is kept of the event fits, so some other key is held
             self.remove(victim)
 
     def _touch_then_settle(self, keys: Sequence[K], missing: Sequence[K], num_slots: int) -> None:
@@ -215,8 +217,7 @@ class EvictionPolicy(ABC, Generic[K]):
         for key in missing:
             if len(self) >= num_slots:
                 victim = self.victim(_anything, key)
-                assert victim is not None
-                if self.declines(key, victim):
+                if victim is None or self.declines(key, victim):
                     self.decline(key)
                     continue
                 self.remove(victim)

@@ -120,13 +120,10 @@ class Belady(EvictionPolicy[K], has_rule=True):
                 else:
                     missing.append((key, rank))
             hits.append(len(keys) - len(missing))
-            if len(keys) > num_slots:
-                room = num_slots - len(ranks)
-                ranking.replace(missing[max(0, len(missing) - room) :], num_slots, keys)
-            elif missing and self.may_decline:
+            if missing and self.may_decline:
                 self._settle(missing, num_slots)
             elif missing:
-                ranking.replace(missing, num_slots, keys)
+                ranking.replace(missing[max(0, len(keys) - num_slots) :], num_slots, keys)
         return hits
 
     def _settle(self, missing: Sequence[tuple[K, float]], num_slots: int) -> None:
@@ -134,8 +131,7 @@ class Belady(EvictionPolicy[K], has_rule=True):
         for key, rank in missing:
             if len(ranking.ranks) >= num_slots:
                 victim = ranking.smallest(ranking.ranks.__contains__)
-                assert victim is not None
-                if rank < ranking.ranks[victim]:
+                if victim is None or rank < ranking.ranks[victim]:
                     continue
                 ranking.remove(victim)
             ranking.add(key, rank)

@@ -25,7 +25,7 @@ RULES = {
 }
 """The codes of ``replay_loop.c``."""
 NEED_GATES = ("mrs",)
-VERSION = 2
+VERSION = 3
 """Of what ``replay_loop.c`` exports. A library left from another version is not used."""
 _POINTER = ctypes.c_void_p
 

@@ -5,8 +5,8 @@
  * here by a code and a few numbers which rule they follow. This loop counts the hits that
  * `EvictionPolicy.access` would, event by event, for caches that start empty.
  *
- * All keys of an event are looked up before any is inserted; an event that needs more slots than
- * there are evicts nothing, and the last of its missing keys fill the free slots.
+ * All keys of an event are looked up before any is inserted; of an event that needs more slots than
+ * there are the held keys stay, and the first of the missing ones are not kept.
  */
 
 #include <math.h>
@@ -253,19 +253,18 @@ static int64_t serve(cache *c, const settings *s, const int32_t *keys, int32_t n
         num_hits += !kept[k];
     }
     if (s->rule == MRS) average(c, s, local, num_keys, gates);
-    int32_t room = c->num_slots - c->num_held, num_missing = num_keys - num_hits;
-    if (num_keys > c->num_slots) {
-        for (int32_t k = 0, skip = num_missing - room; k < num_keys && skip > 0; k++)
-            if (kept[k]) kept[k] = 0, skip--;
-    } else if (may_decline(s->rule)) {
+    if (may_decline(s->rule)) {
         for (int32_t k = 0; k < num_keys; k++)
             if (!kept[k]) touch(c, s, local[k], keys[k], next_uses[k]);
         for (int32_t k = 0; k < num_keys; k++)
             if (kept[k]) settle(c, s, local[k], keys[k], next_uses[k]);
         return num_hits;
-    } else if (num_missing > room) {
-        make_room(c, s, local, num_keys, num_missing - room);
     }
+    int32_t num_skipped = num_keys > c->num_slots ? num_keys - c->num_slots : 0;
+    for (int32_t k = 0, skip = num_skipped; skip > 0; k++)
+        if (kept[k]) kept[k] = 0, skip--;
+    int32_t num_kept = num_keys - num_hits - num_skipped, room = c->num_slots - c->num_held;
+    if (num_kept > room) make_room(c, s, local, num_keys, num_kept - room);
     for (int32_t k = 0; k < num_keys; k++) {
         if (kept[k]) {
             c->slot[local[k]] = c->num_held;
@@ -288,7 +287,7 @@ static void find_next_uses(const int32_t *keys, int64_t first, int64_t stop, int
 }
 
 /* Raised with every change of what is exported; compiled.py leaves other libraries aside. */
-EXPORT int moe_replay_version(void) { return 2; }
+EXPORT int moe_replay_version(void) { return 3; }
 
 /* Serves runs of events, each from empty caches.
  *

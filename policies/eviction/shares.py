@@ -81,6 +81,10 @@ class LayerShares(EvictionPolicy[ExpertKey], has_rule=True):
         """How many experts each layer may hold."""
         return list(self._shares)
 
+    def most_held(self, keys: Sequence[ExpertKey], num_slots: int) -> int:
+        """The share of the event's layer."""
+        return self._shares[keys[0].layer]
+
     def share(self, layer: int) -> int:
         """How many experts the layer may hold."""
         return self._shares[layer]

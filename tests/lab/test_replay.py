@@ -94,8 +94,9 @@ def test_a_step_of_many_tokens_asks_for_each_expert_once():
     trace = trace_of(ROUTES, [5] * 12)
     workload = workload_of(trace)
     assert workload.num_events == 12 * 3
-    first = sorted(set(ROUTES.expert_ids[:5, 0].ravel().tolist()))
-    assert workload.keys[0] == [ExpertKey(0, expert) for expert in first]
+    used = ROUTES.expert_ids[:5, 0].ravel().tolist()
+    wanted_most_last = sorted(set(used), key=lambda e: (used.count(e), -used[::-1].index(e)))
+    assert workload.keys[0] == [ExpertKey(0, expert) for expert in wanted_most_last]
     assert replayed(trace, "lru", 8, shared_pool=False).hit_rate > 0.5
 
 
@@ -166,7 +167,7 @@ def test_the_compiled_replay_counts_what_the_policies_themselves_count(policy, r
             found = replay_demand(workload, make, num_slots, reset_per_sequence=reset)
             asked = ask_policy(workload, make, num_slots, bounds)
             assert found.hits.tolist() == asked.hits.tolist()
-            assert 0 < found.num_hits < found.num_accesses
+            assert (num_slots > 1) <= found.num_hits < found.num_accesses
 
 
 def test_without_the_compiled_replay_the_policies_are_asked(monkeypatch):

@@ -1,19 +1,16 @@
 """Every eviction policy serves a store, and what it keeps is what a replay keeps."""
 
 import random
-import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from fake_tier import open_store
 from synthetic_routes import make_routes
 
-from moe_runtime.memory.changes import Changes
-from moe_runtime.memory.io_queue import Read
 from moe_runtime.memory.residency import ExpertStore
-from moe_runtime.memory.slab import Slab
-from moe_runtime.policies.eviction import LIVE_POLICIES, LayerShares, Setting, make_policy
+from moe_runtime.policies.eviction import LIVE_POLICIES, Setting, make_policy
 from moe_runtime.policies.prediction import (
     LayerRouted,
     Shape,
@@ -24,45 +21,6 @@ from moe_runtime.policies.prediction import (
 from moe_runtime.types import ExpertKey
 
 SHAPE = Shape(num_layers=3, num_experts=12, top_k=2)
-
-
-class PromptTier:
-    """Fills a slot with its key at once, and says so from another thread."""
-
-    def __init__(self) -> None:
-        self.changed = Changes()
-        self.under_way: set[Read] = set()
-
-    def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
-        slot.fill_(key.layer * 16 + key.expert)
-        read.num_bytes = len(slot)
-        self.under_way.add(read)
-        threading.Thread(target=self.finish, args=(read,)).start()
-
-    def finish(self, read: Read) -> None:
-        read.end()
-        self.under_way.discard(read)
-
-    def is_under_way(self, read: Read) -> bool:
-        return read in self.under_way
-
-    def let_go(self) -> None:
-        pass
-
-    def promote(self, key: ExpertKey, read: Read) -> None:
-        pass
-
-    def cancel(self, read: Read) -> bool:
-        return False
-
-    def close(self) -> None:
-        pass
-
-
-def open_store(policy: LayerShares, num_slots: int) -> ExpertStore[torch.Tensor]:
-    return ExpertStore(
-        PromptTier(), Slab(num_slots, 8), policy, lambda _, slot: slot, stream_slots=2
-    )
 
 
 def decode(store: ExpertStore[torch.Tensor], routes, number: int) -> list[int]:

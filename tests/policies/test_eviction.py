@@ -144,10 +144,17 @@ class TestContract:
         assert all((key(e) in policy) == (key(e) in twin) for e in range(12))
         policy.check()
 
-    def test_an_event_larger_than_the_cache_evicts_nothing(self, policy):
+    def test_an_event_larger_than_the_cache_takes_the_slots_that_it_does_not_use(self, policy):
         policy.access([key(1), key(2)], 3)
         assert policy.access([key(e) for e in range(2, 7)], 3) == 1
-        assert [key(e) in policy for e in range(1, 7)] == [True, True, False, False, False, True]
+        assert len(policy) == 3
+        if not policy.may_decline:  # else it may rather keep others
+            assert [key(e) for e in range(7) if key(e) in policy] == [key(2), key(5), key(6)]
+        policy.check()
+
+    def test_no_slot_at_all_serves_any_event(self, policy):
+        for _ in range(2):
+            assert policy.access([key(1), key(2)], 0) == len(policy) == 0
 
 
 def test_lru_evicts_what_a_list_of_uses_says():

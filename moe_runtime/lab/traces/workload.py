@@ -22,7 +22,7 @@ class Workload:
     Attributes:
         trace: where it comes from.
         keys: ``[N]`` the distinct experts of every event. A step of one token keeps the gate's
-            order; a step of several lists experts ascending, as the store is asked for them.
+            order; a step of several lists those wanted most last, as the store is asked for them.
         step: ``[N]`` int64, the step of each event.
         layer: ``[N]`` int64, the layer of each event.
         key_numbers: ``[U]`` int32, all keys one after another: layer times E plus expert.
@@ -122,13 +122,9 @@ def workload_of(trace: Trace) -> Workload:
     else:
         parts = [np.zeros(0, np.int32)]
         places: list[tuple[int, int]] = []
-        for step, layer, experts in trace.accesses():
-            rows = trace.tokens_of(step)
-            if rows.stop - rows.start == 1:
-                chosen = trace.expert_ids[rows.start, layer]
-                _, first = np.unique(chosen, return_index=True)
-                experts = chosen[np.sort(first)]
-                experts = experts[experts != trace.absent]
+        for step, layer, _ in trace.accesses():
+            used = trace.expert_ids[trace.tokens_of(step), layer].ravel()
+            experts = _by_wants(used[used != trace.absent])
             parts.append(experts + np.int32(num_experts * layer))
             places.append((step, layer))
         numbers = np.concatenate(parts)
@@ -136,6 +132,12 @@ def workload_of(trace: Trace) -> Workload:
         steps, layers = np.array(places, dtype=np.int64).reshape(-1, 2).T
     keys = _keys(trace, numbers.tolist(), starts.tolist())
     return Workload(trace, keys, steps, layers, numbers, starts)
+
+
+def _by_wants(used: np.ndarray) -> np.ndarray:
+    """Each expert once, by the number of its uses; equals by their last use."""
+    experts, places, counts = np.unique(used[::-1], return_index=True, return_counts=True)
+    return experts[np.lexsort((-places, counts))]
 
 
 def _keys(trace: Trace, numbers: list[int], starts: list[int]) -> list[list[ExpertKey]]:
