@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-from transformers.generation.logits_process import (
+from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
