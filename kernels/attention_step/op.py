@@ -6,6 +6,8 @@ V value width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from struct import Struct
 from typing import Literal
 
 import torch
@@ -25,6 +27,7 @@ from moe_runtime.kernels.native import (
 from moe_runtime.kernels.single_query_attention.native import MAX_COLUMNS
 
 Impl = Literal["auto", "native", "reference"]
+_PLACE = Struct("9q").pack
 
 
 def attention_step(
@@ -76,9 +79,9 @@ def attention_step(
         raise ValueError(f"impl must be one of auto, native, reference, got {impl!r}")
     arguments = (x_BD, weights, cos_BR, sin_BR, key_BGSK, value_BGSV)
     if library is not None:
-        unable = _native_problem(*arguments)
+        unable = native_problem(*arguments)
         if unable is None:
-            return _run_native(library, *arguments, mask_BS)
+            return run_native(library, *arguments[:4], [arguments[4:]], mask_BS)
         if impl == "native":
             raise ValueError(f"impl='native' cannot compute this: {unable}")
     from moe_runtime.kernels.attention_step.reference import attention_step_reference
@@ -87,14 +90,9 @@ def attention_step(
 
 
 def _problem(
-    x: Tensor,
-    weights: AttentionWeights,
-    cos: Tensor,
-    sin: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-) -> str | None:
+    x: Tensor, weights: AttentionWeights, cos: Tensor, sin: Tensor,
+    key: Tensor, value: Tensor, mask: Tensor | None,
+) -> str | None:  # fmt: skip
     """What is wrong with the arguments, or None."""
     if x.ndim != 2 or x.shape[1] != weights.qkv.shape[1]:
         return f"x must be [B, {weights.qkv.shape[1]}], got {list(x.shape)}"
@@ -123,7 +121,7 @@ def _problem(
     return None
 
 
-def _native_problem(
+def native_problem(
     x: Tensor, weights: AttentionWeights, cos: Tensor, sin: Tensor, key: Tensor, value: Tensor
 ) -> str | None:
     """Why the C kernel cannot take these (valid) arguments, or None."""
@@ -147,19 +145,19 @@ def _native_problem(
     return None
 
 
-def _run_native(
-    library: NativeLibrary,
-    x: Tensor,
-    weights: AttentionWeights,
-    cos: Tensor,
-    sin: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-) -> Tensor:
+def run_native(
+    library: NativeLibrary, x: Tensor, weights: AttentionWeights, cos: Tensor, sin: Tensor,
+    cached: Sequence[tuple[Tensor, Tensor]], mask: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The kernel alone; the sequences are divided evenly between the cached keys and values."""
     batch, size = x.shape[0], x.element_size()
-    key_strides, value_strides = key.stride(), value.stride()
     mask = None if mask is None else mask.contiguous()
+    places = b""
+    for key, value in cached:
+        k, v = key.stride(), value.stride()
+        keys = key.data_ptr(), k[0] * size, k[1] * size, k[2] * size
+        values = value.data_ptr(), v[0] * size, v[1] * size, v[2] * size
+        places += _PLACE(*keys, *values, key.shape[2])
     # a row of queries, keys and values; queries normalised, and turned; mixed values
     scratch = x.new_empty(
         batch * (weights.qkv.shape[0] + 2 * weights.num_queries + weights.output.shape[1])
@@ -168,11 +166,8 @@ def _run_native(
     status = library.attention_step(
         weights.record, x.data_ptr(), batch,
         cos.data_ptr(), sin.data_ptr(), 0 if cos.shape[0] == 1 else cos.shape[1] * size,
-        cos.shape[1],
-        key.data_ptr(), key_strides[0] * size, key_strides[1] * size, key_strides[2] * size,
-        value.data_ptr(), value_strides[0] * size, value_strides[1] * size, value_strides[2] * size,
-        key.shape[2], None if mask is None else mask.data_ptr(), scratch.data_ptr(),
-        out.data_ptr(), torch.get_num_threads() == library.num_threads,
+        cos.shape[1], places, len(cached), None if mask is None else mask.data_ptr(),
+        scratch.data_ptr(), out.data_ptr(), torch.get_num_threads() == library.num_threads,
     )  # fmt: skip
     if status == STATUS_NO_MEMORY:
         raise MemoryError(f"no memory for an attention step of {batch} sequences")

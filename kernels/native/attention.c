@@ -49,11 +49,17 @@ typedef struct {
     double q_eps, k_eps, scale;
 } AttentionLayer;
 
-/* Keys or values of all sequences and heads; the token is written to the last of `length` rows. */
+/* Keys or values of sequences and their heads. */
 typedef struct {
     char *data;
     int64_t outer, inner, row; /* bytes between sequences, heads, tokens */
 } Cached;
+
+/* Where sequences of one length have keys and values, as op.py writes it; the token is written to the last row. */
+typedef struct {
+    Cached keys, values;
+    int64_t length;
+} Place;
 
 /* The cosines and sines of each sequence's position; as many values of a head are turned, or twice as many. */
 typedef struct {
@@ -83,17 +89,17 @@ static void rotate_heads(const AttentionLayer *layer, const Angles *angles, int6
 
 /* Makes the queries of one sequence, and writes its key and its value into their places. */
 static void place_heads(const AttentionLayer *layer, const Angles *angles, int64_t sequence, const char *row, char *normed,
-                        char *queries, const Cached *keys, const Cached *values, int64_t length) {
-    const int64_t size = dtype_bytes((int)layer->dtype), last = length - 1;
+                        char *queries, const Cached *keys, const Cached *values, int64_t last) {
+    const int64_t size = dtype_bytes((int)layer->dtype);
     const int64_t q_count = layer->heads * layer->key_dim, k_count = layer->key_heads * layer->key_dim;
     const char *key = row + q_count * size, *value = key + k_count * size;
     const char *q = normalise(layer, row, layer->q_norm, layer->q_norm_dim, layer->q_eps, q_count, normed);
     rotate_heads(layer, angles, sequence, q, layer->heads, queries, layer->key_dim * size);
     const char *k = normalise(layer, key, layer->k_norm, layer->k_norm_dim, layer->k_eps, k_count, normed);
-    rotate_heads(layer, angles, sequence, k, layer->key_heads, keys->data + sequence * keys->outer + last * keys->row, keys->inner);
+    rotate_heads(layer, angles, sequence, k, layer->key_heads, keys->data + last * keys->row, keys->inner);
     for (int64_t h = 0; h < layer->key_heads; h++)
-        memcpy(values->data + sequence * values->outer + h * values->inner + last * values->row,
-               value + h * layer->value_dim * size, (size_t)(layer->value_dim * size));
+        memcpy(values->data + h * values->inner + last * values->row, value + h * layer->value_dim * size,
+               (size_t)(layer->value_dim * size));
 }
 
 /* x and out are [batch, dim] without gaps. */
@@ -107,28 +113,38 @@ static int multiply(const AttentionLayer *layer, const char *x, int64_t dim_in, 
                                 share_threads);
 }
 
-/* x and out are [batch, dim] without gaps. `scratch` holds, for every sequence, a row of the first product, two rows of
- * queries and one of mixed values. */
+/* x and out are [batch, dim] without gaps. The sequences are divided evenly between the places. `scratch` holds, for every
+ * sequence, a row of the first product, two rows of queries and one of mixed values. A mask is of a single place. */
 MOE_EXPORT int moe_attention_step(const AttentionLayer *layer, const char *x, int64_t batch, const char *cos, const char *sin,
-                                  int64_t angle_stride, int64_t angle_dim, char *key, int64_t key_outer, int64_t key_inner,
-                                  int64_t key_row, char *value, int64_t value_outer, int64_t value_inner, int64_t value_row,
-                                  int64_t length, const float *mask, char *scratch, char *out, int share_threads) {
+                                  int64_t angle_stride, int64_t angle_dim, const Place *places, int64_t num_places,
+                                  const float *mask, char *scratch, char *out, int share_threads) {
     const int dtype = (int)layer->dtype;
     const int64_t size = dtype_bytes(dtype), q_bytes = layer->heads * layer->key_dim * size;
+    const int64_t mixed_bytes = layer->heads * layer->value_dim * size;
     const int64_t qkv_count = (layer->heads + layer->key_heads) * layer->key_dim + layer->key_heads * layer->value_dim;
     char *queries = scratch + batch * qkv_count * size, *normed = queries + batch * q_bytes, *mixed = normed + batch * q_bytes;
     const Angles angles = {cos, sin, angle_stride, angle_dim};
-    const Cached keys = {key, key_outer, key_inner, key_row}, values = {value, value_outer, value_inner, value_row};
     int status = multiply(layer, x, layer->dim_in, batch, layer->qkv, layer->qkv_stride, layer->qkv_bias, scratch, qkv_count,
                           share_threads);
     if (status != STATUS_OK) return status;
-    for (int64_t b = 0; b < batch; b++)
-        place_heads(layer, &angles, b, scratch + b * qkv_count * size, normed, queries + b * q_bytes, &keys, &values, length);
-    status = moe_single_query_attention(queries, q_bytes, key, key_outer, key_inner, key_row, value, value_outer, value_inner,
-                                        value_row, mask, layer->sinks, (int)layer->sinks_dtype, mixed, batch, layer->key_heads,
-                                        layer->heads / layer->key_heads, length, layer->key_dim, layer->value_dim,
-                                        (float)layer->scale, dtype, share_threads);
-    if (status != STATUS_OK) return status;
+    const int64_t together = batch / num_places;
+    for (int64_t b = 0; b < batch; b++) {
+        const Place *place = &places[b / together];
+        Cached keys = place->keys, values = place->values;
+        keys.data += b % together * keys.outer;
+        values.data += b % together * values.outer;
+        place_heads(layer, &angles, b, scratch + b * qkv_count * size, normed, queries + b * q_bytes, &keys, &values,
+                    place->length - 1);
+    }
+    for (int64_t p = 0; p < num_places; p++) {
+        const Cached *keys = &places[p].keys, *values = &places[p].values;
+        status = moe_single_query_attention(
+            queries + p * together * q_bytes, q_bytes, keys->data, keys->outer, keys->inner, keys->row, values->data,
+            values->outer, values->inner, values->row, mask, layer->sinks, (int)layer->sinks_dtype,
+            mixed + p * together * mixed_bytes, together, layer->key_heads, layer->heads / layer->key_heads, places[p].length,
+            layer->key_dim, layer->value_dim, (float)layer->scale, dtype, share_threads);
+        if (status != STATUS_OK) return status;
+    }
     return multiply(layer, mixed, layer->heads * layer->value_dim, batch, layer->output, layer->output_stride, layer->output_bias,
                     out, layer->dim_out, share_threads);
 }

@@ -18,7 +18,7 @@ import torch
 from moe_runtime.errors import MoERuntimeError
 
 LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
-ABI_VERSION = 17
+ABI_VERSION = 18
 # Long enough to bridge the small operations between two products of a model's layer.
 SPIN_S = 300e-6
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -72,16 +72,13 @@ _KERNELS: _Signatures = {
         _INT,
         [_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64, _INT, _INT, _INT],
     ),
-    # layer, x, batch, cos, sin, angle_stride, angle_dim, key, key_outer, key_inner, key_row, value,
-    # value_outer, value_inner, value_row, length, mask, scratch, out, share_threads
+    # layer, x, batch, cos, sin, angle_stride, angle_dim, places, num_places, mask, scratch, out,
+    # share_threads
     "moe_attention_step": (
         _INT,
         [
-            *(_POINTER, _POINTER, _INT64),
-            *(_POINTER, _POINTER, _INT64, _INT64),
-            *(_POINTER, _INT64, _INT64, _INT64),
-            *(_POINTER, _INT64, _INT64, _INT64),
-            *(_INT64, _POINTER, _POINTER, _POINTER, _INT),
+            *(_POINTER, _POINTER, _INT64, _POINTER, _POINTER, _INT64, _INT64),
+            *(_POINTER, _INT64, _POINTER, _POINTER, _POINTER, _INT),
         ],
     ),
     # query, query_stride, key, key_outer, key_inner, key_row, value, value_outer, value_inner,

@@ -237,10 +237,13 @@ def _rows_with_own_bits(model: Any) -> int:
     text = model.config.get_text_config(decoder=True)
     most = min(native_row_limit(library, p.dtype) for p in model.parameters())
     for module in model.modules():
-        if isinstance(module, SmallBatchRMSNorm):
-            # some layers normalise each head on its own
-            rows = max(1, text.num_attention_heads * _head_dim(text) // len(module.weight))
-            most = min(most, NATIVE_ROW_LIMIT // rows)
+        if getattr(vars(module).get("forward"), "most_sequences", 0):
+            continue  # the kernel of whole attention layers has no limit
+        for part in module.children():
+            if isinstance(part, SmallBatchRMSNorm):
+                # some layers normalise each head on its own
+                rows = max(1, text.num_attention_heads * _head_dim(text) // len(part.weight))
+                most = min(most, NATIVE_ROW_LIMIT // rows)
     return most
 
 

@@ -21,6 +21,8 @@ from transformers.cache_utils import (
 )
 
 from moe_runtime.inference.kv_cache import give_room
+from moe_runtime.kernels.attention_step import AttentionWeights
+from moe_runtime.kernels.attention_step.several import attention_steps
 
 Block = list[tuple[torch.Tensor, torch.Tensor]]
 """Keys ``[1, G, S, D]`` and values ``[1, G, S, V]`` of some tokens, of every layer that has any."""
@@ -199,9 +201,49 @@ class BatchCache(Cache):
         total = sum(cache.get_seq_length() for cache in caches)
         self._length = total if num_new else total // len(caches)
 
+    def step_each(
+        self,
+        layer_idx: int,
+        hidden: torch.Tensor,
+        weights: AttentionWeights,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """A whole attention layer for a row of one token each: ``[B, 1, D]`` to ``[B, 1, D]``.
+
+        Args:
+            layer_idx: the layer.
+            hidden: what goes into it.
+            weights: its weights.
+            cos: of each row's position, ``[B, 1, R]``.
+            sin: likewise.
+
+        Returns:
+            None, with nothing appended, where the layer has to go its own way.
+        """
+        layer: Any = self.layers[layer_idx]
+        if not isinstance(layer, _BatchLayer) or len(cos) != len(hidden):
+            return None
+        if {hidden.dtype, cos.dtype, sin.dtype} != {weights.dtype}:
+            return None
+        cached = layer.take_places(weights.dtype)
+        if cached is None:
+            return None
+        parts = (part.reshape(len(hidden), -1) for part in (hidden, cos, sin))
+        x_BD, cos_BR, sin_BR = parts
+        return attention_steps(x_BD, weights, cos_BR, sin_BR, cached).view(hidden.shape[0], 1, -1)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens cached, of all sequences for one row, else in the mean of the rows."""
         return self._length
+
+
+def _appended(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values with a token more of any content, where they cannot grow in place."""
+    return layer.update(
+        layer.keys.new_empty((*layer.keys.shape[:-2], 1, layer.keys.shape[-1])),
+        layer.values.new_empty((*layer.values.shape[:-2], 1, layer.values.shape[-1])),
+    )
 
 
 class _BatchLayer(CacheLayerMixin):
@@ -230,6 +272,15 @@ class _BatchLayer(CacheLayerMixin):
         window = self._layers[0].sliding_window if self.is_sliding else None
         together = KeysOfSequences(keys, values, self._num_new, window, self._adds_mask)
         return together, value_states
+
+    def take_places(self, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """Makes keys and values of each sequence one token longer, which nobody has written yet."""
+        for layer in self._layers:
+            if not hasattr(layer, "take_place") or not layer.is_initialized:
+                return None
+            if layer.keys.dtype is not dtype or layer.values.dtype is not dtype:
+                return None
+        return [layer.take_place() or _appended(layer) for layer in self._layers]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing: the sequences' layers do that."""

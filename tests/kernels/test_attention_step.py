@@ -11,6 +11,7 @@ from moe_runtime.kernels.attention_step import (
     attention_step,
 )
 from moe_runtime.kernels.attention_step.reference import attention_step_reference
+from moe_runtime.kernels.attention_step.several import attention_steps
 from moe_runtime.kernels.linear import linear
 from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.rms_norm import rms_norm
@@ -180,6 +181,23 @@ def test_a_sequence_does_not_depend_on_the_others_or_on_threads():
                 assert torch.equal(one[0], all_[b])
     finally:
         library.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_caches_of_their_own_lengths_are_gone_through_one_by_one(dtype):
+    """By one call of the kernel, and in fp64 by torch."""
+    layer = make_layer(dtype, key_heads=2, norm="head")
+    alone, parts = [], []
+    for length in (5, 1, 9):
+        *given, _ = make_inputs(layer, length=length, batch=1)
+        alone.append(call(layer, (*given, None), "auto"))
+        parts.append(given)
+    x, cos, sin, keys, values = zip(*parts, strict=True)
+    cached = list(zip(keys, values, strict=True))
+    out = attention_steps(torch.cat(x), layer, torch.cat(cos), torch.cat(sin), cached)
+    for row, (expected, *places) in enumerate(alone):
+        assert torch.equal(out[row : row + 1], expected)
+        assert all(map(torch.equal, cached[row], places))
 
 
 @needs_native

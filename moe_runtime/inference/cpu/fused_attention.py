@@ -84,7 +84,7 @@ class FusedAttention:
         self._places: list[Any] = []
         self._weights: AttentionWeights | None = None
         self._angle_dim = 0
-        self._most_sequences = 0
+        self.most_sequences = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What the layer computes: hidden values ``[B, Q, D]``, and None for attention weights."""
@@ -118,8 +118,13 @@ class FusedAttention:
         cos, sin = position_embeddings
         if cos.ndim != 3 or cos.shape[1] != 1:
             return None
-        if not self._may_fuse(hidden_states.shape[0], cos, options):
+        batch = hidden_states.shape[0]
+        # sequences with caches of their own, see serving, are gone through one by one
+        each = getattr(past_key_values, "step_each", None) if batch > 1 else None
+        if not self._may_fuse(1 if each else batch, cos, options):
             return None
+        if each:
+            return each(self._module.layer_idx, hidden_states, self._weights, cos, sin)
         return self._fused(hidden_states, cos, sin, attention_mask, past_key_values)
 
     def _is_changed(self) -> bool:
@@ -164,9 +169,9 @@ class FusedAttention:
                 agrees = self._weights is not None and self._compare(cos)
                 if agrees:
                     break
-            self._most_sequences = _most_sequences(self._weights) if agrees else 0
+            self.most_sequences = _most_sequences(self._weights) if agrees else 0
             self._places, self._angle_dim = places, cos.shape[-1]
-        return num_sequences <= self._most_sequences
+        return num_sequences <= self.most_sequences
 
     def _functions_now(self) -> list[Any]:
         """What the layer's own way calls, and the configuration it asks."""
