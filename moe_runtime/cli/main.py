@@ -23,6 +23,7 @@ from moe_runtime.cli.commands.predictor import predictor_app
 from moe_runtime.cli.commands.replay import replay
 from moe_runtime.cli.commands.report import report
 from moe_runtime.cli.commands.run import run
+from moe_runtime.cli.commands.serve import serve
 from moe_runtime.cli.commands.simulate import simulate
 from moe_runtime.cli.commands.train import train
 from moe_runtime.cli.console import Session
@@ -35,6 +36,7 @@ _FIRST_SCREEN = """\
 moe-runtime runs Mixture-of-Experts models whose experts do not fit in memory.
 
   moe-runtime run MODEL --prompt "..."    generate text; experts stream from disk
+  moe-runtime serve MODEL                 answer requests over HTTP as OpenAI's API does
   moe-runtime inspect MODEL               what a model needs, and what a budget buys
   moe-runtime pack MODEL OUT              the same model with smaller experts, bit for bit
   moe-runtime doctor                      what this machine offers, and what it lacks
@@ -112,6 +114,7 @@ def build_app() -> typer.Typer:
     )
     app.callback(invoke_without_command=True)(_first_screen)
     app.command(cls=StrictCommand)(run)
+    app.command(cls=StrictCommand)(serve)
     app.command(cls=StrictCommand)(inspect)
     app.command(cls=StrictCommand)(pack)
     app.command(cls=StrictCommand)(doctor)

@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from http_server import TEMPLATE, Served, model_of, served
 
 import moe_runtime
+from moe_runtime.checkpoints.model_files import load_tokenizer
 from moe_runtime.models.pocket import pocket_path
+from moe_runtime.serving.engine import Engine
 
 CAPACITY = 512
 """Tokens that the model is loaded for."""
@@ -31,3 +34,18 @@ def prompts() -> list[tuple[int, ...]]:
     return [
         tuple(torch.randint(2, 4096, (length,), generator=generator).tolist()) for length in lengths
     ]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """The model's, with a template for conversations."""
+    found = load_tokenizer(pocket_path())
+    found.chat_template = TEMPLATE
+    return found
+
+
+@pytest.fixture(scope="session")
+def site(pocket: Any, tokenizer: Any) -> Iterator[Served]:
+    """The model behind a server over loopback."""
+    with Engine(pocket) as engine, served([model_of("pocket", engine, tokenizer, 4096)]) as found:
+        yield found

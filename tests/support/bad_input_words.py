@@ -14,6 +14,9 @@ from moe_runtime.cli.main import build_app
 
 _SOUND = {
     "run": ("model", "-p", "The", "-n", "2", "--host-memory", "1GiB"),
+    "serve": (
+        *("model", "--port", "0", "--host-memory", "1GiB", "--max-tokens", "64", "--dry-run"),
+    ),
     "inspect": ("model",),
     "pack": ("model", "packed"),
     "doctor": (".", "--read-size", "4KiB"),
@@ -89,7 +92,7 @@ def option(rng: Random, place: Path, good: Path) -> Case:
 def argument(rng: Random, place: Path, good: Path) -> Case:
     """Odd words where a model or a file belongs, and words too many or too few."""
     _fill(place, good)
-    command = rng.choice(sorted(set(_SOUND) - {"doctor", "bench kernels", "simulate"}))
+    command = rng.choice(sorted(set(_SOUND) - {"doctor", "bench kernels", "simulate", "serve"}))
     words = [*command.split(), *_SOUND[command]]
     at = len(command.split())
     way = rng.randrange(4)

@@ -1,0 +1,307 @@
+"""``moe-runtime serve``: answer requests over HTTP, as OpenAI's API does."""
+
+import contextlib
+import importlib.util
+import json
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moe_runtime.cli import options
+from moe_runtime.cli.console import (
+    Session,
+    loading_bar,
+    print_json,
+    print_rows,
+    quiet_transformers,
+)
+from moe_runtime.cli.stopping import StopRequest, stop_on_signals
+from moe_runtime.cli.strict import refuse_given
+from moe_runtime.config import format_bytes, parse_budget, parse_bytes
+from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.reading import read_bounded
+
+if TYPE_CHECKING:
+    from moe_runtime.serving.http.starting import Ready, ServeSettings
+
+_NEEDED = ("starlette", "pydantic", "uvicorn", "prometheus_client", "llguidance")
+_MOST_KEY_BYTES = 1 << 20
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_STOPPING = "finishing running answers; Ctrl-C or SIGTERM once more stops at once"
+
+Name = Annotated[
+    str | None,
+    typer.Option(help="By which requests ask for the model; its folder's name when omitted."),
+]
+Host = Annotated[
+    str, typer.Option(help="Address to listen at; 0.0.0.0 for all, and then give --api-keys.")
+]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes any that is free.")]
+ApiKeys = Annotated[
+    Path | None,
+    typer.Option(help="File with a key in each line; requests must come with one of them."),
+]
+Cors = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ORIGIN",
+        help="Pages of this origin may read answers in a browser, * for all; several times for "
+        "several.",
+    ),
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Tokens of all requests at a time, prompts and answers, that memory is set aside "
+        "for; as many as the model knows when omitted, at most 4096.",
+    ),
+]
+MaxRunning = Annotated[int, typer.Option(min=1, help="Requests that are answered at a time.")]
+MaxWaiting = Annotated[int, typer.Option(min=1, help="Requests that may wait; more get 429.")]
+StepTokens = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Most tokens of prompts in a step: more reads experts less often, fewer holds up "
+        "those less who get their answer meanwhile.",
+    ),
+]
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        help="A request gets the bits that it would get alone, whatever runs beside it; slower.",
+    ),
+]
+PrefixCache = Annotated[
+    bool, typer.Option(help="Keep what was computed of prompts for those that begin alike.")
+]
+MaxBody = Annotated[str, typer.Option(help="Longest body of a request.")]
+MaxSeconds = Annotated[
+    float, typer.Option(min=0.001, help="Seconds that a request may take, its wait included.")
+]
+DrainSeconds = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        help="Seconds that running answers get to finish after SIGTERM or Ctrl-C; as many as they "
+        "need when omitted.",
+    ),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Load the model, say how it would be served, and stop.")
+]
+JsonLog = Annotated[
+    bool,
+    typer.Option("--json", help="Log in JSON lines; say on stdout in JSON where the server is."),
+]
+
+
+def serve(
+    ctx: typer.Context,
+    model: options.Model,
+    name: Name = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    api_keys: ApiKeys = None,
+    cors: Cors = None,
+    host_memory: options.HostMemory = "auto",
+    device_memory: options.DeviceMemory = "auto",
+    max_tokens: MaxTokens = None,
+    max_running: MaxRunning = 32,
+    max_waiting: MaxWaiting = 256,
+    step_tokens: StepTokens = 256,
+    exact: Exact = False,
+    prefix_cache: PrefixCache = True,
+    max_body: MaxBody = "16MiB",
+    max_seconds: MaxSeconds = 3600.0,
+    drain_seconds: DrainSeconds = None,
+    policy: options.Policy = "auto",
+    shares: options.Shares = "auto",
+    cache_code: options.CacheCode = "none",
+    prefetch: options.Prefetch = "auto",
+    predictor: options.Predictor = "auto",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    dry_run: DryRun = False,
+    as_json: JsonLog = False,
+    debug: options.Debug = False,
+    config: options.Config = None,
+) -> None:
+    """Answer requests over HTTP as OpenAI's API does; experts that do not fit stream from disk.
+
+    Clients of that API work as they are: give them the address with /v1 behind it. A page to chat
+    and to watch hit rate and reads is at the address itself, metrics for Prometheus at /metrics.
+
+    The first Ctrl-C or SIGTERM takes no more requests and lets running answers finish; a second
+    one stops at once. docs/serving.md has units, containers, dashboards and sizes.
+    """
+    session: Session = ctx.obj
+    session.begin(debug=debug, as_json=as_json)
+    _require_packages()
+    keys = _read_keys(api_keys)
+    try:
+        body_bytes = parse_bytes(max_body)
+    except ValueError as error:
+        raise ValueError(f"--max-body: {error}") from None
+    if prefetch == "off" and policy not in ("auto", "predicted"):
+        refuse_given(
+            ctx,
+            {"predictor"},
+            "has nobody to guess for: give --prefetch, or --policy predicted or auto",
+        )
+    for budget, option in ((host_memory, "--host-memory"), (device_memory, "--device-memory")):
+        parse_budget(budget, name=option)
+    quiet_transformers(session)
+    from moe_runtime.serving.engine_options import EngineOptions
+    from moe_runtime.serving.http.server import Access, Limits
+    from moe_runtime.serving.http.starting import ServeSettings, run_server
+
+    log = _Log(as_json=as_json)
+    settings = ServeSettings(
+        model=model,
+        name=name,
+        host=host,
+        port=port,
+        loading={
+            "device": device,
+            "dtype": dtype,
+            "host_memory": host_memory,
+            "device_memory": device_memory,
+            "policy": policy,
+            "shares": shares,
+            "cache_code": cache_code,
+            "prefetch": prefetch,
+            "predictor": predictor,
+            "max_tokens": max_tokens,
+        },
+        engine=EngineOptions(
+            most_waiting=max_waiting,
+            most_running=max_running,
+            prompt_tokens=step_tokens,
+            reuses_prefixes=prefix_cache,
+            exact=exact,
+        ),
+        limits=Limits(body_bytes=body_bytes, seconds=max_seconds),
+        # Without a key, pages of other sites whose names were made to lead here must not ask.
+        access=Access(
+            keys=keys,
+            origins=tuple(cors or ()),
+            hosts=(*_LOOPBACK, "[::1]") if host in _LOOPBACK and not keys else None,
+        ),
+        drain_s=drain_seconds,
+    )
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(loading_bar())
+        stop: StopRequest | None = None
+
+        def begin(ready: "Ready") -> None:
+            nonlocal stop
+            stack.close()  # the loading bar
+            stop = stack.enter_context(stop_on_signals(_STOPPING))
+            _announce(ready, settings, as_json=as_json)
+
+        run_server(
+            settings,
+            log=log,
+            on_ready=begin,
+            is_stopping=lambda: dry_run or (stop is not None and stop.is_set),
+            progress=progress,
+        )
+    if stop is not None and stop.is_set:
+        raise typer.Exit(stop.exit_code)
+
+
+def _require_packages() -> None:
+    absent = [name for name in _NEEDED if not importlib.util.find_spec(name)]
+    if absent:
+        raise UnsupportedModelError(
+            f"the server needs {', '.join(absent)}; install them with "
+            "pip install 'moe-runtime[serve]'"
+        )
+
+
+def _read_keys(file: Path | None) -> tuple[str, ...]:
+    """The keys of a file, one in each line.
+
+    Raises:
+        ValueError: it has none, or they cannot stand in a header.
+        OSError: it cannot be read.
+    """
+    if file is None:
+        return ()
+    text = read_bounded(file, max_bytes=_MOST_KEY_BYTES).decode("utf-8", errors="replace")
+    keys = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not keys or not all(key.isascii() and key.isprintable() for key in keys):
+        raise ValueError(f"--api-keys {file}: expected a key of printable ASCII in each line")
+    return keys
+
+
+def _announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> None:
+    """The first screen: what is served, where, and how to call it."""
+    stats, model = ready.loaded.moe.stats(), ready.model
+    if as_json:
+        print_json(
+            {
+                "address": ready.address,
+                "model": model.name,
+                "max_request_tokens": model.engine.most_request_tokens,
+                "budget_bytes": stats.budget_bytes,
+            }
+        )
+        return
+    kept = min(stats.expert_slots * stats.slot_bytes, stats.expert_bytes)
+    rows = [
+        ("model", model.name),
+        ("address", f"{ready.address}/v1" + ("" if settings.access.keys else " (no key needed)")),
+        ("page, metrics", f"{ready.address}/  {ready.address}/metrics"),
+        (
+            "memory",
+            f"{format_bytes(stats.budget_bytes)}; {format_bytes(kept)} of "
+            f"{format_bytes(stats.expert_bytes)} of experts fit",
+        ),
+        (
+            "requests",
+            f"{model.engine.most_request_tokens} tokens each, "
+            f"{model.engine.statistics().kv_capacity} at a time",
+        ),
+    ]
+    print_rows("serving", rows, to_stderr=True)
+    path, asked = "completions", '"prompt": "Once upon a time", "max_tokens": 32'
+    if model.template is not None:
+        path, asked = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
+    print(
+        f"curl {ready.address}/v1/{path} -H 'content-type: application/json' \\\n"
+        f"  -d '{{{asked}}}'",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+class _Log:
+    """Writes events to stderr, as lines for people or in JSON."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
+
+    def __call__(self, event: str, fields: Mapping[str, Any]) -> None:
+        now = datetime.now(UTC)
+        if self._as_json:
+            line = json.dumps(
+                {"time": now.isoformat(timespec="milliseconds"), "event": event, **fields}
+            )
+        else:
+            words = " ".join(f"{name}={_shown(value)}" for name, value in fields.items())
+            line = f"{now.astimezone():%H:%M:%S} {event} {words}".rstrip()
+        print(line, file=sys.stderr, flush=True)
+
+
+def _shown(value: Any) -> str:
+    """A value as one word that a terminal can be shown."""
+    text = str(value)
+    return text if text.isprintable() and " " not in text else json.dumps(text)

@@ -1,0 +1,1 @@
+"""The server: OpenAI's API over HTTP in front of an engine."""

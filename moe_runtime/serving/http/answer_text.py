@@ -1,0 +1,191 @@
+"""Text out of tokens, piece by piece: whole characters only, and nothing of a stop string."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from moe_runtime.serving.requests import FinishReason, NewToken
+
+_UNKNOWN = "\ufffd"
+_MOST_HELD = 16
+"""Tokens without a whole character that are waited for; a character has four bytes at most."""
+
+
+class IncrementalText:
+    """Decodes tokens one by one; the pieces together are the text of all of them.
+
+    A character whose bytes lie in several tokens comes when it is whole.
+
+    Args:
+        decode: the text of tokens, special ones included, without tidying spaces.
+        skipped: tokens that have no text.
+    """
+
+    def __init__(
+        self, decode: Callable[[list[int]], str], skipped: frozenset[int] = frozenset()
+    ) -> None:
+        self._decode = decode
+        self._skipped = skipped
+        # Tokens since the last place but one where a character ended: those before `_settled` are
+        # what a tokenizer must see to know whether a space belongs between.
+        self._window: list[int] = []
+        self._settled = 0
+        self._num_sent = 0
+
+    def add(self, token_id: int) -> str:
+        """The text that the token completes; empty where none."""
+        if token_id in self._skipped:
+            return ""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        if text.endswith(_UNKNOWN):
+            if len(self._window) - self._settled <= _MOST_HELD:
+                return ""
+            # No character begins that long ago: these bytes are none. The last may begin one.
+            piece = text[self._num_sent : -1]
+            self._num_sent += len(piece)
+            return piece
+        piece = text[self._num_sent :]
+        del self._window[: self._settled]
+        self._settled = len(self._window)
+        self._num_sent = len(self._decode(self._window))
+        return piece
+
+    def end(self) -> str:
+        """What is left: bytes that never became a character."""
+        if self._settled == len(self._window):
+            return ""
+        piece = self._decode(self._window)[self._num_sent :]
+        self._window, self._settled, self._num_sent = [], 0, 0
+        return piece
+
+
+class MarkSearch:
+    """Lets text through up to the first of some marks, and holds back what may begin one.
+
+    Args:
+        marks: strings, none of them empty.
+    """
+
+    def __init__(self, marks: Sequence[str]) -> None:
+        self._marks = tuple(marks)
+        self._longest = max(map(len, marks), default=0)
+        self._held = ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether text is held back."""
+        return bool(self._held)
+
+    def add(self, piece: str) -> tuple[str, str | None, str]:
+        """Takes text.
+
+        Returns:
+            Text that is free to go, the mark that ends it if one was found, and the text behind
+            the mark.
+        """
+        text = self._held + piece
+        found = [(at, mark) for mark in self._marks if (at := text.find(mark)) >= 0]
+        if found:
+            self._held = ""
+            # The one that was whole first, so that it does not matter how the text was cut.
+            at, mark = min(found, key=lambda one: (one[0] + len(one[1]), one[0]))
+            return text[:at], mark, text[at + len(mark) :]
+        num_held = next(
+            (
+                length
+                for length in range(min(self._longest - 1, len(text)), 0, -1)
+                if any(mark.startswith(text[-length:]) for mark in self._marks)
+            ),
+            0,
+        )
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held], None, ""
+
+    def end(self) -> str:
+        """What was held back, when no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerToken:
+    """A token of an answer.
+
+    Attributes:
+        token_id: of the vocabulary.
+        logprob: natural logarithm of its probability; None where it was not asked for.
+        top: the most likely tokens in its place.
+        offset: characters of the answer before it.
+    """
+
+    token_id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What an answer grew by.
+
+    Attributes:
+        text: free to go; empty while a character or a stop string may be incomplete.
+        tokens: those that the text has come past.
+        finish: why the answer ends here; None while it goes on.
+    """
+
+    text: str
+    tokens: tuple[AnswerToken, ...] = ()
+    finish: FinishReason | None = None
+
+
+class AnswerText:
+    """One answer: tokens in, pieces of text out.
+
+    Args:
+        text: decodes the answer.
+        stops: strings that end it; they are no part of it.
+        stop_ids: tokens that end it; their text is no part of it.
+    """
+
+    def __init__(
+        self, text: IncrementalText, stops: Sequence[str], stop_ids: frozenset[int]
+    ) -> None:
+        self._text = text
+        self._stops = MarkSearch(stops)
+        self._stop_ids = stop_ids
+        self._num_decoded = 0
+        self._num_sent = 0
+        self._waiting: deque[AnswerToken] = deque()
+        self.num_tokens = 0
+
+    def add(self, new: NewToken) -> Piece:
+        """Takes a token; the answer ends here where the piece has a ``finish``."""
+        self.num_tokens += 1
+        self._waiting.append(
+            AnswerToken(new.token_id, new.logprob, new.top_logprobs, self._num_decoded)
+        )
+        return self._grow("" if new.token_id in self._stop_ids else self._text.add(new.token_id))
+
+    def end(self, reason: FinishReason) -> Piece:
+        """No more tokens come; what was held back is free."""
+        piece = self._grow(self._text.end())
+        if piece.finish is not None:
+            return piece
+        tokens = (*piece.tokens, *self._waiting)
+        self._waiting.clear()
+        return Piece(piece.text + self._stops.end(), tokens, reason)
+
+    def _grow(self, text: str) -> Piece:
+        self._num_decoded += len(text)
+        free, stop, _ = self._stops.add(text)
+        self._num_sent += len(free)
+        tokens = []
+        while self._waiting and (
+            self._waiting[0].offset < self._num_sent or not (self._stops.holds or stop)
+        ):
+            tokens.append(self._waiting.popleft())
+        return Piece(free, tuple(tokens), "stop" if stop else None)

@@ -1,0 +1,84 @@
+"""Errors in OpenAI's form: what a client reads where a request is refused or fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_runtime.serving.requests import (
+    EngineClosedError,
+    QueueFullError,
+    RequestTooLongError,
+)
+
+_STATUS_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(Exception):
+    """A request that is refused or failed.
+
+    Attributes:
+        status: of HTTP.
+        message: one line that says what was expected, what came and what to change.
+        param: the field of the request that is at fault.
+        code: a word for programs.
+        headers: of the response.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object that OpenAI's clients know."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": _STATUS_TYPES.get(self.status, "invalid_request_error"),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+class FieldError(ApiError):
+    """A field of a request is not what it may be."""
+
+    def __init__(self, param: str, problem: str, *, code: str | None = None) -> None:
+        super().__init__(f"{param}: {problem}", param=param, code=code)
+
+
+def of_engine(error: Exception) -> ApiError:
+    """What a client is told where the engine does not take a request."""
+    if isinstance(error, QueueFullError):
+        return ApiError(str(error), status=429, code="queue_full", headers={"retry-after": "1"})
+    if isinstance(error, EngineClosedError):
+        return ApiError(str(error), status=503, code="shutting_down")
+    if isinstance(error, RequestTooLongError):
+        return ApiError(str(error), param="max_tokens", code="context_length_exceeded")
+    # Messages of `SamplingOptions` and `GenerationRequest` begin with the field's name.
+    word = str(error).partition(" ")[0]
+    return ApiError(str(error), param=word if word.replace("_", "").isalpha() else None)

@@ -1,0 +1,47 @@
+"""The application: endpoints behind the gate, and errors in OpenAI's form."""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from moe_runtime.serving.http.api_errors import ApiError
+from moe_runtime.serving.http.endpoints import Endpoints
+from moe_runtime.serving.http.gate import Gate
+from moe_runtime.serving.http.responding import error_response
+from moe_runtime.serving.http.server import Server
+
+
+def make_app(server: Server) -> ASGIApp:
+    """An ASGI application that answers requests to a server."""
+
+    def failed(request: Request, error: Exception) -> Response:
+        api_error = _as_api_error(request, error)
+        request.scope["log"]["error"] = api_error.message
+        return error_response(api_error)
+
+    app = Starlette(
+        routes=Endpoints(server).routes(),
+        exception_handlers={
+            ApiError: failed,
+            HTTPException: failed,
+            Exception: failed,
+        },
+    )
+    app.router.redirect_slashes = False
+    return Gate(app, server)
+
+
+def _as_api_error(request: Request, error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        asked = f"{request.method} {request.url.path[:200]}"
+        known = "see /v1/models, /v1/completions, /v1/chat/completions, /metrics"
+        return ApiError(
+            f"{asked}: {error.detail}; {known}", status=error.status_code, code="unknown_url"
+        )
+    return ApiError(f"{type(error).__name__}: {error}", status=500, code="internal_error")

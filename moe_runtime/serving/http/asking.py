@@ -1,0 +1,132 @@
+"""What a request's body asks of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from moe_runtime.serving.http.answer_text import AnswerText
+from moe_runtime.serving.http.api_errors import ApiError, FieldError, of_engine
+from moe_runtime.serving.http.generating import Choice
+from moe_runtime.serving.http.schema import GenerationFields
+from moe_runtime.serving.http.served_model import ServedModel
+from moe_runtime.serving.requests import GenerationRequest, SamplingOptions
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+def sampling_of(body: GenerationFields, model: ServedModel, number: int = 0) -> SamplingOptions:
+    """How tokens are chosen: as the body says, else the checkpoint, else OpenAI.
+
+    Args:
+        body: of the request.
+        model: that answers.
+        number: of the answer among those to one prompt; each has a seed of its own.
+
+    Raises:
+        FieldError: ``logit_bias`` names a token that is none.
+    """
+    defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, **model.defaults}
+
+    def value(name: str) -> float:
+        given = getattr(body, name)
+        return defaults.get(name, 1.0) if given is None else given
+
+    return SamplingOptions(
+        temperature=value("temperature"),
+        top_p=value("top_p"),
+        top_k=max(int(value("top_k")), 0),
+        min_p=value("min_p"),
+        repetition_penalty=value("repetition_penalty"),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        seed=None if body.seed is None else _wrapped(body.seed + number),
+        logit_bias={
+            _token(key, model.vocabulary.size): bias
+            for key, bias in (body.logit_bias or {}).items()
+        },
+    )
+
+
+def _wrapped(seed: int) -> int:
+    """A seed in the range of 64 bits with a sign."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def _token(text: str, size: int) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) < size):
+        raise FieldError("logit_bias", f"expected token ids below {size}, got {text[:50]!r}")
+    return int(text)
+
+
+def check_tokens(ids: Sequence[int], model: ServedModel, param: str) -> None:
+    """Refuses a prompt that is empty, longer than any may be, or has tokens that are none.
+
+    Raises:
+        ApiError: it is.
+    """
+    if not ids:
+        raise FieldError(param, "is empty, expected at least one token")
+    size, most = model.vocabulary.size, model.engine.most_request_tokens
+    wrong = next((token for token in ids if token >= size), None)
+    if wrong is not None:
+        raise FieldError(param, f"has token {wrong}, expected ids below {size}")
+    if len(ids) > most:
+        raise ApiError(
+            f"{param}: has {len(ids)} tokens; prompt and answer may have {most} together",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+def choices_for(
+    body: GenerationFields,
+    model: ServedModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int | None,
+    num_logprobs: int | None,
+    num_prompt_logprobs: int | None = None,
+    matcher: LLMatcher | None = None,
+    shown_tokens: Sequence[str] = (),
+) -> list[Choice]:
+    """The sequences of a request: ``n`` for each prompt.
+
+    Args:
+        body: of the request.
+        model: that answers.
+        prompts: token ids of each.
+        max_tokens: most tokens of an answer; as many as there is room for where None.
+        num_logprobs: how many of the most likely tokens to report.
+        num_prompt_logprobs: the same for prompts.
+        matcher: a grammar that answers keep to.
+        shown_tokens: special tokens that are part of the answers' text.
+
+    Raises:
+        ApiError: a number is out of range.
+    """
+    vocabulary = model.vocabulary
+    end_ids = frozenset() if body.ignore_eos else vocabulary.end_ids
+    stop_ids = end_ids | frozenset(body.stop_token_ids or ())
+    choices = []
+    for prompt in prompts:
+        room = model.engine.most_request_tokens - len(prompt)
+        for number in range(body.n or 1):
+            try:
+                request = GenerationRequest(
+                    prompt_ids=tuple(prompt),
+                    max_new_tokens=max(room, 1) if max_tokens is None else max_tokens,
+                    min_new_tokens=body.min_tokens or 0,
+                    stop_ids=stop_ids,
+                    sampling=sampling_of(body, model, number),
+                    num_logprobs=num_logprobs,
+                    num_prompt_logprobs=num_prompt_logprobs,
+                    constraint=matcher and model.grammars.constraint(matcher),
+                    priority=body.priority or 0,
+                )
+            except ValueError as error:
+                raise of_engine(error) from None
+            text = AnswerText(vocabulary.incremental(shown_tokens), body.stop_strings, stop_ids)
+            choices.append(Choice(request, text, is_first=number == 0))
+    return choices

@@ -1,0 +1,174 @@
+"""``/v1/chat/completions``: what a request asks, made ready for the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_runtime.serving.http import grammars
+from moe_runtime.serving.http.answer_sections import AnswerSections
+from moe_runtime.serving.http.api_errors import FieldError
+from moe_runtime.serving.http.asking import check_tokens, choices_for
+from moe_runtime.serving.http.chat_template import ChatTemplate, without_template
+from moe_runtime.serving.http.generating import Choice
+from moe_runtime.serving.http.schema import ChatBody, Function, NamedTool, Tool
+from moe_runtime.serving.http.served_model import ServedModel
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPlan:
+    """A conversation, ready for the engine.
+
+    Attributes:
+        choices: the sequences.
+        functions: tools that the model may call.
+        template: of the conversation.
+        opens_reasoning: the prompt ends with the mark that opens reasoning.
+        calls_tools: the answer is searched for calls.
+    """
+
+    choices: list[Choice]
+    functions: Sequence[Function]
+    template: ChatTemplate
+    opens_reasoning: bool
+    calls_tools: bool
+
+    def sections(self) -> AnswerSections:
+        """Splits one of the answers."""
+        return AnswerSections(
+            self.template.reasoning,
+            self.template.tools if self.calls_tools else None,
+            self.functions,
+            "reasoning" if self.opens_reasoning else "content",
+        )
+
+
+def prepare(body: ChatBody, model: ServedModel) -> ChatPlan:
+    """What the engine is asked. Takes a while: not in the loop.
+
+    Raises:
+        ApiError: the conversation, a tool or a grammar cannot be used.
+    """
+    template = model.template
+    if template is None:
+        raise without_template(model.name)
+    _check_combinations(body)
+    tools = _tools_in_use(body)
+    if tools and template.tools is None:
+        raise FieldError(
+            "tools", "this model's way of calling them is not known", code="unsupported_parameter"
+        )
+    continues = bool(body.continue_final_message)
+    prompt = template.render(
+        body.messages,
+        tools,
+        add_generation_prompt=not continues and body.add_generation_prompt is not False,
+        continue_final_message=continues,
+        variables=_variables(body, template),
+    )
+    ids = model.vocabulary.encode(prompt, add_special_tokens=False)
+    check_tokens(ids, model, "messages")
+    opens_reasoning = template.opens_reasoning(prompt)
+    functions = [tool.function for tool in tools]
+    grammar = _grammar(body, template, functions)
+    if grammar is not None and not template.closes_reasoning(prompt):
+        grammar = _after_reasoning(grammar, body, template, opens_reasoning=opens_reasoning)
+    given = body.max_completion_tokens
+    choices = choices_for(
+        body,
+        model,
+        [ids],
+        max_tokens=body.max_tokens if given is None else given,
+        num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        matcher=grammar and model.grammars.compile(*grammar),
+        shown_tokens=_shown_tokens(template, has_tools=bool(tools)),
+    )
+    return ChatPlan(choices, functions, template, opens_reasoning, bool(tools))
+
+
+def _check_combinations(body: ChatBody) -> None:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise FieldError("top_logprobs", "needs logprobs: true")
+    if None not in (body.max_tokens, body.max_completion_tokens):
+        raise FieldError("max_tokens", "is the old name of max_completion_tokens; give one")
+    if body.tool_choice not in (None, "none") and not body.tools:
+        raise FieldError("tool_choice", "needs tools")
+    if body.continue_final_message and body.add_generation_prompt:
+        raise FieldError("continue_final_message", "excludes add_generation_prompt")
+    if body.continue_final_message and body.messages[-1].role != "assistant":
+        raise FieldError("continue_final_message", "needs a last message of the assistant")
+
+
+def _tools_in_use(body: ChatBody) -> list[Tool]:
+    """The tools that the model is told of."""
+    tools = body.tools or []
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise FieldError("tools", "two functions have the same name")
+    if isinstance(body.tool_choice, NamedTool):
+        name = body.tool_choice.function.name
+        if name not in names:
+            raise FieldError("tool_choice.function.name", f"is none of the tools: {name!r}")
+        return [tool for tool in tools if tool.function.name == name]
+    return [] if body.tool_choice == "none" else tools
+
+
+def _variables(body: ChatBody, template: ChatTemplate) -> dict[str, Any]:
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        if not template.knows("reasoning_effort"):
+            raise FieldError(
+                "reasoning_effort",
+                "this model's chat template knows none",
+                code="unsupported_parameter",
+            )
+        variables["reasoning_effort"] = body.reasoning_effort
+    return variables
+
+
+def _shown_tokens(template: ChatTemplate, *, has_tools: bool) -> tuple[str, ...]:
+    marks = template.reasoning
+    shown = () if marks is None else (marks.opens, marks.closes)
+    return (*shown, *template.tools.shown_tokens) if has_tools and template.tools else shown
+
+
+def _grammar(
+    body: ChatBody, template: ChatTemplate, functions: list[Function]
+) -> tuple[str, str] | None:
+    """The grammar that the answer keeps to and the field that asks for it."""
+    needs_call = body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
+    asked = body.response_format
+    grammar, param = grammars.of_response_format(asked) if asked else None, "response_format"
+    is_strict = any(function.strict for function in functions)
+    if functions and (needs_call or is_strict or body.parallel_tool_calls is False):
+        if grammar is not None:
+            raise FieldError("response_format", "cannot be combined with tools that are enforced")
+        assert template.tools is not None
+        param = "tools" if is_strict and not needs_call else "tool_choice"
+        grammar = grammars.of_tools(
+            functions,
+            template.tools,
+            is_needed=needs_call,
+            may_repeat=body.parallel_tool_calls is not False,
+        )
+        if grammar is None and (needs_call or is_strict):
+            raise FieldError(
+                param,
+                f"cannot be enforced with calls as this model writes them ({template.tools.name})",
+                code="unsupported_parameter",
+            )
+    return None if grammar is None else (grammar, param)
+
+
+def _after_reasoning(
+    grammar: tuple[str, str], body: ChatBody, template: ChatTemplate, *, opens_reasoning: bool
+) -> tuple[str, str]:
+    """The grammar where reasoning may come first."""
+    text, param = grammar
+    is_own = body.response_format is not None and body.response_format.get("type") == "grammar"
+    if template.reasoning is None or (is_own and not opens_reasoning):
+        return grammar
+    if is_own:
+        raise FieldError(param, "a grammar of one's own cannot follow reasoning; turn it off")
+    return grammars.after_reasoning(text, template.reasoning, is_open=opens_reasoning), param

@@ -1,0 +1,129 @@
+"""A model's chat template: conversations in, text of the prompt out."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moe_runtime.errors import blamed_on
+from moe_runtime.serving.http.answer_sections import reasoning_marks_of
+from moe_runtime.serving.http.api_errors import ApiError, FieldError
+from moe_runtime.serving.http.schema import Message, TextPart, Tool
+from moe_runtime.serving.http.tool_formats import tool_format_of
+
+_OWN_VARIABLES = frozenset(
+    {
+        *("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"),
+        *("tokenize", "chat_template", "conversation", "continue_final_message", "padding"),
+        *("truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+        *("return_assistant_tokens_mask", "processor_kwargs", "load_audio_from_video"),
+    }
+)
+"""What a request may not set by ``chat_template_kwargs``: it has fields for them, or none."""
+
+
+class ChatTemplate:
+    """Renders conversations, and knows from its source what the model's answers look like.
+
+    Args:
+        tokenizer: of `transformers`, with a template.
+
+    Attributes:
+        reasoning: marks of reasoning; None where the template has none.
+        tools: how the model calls tools; None where the template has none that is known.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        found = tokenizer.chat_template
+        self._source = found if isinstance(found, str) else "\n".join(found.values())
+        self.reasoning = reasoning_marks_of(self._source)
+        self.tools = tool_format_of(self._source)
+
+    def knows(self, variable: str) -> bool:
+        """Whether the template's source has a name."""
+        return re.search(rf"\b{re.escape(variable)}\b", self._source) is not None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a conversation, special tokens included.
+
+        Raises:
+            ApiError: the template refuses the conversation, or has no use for what is given.
+        """
+        for name in variables or {}:
+            if name in _OWN_VARIABLES or not self.knows(name):
+                raise FieldError(
+                    f"chat_template_kwargs.{name}",
+                    "is no variable of this model's chat template",
+                    code="unsupported_parameter",
+                )
+        if tools and not self.knows("tools"):
+            raise FieldError(
+                "tools", "this model's chat template has none", code="unsupported_parameter"
+            )
+        with blamed_on("messages: this model's chat template refuses them", ApiError):
+            return self._tokenizer.apply_chat_template(
+                [self._plain(message, at) for at, message in enumerate(messages)],
+                tools=[tool.model_dump(exclude_none=True) for tool in tools] or None,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **(variables or {}),
+            )
+
+    def opens_reasoning(self, prompt: str) -> bool:
+        """Whether a prompt ends with the mark that opens reasoning."""
+        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.opens)
+
+    def closes_reasoning(self, prompt: str) -> bool:
+        """Whether a prompt ends with the mark that closes it: the answer has none."""
+        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.closes)
+
+    def _plain(self, message: Message, at: int) -> dict[str, Any]:
+        """A message as templates know it."""
+        plain = message.model_dump(exclude_none=True)
+        if message.role == "developer" and not self.knows("developer"):
+            plain["role"] = "system"
+        content = message.content
+        plain["content"] = content if isinstance(content, str) else _joined(content or ())
+        if message.role != "assistant" and content is None:
+            raise FieldError(f"messages.{at}.content", "is missing")
+        for number, call in enumerate(plain.get("tool_calls", ())):
+            where = f"messages.{at}.tool_calls.{number}.function.arguments"
+            call["function"]["arguments"] = _arguments(call["function"]["arguments"], where)
+        return plain
+
+
+def _joined(parts: Sequence[TextPart]) -> str:
+    return "\n".join(part.text for part in parts)
+
+
+def _arguments(text: str, where: str) -> dict[str, Any]:
+    """What a call was given, as templates write it out again."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise FieldError(where, f"expected a JSON object as text, got {text[:200]!r}")
+    return value
+
+
+def without_template(name: str) -> ApiError:
+    """What is said of a model that has no chat template."""
+    return ApiError(
+        f"model: {name} has no chat template; use /v1/completions, or give serve a model that "
+        "was trained for conversations",
+        param="model",
+        code="unsupported_model",
+    )

@@ -1,0 +1,163 @@
+"""``/v1/completions``: continues texts or tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from moe_runtime.serving.http.answer_text import AnswerToken
+from moe_runtime.serving.http.api_errors import FieldError
+from moe_runtime.serving.http.asking import check_tokens, choices_for
+from moe_runtime.serving.http.generating import Choice, Generation
+from moe_runtime.serving.http.grammars import of_response_format
+from moe_runtime.serving.http.log_probabilities import completion_logprobs, prompt_tokens
+from moe_runtime.serving.http.schema import CompletionBody
+from moe_runtime.serving.http.served_model import ServedModel
+
+DEFAULT_MAX_TOKENS = 16
+"""As OpenAI's."""
+_EXPECTED = "expected a string, a list of strings, token ids, or a list of lists of token ids"
+
+
+def read_prompts(given: Any) -> list[str] | list[list[int]]:
+    """The prompts of a request: texts, or tokens.
+
+    Raises:
+        FieldError: they are neither.
+    """
+    prompts = [given] if isinstance(given, str) or _is_tokens(given) else given
+    if not isinstance(prompts, list) or not prompts:
+        raise FieldError("prompt", _EXPECTED)
+    if not (all(isinstance(one, str) for one in prompts) or all(map(_is_tokens, prompts))):
+        raise FieldError("prompt", _EXPECTED)
+    return prompts
+
+
+def _is_tokens(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(type(token) is int and token >= 0 for token in value)
+    )
+
+
+def prepare(body: CompletionBody, model: ServedModel) -> tuple[list[str], list[Choice]]:
+    """What the engine is asked, and the texts of the prompts. Takes a while: not in the loop.
+
+    Raises:
+        ApiError: the prompts or a grammar cannot be used.
+    """
+    given, vocabulary = read_prompts(body.prompt), model.vocabulary
+    adds = body.add_special_tokens is not False
+    prompts, texts = [], []
+    for one in given:
+        ids = vocabulary.encode(one, add_special_tokens=adds) if isinstance(one, str) else one
+        check_tokens(ids, model, "prompt")
+        prompts.append(ids)
+        if body.echo:
+            texts.append(one if isinstance(one, str) else vocabulary.decode(one))
+    grammar = of_response_format(body.response_format) if body.response_format else None
+    choices = choices_for(
+        body,
+        model,
+        prompts,
+        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        num_logprobs=body.logprobs,
+        num_prompt_logprobs=body.logprobs if body.echo else None,
+        matcher=None if grammar is None else model.grammars.compile(grammar, "response_format"),
+    )
+    return texts, choices
+
+
+class CompletionAnswer:
+    """Makes the JSON of one request's answers.
+
+    Args:
+        body: of the request.
+        generation: its answers.
+        echoed: texts of the prompts, where they are to be repeated.
+    """
+
+    def __init__(self, body: CompletionBody, generation: Generation, echoed: Sequence[str]) -> None:
+        self.body = body
+        self.generation = generation
+        self.echoed = echoed
+        self._frame: dict[str, Any] = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": generation.model.name,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """The answers when they are done."""
+        texts = [""] * len(self.generation.choices)
+        tokens: list[list[AnswerToken]] = [[] for _ in texts]
+        reasons: list[str | None] = [None] * len(texts)
+        async with contextlib.aclosing(self.generation.pieces()) as pieces:
+            async for index, piece in pieces:
+                texts[index] += piece.text
+                tokens[index] += piece.tokens
+                reasons[index] = piece.finish or reasons[index]
+        choices = []
+        for index, text in enumerate(texts):
+            prompt, before = self._echo(index)
+            logprobs = self._logprobs(before, tokens[index], len(prompt))
+            choices.append(_choice(index, prompt + text, logprobs, reasons[index]))
+        return {**self._frame, "choices": choices, "usage": self.generation.usage.body()}
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The answers as they grow."""
+        options = self.body.stream_options
+        has_usage = options is not None and bool(options.include_usage)
+        always = options is not None and bool(options.continuous_usage_stats)
+        echoes = set(range(len(self.generation.choices))) if self.body.echo else set()
+        async with contextlib.aclosing(self.generation.pieces()) as pieces:
+            async for index, piece in pieces:
+                prompt, before = self._echo(index) if index in echoes else ("", ())
+                echoes.discard(index)
+                text = prompt + piece.text
+                if not (text or piece.finish or (self.body.logprobs is not None and piece.tokens)):
+                    continue
+                # Places in the text count from its beginning, which is the echoed prompt's.
+                offset = len(self._prompt_text(index))
+                logprobs = self._logprobs(before, piece.tokens, offset)
+                chunk = {**self._frame, "choices": [_choice(index, text, logprobs, piece.finish)]}
+                if has_usage:
+                    chunk["usage"] = self.generation.usage.body() if always else None
+                yield chunk
+        if has_usage:
+            yield {**self._frame, "choices": [], "usage": self.generation.usage.body()}
+
+    def _prompt_text(self, index: int) -> str:
+        return self.echoed[index // (self.body.n or 1)] if self.body.echo else ""
+
+    def _echo(self, index: int) -> tuple[str, tuple[AnswerToken, ...]]:
+        """The prompt's text and tokens, where they are repeated before the answer."""
+        if not self.body.echo:
+            return "", ()
+        choice, vocabulary = self.generation.choices[index], self.generation.model.vocabulary
+        if self.body.logprobs is None:
+            return self._prompt_text(index), ()
+        logprobs = choice.prompt and choice.prompt.logprobs
+        tokens = prompt_tokens(choice.request.prompt_ids, logprobs, vocabulary)
+        return self._prompt_text(index), tokens
+
+    def _logprobs(
+        self, before: Sequence[AnswerToken], tokens: Sequence[AnswerToken], offset: int
+    ) -> dict[str, Any] | None:
+        if self.body.logprobs is None:
+            return None
+        vocabulary = self.generation.model.vocabulary
+        first = completion_logprobs(before, vocabulary)
+        second = completion_logprobs(tokens, vocabulary, offset)
+        return {name: first[name] + second[name] for name in first}
+
+
+def _choice(
+    index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

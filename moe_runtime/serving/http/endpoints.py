@@ -1,0 +1,221 @@
+"""The endpoints: what is asked by which path, and what answers it."""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import moe_runtime
+from moe_runtime.serving.http import chat, completions
+from moe_runtime.serving.http.api_errors import ApiError, FieldError
+from moe_runtime.serving.http.chat_answer import ChatAnswer
+from moe_runtime.serving.http.chat_template import without_template
+from moe_runtime.serving.http.completions import CompletionAnswer
+from moe_runtime.serving.http.generating import Generation
+from moe_runtime.serving.http.responding import (
+    EventStream,
+    json_response,
+    whole,
+)
+from moe_runtime.serving.http.schema import (
+    BodyT,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationFields,
+    TokenizeBody,
+    parse_body,
+)
+from moe_runtime.serving.http.served_model import ServedModel
+from moe_runtime.serving.http.server import Server
+
+
+class Endpoints:
+    """Answers requests.
+
+    Args:
+        server: what the endpoints share.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def routes(self) -> list[Route]:
+        """All paths."""
+        get, post = ["GET"], ["POST"]
+        return [
+            Route("/v1/chat/completions", self.chat, methods=post),
+            Route("/v1/completions", self.complete, methods=post),
+            Route("/v1/models", self.models, methods=get),
+            Route("/v1/models/{name:path}", self.one_model, methods=get),
+            Route("/tokenize", self.tokenize, methods=post),
+            Route("/detokenize", self.detokenize, methods=post),
+            Route("/tokenizer_info", self.tokenizer_info, methods=get),
+            Route("/health", self.health, methods=get),
+            Route("/ping", self.ping, methods=["GET", "POST"]),
+            Route("/metrics", self.metrics, methods=get),
+            Route("/version", self.version, methods=get),
+            Route("/", self.page, methods=get),
+        ]
+
+    async def chat(self, request: Request) -> Response:
+        """Continues a conversation."""
+        body = await self._body(request, ChatBody)
+        model = self._server.model(body.model)
+        plan = await self._server.aside(chat.prepare, body, model)
+        generation = self._server.begin(model, plan.choices)
+        return await _answer(request, body, generation, ChatAnswer(body, generation, plan))
+
+    async def complete(self, request: Request) -> Response:
+        """Continues texts or tokens."""
+        body = await self._body(request, CompletionBody)
+        model = self._server.model(body.model)
+        echoed, choices = await self._server.aside(completions.prepare, body, model)
+        generation = self._server.begin(model, choices)
+        answer = CompletionAnswer(body, generation, echoed)
+        return await _answer(request, body, generation, answer)
+
+    async def models(self, request: Request) -> Response:
+        """All models."""
+        found = [_described(model) for model in self._server.models.values()]
+        return json_response({"object": "list", "data": found})
+
+    async def one_model(self, request: Request) -> Response:
+        """One of them."""
+        return json_response(_described(self._server.model(request.path_params["name"])))
+
+    async def tokenize(self, request: Request) -> Response:
+        """The tokens of a text or a conversation."""
+        body = await self._body(request, TokenizeBody)
+        model = self._server.model(body.model)
+        ids = await self._server.aside(_tokens_of, body, model)
+        shown = {
+            "tokens": ids,
+            "count": len(ids),
+            "max_model_len": model.engine.most_request_tokens,
+        }
+        if body.return_token_strs:
+            tokenizer = model.vocabulary.tokenizer
+            shown["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
+        return json_response(shown)
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of tokens."""
+        body = await self._body(request, DetokenizeBody)
+        model = self._server.model(body.model)
+        size = model.vocabulary.size
+        wrong = next((token for token in body.tokens if token >= size), None)
+        if wrong is not None:
+            raise FieldError("tokens", f"has token {wrong}, expected ids below {size}")
+        text = await self._server.aside(model.vocabulary.decode, body.tokens)
+        return json_response({"prompt": text})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """What a client needs to know of the tokenizer."""
+        model = self._server.model(request.query_params.get("model"))
+        tokenizer = model.vocabulary.tokenizer
+        return json_response(
+            {
+                "tokenizer_class": type(tokenizer).__name__,
+                "vocab_size": model.vocabulary.size,
+                "model_max_length": model.engine.most_request_tokens,
+                "bos_token": tokenizer.bos_token,
+                "eos_token": tokenizer.eos_token,
+                "pad_token": tokenizer.pad_token,
+                "unk_token": tokenizer.unk_token,
+                "chat_template": tokenizer.chat_template,
+            }
+        )
+
+    async def health(self, request: Request) -> Response:
+        """Whether the server lives and whether it takes requests."""
+        ready = not self._server.is_draining
+        return json_response({"alive": True, "ready": ready}, 200 if ready else 503)
+
+    async def ping(self, request: Request) -> Response:
+        """Whether the server lives."""
+        return json_response({})
+
+    async def metrics(self, request: Request) -> Response:
+        """All metrics, in Prometheus' text format."""
+        return Response(self._server.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    async def version(self, request: Request) -> Response:
+        """The version of this program."""
+        return json_response({"version": moe_runtime.__version__})
+
+    async def page(self, request: Request) -> Response:
+        """A page to chat and to watch."""
+        text = (
+            importlib.resources.files("moe_runtime.serving.http").joinpath("page.html").read_bytes()
+        )
+        return Response(
+            text,
+            media_type="text/html; charset=utf-8",
+            headers={
+                "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; "
+                "script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+                "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+            },
+        )
+
+    async def _body(self, request: Request, kind: type[BodyT]) -> BodyT:
+        media = request.headers.get("content-type", "application/json").partition(";")[0].strip()
+        if media.lower() != "application/json":
+            raise ApiError(
+                f"the body must be application/json, got {media[:100]!r}; give the header "
+                "content-type: application/json",
+                status=415,
+            )
+        try:
+            raw = await request.body()
+        except ClientDisconnect:
+            raise ApiError("the client went away", status=499) from None
+        body = parse_body(kind, raw)
+        if isinstance(body, GenerationFields):
+            request.scope["log"]["user"] = body.user or body.safety_identifier
+            if body.stream_options is not None and not body.stream:
+                raise FieldError("stream_options", "needs stream: true")
+        return body
+
+
+AnswerT = TypeVar("AnswerT", CompletionAnswer, ChatAnswer)
+
+
+async def _answer(
+    request: Request, body: GenerationFields, generation: Generation, answer: AnswerT
+) -> Response:
+    request.scope["log"]["generation"] = generation
+    if body.stream:
+        return EventStream(generation, answer.chunks())
+    return await whole(request, generation, answer.whole())
+
+
+def _tokens_of(body: TokenizeBody, model: ServedModel) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise FieldError("prompt", "expected either prompt or messages")
+    if body.messages is None:
+        adds = body.add_special_tokens is not False
+        return model.vocabulary.encode(body.prompt or "", add_special_tokens=adds)
+    if model.template is None:
+        raise without_template(model.name)
+    prompt = model.template.render(
+        body.messages, add_generation_prompt=body.add_generation_prompt is not False
+    )
+    return model.vocabulary.encode(prompt, add_special_tokens=bool(body.add_special_tokens))
+
+
+def _described(model: ServedModel) -> Mapping[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created_s,
+        "owned_by": "moe-runtime",
+        "max_model_len": model.engine.most_request_tokens,
+    }

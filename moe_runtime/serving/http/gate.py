@@ -1,0 +1,161 @@
+"""What every request passes: who may ask, how long a body may be, and a line in the log."""
+
+from __future__ import annotations
+
+import hmac
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from moe_runtime.serving.http.api_errors import ApiError
+from moe_runtime.serving.http.generating import Generation
+from moe_runtime.serving.http.responding import error_response
+from moe_runtime.serving.http.server import Server
+
+_OPEN_PATHS = frozenset({"/", "/health", "/ping"})
+"""What says nothing of anybody's text."""
+_QUIET_PATHS = frozenset({"/health", "/ping", "/metrics"})
+"""What machines ask every few seconds."""
+
+
+class Gate:
+    """Lets requests through to an application.
+
+    Args:
+        app: answers what may be asked.
+        server: its limits, keys, and log.
+    """
+
+    def __init__(self, app: ASGIApp, server: Server) -> None:
+        self._app = app
+        self._server = server
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            return
+        started_s = time.perf_counter()
+        request = Request(scope, receive)
+        origin = self._shared_origin(request)
+        status = 499  # where nobody is left to answer
+        details: dict[str, Any] = {}
+        scope["log"] = details
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if origin:
+                    message["headers"] = [*message.get("headers", ()), *_cors(origin)]
+            await send(message)
+
+        try:
+            refused = self._refusal(request, origin)
+            if refused is not None:
+                await refused(scope, receive, answer)
+            else:
+                await self._app(scope, self._bounded(receive), answer)
+        finally:
+            self._record(request, status, details, time.perf_counter() - started_s)
+
+    def _refusal(self, request: Request, origin: str | None) -> Any:
+        """A response to what may not be asked; None where it may."""
+        access = self._server.access
+        if access.hosts is not None and _host(request) not in access.hosts:
+            # A page of another site whose name was made to lead here.
+            message = "this name of the server is not known; call it by its address"
+            return error_response(ApiError(message, status=403, code="unknown_host"))
+        if request.method == "OPTIONS" and origin:
+            return Response(status_code=204)
+        length = request.headers.get("content-length", "0")
+        if length.isdigit() and int(length) > self._server.limits.body_bytes:
+            return error_response(self._too_long())
+        if access.keys and request.url.path not in _OPEN_PATHS:
+            given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+            if not any(hmac.compare_digest(given, key.encode()) for key in access.keys):
+                message = "expected one of the server's keys: Authorization: Bearer KEY"
+                return error_response(
+                    ApiError(
+                        message,
+                        status=401,
+                        code="invalid_api_key",
+                        headers={"www-authenticate": "Bearer"},
+                    )
+                )
+        return None
+
+    def _bounded(self, receive: Receive) -> Receive:
+        num_bytes = 0
+
+        async def bounded() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._server.limits.body_bytes:
+                raise self._too_long()
+            return message
+
+        return bounded
+
+    def _too_long(self) -> ApiError:
+        return ApiError(
+            f"the body is longer than the {self._server.limits.body_bytes} bytes that it may have",
+            status=413,
+            code="body_too_long",
+        )
+
+    def _shared_origin(self, request: Request) -> str | None:
+        """The origin of a page that may read the answer; None without one."""
+        origin, origins = request.headers.get("origin"), self._server.access.origins
+        return origin if origin and (origin in origins or "*" in origins) else None
+
+    def _record(
+        self, request: Request, status: int, details: dict[str, Any], seconds: float
+    ) -> None:
+        path = _known_path(request)
+        self._server.metrics.responses.labels(path, str(status)).inc()
+        fields: dict[str, Any] = {
+            "method": request.method,
+            "path": request.url.path[:200],
+            "status": status,
+            "seconds": round(seconds, 4),
+        }
+        generation: Generation | None = details.get("generation")
+        if generation is not None:
+            usage = generation.usage
+            fields |= {
+                "model": generation.model.name,
+                "prompt_tokens": usage.prompt_tokens,
+                "cached_tokens": usage.cached_tokens,
+                "new_tokens": usage.completion_tokens,
+                "finish": ",".join(generation.finish_reasons) or "none",
+            }
+        for name in ("user", "error"):
+            if details.get(name):
+                fields[name] = details[name]
+        if status >= 400 or path not in _QUIET_PATHS:
+            self._server.log("request", fields)
+
+
+def _known_path(request: Request) -> str:
+    """The path as the application knows it, so that invented ones do not fill the metrics."""
+    route = request.scope.get("route")
+    return getattr(route, "path", "other")
+
+
+def _host(request: Request) -> str:
+    """The name by which the server was called, without the port."""
+    host = request.headers.get("host", "")
+    return host.rpartition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
+
+
+def _cors(origin: str) -> list[tuple[bytes, bytes]]:
+    return [
+        (b"access-control-allow-origin", origin.encode("latin-1")),
+        (b"access-control-allow-headers", b"authorization, content-type"),
+        (b"access-control-allow-methods", b"GET, POST"),
+        (b"vary", b"origin"),
+    ]

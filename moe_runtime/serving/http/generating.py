@@ -1,0 +1,184 @@
+"""One request to the server in the engine: its sequences, their pieces of text, and their end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+
+from moe_runtime.errors import MoERuntimeError
+from moe_runtime.serving.http.answer_text import AnswerText, Piece
+from moe_runtime.serving.http.api_errors import ApiError, of_engine
+from moe_runtime.serving.http.metrics import RequestTimes
+from moe_runtime.serving.http.served_model import ServedModel
+from moe_runtime.serving.requests import (
+    Event,
+    Finished,
+    GenerationRequest,
+    NewToken,
+    PromptRead,
+    RequestHandle,
+)
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of a request.
+
+    Attributes:
+        prompt_tokens: each prompt once, however many answers it gets.
+        cached_tokens: those of them that an earlier request had computed.
+        completion_tokens: of all answers.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+    def body(self) -> dict[str, object]:
+        """As clients know it."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer of a request.
+
+    Attributes:
+        request: what the engine is asked.
+        text: makes text of its tokens.
+        is_first: the first of the answers to its prompt.
+        prompt: what became of the prompt; None until it was read.
+        finished: whether its last piece was given.
+    """
+
+    request: GenerationRequest
+    text: AnswerText
+    is_first: bool
+    prompt: PromptRead | None = None
+    finished: bool = False
+
+
+@dataclass(slots=True)
+class Generation:
+    """The answers to one request, while they are made.
+
+    Attributes:
+        model: that answers.
+        choices: by index.
+        times: where they are counted.
+        limit_s: seconds that all may take.
+        usage: tokens so far.
+    """
+
+    model: ServedModel
+    choices: Sequence[Choice]
+    times: RequestTimes
+    limit_s: float
+    usage: Usage = field(default_factory=Usage)
+    finish_reasons: list[str] = field(default_factory=list)
+    _events: asyncio.Queue[tuple[int, Event]] = field(default_factory=asyncio.Queue)
+    _handles: list[RequestHandle] = field(default_factory=list)
+    _started_s: float = field(default_factory=time.monotonic)
+
+    def submit(self) -> None:
+        """Hands all sequences to the engine, or none.
+
+        Raises:
+            ApiError: it does not take them.
+        """
+        loop = asyncio.get_running_loop()
+
+        def listener(index: int):
+            def hear(event: Event) -> None:
+                # From the engine's thread. A server that was stopped at once hears nothing more.
+                with contextlib.suppress(RuntimeError):
+                    loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+
+            return hear
+
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.cancel)
+            for index, choice in enumerate(self.choices):
+                try:
+                    handle = self.model.engine.submit(choice.request, listener(index))
+                except (ValueError, MoERuntimeError) as error:
+                    raise of_engine(error) from None
+                self._handles.append(handle)
+                if choice.is_first:
+                    self.usage.prompt_tokens += len(choice.request.prompt_ids)
+            undo.pop_all()
+
+    def cancel(self) -> None:
+        """Ends what has not ended, as where a client has gone away."""
+        for handle, choice in zip(self._handles, self.choices, strict=False):
+            if not choice.finished:
+                handle.cancel()
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
+        """The pieces of all answers with their indices, as they come.
+
+        Raises:
+            ApiError: a step failed, or the time is over.
+        """
+        num_open = len(self.choices)
+        with contextlib.ExitStack() as at_end:
+            at_end.callback(self.cancel)
+            while num_open:
+                index, event = await self._next()
+                choice = self.choices[index]
+                if choice.finished:
+                    continue
+                piece = self._take(index, choice, event)
+                if piece is None:
+                    continue
+                if piece.finish is not None:
+                    choice.finished = True
+                    num_open -= 1
+                    self._end(index, choice, piece.finish)
+                yield index, piece
+
+    async def _next(self) -> tuple[int, Event]:
+        left_s = max(self._started_s + self.limit_s - time.monotonic(), 0)
+        try:
+            # Not `wait_for`, which forgets a cancellation that comes together with an event.
+            async with asyncio.timeout(left_s):
+                return await self._events.get()
+        except TimeoutError:
+            raise ApiError(
+                f"the answer took longer than the {self.limit_s:g} seconds that a request may",
+                status=408,
+                code="timeout",
+            ) from None
+
+    def _take(self, index: int, choice: Choice, event: Event) -> Piece | None:
+        if isinstance(event, PromptRead):
+            choice.prompt = event
+            if choice.is_first:
+                self.usage.cached_tokens += event.cached_tokens
+            return None
+        if isinstance(event, NewToken):
+            self.usage.completion_tokens += 1
+            self.times.token(index)
+            return choice.text.add(event)
+        assert isinstance(event, Finished)
+        if event.reason == "error":
+            raise ApiError(
+                event.message or "the model failed", status=500, code="generation_failed"
+            )
+        if event.reason == "cancelled":
+            raise ApiError("the server is shutting down", status=503, code="shutting_down")
+        return choice.text.end(event.reason)
+
+    def _end(self, index: int, choice: Choice, reason: str) -> None:
+        self.finish_reasons.append(reason)
+        self.times.ended(index, len(choice.request.prompt_ids), choice.text.num_tokens, reason)
+        # Where a stop string ended it, the engine does not know yet.
+        self._handles[index].cancel()

@@ -1,0 +1,207 @@
+"""Grammars that answers keep to: JSON, a JSON schema, a grammar in Lark, calls of tools."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import llguidance
+import llguidance.hf
+import numpy as np
+
+from moe_runtime.errors import blamed_on
+from moe_runtime.serving.http.answer_sections import ReasoningMarks
+from moe_runtime.serving.http.api_errors import ApiError, FieldError
+from moe_runtime.serving.http.schema import Function
+from moe_runtime.serving.http.tool_formats import ToolFormat
+from moe_runtime.serving.http.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ANY_OBJECT = {"type": "object"}
+_LINES = {"whitespace_pattern": r"[ \t\r\n]{0,40}"}
+"""Room for indented JSON; without an end a model that found no next word would write spaces."""
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""As chat templates show calls."""
+
+
+class GrammarConstraint:
+    """What a grammar allows after the tokens of one answer; a `TokenConstraint`."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._num_taken = 0
+
+    def allowed(self, generated_ids: Sequence[int]) -> Tensor | None:
+        """The tokens that may come next: bool ``[V]``."""
+        import torch
+
+        if len(generated_ids) < self._num_taken:
+            self._matcher.reset()
+            self._num_taken = 0
+        self._matcher.consume_tokens(list(generated_ids[self._num_taken :]))
+        self._num_taken = len(generated_ids)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.unpackbits(bits, bitorder="little")[: self._vocabulary.size].astype(bool)
+        if not allowed.any():
+            # Nothing may follow, or the grammar became too large: the answer ends.
+            allowed[list(self._vocabulary.end_ids)] = True
+        return torch.from_numpy(allowed)
+
+
+class Grammars:
+    """Compiles grammars for one vocabulary.
+
+    Args:
+        vocabulary: of the model; what of it is needed is made at the first grammar.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._making = threading.Lock()
+
+    def compile(self, lark: str, param: str) -> llguidance.LLMatcher:
+        """Makes a grammar ready.
+
+        Args:
+            lark: the grammar, in the dialect of llguidance.
+            param: the field that it came from.
+
+        Raises:
+            FieldError: it is no grammar, or too large.
+        """
+        with self._making:
+            if self._tokenizer is None:
+                with blamed_on("this model's tokenizer cannot be used with grammars", ApiError):
+                    self._tokenizer = llguidance.hf.from_tokenizer(
+                        self._vocabulary.tokenizer,
+                        n_vocab=self._vocabulary.size,
+                        eos_token=sorted(self._vocabulary.end_ids),
+                    )
+        matcher = llguidance.LLMatcher(
+            self._tokenizer, llguidance.LLMatcher.grammar_from_lark(lark), log_level=0
+        )
+        if matcher.is_error():
+            problem = " ".join(matcher.get_error().split())[:500]
+            raise FieldError(param, f"cannot be used: {problem}")
+        return matcher
+
+    def constraint(self, matcher: llguidance.LLMatcher) -> GrammarConstraint:
+        """What a compiled grammar asks of one answer."""
+        return GrammarConstraint(matcher.deep_copy(), self._vocabulary)
+
+
+def of_response_format(asked: dict[str, Any]) -> str | None:
+    """The grammar that ``response_format`` asks for; None where any text will do.
+
+    Raises:
+        FieldError: it is none that exists, or lacks something.
+    """
+    kind = asked.get("type")
+    known: dict[Any, tuple[str, ...]] = {
+        "text": (),
+        "json_object": (),
+        "json_schema": ("json_schema",),
+        "grammar": ("grammar",),
+        "regex": ("regex",),
+    }
+    if not isinstance(kind, str) or kind not in known:
+        expected = ", ".join(known)
+        raise FieldError("response_format.type", f"expected one of {expected}, got {kind!r}")
+    for field in asked.keys() - {"type", *known[kind]}:
+        raise FieldError(f"response_format.{field}", "is no field of this response format")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return f"start: {_json(_ANY_OBJECT)}"
+    value = asked.get(kind)
+    if kind == "json_schema":
+        schema = value.get("schema") if isinstance(value, dict) else None
+        if not isinstance(schema, dict):
+            raise FieldError("response_format.json_schema.schema", "expected a JSON schema")
+        return f"start: {_json(schema)}"
+    if not isinstance(value, str) or not value:
+        raise FieldError(f"response_format.{kind}", f"expected a text, got {value!r}")
+    if kind == "regex":
+        return "start: TEXT\nTEXT: /" + value.replace("/", r"\/") + "/"
+    return value
+
+
+def of_tools(
+    functions: Sequence[Function], how: ToolFormat, *, is_needed: bool, may_repeat: bool
+) -> str | None:
+    """A grammar of answers that call tools as their schemas say.
+
+    Args:
+        functions: the tools.
+        how: the family's way of writing calls.
+        is_needed: the answer is nothing but calls; text may stand around them otherwise.
+        may_repeat: several calls may come.
+
+    Returns:
+        None where the format is not JSON.
+    """
+    if how.arguments_key is None:
+        return None
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": function.name},
+                how.arguments_key: function.parameters or _ANY_OBJECT,
+            },
+            "required": ["name", how.arguments_key],
+            "additionalProperties": False,
+        }
+        for function in functions
+    ]
+    schema: dict[str, Any] = {"anyOf": calls}
+    if how.bare:
+        return f"start: {_json(schema, **_ONE_LINE)}" if is_needed else None
+    if how.closes is None:
+        schema = {"type": "array", "items": schema, "minItems": 1}
+        if not may_repeat:
+            schema["maxItems"] = 1
+    gap, closing = (' "\\n"', f' "\\n" {_text(how.closes)}') if how.closes else ("", "")
+    call = f"{gap} {_json(schema, **_ONE_LINE)}{closing}"
+    more = f' ("\\n" {_text(how.opens)} call)*' if may_repeat and how.closes else ""
+    if is_needed:
+        return f"start: {_text(how.opens)} call{more}\ncall:{call}"
+    free = f"FREE: {_without(how.opens)}\n"
+    return f"start: FREE | opening call{more}\n{_up_to('opening', how.opens)}{free}call:{call}"
+
+
+def after_reasoning(grammar: str, marks: ReasoningMarks, *, is_open: bool) -> str:
+    """A grammar whose text may follow reasoning; must, where the prompt has opened it."""
+    body = grammar.replace("start:", "answer:", 1)
+    first = "thought GAP" if is_open else f"({_text(marks.opens)} thought GAP)?"
+    thought = _up_to("thought", marks.closes)
+    return f"start: {first} answer\n{thought}GAP: /\\s*/\n{body}"
+
+
+def _json(schema: dict[str, Any], **spacing: Any) -> str:
+    return f"%json {json.dumps({'x-guidance': spacing or _LINES} | schema)}"
+
+
+def _text(text: str) -> str:
+    return json.dumps(text)
+
+
+def _up_to(rule: str, mark: str) -> str:
+    """A rule of any text that ends with the first mark."""
+    return f"{rule}[lazy]: /(.|\\n)*{_escaped(mark)}/\n"
+
+
+def _without(mark: str) -> str:
+    """A terminal of any text that does not have the mark."""
+    return rf"/(.|\n)*/ & ~/(.|\n)*{_escaped(mark)}(.|\n)*/"
+
+
+def _escaped(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")

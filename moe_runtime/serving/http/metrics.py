@@ -1,0 +1,188 @@
+"""What the server measures, for Prometheus: vLLM's names where they mean the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+
+from moe_runtime.serving.requests import EngineStatistics, TokenEngine
+
+_LABELS = ["model_name", "engine"]
+_TO_MINUTES = (
+    *(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_SECONDS = {
+    "time_to_first_token_seconds": "Seconds from a request's arrival to its first token.",
+    "inter_token_latency_seconds": "Seconds from one token of an answer to the next.",
+    "request_time_per_output_token_seconds": "Mean seconds a token after the first, by request.",
+    "e2e_request_latency_seconds": "Seconds from a request's arrival to its end.",
+    "request_decode_time_seconds": "Seconds from a request's first token to its last.",
+}
+_TOKENS = {
+    "request_prompt_tokens": "Tokens of a prompt.",
+    "request_generation_tokens": "Tokens of an answer.",
+}
+_GAUGES = {
+    "vllm:num_requests_running": ("running", "Requests that are being answered."),
+    "vllm:num_requests_waiting": ("waiting", "Requests that wait for their turn."),
+    "vllm:kv_cache_usage_perc": ("kv_usage", "Share of the KV cache in use, from 0 to 1."),
+    "moe:kv_cache_tokens": ("kv_tokens", "Tokens in KV caches, the prefix cache included."),
+    "moe:kv_cache_capacity_tokens": ("kv_capacity", "Tokens that memory was set aside for."),
+}
+_COUNTERS = {
+    "vllm:num_preemptions": ("preemptions", "Times a request lost its KV cache to another."),
+    "vllm:prompt_tokens": ("prompt_tokens", "Tokens of prompts."),
+    "vllm:generation_tokens": ("generated_tokens", "Tokens generated."),
+    "vllm:prefix_cache_queries": ("prompt_tokens", "Prompt tokens looked up in the prefix cache."),
+    "vllm:prefix_cache_hits": ("prefix_hit_tokens", "Prompt tokens found there."),
+    "moe:steps": ("steps", "Forward passes."),
+}
+_EXPERT_COUNTERS = {
+    "moe:expert_hits": ("hits", "Experts that were in memory when they were asked for."),
+    "moe:expert_late_hits": ("late_hits", "Experts that were on their way when asked for."),
+    "moe:expert_misses": ("misses", "Experts that had to be fetched when they were asked for."),
+    "moe:expert_stall_seconds": ("stall_s", "Seconds that computation waited for experts."),
+    "moe:prefetch_useful": ("useful_guesses", "Prefetched experts that were ready when needed."),
+    "moe:prefetch_late": ("late_guesses", "Prefetched experts that were on their way."),
+    "moe:prefetch_wasted": ("wasted_guesses", "Prefetched experts that nobody asked for."),
+}
+
+
+class EngineCollector:
+    """Reads the engines' own counts when Prometheus asks."""
+
+    def __init__(self, engines: Mapping[str, TokenEngine]) -> None:
+        self._engines = engines
+
+    def collect(self) -> Iterable[Metric]:
+        """All metrics that engines count."""
+        found = {name: engine.statistics() for name, engine in self._engines.items()}
+        for metric, (field, text) in _GAUGES.items():
+            family = GaugeMetricFamily(metric, text, labels=_LABELS)
+            for name, one in found.items():
+                family.add_metric([name, "0"], getattr(one, field))
+            yield family
+        for metric, (field, text) in _COUNTERS.items():
+            yield _counter(metric, text, {name: getattr(one, field) for name, one in found.items()})
+        for metric, (field, text) in _EXPERT_COUNTERS.items():
+            counts = {name: getattr(one.experts, field) for name, one in found.items()}
+            yield _counter(metric, text, counts)
+        yield from _expert_details(found)
+
+
+def _counter(metric: str, text: str, counts: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(metric, text, labels=_LABELS)
+    for name, count in counts.items():
+        family.add_metric([name, "0"], count)
+    return family
+
+
+def _expert_details(found: Mapping[str, EngineStatistics]) -> Iterable[Metric]:
+    tiers = CounterMetricFamily(
+        "moe:expert_bytes_read", "Bytes of experts read, by tier.", labels=[*_LABELS, "tier"]
+    )
+    slots = GaugeMetricFamily(
+        "moe:expert_slots", "Experts that fit into the fastest tier.", labels=_LABELS
+    )
+    info = GaugeMetricFamily(
+        "moe:expert_cache_info", "How experts are kept; always 1.", labels=[*_LABELS, "policy"]
+    )
+    for name, one in found.items():
+        for tier, count in one.experts.bytes_read.items():
+            tiers.add_metric([name, "0", tier], count)
+        slots.add_metric([name, "0"], one.experts.expert_slots)
+        info.add_metric([name, "0", one.experts.policy], 1)
+    yield from (tiers, slots, info)
+
+
+class Metrics:
+    """The metrics of one server.
+
+    Args:
+        engines: by the names of their models.
+    """
+
+    def __init__(self, engines: Mapping[str, TokenEngine]) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(EngineCollector(engines))  # pyright: ignore[reportArgumentType]
+        self.seconds = {
+            name: Histogram(
+                f"vllm:{name}", text, _LABELS, buckets=_TO_MINUTES, registry=self._registry
+            )
+            for name, text in _SECONDS.items()
+        }
+        self.tokens = {
+            name: Histogram(
+                f"vllm:{name}",
+                text,
+                _LABELS,
+                buckets=[2**power for power in range(18)],
+                registry=self._registry,
+            )
+            for name, text in _TOKENS.items()
+        }
+        self.success = Counter(
+            "vllm:request_success",
+            "Answers that were finished, by reason.",
+            [*_LABELS, "finished_reason"],
+            registry=self._registry,
+        )
+        self.responses = Counter(
+            "moe:http_responses",
+            "Responses by path and status.",
+            ["path", "status"],
+            registry=self._registry,
+        )
+
+    def text(self) -> bytes:
+        """All of them in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class RequestTimes:
+    """When the tokens of one request came.
+
+    Args:
+        metrics: where they are counted.
+        model_name: label of the model.
+        clock: seconds.
+    """
+
+    def __init__(self, metrics: Metrics, model_name: str, clock=time.perf_counter) -> None:
+        self._metrics = metrics
+        self._labels = (model_name, "0")
+        self._clock = clock
+        self._arrived_s = clock()
+        self._first_s: dict[int, float] = {}
+        self._last_s: dict[int, float] = {}
+
+    def token(self, index: int) -> None:
+        """A token of one of the answers came."""
+        now_s = self._clock()
+        if index in self._last_s:
+            self._observe("inter_token_latency_seconds", now_s - self._last_s[index])
+        else:
+            self._first_s[index] = now_s
+            self._observe("time_to_first_token_seconds", now_s - self._arrived_s)
+        self._last_s[index] = now_s
+
+    def ended(self, index: int, prompt_tokens: int, new_tokens: int, reason: str) -> None:
+        """One of the answers is whole."""
+        metrics, labels = self._metrics, self._labels
+        self._observe("e2e_request_latency_seconds", self._clock() - self._arrived_s)
+        if index in self._first_s:
+            decode_s = self._last_s[index] - self._first_s[index]
+            self._observe("request_decode_time_seconds", decode_s)
+            if new_tokens > 1:
+                self._observe("request_time_per_output_token_seconds", decode_s / (new_tokens - 1))
+        metrics.tokens["request_prompt_tokens"].labels(*labels).observe(prompt_tokens)
+        metrics.tokens["request_generation_tokens"].labels(*labels).observe(new_tokens)
+        metrics.success.labels(*labels, reason).inc()
+
+    def _observe(self, name: str, seconds: float) -> None:
+        self._metrics.seconds[name].labels(*self._labels).observe(seconds)

@@ -1,0 +1,106 @@
+"""Serves over TCP until somebody stops it; whoever is being answered gets the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from moe_runtime.errors import MoERuntimeError
+from moe_runtime.serving.http.app import make_app
+from moe_runtime.serving.http.server import Server
+
+_LOOK_S = 0.05
+
+
+class AddressError(MoERuntimeError):
+    """The server cannot listen at an address."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Takes an address, before a model is loaded for it.
+
+    Args:
+        host: name or address.
+        port: 0 for any that is free.
+
+    Raises:
+        AddressError: it is taken, or none of this machine.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        found = socket.socket(family, kind, protocol)
+        with contextlib.ExitStack() as undo:
+            undo.callback(found.close)
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+            undo.pop_all()
+    except OSError as error:
+        reason = error.strerror or error
+        raise AddressError(
+            f"cannot listen at {host} port {port}: {reason}; give another --host or --port"
+        ) from None
+    return found
+
+
+def address_of(listening: socket.socket) -> str:
+    """The address as clients write it."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to the command."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(
+    server: Server,
+    listening: socket.socket,
+    *,
+    is_stopping: Callable[[], bool],
+    drain_s: float | None,
+) -> None:
+    """Answers requests until it is told to stop, then those that were taken.
+
+    Args:
+        server: its models' engines stay the caller's to close.
+        listening: a socket that is bound.
+        is_stopping: whether to take no more requests; looked at all the time.
+        drain_s: seconds that taken requests may still need; None for as long as they take.
+    """
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
+    config = uvicorn.Config(
+        make_app(server),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=None if drain_s is None else max(round(drain_s), 1),
+    )
+    with server.worker:
+        asyncio.run(_serve(_Uvicorn(config), server, listening, is_stopping))
+
+
+async def _serve(
+    uvicorn_server: uvicorn.Server,
+    server: Server,
+    listening: socket.socket,
+    is_stopping: Callable[[], bool],
+) -> None:
+    serving = asyncio.ensure_future(uvicorn_server.serve([listening]))
+    while not is_stopping() and not serving.done():
+        await asyncio.sleep(_LOOK_S)
+    server.is_draining = True
+    server.log("draining", {})
+    uvicorn_server.should_exit = True
+    await serving

@@ -1,0 +1,64 @@
+"""A model as the server knows it: its engine, its words, its chat template, its defaults."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_runtime.serving.http.chat_template import ChatTemplate
+from moe_runtime.serving.http.grammars import Grammars
+from moe_runtime.serving.http.vocabulary import Vocabulary
+from moe_runtime.serving.requests import TokenEngine
+
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One model that requests can name.
+
+    Attributes:
+        name: by which requests ask for it.
+        engine: answers them.
+        vocabulary: its text and tokens.
+        template: of its conversations; None where it was trained for none.
+        grammars: that its answers can be made to keep to.
+        defaults: of sampling, from the checkpoint.
+        created_s: when it was loaded, in seconds since 1970.
+    """
+
+    name: str
+    engine: TokenEngine
+    vocabulary: Vocabulary
+    template: ChatTemplate | None
+    grammars: Grammars
+    defaults: Mapping[str, float]
+    created_s: int = field(default_factory=lambda: int(time.time()))
+
+
+def serve_model(name: str, engine: TokenEngine, tokenizer: Any, model: Any) -> ServedModel:
+    """Puts together what the server needs of a loaded model.
+
+    Args:
+        name: by which requests ask for it.
+        engine: answers them.
+        tokenizer: of `transformers`.
+        model: a loaded model; its configurations are read.
+    """
+    settings = model.generation_config
+    end = settings.eos_token_id
+    end_ids = [] if end is None else [end] if isinstance(end, int) else list(end)
+    if tokenizer.eos_token_id is not None:
+        end_ids.append(tokenizer.eos_token_id)
+    vocabulary = Vocabulary(tokenizer, model.config.get_text_config().vocab_size, end_ids)
+    found = {option: getattr(settings, option, None) for option in _DEFAULTS}
+    return ServedModel(
+        name=name,
+        engine=engine,
+        vocabulary=vocabulary,
+        template=ChatTemplate(tokenizer) if tokenizer.chat_template is not None else None,
+        grammars=Grammars(vocabulary),
+        defaults={option: value for option, value in found.items() if value is not None},
+    )

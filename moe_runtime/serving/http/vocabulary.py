@@ -1,0 +1,102 @@
+"""A model's tokenizer as the server needs it: text, tokens, and the bytes of a single token."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from moe_runtime.errors import blamed_on
+from moe_runtime.serving.http.answer_text import IncrementalText
+from moe_runtime.serving.http.api_errors import ApiError
+
+_UNKNOWN = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "\u2581"
+"""How SentencePiece writes a space."""
+
+
+class Vocabulary:
+    """Text and tokens of one model.
+
+    Args:
+        tokenizer: of `transformers`.
+        size: tokens that the model knows; it may know more than the tokenizer.
+        end_ids: tokens with which the model ends an answer.
+    """
+
+    def __init__(self, tokenizer: Any, size: int, end_ids: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.size = size
+        self.end_ids = frozenset(end_ids)
+        self.special_ids = frozenset(tokenizer.all_special_ids)
+        self._ids_by_token: dict[str, int] = tokenizer.get_vocab()
+        self._bytes: dict[int, bytes] = {}
+        self._bytes_by_char = {char: byte for byte, char in enumerate(_byte_level_alphabet())}
+        # Encoding may set how a tokenizer cuts and pads, which must not happen twice at a time.
+        self._encoding = threading.Lock()
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Tokens of a text.
+
+        Raises:
+            ApiError: the text cannot be encoded.
+        """
+        with blamed_on("the text cannot be encoded", ApiError), self._encoding:
+            return self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of tokens, spaces as they are."""
+        return self.tokenizer.decode(
+            list(ids),
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+
+    def incremental(self, shown: Sequence[str] = ()) -> IncrementalText:
+        """Decodes an answer token by token.
+
+        Args:
+            shown: special tokens that are part of the text all the same.
+        """
+        kept = {self._ids_by_token[token] for token in shown if token in self._ids_by_token}
+        return IncrementalText(self.decode, self.special_ids - kept)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text, in UTF-8; part of a character for some."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._read_token(token_id)
+        return found
+
+    def token_text(self, token_id: int) -> str:
+        """A token as reports show it; ``bytes:\\xe2`` where it is no whole character."""
+        raw = self.token_bytes(token_id)
+        text = raw.decode(errors="replace")
+        if _UNKNOWN not in text:
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def _read_token(self, token_id: int) -> bytes:
+        token = self.tokenizer.convert_ids_to_tokens(token_id)
+        if token is None or token_id >= len(self.tokenizer):
+            return b""  # the model's vocabulary is rounded up
+        text = self.decode([token_id])
+        if token.startswith(_SPACE) and not text.startswith(" "):
+            text = " " + text
+        if _UNKNOWN not in text:
+            return text.encode()
+        byte = _BYTE_TOKEN.fullmatch(token)
+        if byte is not None:
+            return bytes([int(byte[1], 16)])
+        if all(char in self._bytes_by_char for char in token):
+            return bytes(self._bytes_by_char[char] for char in token)
+        return text.encode()
+
+
+def _byte_level_alphabet() -> list[str]:
+    """The character by which byte-level vocabularies write each byte."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = iter(range(256, 512))
+    return [chr(byte) if byte in shown else chr(next(rest)) for byte in range(256)]

@@ -1,0 +1,175 @@
+"""What the server says of itself and of text, who may ask, and what happens to odd clients."""
+
+import contextlib
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from http_server import ScriptedEngine, Served, model_of, served
+
+import moe_runtime
+from moe_runtime.serving.http.server import Access, Limits
+from moe_runtime.serving.requests import (
+    Event,
+    Finished,
+    GenerationRequest,
+    NewToken,
+    PromptRead,
+    QueueFullError,
+)
+
+BODY = {"prompt": [5, 6], "max_tokens": 3}
+
+
+@contextlib.contextmanager
+def scripted(
+    tokenizer: Any, events: Sequence[Event] | Exception, **options: Any
+) -> Iterator[tuple[Served, ScriptedEngine]]:
+    """A server whose engine answers every request with the same events."""
+
+    def script(request: GenerationRequest) -> Sequence[Event]:
+        if isinstance(events, Exception):
+            raise events
+        return events
+
+    engine = ScriptedEngine(script)
+    with served([model_of("pocket", engine, tokenizer, 4096)], **options) as site:
+        yield site, engine
+
+
+def test_text_and_tokens(site: Served, tokenizer: Any) -> None:
+    ids = tokenizer("naïve")["input_ids"]
+    status, found = site.ask("/tokenize", {"prompt": "naïve", "return_token_strs": True})
+    assert status == 200
+    assert (found["tokens"], found["count"], found["max_model_len"]) == (ids, len(ids), 512)
+    assert site.ask("/detokenize", {"tokens": ids}) == (200, {"prompt": "naïve"})
+    assert site.ask("/detokenize", {"tokens": [4096]})[0] == 400
+    messages = [{"role": "user", "content": "Hi"}]
+    status, found = site.ask("/tokenize", {"messages": messages})
+    assert tokenizer.decode(found["tokens"]) == "user: Hi\nassistant:"
+    assert site.ask("/tokenizer_info")[1]["eos_token"] == "<|endoftext|>"
+
+
+def test_what_the_server_says_of_itself(site: Served) -> None:
+    assert site.ask("/health") == (200, {"alive": True, "ready": True})
+    assert site.ask("/ping")[0] == 200
+    assert site.ask("/version") == (200, {"version": moe_runtime.__version__})
+    status, page = site.ask("/")
+    assert status == 200
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert "https://" not in page
+    assert site.ask("/nothing")[1]["error"]["code"] == "unknown_url"
+    assert site.ask("/v1/completions", method="GET")[0] == 405
+
+
+def test_metrics_have_the_counts_of_the_engine_and_of_requests(tokenizer: Any) -> None:
+    events = [PromptRead(1), NewToken(7), NewToken(8), Finished("length")]
+    with scripted(tokenizer, events) as (site, _):
+        assert site.ask("/v1/completions", BODY)[0] == 200
+        status, text = site.ask("/metrics")
+    assert status == 200
+    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+    label = '{engine="0",model_name="pocket"}'
+    expected = {
+        f"vllm:num_requests_running{label}": 1,
+        f"vllm:num_requests_waiting{label}": 2,
+        f"vllm:kv_cache_usage_perc{label}": 0.2,
+        f"vllm:generation_tokens_total{label}": 60,
+        f"vllm:prefix_cache_hits_total{label}": 20,
+        f"moe:expert_hits_total{label}": 7,
+        f"moe:expert_stall_seconds_total{label}": 0.5,
+        'moe:expert_bytes_read_total{engine="0",model_name="pocket",tier="disk"}': 4096,
+        f"vllm:time_to_first_token_seconds_count{label}": 1,
+        f"vllm:inter_token_latency_seconds_count{label}": 1,
+        'vllm:request_success_total{engine="0",finished_reason="length",model_name="pocket"}': 1,
+        'moe:http_responses_total{path="/v1/completions",status="200"}': 1,
+    }
+    assert {name: float(found[name]) for name in expected} == expected
+
+
+def test_a_failed_step_is_an_error_before_and_within_a_stream(tokenizer: Any) -> None:
+    events = [PromptRead(0), NewToken(7), Finished("error", "expert 3 of layer 1: input/output")]
+    with scripted(tokenizer, events) as (site, _):
+        status, answer = site.ask("/v1/completions", BODY)
+        assert (status, answer["error"]["code"]) == (500, "generation_failed")
+        assert "expert 3 of layer 1" in answer["error"]["message"]
+        *_, last = site.stream("/v1/completions", BODY)
+        assert last["error"]["code"] == "generation_failed"
+
+
+def test_a_full_queue_is_to_be_tried_again(tokenizer: Any) -> None:
+    with scripted(tokenizer, QueueFullError("7 requests wait already")) as (site, _):
+        status, answer = site.ask("/v1/completions", {**BODY, "stream": True})
+        assert (status, answer["error"]["code"]) == (429, "queue_full")
+
+
+def test_an_answer_that_takes_too_long_is_given_up(tokenizer: Any) -> None:
+    with scripted(tokenizer, [], limits=Limits(seconds=0.05)) as (site, engine):
+        status, answer = site.ask("/v1/completions", BODY)
+        assert (status, answer["error"]["code"]) == (408, "timeout")
+        assert engine.cancelled.is_set()
+
+
+@pytest.mark.parametrize("stream", [b"true", b"false"])
+def test_a_client_that_goes_away_is_cancelled(tokenizer: Any, stream: bytes) -> None:
+    with scripted(tokenizer, [PromptRead(0), NewToken(7)]) as (site, engine):
+        where = urlsplit(site.address)
+        body = b'{"prompt": [5], "stream": ' + stream + b"}"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        with socket.create_connection((where.hostname, where.port)) as client:
+            client.sendall(head + body)
+            while not engine.requests:
+                pass
+        assert engine.cancelled.wait(30)
+
+
+def test_keys_bodies_and_names_are_checked(tokenizer: Any) -> None:
+    access = Access(keys=["one", "two"], origins=["http://page"], hosts=["127.0.0.1"])
+    with scripted(tokenizer, [], access=access, limits=Limits(body_bytes=1000)) as (site, _):
+        assert site.ask("/health")[0] == 200
+        assert site.ask("/v1/models")[1]["error"]["code"] == "invalid_api_key"
+        assert site.ask("/v1/models", headers={"authorization": "Bearer three"})[0] == 401
+        key = {"authorization": "Bearer two"}
+        assert site.ask("/v1/models", headers=key)[0] == 200
+        assert site.ask("/v1/models", headers={**key, "host": "evil.example"})[0] == 403
+        long = b'{"prompt": "%s"}' % (b"x" * 1000)
+        assert site.ask("/v1/completions", long, headers=key)[0] == 413
+        chunked = {**key, "transfer-encoding": "chunked"}
+        sent = b"%x\r\n%s\r\n0\r\n\r\n" % (len(long), long)
+        assert site.ask("/v1/completions", sent, headers=chunked)[0] in (400, 413)
+        text = {**key, "content-type": "text/plain"}
+        assert site.ask("/v1/completions", b"{}", headers=text)[0] == 415
+
+
+def test_pages_of_other_origins_read_nothing_unless_they_may(tokenizer: Any) -> None:
+    with scripted(tokenizer, [], access=Access(origins=["http://page"])) as (site, _):
+        asked = {"access-control-request-method": "POST"}
+        for origin, status in (("http://page", 204), ("http://other", 405)):
+            headers = {**asked, "origin": origin}
+            assert site.ask("/v1/models", method="OPTIONS", headers=headers)[0] == status
+
+
+def test_requests_are_logged_without_their_text(tokenizer: Any) -> None:
+    events = [PromptRead(2), NewToken(7), Finished("length")]
+    with scripted(tokenizer, events) as (site, _):
+        site.ask("/v1/completions", {**BODY, "prompt": "secret", "user": "me"})
+    (event, fields), *_ = site.log
+    assert event == "request"
+    assert "secret" not in str(fields)
+    kept = ("path", "status", "model", "cached_tokens", "new_tokens", "finish", "user")
+    assert [fields[name] for name in kept] == [
+        *("/v1/completions", 200, "pocket"),
+        *(2, 1, "length", "me"),
+    ]
+
+
+def test_a_model_without_a_template_has_no_chats(tokenizer: Any) -> None:
+    from moe_runtime.checkpoints.model_files import load_tokenizer
+    from moe_runtime.models.pocket import pocket_path
+
+    with scripted(load_tokenizer(pocket_path()), []) as (site, _):
+        messages = [{"role": "user", "content": "Hi"}]
+        status, answer = site.ask("/v1/chat/completions", {"messages": messages})
+        assert (status, answer["error"]["code"]) == (400, "unsupported_model")

@@ -1,0 +1,135 @@
+"""Whatever tokens a grammar lets through, the text is of its language."""
+
+import json
+from random import Random
+from typing import Any
+
+import pytest
+
+from moe_runtime.serving.http.answer_sections import REASONING_MARKS, AnswerSections
+from moe_runtime.serving.http.api_errors import FieldError
+from moe_runtime.serving.http.grammars import (
+    Grammars,
+    after_reasoning,
+    of_response_format,
+    of_tools,
+)
+from moe_runtime.serving.http.schema import Function
+from moe_runtime.serving.http.tool_formats import TOOL_FORMATS, ParsedCall
+from moe_runtime.serving.http.vocabulary import Vocabulary
+
+THINK = REASONING_MARKS[0]
+SIZE = {"type": "object", "properties": {"size": {"enum": [1, 2]}}, "required": ["size"]}
+CITY = Function(name="city", parameters={**SIZE, "additionalProperties": False})
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Any) -> Grammars:
+    return Grammars(Vocabulary(tokenizer, 4100, [0]))
+
+
+def drawn(grammars: Grammars, tokenizer: Any, grammar: str, seed: int) -> str | None:
+    """A text that a model without any preference writes; None where it finds no end."""
+    constraint = grammars.constraint(grammars.compile(grammar, "it"))
+    rng, ids = Random(seed), []
+    for _ in range(300):
+        mask = constraint.allowed(ids)
+        assert mask is not None
+        assert mask.shape == (4100,)
+        allowed = mask.nonzero().flatten().tolist()
+        assert allowed
+        assert max(allowed) < 4096
+        if 0 in allowed:
+            return tokenizer.decode(ids)
+        ids.append(rng.choice(allowed))
+    return None
+
+
+def texts(grammars: Grammars, tokenizer: Any, grammar: str) -> list[str]:
+    found = [drawn(grammars, tokenizer, grammar, seed) for seed in range(6)]
+    ended = [text for text in found if text is not None]
+    assert ended
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_right"),
+    [
+        ({"type": "json_object"}, lambda text: isinstance(json.loads(text), dict)),
+        (
+            {"type": "json_schema", "json_schema": {"name": "size", "schema": SIZE}},
+            lambda text: json.loads(text)["size"] in (1, 2),
+        ),
+        (
+            {"type": "regex", "regex": "[ab]{2}/c"},
+            lambda text: text in ("aa/c", "ab/c", "ba/c", "bb/c"),
+        ),
+        ({"type": "grammar", "grammar": 'start: "x" | "yy"'}, lambda text: text in ("x", "yy")),
+    ],
+)
+def test_texts_are_of_the_response_format(
+    grammars: Grammars, tokenizer: Any, asked: dict[str, Any], is_right: Any
+) -> None:
+    grammar = of_response_format(asked)
+    assert grammar is not None
+    assert all(map(is_right, texts(grammars, tokenizer, grammar)))
+
+
+@pytest.mark.parametrize("how", TOOL_FORMATS, ids=lambda how: how.name)
+def test_required_calls_can_be_read(grammars: Grammars, tokenizer: Any, how: Any) -> None:
+    grammar = of_tools([CITY], how, is_needed=True, may_repeat=False)
+    if grammar is None:
+        assert how.arguments_key is None
+        return
+    for text in texts(grammars, tokenizer, grammar):
+        sections = AnswerSections(None, how, [CITY])
+        (call,) = [*sections.add(text), *sections.end()]
+        assert isinstance(call, ParsedCall)
+        assert call.name == "city"
+        assert json.loads(call.arguments)["size"] in (1, 2)
+
+
+def test_open_reasoning_is_closed_before_the_answer(grammars: Grammars, tokenizer: Any) -> None:
+    grammar = after_reasoning('start: "yes" | "no"', THINK, is_open=True)
+    constraint = grammars.constraint(grammars.compile(grammar, "it"))
+    thought = tokenizer("I think so </think> y")["input_ids"]
+    for end in range(len(thought)):
+        mask = constraint.allowed(thought[:end])
+        assert mask is not None
+        assert mask[thought[end]]
+        assert not mask[0]
+    free = after_reasoning('start: "yes" | "no"', THINK, is_open=False)
+    assert drawn(grammars, tokenizer, free, 0) is not None
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"type": "xml"},
+        {"type": "json_schema"},
+        {"type": "json_object", "schema": {}},
+        {"type": "regex", "regex": "("},
+        {"type": "grammar", "grammar": "start: nothing"},
+        {"type": "json_schema", "json_schema": {"schema": {"type": "number", "minimum": "x"}}},
+    ],
+)
+def test_formats_that_are_none_are_refused(grammars: Grammars, asked: dict[str, Any]) -> None:
+    with pytest.raises(FieldError, match="response_format"):
+        grammars.compile(of_response_format(asked) or "", "response_format")
+
+
+def test_calls_in_free_text_keep_to_the_schema(grammars: Grammars, tokenizer: Any) -> None:
+    (how,) = (one for one in TOOL_FORMATS if one.name == "hermes")
+    grammar = of_tools([CITY], how, is_needed=False, may_repeat=True)
+    assert grammar is not None
+    call = '<tool_call>\n{"name": "city", "arguments": {"size": %s}}\n</tool_call>'
+    for text, is_right in (
+        ("only words, <tool_ and so on", True),
+        ("words " + call % 1 + "\n" + call % 2, True),
+        ("words " + call % 3, False),
+    ):
+        constraint = grammars.constraint(grammars.compile(grammar, "it"))
+        ids = tokenizer(text)["input_ids"]
+        masks = [constraint.allowed(ids[:end]) for end in range(len(ids))]
+        right = [bool(mask[token]) for mask, token in zip(masks, ids, strict=True)]
+        assert all(right) == is_right

@@ -1,0 +1,95 @@
+"""`moe-runtime serve` from its first screen to the signals that end it."""
+
+import json
+import os
+import signal
+import socket
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_runtime.cli.commands import serve as command
+from moe_runtime.cli.main import main
+from moe_runtime.models.pocket import pocket_path
+
+SMALL = ["--host-memory", "256MiB", "--max-tokens", "512", "--port", "0", "--policy", "lru"]
+
+
+def test_a_termination_lets_the_running_answer_finish(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address: list[str] = []
+    is_ready = threading.Event()
+    announce = command._announce
+
+    def ready(found: Any, *args: Any, **options: Any) -> None:
+        announce(found, *args, **options)
+        address.append(found.address)
+        is_ready.set()
+
+    answers: list[bytes] = []
+
+    def ask() -> None:
+        assert is_ready.wait(120)
+        body = json.dumps(
+            {"prompt": "The", "max_tokens": 200, "stream": True, "ignore_eos": True, "seed": 1}
+        )
+        request = urllib.request.Request(
+            f"{address[0]}/v1/completions",
+            body.encode(),
+            {"content-type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request) as response:
+                answers.append(response.readline())
+                os.kill(os.getpid(), signal.SIGTERM)
+                answers.append(response.read())
+        finally:
+            if not answers:  # the command would wait for ever
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(command, "_announce", ready)
+    client = threading.Thread(target=ask)
+    client.start()
+    code = main(["serve", str(pocket_path()), *SMALL, "--json"])
+    client.join()
+    assert code == 143
+    assert answers[0].startswith(b"data: {")
+    assert answers[1].endswith(b"data: [DONE]\n\n")
+    assert b'"finish_reason":"length"' in answers[1]
+    said = capsys.readouterr()
+    ready_line = json.loads(said.out)
+    assert (ready_line["address"], ready_line["model"]) == (address[0], "pocket")
+    log = [json.loads(line) for line in said.err.splitlines() if line.startswith("{")]
+    assert [line["event"] for line in log] == ["draining", "request"]
+    assert log[1]["new_tokens"] == 200
+
+
+def test_a_dry_run_shows_how_to_call_the_server(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(pocket_path()), *SMALL, "--dry-run", "--name", "mine"]) == 0
+    said = capsys.readouterr().err
+    assert "http://127.0.0.1:" in said
+    assert "/v1/completions -H 'content-type: application/json'" in said
+    assert "mine" in said
+
+
+def test_what_cannot_work_is_said_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*words: str) -> str:
+        assert main(["serve", "no-model", *words]) == 2
+        return capsys.readouterr().err
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert f"cannot listen at 127.0.0.1 port {port}" in refused("--port", port)
+    assert "cannot listen at 203.0.113.7" in refused("--host", "203.0.113.7")
+    (tmp_path / "keys").write_text("\n\n")
+    assert "expected a key" in refused("--api-keys", str(tmp_path / "keys"))
+    assert "--max-body" in refused("--max-body", "much")
+    assert "no-model is not a directory" in refused("--port", "0")
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'moe-runtime[serve]'" in refused()

@@ -1,0 +1,182 @@
+"""A server over loopback in a thread of the test, a plain client, and a scripted engine."""
+
+import contextlib
+import http.client
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from moe_runtime.serving.http.chat_template import ChatTemplate
+from moe_runtime.serving.http.grammars import Grammars
+from moe_runtime.serving.http.running import address_of, listen, serve
+from moe_runtime.serving.http.served_model import ServedModel
+from moe_runtime.serving.http.server import Access, Limits, Server
+from moe_runtime.serving.http.vocabulary import Vocabulary
+from moe_runtime.serving.requests import (
+    EngineStatistics,
+    Event,
+    ExpertStatistics,
+    GenerationRequest,
+    OnEvent,
+)
+
+TEMPLATE = """\
+{%- if tools %}Tools:{% for tool in tools %} {{ tool | tojson }}{% endfor %} \
+<tool_call>{"name": ..., "arguments": ...}</tool_call>
+{% endif %}
+{%- for message in messages %}
+{%- if message.role == "tool" and loop.first %}
+{{- raise_exception("a tool speaks first") }}{% endif %}
+{{- message.role }}: {{ message.content }}
+{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>
+{% endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}assistant:{% if enable_thinking %} <think>
+{% elif enable_thinking is defined %} <think></think>
+{% endif %}{% endif %}"""
+
+
+@dataclass
+class Served:
+    """A server that answers.
+
+    Attributes:
+        address: as clients write it.
+        server: its state.
+        log: what it logged.
+    """
+
+    address: str
+    server: Server
+    log: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
+
+    def ask(
+        self,
+        path: str,
+        body: Any = None,
+        *,
+        method: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> tuple[int, Any]:
+        """Status and body of a response; JSON is parsed, anything else is text."""
+        where = urlsplit(self.address)
+        connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=60)
+        raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        given = {} if raw is None else {"content-type": "application/json"}
+        with contextlib.closing(connection):
+            connection.request(
+                method or ("GET" if raw is None else "POST"),
+                path,
+                raw,
+                {**given, **(headers or {})},
+            )
+            response = connection.getresponse()
+            text = response.read().decode()
+        is_json = response.headers.get_content_type() == "application/json"
+        return response.status, json.loads(text) if is_json else text
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> list[Any]:
+        """The chunks of a stream, the last of which says that it is whole."""
+        status, text = self.ask(path, {**body, "stream": True})
+        assert status == 200, text
+        *events, done, rest = text.split("\n\n")
+        assert (done, rest) == ("data: [DONE]", "")
+        assert all(event.startswith("data: ") for event in events)
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+@contextlib.contextmanager
+def served(
+    models: Sequence[ServedModel], limits: Limits | None = None, access: Access | None = None
+) -> Iterator[Served]:
+    """Serves models until the block ends."""
+    log: list[tuple[str, Mapping[str, Any]]] = []
+    server = Server(
+        models={model.name: model for model in models},
+        limits=limits or Limits(),
+        access=access or Access(),
+        log=lambda event, fields: log.append((event, fields)),
+    )
+    stop = threading.Event()
+    listening = listen("127.0.0.1", 0)
+    # Who connects before the loop has begun waits.
+    listening.listen()
+    found = Served(address_of(listening), server, log)
+    thread = threading.Thread(
+        target=serve, args=(server, listening), kwargs={"is_stopping": stop.is_set, "drain_s": 10}
+    )
+    thread.start()
+    try:
+        yield found
+    finally:
+        stop.set()
+        thread.join()
+
+
+def model_of(name: str, engine: Any, tokenizer: Any, size: int) -> ServedModel:
+    """A model as the server knows it."""
+    vocabulary = Vocabulary(tokenizer, size, [tokenizer.eos_token_id])
+    template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
+    return ServedModel(name, engine, vocabulary, template, Grammars(vocabulary), {})
+
+
+class ScriptedEngine:
+    """Answers as it is told to, from a thread of its own.
+
+    Attributes:
+        script: called with each request and its listener; gives the events to send.
+        cancelled: set where a request is cancelled.
+    """
+
+    most_request_tokens = 1000
+
+    def __init__(self, script: Callable[[GenerationRequest], Sequence[Event]]) -> None:
+        self.script = script
+        self.requests: list[GenerationRequest] = []
+        self.cancelled = threading.Event()
+
+    def submit(self, request: GenerationRequest, on_event: OnEvent) -> "ScriptedEngine":
+        self.requests.append(request)
+        for event in self.script(request):
+            on_event(event)
+        return self
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+    def statistics(self) -> EngineStatistics:
+        experts = ExpertStatistics(
+            hits=7,
+            late_hits=1,
+            misses=2,
+            bytes_read={"disk": 4096},
+            stall_s=0.5,
+            useful_guesses=3,
+            late_guesses=1,
+            wasted_guesses=4,
+            expert_slots=8,
+            policy="lru",
+        )
+        return EngineStatistics(
+            running=1,
+            waiting=2,
+            kv_tokens=30,
+            kv_capacity=100,
+            prefix_tokens=10,
+            steps=5,
+            preemptions=1,
+            prompt_tokens=50,
+            prefix_hit_tokens=20,
+            generated_tokens=60,
+            finished={"stop": 1},
+            experts=experts,
+        )
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
