@@ -133,6 +133,7 @@ def map_experts(model: PreTrainedModel, checkpoint: Checkpoint) -> ExpertMap:
     experts = ExpertMap(find_experts(model))
     experts.weight_mapping = [
         *checkpoint_renamings(model),
+        *checkpoint.conversions,
         *private.get_model_conversion_mapping(model),
     ]
     provenance = Provenance()

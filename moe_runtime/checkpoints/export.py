@@ -25,6 +25,7 @@ from moe_runtime.checkpoints.dense_weights import DenseReader
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.checkpoints.expert_tensors import TensorFinder, TensorsOf, matrices_of
 from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
+from moe_runtime.checkpoints.plain import require_plain
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import UnsupportedModelError, UnsupportedUseError
 from moe_runtime.folders import replace_folder
@@ -156,7 +157,7 @@ class LikeCheckpoint:
             OSError: it cannot be written; an older one stays as it was.
             UnsupportedModelError: the checkpoint is quantised or packed.
         """
-        self._checkpoint.require_plain("training")
+        require_plain(self._checkpoint, "training")
         with replace_folder(folder) as new:
             of_model = {*self._experts.dense_entries, *self._expert_names()}
             wanted = {} if dtype is None else dict.fromkeys(of_model, dtype)

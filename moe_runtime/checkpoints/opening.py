@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from moe_runtime.checkpoints.formats import PackedWeight, Weight
     from moe_runtime.checkpoints.packing.expert_runs import PackedExpertIndex
+    from moe_runtime.checkpoints.transformers_private import WeightTransform
 
 TORCH_DTYPES = {
     "F64": torch.float64,
@@ -61,6 +62,7 @@ class Checkpoint:
         dtype: the type in which the model computes.
         packed: its quantised weights by the names that the model's conversion table knows.
         runs: where experts lie that `moe-runtime pack` wrote, if it did.
+        conversions: what makes its weights those of the model, before the model's own table.
     """
 
     folder: Path
@@ -69,6 +71,7 @@ class Checkpoint:
     dtype: torch.dtype
     packed: dict[str, PackedWeight] = field(default_factory=dict)
     runs: PackedExpertIndex | None = None
+    conversions: Sequence[WeightTransform] = ()
 
     @property
     def weights(self) -> list[Weight]:
@@ -81,26 +84,6 @@ class Checkpoint:
     def is_plain(self) -> bool:
         """Whether every weight lies as it is in safetensors files, neither quantised nor packed."""
         return not self.packed and self.runs is None and not self.folder.is_file()
-
-    def require_plain(self, purpose: str) -> None:
-        """Refuses quantised weights where they have no use yet.
-
-        Args:
-            purpose: what is not done with them, such as "training".
-
-        Raises:
-            UnsupportedModelError: there are some.
-        """
-        if self.packed or self.folder.is_file():
-            raise UnsupportedModelError(
-                f"{self.folder}: {purpose} of quantised weights or GGUF files is not supported "
-                "yet; expected a safetensors checkpoint in bf16, fp16 or fp32"
-            )
-        if self.runs is not None:
-            raise UnsupportedModelError(
-                f"{self.folder}: {purpose} of a packed checkpoint is not supported; take the one "
-                "that it was packed from"
-            )
 
 
 def open_checkpoint(path_or_id: str | Path, dtype: str | torch.dtype) -> Checkpoint:
@@ -120,8 +103,9 @@ def open_checkpoint(path_or_id: str | Path, dtype: str | torch.dtype) -> Checkpo
     if folder.is_file():
         from moe_runtime.checkpoints.gguf import read_model
 
-        config, entries, packed = read_model(folder)
-        return Checkpoint(folder, config, entries, _compute_dtype(dtype, config, (), True), packed)
+        config, entries, packed, conversions = read_model(folder)
+        dtype = _compute_dtype(dtype, config, (), True)
+        return Checkpoint(folder, config, entries, dtype, packed, conversions=conversions)
     config = read_config(folder)
     # the model is built as one of plain weights: it computes what they stand for
     quantization = take_quantization(config, folder)

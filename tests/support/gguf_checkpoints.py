@@ -49,7 +49,7 @@ class Sample:
     kinds: dict[str, Kind] = field(default_factory=dict)
 
     def kind_of(self, name: str) -> Kind:
-        if "norm" in name or name.endswith(".bias") or "_inp" in name:
+        if re.search(r"norm|\.bias$|_inp|_sinks", name):
             return Kind.F32
         return next((kind for key, kind in self.kinds.items() if re.search(key, name)), Kind.BF16)
 
@@ -100,6 +100,12 @@ SAMPLES = [
         ),
         {"gate_exps": Kind.MXFP4, "up_exps": Kind.IQ4_NL, "down_exps": Kind.MXFP4},
     ),
+    Sample(
+        "gpt-oss-mxfp4",
+        "gpt-oss",
+        Family("gpt_oss", "GptOssForCausalLM", {"hidden_size": 64, "intermediate_size": 96}),
+        {"exps": Kind.MXFP4, "attn": Kind.Q8_0, "output": Kind.Q8_0},
+    ),
     Sample("olmoe-bf16", "olmoe", Family("olmoe", "OlmoeForCausalLM", {"hidden_size": 64})),
 ]
 
@@ -136,6 +142,7 @@ def _add_tensors(
     """Adds all weights, and gives their values under the names that they had."""
     architecture = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == writer.arch)
     names = gguf.get_tensor_name_map(architecture, num_layers)
+    stored = _apart(stored)
     groups: dict[str, list[str]] = defaultdict(list)
     for name in sorted(stored, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]):
         found = EXPERT.fullmatch(name)
@@ -144,6 +151,7 @@ def _add_tensors(
     for key, parts in groups.items():
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert name is not None, key
+        name += ".weight" * name.endswith("sinks")
         kind = sample.kind_of(name)
         codes, found = _written(np.stack([stored[part].numpy() for part in parts]), kind)
         values |= {part: value.contiguous() for part, value in zip(parts, found, strict=True)}
@@ -151,6 +159,42 @@ def _add_tensors(
         if name.endswith("ffn_gate_inp_shexp.weight"):
             stacked = stacked[0]  # a vector in the files of llama.cpp
         writer.add_tensor(name, stacked, raw_dtype=kind)
+    return _together(values)
+
+
+def _apart(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts of gpt-oss one by one, rows of gate and up apart and outputs first, as files have."""
+    found = {}
+    for name, tensor in stored.items():
+        stem, is_stack, part = name.partition(".experts.")
+        part, _, is_bias = part.partition("_proj")
+        if not is_stack or is_bias not in ("", "_bias"):
+            found[name] = tensor
+            continue
+        rows = tensor if is_bias else tensor.transpose(1, 2)
+        slices = {"gate": rows[:, ::2], "up": rows[:, 1::2]} if part == "gate_up" else {part: rows}
+        for own_name, matrices in slices.items():
+            for expert, matrix in enumerate(matrices):
+                end = "bias" if is_bias else "weight"
+                found[f"{stem}.experts.{expert}.{own_name}_proj.{end}"] = matrix.contiguous()
+    return found
+
+
+def _together(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What `_apart` took apart, if it did: of that family alone experts have biases."""
+    stems = {n.partition(".experts.")[0] for n in values if ".experts." in n and "bias" in n}
+    for stem in stems:
+        for end in ("weight", "bias"):
+            experts: dict[str, list[torch.Tensor]] = {"gate": [], "up": [], "down": []}
+            for part, found in experts.items():
+                while (name := f"{stem}.experts.{len(found)}.{part}_proj.{end}") in values:
+                    found.append(values.pop(name))
+            gate, up, down = map(torch.stack, experts.values())
+            both = torch.stack((gate, up), dim=2).flatten(1, 2)
+            for part, tensor in (("gate_up", both), ("down", down)):
+                suffix = "" if end == "weight" else "_bias"
+                turned = tensor.transpose(1, 2) if end == "weight" else tensor
+                values[f"{stem}.experts.{part}_proj{suffix}"] = turned.contiguous()
     return values
 
 
@@ -186,6 +230,14 @@ def _add_metadata(writer: Any, config: Any) -> None:
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type == "gpt_oss":
+        writer.add_key_length(config.head_dim)
+        writer.add_sliding_window(config.sliding_window)
+        positions = config.rope_parameters
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(positions["factor"])
+        length = positions["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(length)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("olmo")
     writer.add_token_list(VOCABULARY)

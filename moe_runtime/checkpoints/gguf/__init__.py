@@ -29,6 +29,8 @@ from moe_runtime.kernels.quantized import BLOCKS, BlockName, WeightFormat
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from moe_runtime.checkpoints.transformers_private import WeightTransform
+
 _PLAIN = {0: "F32", 1: "F16", 30: "BF16"}
 _BLOCKS: dict[int, BlockName] = {
     **{2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 10: "q2_k", 11: "q3_k", 12: "q4_k"},
@@ -40,15 +42,18 @@ _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 def read_model(
     file: Path,
-) -> tuple[PreTrainedConfig, dict[str, TensorEntry], dict[str, PackedWeight]]:
+) -> tuple[
+    PreTrainedConfig, dict[str, TensorEntry], dict[str, PackedWeight], list[WeightTransform]
+]:
     """Reads the headers of a model.
 
     Args:
         file: the file, or the first of several.
 
     Returns:
-        The configuration, all tensors by name, and those that are quantised. The type of the
-        configuration is that of most weights, bf16 where these are quantised.
+        The configuration, all tensors by name, those that are quantised, and what makes them those
+        of the model. The type of the configuration is that of most weights, bf16 where these are
+        quantised.
 
     Raises:
         CheckpointError: it cannot be read, or is damaged.
@@ -74,7 +79,7 @@ def read_model(
     most = elements.most_common(1)[0][0]
     config.dtype = {"F32": torch.float32, "F16": torch.float16}.get(most, torch.bfloat16)
     check_layers(config, entries, file)
-    return config, entries, packed
+    return config, entries, packed, architecture.conversions()
 
 
 def _require_narrow(tensors: list[GgufTensor], file: Path) -> None:

@@ -9,14 +9,18 @@ defaults and has no olmoe.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.gguf.header import GgufHeader, GgufTensor
 from moe_runtime.checkpoints.strict_json import clipped, one_line
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from moe_runtime.checkpoints.transformers_private import WeightTransform
 
 _TABLES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -37,6 +41,7 @@ _SHARED = {
     **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
 }
 _EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
+_SINKS = "self_attn.sinks"
 _BLOCK = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
 
 _FIELDS = {
@@ -62,6 +67,9 @@ class Architecture:
         parts: of a layer, by ggml's names, as a checkpoint of `transformers` calls them.
         sizes: settings that are a size of a part: its name, and which dimension.
         constants: settings that are the same for all models of the architecture.
+        fields: settings that metadata have, by the ends of their keys.
+        rope: of positions that are extended, as `constants`.
+        conversions: gives what makes such weights those of the model.
     """
 
     model_type: str
@@ -69,9 +77,48 @@ class Architecture:
     parts: Mapping[str, str]
     sizes: Mapping[str, tuple[str, int]]
     constants: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, str] = field(default_factory=lambda: _FIELDS)
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    conversions: Callable[[], list[WeightTransform]] = list
+
+
+def _interleaved_experts() -> list[WeightTransform]:
+    """gpt-oss: rows of gate and up take turns, and weights are transposed."""
+    experts = "mlp.experts"
+    gate_up = [f"{experts}.*.{part}_proj" for part in ("gate", "up")]
+    merged = [private.MergeModulelist(0), private.Concatenate(1), private.Interleave(1, True)]
+
+    def convert(sources: list[str], target: str, *operations: Any) -> WeightTransform:
+        return private.WeightConverter(sources, f"{experts}.{target}", [*operations])
+
+    return [
+        convert([f"{p}.weight" for p in gate_up], "gate_up_proj", *merged, private.Transpose(1, 2)),
+        convert([f"{part}.bias" for part in gate_up], "gate_up_proj_bias", *merged),
+        convert([f"{experts}.*.down_proj.weight"], "down_proj", merged[0], private.Transpose(1, 2)),
+        convert([f"{experts}.*.down_proj.bias"], "down_proj_bias", merged[0]),
+    ]
 
 
 ARCHITECTURES = {
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        {
+            **_ATTENTION,
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": _SINKS,
+            "ffn_gate_inp": "mlp.router",
+            **_EXPERTS,
+        },
+        {"intermediate_size": _EXPERT_WIDTH},
+        fields={
+            **_FIELDS,
+            "head_dim": "attention.key_length",
+            "sliding_window": "attention.sliding_window",
+        },
+        rope={"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+        conversions=_interleaved_experts,
+    ),
     "olmoe": Architecture(
         "olmoe",
         "OlmoeForCausalLM",
@@ -143,10 +190,11 @@ def named_weights(
             )
         prefix, end = f"model.layers.{int(found[1])}.", f".{found[3]}"
         if "{}" not in part:
-            yield prefix + part + end, tensor, -1
+            yield prefix + part + ("" if part == _SINKS else end), tensor, -1
             continue
-        if len(tensor.shape) != 3:
-            _refuse(file, f"{tensor.name} of 3 dimensions", clipped([*tensor.shape]))
+        num_dims = 2 if found[3] == "bias" else 3
+        if len(tensor.shape) != num_dims:
+            _refuse(file, f"{tensor.name} of {num_dims} dimensions", clipped([*tensor.shape]))
         for expert in range(tensor.shape[0]):
             yield prefix + part.format(expert) + end, tensor, expert
 
@@ -160,7 +208,7 @@ def settings_of(header: GgufHeader, architecture: Architecture, file: Path) -> d
     """
     metadata, name = header.metadata, header.metadata["general.architecture"]
     values: dict[str, Any] = dict(architecture.constants)
-    for setting, key in _FIELDS.items():
+    for setting, key in architecture.fields.items():
         if f"{name}.{key}" not in metadata:
             _refuse(file, f"{name}.{key} among its metadata", "no such key")
         values[setting] = metadata[f"{name}.{key}"]
@@ -177,7 +225,9 @@ def settings_of(header: GgufHeader, architecture: Architecture, file: Path) -> d
         if part in parts and len(parts[part].shape) >= -dim:
             values[setting] = parts[part].shape[dim]
     values["tie_word_embeddings"] = "output.weight" not in tensors
-    values["rope_parameters"] = _positions(metadata, name, file)
+    values["rope_parameters"] = positions = _positions(metadata, name, file)
+    if positions["rope_type"] != "default":
+        positions.update(architecture.rope)
     for setting, key in _TOKENS.items():
         values[setting] = metadata.get(f"tokenizer.ggml.{key}_token_id")
     return values

@@ -19,6 +19,7 @@ from moe_runtime.checkpoints.packing.quantized_writer import (
 from moe_runtime.checkpoints.packing.schemes import SCHEMES, Scheme
 from moe_runtime.checkpoints.packing.staging import read_progress, staging_of
 from moe_runtime.checkpoints.packing.writer import Progress, write_checkpoint
+from moe_runtime.checkpoints.plain import require_plain
 from moe_runtime.errors import CheckpointError
 from moe_runtime.files import check_output_folder
 from moe_runtime.places import require_replaceable
@@ -91,7 +92,7 @@ def pack_checkpoint(
     if quantize not in (None, *SCHEMES):
         raise ValueError(f"quantize must be {' or '.join(SCHEMES)}, got {quantize!r}")
     checkpoint = open_checkpoint(path_or_id, "auto")
-    checkpoint.require_plain("packing" if quantize is None else "quantising")
+    require_plain(checkpoint, "packing" if quantize is None else "quantising")
     _require_ours(Path(folder), checkpoint.folder)
     check_output_folder(folder, "packed checkpoint")
     require_replaceable(Path(os.path.realpath(folder)))

@@ -18,6 +18,7 @@ from moe_runtime.checkpoints.expert_tensors import TensorsOf
 from moe_runtime.checkpoints.export import LikeCheckpoint, write_index
 from moe_runtime.checkpoints.model_files import QUANTIZATION_FILE, QUANTIZATION_NAMES
 from moe_runtime.checkpoints.opening import Checkpoint, build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.plain import require_plain
 from moe_runtime.checkpoints.strict_json import parse_object
 from moe_runtime.errors import CheckpointError, UnsupportedUseError
 from moe_runtime.files import write_text
@@ -120,7 +121,7 @@ def save_around_experts(
 
     checkpoint = open_checkpoint(checkpoint_folder, model.dtype)
     if checkpoint.folder.is_file():
-        checkpoint.require_plain("saving")
+        require_plain(checkpoint, "saving")
     if checkpoint.runs is not None and folder.exists() and folder.samefile(checkpoint.folder):
         raise UnsupportedUseError(
             f"{folder} is the packed checkpoint that this model is read from, and a plain one "
