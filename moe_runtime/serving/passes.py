@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.cpu.attention import ATTENTION, EAGER_ATTENTION
 from moe_runtime.inference.cpu.small_batch import SmallBatchRMSNorm
-from moe_runtime.kernels.linear import native_row_limit
+from moe_runtime.kernels.linear import native_row_limit, quantized_row_limit
 from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.rms_norm import NATIVE_ROW_LIMIT
 from moe_runtime.serving.requests import TokenLogprob
@@ -236,6 +236,7 @@ def _rows_with_own_bits(model: Any) -> int:
         return 1
     text = model.config.get_text_config(decoder=True)
     most = min(native_row_limit(library, p.dtype) for p in model.parameters())
+    most = min(most, quantized_row_limit(library))  # experts, for one, may be in codes
     for module in model.modules():
         if getattr(vars(module).get("forward"), "most_sequences", 0):
             continue  # the kernel of whole attention layers has no limit
