@@ -34,9 +34,8 @@ class PolicyListener(Listener):
         for store in self._stores:
             for request in step.ended:
                 store.finish(request)
-        sequences = step.sequences + step.first_request
         for store in self._stores:
-            store.observe(StepBegins(sequences=sequences, token_ids=step.token_ids))
+            store.observe(StepBegins(sequences=step.requests, token_ids=step.token_ids))
 
     def routed(self, routing: LayerRouting) -> None:
         """Tells of a layer, if any token goes to one of its experts."""

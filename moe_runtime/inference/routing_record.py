@@ -51,16 +51,16 @@ class RoutingRecord(Listener):
         self._open = [recorder for recorder in self._open if not recorder.is_done]
         if not self._open:
             self._listeners.remove(self)
-        if step.is_new:
-            self._latest = step.first_request
+        if step.begun:
+            self._latest = step.begun[0]
         for recorder in self._open:
-            if step.is_new:
-                recorder.begin_request(num_sequences=step.num_sequences)
+            if step.begun:
+                recorder.begin_request(num_sequences=len(step.begun))
             recorder.begin_step(
                 phase=step.phase,
                 token_ids=step.token_ids,
                 positions=step.positions,
-                sequences=step.sequences + (step.first_request - self._latest),
+                sequences=step.requests - self._latest,
             )
 
     def routed(self, routing: LayerRouting) -> None:

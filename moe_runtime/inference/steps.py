@@ -31,7 +31,8 @@ class Step:
         num_cached: tokens of a sequence that were computed before.
         cache: of keys and values, if there is one.
         first_request: number of the first sequence's request; they are counted as they begin.
-        ended: the requests that have ended with this step.
+        begun: the requests that begin with this step.
+        ended: those that have ended with it.
     """
 
     def __init__(self, inputs: Mapping[str, Any], shape: tuple[int, int]) -> None:
@@ -45,7 +46,8 @@ class Step:
         self.cache = inputs.get("past_key_values")
         self.num_cached = 0 if self.cache is None else int(self.cache.get_seq_length())
         self.first_request = 0
-        self.ended = range(0)
+        self.begun: Sequence[int] = ()
+        self.ended: Sequence[int] = ()
         self._ids: torch.Tensor | None = inputs.get("input_ids")
         self._positions: torch.Tensor | None = inputs.get("position_ids")
 
@@ -53,11 +55,6 @@ class Step:
     def phase(self) -> str:
         """``"prefill"`` or ``"decode"``."""
         return "decode" if self.num_cached and self.num_new == 1 else "prefill"
-
-    @property
-    def is_new(self) -> bool:
-        """Whether a new batch of prompts begins."""
-        return self.num_cached == 0
 
     @cached_property
     def token_ids(self) -> np.ndarray:
@@ -78,6 +75,11 @@ class Step:
     def sequences(self) -> np.ndarray:
         """``[T]`` number of the sequence in the batch."""
         return np.repeat(np.arange(self.num_sequences), self.num_new)
+
+    @cached_property
+    def requests(self) -> np.ndarray:
+        """``[T]`` number of the request."""
+        return self.sequences + self.first_request
 
 
 class LayerRouting(NamedTuple):
@@ -176,7 +178,7 @@ class Listeners:
         step = Step(inputs, tokens.shape[:2])
         for listener in self._all:
             listener.allow(step)
-        step.first_request, step.ended = self._requests.begin(step)
+        self._requests.begin(step)
         for listener in self._all:
             listener.begin(step)
 
@@ -297,19 +299,17 @@ class RequestNumbers:
     """Numbers requests in the order in which they begin. Every thread has its own running ones."""
 
     def __init__(self) -> None:
-        self._next = 0
+        self.next = 0
         self._running: dict[int, range] = {}
 
-    def begin(self, step: Step) -> tuple[int, range]:
-        """A step begins.
-
-        Returns:
-            The number of its first request, and the requests that have ended with it.
-        """
+    def begin(self, step: Step) -> None:
+        """Numbers the requests of a step that begins; a server's caches know their own."""
+        number = getattr(step.cache, "number_requests", None)
+        if number is not None:
+            return number(self, step)
         me = threading.get_ident()
         running = self._running.get(me, range(0))
-        if not step.is_new:
-            return running.start, range(0)
-        new = self._running[me] = range(self._next, self._next + step.num_sequences)
-        self._next = new.stop
-        return new.start, running
+        if not step.num_cached:
+            step.begun = self._running[me] = range(self.next, self.next + step.num_sequences)
+            self.next, step.ended, running = step.begun.stop, running, step.begun
+        step.first_request = running.start

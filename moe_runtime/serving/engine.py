@@ -354,6 +354,7 @@ class Engine:
         if reason in ("stop", "length"):
             self._keep(sequence)
         self._scheduler.remove(sequence)
+        self._passes.requests.end(sequence.number)
         self._finished[reason] += 1
         sequence.finish(reason, message)
 

@@ -18,6 +18,7 @@ from moe_runtime.inference.cpu.small_batch import SmallBatchRMSNorm
 from moe_runtime.kernels.linear import native_row_limit, quantized_row_limit
 from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.rms_norm import NATIVE_ROW_LIMIT
+from moe_runtime.serving.request_numbers import EngineRequests
 from moe_runtime.serving.requests import TokenLogprob
 from moe_runtime.serving.sampling import token_logprobs
 from moe_runtime.serving.sequence_cache import (
@@ -44,6 +45,7 @@ class ModelPasses:
         can_join: whether several sequences can go through the model together.
         most_exact: sequences up to which one token each, together, have the bits of each alone.
         reads_in_pieces: whether a prompt may go through the model piece by piece.
+        requests: their numbers for the model's listeners.
     """
 
     def __init__(self, model: Any) -> None:
@@ -63,6 +65,7 @@ class ModelPasses:
             )
         self._model = model
         self._device = model.device
+        self.requests = EngineRequests()
         known = inspect.signature(model.forward).parameters
         self._keeps_rows = "logits_to_keep" in known
         self.vocab_size = int(config.get_text_config().vocab_size)
@@ -94,7 +97,10 @@ class ModelPasses:
         last = [sequence.tokens[sequence.num_computed] for sequence in sequences]
         caches = [_cache_of(sequence) for sequence in sequences]
         places = [sequence.num_computed for sequence in sequences]
-        return self._step(last, caches, places)
+        cache = caches[0] if len(caches) == 1 else self._joined(caches)
+        numbers = [sequence.number for sequence in sequences]
+        self.requests.name(cache, numbers, [1] * len(numbers))
+        return self._step(last, cache, places)
 
     def read(self, chosen: Items[tuple[Sequence, int]]) -> torch.Tensor:
         """Computes the next tokens of prompts; the caches have them afterwards.
@@ -109,7 +115,8 @@ class ModelPasses:
             ((sequence, num_new),) = chosen
             first = sequence.num_computed
             ids = [sequence.tokens[first : first + num_new]]
-            return self._call(ids, _cache_of(sequence), keep=1)[:, -1]
+            cache = self.requests.name(_cache_of(sequence), [sequence.number], [num_new])
+            return self._call(ids, cache, keep=1)[:, -1]
         sizes = [num_new for _, num_new in chosen]
         ids, positions = [], []
         for sequence, num_new in chosen:
@@ -117,6 +124,7 @@ class ModelPasses:
             ids.extend(sequence.tokens[first : first + num_new])
             positions.extend(range(first, first + num_new))
         cache = self._joined([_cache_of(sequence) for sequence, _ in chosen], sizes)
+        self.requests.name(cache, [sequence.number for sequence, _ in chosen], sizes)
         ends = torch.tensor(sizes, device=self._device).cumsum(0) - 1
         return self._call([ids], cache, keep=ends, positions=[positions])[0]
 
@@ -131,7 +139,8 @@ class ModelPasses:
         """
         first, prompt = sequence.num_computed, sequence.request.prompt_ids
         ids = [sequence.tokens[first : first + num_new]]
-        logits_RV = self._call(ids, _cache_of(sequence), keep=num_new)[0]
+        cache = self.requests.name(_cache_of(sequence), [sequence.number], [num_new])
+        logits_RV = self._call(ids, cache, keep=num_new)[0]
         targets = prompt[first + 1 : first + 1 + num_new]
         found: list[TokenLogprob] = []
         for row in range(0, len(targets), LOGPROB_ROWS):
@@ -145,15 +154,11 @@ class ModelPasses:
         """Tokens of a prompt that are read at once where log-probabilities are asked."""
         return max(1, LOGPROB_BYTES // (4 * self.vocab_size))
 
-    def _step(
-        self, ids: Items[int], caches: Items[DynamicCache], places: Items[int]
-    ) -> torch.Tensor:
+    def _step(self, ids: Items[int], cache: Any, places: Items[int]) -> torch.Tensor:
         """Logits ``[B, V]`` behind one token of each sequence."""
         rows = [[token] for token in ids]
-        if len(rows) == 1:
-            return self._call(rows, caches[0], keep=1)[:, -1]
-        positions = [[place] for place in places]
-        return self._call(rows, self._joined(caches), keep=1, positions=positions)[:, -1]
+        positions = None if len(rows) == 1 else [[place] for place in places]
+        return self._call(rows, cache, keep=1, positions=positions)[:, -1]
 
     def _joined(self, caches: Items[DynamicCache], num_new: Items[int] | None = None) -> BatchCache:
         return BatchCache(caches, num_new, adds_mask=self._adds_mask)
@@ -183,15 +188,18 @@ class ModelPasses:
     def _try_joining(self) -> None:
         """Joins two sequences only if that gives what each gives alone."""
         ids = [[index % self.vocab_size for index in row] for row in ((5, 7, 3), (11, 2))]
-        caches = [self.new_cache() for _ in ids]
-        for row, cache in zip(ids, caches, strict=True):
+        caches, alone = [], []
+        trials = (-1, -2)  # numbers that no sequence gets
+        for number, row in zip(trials, ids, strict=True):
+            cache = self.requests.name(self.new_cache(), [number], [len(row)])
             self._call([row], cache, keep=1)
-        copies = [copy_cache(cache, self.new_cache()) for cache in caches]
+            caches.append(cache)
+            copied = copy_cache(cache, self.new_cache())
+            alone.append(self._step([9], self.requests.name(copied, [number], [1]), [len(row)]))
         places = [len(row) for row in ids]
-        pairs = zip(copies, places, strict=True)
-        alone = [self._step([9], [cache], [place]) for cache, place in pairs]
         with Failure() as failure:  # code of models that nobody knows may fail in any way
-            together = self._step([9, 9], caches, places)
+            joined = self.requests.name(self._joined(caches), trials, [1, 1])
+            together = self._step([9, 9], joined, places)
             self.can_join = torch.allclose(
                 together.float(), torch.cat(alone).float(), rtol=0.05, atol=0.05
             )
@@ -199,6 +207,8 @@ class ModelPasses:
                 self.most_exact = max(1, _rows_with_own_bits(self._model))
         if failure.error is not None:
             self.can_join = False
+        for number in trials:
+            self.requests.end(number)
 
     def _try_pieces(self) -> None:
         """Cuts prompts only if the rest of one gives what it gives with its beginning."""

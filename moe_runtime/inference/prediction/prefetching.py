@@ -100,8 +100,7 @@ class PrefetchListener(Listener):
         """Ends what ended, and has the first layers guessed."""
         for request in step.ended:
             self._prefetcher.finish(request)
-        sequences = step.sequences + step.first_request
-        self._prefetcher.step(StepBegins(sequences=sequences, token_ids=step.token_ids))
+        self._prefetcher.step(StepBegins(sequences=step.requests, token_ids=step.token_ids))
 
     def demanded(self, routing: LayerRouting) -> None:
         """Has the next layers guessed."""
