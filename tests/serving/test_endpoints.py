@@ -52,6 +52,26 @@ def test_text_and_tokens(site: Served, tokenizer: Any) -> None:
     assert site.ask("/tokenizer_info")[1]["eos_token"] == "<|endoftext|>"
 
 
+def test_tokens_are_returned_where_they_are_asked_for(site: Served, tokenizer: Any) -> None:
+    """The text is theirs, whole and in a stream; the prompt's come once."""
+    asked = {"max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    body = {**asked, "prompt": [5, 6]}
+    (choice,) = site.ask("/v1/completions", body)[1]["choices"]
+    assert choice["prompt_token_ids"] == [5, 6]
+    assert len(choice["token_ids"]) == 8
+    assert tokenizer.decode(choice["token_ids"], skip_special_tokens=True) == choice["text"]
+    chunks = [chunk["choices"][0] for chunk in site.stream("/v1/completions", body)]
+    assert [token for chunk in chunks for token in chunk["token_ids"]] == choice["token_ids"]
+    assert ["prompt_token_ids" in chunk for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
+    body = {**asked, "messages": [{"role": "user", "content": "Hi"}]}
+    whole = site.ask("/v1/chat/completions", body)[1]
+    chunks = site.stream("/v1/chat/completions", body)
+    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]] == whole[
+        "choices"
+    ][0]["token_ids"]
+
+
 def test_what_the_server_says_of_itself(site: Served) -> None:
     assert site.ask("/health") == (200, {"alive": True, "ready": True})
     assert site.ask("/ping")[0] == 200

@@ -84,7 +84,7 @@ class ChatAnswer:
             for call in message.get("tool_calls", ()):
                 del call["index"]
             choices.append(self._choice(index, "message", message, tokens[index], reasons[index]))
-        frame = self._frame("chat.completion")
+        frame = {**self._frame("chat.completion"), **self._prompt_ids()}
         return {**frame, "choices": choices, "usage": self._generation.usage.body()}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -93,6 +93,7 @@ class ChatAnswer:
         has_usage = options is not None and bool(options.include_usage)
         always = options is not None and bool(options.continuous_usage_stats)
         frame, usage = self._frame("chat.completion.chunk"), self._generation.usage
+        wants_tokens = self._body.logprobs or self._body.return_token_ids
 
         def chunk(choices: list[dict[str, Any]]) -> dict[str, Any]:
             shown = {"usage": usage.body() if always else None} if has_usage else {}
@@ -100,14 +101,15 @@ class ChatAnswer:
 
         for index in range(len(self._messages)):
             begin = {"role": "assistant", "content": ""}
-            yield chunk([self._choice(index, "delta", begin, (), None)])
+            first = chunk([self._choice(index, "delta", begin, (), None)])
+            yield {**first, **self._prompt_ids()} if index == 0 else first
         async with contextlib.aclosing(self._generation.pieces()) as pieces:
             async for index, piece in pieces:
                 tokens = piece.tokens
                 for delta in self._messages[index].deltas(piece):
                     yield chunk([self._choice(index, "delta", delta, tokens, None)])
                     tokens = ()
-                if piece.finish is not None or (self._body.logprobs and tokens):
+                if piece.finish is not None or (wants_tokens and tokens):
                     reason = self._messages[index].reason(piece)
                     yield chunk([self._choice(index, "delta", {}, tokens, reason)])
         if has_usage:
@@ -132,7 +134,15 @@ class ChatAnswer:
         has_logprobs = bool(self._body.logprobs) and bool(tokens or field == "message")
         vocabulary = self._generation.model.vocabulary
         logprobs = chat_logprobs(tokens, vocabulary) if has_logprobs else None
-        return {"index": index, field: message, "logprobs": logprobs, "finish_reason": reason}
+        choice = {"index": index, field: message, "logprobs": logprobs, "finish_reason": reason}
+        if self._body.return_token_ids:
+            choice["token_ids"] = [one.token_id for one in tokens]
+        return choice
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        if not self._body.return_token_ids:
+            return {}
+        return {"prompt_token_ids": self._generation.choices[0].request.prompt_ids}
 
 
 def _extend(message: dict[str, Any], delta: dict[str, Any]) -> None:

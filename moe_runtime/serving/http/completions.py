@@ -106,7 +106,8 @@ class CompletionAnswer:
         for index, text in enumerate(texts):
             prompt, before = self._echo(index)
             logprobs = self._logprobs(before, tokens[index], len(prompt))
-            choices.append(_choice(index, prompt + text, logprobs, reasons[index]))
+            choice = _choice(index, prompt + text, logprobs, reasons[index])
+            choices.append({**choice, **self._ids(index, tokens[index], is_first=True)})
         return {**self._frame, "choices": choices, "usage": self.generation.usage.body()}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -114,23 +115,35 @@ class CompletionAnswer:
         options = self.body.stream_options
         has_usage = options is not None and bool(options.include_usage)
         always = options is not None and bool(options.continuous_usage_stats)
-        echoes = set(range(len(self.generation.choices))) if self.body.echo else set()
+        silent = set(range(len(self.generation.choices)))
+        wants_tokens = self.body.logprobs is not None or self.body.return_token_ids
         async with contextlib.aclosing(self.generation.pieces()) as pieces:
             async for index, piece in pieces:
-                prompt, before = self._echo(index) if index in echoes else ("", ())
-                echoes.discard(index)
+                is_first = index in silent
+                prompt, before = self._echo(index) if is_first else ("", ())
                 text = prompt + piece.text
-                if not (text or piece.finish or (self.body.logprobs is not None and piece.tokens)):
+                if not (text or piece.finish or (wants_tokens and piece.tokens)):
                     continue
+                silent.discard(index)
                 # Places in the text count from its beginning, which is the echoed prompt's.
                 offset = len(self._prompt_text(index))
                 logprobs = self._logprobs(before, piece.tokens, offset)
-                chunk = {**self._frame, "choices": [_choice(index, text, logprobs, piece.finish)]}
+                choice = _choice(index, text, logprobs, piece.finish)
+                choice |= self._ids(index, piece.tokens, is_first=is_first)
+                chunk = {**self._frame, "choices": [choice]}
                 if has_usage:
                     chunk["usage"] = self.generation.usage.body() if always else None
                 yield chunk
         if has_usage:
             yield {**self._frame, "choices": [], "usage": self.generation.usage.body()}
+
+    def _ids(self, index: int, tokens: Sequence[AnswerToken], *, is_first: bool) -> dict[str, Any]:
+        """The tokens themselves, where they are asked for."""
+        if not self.body.return_token_ids:
+            return {}
+        prompt = self.generation.choices[index].request.prompt_ids
+        own = {"token_ids": [one.token_id for one in tokens]}
+        return {**own, "prompt_token_ids": prompt} if is_first else own
 
     def _prompt_text(self, index: int) -> str:
         return self.echoed[index // (self.body.n or 1)] if self.body.echo else ""

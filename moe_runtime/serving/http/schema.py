@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -14,7 +15,15 @@ _MOST_STOPS = 16
 
 _KNOWN_BUT_UNSUPPORTED = frozenset(
     {
-        *("audio", "best_of", "function_call", "functions", "modalities", "prediction"),
+        *(
+            "audio",
+            "best_of",
+            "cache_prompt",
+            "function_call",
+            "functions",
+            "modalities",
+            "prediction",
+        ),
         *("service_tier", "suffix", "verbosity", "web_search_options", "prompt_logprobs"),
         *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
         *(
@@ -66,6 +75,7 @@ class GenerationFields(_Body):
     ignore_eos: bool | None = None
     priority: int | None = None
     response_format: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -203,10 +213,10 @@ def _first_problem(error: ValidationError, kind: type[_Body]) -> ApiError:
         return FieldError(name, "is missing")
     if problem["type"] == "extra_forbidden":
         field = str(place[-1])
-        known = ", ".join(sorted(kind.model_fields)) if len(place) == 1 else ""
+        near = difflib.get_close_matches(field, kind.model_fields, n=1) if len(place) == 1 else []
         if field in _KNOWN_BUT_UNSUPPORTED:
             return FieldError(name, "is not supported by this server", code="unsupported_parameter")
-        ending = f"; known are {known}" if known else ""
+        ending = f"; did you mean {near[0]}?" if near else ""
         return FieldError(name, f"is no field of this request{ending}", code="unknown_parameter")
     message = problem["msg"][:1].lower() + problem["msg"][1:]
     return FieldError(name, f"{message}, got {_shown(problem['input'])}")
