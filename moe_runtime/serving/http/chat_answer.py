@@ -99,13 +99,17 @@ class ChatAnswer:
             shown = {"usage": usage.body() if always else None} if has_usage else {}
             return {**frame, "choices": choices, **shown}
 
-        for index in range(len(self._messages)):
-            begin = {"role": "assistant", "content": ""}
-            first = chunk([self._choice(index, "delta", begin, (), None)])
-            yield {**first, **self._prompt_ids()} if index == 0 else first
+        silent = set(range(len(self._messages)))
         async with contextlib.aclosing(self._generation.pieces()) as pieces:
             async for index, piece in pieces:
                 tokens = piece.tokens
+                if index in silent:
+                    # Not before the model has begun: clients take it for the first token.
+                    begin = {"role": "assistant", "content": ""}
+                    first = chunk([self._choice(index, "delta", begin, (), None)])
+                    is_first = len(silent) == len(self._messages)
+                    silent.discard(index)
+                    yield {**first, **self._prompt_ids()} if is_first else first
                 for delta in self._messages[index].deltas(piece):
                     yield chunk([self._choice(index, "delta", delta, tokens, None)])
                     tokens = ()
