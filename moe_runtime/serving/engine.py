@@ -197,11 +197,12 @@ class Engine:
     def _end_all(self) -> None:
         """Nobody is left without a last event."""
         with self._changed:
+            reason: FinishReason = "cancelled" if self._is_closed else "error"
             self._is_open, self._is_closed = False, True
             while self._arrived:
                 self._scheduler.add(self._arrived.popleft())
         for sequence in (*self._scheduler.running, *self._scheduler.waiting):
-            self._finish(sequence, "cancelled", "the engine was closed")
+            self._finish(sequence, reason, "the engine was closed")
         with self._changed:
             self._changed.notify_all()
 
