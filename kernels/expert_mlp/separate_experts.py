@@ -334,7 +334,7 @@ def _run_by_expert(
     for weights, count in zip(runs.experts, runs.counts, strict=True):
         if count:
             rows = slice(first, first + count)
-            x_RD = x_TD[token_ids[rows]].to(dtype)
+            x_RD = x_TD.index_select(0, token_ids[rows]).to(dtype)
             y_RO = one_expert(x_RD, weights, function, product)
             out_RO[destinations[rows]] = y_RO.to(out_RO.dtype)
         first += count

@@ -141,7 +141,11 @@ MOE_EXPORT int moe_single_query_attention(const char *query, int64_t query_strid
                                           int64_t value_dim, float scale, int dtype, int share_threads);
 MOE_EXPORT int moe_rank_experts(const char *hidden, const void *gate_record, int64_t *ranked);
 MOE_EXPORT void moe_rms_norm(const char *x, int64_t x_stride, int64_t num_rows, const char *weight, char *out, int64_t count,
-                             float eps, int dtype);
+                             float eps, int dtype, int share_threads);
+
+/* Rows of `count` elements, those of `out` without gaps; x, weight and out have one data type. By the caller alone. */
+void moe_norm_rows(const char *x, int64_t x_stride, int64_t num_rows, const char *weight, char *out, int64_t count,
+                   float eps, int dtype);
 
 /* gate[i] becomes the hidden value of gate[i] and up[i], without a gate of up[i]; `formula` as moe_gate takes it. */
 void moe_hidden_values(int function, const float *formula, int has_gate, float *gate, const float *up, int64_t count);

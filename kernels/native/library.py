@@ -95,10 +95,10 @@ _KERNELS: _Signatures = {
             *(ctypes.c_float, _INT, _INT),
         ],
     ),
-    # x, x_stride, num_rows, weight, out, count, eps, dtype
+    # x, x_stride, num_rows, weight, out, count, eps, dtype, share_threads
     "moe_rms_norm": (
         None,
-        [*(_POINTER, _INT64, _INT64), _POINTER, _POINTER, _INT64, ctypes.c_float, _INT],
+        [*(_POINTER, _INT64, _INT64), _POINTER, _POINTER, _INT64, ctypes.c_float, _INT, _INT],
     ),
     # z, z_stride, num_rows, dim_hidden, has_gate, is_concatenated, z_dtype, dtype, function, plain,
     # formula, kept, kept_dtype, hidden, grad_z, weights, grad_weights, share_threads

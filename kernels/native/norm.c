@@ -1,13 +1,16 @@
 /* Root-mean-square normalisation of rows, as models write it in several operations, in one pass over each row.
  *
- * The calling thread does it alone: in a step of few tokens a row is a few kilobytes.
+ * The calling thread does few rows alone: in a step of few tokens a row is a few kilobytes. One thread computes a whole
+ * row, so the number of threads changes no bit.
  */
 #include <math.h>
+#include <stdatomic.h>
 
 #include "convert.h"
 #include "kernels.h"
+#include "pool.h"
 
-enum { PARTIAL_SUMS = 64 };
+enum { PARTIAL_SUMS = 64, ROWS_ALONE = 64, ROWS_AT_ONCE = 16 };
 
 /* out = round(x * rsqrt(mean(x^2) + eps)) * weight, where round is to the data type. Sums run in a fixed number of
  * partial sums, so that every instruction set adds in the same order. */
@@ -34,9 +37,41 @@ DEFINE_NORM(f16, load_f16, store_f16, round_f16, 2)
 typedef void (*Norm)(const char *, const char *, char *, int64_t, float);
 static const Norm norms[] = {norm_f32, norm_bf16, norm_f16};
 
-/* Rows of `count` elements, those of `out` without gaps; x, weight and out have one data type. */
-MOE_EXPORT void moe_rms_norm(const char *x, int64_t x_stride, int64_t num_rows, const char *weight, char *out, int64_t count,
-                             float eps, int dtype) {
-    const int64_t row_bytes = count * (dtype == DTYPE_F32 ? 4 : 2);
+void moe_norm_rows(const char *x, int64_t x_stride, int64_t num_rows, const char *weight, char *out, int64_t count,
+                   float eps, int dtype) {
+    const int64_t row_bytes = count * dtype_bytes(dtype);
     for (int64_t r = 0; r < num_rows; r++) norms[dtype](x + r * x_stride, weight, out + r * row_bytes, count, eps);
+}
+
+typedef struct {
+    const char *x, *weight;
+    char *out;
+    int64_t x_stride, num_rows, count;
+    float eps;
+    int dtype;
+    atomic_llong next;
+} Norms;
+
+static void norm_some(void *context) {
+    Norms *call = context;
+    const int64_t row_bytes = call->count * dtype_bytes(call->dtype);
+    for (;;) {
+        const int64_t first = atomic_fetch_add(&call->next, ROWS_AT_ONCE), left = call->num_rows - first;
+        if (left <= 0) return;
+        moe_norm_rows(call->x + first * call->x_stride, call->x_stride, left < ROWS_AT_ONCE ? left : ROWS_AT_ONCE,
+                      call->weight, call->out + first * row_bytes, call->count, call->eps, call->dtype);
+    }
+}
+
+MOE_EXPORT void moe_rms_norm(const char *x, int64_t x_stride, int64_t num_rows, const char *weight, char *out, int64_t count,
+                             float eps, int dtype, int share_threads) {
+    if (num_rows <= ROWS_ALONE) {
+        moe_norm_rows(x, x_stride, num_rows, weight, out, count, eps, dtype);
+        return;
+    }
+    Norms call = {.x = x, .weight = weight, .out = out, .x_stride = x_stride, .num_rows = num_rows, .count = count,
+                  .eps = eps, .dtype = dtype};
+    pool_begin();
+    pool_run(norm_some, &call, share_threads);
+    pool_end();
 }

@@ -20,7 +20,7 @@ from moe_runtime.kernels.linear.op import (
     native_row_limit,
 )
 from moe_runtime.kernels.native import DTYPE_CODES, native_library
-from moe_runtime.kernels.rms_norm.op import NATIVE_ROW_LIMIT
+from moe_runtime.kernels.rms_norm.op import ROWS_ALONE
 from moe_runtime.kernels.rms_norm.op import native_problem as native_norm_problem
 
 
@@ -108,7 +108,7 @@ class PreparedRMSNorm:
             eps: added to the mean of squares.
 
         Returns:
-            None for what has to go through `rms_norm`: many rows, another type, gradients enabled.
+            None for what has to go through `rms_norm`: another type, gradients enabled.
         """
         place = weight.data_ptr(), weight.dtype, weight.shape, weight.stride(), eps
         if place != self._place:
@@ -116,7 +116,7 @@ class PreparedRMSNorm:
             self._place = place
         num_values = x.numel()
         if (
-            not 0 < num_values <= self._value_limit
+            not (num_values and self._is_able)
             or x.shape[-1] != self._dim
             or x.dtype is not self._dtype
             or not x.is_cpu
@@ -136,6 +136,7 @@ class PreparedRMSNorm:
             self._address,
             out.data_ptr(),
             *self._tail,
+            num_values > self._few_values and library.shares_threads(),
         )
         return out
 
@@ -143,6 +144,6 @@ class PreparedRMSNorm:
         self._dtype, self._dim = weight.dtype, weight.shape[0]
         self._address = weight.data_ptr()
         self._row_bytes = self._dim * weight.element_size()
-        is_able = native_library() is not None and native_norm_problem(weight, weight) is None
-        self._value_limit = NATIVE_ROW_LIMIT * self._dim if is_able else 0
-        self._tail = (self._dim, eps, DTYPE_CODES[weight.dtype]) if is_able else ()
+        self._is_able = native_library() is not None and native_norm_problem(weight, weight) is None
+        self._few_values = ROWS_ALONE * self._dim
+        self._tail = (self._dim, eps, DTYPE_CODES[weight.dtype]) if self._is_able else ()

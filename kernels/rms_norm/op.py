@@ -17,8 +17,8 @@ from moe_runtime.kernels.native import (
 )
 from moe_runtime.kernels.rms_norm.reference import rms_norm_reference
 
-NATIVE_ROW_LIMIT = 64
-"""Rows up to which `auto` takes the native kernel, which works on one thread."""
+ROWS_ALONE = 64
+"""Rows that the native kernel leaves to the calling thread, as in `norm.c`."""
 
 Impl = Literal["auto", "native", "reference"]
 
@@ -34,8 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: Impl = "auto") -> T
         weight: `[D]`, dtype of `x`.
         eps: Added to the mean of squares.
         impl: `native` is the C kernel (CPU, inference only), `reference` plain torch; `auto` takes
-            the native one where it is able, for a few rows. A named implementation never falls
-            back.
+            the native one where it is able. A named implementation never falls back.
 
     Returns:
         The shape and dtype of `x`. The native kernel gives the same bits for a row whatever the
@@ -47,7 +46,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: Impl = "auto") -> T
     """
     if impl == "auto":
         library = native_library()
-        if library is not None and _is_worth_it(x, weight):
+        if library is not None and _can_be_native(x, weight):
             return _run_native(library, x, weight, eps)
         return rms_norm_reference(x, weight, eps)
     if weight.ndim != 1 or x.ndim < 1 or x.shape[-1] != weight.shape[0]:
@@ -78,11 +77,11 @@ def native_problem(x: Tensor, weight: Tensor) -> str | None:
     return None
 
 
-def _is_worth_it(x: Tensor, weight: Tensor) -> bool:
+def _can_be_native(x: Tensor, weight: Tensor) -> bool:
     """Whether `auto` takes the native kernel; what is invalid is left to torch to report."""
     dim = x.shape[-1] if x.ndim else 0
     return (
-        0 < x.numel() <= NATIVE_ROW_LIMIT * dim
+        x.numel() > 0
         and weight.shape == (dim,)
         and native_problem(x, weight) is None
         and not torch.compiler.is_compiling()
@@ -102,5 +101,6 @@ def _run_native(library: NativeLibrary, x: Tensor, weight: Tensor, eps: float) -
         dim,
         eps,
         DTYPE_CODES[rows.dtype],
+        library.shares_threads(),
     )
     return out

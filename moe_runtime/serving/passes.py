@@ -14,10 +14,8 @@ from transformers.cache_utils import DynamicCache
 
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.cpu.attention import ATTENTION, EAGER_ATTENTION
-from moe_runtime.inference.cpu.small_batch import SmallBatchRMSNorm
 from moe_runtime.kernels.linear import native_row_limit, quantized_row_limit
 from moe_runtime.kernels.native import native_library
-from moe_runtime.kernels.rms_norm import NATIVE_ROW_LIMIT
 from moe_runtime.serving.request_numbers import EngineRequests
 from moe_runtime.serving.requests import TokenLogprob
 from moe_runtime.serving.sampling import token_logprobs
@@ -244,20 +242,5 @@ def _rows_with_own_bits(model: Any) -> int:
     library = native_library()
     if library is None:
         return 1
-    text = model.config.get_text_config(decoder=True)
     most = min(native_row_limit(library, p.dtype) for p in model.parameters())
-    most = min(most, quantized_row_limit(library))  # experts, for one, may be in codes
-    for module in model.modules():
-        if getattr(vars(module).get("forward"), "most_sequences", 0):
-            continue  # the kernel of whole attention layers has no limit
-        for part in module.children():
-            if isinstance(part, SmallBatchRMSNorm):
-                # some layers normalise each head on its own
-                rows = max(1, text.num_attention_heads * _head_dim(text) // len(part.weight))
-                most = min(most, NATIVE_ROW_LIMIT // rows)
-    return most
-
-
-def _head_dim(text: Any) -> int:
-    found = getattr(text, "head_dim", None)
-    return int(found or text.hidden_size // text.num_attention_heads)
+    return min(most, quantized_row_limit(library))  # experts, for one, may be in codes

@@ -164,10 +164,10 @@ class KeysOfSequences:
         if num_new == 1 or (is_plain and (self.window is None or num_keys <= self.window)):
             return None
         places = torch.arange(num_keys, device=query.device)
-        behind = places[num_keys - num_new :, None] - places
-        allowed = behind >= 0
+        new = places[num_keys - num_new :, None]
+        allowed = places <= new
         if self.window is not None:
-            allowed &= behind < self.window
+            allowed &= places > new - self.window
         allowed = allowed[None, None]
         if not self.adds_mask:
             return allowed

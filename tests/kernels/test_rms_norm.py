@@ -41,6 +41,9 @@ def test_against_fp64(rows, dim, dtype):
 def test_a_row_does_not_depend_on_the_others_or_on_strides(dtype):
     x, weight = operands(7, 96, dtype)
     together = rms_norm(x, weight, 1e-6, impl="native")
+    # few rows are for the calling thread, many for all
+    many = rms_norm(x.repeat(29, 1), weight, 1e-6, impl="auto")
+    assert torch.equal(many, together.repeat(29, 1))
     for row in range(7):
         assert torch.equal(rms_norm(x[row], weight, 1e-6, impl="native"), together[row])
     wide = torch.empty(7, 200, dtype=dtype)

@@ -36,7 +36,6 @@ from moe_runtime.inference.kv_cache import growing_cache, take_place
 from moe_runtime.kernels.attention_step import AttentionWeights, attention_step
 from moe_runtime.kernels.linear import ROWS_PER_CALL, native_row_limit
 from moe_runtime.kernels.native import native_library
-from moe_runtime.kernels.rms_norm import NATIVE_ROW_LIMIT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -311,21 +310,13 @@ def _can_do_with_stand_ins(module: Any, width: int) -> bool:
 
 
 def _most_sequences(weights: AttentionWeights | None) -> int:
-    """Up to how many sequences the layer's own products and norms are the native ones too."""
+    """Up to how many sequences the layer's own products are the native ones too."""
     library = native_library()
     if weights is None or weights.record is None or library is None:
         return 0
     most = min(native_row_limit(library, weights.dtype), ROWS_PER_CALL)
     products = (getattr(weight, "product", None) for weight in (weights.qkv, weights.output))
-    most = min((most, *(product.row_limit for product in products if product is not None)))
-    for norm, heads in (
-        (weights.q_norm, weights.num_heads),
-        (weights.k_norm, weights.num_key_heads),
-    ):
-        if norm is not None:
-            rows = heads if len(norm.weight) == weights.key_dim else 1
-            most = min(most, NATIVE_ROW_LIMIT // rows)
-    return most
+    return min((most, *(product.row_limit for product in products if product is not None)))
 
 
 def _cached(cache: Any, layer_index: int) -> Iterator[torch.Tensor]:
