@@ -96,6 +96,11 @@ class Engine:
             self._changed.notify_all()
         return EngineHandle(self, sequence)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests."""
+        return self._is_open
+
     def statistics(self) -> EngineStatistics:
         """What the engine does and did."""
         account, counts = self._account, self._counts

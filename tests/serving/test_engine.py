@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_events import Answer, ask, ask_all, greedy, request_of
+from engine_events import Answer, ask, ask_all, greedy, hold, request_of
 
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.engine_options import EngineOptions
 
-NEW = 24
+NEW = 12
 
 
 @pytest.fixture(scope="module")
@@ -137,8 +137,7 @@ def test_requests_go_by_priority_then_by_arrival(
 ) -> None:
     order: list[int] = []
     with Engine(pocket, EngineOptions(most_running=1)) as engine:
-        busy, _ = ask(engine, request_of(prompts[0], 200))
-        busy.wait_for_a_token()
+        busy, _ = hold(engine, request_of(prompts[0], 1))
         for index, priority in enumerate((0, 1, 0, 1)):
             answer = Answer()
 
@@ -148,5 +147,6 @@ def test_requests_go_by_priority_then_by_arrival(
                     order.append(index)
 
             engine.submit(request_of(prompts[2], 1, priority=priority), on_event)
+        busy.release()
         assert engine.drain(60.0)
     assert order == [1, 3, 0, 2]

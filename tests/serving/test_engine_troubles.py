@@ -1,10 +1,11 @@
 """What goes wrong for one request changes nothing for the others, and nobody waits for ever."""
 
+import threading
 from typing import Any
 
 import pytest
 import torch
-from engine_events import ask, ask_all, greedy, request_of
+from engine_events import ask, ask_all, greedy, hold, request_of
 
 import moe_runtime
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
@@ -91,13 +92,14 @@ def test_cancelled_request_makes_place_for_others(
     pocket: Any, prompts: list[tuple[int, ...]], texts: list[list[int]]
 ) -> None:
     with Engine(pocket, EngineOptions(most_running=1)) as engine:
-        running, handle = ask(engine, request_of(prompts[0], 300))
+        running, handle = hold(engine, request_of(prompts[0], NEW))
         waiting, waiting_handle = ask(engine, request_of(prompts[1], NEW))
         third, _ = ask(engine, request_of(prompts[2], NEW))
-        running.wait_for_a_token()
         waiting_handle.cancel()
         handle.cancel()
+        running.release()
         assert running.wait().finished == Finished("cancelled")
+        assert len(running.ids) == 1
         assert waiting.wait().events == [Finished("cancelled")]
         assert third.wait().ids == texts[2]
         handle.cancel()
@@ -114,7 +116,7 @@ def test_whoever_cannot_hear_holds_nobody_up(
             raise ConnectionError("the client is gone")
 
     with Engine(pocket) as engine:
-        engine.submit(request_of(prompts[0], 300), deaf)
+        engine.submit(request_of(prompts[0], NEW), deaf)
         answer = ask(engine, request_of(prompts[1], NEW))[0].wait()
         assert engine.drain(10.0)
         assert engine.statistics().finished == {"cancelled": 1, "length": 1}
@@ -123,13 +125,31 @@ def test_whoever_cannot_hear_holds_nobody_up(
 
 def test_queue_has_an_end(pocket: Any, prompts: list[tuple[int, ...]]) -> None:
     with Engine(pocket, EngineOptions(most_running=1, most_waiting=2)) as engine:
-        answers = [ask(engine, request_of(prompts[0], 300))[0].wait_for_a_token()]
-        answers += [ask(engine, request_of(prompts[0], 300))[0] for _ in range(2)]
+        held, _ = hold(engine, request_of(prompts[0], NEW))
+        answers = [held, *(ask(engine, request_of(prompts[0], NEW))[0] for _ in range(2))]
         with pytest.raises(QueueFullError, match="2 requests wait already"):
-            ask(engine, request_of(prompts[0], 300))
-    assert [answer.finished.reason for answer in answers] == ["cancelled"] * 3
-    with pytest.raises(EngineClosedError, match="shutting down"):
-        ask(engine, request_of(prompts[0], 1))
+            ask(engine, request_of(prompts[0], NEW))
+        assert not engine.drain(0.0)
+        with pytest.raises(EngineClosedError, match="shutting down"):
+            ask(engine, request_of(prompts[0], 1))
+        held.release()
+        assert engine.drain(60.0)
+    assert [len(answer.ids) for answer in answers] == [NEW] * 3
+
+
+def test_closing_engine_cancels_what_has_not_ended(
+    pocket: Any, prompts: list[tuple[int, ...]]
+) -> None:
+    engine = Engine(pocket, EngineOptions(most_running=1))
+    held, _ = hold(engine, request_of(prompts[0], NEW))
+    waiting, _ = ask(engine, request_of(prompts[1], NEW))
+    closer = threading.Thread(target=engine.close)
+    closer.start()
+    while engine.is_open:
+        closer.join(0.01)
+    held.release()
+    closer.join()
+    assert held.finished == waiting.finished == Finished("cancelled", "the engine was closed")
 
 
 def test_draining_engine_takes_no_more_and_ends_what_it_has(

@@ -61,6 +61,30 @@ class Answer:
         return self.events[-1]
 
 
+class Held(Answer):
+    """Holds the engine up at the first token until it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._released = threading.Event()
+
+    def __call__(self, event: Event) -> None:
+        super().__call__(event)
+        if isinstance(event, NewToken):
+            assert self._released.wait(PATIENCE_S)
+
+    def release(self) -> None:
+        self._released.set()
+
+
+def hold(engine: Engine, request: GenerationRequest) -> tuple[Held, RequestHandle]:
+    """The engine has begun with a request, and goes on when it is released."""
+    held = Held()
+    handle = engine.submit(request, held)
+    held.wait_for_a_token()
+    return held, handle
+
+
 def request_of(prompt: tuple[int, ...], new_tokens: int, **options: Any) -> GenerationRequest:
     return GenerationRequest(prompt_ids=prompt, max_new_tokens=new_tokens, **options)
 
