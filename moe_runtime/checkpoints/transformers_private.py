@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers.core_model_loading import Concatenate as Concatenate
     from transformers.core_model_loading import Interleave as Interleave
     from transformers.core_model_loading import MergeModulelist as MergeModulelist
+    from transformers.core_model_loading import PermuteForRope as PermuteForRope
     from transformers.core_model_loading import Transpose as Transpose
     from transformers.core_model_loading import WeightConverter as WeightConverter
     from transformers.core_model_loading import WeightRenaming as WeightRenaming
@@ -56,9 +57,10 @@ else:
             # Names and stacking of weights, from checkpoints to models and back; 5.17. The map of
             # experts runs it on stand-ins, dense loading on the weights, export backwards.
             "transformers.conversion_mapping": "get_model_conversion_mapping",
-            "transformers.core_model_loading": "Concatenate Interleave MergeModulelist Transpose "
-            "WeightConverter WeightRenaming WeightTransform convert_and_load_state_dict_in_model "
-            "dot_natural_key rename_source_key revert_weight_conversion",
+            "transformers.core_model_loading": "Concatenate Interleave MergeModulelist "
+            "PermuteForRope Transpose WeightConverter WeightRenaming WeightTransform "
+            "convert_and_load_state_dict_in_model dot_natural_key rename_source_key "
+            "revert_weight_conversion",
             # The settings of dense loading; 5.17.
             "transformers.modeling_utils": "LoadStateDictConfig",
             # The experts interface: what our backend is registered with, and what families whose

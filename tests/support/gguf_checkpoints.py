@@ -106,6 +106,16 @@ SAMPLES = [
         Family("gpt_oss", "GptOssForCausalLM", {"hidden_size": 64, "intermediate_size": 96}),
         {"exps": Kind.MXFP4, "attn": Kind.Q8_0, "output": Kind.Q8_0},
     ),
+    Sample(
+        "mixtral-q8_0",
+        "llama",
+        Family(
+            "mixtral",
+            "MixtralForCausalLM",
+            {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "sliding_window": None},
+        ),
+        {"attn_q": Kind.Q8_0, "attn_v": Kind.Q8_0, "gate_exps": Kind.Q4_0, "exps": Kind.Q8_0},
+    ),
     Sample("olmoe-bf16", "olmoe", Family("olmoe", "OlmoeForCausalLM", {"hidden_size": 64})),
 ]
 
@@ -125,7 +135,11 @@ def write(sample: Sample, folder: Path, *, most_tensors: int = 0) -> Written:
     file = folder / "model.gguf"
     writer = gguf.GGUFWriter(file, sample.architecture, split_max_tensors=most_tensors)
     _add_metadata(writer, model.config)
+    if sample.architecture == "llama":
+        stored = _turned(stored, model.config, 2)
     values = _add_tensors(writer, sample, stored, model.config.num_hidden_layers)
+    if sample.architecture == "llama":
+        values = _turned(values, model.config, -1)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -136,13 +150,33 @@ def write(sample: Sample, folder: Path, *, most_tensors: int = 0) -> Written:
     return Written(sample, min(folder.glob("*.gguf")), plain)
 
 
+def _turned(tensors: dict[str, torch.Tensor], config: Any, halves: int) -> dict[str, torch.Tensor]:
+    """Rows of queries and keys as Llama's files have them, the values of a pair together, or back.
+
+    Args:
+        tensors: all.
+        config: of the model.
+        halves: 2 for files' order, -1 for that of transformers.
+    """
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        count = next((number for part, number in heads.items() if part in name), 0)
+        if count:
+            shape = (halves, -1) if halves > 0 else (-1, 2)
+            rows = tensor.unflatten(0, (count, tensor.shape[0] // count)).unflatten(1, shape)
+            found[name] = rows.transpose(1, 2).flatten(0, 2).contiguous()
+    return found
+
+
 def _add_tensors(
     writer: Any, sample: Sample, stored: dict[str, torch.Tensor], num_layers: int
 ) -> dict[str, torch.Tensor]:
     """Adds all weights, and gives their values under the names that they had."""
     architecture = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == writer.arch)
     names = gguf.get_tensor_name_map(architecture, num_layers)
-    stored = _apart(stored)
+    if sample.architecture == "gpt-oss":
+        stored = _apart(stored)
     groups: dict[str, list[str]] = defaultdict(list)
     for name in sorted(stored, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]):
         found = EXPERT.fullmatch(name)
@@ -159,7 +193,7 @@ def _add_tensors(
         if name.endswith("ffn_gate_inp_shexp.weight"):
             stacked = stacked[0]  # a vector in the files of llama.cpp
         writer.add_tensor(name, stacked, raw_dtype=kind)
-    return _together(values)
+    return _together(values) if sample.architecture == "gpt-oss" else values
 
 
 def _apart(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -181,8 +215,8 @@ def _apart(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _together(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What `_apart` took apart, if it did: of that family alone experts have biases."""
-    stems = {n.partition(".experts.")[0] for n in values if ".experts." in n and "bias" in n}
+    """What `_apart` took apart."""
+    stems = {name.partition(".experts.")[0] for name in values if ".experts." in name}
     for stem in stems:
         for end in ("weight", "bias"):
             experts: dict[str, list[torch.Tensor]] = {"gate": [], "up": [], "down": []}

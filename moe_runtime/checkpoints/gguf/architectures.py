@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from moe_runtime.checkpoints import transformers_private as private
@@ -99,6 +100,23 @@ def _interleaved_experts() -> list[WeightTransform]:
     ]
 
 
+def _turned_heads() -> list[WeightTransform]:
+    """Llama's: the two values that an angle turns lie one behind the other in files."""
+
+    class OfKeys(private.PermuteForRope):
+        """The same for the heads of keys, of which there may be fewer."""
+
+        def convert(self, *parts: Any, config: Any, **rest: Any) -> Any:
+            heads = SimpleNamespace(num_attention_heads=config.num_key_value_heads)
+            return super().convert(*parts, config=heads, **rest)
+
+    names = {"q_proj": private.PermuteForRope(), "k_proj": OfKeys()}
+    return [
+        private.WeightConverter(f"self_attn.{name}.weight", f"self_attn.{name}.weight", [turn])
+        for name, turn in names.items()
+    ]
+
+
 ARCHITECTURES = {
     "gpt-oss": Architecture(
         "gpt_oss",
@@ -118,6 +136,20 @@ ARCHITECTURES = {
         },
         rope={"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
         conversions=_interleaved_experts,
+    ),
+    "llama": Architecture(
+        "mixtral",
+        "MixtralForCausalLM",
+        {
+            **_ATTENTION,
+            "ffn_gate_inp": "block_sparse_moe.gate",
+            "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+            "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+            "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+        },
+        {"intermediate_size": _EXPERT_WIDTH},
+        {"sliding_window": None},
+        conversions=_turned_heads,
     ),
     "olmoe": Architecture(
         "olmoe",
