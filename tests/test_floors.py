@@ -196,6 +196,7 @@ OWN_WRITERS = {
     "moe_runtime/cli/disk.py": "a file without a name, to measure the disk",
     "moe_runtime/cli/processes.py": "the null device",
     "moe_runtime/training/metrics.py": "appends lines, of which readers take whole ones",
+    "moe_runtime/serving/answer_file.py": "removes the file that it made, where it stayed empty",
     # Into a folder that takes its place as a whole:
     "moe_runtime/checkpoints/export.py": "replace_folder",
     "moe_runtime/checkpoints/packing/staging.py": "replace_folder, from a folder that is taken up",

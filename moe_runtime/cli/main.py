@@ -16,6 +16,7 @@ import moe_runtime
 from moe_runtime.cli.commands.bench import bench_app
 from moe_runtime.cli.commands.doctor import doctor
 from moe_runtime.cli.commands.finetune import finetune
+from moe_runtime.cli.commands.generate import generate
 from moe_runtime.cli.commands.inspect import inspect
 from moe_runtime.cli.commands.pack import pack
 from moe_runtime.cli.commands.place import place
@@ -37,6 +38,7 @@ moe-runtime runs Mixture-of-Experts models whose experts do not fit in memory.
 
   moe-runtime run MODEL --prompt "..."    generate text; experts stream from disk
   moe-runtime serve MODEL                 answer requests over HTTP as OpenAI's API does
+  moe-runtime generate MODEL --prompts IN.jsonl -o OUT.jsonl    answer a file of prompts
   moe-runtime inspect MODEL               what a model needs, and what a budget buys
   moe-runtime pack MODEL OUT              the same model with smaller experts, bit for bit
   moe-runtime doctor                      what this machine offers, and what it lacks
@@ -115,6 +117,7 @@ def build_app() -> typer.Typer:
     app.callback(invoke_without_command=True)(_first_screen)
     app.command(cls=StrictCommand)(run)
     app.command(cls=StrictCommand)(serve)
+    app.command(cls=StrictCommand)(generate)
     app.command(cls=StrictCommand)(inspect)
     app.command(cls=StrictCommand)(pack)
     app.command(cls=StrictCommand)(doctor)

@@ -60,8 +60,6 @@ def outcome_rows(
         stats: of all of them together.
         verbose: with the reasons for the policy and the prefetch mode, and what prefetch did.
     """
-    asked = stats.hits + stats.late_hits + stats.misses
-    hit_share = f"{stats.hits / asked:.1%}" if asked else "none asked for"
     sums = _sums(results)
     prompts = "the prompt" if len(results) == 1 else f"{len(results)} prompts"
     rows = [
@@ -74,9 +72,15 @@ def outcome_rows(
         rows.append(("first token after", f"{sums['ttft_s'] / num_begun:.2f} s{each}"))
     if sums["decode_tokens_per_s"] is not None:
         rows.append(("decoding", f"{sums['decode_tokens_per_s']:.2f} tokens/s"))
+    return [*rows, *runtime_rows(stats, verbose=verbose)]
+
+
+def runtime_rows(stats: "RuntimeStats", *, verbose: bool = False) -> list[tuple[str, str]]:
+    """The rows about memory and experts, as `outcome_rows`."""
+    asked = stats.hits + stats.late_hits + stats.misses
+    hit_share = f"{stats.hits / asked:.1%}" if asked else "none asked for"
     used_bytes = stats.peak_rss_bytes - stats.baseline_rss_bytes
     return [
-        *rows,
         (
             "memory",
             f"{format_bytes(used_bytes)} at the peak, budget {format_bytes(stats.budget_bytes)}, "

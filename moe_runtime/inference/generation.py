@@ -150,18 +150,29 @@ def encode_prompt(tokenizer: Any, prompt: str, *, chat: bool = False) -> dict[st
     """
     prompt.encode()  # half a surrogate pair is no text
     if chat:
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise ValueError("this model's tokenizer has no chat template; give a plain prompt")
-        with blamed_on("this model's chat template cannot be used; give a plain prompt"):
-            encoded = tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}],
-                add_generation_prompt=True,
-                return_tensors="pt",
-                return_dict=True,
-            )
-    else:
-        with blamed_on("this model's tokenizer cannot encode the prompt"):
-            encoded = tokenizer(prompt, return_tensors="pt")
+        return encode_messages(tokenizer, [{"role": "user", "content": prompt}])
+    with blamed_on("this model's tokenizer cannot encode the prompt"):
+        encoded = tokenizer(prompt, return_tensors="pt")
+    return _tensors(encoded)
+
+
+def encode_messages(tokenizer: Any, messages: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """As ``encode_prompt`` for a conversation, up to where the model is to go on.
+
+    Raises:
+        CheckpointError: the chat template fails.
+        ValueError: there is none, or the conversation has no tokens.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError("this model's tokenizer has no chat template; give a plain prompt")
+    with blamed_on("this model's chat template cannot be used; give a plain prompt"):
+        encoded = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    return _tensors(encoded)
+
+
+def _tensors(encoded: Any) -> dict[str, torch.Tensor]:
     if encoded["input_ids"].shape[1] == 0:
         raise ValueError("the prompt is empty, expected at least one token of text")
     input_ids = encoded["input_ids"].long()

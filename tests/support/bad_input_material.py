@@ -65,6 +65,7 @@ def make_material(folder: Path) -> None:
     settings["chat_template"] = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
     tokenizer_config.write_text(json.dumps(settings))
     (folder / "text.txt").write_text(TEXT)
+    (folder / "prompts.jsonl").write_text('{"prompt": "The"}\n"A"\n')
     (folder / "train.toml").write_text(TRAIN_TOML)
     (folder / "machine.toml").write_text(MACHINE_TOML)
     (folder / "options.toml").write_text('policy = "lru"\nhost-memory = "1GiB"\n')

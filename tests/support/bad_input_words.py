@@ -17,6 +17,10 @@ _SOUND = {
     "serve": (
         *("model", "--port", "0", "--host-memory", "1GiB", "--max-tokens", "64", "--dry-run"),
     ),
+    "generate": (
+        *("model", "--prompts", "prompts.jsonl", "-o", "answers.jsonl"),
+        *("-n", "2", "--host-memory", "1GiB"),
+    ),
     "inspect": ("model",),
     "pack": ("model", "packed"),
     "doctor": (".", "--read-size", "4KiB"),
@@ -34,7 +38,7 @@ _SOUND = {
 """Words with which each command works."""
 
 _OUTPUT_OPTIONS = {"--output", "--trace", "--timeline", "--png", "--plot", "--table"}
-_OUTPUTS = ("report.html", "new.npz", "new.json")
+_OUTPUTS = ("answers.jsonl", "report.html", "new.npz", "new.json")
 _RUN_FOLDERS = ("trained", "tuned", "finetuned", "packed")
 # Doctor measures the disk with a file of half a gigabyte, and for seconds.
 _RARE = {"doctor": 0.02, "bench kernels": 0.3}

@@ -1,0 +1,221 @@
+"""``moe-runtime generate``: answer a file of prompts, as many together as memory allows."""
+
+import contextlib
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moe_runtime.cli import options
+from moe_runtime.cli.console import (
+    Session,
+    loading_bar,
+    print_json,
+    print_rows,
+    quiet_transformers,
+)
+from moe_runtime.cli.prompts import read_text
+from moe_runtime.cli.run_outcome import runtime_rows
+from moe_runtime.cli.strict import refuse_given
+from moe_runtime.config import parse_budget
+from moe_runtime.files import check_output_path
+
+if TYPE_CHECKING:
+    from moe_runtime.serving.batch_run import BatchOutcome
+
+_INTERRUPTED, _SOME_FAILED = 130, 2
+_LINES = 10
+"""Lines of progress where stderr is no terminal."""
+_COUNTS = (
+    *("requests", "kept", "answered", "failed", "prompt_tokens", "cached_tokens", "new_tokens"),
+    "seconds",
+)
+
+Prompts = Annotated[
+    Path,
+    typer.Option(
+        help="File with a request in each line: a JSON string, an object with a prompt or "
+        "messages, or a line of OpenAI's batch format. - reads standard input."
+    ),
+]
+Output = Annotated[
+    Path,
+    typer.Option(
+        "--output", "-o", help="Answers, a line of JSON each; those that it has are kept."
+    ),
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Room for prompts and answers of all requests at a time; when omitted, what they "
+        "need, up to a fourth of the memory that experts lack.",
+    ),
+]
+MaxRunning = Annotated[int, typer.Option(min=1, help="Requests that are answered at a time.")]
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        help="A request gets the bits that it would get alone, whatever runs beside it; slower.",
+    ),
+]
+Chat = Annotated[
+    bool, typer.Option("--chat", help="Put prompts that are text into the model's chat template.")
+]
+
+
+def generate(
+    ctx: typer.Context,
+    model: options.Model,
+    prompts: Prompts,
+    output: Output,
+    chat: Chat = False,
+    max_new_tokens: options.MaxNewTokens = 128,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    seed: options.Seed = None,
+    max_running: MaxRunning = 32,
+    exact: Exact = False,
+    host_memory: options.HostMemory = "auto",
+    device_memory: options.DeviceMemory = "auto",
+    max_tokens: MaxTokens = None,
+    policy: options.Policy = "auto",
+    shares: options.Shares = "auto",
+    cache_code: options.CacheCode = "none",
+    prefetch: options.Prefetch = "auto",
+    predictor: options.Predictor = "auto",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    as_json: options.Json = False,
+    verbose: options.Verbose = False,
+    debug: options.Debug = False,
+    config: options.Config = None,
+) -> None:
+    """Answer a file of prompts, as many together as memory allows.
+
+    What is quickest for all of them decides which is answered when. Answers are written as they
+    come and put in the order of the prompts at the end. Stopped at any point, the same command goes
+    on with those that have no answer yet. What a line says itself goes before these options.
+    """
+    session: Session = ctx.obj
+    session.begin(debug=debug, as_json=as_json)
+    if prefetch == "off" and policy not in ("auto", "predicted"):
+        refuse_given(
+            ctx,
+            {"predictor"},
+            "has nobody to guess for: give --prefetch, or --policy predicted or auto",
+        )
+    if as_json and verbose:
+        raise ValueError("--verbose is for the table, which --json leaves out; give one of them")
+    for budget, option in ((host_memory, "--host-memory"), (device_memory, "--device-memory")):
+        parse_budget(budget, name=option)
+    check_output_path(output, "answers")
+    text = read_text(prompts)
+    quiet_transformers(session)
+    from moe_runtime.serving.batch_run import BatchSettings, run_batch
+    from moe_runtime.serving.engine_options import EngineOptions
+
+    settings = BatchSettings(
+        model=model,
+        file=str(prompts),
+        output=output,
+        chat=chat,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        loading={
+            "device": device,
+            "dtype": dtype,
+            "host_memory": host_memory,
+            "device_memory": device_memory,
+            "policy": policy,
+            "shares": shares,
+            "cache_code": cache_code,
+            "prefetch": prefetch,
+            "predictor": predictor,
+        },
+        max_tokens=max_tokens,
+        engine=EngineOptions(most_running=max_running, exact=exact),
+    )
+    with contextlib.ExitStack() as shown:
+        bar = _Bar(shown)
+        outcome = run_batch(
+            text,
+            settings,
+            progress=shown.enter_context(loading_bar()),
+            on_loaded=bar.begin,
+            on_done=bar.show,
+        )
+    _tell(outcome, model, as_json=as_json, verbose=verbose)
+    if outcome.is_interrupted:
+        said = f"{output} has the answers so far; the same command goes on from there"
+    elif outcome.failed:
+        said = f"{outcome.failed} of {outcome.requests} requests failed, {output} says why; the "
+        said += "same command tries them again"
+    else:
+        return
+    print(f"moe-runtime: {said}", file=sys.stderr)
+    raise typer.Exit(_INTERRUPTED if outcome.is_interrupted else _SOME_FAILED)
+
+
+def _tell(outcome: "BatchOutcome", model: str, *, as_json: bool, verbose: bool) -> None:
+    """Prints what was done."""
+    stats, engine = outcome.stats, outcome.engine
+    if as_json:
+        counts = {name: getattr(outcome, name) for name in _COUNTS}
+        steps = {"steps": engine and engine.steps, "preemptions": engine and engine.preemptions}
+        of_model = {} if stats is None else dataclasses.asdict(stats)
+        print_json({"model": model, **counts, **steps, **of_model})
+        return
+    kept = f", {outcome.kept} were there" if outcome.kept else ""
+    failed = f", {outcome.failed} failed" if outcome.failed else ""
+    rows = [("answered", f"{outcome.answered} of {outcome.requests} requests{kept}{failed}")]
+    if stats is not None:
+        shared = f" ({outcome.cached_tokens} shared)" if outcome.cached_tokens else ""
+        rate = outcome.new_tokens / outcome.seconds if outcome.seconds else 0.0
+        rows += [
+            ("tokens", f"{outcome.prompt_tokens} in prompts{shared}, {outcome.new_tokens} new"),
+            ("loading", f"{stats.load_s:.2f} s"),
+            ("answering", f"{outcome.seconds:.2f} s, {rate:.2f} new tokens/s"),
+            *runtime_rows(stats, verbose=verbose),
+        ]
+    print_rows("what the runtime did", rows, to_stderr=True)
+
+
+class _Bar:
+    """Shows on stderr what is done: a bar, or where it is no terminal a line at every tenth."""
+
+    def __init__(self, shown: contextlib.ExitStack) -> None:
+        self._shown = shown
+        self._num_requests = 0
+        self._bar: Any = None
+
+    def begin(self, num_requests: int) -> None:
+        """Takes the place of what is shown."""
+        self._num_requests = num_requests
+        self._shown.close()
+        if not sys.stderr.isatty():
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import TimeElapsedColumn as Elapsed
+
+        columns = (TextColumn("answering"), BarColumn(), MofNCompleteColumn(), Elapsed())
+        tokens = TextColumn("{task.fields[tokens]} new tokens")
+        bar = Progress(*columns, tokens, console=Console(stderr=True), transient=True)
+        self._bar = self._shown.enter_context(bar)
+        bar.add_task("", total=self._num_requests, tokens=0)
+
+    def show(self, outcome: "BatchOutcome") -> None:
+        """One more request has ended."""
+        done, total = outcome.answered + outcome.failed, self._num_requests
+        if self._bar is not None:
+            task = self._bar.task_ids[0]
+            self._bar.update(task, completed=done, tokens=outcome.new_tokens)
+        elif done * _LINES // total > (done - 1) * _LINES // total:
+            line = f"moe-runtime: {done} of {total} requests, {outcome.new_tokens} new tokens"
+            print(line, file=sys.stderr, flush=True)

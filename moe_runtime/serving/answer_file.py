@@ -1,0 +1,165 @@
+"""A file of answers, a line of JSON each, that grows while they come and is taken up again."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from moe_runtime.errors import CheckpointError, named_file
+from moe_runtime.files import write_atomically
+from moe_runtime.places import is_at, place_of
+
+BEGINNING = '{"id": "batch_req_'
+"""How every line begins."""
+
+
+class AnswerFile:
+    """Answers by request, in the order in which they come until `finish` puts them in order.
+
+    A context manager that leaves whole lines, however it is left. What is no regular file gets its
+    lines when all are there.
+
+    Args:
+        path: of the file; its folder must exist.
+        asked: the number of each request, by the id of its answer.
+
+    Attributes:
+        answered: numbers of the requests whose answers are there.
+
+    Raises:
+        CheckpointError: the file holds something else, or answers to other requests.
+        BlockingIOError: another process writes it.
+        OSError: it cannot be read or written.
+    """
+
+    def __init__(self, path: Path, asked: Mapping[str, int]) -> None:
+        self._path = path
+        self._asked = asked
+        self._end = 0
+        # where each answer lies: its first byte and the one behind its last
+        self._places: dict[int, tuple[int, int]] = {}
+        self._failed: set[int] = set()
+        self._place = place_of(path)
+        self._is_new = self._place is not None and not self._place.exists()
+        with named_file(path), contextlib.ExitStack() as stack:
+            self._file = stack.enter_context(_open(self._place))
+            self._read()
+            stack.pop_all()
+
+    @property
+    def answered(self) -> frozenset[int]:
+        """Numbers of the requests whose answers are there."""
+        return frozenset(self._places.keys() - self._failed)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Writes a line; what a write that failed left behind the last whole one goes.
+
+        Args:
+            record: its ``id`` says whose it is, and comes first. One with an ``error`` is none that
+                is kept when the file is taken up again.
+
+        Raises:
+            OSError: the line cannot be written; those before it stay.
+        """
+        line = f"{json.dumps(record, ensure_ascii=False, allow_nan=False)}\n".encode()
+        assert line.startswith(BEGINNING.encode())
+        with named_file(self._path):
+            done = 0
+            while done < len(line):
+                done += os.pwrite(self._file.fileno(), line[done:], self._end + done)
+        self._note(record, len(line))
+
+    def finish(self) -> None:
+        """Puts the answers in the order of the requests, one for each; the file is whole before.
+
+        Raises:
+            OSError: that fails; the file holds what it held.
+        """
+        places = [self._places[number] for number in sorted(self._places)]
+        in_order = [start for start, _ in places] == [0, *(end for _, end in places)][:-1]
+        if in_order and self._place is not None and self._end == (places[-1][1] if places else 0):
+            return
+        with write_atomically(self._path) as file:
+            for start, end in places:
+                file.write(os.pread(self._file.fileno(), end - start, start))
+
+    def __enter__(self) -> AnswerFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            os.ftruncate(self._file.fileno(), self._end)
+            if self._is_new and not self._end and self._place is not None:
+                self._place.unlink(missing_ok=True)
+        finally:
+            self._file.close()
+
+    def _note(self, record: Mapping[str, Any], num_bytes: int) -> None:
+        """The next line is this one."""
+        number = self._asked[record["id"]]
+        self._places[number] = (self._end, self._end + num_bytes)
+        self._end += num_bytes
+        self._failed.discard(number)
+        if record.get("error") is not None:
+            self._failed.add(number)
+
+    def _read(self) -> None:
+        """Finds the answers that are there."""
+        for number, line in enumerate(self._file, start=1):
+            is_whole = line.endswith(b"\n")
+            if not is_whole and line[: len(BEGINNING)] == BEGINNING.encode()[: len(line)]:
+                break  # the process that wrote it was killed
+            record = _record_of(line)
+            if record is None or not is_whole:
+                raise CheckpointError(
+                    f"{self._path}, line {number}: is no answer of this command, so nothing here "
+                    "is touched; give another --output"
+                )
+            if record["id"] not in self._asked:
+                raise CheckpointError(
+                    f"{self._path}, line {number}: answers something else than these prompts with "
+                    "this model and these options; give another --output"
+                )
+            self._note(record, len(line))
+
+
+def _open(place: Path | None) -> IO[bytes]:
+    """The file, held against other processes; one without a name where answers cannot be kept."""
+    if place is None:
+        return tempfile.TemporaryFile()
+    with contextlib.ExitStack() as stack:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        file = stack.enter_context(os.fdopen(os.open(place, flags, 0o666), "r+b"))
+        is_held = False
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:  # other errors: filesystems without locks
+            is_held = isinstance(error, BlockingIOError)
+        if is_held or not is_at(place, file.fileno()):
+            raise BlockingIOError(errno.EAGAIN, "another process is writing it", str(place))
+        stack.pop_all()
+    return file
+
+
+def _record_of(line: bytes) -> dict[str, Any] | None:
+    """A line that one of these files may have."""
+    if not line.startswith(BEGINNING.encode()):
+        return None
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("id"), str) else None

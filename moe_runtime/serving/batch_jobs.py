@@ -1,0 +1,195 @@
+"""Requests of a file of prompts, ready for an engine, and the records that answer them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_runtime.errors import CheckpointError
+from moe_runtime.inference.generation import (
+    check_length,
+    check_vocabulary,
+    encode_messages,
+    encode_prompt,
+)
+from moe_runtime.serving.batch_lines import PromptLine
+from moe_runtime.serving.offline import Answer
+from moe_runtime.serving.requests import GenerationRequest
+
+_HASH_DIGITS = 32
+_PART_TOKENS = 4
+"""Tokens at most that a character lies in, before which a stop string may begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request of a file.
+
+    Attributes:
+        line: that asks it.
+        request: for the engine, without the model's own tokens that end an answer.
+        id: of its record: made of the model's name and everything that its answer depends on.
+    """
+
+    line: PromptLine
+    request: GenerationRequest
+    id: str
+
+    def request_for(self, end_ids: Sequence[int]) -> GenerationRequest:
+        """What the engine is asked of a model that ends its texts with these tokens."""
+        own = frozenset() if self.line.ignore_eos else frozenset(end_ids)
+        return dataclasses.replace(self.request, stop_ids=self.request.stop_ids | own)
+
+
+class Batch:
+    """The requests of a file.
+
+    Args:
+        lines: of the file.
+        tokenizer: of the model.
+        config: of the model.
+        model: as it was given.
+        chat: puts prompts that are texts into the model's chat template.
+
+    Attributes:
+        jobs: one for each line.
+
+    Raises:
+        ValueError: a line asks for another model, or more than the model can do; with its number.
+        CheckpointError: the tokenizer or its chat template fails.
+    """
+
+    def __init__(
+        self, lines: Sequence[PromptLine], tokenizer: Any, config: Any, model: str, *, chat: bool
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._name = name_of(model)
+        self._names = {model, self._name}
+        self._config = config
+        self._chat = chat
+        times: Counter[str] = Counter()
+        self.jobs: list[Job] = []
+        for line in lines:
+            try:
+                request = self._request_of(line)
+            except ValueError as error:
+                raise ValueError(f"{line.place}: {error}") from None
+            except CheckpointError as error:
+                raise CheckpointError(f"{line.place}: {error}") from None
+            key = self._hash(line, request, 0)
+            times[key] += 1
+            self.jobs.append(Job(line, request, self._hash(line, request, times[key] - 1)))
+
+    def is_over(self, job: Job, answer: Answer) -> bool:
+        """Whether an answer ends with its newest token, by a stop string."""
+        if not job.line.stops:
+            return False
+        longest = max(len(stop.encode()) for stop in job.line.stops) + _PART_TOKENS
+        tail = self._text(answer.token_ids[-longest:])
+        return any(stop in tail for stop in job.line.stops)
+
+    def record(self, job: Job, answer: Answer) -> dict[str, Any]:
+        """The line of an answer, or of what went wrong."""
+        line, record = job.line, {"id": job.id}
+        is_batch = line.custom_id is not None
+        error = None
+        if answer.reason == "error":
+            error = {"code": "generation_failed", "message": answer.message or "the model failed"}
+        if is_batch:
+            body = None if error else self._body(job, answer)
+            answered = {"status_code": 200, "request_id": job.id, "body": body} if body else None
+            return {**record, "custom_id": line.custom_id, "response": answered, "error": error}
+        asked = {"prompt": line.prompt} if line.messages is None else {"messages": line.messages}
+        if error:
+            return {**record, **asked, "error": error}
+        return {
+            **record,
+            **asked,
+            "text": self._answer_text(job, answer),
+            "finish_reason": answer.reason,
+            "prompt_tokens": len(job.request.prompt_ids),
+            "new_tokens": len(answer.token_ids),
+        }
+
+    def _request_of(self, line: PromptLine) -> GenerationRequest:
+        if line.model is not None and line.model not in self._names:
+            raise ValueError(f"asks for model {line.model!r}, but this one is {self._name!r}")
+        ids = self._encode(line)
+        check_length(self._config, len(ids), line.max_new_tokens)
+        size = self._config.get_text_config().vocab_size
+        wrong = [
+            token for token in (*ids, *line.stop_ids, *line.sampling.logit_bias) if token >= size
+        ]
+        if wrong:
+            raise ValueError(f"token {wrong[0]} is none of the model's vocabulary of {size}")
+        return GenerationRequest(
+            prompt_ids=tuple(ids),
+            max_new_tokens=line.max_new_tokens,
+            min_new_tokens=line.min_new_tokens,
+            stop_ids=line.stop_ids,
+            sampling=line.sampling,
+        )
+
+    def _encode(self, line: PromptLine) -> list[int]:
+        if isinstance(line.prompt, list):
+            return line.prompt
+        if line.messages is not None:
+            encoded = encode_messages(self._tokenizer, line.messages)
+        else:
+            encoded = encode_prompt(self._tokenizer, line.prompt or "", chat=self._chat)
+        check_vocabulary(self._config, encoded["input_ids"])
+        return encoded["input_ids"][0].tolist()
+
+    def _hash(self, line: PromptLine, request: GenerationRequest, times: int) -> str:
+        """Of a request that was asked so many times before."""
+        options = [request.max_new_tokens, request.min_new_tokens, sorted(request.stop_ids)]
+        sampling = dataclasses.asdict(request.sampling)
+        asked = [self._name, line.custom_id, request.prompt_ids, options, sampling]
+        text = json.dumps([*asked, line.stops, line.ignore_eos, times])
+        return f"batch_req_{hashlib.sha256(text.encode()).hexdigest()[:_HASH_DIGITS]}"
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def _answer_text(self, job: Job, answer: Answer) -> str:
+        ids = answer.token_ids
+        if answer.reason == "stop" and ids and ids[-1] in job.line.stop_ids:
+            ids = ids[:-1]
+        text = self._text(ids)
+        found = [(text.index(stop) + len(stop), stop) for stop in job.line.stops if stop in text]
+        if found:
+            end, stop = min(found)
+            text = text[: end - len(stop)]
+        return text
+
+    def _body(self, job: Job, answer: Answer) -> dict[str, Any]:
+        """As OpenAI's API answers."""
+        text, is_chat = self._answer_text(job, answer), job.line.messages is not None
+        told = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+        num_prompt, num_new = len(job.request.prompt_ids), len(answer.token_ids)
+        return {
+            "id": job.id.replace("batch_req_", "chatcmpl-" if is_chat else "cmpl-"),
+            "object": "chat.completion" if is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": self._name,
+            "choices": [{"index": 0, **told, "logprobs": None, "finish_reason": answer.reason}],
+            "usage": {
+                "prompt_tokens": num_prompt,
+                "completion_tokens": num_new,
+                "total_tokens": num_prompt + num_new,
+                "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+            },
+        }
+
+
+def name_of(model: str) -> str:
+    """What answers call a model: the name of its folder, or its name on the hub."""
+    path = Path(model)
+    return path.resolve().name if path.exists() else model

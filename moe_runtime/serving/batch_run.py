@@ -1,0 +1,254 @@
+"""A file of prompts, from its text to the file of answers: checks, memory, loading, the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import moe_runtime
+from moe_runtime.checkpoints.model_files import (
+    find_checkpoint,
+    load_tokenizer,
+    read_generation_config,
+)
+from moe_runtime.checkpoints.opening import open_checkpoint
+from moe_runtime.config import parse_budget
+from moe_runtime.inference.budget import (
+    available_device_bytes,
+    available_host_bytes,
+    resolve_budget,
+)
+from moe_runtime.inference.generation import check_options, end_token_ids
+from moe_runtime.inference.inspection import inspect_checkpoint
+from moe_runtime.serving.answer_file import AnswerFile
+from moe_runtime.serving.batch_jobs import Batch, Job
+from moe_runtime.serving.batch_lines import read_lines
+from moe_runtime.serving.engine_options import EngineOptions
+from moe_runtime.serving.kv_account import rounded_up
+from moe_runtime.serving.offline import Answer, answer_all, tokens_of
+from moe_runtime.serving.requests import EngineStatistics, SamplingOptions
+from moe_runtime.types import RuntimeStats
+
+ROOM_SHARE = 4
+"""Of what a budget leaves beside the dense weights, tokens get a fourth where experts lack room."""
+
+
+@dataclass(kw_only=True, slots=True)
+class BatchOutcome:
+    """What became of the requests of a file.
+
+    Attributes:
+        requests: of the file.
+        kept: requests that had an answer before.
+        answered: requests that got one.
+        failed: requests that got none, though nobody interrupted.
+        prompt_tokens: of those answered.
+        cached_tokens: those of them that another request had computed.
+        new_tokens: of the answers.
+        seconds: from the first request to the last answer.
+        is_interrupted: Ctrl-C ended it.
+        engine: what the engine did; None where it was interrupted, or had nothing to do.
+        stats: what the model did; None where it was not loaded.
+    """
+
+    requests: int
+    kept: int = 0
+    answered: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    seconds: float = 0.0
+    is_interrupted: bool = False
+    engine: EngineStatistics | None = None
+    stats: RuntimeStats | None = None
+
+    def count(self, num_prompt_tokens: int, answer: Answer) -> None:
+        """One request has ended."""
+        if answer.reason == "error":
+            self.failed += 1
+            return
+        self.answered += 1
+        self.prompt_tokens += num_prompt_tokens
+        self.cached_tokens += answer.cached_tokens
+        self.new_tokens += len(answer.token_ids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSettings:
+    """All that is said about a file of prompts.
+
+    Attributes:
+        model: folder, GGUF file, or name on the hub.
+        file: name of the file of prompts, for messages.
+        output: where answers are written, and those of an earlier run lie.
+        chat: puts prompts that are texts into the model's chat template.
+        temperature: of lines that say none; the same holds for the next three.
+        top_p: likewise.
+        seed: likewise.
+        max_new_tokens: likewise.
+        loading: options of ``moe_runtime.load``.
+        max_tokens: tokens to load the model for; what `room_for` finds where None.
+        engine: how work is divided.
+    """
+
+    model: str
+    file: str
+    output: Path
+    chat: bool
+    temperature: float
+    top_p: float
+    seed: int | None
+    max_new_tokens: int
+    loading: Mapping[str, Any]
+    max_tokens: int | None
+    engine: EngineOptions
+
+
+def run_batch(
+    text: str,
+    settings: BatchSettings,
+    *,
+    progress: Callable[[str, int, int], None] | None = None,
+    on_loaded: Callable[[int], None],
+    on_done: Callable[[BatchOutcome], None],
+) -> BatchOutcome:
+    """Answers what has no answer yet.
+
+    Args:
+        text: of the file of prompts.
+        settings: for all of them.
+        progress: of loading.
+        on_loaded: called with the number of requests to answer when the model is loaded.
+        on_done: called after each request.
+
+    Raises:
+        ValueError: a line cannot be answered, with its number, or an option is out of range; before
+            weights are read.
+        MoERuntimeError: the model cannot be loaded, the output holds something else, or the engine
+            failed.
+        OSError: an answer cannot be written.
+    """
+    batch = _read(text, settings)
+    jobs = batch.jobs
+    asked = {job.id: number for number, job in enumerate(jobs)}
+    with AnswerFile(settings.output, asked) as answers:
+        left = [number for number in range(len(jobs)) if number not in answers.answered]
+        outcome = BatchOutcome(requests=len(jobs), kept=len(jobs) - len(left))
+        if left:
+            room = _tokens_for([jobs[number] for number in left], settings)
+            loaded: Any = moe_runtime.load(
+                settings.model, max_tokens=room, progress=progress, **settings.loading
+            )
+            on_loaded(len(left))
+            with contextlib.closing(loaded.moe):
+                _answer(loaded, batch, left, answers, settings.engine, outcome, on_done)
+                outcome.stats = loaded.moe.stats()
+        if not outcome.is_interrupted:
+            answers.finish()
+    return outcome
+
+
+def _read(text: str, settings: BatchSettings) -> Batch:
+    """What is asked, and whether all of it can be answered."""
+    limits = {"temperature": settings.temperature, "top_p": settings.top_p, "seed": settings.seed}
+    check_options(settings.max_new_tokens, settings.temperature, settings.top_p, settings.seed)
+    folder = find_checkpoint(settings.model, weights=False)
+    config = None if folder.is_file() else read_generation_config(folder)
+    penalty = getattr(config, "repetition_penalty", None) or 1.0
+    sampling = SamplingOptions(**limits, repetition_penalty=penalty)
+    lines = read_lines(
+        text, settings.file, sampling=sampling, max_new_tokens=settings.max_new_tokens
+    )
+    tokenizer = load_tokenizer(folder)
+    checkpoint = open_checkpoint(settings.model, settings.loading["dtype"])
+    return Batch(lines, tokenizer, checkpoint.config, settings.model, chat=settings.chat)
+
+
+def _tokens_for(jobs: Sequence[Job], settings: BatchSettings) -> int:
+    """Tokens to load the model for."""
+    needs = [rounded_up(tokens_of(job.request)) for job in jobs]
+    if settings.max_tokens is None:
+        return room_for(settings.model, needs, settings.engine.most_running, settings.loading)
+    longest = max(needs)
+    if settings.max_tokens < longest:
+        line = jobs[needs.index(longest)].line
+        raise ValueError(
+            f"--max-tokens {settings.max_tokens} is too small: {line.place}, with its answer, may "
+            f"need {longest}"
+        )
+    return settings.max_tokens
+
+
+def _answer(
+    loaded: Any,
+    batch: Batch,
+    left: Sequence[int],
+    answers: AnswerFile,
+    options: EngineOptions,
+    outcome: BatchOutcome,
+    on_done: Callable[[BatchOutcome], None],
+) -> None:
+    jobs, end_ids = batch.jobs, end_token_ids(loaded)
+
+    def take(number: int, answer: Answer) -> None:
+        answers.add(batch.record(jobs[number], answer))
+        outcome.count(len(jobs[number].request.prompt_ids), answer)
+        on_done(outcome)
+
+    started_s = time.perf_counter()
+    outcome.is_interrupted = True
+    with contextlib.suppress(KeyboardInterrupt):
+        outcome.engine = answer_all(
+            loaded,
+            {number: jobs[number].request_for(end_ids) for number in left},
+            options,
+            on_token=lambda number, answer: batch.is_over(jobs[number], answer),
+            on_answer=take,
+        )
+        outcome.is_interrupted = False
+    outcome.seconds = time.perf_counter() - started_s
+
+
+def room_for(
+    model: str, needs: Sequence[int], most_running: int, loading: Mapping[str, Any]
+) -> int:
+    """Tokens to load a model for, so that many requests run at a time and experts keep their room.
+
+    Room for as many of the longest requests as may run, if the experts fit beside it or it takes
+    no more than a share of the budget (`ROOM_SHARE`); in any case room for the longest one.
+
+    Args:
+        model: folder, GGUF file, or name on the hub.
+        needs: tokens of each request, prompt and answer.
+        most_running: requests that may run at a time.
+        loading: options of ``moe_runtime.load``.
+
+    Raises:
+        MoERuntimeError: the checkpoint cannot be used, or memory cannot be had.
+    """
+    longest_first = sorted(needs, reverse=True)
+    wanted, longest = sum(longest_first[:most_running]), longest_first[0]
+    if wanted == longest:
+        return wanted
+    summary = inspect_checkpoint(
+        model, dtype=loading["dtype"], max_tokens=wanted, cache_code=loading["cache_code"]
+    )
+    device = loading["device"]
+    if device != "cpu" and (device != "auto" or torch.cuda.is_available()):
+        place = torch.device("cuda" if device == "auto" else device)
+        budget, free = loading["device_memory"], available_device_bytes(place)
+    else:
+        budget, free = loading["host_memory"], available_host_bytes()
+    budget_bytes = resolve_budget(parse_budget(budget, name="memory"), free, "this machine")
+    spare_bytes = budget_bytes - summary.dense_bytes - summary.reserve_bytes
+    if spare_bytes >= summary.total_experts * summary.slot_bytes:
+        return wanted
+    share = (budget_bytes - summary.dense_bytes) // (ROOM_SHARE * summary.token_bytes)
+    return max(longest, min(wanted, share))

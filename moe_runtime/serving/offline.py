@@ -1,0 +1,184 @@
+"""Many requests answered together, none of which anybody waits for: the most tokens a second."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.engine_options import EngineOptions
+from moe_runtime.serving.kv_account import rounded_up
+from moe_runtime.serving.requests import (
+    EngineClosedError,
+    EngineStatistics,
+    Event,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    NewToken,
+    PromptRead,
+    RequestHandle,
+)
+
+LEAST_SHARED = 64
+"""Prompts that begin with so many equal tokens wait until the first of them was read."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What became of a request.
+
+    Attributes:
+        token_ids: of the answer, the one that ended it included.
+        reason: why it ended; ``"stop"`` too where the caller found that it is over.
+        message: of an error, one line.
+        cached_tokens: tokens of the prompt that another request had computed.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    reason: FinishReason | None = None
+    message: str | None = None
+    cached_tokens: int = 0
+
+
+def answer_all(
+    model: Any,
+    requests: Mapping[int, GenerationRequest],
+    options: EngineOptions,
+    *,
+    on_token: Callable[[int, Answer], bool],
+    on_answer: Callable[[int, Answer], None],
+) -> EngineStatistics:
+    """Answers requests in the order that is quickest for all together.
+
+    What ends this early, Ctrl-C too, cancels the requests that have not ended; those that have are
+    told of before it goes on.
+
+    Args:
+        model: a loaded model.
+        requests: by number; each fits into the memory that the model was loaded for.
+        options: of the engine.
+        on_token: called when an answer has grown, in the caller's thread; gives whether it is over.
+        on_answer: called once for each request, in the caller's thread.
+
+    Raises:
+        MoERuntimeError: the engine failed.
+        ValueError: a request has tokens that the model does not know.
+    """
+    with contextlib.ExitStack() as stack:
+        flow = _Flow(requests, options, on_token, on_answer)
+        # behind the engine's end: whatever it told until then
+        stack.callback(flow.take_the_rest)
+        engine = stack.enter_context(Engine(model, options))
+        flow.run(engine)
+        return engine.statistics()
+
+
+def order_of_work(requests: Mapping[int, GenerationRequest]) -> list[list[int]]:
+    """Numbers of requests in groups whose prompts begin alike, those with most to compute first.
+
+    Long answers that begin last would be computed by themselves in the end. Within a group those
+    that share more lie side by side, so that a prefix is used again before it is given up.
+    """
+    groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    for number, request in requests.items():
+        beginning = request.prompt_ids[:LEAST_SHARED]
+        # a shorter one is worth no waiting
+        groups[beginning if len(beginning) == LEAST_SHARED else (-1, number)].append(number)
+    for group in groups.values():
+        group.sort(key=lambda number: (requests[number].prompt_ids, number))
+    return sorted(groups.values(), key=lambda group: -max(tokens_of(requests[n]) for n in group))
+
+
+def tokens_of(request: GenerationRequest) -> int:
+    """Most tokens that a request may have, prompt and answer."""
+    return len(request.prompt_ids) + request.max_new_tokens
+
+
+class _Flow:
+    """Requests on their way into the engine, and what it tells of them."""
+
+    def __init__(
+        self,
+        requests: Mapping[int, GenerationRequest],
+        options: EngineOptions,
+        on_token: Callable[[int, Answer], bool],
+        on_answer: Callable[[int, Answer], None],
+    ) -> None:
+        self._requests = requests
+        self._most_open = options.most_waiting
+        self._on_token, self._on_answer = on_token, on_answer
+        self._ready: deque[int] = deque()
+        # those that wait for the first of their group to be read
+        self._followers: dict[int, list[int]] = {}
+        for first, *others in order_of_work(requests):
+            self._ready.append(first)
+            if others and options.reuses_prefixes:
+                self._followers[first] = others
+            else:
+                self._ready.extend(others)
+        self._events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
+        self._open: dict[int, Answer] = {}
+        self._handles: dict[int, RequestHandle] = {}
+        self._open_tokens = 0
+
+    def run(self, engine: Engine) -> None:
+        """Until all are answered."""
+        capacity = engine.statistics().kv_capacity
+        while self._ready or self._open:
+            while self._ready and self._fits(self._ready[0], capacity):
+                self._submit(engine, self._ready.popleft())
+            self._take(*self._events.get())
+
+    def take_the_rest(self) -> None:
+        """Answers that ended before the engine did."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                number, event = self._events.get_nowait()
+                if not (isinstance(event, Finished) and event.reason == "cancelled"):
+                    self._take(number, event)
+
+    def _fits(self, number: int, capacity: int) -> bool:
+        """Whether it can go on to its end without taking room from others."""
+        needed = rounded_up(tokens_of(self._requests[number]))
+        is_room = len(self._open) < self._most_open and self._open_tokens + needed <= capacity
+        return is_room or not self._open
+
+    def _submit(self, engine: Engine, number: int) -> None:
+        request = self._requests[number]
+        self._open[number] = Answer()
+        self._open_tokens += rounded_up(tokens_of(request))
+        self._handles[number] = engine.submit(
+            request, lambda event: self._events.put((number, event))
+        )
+
+    def _take(self, number: int, event: Event) -> None:
+        answer = self._open.get(number)
+        if answer is None:  # it was over before the engine knew
+            return
+        if isinstance(event, PromptRead):
+            answer.cached_tokens = event.cached_tokens
+            self._release_followers(number)
+        elif isinstance(event, NewToken):
+            answer.token_ids.append(event.token_id)
+            if self._on_token(number, answer):
+                self._handles[number].cancel()
+                self._end(number, answer, "stop", None)
+        elif event.reason == "cancelled":
+            raise EngineClosedError(event.message or "the engine was closed")
+        else:
+            self._end(number, answer, event.reason, event.message)
+
+    def _release_followers(self, number: int) -> None:
+        self._ready.extendleft(reversed(self._followers.pop(number, [])))
+
+    def _end(self, number: int, answer: Answer, reason: FinishReason, message: str | None) -> None:
+        answer.reason, answer.message = reason, message
+        del self._open[number]
+        self._open_tokens -= rounded_up(tokens_of(self._requests[number]))
+        self._release_followers(number)  # where its prompt could not be read
+        self._on_answer(number, answer)

@@ -1,0 +1,133 @@
+"""A file of answers keeps whole lines, whatever interrupts it, and nothing that is not its own."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from moe_runtime.errors import CheckpointError
+from moe_runtime.serving.answer_file import AnswerFile
+
+IDS = [f"batch_req_{letter}" for letter in "abcd"]
+ASKED = {one: number for number, one in enumerate(IDS)}
+
+
+def record(number: int, **fields: object) -> dict[str, object]:
+    return {"id": IDS[number], "text": "žluťoučký\n", **fields}
+
+
+def numbers_of(path: Path) -> list[int]:
+    return [ASKED[json.loads(line)["id"]] for line in path.read_text().splitlines()]
+
+
+def test_answers_come_in_any_order_and_end_in_that_of_the_requests(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with AnswerFile(path, ASKED) as answers:
+        for number in (2, 0, 3):
+            answers.add(record(number))
+        assert numbers_of(path) == [2, 0, 3]
+    with AnswerFile(path, ASKED) as answers:
+        assert answers.answered == {0, 2, 3}
+        answers.add(record(1))
+        answers.finish()
+    assert numbers_of(path) == [0, 1, 2, 3]
+    assert [p.name for p in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def test_a_torn_last_line_is_repaired(tmp_path: Path) -> None:
+    """Wherever a kill cut it."""
+    path = tmp_path / "out.jsonl"
+    whole = json.dumps(record(0)) + "\n"
+    torn = json.dumps(record(1))
+    for length in (1, 10, 25, len(torn)):
+        path.write_text(whole + torn[:length])
+        with AnswerFile(path, ASKED) as answers:
+            assert answers.answered == {0}
+        assert path.read_text() == whole
+
+
+def test_a_failed_request_is_asked_again_and_has_one_line_in_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with AnswerFile(path, ASKED) as answers:
+        answers.add(record(1, error={"message": "a read failed"}))
+        answers.add(record(0, error=None))
+        answers.finish()
+    assert numbers_of(path) == [0, 1]
+    with AnswerFile(path, ASKED) as answers:
+        assert answers.answered == {0}
+        answers.add(record(1))
+        answers.finish()
+    assert [json.loads(line).get("error") for line in path.read_text().splitlines()] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "my notes\n",
+        "my notes",
+        json.dumps(record(0)) + "\n" + '{"id": "chat-1"}\n',
+        json.dumps(record(0) | {"id": "batch_req_of_others"}) + "\n",
+        '{"id": "batch_req_a"\n',
+    ],
+)
+def test_what_is_no_answer_to_these_requests_stays_as_it_is(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text(text)
+    with pytest.raises(CheckpointError, match=r"line [12]: .* give another --output"):
+        AnswerFile(path, ASKED)
+    assert path.read_text() == text
+
+
+def test_a_write_that_fails_leaves_the_lines_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out.jsonl"
+    real = os.pwrite
+
+    def full(descriptor: int, data: bytes, offset: int) -> int:
+        if offset:
+            real(descriptor, data[:9], offset)
+            raise OSError(28, "No space left on device")
+        return real(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with AnswerFile(path, ASKED) as answers:
+        answers.add(record(0))
+        with pytest.raises(OSError, match="No space left") as caught:
+            answers.add(record(1))
+    assert caught.value.filename == str(path)
+    assert numbers_of(path) == [0]
+
+
+def test_two_processes_cannot_write_the_same_file(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with AnswerFile(path, ASKED), pytest.raises(BlockingIOError, match="another process"):
+        AnswerFile(path, ASKED)
+
+
+def test_a_run_without_answers_leaves_no_file_and_takes_none_away(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with AnswerFile(path, ASKED):
+        pass
+    assert not path.exists()
+    path.touch()
+    with AnswerFile(path, ASKED):
+        pass
+    assert path.exists()
+
+
+def test_links_are_followed_and_devices_get_all_lines_at_once(tmp_path: Path) -> None:
+    real, link = tmp_path / "real.jsonl", tmp_path / "link.jsonl"
+    link.symlink_to(real)
+    reader, writer = os.pipe()
+    with open(reader, "rb") as read:
+        for path in (link, Path(f"/dev/fd/{writer}")):
+            with AnswerFile(path, ASKED) as answers:
+                answers.add(record(1))
+                answers.add(record(0))
+                answers.finish()
+        os.close(writer)
+        assert read.read() == real.read_bytes()
+    assert link.is_symlink()
+    assert numbers_of(real) == [0, 1]

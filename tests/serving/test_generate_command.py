@@ -1,0 +1,172 @@
+"""`moe-runtime generate`: texts as `run` gives them, a file that any end leaves sound, errors."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_runtime.cli.main import main
+from moe_runtime.models.pocket import pocket_path
+from moe_runtime.serving.answer_file import AnswerFile
+from moe_runtime.serving.sampling import Sampler
+
+TEXTS = ["The for statement", "A class is", "def main(", "Lists are mutable"]
+OPTIONS = ["--host-memory", "64MiB", "--dtype", "float32", "-n", "16", "--policy", "lru"]
+OPTIONS += ["--prefetch", "off", "--json"]
+
+
+def write_prompts(folder: Path, lines: list[Any]) -> Path:
+    path = folder / "in.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def generate(prompts: Path, output: Path, *words: str, model: Any = None) -> int:
+    named = ["--prompts", str(prompts), "-o", str(output)]
+    return main(["generate", str(model or pocket_path()), *named, *OPTIONS, *words])
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Any:
+    """As in a process of its own."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_texts_are_those_of_run_in_the_order_of_the_prompts_whatever_interrupts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIGTERM behind the first answer, then a torn line; the same command goes on.
+
+    Lines in OpenAI's format answer in its form, and end before their stop string.
+    """
+    plain = write_prompts(tmp_path, TEXTS)
+    run = ["run", str(pocket_path()), "--prompts", str(plain), *OPTIONS]
+    assert main(run) == 0
+    expected = [result["text"] for result in json.loads(capsys.readouterr().out)["results"]]
+
+    body = {"prompt": TEXTS[1], "stop": [expected[1][9:14]], "max_tokens": 16}
+    wrapped = {"custom_id": "own", "method": "POST", "url": "/v1/completions", "body": body}
+    lines = [{"prompt": text, "max_tokens": 16 - 4 * n} for n, text in enumerate(TEXTS)]
+    prompts, output = write_prompts(tmp_path, [*lines, wrapped]), tmp_path / "out.jsonl"
+    real = AnswerFile.add
+
+    def terminate(self: Any, record: Any) -> None:
+        real(self, record)
+        signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(AnswerFile, "add", terminate)
+        assert generate(prompts, output) == 143
+    assert "the same command goes on from there" in capsys.readouterr().err
+    num_before = len(records(output))
+    # those that had ended by the time that the engine stopped too
+    assert num_before >= 1
+
+    with output.open("a") as file:
+        file.write('{"id": "batch_req_7')
+    assert generate(prompts, output) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["requests"], told["kept"], told["failed"]) == (5, num_before, 0)
+    assert told["answered"] == 5 - num_before
+    *found, answered = records(output)
+    assert [one["prompt"] for one in found] == TEXTS
+    # every token of this model's text is at least one character
+    assert [one["text"] for one in found] == [
+        text if one["new_tokens"] == 16 else text[: len(one["text"])]
+        for text, one in zip(expected, found, strict=True)
+    ]
+    assert [one["new_tokens"] for one in found] == [16, 12, 8, 4]
+    (choice,) = answered["response"]["body"]["choices"]
+    assert (answered["custom_id"], answered["error"]) == ("own", None)
+    assert (choice["text"], choice["finish_reason"]) == (expected[1][:9], "stop")
+
+    whole = output.read_bytes()
+    assert generate(prompts, output) == 0
+    assert json.loads(capsys.readouterr().out)["answered"] == 0
+    assert output.read_bytes() == whole
+
+
+@pytest.fixture
+def never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    import moe_runtime
+
+    def load(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setitem(vars(moe_runtime), "load", load)
+
+
+@pytest.mark.usefixtures("never_loaded")
+@pytest.mark.parametrize(
+    ("line", "words", "complaint"),
+    [
+        ({"prompt": "a", "best": 1}, (), "in.jsonl, line 2: best is not supported"),
+        ({"prompt": ""}, (), "in.jsonl, line 2: the prompt is empty"),
+        ({"prompt": [4096]}, (), "line 2: token 4096 is none of the model's vocabulary of 4096"),
+        (
+            {"prompt": "a", "model": "gpt"},
+            (),
+            "line 2: asks for model 'gpt', but this one is 'pock",
+        ),
+        ({"prompt": "a", "max_tokens": 10**6}, (), "line 2: the prompt has 1 token and 1000000"),
+        (
+            {"messages": [{"role": "user", "content": "a"}]},
+            (),
+            "line 2: this model's tokenizer has",
+        ),
+        ("a", ("--chat",), "in.jsonl, line 1: this model's tokenizer has no chat template"),
+        ("a b c", ("--max-tokens", "16"), "--max-tokens 16 is too small: "),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_before_the_model_is_loaded(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    line: Any,
+    words: tuple[str, ...],
+    complaint: str,
+) -> None:
+    output = tmp_path / "out.jsonl"
+    assert generate(write_prompts(tmp_path, ["a", line]), output, *words) == 2
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert error.count("\n") == 1
+    assert not output.exists()
+
+
+@pytest.mark.usefixtures("never_loaded")
+def test_answers_to_something_else_are_not_touched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out.jsonl"
+    output.write_text("my notes\n")
+    assert generate(write_prompts(tmp_path, ["a"]), output) == 2
+    assert "give another --output" in capsys.readouterr().err
+    assert output.read_text() == "my notes\n"
+
+
+def test_the_table_has_the_reasons_if_asked_and_failures_their_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def choose(self: Any, logits: Any, answer_ids: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Sampler, "choose", choose)
+    prompts, output = write_prompts(tmp_path, ["a"]), tmp_path / "out.jsonl"
+    words = [str(pocket_path()), "--prompts", str(prompts), "-o", str(output)]
+    assert main(["generate", *words, "--host-memory", "64MiB", "--policy", "auto", "-v"]) == 2
+    error = capsys.readouterr().err
+    assert "1 of 1 requests failed" in error
+    assert "even shares: " in error  # the reason, which the table has with -v alone
+    (record,) = records(output)
+    assert record["error"]["code"] == "generation_failed"
+    assert "Input/output error" in record["error"]["message"]
