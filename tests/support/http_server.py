@@ -124,10 +124,11 @@ def model_of(name: str, engine: Any, tokenizer: Any, size: int) -> ServedModel:
 
 
 class ScriptedEngine:
-    """Answers as it is told to, from a thread of its own.
+    """Answers as it is told to, at once.
 
     Attributes:
-        script: called with each request and its listener; gives the events to send.
+        script: called with each request; gives the events to send.
+        asked: set where a request came.
         cancelled: set where a request is cancelled.
     """
 
@@ -135,13 +136,13 @@ class ScriptedEngine:
 
     def __init__(self, script: Callable[[GenerationRequest], Sequence[Event]]) -> None:
         self.script = script
-        self.requests: list[GenerationRequest] = []
+        self.asked = threading.Event()
         self.cancelled = threading.Event()
 
     def submit(self, request: GenerationRequest, on_event: OnEvent) -> "ScriptedEngine":
-        self.requests.append(request)
         for event in self.script(request):
             on_event(event)
+        self.asked.set()
         return self
 
     def cancel(self) -> None:
