@@ -14,6 +14,7 @@ import typer
 
 import moe_runtime
 from moe_runtime.cli.commands.bench import bench_app
+from moe_runtime.cli.commands.chat import chat
 from moe_runtime.cli.commands.doctor import doctor
 from moe_runtime.cli.commands.finetune import finetune
 from moe_runtime.cli.commands.generate import generate
@@ -38,6 +39,7 @@ moe-runtime runs Mixture-of-Experts models whose experts do not fit in memory.
 
   moe-runtime run MODEL --prompt "..."    generate text; experts stream from disk
   moe-runtime serve MODEL                 answer requests over HTTP as OpenAI's API does
+  moe-runtime chat MODEL                  a conversation in the terminal
   moe-runtime generate MODEL --prompts IN.jsonl -o OUT.jsonl    answer a file of prompts
   moe-runtime inspect MODEL               what a model needs, and what a budget buys
   moe-runtime pack MODEL OUT              the same model with smaller experts, bit for bit
@@ -118,6 +120,7 @@ def build_app() -> typer.Typer:
     app.command(cls=StrictCommand)(run)
     app.command(cls=StrictCommand)(serve)
     app.command(cls=StrictCommand)(generate)
+    app.command(cls=StrictCommand)(chat)
     app.command(cls=StrictCommand)(inspect)
     app.command(cls=StrictCommand)(pack)
     app.command(cls=StrictCommand)(doctor)

@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full, or read by nobody any more."""
+"""Standard streams that are closed, full, or read by nobody any more; text on a terminal."""
 
 import io
 import os
@@ -7,6 +7,8 @@ import sys
 from typing import TextIO
 
 _NAMES = ("stdin", "stdout", "stderr")
+_NO_CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+"""Removes what a terminal would obey: a model can write escape sequences as well as text."""
 
 
 def open_closed_streams() -> list[str]:
@@ -68,3 +70,28 @@ def _is_broken(stream: TextIO) -> bool:
     poll = select.poll()
     poll.register(number, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+class TextOutput:
+    """Text on stdout as it comes, and a line break after it, also when an error cuts it short."""
+
+    def __init__(self) -> None:
+        self._used = False
+        self._is_terminal = sys.stdout.isatty()
+
+    def show_prompt(self, text: str) -> None:
+        """Shows the prompt dimmed, so that the text reads as its continuation."""
+        sys.stdout.write("\033[2m")
+        self.write(text)
+        sys.stdout.write("\033[0m")
+
+    def write(self, piece: str) -> None:
+        """Writes a piece of text, without what a terminal would obey."""
+        self._used = True
+        sys.stdout.write(piece.translate(_NO_CONTROL) if self._is_terminal else piece)
+        sys.stdout.flush()
+
+    def end_line(self) -> None:
+        """Ends the text, if there is any."""
+        if self._used:
+            self.write("\n")

@@ -295,11 +295,14 @@ CASES = {
         (), (), {}, dict.fromkeys(("tune", "shape", "table"), "tests/cli/test_bench.py")
     ),
 }
-FOLLOWED_BY_SIGNATURES = {"run"}  # tests/cli/test_options.py
+FOLLOWED_ELSEWHERE = {
+    "run",
+    "chat",
+}  # tests/cli/test_options.py, tests/serving/test_chat_command.py
 
 
 def test_no_option_is_left_out() -> None:
-    assert CASES.keys() | FOLLOWED_BY_SIGNATURES == COMMANDS.keys()
+    assert CASES.keys() | FOLLOWED_ELSEWHERE == COMMANDS.keys()
     for name, case in CASES.items():
         options = {param.name for param in COMMANDS[name].params} - SHOWN_BY_THE_COMMAND
         assert case.arrives.keys() | case.elsewhere.keys() == options, name

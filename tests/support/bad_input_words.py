@@ -17,6 +17,7 @@ _SOUND = {
     "serve": (
         *("model", "--port", "0", "--host-memory", "1GiB", "--max-tokens", "64", "--dry-run"),
     ),
+    "chat": ("model", "-n", "2", "--host-memory", "1GiB"),
     "generate": (
         *("model", "--prompts", "prompts.jsonl", "-o", "answers.jsonl"),
         *("-n", "2", "--host-memory", "1GiB"),

@@ -23,6 +23,7 @@ from moe_runtime.cli.processes import at_first, from_first, joined_processes
 from moe_runtime.cli.prompt_progress import prompt_progress
 from moe_runtime.cli.prompts import read_prompts
 from moe_runtime.cli.run_outcome import outcome_json, outcome_rows
+from moe_runtime.cli.streams import TextOutput
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import parse_budget
 from moe_runtime.files import check_not_in_progress, check_output_path
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
 
     from moe_runtime.inference.generation import GenerationResult
     from moe_runtime.types import RuntimeStats
-
-_NO_CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
-"""Removes what a terminal would obey: a model can write escape sequences as well as text."""
 
 
 def run(
@@ -226,7 +224,7 @@ def _generate(
         check_length(loaded.config, tokens.shape[1], settings["max_new_tokens"])
     results = []
     for text in texts:
-        output = _Stdout()
+        output = TextOutput()
         if show and results:
             output.write("\n")
         shows_prompt = show and sys.stdout.isatty()
@@ -241,26 +239,3 @@ def _generate(
         finally:
             output.end_line()
     return results
-
-
-class _Stdout:
-    """Text as it comes, and a line break after it, also when an error cuts it short."""
-
-    def __init__(self) -> None:
-        self._used = False
-        self._is_terminal = sys.stdout.isatty()
-
-    def show_prompt(self, text: str) -> None:
-        """Shows the prompt dimmed, so that the text reads as its continuation."""
-        sys.stdout.write("\033[2m")
-        self.write(text)
-        sys.stdout.write("\033[0m")
-
-    def write(self, piece: str) -> None:
-        self._used = True
-        sys.stdout.write(piece.translate(_NO_CONTROL) if self._is_terminal else piece)
-        sys.stdout.flush()
-
-    def end_line(self) -> None:
-        if self._used:
-            self.write("\n")

@@ -1,0 +1,225 @@
+"""``moe-runtime chat``: a conversation in the terminal."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moe_runtime.cli import options
+from moe_runtime.cli.commands.run import load_tokenizer
+from moe_runtime.cli.console import Session, loading_bar, print_rows, quiet_transformers
+from moe_runtime.cli.run_outcome import runtime_rows
+from moe_runtime.cli.stopping import stop_on_signals
+from moe_runtime.cli.streams import TextOutput
+from moe_runtime.cli.strict import refuse_given
+from moe_runtime.config import parse_budget
+from moe_runtime.errors import MoERuntimeError
+from moe_runtime.files import check_output_path, write_text
+from moe_runtime.places import require_file_name
+
+if TYPE_CHECKING:
+    from moe_runtime.serving.conversation import Conversation
+
+_INTERRUPTED = 130
+_STOPPING = "stopping the answer; Ctrl-C once more leaves"
+_HELP = (
+    ("/reset", "begin a new conversation"),
+    ("/undo", "take the last message and its answer back"),
+    ("/stats", "what the answers cost so far"),
+    ("/save FILE", "write the conversation, as a line that `moe-runtime generate` takes"),
+    ("/quit", "leave, as Ctrl-D does"),
+    ("/help", "this list"),
+)
+
+System = Annotated[
+    str | None, typer.Option(help="What the model is told before the first message.")
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=16,
+        help="Tokens of the whole conversation that memory is set aside for; as many as the model "
+        "knows when omitted, at most 4096.",
+    ),
+]
+MaxNewTokens = Annotated[
+    int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens of an answer.")
+]
+
+
+def chat(
+    ctx: typer.Context,
+    model: options.Model,
+    system: System = None,
+    max_new_tokens: MaxNewTokens = 1024,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    seed: options.Seed = None,
+    host_memory: options.HostMemory = "auto",
+    device_memory: options.DeviceMemory = "auto",
+    max_tokens: MaxTokens = None,
+    policy: options.Policy = "auto",
+    shares: options.Shares = "auto",
+    cache_code: options.CacheCode = "none",
+    prefetch: options.Prefetch = "auto",
+    predictor: options.Predictor = "auto",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    debug: options.Debug = False,
+    config: options.Config = None,
+) -> None:
+    """Talk to a model; each line is a message, and /help lists what else can be typed.
+
+    What was computed of a turn serves the next one. Ctrl-C stops an answer, a second one leaves.
+    Lines can come from a pipe, too.
+    """
+    session: Session = ctx.obj
+    session.begin(debug=debug, as_json=False)
+    if temperature == 0:
+        refuse_given(
+            ctx, {"top_p", "seed"}, "has no effect without sampling: give --temperature too"
+        )
+    if prefetch == "off" and policy not in ("auto", "predicted"):
+        refuse_given(
+            ctx,
+            {"predictor"},
+            "has nobody to guess for: give --prefetch, or --policy predicted or auto",
+        )
+    for budget, option in ((host_memory, "--host-memory"), (device_memory, "--device-memory")):
+        parse_budget(budget, name=option)
+    quiet_transformers(session)
+    import moe_runtime
+    from moe_runtime.inference.generation import check_options, encode_messages, end_token_ids
+    from moe_runtime.serving.requests import SamplingOptions
+
+    check_options(max_new_tokens, temperature, top_p, seed)
+    tokenizer = load_tokenizer(model)
+    first = [] if system is None else [{"role": "system", "content": system}]
+    # a template that cannot be used is refused before weights are read
+    encode_messages(tokenizer, [*first, {"role": "user", "content": "Hello"}])
+    with loading_bar() as progress:
+        loaded: Any = moe_runtime.load(
+            model,
+            device=device,
+            dtype=dtype,
+            host_memory=host_memory,
+            device_memory=device_memory,
+            policy=policy,
+            shares=shares,
+            cache_code=cache_code,
+            prefetch=prefetch,
+            predictor=predictor,
+            max_tokens=max_tokens,
+            progress=progress,
+        )
+    from moe_runtime.serving.conversation import Conversation
+    from moe_runtime.serving.engine import Engine
+
+    with contextlib.closing(loaded.moe), Engine(loaded) as engine:
+        conversation = Conversation(
+            engine,
+            tokenizer,
+            end_ids=frozenset(end_token_ids(loaded)),
+            sampling=SamplingOptions(temperature=temperature, top_p=top_p, seed=seed),
+            max_new_tokens=max_new_tokens,
+            system=system,
+        )
+        _Terminal(conversation, loaded).run()
+
+
+class _Terminal:
+    """Lines in, answers out."""
+
+    def __init__(self, conversation: "Conversation", loaded: Any) -> None:
+        self._conversation = conversation
+        self._loaded = loaded
+        self._saved: set[Path] = set()
+        self._is_terminal = sys.stdin.isatty()
+
+    def run(self) -> None:
+        """Until the lines end."""
+        if self._is_terminal:
+            print("/help lists commands; Ctrl-D leaves", file=sys.stderr)
+        for line in _lines(is_terminal=self._is_terminal):
+            words = line.split(maxsplit=1)
+            if not words:
+                continue
+            if words[0] in ("/quit", "/exit"):
+                return
+            try:
+                if line.startswith("/"):
+                    self._obey(words[0], words[1] if len(words) > 1 else "")
+                else:
+                    self._answer(line)
+            except (ValueError, MoERuntimeError, OSError) as error:
+                # nobody reads what is said between the answers of a pipe
+                if not self._is_terminal:
+                    raise
+                print(f"moe-runtime: {error}", file=sys.stderr)
+
+    def _answer(self, text: str) -> None:
+        output = TextOutput()
+        with stop_on_signals(_STOPPING) as stop:
+            try:
+                self._conversation.ask(text, output.write, lambda: stop.is_set)
+            finally:
+                output.end_line()
+        if stop.is_set and stop.exit_code != _INTERRUPTED:
+            raise typer.Exit(stop.exit_code)
+
+    def _obey(self, command: str, rest: str) -> None:
+        if command == "/reset":
+            self._conversation.reset()
+        elif command == "/undo":
+            if not self._conversation.undo():
+                raise ValueError("/undo: there is no message to take back")
+        elif command == "/stats":
+            self._show_statistics()
+        elif command == "/save":
+            self._save(rest.strip())
+        elif command == "/help":
+            print_rows("commands", _HELP, to_stderr=True)
+        else:
+            raise ValueError(f"{command} is no command; /help lists them")
+
+    def _show_statistics(self) -> None:
+        turns = self._conversation.turns
+        rows = [("answers", f"{len(turns)}, {sum(turn.new_tokens for turn in turns)} tokens")]
+        if turns and turns[-1].ttft_s is not None:
+            last = turns[-1]
+            rate = (last.new_tokens - 1) / last.decode_s if last.decode_s else None
+            speed = "" if rate is None else f", {rate:.2f} tokens/s"
+            prompt = f"{last.prompt_tokens} tokens, {last.cached_tokens} of them known before"
+            rows += [
+                ("conversation", prompt),
+                ("last answer", f"after {last.ttft_s:.2f} s{speed}"),
+            ]
+        rows += runtime_rows(self._loaded.moe.stats())
+        print_rows("what the runtime did", rows, to_stderr=True)
+
+    def _save(self, name: str) -> None:
+        require_file_name(name, "/save")
+        path = Path(name)
+        check_output_path(path, "conversation")
+        if path.exists() and path.resolve() not in self._saved:
+            raise ValueError(f"/save {name}: is there already; give another name")
+        messages = {"messages": self._conversation.messages}
+        write_text(path, f"{json.dumps(messages, ensure_ascii=False)}\n")
+        self._saved.add(path.resolve())
+
+
+def _lines(*, is_terminal: bool) -> Iterator[str]:
+    """Lines of standard input; on a terminal with a history of what was typed."""
+    if not is_terminal:
+        for line in sys.stdin:
+            yield line.rstrip("\n")
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  gives input() a history
+    with contextlib.suppress(EOFError):
+        while True:
+            yield input("> ")

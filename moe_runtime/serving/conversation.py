@@ -1,0 +1,190 @@
+"""A conversation with a model: turns, what is remembered of them, and what they cost."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from moe_runtime.errors import MoERuntimeError
+from moe_runtime.inference.generation import encode_messages
+from moe_runtime.serving.http.answer_text import IncrementalText
+from moe_runtime.serving.requests import (
+    Event,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    NewToken,
+    PromptRead,
+    SamplingOptions,
+    TokenEngine,
+)
+
+_LOOKING_S = 0.05
+"""Seconds between two looks at whether somebody asked to stop, while no token comes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """What one answer cost.
+
+    Attributes:
+        prompt_tokens: of the whole conversation up to the answer.
+        cached_tokens: those of them that earlier turns had computed.
+        new_tokens: of the answer.
+        ttft_s: seconds to its first token; None without one.
+        decode_s: seconds from there to its last one.
+        reason: why it ended.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    ttft_s: float | None
+    decode_s: float
+    reason: FinishReason
+
+
+class Conversation:
+    """Messages so far, and answers to new ones.
+
+    Args:
+        engine: answers; what it keeps of a turn's beginning is not computed again in the next one.
+        tokenizer: of the model, with a chat template.
+        end_ids: tokens that end an answer.
+        sampling: how tokens are chosen.
+        max_new_tokens: most tokens of an answer.
+        system: what the model is told before the first message, if anything.
+
+    Attributes:
+        messages: as chat templates know them.
+        turns: of this conversation.
+    """
+
+    def __init__(
+        self,
+        engine: TokenEngine,
+        tokenizer: Any,
+        *,
+        end_ids: frozenset[int],
+        sampling: SamplingOptions,
+        max_new_tokens: int,
+        system: str | None = None,
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._end_ids = end_ids
+        self._sampling = sampling
+        self._max_new_tokens = max_new_tokens
+        self._system = system
+        self.messages: list[dict[str, Any]] = []
+        self.turns: list[Turn] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Begins anew."""
+        self.messages = []
+        if self._system is not None:
+            self.messages.append({"role": "system", "content": self._system})
+        self.turns = []
+
+    def undo(self) -> bool:
+        """Takes the last message and its answer back; gives whether there was one."""
+        if not self.turns:
+            return False
+        del self.messages[-2:]
+        self.turns.pop()
+        return True
+
+    def ask(
+        self, text: str, on_text: Callable[[str], None], is_stopped: Callable[[], bool]
+    ) -> Turn:
+        """Answers a message, which is remembered with its answer; one that was stopped too.
+
+        Args:
+            text: of the message.
+            on_text: called with each piece of the answer.
+            is_stopped: whether to end the answer here; looked at all the time.
+
+        Raises:
+            ValueError: the conversation is too long, or the message is no text.
+            MoERuntimeError: the chat template refuses it, or the model failed; nothing is
+                remembered.
+        """
+        text.encode()  # half a surrogate pair is no text
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt = encode_messages(self._tokenizer, messages)["input_ids"][0].tolist()
+        most = self._engine.most_request_tokens
+        if len(prompt) >= most:
+            raise ValueError(
+                f"the conversation has {len(prompt)} tokens and may have {most} with its answer; "
+                "/reset begins a new one, or give a larger --max-tokens"
+            )
+        request = GenerationRequest(
+            prompt_ids=tuple(prompt),
+            max_new_tokens=min(self._max_new_tokens, most - len(prompt)),
+            stop_ids=self._end_ids,
+            sampling=self._sampling,
+        )
+        answer, turn = self._answer(request, on_text, is_stopped)
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        self.turns.append(turn)
+        return turn
+
+    def _answer(
+        self,
+        request: GenerationRequest,
+        on_text: Callable[[str], None],
+        is_stopped: Callable[[], bool],
+    ) -> tuple[str, Turn]:
+        text = IncrementalText(self._decode, frozenset(self._tokenizer.all_special_ids))
+        pieces: list[str] = []
+
+        def show(piece: str) -> None:
+            if piece:
+                pieces.append(piece)
+                on_text(piece)
+
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        started_s = time.perf_counter()
+        times_s: list[float] = []
+        cached_tokens = 0
+        handle = self._engine.submit(request, events.put)
+        try:
+            while True:
+                event = _next(events)
+                if is_stopped():
+                    handle.cancel()
+                if isinstance(event, PromptRead):
+                    cached_tokens = event.cached_tokens
+                elif isinstance(event, NewToken):
+                    times_s.append(time.perf_counter())
+                    show(text.add(event.token_id))
+                elif isinstance(event, Finished):
+                    break
+        finally:
+            handle.cancel()
+        if event.reason == "error":
+            raise MoERuntimeError(event.message or "the model failed")
+        show(text.end())
+        return "".join(pieces), Turn(
+            prompt_tokens=len(request.prompt_ids),
+            cached_tokens=cached_tokens,
+            new_tokens=len(times_s),
+            ttft_s=times_s[0] - started_s if times_s else None,
+            decode_s=times_s[-1] - times_s[0] if times_s else 0.0,
+            reason=event.reason,
+        )
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+def _next(events: queue.SimpleQueue[Event]) -> Event | None:
+    """The next event, or None after a while without one."""
+    try:
+        return events.get(timeout=_LOOKING_S)
+    except queue.Empty:
+        return None

@@ -1,0 +1,219 @@
+"""`moe-runtime chat`: turns that go on from one another, what can be typed, how answers end."""
+
+import io
+import json
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import all_commands
+from http_server import TEMPLATE
+
+from moe_runtime.cli.main import main
+from moe_runtime.cli.streams import TextOutput
+from moe_runtime.models.pocket import pocket_path
+from moe_runtime.serving import conversation
+from moe_runtime.serving.conversation import Conversation
+from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.requests import SamplingOptions
+
+OPTIONS = ["--host-memory", "64MiB", "--dtype", "float32", "-n", "12", "--policy", "lru"]
+FIRST, SECOND = "What is a list in Python, and how is it made?", "And a tuple?"
+
+
+def never() -> bool:
+    return False
+
+
+@pytest.fixture
+def talking(pocket: Any, tokenizer: Any) -> Any:
+    with Engine(pocket) as engine:
+        yield Conversation(
+            engine,
+            tokenizer,
+            end_ids=frozenset(),
+            sampling=SamplingOptions(),
+            max_new_tokens=12,
+            system="Be brief.",
+        )
+
+
+def test_a_turn_goes_on_from_what_the_last_one_computed(talking: Conversation) -> None:
+    pieces: list[str] = []
+    first = talking.ask(FIRST, pieces.append, never)
+    second = talking.ask(SECOND, lambda piece: None, never)
+    assert len(pieces) > 1
+    assert [message["role"] for message in talking.messages] == [
+        *("system", "user", "assistant", "user", "assistant")
+    ]
+    assert talking.messages[2]["content"] == "".join(pieces)
+    assert (first.new_tokens, first.cached_tokens, first.reason) == (12, 0, "length")
+    # in whole blocks of 16 tokens, the question at least
+    assert second.cached_tokens >= first.prompt_tokens // 16 * 16 > 0
+    assert talking.undo()
+    assert len(talking.messages) == 3
+    talking.reset()
+    assert talking.messages == [{"role": "system", "content": "Be brief."}]
+    assert not talking.undo()
+
+
+def test_a_stopped_answer_is_remembered_as_far_as_it_came(talking: Conversation) -> None:
+    pieces: list[str] = []
+    turn = talking.ask(FIRST, pieces.append, lambda: bool(pieces))
+    assert turn.reason in ("cancelled", "length")  # the engine may be at the end by then
+    assert talking.messages[-1]["content"] == "".join(pieces)
+    assert talking.ask(SECOND, pieces.append, never).new_tokens == 12
+
+
+def test_a_conversation_that_is_too_long_says_so_and_stays(talking: Conversation) -> None:
+    before = [*talking.messages]
+    with pytest.raises(ValueError, match=r"tokens and may have 512 .* /reset begins a new one"):
+        talking.ask("word " * 600, lambda piece: None, never)
+    assert talking.messages == before
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The bundled model with a template for conversations."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in pocket_path().glob("*.*"):
+        if file.suffix in (".json", ".safetensors"):
+            shutil.copy(file, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture
+def say(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs the command with lines from a pipe."""
+
+    def run(model: Any, lines: list[str], *words: str) -> int:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        return main(["chat", str(model), *OPTIONS, *words])
+
+    return run
+
+
+def test_lines_of_a_pipe_are_answered_as_run_answers_and_commands_obeyed(
+    model: Path, say: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["run", str(model), "--chat", "-p", FIRST, *OPTIONS]) == 0
+    expected = capsys.readouterr().out
+    saved = tmp_path / "saved.jsonl"
+    lines = [FIRST, "", f"/save {saved}", "/stats", "/help", "/undo", FIRST, f"/save {saved}"]
+    assert say(model, [*lines, "/reset", "/quit", SECOND]) == 0
+    told = capsys.readouterr()
+    assert told.out == expected * 2
+    assert "of them known before" in told.err
+    assert "/save FILE" in told.err
+    # a line that ends in a line break is the text and one more of the command
+    content = expected.removesuffix("\n")
+    asked, answered = json.loads(saved.read_text())["messages"]
+    assert asked == {"role": "user", "content": FIRST}
+    assert answered == {"role": "assistant", "content": content}
+
+
+def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(
+    model: Path,
+    say: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    real, num_pieces = TextOutput.write, 0
+
+    def write(self: TextOutput, piece: str) -> None:
+        nonlocal num_pieces
+        num_pieces += 1
+        real(self, piece)
+        if num_pieces == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(TextOutput, "write", write)
+    try:
+        assert say(model, [FIRST, SECOND]) == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+    told = capsys.readouterr()
+    assert "Ctrl-C once more leaves" in told.err
+    assert told.out.count("\n") >= 2
+
+
+def test_options_arrive(
+    model: Path, say: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import moe_runtime
+
+    real, told = moe_runtime.load, {}
+
+    def load(path: str, **options: Any) -> Any:
+        told.update(options, model=path)
+        return real(path, **options)
+
+    def end(*_: Any, **options: Any) -> None:
+        told.update(options)
+        raise ValueError("this is where it ends")
+
+    monkeypatch.setitem(vars(moe_runtime), "load", load)
+    monkeypatch.setattr(conversation, "Conversation", end)
+    given = {
+        **{"model": str(model), "system": "Hm", "max_new_tokens": 23, "host_memory": "60MiB"},
+        **{"device_memory": "auto", "max_tokens": 237, "policy": "sieve", "shares": "adaptive"},
+        **{"cache_code": "none", "prefetch": "observe", "predictor": "popularity"},
+        **{"device": "cpu", "dtype": "bfloat16"},
+    }
+    sampling = SamplingOptions(temperature=0.375, top_p=0.17, seed=241)
+    words = [
+        f"--{name.replace('_', '-')}={value}" for name, value in given.items() if name != "model"
+    ]
+    words += ["--temperature=0.375", "--top-p=0.17", "--seed=241"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert main(["chat", str(model), *words]) == 2
+    assert {name: told[name] for name in given} == given
+    assert told["sampling"] == sampling
+    options = {param.name for param in all_commands()["chat"].params}
+    followed = given.keys() | {"temperature", "top_p", "seed"}
+    assert options - {"debug", "config", "help"} == followed
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("/bogus", "/bogus is no command; /help lists them"),
+        ("/undo", "/undo: there is no message to take back"),
+        ("/save", "/save: is empty, expected the name of a file"),
+        ("/save here.txt", "/save here.txt: is there already; give another name"),
+    ],
+)
+def test_what_cannot_be_obeyed_is_one_line(
+    line: str,
+    complaint: str,
+    talking: Conversation,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from moe_runtime.cli.commands.chat import _Terminal
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.txt").write_text("old")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(line))
+    with pytest.raises(ValueError, match=complaint.replace(".", r"\.").replace("?", r"\?")):
+        _Terminal(talking, None).run()
+    assert (tmp_path / "here.txt").read_text() == "old"
+
+
+def test_a_model_without_a_template_is_refused_before_it_is_loaded(
+    say: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import moe_runtime
+
+    monkeypatch.setitem(vars(moe_runtime), "load", None)
+    assert say(pocket_path(), [FIRST]) == 2
+    error = capsys.readouterr().err
+    assert "this model's tokenizer has no chat template" in error
+    assert error.count("\n") == 1
