@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from moe_runtime.errors import MoERuntimeError
+from moe_runtime.inference.generation import COLDEST
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,9 +89,9 @@ class SamplingOptions:
         Raises:
             ValueError: an option is out of range; the message begins with its name.
         """
-        if not 0 <= self.temperature < math.inf:
+        if self.temperature and not COLDEST <= self.temperature < math.inf:
             raise ValueError(
-                f"temperature must be 0 (greedy) or a positive number, got {self.temperature}"
+                f"temperature must be 0 (greedy) or at least {COLDEST:g}, got {self.temperature}"
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")

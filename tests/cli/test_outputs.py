@@ -233,11 +233,12 @@ INPUTS = {
         (["predictor", "fit", "TRACE", "--output"], "TRACE"),
         (["predictor", "fit", "--model", "MODEL", "--text", "FILE", "-o"], "MODEL/config.json"),
     ],
+    "generate": [(["generate", "MODEL", "--prompts", "FILE", "--output"], "FILE")],
     "bench kernels": [],  # reads nothing
 }
 FILES_THAT_ARE_READ = {
-    *("--config", "--from", "--machine", "--placement", "--prompt-file", "--prompts", "--text"),
-    "--train",
+    *("--api-keys", "--config", "--from", "--machine", "--placement", "--prompt-file"),
+    *("--prompts", "--text", "--train"),
 }
 SCRATCH = {"--storage-dir"}
 """Folders for files that have gone when the command ends, under names that nothing else has."""

@@ -14,6 +14,7 @@ from moe_runtime.serving.requests import GenerationRequest, SamplingOptions
         {"temperature": -0.1},
         {"temperature": math.nan},
         {"temperature": math.inf},
+        {"temperature": 1e-300},  # 0 in fp32, which divides the logits
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"top_k": -1},

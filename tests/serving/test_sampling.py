@@ -52,7 +52,7 @@ NEVER = -torch.inf
     [
         ({}, LOGITS),
         ({"temperature": 0.5}, LOGITS / 0.5),
-        ({"temperature": 1e-30}, torch.tensor([0.0, NEVER, NEVER, NEVER, NEVER])),
+        ({"temperature": 1e-20}, torch.tensor([0.0, NEVER, NEVER, NEVER, NEVER])),
         ({"top_k": 2}, torch.tensor([2.0, 1.0, NEVER, NEVER, NEVER])),
         # chances 0.59, 0.22, 0.13, 0.03, 0.004
         ({"top_p": 0.7}, torch.tensor([2.0, 1.0, NEVER, NEVER, NEVER])),
