@@ -33,6 +33,7 @@ from moe_runtime.serving.sequence_cache import (
     set_room,
 )
 from moe_runtime.serving.sequences import Failure, Sequence
+from moe_runtime.serving.turns import Turns
 
 
 class Engine:
@@ -44,7 +45,12 @@ class Engine:
     """
 
     def __init__(
-        self, model: Any, options: EngineOptions | None = None, *, max_tokens: int | None = None
+        self,
+        model: Any,
+        options: EngineOptions | None = None,
+        *,
+        max_tokens: int | None = None,
+        turns: Turns | None = None,
     ) -> None:
         """Begins to wait for requests.
 
@@ -53,12 +59,14 @@ class Engine:
             options: how work is divided.
             max_tokens: tokens of all sequences and kept prefixes together; what ``load`` set memory
                 aside for when omitted.
+            turns: shared by the engines of several models, which then compute one at a time.
 
         Raises:
             UnsupportedModelError: the model is none that generates text from tokens alone.
             ValueError: ``max_tokens`` is more than memory was set aside for, or too few.
         """
         self._options = options or EngineOptions()
+        self._turns = turns or Turns()
         capacity = capacity_of(model, max_tokens)
         self._model = model
         self._passes = ModelPasses(model)
@@ -185,7 +193,8 @@ class Engine:
         try:
             with torch.inference_mode():
                 while self._wait():
-                    self._step()
+                    with self._turns.turn():
+                        self._step()
         finally:
             self._end_all()
 
@@ -225,7 +234,7 @@ class Engine:
         for group in self._groups(decoding):
             self._decode(group)
         chosen = self._scheduler.prompts(
-            *self._prompt_sizes(beside=bool(decoding)),
+            *self._prompt_sizes(beside=bool(decoding) or self._turns.is_wanted),
             exact=self._options.exact or not self._passes.can_join,
         )
         if chosen:

@@ -64,8 +64,8 @@ CASES = {
         ("moe_runtime.serving.http.starting.run_server",),
         ("models/pocket",),
         {
-            "model": ("", "models/pocket"),
-            "name": ("--name mine", ("name", "mine")),
+            "models": ("", "models/pocket"),
+            "name": ("--name mine", ("names", "mine")),
             "host": ("--host 0.0.0.0", ("host", "0.0.0.0")),
             "port": ("--port 237", ("port", 237)),
             "api_keys": ("--api-keys text.txt", "words"),

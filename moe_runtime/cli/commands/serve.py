@@ -33,9 +33,20 @@ _MOST_KEY_BYTES = 1 << 20
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _STOPPING = "finishing running answers; Ctrl-C or SIGTERM once more stops at once"
 
+Models = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="MODEL...",
+        help="Folders of safetensors checkpoints, GGUF files, or names on the hub; requests that "
+        "name no model get the first.",
+    ),
+]
 Name = Annotated[
-    str | None,
-    typer.Option(help="By which requests ask for the model; its folder's name when omitted."),
+    list[str] | None,
+    typer.Option(
+        help="By which requests ask for the model, its folder's name when omitted; once for each "
+        "of several models, in their order.",
+    ),
 ]
 Host = Annotated[
     str, typer.Option(help="Address to listen at; 0.0.0.0 for all, and then give --api-keys.")
@@ -94,7 +105,7 @@ DrainSeconds = Annotated[
     ),
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Load the model, say how it would be served, and stop.")
+    bool, typer.Option("--dry-run", help="Load the models, say how they would be served, and stop.")
 ]
 JsonLog = Annotated[
     bool,
@@ -104,7 +115,7 @@ JsonLog = Annotated[
 
 def serve(
     ctx: typer.Context,
-    model: options.Model,
+    models: Models,
     name: Name = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
@@ -135,6 +146,8 @@ def serve(
 ) -> None:
     """Answer requests over HTTP as OpenAI's API does; experts that do not fit stream from disk.
 
+    Several models divide one budget between them and compute one at a time, in turns.
+
     Clients of that API work as they are: give them the address with /v1 behind it. A page to chat
     and to watch hit rate and reads is at the address itself, metrics for Prometheus at /metrics.
 
@@ -164,8 +177,8 @@ def serve(
 
     log = _Log(as_json=as_json)
     settings = ServeSettings(
-        model=model,
-        name=name,
+        models=models,
+        names=name or (),
         host=host,
         port=port,
         loading={
@@ -244,36 +257,41 @@ def _read_keys(file: Path | None) -> tuple[str, ...]:
 
 def _announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> None:
     """The first screen: what is served, where, and how to call it."""
-    stats, model = ready.loaded.moe.stats(), ready.model
+    models = ready.models
+    stats = [loaded.moe.stats() for loaded in ready.loaded]
     if as_json:
-        print_json(
+        described = [
             {
-                "address": ready.address,
                 "model": model.name,
                 "max_request_tokens": model.engine.most_request_tokens,
-                "budget_bytes": stats.budget_bytes,
+                "budget_bytes": some.budget_bytes,
             }
-        )
+            for model, some in zip(models, stats, strict=True)
+        ]
+        print_json({"address": ready.address, **described[0], "models": described})
         return
-    kept = min(stats.expert_slots * stats.slot_bytes, stats.expert_bytes)
     rows = [
-        ("model", model.name),
         ("address", f"{ready.address}/v1" + ("" if settings.access.keys else " (no key needed)")),
         ("page, metrics", f"{ready.address}/  {ready.address}/metrics"),
-        (
-            "memory",
-            f"{format_bytes(stats.budget_bytes)}; {format_bytes(kept)} of "
-            f"{format_bytes(stats.expert_bytes)} of experts fit",
-        ),
-        (
-            "requests",
-            f"{model.engine.most_request_tokens} tokens each, "
-            f"{model.engine.statistics().kv_capacity} at a time",
-        ),
     ]
+    for model, some in zip(models, stats, strict=True):
+        kept = min(some.expert_slots * some.slot_bytes, some.expert_bytes)
+        rows += [
+            ("model", model.name),
+            (
+                "memory",
+                f"{format_bytes(some.budget_bytes)}; {format_bytes(kept)} of "
+                f"{format_bytes(some.expert_bytes)} of experts fit",
+            ),
+            (
+                "requests",
+                f"{model.engine.most_request_tokens} tokens each, "
+                f"{model.engine.statistics().kv_capacity} at a time",
+            ),
+        ]
     print_rows("serving", rows, to_stderr=True)
     path, asked = "completions", '"prompt": "Once upon a time", "max_tokens": 32'
-    if model.template is not None:
+    if models[0].template is not None:
         path, asked = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
     print(
         f"curl {ready.address}/v1/{path} -H 'content-type: application/json' \\\n"

@@ -1,21 +1,24 @@
-"""From a model's name to a running server."""
+"""From models' names to a running server."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import moe_runtime
 from moe_runtime.checkpoints.model_files import find_checkpoint, load_tokenizer
+from moe_runtime.config import MemorySize
 from moe_runtime.errors import blamed_on
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.engine_options import EngineOptions
+from moe_runtime.serving.http.dividing import divide_host_memory
 from moe_runtime.serving.http.running import address_of, listen, serve
 from moe_runtime.serving.http.served_model import ServedModel, serve_model
 from moe_runtime.serving.http.server import Access, Limits, Log, Server
+from moe_runtime.serving.turns import Turns
 
 _BACKLOG = 2048
 
@@ -25,19 +28,19 @@ class ServeSettings:
     """All that is said about a server before it starts.
 
     Attributes:
-        model: folder, GGUF file, or name on the hub.
-        name: by which requests ask for it; the last part of ``model`` where None.
+        models: folders, GGUF files, or names on the hub; requests that name none get the first.
+        names: by which requests ask for them; the last parts of ``models`` where there are none.
         host: address to listen at.
         port: 0 for any that is free.
-        loading: options of ``moe_runtime.load``.
+        loading: options of ``moe_runtime.load``; the budget is that of all models together.
         engine: how work is divided.
         limits: what one request may ask for.
         access: who may ask.
         drain_s: seconds for taken requests once the server stops; None for as long as they take.
     """
 
-    model: str
-    name: str | None
+    models: Sequence[str]
+    names: Sequence[str]
     host: str
     port: int
     loading: Mapping[str, Any]
@@ -53,13 +56,13 @@ class Ready:
 
     Attributes:
         address: as clients write it.
-        model: that it serves.
-        loaded: the model itself.
+        models: that it serves.
+        loaded: the models themselves, in the same order.
     """
 
     address: str
-    model: ServedModel
-    loaded: Any
+    models: Sequence[ServedModel]
+    loaded: Sequence[Any]
 
 
 def run_server(
@@ -70,7 +73,7 @@ def run_server(
     is_stopping: Callable[[], bool],
     progress: Callable[[str, int, int], None] | None = None,
 ) -> None:
-    """Loads a model and answers requests until it is told to stop.
+    """Loads models and answers requests until it is told to stop.
 
     Args:
         settings: of the server.
@@ -80,23 +83,57 @@ def run_server(
         progress: of loading.
 
     Raises:
-        MoERuntimeError: the model cannot be loaded, or the address be taken.
-        ValueError: an option is out of range.
+        MoERuntimeError: a model cannot be loaded, or the address be taken.
+        ValueError: an option is out of range, or two models have one name.
     """
+    names = names_of(settings.models, settings.names)
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(listen(settings.host, settings.port))
-        folder = find_checkpoint(settings.model)
-        tokenizer = load_tokenizer(folder)
-        loaded: Any = moe_runtime.load(folder, progress=progress, **settings.loading)
-        stack.enter_context(contextlib.closing(loaded.moe))
-        engine = stack.enter_context(Engine(loaded, settings.engine))
-        name = settings.name or Path(settings.model).resolve().name
-        with blamed_on(f"{folder}: the chat template cannot be used"):
-            model = serve_model(name, engine, tokenizer, loaded)
+        folders = [find_checkpoint(model) for model in settings.models]
+        tokenizers = [load_tokenizer(folder) for folder in folders]
+        # One model gets the budget as it was said: it may be a share, or a device's.
+        budgets: Sequence[MemorySize] = [settings.loading["host_memory"]]
+        if len(folders) > 1:
+            budgets = divide_host_memory(names, folders, settings.loading)
+        turns, models, all_loaded = Turns(), [], []
+        for name, folder, tokenizer, budget in zip(
+            names, folders, tokenizers, budgets, strict=True
+        ):
+            loaded: Any = moe_runtime.load(
+                folder, progress=progress, **{**settings.loading, "host_memory": budget}
+            )
+            stack.enter_context(contextlib.closing(loaded.moe))
+            engine = stack.enter_context(Engine(loaded, settings.engine, turns=turns))
+            with blamed_on(f"{folder}: the chat template cannot be used"):
+                models.append(serve_model(name, engine, tokenizer, loaded))
+            all_loaded.append(loaded)
         server = Server(
-            models={name: model}, limits=settings.limits, access=settings.access, log=log
+            models=dict(zip(names, models, strict=True)),
+            limits=settings.limits,
+            access=settings.access,
+            log=log,
         )
         # Who calls from now on is answered, if a moment later.
         listening.listen(_BACKLOG)
-        on_ready(Ready(address_of(listening), model, loaded))
+        on_ready(Ready(address_of(listening), models, all_loaded))
         serve(server, listening, is_stopping=is_stopping, drain_s=settings.drain_s)
+
+
+def names_of(models: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The names by which requests ask for models, in their order.
+
+    Raises:
+        ValueError: there are not as many names as models, or one is given to two of them.
+    """
+    if names and len(names) != len(models):
+        raise ValueError(
+            f"--name: expected one for each of {len(models)} models in their order, or none, "
+            f"got {len(names)}"
+        )
+    found = list(names) or [Path(model).resolve().name for model in models]
+    for name in found:
+        if found.count(name) > 1:
+            raise ValueError(
+                f"--name: two models are called {name!r}; give each model a name of its own"
+            )
+    return found

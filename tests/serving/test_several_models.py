@@ -1,0 +1,167 @@
+"""Several models behind one address: names, one budget, one computing at a time."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_events import ask, request_of
+from http_server import Served
+from safetensors.torch import load_file, save_file
+from text_checkpoint import save_text_checkpoint
+
+import moe_runtime
+from moe_runtime.cli.main import main
+from moe_runtime.errors import CapacityError
+from moe_runtime.inference.inspection import inspect_checkpoint
+from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.engine_options import EngineOptions
+from moe_runtime.serving.http.dividing import Need, divide
+from moe_runtime.serving.http.server import Access, Limits
+from moe_runtime.serving.http.starting import Ready, ServeSettings, run_server
+from moe_runtime.serving.turns import Turns
+
+LOADING = {"device": "cpu", "host_memory": "64MiB", "max_tokens": 64}
+OTHERS = {"dtype": "auto", "cache_code": "none"}
+PROMPT = [5, 7, 11]
+ASKED = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two models that answer differently."""
+    folders = [tmp_path_factory.mktemp("models") / name for name in ("one", "two")]
+    for folder in folders:
+        save_text_checkpoint(folder)
+    file = folders[1] / "model.safetensors"
+    weights = load_file(file)
+    weights["lm_head.weight"] = weights["lm_head.weight"].flip(0).contiguous()
+    save_file(weights, file, metadata={"format": "pt"})
+    return folders
+
+
+def texts_alone(folder: Path) -> list[int]:
+    """What the model generates by itself."""
+    model: Any = moe_runtime.load(folder, **LOADING)
+    with model.moe, Engine(model) as engine:
+        return ask(engine, request_of(tuple(PROMPT), 6))[0].wait().ids
+
+
+def test_requests_pick_their_model_by_name(checkpoints: list[Path]) -> None:
+    alone = [texts_alone(folder) for folder in checkpoints]
+    assert alone[0] != alone[1]
+    ready: list[Ready] = []
+    has_begun, is_over = threading.Event(), threading.Event()
+
+    def begin(found: Ready) -> None:
+        ready.append(found)
+        has_begun.set()
+
+    settings = ServeSettings(
+        models=[str(folder) for folder in checkpoints],
+        names=(),
+        host="127.0.0.1",
+        port=0,
+        loading={**LOADING, **OTHERS},
+        engine=EngineOptions(),
+        limits=Limits(),
+        access=Access(),
+        drain_s=None,
+    )
+    with ThreadPoolExecutor(5) as pool:
+        running = pool.submit(
+            run_server,
+            settings,
+            log=lambda *_: None,
+            on_ready=begin,
+            is_stopping=is_over.is_set,
+        )
+        running.add_done_callback(lambda _: has_begun.set())
+        try:
+            has_begun.wait()
+            assert ready, running.result()
+            site = Served(ready[0].address, server=None)  # pyright: ignore[reportArgumentType]
+            _, listed = site.ask("/v1/models")
+            assert [model["id"] for model in listed["data"]] == ["one", "two"]
+            bodies = [{**ASKED, "model": name} for name in ("one", "two", "two", "one")]
+            answers = list(pool.map(lambda body: site.ask("/v1/completions", body), bodies))
+            found = [answer["choices"][0]["token_ids"] for _, answer in answers]
+            assert found == [alone[0], alone[1], alone[1], alone[0]]
+            assert [answer["model"] for _, answer in answers] == ["one", "two", "two", "one"]
+            status, refused = site.ask("/v1/completions", {**ASKED, "model": "three"})
+            assert status == 404
+            assert refused["error"]["message"].endswith("there is one, two")
+            assert refused["error"]["code"] == "model_not_found"
+            assert site.ask("/health") == (200, {"alive": True, "ready": True})
+            metrics = site.ask("/metrics")[1]
+            for name in ("one", "two"):
+                label = f'{{engine="0",model_name="{name}"}}'
+                assert f"vllm:generation_tokens_total{label} 12.0" in metrics
+            budgets = [model.moe.stats().budget_bytes for model in ready[0].loaded]
+            assert budgets[0] == budgets[1] > 0
+            assert sum(budgets) <= 64 << 20
+        finally:
+            is_over.set()
+        running.result()
+
+
+def test_engines_compute_one_at_a_time_in_the_order_in_which_they_ask(
+    checkpoints: list[Path],
+) -> None:
+    turns = Turns()
+    model: Any = moe_runtime.load(checkpoints[0], **LOADING)
+    with model.moe, Engine(model, turns=turns) as engine:
+        with turns.turn():
+            answer, _ = ask(engine, request_of(tuple(PROMPT), 2))
+            while not turns.is_wanted and not answer.events:
+                pass
+            assert engine.statistics().steps == 0
+        answer.wait()
+        assert engine.statistics().steps == 2
+
+    order: list[str] = []
+
+    def take(name: str) -> None:
+        with turns.turn():
+            order.append(name)
+
+    threads = []
+    with turns.turn():
+        for number, name in enumerate("abc", 2):
+            threads.append(threading.Thread(target=take, args=name))
+            threads[-1].start()
+            while turns._num_asked - turns._num_ended < number:
+                pass
+    take("holder")
+    for thread in threads:
+        thread.join()
+    assert order == ["a", "b", "c", "holder"]
+
+
+def test_a_budget_is_divided_by_what_models_need_and_what_their_experts_take() -> None:
+    needs = {"small": Need(100, 300), "large": Need(200, 900)}
+    assert divide(300, needs) == [100, 200]
+    assert divide(700, needs) == [200, 500]
+    assert divide(5000, needs) == [400, 1100]  # nobody has use for more
+    assert divide(7, {"whole": Need(3, 0), "other": Need(4, 0)}) == [3, 4]
+    with pytest.raises(CapacityError, match=r"300 B \(300 bytes\): 100 B for small, 200 B for lar"):
+        divide(299, needs)
+
+
+def test_models_that_cannot_be_served_together_are_refused_in_one_line(
+    checkpoints: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*words: str) -> str:
+        assert main(["serve", *words, "--device", "cpu", "--port", "0", "--max-tokens", "64"]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1, said
+        return said
+
+    both = [str(folder) for folder in checkpoints]
+    assert "two models are called 'one'" in refused(both[0], both[0])
+    assert "expected one for each of 2 models" in refused(*both, "--name", "first")
+    least = inspect_checkpoint(both[0], max_tokens=64).smallest_budget_bytes
+    said = refused(*both, "--host-memory", str(2 * least - 1))
+    assert "too small for 2 models: the smallest that works is" in said
+    assert f"({2 * least} bytes)" in said
