@@ -134,6 +134,11 @@ def attention_name(model: PreTrainedModel) -> str | None:
     return model.config._attn_implementation
 
 
+def has_sdpa(model: PreTrainedModel) -> bool:
+    """Whether its attention may be torch's, as that of anything that does not say; 5.17."""
+    return getattr(model, "_supports_sdpa", True)
+
+
 DECIDE_BY_ATTENTION_NAME = frozenset(
     (
         *("axk2", "deepseek_v32", "diffusion_gemma", "dots3_note", "falcon", "gemma4"),

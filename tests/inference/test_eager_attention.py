@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,11 +19,12 @@ from moe_runtime.inference.budget import resident_bytes
 from moe_runtime.inference.cpu import eager_attention
 from moe_runtime.inference.cpu.attention import use_single_query_attention
 from moe_runtime.inference.cpu.eager_attention import LayerConfig, attend
+from moe_runtime.inference.cpu.small_batch import use_small_batch_layers
 from moe_runtime.kernels.native import native_library
 
 WITH_SINKS = {"gpt_oss", "flint", "granitemoe_swa", "mimo_v2_flash", "deepseek_v4"}
-WITH_SINKS |= {"openai_privacy_filter"}
-FAMILIES = {family.folder: family for family in TABLE if family.folder in WITH_SINKS}
+WITH_SINKS |= {"openai_privacy_filter", "hy_v4"}
+FAMILIES = {family.folder: family for family in TABLE if family.folder in WITH_SINKS | {"inkling2"}}
 
 
 def pair(
@@ -32,6 +34,10 @@ def pair(
     family = FAMILIES[folder]
     family = dataclasses.replace(family, config=family.config | (config or {}))
     theirs: Any = tiny_model(family).to(dtype).requires_grad_(False)
+    wide = transformers_private.dtype_plan(theirs, dtype)  # of the loaded model, which has some
+    for name, parameter in theirs.named_parameters():
+        if any(re.search(pattern.replace("*", ".*"), name) for pattern in wide):
+            parameter.data = parameter.data.float()
     ours = copy.deepcopy(theirs)
     use_single_query_attention(ours)
     return theirs, ours
@@ -76,7 +82,7 @@ def masks(dtype: torch.dtype, queries: int, length: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("queries", [1, 7])
-@pytest.mark.parametrize("folder", FAMILIES)
+@pytest.mark.parametrize("folder", sorted(WITH_SINKS))
 def test_a_layer_equals_its_own_attention_in_fp64(folder, queries, dtype, keeps_code, is_called):
     _, model = pair(folder)
     layer = next(layer for layer in attention_layers(model) if layer.sinks is not None)
@@ -140,6 +146,22 @@ def test_logits_of_padded_batches_beyond_a_sliding_window_equal_those_of_transfo
         assert (one - other).abs().max() < 3 * 48 * torch.finfo(torch.float32).eps * 4
 
 
+@pytest.mark.parametrize("folder", ["hy_v4", "inkling2"])
+def test_logits_of_layers_that_mask_or_add_a_bias_themselves_equal_those_of_transformers(folder):
+    """Some ask for the attention's name before they mask; others add what is no softmax's."""
+    theirs, ours = pair(folder, config={"index_topk": 4} if folder == "hy_v4" else None)
+    assert len(attention_layers(ours)) == ours.config.get_text_config().num_hidden_layers
+    ids = torch.randint(3, 96, (2, 14), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    with torch.inference_mode():
+        wanted = list(steps(theirs, DynamicCache(config=theirs.config), mask, ids))
+        found = list(steps(ours, DynamicCache(config=ours.config), mask, ids))
+    for one, other in zip(found, wanted, strict=True):
+        # as in the test before
+        assert (one - other).abs().max() < 3 * 48 * torch.finfo(torch.float32).eps * 4
+
+
 def test_beams_and_their_reordered_cache_are_those_of_transformers():
     theirs, ours = pair("gpt_oss")
     ids = torch.tensor([[5, 7, 11, 13], [0, 0, 17, 19]])
@@ -170,21 +192,27 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("watched", [False, True])
-def test_no_step_has_products_of_its_own_shapes_in_half_precision(watched, keeps_code):
+@pytest.mark.parametrize("folder", ["gpt_oss", "hy_v4", "inkling2"])
+def test_no_step_has_products_of_its_own_shapes_in_half_precision(
+    folder, watched, keeps_code, monkeypatch
+):
     """Each would leave code behind; attention weights that somebody sees make no difference."""
-    if native_library() is None and not watched:
-        pytest.skip("torch's fused kernel computes, which keeps no code for one query")
-    _, model = pair("gpt_oss", torch.bfloat16)
+    if native_library() is None:
+        pytest.skip("linear layers are torch's, whose rows are padded where it keeps code")
+    monkeypatch.setattr(eager_attention, "SHORT_CONTEXT", 5)
     options = {"output_attentions": True} if watched else {}
     seen = []
-    with torch.inference_mode():
-        cache = DynamicCache(config=model.config)
-        model(torch.tensor([[5, 7, 11, 13]]), past_key_values=cache)
-        for token in range(3):
-            with Products() as products:
-                model(torch.tensor([[17 + token]]), past_key_values=cache, **options)
-            seen.append(products.shapes)
-    assert seen[0] == seen[1] == seen[2] != set()
+    for model in pair(folder, torch.bfloat16):
+        use_small_batch_layers(model)
+        with torch.inference_mode():
+            cache = DynamicCache(config=model.config)
+            model(torch.tensor([[5, 7, 11, 13]]), past_key_values=cache)
+            for token in range(3):
+                with Products() as products:
+                    model(torch.tensor([[17 + token]]), past_key_values=cache, **options)
+                seen.append(products.shapes)
+    assert seen[3] == seen[4] == seen[5]
+    assert seen[0] != seen[1] != seen[2]  # transformers' own has them
 
 
 @pytest.mark.parametrize("watched", [False, True])

@@ -23,23 +23,23 @@ SHORT_CONTEXT = 1024
 """Tokens up to which attention over half precision is computed in fp32 where it would keep code."""
 
 CHANGING_OPTIONS = frozenset(
-    ("dropout", "output_attentions", "softcap", "position_bias", "s_aux", "cache")
+    ("dropout", "output_attentions", "softcap", "position_bias", "s_aux", "sinks", "cache")
 )
 """Options that ask for more than softmax, scale and mask."""
 
 
 def use_single_query_attention(model: PreTrainedModel) -> None:
-    """Gives a model on the CPU that uses SDPA the attention of this file; sinks have their own."""
+    """Gives a model on the CPU that uses SDPA the attention of this file; eager has its own."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
     name = private.attention_name(model)
-    if name not in ("sdpa", "eager") or private.decides_by_attention_name(model):
-        return
     if name == "eager":
-        from moe_runtime.inference.cpu.eager_attention import use_attention_with_sinks
+        from moe_runtime.inference.cpu.eager_attention import use_eager_attention
 
-        return use_attention_with_sinks(model)
+        return use_eager_attention(model)
+    if name != "sdpa" or private.decides_by_attention_name(model):
+        return
     AttentionInterface.register(ATTENTION, attend)
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
     model.set_attn_implementation(ATTENTION)

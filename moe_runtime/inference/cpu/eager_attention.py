@@ -34,16 +34,39 @@ _OWN = "eager_attention_forward"
 """What families call their own attention, a function of their module."""
 
 
-def use_attention_with_sinks(model: PreTrainedModel) -> None:
-    """Gives the layers of a model on the CPU that compute attention with sinks that of this file.
+class _EagerName(str):
+    """What finds the attention of this file, and says to whoever compares it that it is eager.
 
-    The model's own attention stays what it is called; set to another one, it has that one.
+    Some families mask other keys under a name that they do not know.
+    """
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return other == "eager" or str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+_NAME = _EagerName(EAGER_ATTENTION)
+
+
+def use_eager_attention(model: PreTrainedModel) -> None:
+    """Gives the layers of a model on the CPU that has no SDPA the attention of this file.
+
+    Those are the ones with sinks, and others with a cache of keys. The model's own attention stays
+    what it is called; set to another one, it has that one.
     """
     from transformers import AttentionInterface
 
     AttentionInterface.register(EAGER_ATTENTION, attend)
     for layer in model.modules():
-        if "config" in vars(layer) and hasattr(layer, "sinks") and _computes_the_same(layer):
+        has_keys = "layer_idx" in vars(layer) and not private.has_sdpa(model)
+        if "config" not in vars(layer) or not (has_keys or hasattr(layer, "sinks")):
+            continue
+        if _computes_the_same(layer):
             vars(layer)["config"] = LayerConfig(layer.config, type(layer).__module__)
 
 
@@ -64,7 +87,7 @@ class LayerConfig:
         name = self.behind._attn_implementation
         if name != "eager" or torch.compiler.is_compiling():
             return name
-        return EAGER_ATTENTION if _own_attention_of(self.family) is self.own else name
+        return _NAME if _own_attention_of(self.family) is self.own else name
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "behind":  # asked for by copies that are being made
@@ -140,10 +163,15 @@ def _own_attention(
     mask: torch.Tensor | None,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """That of the layer's family, in fp32 where torch would keep code for a short context."""
+    """That of the layer's family, in fp32 where torch would keep code for one context's length.
+
+    A prompt has one length of many, and its scores take memory by the square of it; steps of one
+    token meet every length.
+    """
     attend_own = module.config.own
     is_differentiable = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-    if is_differentiable or not keeps_code(query) or key.shape[2] > SHORT_CONTEXT:
+    is_long_prompt = query.shape[2] > 1 and key.shape[2] > SHORT_CONTEXT
+    if is_differentiable or not keeps_code(query) or is_long_prompt:
         return attend_own(module, query, key, value, mask, **options)
     options = {name: widened(option) for name, option in options.items()}
     parts = [widened(part) for part in (query, key, value, mask)]
@@ -183,7 +211,7 @@ def _computes_the_same(layer: Any) -> bool:
     groups = getattr(layer, "num_key_value_groups", None)
     if own is None or not isinstance(groups, int):
         return False
-    sinks = layer.sinks
+    sinks = getattr(layer, "sinks", None)
     heads = groups if sinks is None else len(sinks)
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, heads, 3, 8, generator=generator)
