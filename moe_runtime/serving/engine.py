@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.engine_options import EngineOptions, capacity_of
 from moe_runtime.serving.expert_statistics import expert_statistics
 from moe_runtime.serving.kv_account import PIECE, KVAccount
@@ -24,7 +25,7 @@ from moe_runtime.serving.requests import (
     RequestTooLongError,
 )
 from moe_runtime.serving.sampling import Sampler
-from moe_runtime.serving.scheduling import Scheduler
+from moe_runtime.serving.scheduling import Scheduler, by_adapter
 from moe_runtime.serving.sequence_cache import (
     Block,
     append_blocks,
@@ -51,6 +52,7 @@ class Engine:
         *,
         max_tokens: int | None = None,
         turns: Turns | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """Begins to wait for requests.
 
@@ -60,6 +62,7 @@ class Engine:
             max_tokens: tokens of all sequences and kept prefixes together; what ``load`` set memory
                 aside for when omitted.
             turns: shared by the engines of several models, which then compute one at a time.
+            adapters: that requests may name.
 
         Raises:
             UnsupportedModelError: the model is none that generates text from tokens alone.
@@ -69,7 +72,8 @@ class Engine:
         self._turns = turns or Turns()
         capacity = capacity_of(model, max_tokens)
         self._model = model
-        self._passes = ModelPasses(model)
+        self._adapters = adapters or Adapters(model, {})
+        self._passes = ModelPasses(model, self._adapters)
         block = 0
         if self._options.reuses_prefixes and keeps_every_token(model.config):
             block = self._options.prompt_tokens if self._options.exact else PIECE
@@ -90,6 +94,7 @@ class Engine:
     def submit(self, request: GenerationRequest, on_event: OnEvent) -> EngineHandle:
         """Takes a request; see `TokenEngine.submit`."""
         self._check(request)
+        root = -self._adapters.number(request.adapter)
         with self._changed:
             if not self._is_open:
                 raise EngineClosedError("the server is shutting down and takes no more requests")
@@ -99,7 +104,7 @@ class Engine:
                     "again later"
                 )
             self._num_requests += 1
-            sequence = Sequence(request, on_event, self._num_requests)
+            sequence = Sequence(request, on_event, self._num_requests, root)
             self._arrived.append(sequence)
             self._changed.notify_all()
         return EngineHandle(self, sequence)
@@ -231,8 +236,10 @@ class Engine:
             if failure.error is not None:
                 self._finish(sequence, "error", failure.message)
         decoding = self._scheduler.make_room(self._scheduler.decoding())
-        for group in self._groups(decoding):
-            self._decode(group)
+        for adapter, group in by_adapter(decoding):
+            most = self._passes.most_together(adapter, exact=self._options.exact)
+            for first in range(0, len(group), most):
+                self._decode(group[first : first + most])
         chosen = self._scheduler.prompts(
             *self._prompt_sizes(beside=bool(decoding) or self._turns.is_wanted),
             exact=self._options.exact or not self._passes.can_join,
@@ -261,23 +268,13 @@ class Engine:
         known = sequence.tokens if not self._options.exact else prompt
         blocks: list[Block] = []
         if not sequence.wants_prompt_logprobs:
-            blocks = self._account.find(known[:-1])
+            blocks = self._account.find(known[:-1], sequence.root)
         num_cached = len(blocks) * self._account.block_tokens
         read_end = len(prompt) if self._options.exact else len(sequence.tokens)
         sequence.start(cache, num_cached, read_end)
         if blocks:
             append_blocks(cache, blocks)
             self._counts["prefix_hit_tokens"] += min(num_cached, len(prompt))
-
-    def _groups(self, decoding: list[Sequence]) -> list[list[Sequence]]:
-        """Those who go through the model together."""
-        most = 1
-        if self._passes.can_join:
-            most = self._passes.most_exact if self._options.exact else self._options.most_running
-        alone = [[sequence] for sequence in decoding if sequence.is_alone]
-        others = [sequence for sequence in decoding if not sequence.is_alone]
-        groups = [others[first : first + most] for first in range(0, len(others), most)]
-        return [*groups, *alone]
 
     def _decode(self, group: list[Sequence]) -> None:
         logits_BV = None
@@ -353,7 +350,9 @@ class Engine:
         if self._options.exact:  # other kernels computed what was generated
             end = min(end, sequence.read_end)
         self._account.keep(
-            sequence.tokens[:end], lambda index: copy_block(cache, index * size, size)
+            sequence.tokens[:end],
+            lambda index: copy_block(cache, index * size, size),
+            sequence.root,
         )
 
     def _fail(self, sequences: list[Sequence], failure: Failure) -> None:

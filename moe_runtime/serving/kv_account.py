@@ -37,7 +37,7 @@ class KVAccount(Generic[T]):
     """Divides room for tokens between sequences and prefixes; sequences take it from prefixes.
 
     A prefix is known by all its tokens, in blocks: two prompts share the blocks that are equal from
-    the beginning. The prefixes used last stay longest.
+    the beginning, and the root: what computed them. The prefixes used last stay longest.
     """
 
     def __init__(self, capacity: int, *, block_tokens: int) -> None:
@@ -98,26 +98,27 @@ class KVAccount(Generic[T]):
         """Takes back all that a sequence has."""
         self._held -= self._rooms.pop(sequence, 0)
 
-    def find(self, tokens: Sequence[int]) -> list[T]:
+    def find(self, tokens: Sequence[int], root: int = 0) -> list[T]:
         """What is kept of the longest known beginning of some tokens, block by block."""
-        return [prefix.kept for prefix in self._walk(tokens)]
+        return [prefix.kept for prefix in self._walk(tokens, root)]
 
-    def keep(self, tokens: Sequence[int], make: Callable[[int], T]) -> int:
+    def keep(self, tokens: Sequence[int], make: Callable[[int], T], root: int = 0) -> int:
         """Keeps the whole blocks of some tokens, as far as prefixes used longer ago give way.
 
         Args:
             tokens: from the beginning of a sequence.
             make: gives what is kept of the block with a number, 0 the first.
+            root: 0, or a negative number of what else computed them, such as an adapter.
 
         Returns:
             Blocks of these tokens that are kept now.
         """
-        path = self._walk(tokens)
+        path = self._walk(tokens, root)
         for index in range(len(path), len(tokens) // (self.block_tokens or 1)):
             if not self.block_tokens or not self._make_place_beside(path):
                 break
             parent = path[-1] if path else None
-            key = self._key(tokens, index, parent)
+            key = self._key(tokens, index, parent, root)
             prefix = _Prefix(key, self._next_number, parent, make(index))
             self._next_number += 1
             self._prefixes[key] = prefix
@@ -145,8 +146,10 @@ class KVAccount(Generic[T]):
             assert len(key[1]) == self.block_tokens
             assert prefix.number not in seen
             seen.add(prefix.number)
-            assert key[0] == (0 if prefix.parent is None else prefix.parent.number)
-            if prefix.parent is not None:
+            if prefix.parent is None:
+                assert key[0] <= 0
+            else:
+                assert key[0] == prefix.parent.number
                 assert self._prefixes[prefix.parent.key] is prefix.parent
                 assert prefix.parent.number in seen, "a prefix was used later than its beginning"
 
@@ -154,17 +157,18 @@ class KVAccount(Generic[T]):
         return self.capacity - self._held - self.prefix_tokens
 
     def _key(
-        self, tokens: Sequence[int], index: int, parent: _Prefix[T] | None
+        self, tokens: Sequence[int], index: int, parent: _Prefix[T] | None, root: int
     ) -> tuple[int, tuple[int, ...]]:
         size = self.block_tokens
         block = tuple(tokens[index * size : (index + 1) * size])
-        return (0 if parent is None else parent.number), block
+        return (root if parent is None else parent.number), block
 
-    def _walk(self, tokens: Sequence[int]) -> list[_Prefix[T]]:
+    def _walk(self, tokens: Sequence[int], root: int) -> list[_Prefix[T]]:
         """The longest known beginning, which is used now."""
         path: list[_Prefix[T]] = []
         for index in range(len(tokens) // self.block_tokens if self.block_tokens else 0):
-            found = self._prefixes.get(self._key(tokens, index, path[-1] if path else None))
+            parent = path[-1] if path else None
+            found = self._prefixes.get(self._key(tokens, index, parent, root))
             if found is None:
                 break
             path.append(found)

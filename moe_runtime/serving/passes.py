@@ -5,7 +5,9 @@ Shape suffixes: B sequences, Q new tokens, R rows, V tokens of the vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import sys
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -16,6 +18,7 @@ from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.cpu.attention import ATTENTION, EAGER_ATTENTION
 from moe_runtime.kernels.linear import native_row_limit, quantized_row_limit
 from moe_runtime.kernels.native import native_library
+from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.request_numbers import EngineRequests
 from moe_runtime.serving.requests import TokenLogprob
 from moe_runtime.serving.sampling import token_logprobs
@@ -46,11 +49,12 @@ class ModelPasses:
         requests: their numbers for the model's listeners.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, adapters: Adapters) -> None:
         """Finds out, with a few tokens, whether sequences can go together.
 
         Args:
             model: a causal language model of transformers, offloaded or not.
+            adapters: of the model; sequences that go together have the same one, or none.
 
         Raises:
             UnsupportedModelError: it does not generate text from tokens alone.
@@ -62,6 +66,7 @@ class ModelPasses:
                 "model.generate for it"
             )
         self._model = model
+        self._adapters = adapters
         self._device = model.device
         self.requests = EngineRequests()
         known = inspect.signature(model.forward).parameters
@@ -86,6 +91,12 @@ class ModelPasses:
         """An empty cache of one sequence."""
         return new_cache(self._model.config, grows=self._device.type == "cpu")
 
+    def most_together(self, adapter: str | None, *, exact: bool) -> int:
+        """Sequences that may decode in one pass; ``exact``: with the bits of each alone."""
+        if not self.can_join or (exact and adapter is not None):
+            return 1
+        return self.most_exact if exact else sys.maxsize
+
     def decode(self, sequences: Items[Sequence]) -> torch.Tensor:
         """Computes the next token of each; their caches have it afterwards.
 
@@ -98,7 +109,8 @@ class ModelPasses:
         cache = caches[0] if len(caches) == 1 else self._joined(caches)
         numbers = [sequence.number for sequence in sequences]
         self.requests.name(cache, numbers, [1] * len(numbers))
-        return self._step(last, cache, places)
+        with self._adapted(sequences[0]):
+            return self._step(last, cache, places)
 
     def read(self, chosen: Items[tuple[Sequence, int]]) -> torch.Tensor:
         """Computes the next tokens of prompts; the caches have them afterwards.
@@ -114,7 +126,8 @@ class ModelPasses:
             first = sequence.num_computed
             ids = [sequence.tokens[first : first + num_new]]
             cache = self.requests.name(_cache_of(sequence), [sequence.number], [num_new])
-            return self._call(ids, cache, keep=1)[:, -1]
+            with self._adapted(sequence):
+                return self._call(ids, cache, keep=1)[:, -1]
         sizes = [num_new for _, num_new in chosen]
         ids, positions = [], []
         for sequence, num_new in chosen:
@@ -124,7 +137,8 @@ class ModelPasses:
         cache = self._joined([_cache_of(sequence) for sequence, _ in chosen], sizes)
         self.requests.name(cache, [sequence.number for sequence, _ in chosen], sizes)
         ends = torch.tensor(sizes, device=self._device).cumsum(0) - 1
-        return self._call([ids], cache, keep=ends, positions=[positions])[0]
+        with self._adapted(chosen[0][0]):
+            return self._call([ids], cache, keep=ends, positions=[positions])[0]
 
     def read_with_logprobs(
         self, sequence: Sequence, num_new: int
@@ -138,7 +152,8 @@ class ModelPasses:
         first, prompt = sequence.num_computed, sequence.request.prompt_ids
         ids = [sequence.tokens[first : first + num_new]]
         cache = self.requests.name(_cache_of(sequence), [sequence.number], [num_new])
-        logits_RV = self._call(ids, cache, keep=num_new)[0]
+        with self._adapted(sequence):
+            logits_RV = self._call(ids, cache, keep=num_new)[0]
         targets = prompt[first + 1 : first + 1 + num_new]
         found: list[TokenLogprob] = []
         for row in range(0, len(targets), LOGPROB_ROWS):
@@ -157,6 +172,13 @@ class ModelPasses:
         rows = [[token] for token in ids]
         positions = None if len(rows) == 1 else [[place] for place in places]
         return self._call(rows, cache, keep=1, positions=positions)[:, -1]
+
+    def _adapted(self, sequence: Sequence) -> contextlib.AbstractContextManager[None]:
+        """Passes have the adapter of this sequence, if it has one."""
+        adapter = sequence.request.adapter
+        if adapter is None:
+            return contextlib.nullcontext()
+        return self._adapters.applied(adapter)
 
     def _joined(self, caches: Items[DynamicCache], num_new: Items[int] | None = None) -> BatchCache:
         return BatchCache(caches, num_new, adds_mask=self._adds_mask)

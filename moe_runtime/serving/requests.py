@@ -131,6 +131,7 @@ class GenerationRequest:
         num_prompt_logprobs: the same for the prompt's tokens. The whole prompt is computed then.
         constraint: what the answer may be made of.
         priority: higher ones go first; within a priority, by arrival.
+        adapter: that the model has for this request; None for the model as it is.
     """
 
     prompt_ids: tuple[int, ...]
@@ -143,6 +144,7 @@ class GenerationRequest:
     num_prompt_logprobs: int | None = None
     constraint: TokenConstraint | None = None
     priority: int = 0
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         """Refuses what no engine could answer.

@@ -13,6 +13,19 @@ from moe_runtime.serving.sequences import Sequence
 _ORDER = attrgetter("order")
 
 
+def by_adapter(sequences: Iterable[Sequence]) -> list[tuple[str | None, list[Sequence]]]:
+    """Those that may go through the model together, and their adapter."""
+    alone: list[tuple[str | None, list[Sequence]]] = []
+    together: dict[str | None, list[Sequence]] = {}
+    for sequence in sequences:
+        adapter = sequence.request.adapter
+        if sequence.is_alone:
+            alone.append((adapter, [sequence]))
+        else:
+            together.setdefault(adapter, []).append(sequence)
+    return [*together.items(), *alone]
+
+
 class Scheduler:
     """Sequences that wait and run, each list in the order of priority and arrival.
 
@@ -89,6 +102,8 @@ class Scheduler:
     ) -> list[tuple[Sequence, int]]:
         """The next tokens of prompts to read in one pass: sequences, and how many of each.
 
+        They have the adapter of the first; others go on when that one's prompt is read.
+
         Args:
             most_tokens: in all.
             most_logprobs: of a prompt whose log-probabilities are asked for.
@@ -98,6 +113,8 @@ class Scheduler:
         left = most_tokens
         for sequence in self.running:
             if not left or not sequence.is_reading:
+                continue
+            if chosen and sequence.request.adapter != chosen[0][0].request.adapter:
                 continue
             num_new = sequence.read_end - sequence.num_computed
             if exact or sequence.is_alone or sequence.wants_prompt_logprobs:

@@ -63,13 +63,17 @@ class Sequence:
         cache: while it runs.
         room: tokens that the cache was given room for; 0 for as many as it has.
         sampler: while it runs for the first time, and from then on.
+        root: of the prefixes that it may find.
         is_alone: it goes through the model alone, since a pass together with others failed.
         is_cancelled: it is to end with the next step.
         is_finished: it has sent its last event.
     """
 
-    def __init__(self, request: GenerationRequest, on_event: OnEvent, number: int) -> None:
+    def __init__(
+        self, request: GenerationRequest, on_event: OnEvent, number: int, root: int = 0
+    ) -> None:
         self.request = request
+        self.root = root
         self.number = number
         self.tokens = list(request.prompt_ids)
         self.answer: list[int] = []

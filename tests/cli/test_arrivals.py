@@ -66,6 +66,7 @@ CASES = {
         {
             "models": ("", "models/pocket"),
             "name": ("--name mine", ("names", "mine")),
+            "adapters": ("--adapter one=there", ("adapters", "one=there")),
             "host": ("--host 0.0.0.0", ("host", "0.0.0.0")),
             "port": ("--port 237", ("port", 237)),
             "api_keys": ("--api-keys text.txt", "words"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from engine_events import ask, request_of
-from http_server import Served
+from http_server import started
 from safetensors.torch import load_file, save_file
 from text_checkpoint import save_text_checkpoint
 
@@ -16,10 +16,7 @@ from moe_runtime.cli.main import main
 from moe_runtime.errors import CapacityError
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.serving.engine import Engine
-from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.http.dividing import Need, divide
-from moe_runtime.serving.http.server import Access, Limits
-from moe_runtime.serving.http.starting import Ready, ServeSettings, run_server
 from moe_runtime.serving.turns import Turns
 
 LOADING = {"device": "cpu", "host_memory": "64MiB", "max_tokens": 64}
@@ -51,59 +48,28 @@ def texts_alone(folder: Path) -> list[int]:
 def test_requests_pick_their_model_by_name(checkpoints: list[Path]) -> None:
     alone = [texts_alone(folder) for folder in checkpoints]
     assert alone[0] != alone[1]
-    ready: list[Ready] = []
-    has_begun, is_over = threading.Event(), threading.Event()
-
-    def begin(found: Ready) -> None:
-        ready.append(found)
-        has_begun.set()
-
-    settings = ServeSettings(
-        models=[str(folder) for folder in checkpoints],
-        names=(),
-        host="127.0.0.1",
-        port=0,
-        loading={**LOADING, **OTHERS},
-        engine=EngineOptions(),
-        limits=Limits(),
-        access=Access(),
-        drain_s=None,
-    )
-    with ThreadPoolExecutor(5) as pool:
-        running = pool.submit(
-            run_server,
-            settings,
-            log=lambda *_: None,
-            on_ready=begin,
-            is_stopping=is_over.is_set,
-        )
-        running.add_done_callback(lambda _: has_begun.set())
-        try:
-            has_begun.wait()
-            assert ready, running.result()
-            site = Served(ready[0].address, server=None)  # pyright: ignore[reportArgumentType]
-            _, listed = site.ask("/v1/models")
-            assert [model["id"] for model in listed["data"]] == ["one", "two"]
-            bodies = [{**ASKED, "model": name} for name in ("one", "two", "two", "one")]
+    folders = [str(folder) for folder in checkpoints]
+    with started(folders, {**LOADING, **OTHERS}) as (site, ready):
+        _, listed = site.ask("/v1/models")
+        assert [model["id"] for model in listed["data"]] == ["one", "two"]
+        bodies = [{**ASKED, "model": name} for name in ("one", "two", "two", "one")]
+        with ThreadPoolExecutor(4) as pool:
             answers = list(pool.map(lambda body: site.ask("/v1/completions", body), bodies))
-            found = [answer["choices"][0]["token_ids"] for _, answer in answers]
-            assert found == [alone[0], alone[1], alone[1], alone[0]]
-            assert [answer["model"] for _, answer in answers] == ["one", "two", "two", "one"]
-            status, refused = site.ask("/v1/completions", {**ASKED, "model": "three"})
-            assert status == 404
-            assert refused["error"]["message"].endswith("there is one, two")
-            assert refused["error"]["code"] == "model_not_found"
-            assert site.ask("/health") == (200, {"alive": True, "ready": True})
-            metrics = site.ask("/metrics")[1]
-            for name in ("one", "two"):
-                label = f'{{engine="0",model_name="{name}"}}'
-                assert f"vllm:generation_tokens_total{label} 12.0" in metrics
-            budgets = [model.moe.stats().budget_bytes for model in ready[0].loaded]
-            assert budgets[0] == budgets[1] > 0
-            assert sum(budgets) <= 64 << 20
-        finally:
-            is_over.set()
-        running.result()
+        found = [answer["choices"][0]["token_ids"] for _, answer in answers]
+        assert found == [alone[0], alone[1], alone[1], alone[0]]
+        assert [answer["model"] for _, answer in answers] == ["one", "two", "two", "one"]
+        status, refused = site.ask("/v1/completions", {**ASKED, "model": "three"})
+        assert status == 404
+        assert refused["error"]["message"].endswith("there is one, two")
+        assert refused["error"]["code"] == "model_not_found"
+        assert site.ask("/health") == (200, {"alive": True, "ready": True})
+        metrics = site.ask("/metrics")[1]
+        for name in ("one", "two"):
+            label = f'{{engine="0",model_name="{name}"}}'
+            assert f"vllm:generation_tokens_total{label} 12.0" in metrics
+        budgets = [model.moe.stats().budget_bytes for model in ready.loaded]
+        assert budgets[0] == budgets[1] > 0
+        assert sum(budgets) <= 64 << 20
 
 
 def test_engines_compute_one_at_a_time_in_the_order_in_which_they_ask(
@@ -163,5 +129,5 @@ def test_models_that_cannot_be_served_together_are_refused_in_one_line(
     assert "expected one for each of 2 models" in refused(*both, "--name", "first")
     least = inspect_checkpoint(both[0], max_tokens=64).smallest_budget_bytes
     said = refused(*both, "--host-memory", str(2 * least - 1))
-    assert "too small for 2 models: the smallest that works is" in said
+    assert "too small for all models and their adapters: the smallest that works is" in said
     assert f"({2 * least} bytes)" in said

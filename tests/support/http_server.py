@@ -3,17 +3,21 @@
 import contextlib
 import http.client
 import json
+import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
+from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.http.chat_template import ChatTemplate
 from moe_runtime.serving.http.grammars import Grammars
 from moe_runtime.serving.http.running import address_of, listen, serve
 from moe_runtime.serving.http.served_model import ServedModel
 from moe_runtime.serving.http.server import Access, Limits, Server
+from moe_runtime.serving.http.starting import Ready, ServeSettings, run_server
 from moe_runtime.serving.http.vocabulary import Vocabulary
 from moe_runtime.serving.requests import (
     EngineStatistics,
@@ -114,6 +118,43 @@ def served(
     finally:
         stop.set()
         thread.join()
+
+
+@contextlib.contextmanager
+def started(
+    models: Sequence[str], loading: Mapping[str, Any], adapters: Sequence[str] = ()
+) -> Iterator[tuple[Served, Ready]]:
+    """A server as the command starts it, until the block ends."""
+    settings = ServeSettings(
+        models=models,
+        names=(),
+        adapters=adapters,
+        host="127.0.0.1",
+        port=0,
+        loading=loading,
+        engine=EngineOptions(),
+        limits=Limits(),
+        access=Access(),
+        drain_s=None,
+    )
+    ready: queue.SimpleQueue[Ready | None] = queue.SimpleQueue()
+    is_over = threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(
+            run_server,
+            settings,
+            log=lambda *_: None,
+            on_ready=ready.put,
+            is_stopping=is_over.is_set,
+        )
+        running.add_done_callback(lambda _: ready.put(None))
+        try:
+            found = ready.get()
+            if found is not None:
+                yield Served(found.address, server=cast(Any, None)), found
+        finally:
+            is_over.set()
+        running.result()
 
 
 def model_of(name: str, engine: Any, tokenizer: Any, size: int) -> ServedModel:

@@ -48,6 +48,15 @@ Name = Annotated[
         "of several models, in their order.",
     ),
 ]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        metavar="NAME=FOLDER",
+        help="LoRA adapter, as PEFT writes it, that requests ask for by this name; several times "
+        "for several. MODEL:NAME=FOLDER says whose it is where there are several models.",
+    ),
+]
 Host = Annotated[
     str, typer.Option(help="Address to listen at; 0.0.0.0 for all, and then give --api-keys.")
 ]
@@ -117,6 +126,7 @@ def serve(
     ctx: typer.Context,
     models: Models,
     name: Name = None,
+    adapters: Adapters = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     api_keys: ApiKeys = None,
@@ -179,6 +189,7 @@ def serve(
     settings = ServeSettings(
         models=models,
         names=name or (),
+        adapters=adapters or (),
         host=host,
         port=port,
         loading={
@@ -268,7 +279,15 @@ def _announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> No
             }
             for model, some in zip(models, stats, strict=True)
         ]
-        print_json({"address": ready.address, **described[0], "models": described})
+        adapters = {adapter.name: adapter.parent for adapter in ready.adapters}
+        print_json(
+            {
+                "address": ready.address,
+                **described[0],
+                "models": described,
+                "adapters": adapters,
+            }
+        )
         return
     rows = [
         ("address", f"{ready.address}/v1" + ("" if settings.access.keys else " (no key needed)")),
@@ -289,6 +308,7 @@ def _announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> No
                 f"{model.engine.statistics().kv_capacity} at a time",
             ),
         ]
+    rows += [("adapter", f"{adapter.name} of {adapter.parent}") for adapter in ready.adapters]
     print_rows("serving", rows, to_stderr=True)
     path, asked = "completions", '"prompt": "Once upon a time", "max_tokens": 32'
     if models[0].template is not None:

@@ -124,6 +124,7 @@ def choices_for(
                     num_prompt_logprobs=num_prompt_logprobs,
                     constraint=matcher and model.grammars.constraint(matcher),
                     priority=body.priority or 0,
+                    adapter=model.name if model.parent is not None else None,
                 )
             except ValueError as error:
                 raise of_engine(error) from None

@@ -13,6 +13,7 @@ from moe_runtime.config import format_bytes, parse_budget
 from moe_runtime.errors import CapacityError, UnsupportedModelError
 from moe_runtime.inference.budget import available_host_bytes, resolve_budget
 from moe_runtime.inference.inspection import inspect_checkpoint
+from moe_runtime.serving.adapters import AdapterFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +30,17 @@ class Need:
 
 
 def divide_host_memory(
-    names: Sequence[str], folders: Sequence[Path], loading: Mapping[str, Any]
+    names: Sequence[str],
+    folders: Sequence[Path],
+    adapters: Sequence[Mapping[str, AdapterFolder]],
+    loading: Mapping[str, Any],
 ) -> list[int]:
-    """The share of each model in the budget of all.
+    """The share of each model in the budget of all, without that of its adapters.
 
     Args:
         names: of the models, for messages.
         folders: their checkpoints.
+        adapters: of each model, by name.
         loading: options of ``moe_runtime.load``.
 
     Returns:
@@ -48,8 +53,8 @@ def divide_host_memory(
     device = loading["device"]
     if device != "cpu" and (device != "auto" or torch.cuda.is_available()):
         raise UnsupportedModelError(
-            f"several models in one server compute on the CPU, got --device {device}; give "
-            "--device cpu, or one model"
+            f"several models, and adapters, are served from the CPU, got --device {device}; give "
+            "--device cpu, or one model without adapters"
         )
     budget = resolve_budget(
         parse_budget(loading["host_memory"], name="--host-memory"),
@@ -57,13 +62,15 @@ def divide_host_memory(
         "this machine",
     )
     options = {option: loading[option] for option in ("dtype", "max_tokens", "cache_code")}
-    needs = {}
-    for name, folder in zip(names, folders, strict=True):
+    needs, aside = {}, []
+    for name, folder, own in zip(names, folders, adapters, strict=True):
         found = inspect_checkpoint(folder, **options)
         smallest = found.smallest_budget_bytes
         whole = found.dense_bytes + found.reserve_bytes + found.total_experts * found.slot_bytes
-        needs[name] = Need(smallest, max(0, whole - smallest))
-    return divide(budget, needs)
+        workspace = max((one.workspace_bytes(found.max_tokens) for one in own.values()), default=0)
+        aside.append(workspace + sum(one.num_bytes for one in own.values()))
+        needs[name] = Need(smallest + aside[-1], max(0, whole - smallest))
+    return [share - taken for share, taken in zip(divide(budget, needs), aside, strict=True)]
 
 
 def divide(budget_bytes: int, needs: Mapping[str, Need]) -> list[int]:
@@ -78,8 +85,8 @@ def divide(budget_bytes: int, needs: Mapping[str, Need]) -> list[int]:
             f"{format_bytes(need.smallest_bytes)} for {name}" for name, need in needs.items()
         )
         raise CapacityError(
-            f"--host-memory: a budget of {format_bytes(budget_bytes)} is too small for "
-            f"{len(needs)} models: the smallest that works is {format_bytes(smallest)} "
+            f"--host-memory: a budget of {format_bytes(budget_bytes)} is too small for all models "
+            f"and their adapters: the smallest that works is {format_bytes(smallest)} "
             f"({smallest} bytes): {each}",
             smallest_bytes=smallest,
         )

@@ -217,5 +217,7 @@ def _described(model: ServedModel) -> Mapping[str, Any]:
         "object": "model",
         "created": model.created_s,
         "owned_by": "moe-runtime",
+        "root": model.parent or model.name,
+        "parent": model.parent,
         "max_model_len": model.engine.most_request_tokens,
     }

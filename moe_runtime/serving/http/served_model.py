@@ -17,7 +17,7 @@ _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model that requests can name.
+    """One model that requests can name, or a model with an adapter.
 
     Attributes:
         name: by which requests ask for it.
@@ -27,6 +27,7 @@ class ServedModel:
         grammars: that its answers can be made to keep to.
         defaults: of sampling, from the checkpoint.
         created_s: when it was loaded, in seconds since 1970.
+        parent: the model whose adapter it is; None for a model.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ServedModel:
     grammars: Grammars
     defaults: Mapping[str, float]
     created_s: int = field(default_factory=lambda: int(time.time()))
+    parent: str | None = None
 
 
 def serve_model(name: str, engine: TokenEngine, tokenizer: Any, model: Any) -> ServedModel:

@@ -72,7 +72,8 @@ class Server:
 
     def __post_init__(self) -> None:
         """Makes what the models need."""
-        self.metrics = Metrics({name: model.engine for name, model in self.models.items()})
+        models = {name: model for name, model in self.models.items() if model.parent is None}
+        self.metrics = Metrics({name: model.engine for name, model in models.items()})
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="texts")
 
     def model(self, name: str | None) -> ServedModel:
@@ -111,7 +112,7 @@ class Server:
             raise FieldError(
                 "n", f"{len(choices)} answers are asked for, at most {self.limits.choices} may be"
             )
-        times = RequestTimes(self.metrics, model.name)
+        times = RequestTimes(self.metrics, model.parent or model.name)
         generation = Generation(model, choices, times, self.limits.seconds)
         generation.submit()
         return generation

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import moe_runtime
 from moe_runtime.checkpoints.model_files import find_checkpoint, load_tokenizer
 from moe_runtime.config import MemorySize
 from moe_runtime.errors import blamed_on
+from moe_runtime.serving.adapters import AdapterFolder, Adapters
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.http.dividing import divide_host_memory
+from moe_runtime.serving.http.naming import adapters_of, names_of
 from moe_runtime.serving.http.running import address_of, listen, serve
 from moe_runtime.serving.http.served_model import ServedModel, serve_model
 from moe_runtime.serving.http.server import Access, Limits, Log, Server
@@ -30,6 +31,7 @@ class ServeSettings:
     Attributes:
         models: folders, GGUF files, or names on the hub; requests that name none get the first.
         names: by which requests ask for them; the last parts of ``models`` where there are none.
+        adapters: ``NAME=FOLDER``, or ``MODEL:NAME=FOLDER`` where there are several models.
         host: address to listen at.
         port: 0 for any that is free.
         loading: options of ``moe_runtime.load``; the budget is that of all models together.
@@ -41,6 +43,7 @@ class ServeSettings:
 
     models: Sequence[str]
     names: Sequence[str]
+    adapters: Sequence[str]
     host: str
     port: int
     loading: Mapping[str, Any]
@@ -57,11 +60,13 @@ class Ready:
     Attributes:
         address: as clients write it.
         models: that it serves.
+        adapters: of these models.
         loaded: the models themselves, in the same order.
     """
 
     address: str
     models: Sequence[ServedModel]
+    adapters: Sequence[ServedModel]
     loaded: Sequence[Any]
 
 
@@ -84,56 +89,44 @@ def run_server(
 
     Raises:
         MoERuntimeError: a model cannot be loaded, or the address be taken.
-        ValueError: an option is out of range, or two models have one name.
+        ValueError: an option is out of range, or two models or adapters have one name.
     """
     names = names_of(settings.models, settings.names)
+    choices = adapters_of(settings.adapters, names)
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(listen(settings.host, settings.port))
         folders = [find_checkpoint(model) for model in settings.models]
         tokenizers = [load_tokenizer(folder) for folder in folders]
+        given = {choice.name: AdapterFolder(choice.folder) for choice in choices}
+        own = [
+            {choice.name: given[choice.name] for choice in choices if choice.model == name}
+            for name in names
+        ]
         # One model gets the budget as it was said: it may be a share, or a device's.
         budgets: Sequence[MemorySize] = [settings.loading["host_memory"]]
-        if len(folders) > 1:
-            budgets = divide_host_memory(names, folders, settings.loading)
-        turns, models, all_loaded = Turns(), [], []
-        for name, folder, tokenizer, budget in zip(
-            names, folders, tokenizers, budgets, strict=True
-        ):
-            loaded: Any = moe_runtime.load(
-                folder, progress=progress, **{**settings.loading, "host_memory": budget}
-            )
+        if len(folders) > 1 or choices:
+            budgets = divide_host_memory(names, folders, own, settings.loading)
+        turns, models, adapters, all_loaded = Turns(), [], [], []
+        for index, folder in enumerate(folders):
+            options = {**settings.loading, "host_memory": budgets[index]}
+            loaded: Any = moe_runtime.load(folder, progress=progress, **options)
             stack.enter_context(contextlib.closing(loaded.moe))
-            engine = stack.enter_context(Engine(loaded, settings.engine, turns=turns))
+            engine = Engine(
+                loaded, settings.engine, turns=turns, adapters=Adapters(loaded, own[index])
+            )
+            stack.enter_context(engine)
             with blamed_on(f"{folder}: the chat template cannot be used"):
-                models.append(serve_model(name, engine, tokenizer, loaded))
+                model = serve_model(names[index], engine, tokenizers[index], loaded)
+            models.append(model)
+            adapters += [replace(model, name=name, parent=model.name) for name in own[index]]
             all_loaded.append(loaded)
         server = Server(
-            models=dict(zip(names, models, strict=True)),
+            models={model.name: model for model in (*models, *adapters)},
             limits=settings.limits,
             access=settings.access,
             log=log,
         )
         # Who calls from now on is answered, if a moment later.
         listening.listen(_BACKLOG)
-        on_ready(Ready(address_of(listening), models, all_loaded))
+        on_ready(Ready(address_of(listening), models, adapters, all_loaded))
         serve(server, listening, is_stopping=is_stopping, drain_s=settings.drain_s)
-
-
-def names_of(models: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The names by which requests ask for models, in their order.
-
-    Raises:
-        ValueError: there are not as many names as models, or one is given to two of them.
-    """
-    if names and len(names) != len(models):
-        raise ValueError(
-            f"--name: expected one for each of {len(models)} models in their order, or none, "
-            f"got {len(names)}"
-        )
-    found = list(names) or [Path(model).resolve().name for model in models]
-    for name in found:
-        if found.count(name) > 1:
-            raise ValueError(
-                f"--name: two models are called {name!r}; give each model a name of its own"
-            )
-    return found

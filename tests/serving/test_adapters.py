@@ -1,0 +1,250 @@
+"""LoRA adapters that requests name: the texts that PEFT gives, beside the model's own."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from engine_events import Answer, ask, ask_all, greedy, request_of
+from http_server import started
+from safetensors.torch import load_file, save_file
+from text_checkpoint import save_text_checkpoint
+from transformers import AutoModelForCausalLM
+
+import moe_runtime
+from moe_runtime.cli.main import main
+from moe_runtime.errors import CheckpointError, MoERuntimeError, UnsupportedModelError
+from moe_runtime.serving.adapters import AdapterFolder, Adapters
+from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.engine_options import EngineOptions
+from moe_runtime.serving.http.naming import AdapterChoice, adapters_of
+
+LOADING = {"device": "cpu", "host_memory": "64MiB", "max_tokens": 256}
+PROMPTS = ((5, 7, 11), tuple(range(20, 60)), (300, 2))
+NAMES = (None, "wide", "narrow")
+NEAR = 1e-4
+"""Between log-probabilities of fp32 products that sum in different orders: 64 terms and logits of a
+few units round by 1e-6, and a layer's outputs are summed a few times."""
+
+
+def write_adapter(base: Path, folder: Path, seed: int, **options: Any) -> Path:
+    """As PEFT writes it, large enough to change texts."""
+    torch.manual_seed(seed)
+    settings = peft.LoraConfig(**{"init_lora_weights": False, **options})
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.normal_()
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base") / "base"
+    save_text_checkpoint(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("adapters")
+    wide = write_adapter(
+        base, place / "wide", 1, r=4, lora_alpha=3, use_rslora=True,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        alpha_pattern={r"layers\.1\.self_attn\.q_proj": 6},
+    )  # fmt: skip
+    narrow = write_adapter(base, place / "narrow", 2, r=2, target_modules=["v_proj"])
+    # the settings that `finetune` writes are fewer, and name the layers in full
+    names = load_file(narrow / "adapter_model.safetensors")
+    layers = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in names}
+    few = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "inference_mode": True,
+        "r": 2,
+        "lora_alpha": 2.0,
+        "target_modules": sorted(layers),
+        "target_parameters": [],
+    }
+    (narrow / "adapter_config.json").write_text(json.dumps(few))
+    return {"wide": wide, "narrow": narrow}
+
+
+@pytest.fixture(scope="module")
+def model(base: Path) -> Iterator[Any]:
+    found: Any = moe_runtime.load(base, **LOADING)
+    with found.moe:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def adapters(model: Any, folders: dict[str, Path]) -> Adapters:
+    return Adapters(model, {name: AdapterFolder(folder) for name, folder in folders.items()})
+
+
+@pytest.fixture(scope="module")
+def expected(base: Path, folders: dict[str, Path]) -> dict[Any, list[int]]:
+    """What transformers generates with PEFT's adapters, by adapter and prompt."""
+    found = {}
+    for name in NAMES:
+        stock: Any = AutoModelForCausalLM.from_pretrained(base).eval()
+        if name is not None:
+            stock = peft.PeftModel.from_pretrained(stock, folders[name])
+        for prompt in PROMPTS:
+            found[name, prompt] = greedy_with_logprobs(stock, prompt)
+    return found
+
+
+def greedy_with_logprobs(model: Any, prompt: tuple[int, ...]) -> Any:
+    ids = list(prompt)
+    logprobs = []
+    for _ in range(6):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids])).logits[0, -1]
+        ids.append(int(logits.argmax()))
+        logprobs.append(float(logits.log_softmax(-1)[ids[-1]]))
+    return ids[len(prompt) :], logprobs
+
+
+def require_same(answer: Answer, expected: Any) -> None:
+    assert answer.ids == expected[0]
+    assert [token.logprob for token in answer.tokens] == pytest.approx(expected[1], abs=NEAR)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_each_request_has_the_text_of_its_adapter(
+    model: Any, adapters: Adapters, expected: dict[Any, Any], exact: bool
+) -> None:
+    keys = [(name, prompt) for prompt in PROMPTS for name in NAMES]
+    assert len({tuple(expected[key][0]) for key in keys}) == len(keys)
+    with Engine(model, EngineOptions(exact=exact), adapters=adapters) as engine:
+        requests = [request_of(prompt, 6, adapter=name, num_logprobs=0) for name, prompt in keys]
+        for answer, key in zip(ask_all(engine, requests), keys, strict=True):
+            require_same(answer, expected[key])
+        engine.check()
+
+
+def test_a_model_with_adapters_keeps_its_own_bits(model: Any, adapters: Adapters) -> None:
+    request = request_of(PROMPTS[1], 6, num_logprobs=3)
+    with Engine(model) as engine:
+        alone = ask(engine, request)[0].wait()
+    with Engine(model, adapters=adapters) as engine:
+        ask(engine, request_of(PROMPTS[1], 6, adapter="wide"))[0].wait()
+        beside = ask(engine, request)[0].wait()
+    assert beside.events == alone.events  # a prefix of the adapter's was not found either
+    with adapters.applied("wide"):  # nor does it change what others ask the model meanwhile
+        aside: list[list[int]] = []
+        other = threading.Thread(target=lambda: aside.append(greedy(model, PROMPTS[1], 6)))
+        other.start()
+        other.join()
+        here = greedy(model, PROMPTS[1], 6)
+    assert aside == [alone.ids]
+    assert here != alone.ids
+
+
+def test_prefixes_are_those_of_an_adapter(model: Any, adapters: Adapters) -> None:
+    cached = []
+    with Engine(model, adapters=adapters) as engine:
+        for name in ("wide", "narrow", None, "wide", None):
+            request = request_of(PROMPTS[1], 1, adapter=name)
+            cached.append(ask(engine, request)[0].wait().read.cached_tokens)
+        engine.check()
+        with pytest.raises(ValueError, match="no adapter 'other'"):
+            engine.submit(request_of(PROMPTS[0], 1, adapter="other"), Answer())
+    assert cached == [0, 0, 0, 32, 32]
+
+
+def test_adapters_are_models_of_the_server(
+    base: Path, folders: dict[str, Path], expected: dict[Any, Any]
+) -> None:
+    words = [f"{name}={folder}" for name, folder in folders.items()]
+    loading = {**LOADING, "dtype": "auto", "cache_code": "none"}
+    with started([str(base)], loading, words) as (site, ready):
+        assert ready.loaded[0].moe.stats().budget_bytes < 64 << 20  # the rest is the adapters'
+        _, listed = site.ask("/v1/models")
+        parents = {found["id"]: found["parent"] for found in listed["data"]}
+        assert parents == {"base": None, "wide": "base", "narrow": "base"}
+        for name, asked in ((None, "base"), ("wide", "wide"), ("narrow", "narrow")):
+            body = {"model": asked, "prompt": list(PROMPTS[0]), "max_tokens": 6, "temperature": 0}
+            _, answer = site.ask("/v1/completions", {**body, "return_token_ids": True})
+            assert answer["model"] == asked
+            assert answer["choices"][0]["token_ids"] == expected[name, PROMPTS[0]][0]
+        metrics = site.ask("/metrics")[1]
+        assert 'vllm:generation_tokens_total{engine="0",model_name="base"} 18.0' in metrics
+        assert "wide" not in metrics
+
+
+def changed(folder: Path, place: Path, **settings: Any) -> Path:
+    """A copy of an adapter with other settings."""
+    place.mkdir()
+    save_file(load_file(folder / "adapter_model.safetensors"), place / "adapter_model.safetensors")
+    given = json.loads((folder / "adapter_config.json").read_text())
+    (place / "adapter_config.json").write_text(json.dumps({**given, **settings}))
+    return place
+
+
+def test_what_cannot_be_served_is_refused_by_the_name_of_its_tensor(
+    base: Path, folders: dict[str, Path], model: Any, tmp_path: Path
+) -> None:
+    def refusal(folder: Path, kind: type[MoERuntimeError] = UnsupportedModelError) -> str:
+        with pytest.raises(kind) as error:
+            Adapters(model, {"one": AdapterFolder(folder)})
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    experts = write_adapter(
+        base, tmp_path / "experts", 3, r=2, target_modules=[],
+        target_parameters=["mlp.experts.down_proj"],
+    )  # fmt: skip
+    assert "layers.0.mlp.experts.lora_A.weight is no adapter of a linear" in refusal(experts)
+    narrow = folders["narrow"]
+    output = changed(narrow, tmp_path / "output", target_modules=["lm_head"])
+    pair = {"A": torch.ones(2, 64), "B": torch.ones(400, 2)}
+    save_file(
+        {f"base_model.model.lm_head.lora_{part}.weight": own for part, own in pair.items()},
+        output / "adapter_model.safetensors",
+    )
+    assert "lm_head.lora_A is beside SmallBatchLinear of the model, expected" in refusal(output)
+    assert "use_dora is true" in refusal(changed(narrow, tmp_path / "dora", use_dora=True))
+    pissa = changed(narrow, tmp_path / "pissa", init_lora_weights="pissa")
+    assert 'init_lora_weights is "pissa"' in refusal(pissa)
+    odd = changed(narrow, tmp_path / "odd", alpha_pattern={"(": 1})
+    assert "cannot be used" in refusal(odd, CheckpointError)
+    other = changed(narrow, tmp_path / "other", target_modules=["q_proj"])
+    assert "self_attn.v_proj.lora_A needs" in refusal(other, CheckpointError)
+    file = changed(narrow, tmp_path / "wider") / "adapter_model.safetensors"
+    save_file(
+        {
+            name: torch.ones(2, 65) if "lora_A" in name else tensor
+            for name, tensor in load_file(file).items()
+        },
+        file,
+    )
+    assert "are for 65 inputs and 64 outputs" in refusal(file.parent)
+    assert "there is no adapter_config.json" in refusal(tmp_path / "none", CheckpointError)
+
+
+def test_names_of_adapters_are_read_with_their_models(
+    base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert adapters_of(["a=x", "m:b=y=z"], ["m"]) == [
+        AdapterChoice("a", "m", Path("x")),
+        AdapterChoice("b", "m", Path("y=z")),
+    ]
+    assert adapters_of(["n:a=x"], ["m", "n"]) == [AdapterChoice("a", "n", Path("x"))]
+    for word, models in (("a=x", ["m", "n"]), ("a", ["m"]), ("=x", ["m"]), ("m:=x", ["m"])):
+        with pytest.raises(ValueError, match=r"expected .*NAME=FOLDER"):
+            adapters_of([word], models)
+    with pytest.raises(ValueError, match="'m' is the name of two"):
+        adapters_of(["m=x"], ["m"])
+    words = ["serve", str(base), "--adapter", "one=none", "--port", "0", "--device", "cpu"]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "none: expected an adapter as PEFT writes it" in said
