@@ -48,14 +48,19 @@ def parse_bytes(text: str) -> int:
     return int(num_bytes)
 
 
-def format_bytes(num_bytes: float) -> str:
-    """Writes a number of bytes for people, in binary units with four significant digits."""
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"
+def format_bytes(num_bytes: float, *, up: bool = False) -> str:
+    """Writes a number of bytes for people, in binary units with four significant digits.
+
+    Rounded up, it is a budget to type: what `parse_bytes` reads from it is no less.
+    """
+    power = min(4, max(0, int(abs(num_bytes)).bit_length() - 1) // 10)
+    if not power:
+        return f"{num_bytes:.0f} B"
+    value = num_bytes / 1024**power
+    if up:
+        tens = 10 ** max(0, 4 - len(str(int(value))))
+        value = -(-int(num_bytes) * tens // 1024**power) / tens
+    return f"{value:.4g} {' KMGT'[power]}iB"
 
 
 @dataclass(frozen=True, slots=True)

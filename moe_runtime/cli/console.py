@@ -81,7 +81,7 @@ def require_address_space(num_bytes: int) -> None:
     if limit != resource.RLIM_INFINITY and limit < num_bytes:
         raise CapacityError(
             f"address space is limited to {format_bytes(limit)} (ulimit -v), but the libraries "
-            f"alone take {format_bytes(num_bytes)}; raise the limit",
+            f"alone take {format_bytes(num_bytes, up=True)}; raise the limit",
             smallest_bytes=num_bytes,
         )
 

@@ -93,9 +93,9 @@ def plan_memory(
         tokens = "" if max_tokens is None else f" of {max_tokens} tokens"
         raise CapacityError(
             f"a budget of {format_bytes(budget_bytes)} is too small: the smallest that works is "
-            f"{format_bytes(smallest)} ({smallest} bytes): {format_bytes(dense_bytes)} of dense "
-            f"weights, {format_bytes(reserve_bytes)} for KV cache and activations{tokens}, and "
-            f"{MIN_SLOTS} experts of {format_bytes(slot_bytes)}",
+            f"{format_bytes(smallest, up=True)} ({smallest} bytes): {format_bytes(dense_bytes)} "
+            f"of dense weights, {format_bytes(reserve_bytes)} for KV cache and activations{tokens}, "
+            f"and {MIN_SLOTS} experts of {format_bytes(slot_bytes)}",
             smallest_bytes=smallest,
         )
     slots = (budget_bytes - dense_bytes - reserve_bytes) // slot_bytes

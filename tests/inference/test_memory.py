@@ -1,6 +1,8 @@
 """Budgets are divided as promised, and control groups are read as the kernel writes them."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moe_runtime.config import format_bytes, nearest, parse_budget, parse_bytes
 from moe_runtime.errors import CapacityError
@@ -65,6 +67,13 @@ def test_sizes_for_people():
         "1000 MiB",
         "13 TiB",
     ]
+
+
+@given(st.integers(0, 2**44))
+def test_a_size_rounded_up_is_enough_where_it_is_typed(num_bytes):
+    text = format_bytes(num_bytes, up=True)
+    assert num_bytes <= parse_bytes(text) <= num_bytes * 1.001
+    assert len(text.split()[0].replace(".", "")) <= 4
 
 
 def test_a_typo_is_met_with_the_nearest_name():

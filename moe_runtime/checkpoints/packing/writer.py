@@ -333,7 +333,8 @@ class _Growing:
         if free < needed:
             raise CapacityError(
                 f"{self._staging.parent} has {format_bytes(free)} free, and the packed checkpoint "
-                f"takes at least {format_bytes(needed)} more; free some, or name another folder"
+                f"takes at least {format_bytes(needed, up=True)} more; free some, or name "
+                "another folder"
             )
 
     def _origin(self) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def inspect(
 
 def _choice(purchase: "Purchase", choice: "PolicyChoice") -> dict[str, str]:
     return {
-        "budget": format_bytes(purchase.budget_bytes),
+        "budget": format_bytes(purchase.budget_bytes, up=True),
         "policy": choice.policy,
         "shares": "adaptive" if choice.adaptive else "even",
         "reason": choice.reason,
@@ -129,7 +129,7 @@ def _as_rows(summary: "CheckpointSummary") -> list[tuple[str, str]]:
         ("together", format_bytes(total_bytes)),
         (
             "smallest budget",
-            f"{format_bytes(summary.smallest_budget_bytes)}, of which "
+            f"{format_bytes(summary.smallest_budget_bytes, up=True)}, of which "
             f"{format_bytes(summary.reserve_bytes)} for a context of {summary.max_tokens} tokens",
         ),
     ]
@@ -150,13 +150,13 @@ def _print_purchases(purchases: list[Purchase]) -> None:
     ]
     rows = [
         (
-            format_bytes(purchase.budget_bytes),
+            format_bytes(purchase.budget_bytes, up=True),
             str(purchase.expert_slots),
             f"{purchase.slots_per_layer:.1f}",
             f"{purchase.resident_share:.0%}",
         )
         if purchase.expert_slots
-        else (format_bytes(purchase.budget_bytes), _too_small(purchase), "", "")
+        else (format_bytes(purchase.budget_bytes, up=True), _too_small(purchase), "", "")
         for purchase in purchases
     ]
     print_table("what a budget buys", columns, rows)

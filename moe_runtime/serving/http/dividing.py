@@ -82,11 +82,12 @@ def divide(budget_bytes: int, needs: Mapping[str, Need]) -> list[int]:
     smallest = sum(need.smallest_bytes for need in needs.values())
     if budget_bytes < smallest:
         each = ", ".join(
-            f"{format_bytes(need.smallest_bytes)} for {name}" for name, need in needs.items()
+            f"{format_bytes(need.smallest_bytes, up=True)} for {name}"
+            for name, need in needs.items()
         )
         raise CapacityError(
             f"--host-memory: a budget of {format_bytes(budget_bytes)} is too small for all models "
-            f"and their adapters: the smallest that works is {format_bytes(smallest)} "
+            f"and their adapters: the smallest that works is {format_bytes(smallest, up=True)} "
             f"({smallest} bytes): {each}",
             smallest_bytes=smallest,
         )

@@ -157,9 +157,10 @@ def _too_small(
     budget: int, fixed: int, fewest: int, record: int, dense: int, activations: int, has_disk: bool
 ) -> str:
     hint = "" if has_disk else "; with a storage_dir, experts may live on the disk"
+    smallest = fixed + fewest * record
     return (
         f"a budget of {format_bytes(budget)} is too small: the smallest that works is "
-        f"{format_bytes(fixed + fewest * record)} ({fixed + fewest * record} bytes): "
+        f"{format_bytes(smallest, up=True)} ({smallest} bytes): "
         f"{format_bytes(dense)} for the dense parameters and their states, "
         f"{format_bytes(activations)} for activations, and {fewest + 1} records of "
         f"{format_bytes(record)}{hint}"
