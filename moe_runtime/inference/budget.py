@@ -94,8 +94,8 @@ def plan_memory(
         raise CapacityError(
             f"a budget of {format_bytes(budget_bytes)} is too small: the smallest that works is "
             f"{format_bytes(smallest, up=True)} ({smallest} bytes): {format_bytes(dense_bytes)} "
-            f"of dense weights, {format_bytes(reserve_bytes)} for KV cache and activations{tokens}, "
-            f"and {MIN_SLOTS} experts of {format_bytes(slot_bytes)}",
+            f"of dense weights, {format_bytes(reserve_bytes)} for KV cache and activations{tokens}"
+            f", and {MIN_SLOTS} experts of {format_bytes(slot_bytes)}",
             smallest_bytes=smallest,
         )
     slots = (budget_bytes - dense_bytes - reserve_bytes) // slot_bytes
