@@ -2,39 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import re
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PACKAGES = (
-    "moe-runtime",
-    "torch",
-    "triton",
-    "transformers",
-    "accelerate",
-    "llama-cpp-python",
-    "gguf",
-    "safetensors",
-    "numpy",
-)
-CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
-
-
-def describe_machine() -> dict[str, object]:
-    """Processor, cores, memory and system of this machine; nothing that names its owner."""
-    facts = _cpu_facts()
-    flags = set(facts.get("flags", facts.get("Features", "")).split())
-    return {
-        "cpu": facts.get("model name", platform.processor() or platform.machine()),
-        "cpu_features": [name for name in CPU_FEATURES if name in flags],
-        "num_cores": num_usable_cores(),
-        "memory_bytes": total_memory_bytes(),
-        "system": f"{platform.system()} {platform.release()}",
-        "architecture": platform.machine(),
-    }
+from moe_runtime.lab.this_machine import describe_machine as describe_machine
+from moe_runtime.lab.this_machine import num_usable_cores as num_usable_cores
+from moe_runtime.lab.this_machine import total_memory_bytes as total_memory_bytes
+from moe_runtime.lab.this_machine import versions as versions
 
 
 def machine_name(facts: dict[str, object]) -> str:
@@ -42,17 +17,6 @@ def machine_name(facts: dict[str, object]) -> str:
     gib = round(int(str(facts["memory_bytes"])) / 2**30)
     words = f"{facts['cpu']}-{facts['num_cores']}c-{gib}g".lower()
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)|processor|cpu", "", words)).strip("-")
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that matter; absent ones are left out."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def commit(repository: Path) -> str:
@@ -64,25 +28,6 @@ def commit(repository: Path) -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head + ("+changes" if changed else "")
-
-
-def num_usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
-
-
-def total_memory_bytes() -> int:
-    """Physical memory of the machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _cpu_facts() -> dict[str, str]:
-    facts: dict[str, str] = {}
-    file = Path("/proc/cpuinfo")
-    for line in file.read_text().splitlines() if file.is_file() else ():
-        name, _, value = line.partition(":")
-        facts.setdefault(name.strip(), value.strip())
-    return facts
 
 
 def _git(repository: Path, *arguments: str) -> str:

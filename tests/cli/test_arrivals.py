@@ -296,10 +296,8 @@ CASES = {
         (), (), {}, dict.fromkeys(("tune", "shape", "table"), "tests/cli/test_bench.py")
     ),
 }
-FOLLOWED_ELSEWHERE = {
-    "run",
-    "chat",
-}  # tests/cli/test_options.py, tests/serving/test_chat_command.py
+# tests/cli/test_options.py, tests/serving/test_chat_command.py and test_load_command.py
+FOLLOWED_ELSEWHERE = {"run", "chat", "bench serve"}
 
 
 def test_no_option_is_left_out() -> None:

@@ -234,6 +234,7 @@ INPUTS = {
         (["predictor", "fit", "--model", "MODEL", "--text", "FILE", "-o"], "MODEL/config.json"),
     ],
     "generate": [(["generate", "MODEL", "--prompts", "FILE", "--output"], "FILE")],
+    "bench serve": [(["bench", "serve", "--prompts", "FILE", "--output"], "FILE")],
     "bench kernels": [],  # reads nothing
 }
 FILES_THAT_ARE_READ = {

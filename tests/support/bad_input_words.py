@@ -35,6 +35,8 @@ _SOUND = {
     "predictor evaluate": ("trace.npz",),
     "predictor list": (),
     "bench kernels": (),
+    # Nothing listens at that port: what is wrong is said, or that nobody answers.
+    "bench serve": ("--url", "http://127.0.0.1:9", "--timeout", "1"),
 }
 """Words with which each command works."""
 

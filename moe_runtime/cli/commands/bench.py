@@ -1,4 +1,4 @@
-"""``moe-runtime bench``: measure the expert kernels on this GPU, and choose their tiles."""
+"""``moe-runtime bench``: measure servers, and the kernels on this GPU, whose tiles it chooses."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from moe_runtime.cli import options
+from moe_runtime.cli.commands.bench_serve import bench_serve
 from moe_runtime.cli.console import Session, print_json, print_table
 from moe_runtime.cli.strict import StrictCommand
 
@@ -41,8 +42,9 @@ Table = Annotated[
 
 def bench_app() -> typer.Typer:
     """The group of commands."""
-    app = typer.Typer(help="Measure parts of the runtime on this machine.", no_args_is_help=True)
+    app = typer.Typer(help="Measure kernels on this machine, or a server.", no_args_is_help=True)
     app.command(cls=StrictCommand)(kernels)
+    app.command("serve", cls=StrictCommand)(bench_serve)
     app.callback()(lambda: None)
     return app
 

@@ -167,7 +167,7 @@ def serve(
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
     _require_packages()
-    keys = _read_keys(api_keys)
+    keys = read_keys(api_keys)
     try:
         body_bytes = parse_bytes(max_body)
     except ValueError as error:
@@ -250,7 +250,7 @@ def _require_packages() -> None:
         )
 
 
-def _read_keys(file: Path | None) -> tuple[str, ...]:
+def read_keys(file: Path | None) -> tuple[str, ...]:
     """The keys of a file, one in each line.
 
     Raises:

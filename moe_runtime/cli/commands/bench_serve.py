@@ -1,0 +1,246 @@
+"""``moe-runtime bench serve``: how many tokens a server gives many clients, and how soon."""
+
+import importlib.util
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moe_runtime.cli import options
+from moe_runtime.cli.commands.serve import read_keys
+from moe_runtime.cli.console import Session, print_json, print_table
+from moe_runtime.cli.prompts import read_prompts
+from moe_runtime.cli.stopping import stop_on_signals
+from moe_runtime.cli.strict import refuse_given
+from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.files import check_output_path, write_text
+
+if TYPE_CHECKING:
+    from moe_runtime.serving.load.client import Answer
+    from moe_runtime.serving.load.generator import Level
+
+_LINES = 10
+"""Lines of progress of a level."""
+_MOST_CLIENTS = 4096
+_STOPPING = "showing what was measured so far; Ctrl-C once more stops at once"
+_SPREADS = {
+    "first token": "time_to_first_token_s",
+    "between tokens": "inter_token_s",
+    "per token of a request": "time_per_output_token_s",
+    "whole answer": "end_to_end_s",
+}
+
+Url = Annotated[
+    str, typer.Option(help="Address of any server of OpenAI's API, such as http://127.0.0.1:8000.")
+]
+Model = Annotated[str | None, typer.Option(help="Which of its models; the first one when omitted.")]
+ApiKeys = Annotated[
+    Path | None, typer.Option(help="File with a key in each line; the first one is sent.")
+]
+Concurrency = Annotated[
+    str | None,
+    typer.Option(
+        help="Clients that ask again as soon as they have their answer; with commas between, one "
+        "number after the other. 1 when omitted.",
+    ),
+]
+Rate = Annotated[
+    str | None,
+    typer.Option(
+        help="Requests that arrive in a second, at random times, however many are being answered; "
+        "instead of --concurrency, several with commas between.",
+    ),
+]
+Requests = Annotated[int, typer.Option(min=1, help="Requests for each number of clients or rate.")]
+PromptTokens = Annotated[
+    str,
+    typer.Option(metavar="N|LOW:HIGH", help="Tokens of a prompt, which is made of common words."),
+]
+OutputTokens = Annotated[str, typer.Option(metavar="N|LOW:HIGH", help="Most tokens of an answer.")]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(help="File with a prompt in each line, to send in turn; - is standard input."),
+]
+Chat = Annotated[
+    bool, typer.Option("--chat/--completions", help="Ask for conversations, or for texts.")
+]
+IgnoreEos = Annotated[
+    bool,
+    typer.Option(help="Ask for answers of the full length; some servers do not know the field."),
+]
+Goodput = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BOUNDS",
+        help="Count requests within bounds, such as ttft=200ms,itl=50ms,e2e=2s: first token, mean "
+        "between its tokens, whole answer.",
+    ),
+]
+Seed = Annotated[int, typer.Option(min=0, help="Of words, lengths and arrivals.")]
+Timeout = Annotated[float, typer.Option(min=0.001, help="Seconds that a request may take.")]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", "-o", help="Write all of it, single requests too, with machine and versions."
+    ),
+]
+
+
+def bench_serve(
+    ctx: typer.Context,
+    url: Url = "http://127.0.0.1:8000",
+    model: Model = None,
+    api_keys: ApiKeys = None,
+    concurrency: Concurrency = None,
+    rate: Rate = None,
+    requests: Requests = 32,
+    prompt_tokens: PromptTokens = "128",
+    output_tokens: OutputTokens = "64",
+    prompts: Prompts = None,
+    chat: Chat = False,
+    ignore_eos: IgnoreEos = True,
+    goodput: Goodput = None,
+    seed: Seed = 0,
+    timeout: Timeout = 600.0,
+    output: Output = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Press a server of OpenAI's API with requests, and measure what its clients wait for.
+
+    Two small requests come first: they show that it answers, and how many tokens it makes of words.
+    Answers are streamed and greedy. Ctrl-C shows what was measured so far.
+    """
+    session: Session = ctx.obj
+    session.begin(debug=debug, as_json=as_json)
+    if importlib.util.find_spec("httpx2") is None:
+        raise UnsupportedModelError(
+            "bench serve needs httpx2; install it with pip install 'moe-runtime[serve]'"
+        )
+    from moe_runtime.serving.load.generator import Level, LoadSettings, measure
+    from moe_runtime.serving.load.summary import each_request, parse_goodput, summarize
+    from moe_runtime.serving.load.workload import parse_lengths
+
+    if concurrency is not None and rate is not None:
+        raise ValueError("--rate and --concurrency are two ways to press a server; give one")
+    if prompts is not None:
+        refuse_given(ctx, {"prompt_tokens"}, "has no effect where --prompts says what to ask")
+    clients = _numbers(concurrency or "1", "--concurrency", whole=True)
+    rates = [] if rate is None else _numbers(rate, "--rate", whole=False)
+    keys = read_keys(api_keys)
+    bounds = parse_goodput(goodput) if goodput is not None else {}
+    settings = LoadSettings(
+        url=url,
+        key=keys[0] if keys else None,
+        model=model,
+        chat=chat,
+        ignore_eos=ignore_eos,
+        timeout_s=timeout,
+        levels=[Level(None, one) for one in rates] or [Level(int(one), None) for one in clients],
+        num_requests=requests,
+        prompt=parse_lengths(prompt_tokens, "--prompt-tokens"),
+        output=parse_lengths(output_tokens, "--output-tokens"),
+        texts=() if prompts is None else read_prompts(None, None, prompts),
+        seed=seed,
+    )
+    if output is not None:
+        check_output_path(output, "results")
+
+    def on_answer(level: "Level", answers: "Sequence[Answer]") -> None:
+        done = len(answers)
+        if done * _LINES // requests > (done - 1) * _LINES // requests:
+            line = f"moe-runtime: {_name(level._asdict())}: {done} of {requests} requests"
+            print(line, file=sys.stderr, flush=True)
+
+    with stop_on_signals(_STOPPING) as stop:
+        name, found = measure(settings, on_answer=on_answer, is_stopping=lambda: stop.is_set)
+    rows = [summarize(measured, bounds) for measured in found]
+    facts = {"url": url, "model": name, "is_interrupted": stop.is_set, "seed": seed}
+    if output is not None and rows:
+        each = [{**row, "each": each_request(one)} for row, one in zip(rows, found, strict=True)]
+        _write(output, {**facts, "levels": each})
+    if as_json:
+        print_json({**facts, "levels": rows})
+    elif rows:
+        _show(f"{name} at {url}", rows)
+    if stop.is_set:
+        raise typer.Exit(stop.exit_code)
+    if not any(row["answered"] for row in rows):
+        raise typer.Exit(2)
+
+
+def _numbers(text: str, name: str, *, whole: bool) -> list[float]:
+    """Numbers with commas between, in their order."""
+    try:
+        numbers = [int(word) if whole else float(word) for word in text.split(",")]
+    except ValueError:
+        numbers = []
+    most = _MOST_CLIENTS if whole else 1e6
+    if not numbers or not all(0 < number <= most for number in numbers):
+        kind = "whole numbers" if whole else "numbers"
+        raise ValueError(
+            f"{name} must be {kind} above 0, at most {most:g}, with commas, got {text!r}"
+        )
+    return numbers
+
+
+def _name(row: dict[str, Any]) -> str:
+    """A level, as a column is headed."""
+    clients, rate = row["concurrency"], row["rate"]
+    return f"{rate:g} requests/s" if clients is None else f"{clients} at a time"
+
+
+def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """A column for each level; lengths of time in milliseconds."""
+    lines = [
+        ["answered", *(f"{row['answered']} of {row['requests']}" for row in rows)],
+        *(
+            [what, *(_number(row[key]) for row in rows)]
+            for what, key in (
+                ("requests/s", "requests_per_s"),
+                ("input tokens/s", "input_tokens_per_s"),
+                ("output tokens/s", "output_tokens_per_s"),
+            )
+        ),
+    ]
+    for what, key in _SPREADS.items():
+        for part in ("mean", "p50", "p90", "p99"):
+            values = (row[key] and row[key][part] * 1e3 for row in rows)
+            lines.append([f"{what}, ms: {part}", *map(_number, values)])
+    if "goodput" in rows[0]:
+        lines.append(["within bounds", *(_share(row["goodput"]["share"]) for row in rows)])
+        good = (_number(row["goodput"]["requests_per_s"]) for row in rows)
+        lines.append(["within bounds, requests/s", *good])
+    print_table(title, [("", "left"), *((_name(row), "right") for row in rows)], lines)
+    for row in rows:
+        for kind, errors in row["errors"].items():
+            said = f"{errors['count']} failed: {kind}: {errors['first']}"
+            print(f"moe-runtime: {_name(row)}: {said}", file=sys.stderr)
+        if not row["are_tokens_counted"]:
+            said = "the server does not count tokens: pieces of its stream are counted instead"
+            print(f"moe-runtime: {_name(row)}: {said}", file=sys.stderr)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}" if value < 1000 else f"{value:.0f}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    from moe_runtime.lab.this_machine import describe_machine, versions
+
+    result = {
+        "subject": "what clients of a server wait for",
+        "machine": describe_machine(),
+        "versions": versions(),
+        "command": shlex.join(["moe-runtime", *sys.argv[1:]]),
+        **found,
+    }
+    write_text(path, json.dumps(result, indent=1, allow_nan=False) + "\n")

@@ -1,0 +1,65 @@
+"""What a result of a measurement depends on besides the code: hardware and versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = (
+    "moe-runtime",
+    "torch",
+    "triton",
+    "transformers",
+    "accelerate",
+    "llama-cpp-python",
+    "gguf",
+    "safetensors",
+    "numpy",
+)
+CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
+
+
+def describe_machine() -> dict[str, object]:
+    """Processor, cores, memory and system of this machine; nothing that names its owner."""
+    facts = _cpu_facts()
+    flags = set(facts.get("flags", facts.get("Features", "")).split())
+    return {
+        "cpu": facts.get("model name", platform.processor() or platform.machine()),
+        "cpu_features": [name for name in CPU_FEATURES if name in flags],
+        "num_cores": num_usable_cores(),
+        "memory_bytes": total_memory_bytes(),
+        "system": f"{platform.system()} {platform.release()}",
+        "architecture": platform.machine(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that matter; absent ones are left out."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def num_usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def total_memory_bytes() -> int:
+    """Physical memory of the machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cpu_facts() -> dict[str, str]:
+    facts: dict[str, str] = {}
+    file = Path("/proc/cpuinfo")
+    for line in file.read_text().splitlines() if file.is_file() else ():
+        name, _, value = line.partition(":")
+        facts.setdefault(name.strip(), value.strip())
+    return facts

@@ -1,0 +1,237 @@
+"""One client's request, streamed, with the time at which each piece of the answer came."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import httpx2
+
+from moe_runtime.errors import MoERuntimeError
+from moe_runtime.serving.load.workload import LoadRequest
+
+_CONNECT_S = 30.0
+_LONGEST_MESSAGE = 300
+_TEXTS = ("text", "content", "reasoning_content", "reasoning", "tool_calls")
+
+
+class LoadError(MoERuntimeError):
+    """A server cannot be measured: it is not there, or refuses what it is asked."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What became of one request. Times are those of the event loop, in seconds.
+
+    Attributes:
+        sent_s: when it was sent.
+        ended_s: when its answer was whole, or had failed.
+        pieces_s: when each piece with text came.
+        prompt_tokens: as the server counts them; 0 where it does not say.
+        output_tokens: likewise; the pieces where it does not say.
+        is_counted: whether the server said how many tokens there were.
+        error: what kind of failure; None where there is none.
+        message: of the failure.
+    """
+
+    sent_s: float
+    ended_s: float = 0.0
+    pieces_s: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    is_counted: bool = False
+    error: str | None = None
+    message: str = ""
+
+    @property
+    def first_token_s(self) -> float:
+        """Seconds until the first piece."""
+        return self.pieces_s[0] - self.sent_s
+
+    @property
+    def whole_s(self) -> float:
+        """Seconds until the end."""
+        return self.ended_s - self.sent_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Seconds between one piece and the next."""
+        return [after - before for before, after in pairwise(self.pieces_s)]
+
+    @property
+    def per_token_s(self) -> float | None:
+        """Seconds for each token after the first; None where there is only one."""
+        others = self.output_tokens - 1
+        return (self.pieces_s[-1] - self.pieces_s[0]) / others if others > 0 else None
+
+
+class Failure(Exception):
+    """An answer that is none.
+
+    Args:
+        kind: in two or three words, the same for all of its kind.
+        message: what exactly.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(kind, message)
+        self.kind = kind
+        self.message = " ".join(message.split())[:_LONGEST_MESSAGE]
+
+
+class LoadClient:
+    """Asks a server of OpenAI's API; many requests may be on their way at a time.
+
+    Args:
+        http: connections, whose base address has the API's ``v1/`` at its end.
+        chat: asks for conversations, else for texts.
+        fields: of every request, beside prompt and length.
+        timeout_s: seconds that a request may take.
+    """
+
+    def __init__(
+        self, http: httpx2.AsyncClient, *, chat: bool, fields: Mapping[str, Any], timeout_s: float
+    ) -> None:
+        self._http = http
+        self._chat = chat
+        self._fields = dict(fields)
+        self._timeout_s = timeout_s
+
+    async def first_model(self) -> str:
+        """Name of the first model that the server has.
+
+        Raises:
+            LoadError: it is not there, or does not say.
+        """
+        try:
+            response = await self._http.get("models", timeout=self._timeout_s)
+            if response.status_code != 200:
+                raise _refusal(response)
+            name = response.json()["data"][0]["id"]
+        except httpx2.HTTPError as error:
+            raise LoadError(f"{self._http.base_url}: {_kind(error)}: {error}") from None
+        except Failure as failure:
+            raise LoadError(f"{self._http.base_url}: {failure.kind}: {failure.message}") from None
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise LoadError(
+                f"{self._http.base_url}models does not list models as OpenAI's API does; give the "
+                "address of that API, or --model"
+            ) from None
+        return str(name)
+
+    def choose(self, model: str) -> None:
+        """All further requests are for this model."""
+        self._fields["model"] = model
+
+    async def ask(self, request: LoadRequest) -> Answer:
+        """Sends a request and reads its answer to the end; a failure is part of what it returns."""
+        loop = asyncio.get_running_loop()
+        answer = Answer(loop.time())
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._stream(request, answer)
+        except TimeoutError:
+            answer.error = "timed out"
+            answer.message = f"not whole after {self._timeout_s:g} s"
+        except httpx2.HTTPError as error:
+            answer.error, answer.message = _kind(error), str(error)
+        except Failure as failure:
+            answer.error, answer.message = failure.kind, failure.message
+        answer.ended_s = loop.time()
+        return answer
+
+    async def _stream(self, request: LoadRequest, answer: Answer) -> None:
+        loop = asyncio.get_running_loop()
+        path, prompt = "completions", {"prompt": request.prompt}
+        if self._chat:
+            messages = [{"role": "user", "content": request.prompt}]
+            path, prompt = "chat/completions", {"messages": messages}
+        body = {**self._fields, **prompt, "max_tokens": request.max_tokens, "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        async with self._http.stream(
+            "POST", path, json=body, timeout=httpx2.Timeout(None, connect=_CONNECT_S)
+        ) as response:
+            if response.status_code != 200:
+                await response.aread()
+                raise _refusal(response)
+            is_whole = False
+            async for event in httpx2.EventSource(response):
+                is_whole = event.data.strip() == "[DONE]"
+                if is_whole:
+                    break
+                _take(event.data, answer, loop.time())
+        if not is_whole:
+            raise Failure("cut off", "the stream ended without [DONE]")
+        if not answer.pieces_s:
+            raise Failure("no text", "the answer is empty")
+        if not answer.is_counted:
+            answer.output_tokens = len(answer.pieces_s)
+
+
+def connect(url: str, key: str | None) -> httpx2.AsyncClient:
+    """Connections to a server, as many as there are requests, by no proxy.
+
+    Args:
+        url: with or without ``/v1`` at its end.
+        key: sent with each request, if there is one.
+
+    Raises:
+        LoadError: it is no address.
+    """
+    try:
+        address = httpx2.URL(url)
+    except httpx2.InvalidURL as error:
+        raise LoadError(f"--url {url}: {error}") from None
+    if address.scheme not in ("http", "https") or not address.host:
+        raise LoadError(f"--url {url}: expected an address such as http://127.0.0.1:8000")
+    path = address.path.rstrip("/")
+    return httpx2.AsyncClient(
+        base_url=address.copy_with(path=path if path.endswith("/v1") else f"{path}/v1"),
+        headers={"authorization": f"Bearer {key}"} if key else {},
+        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+        # What is measured is this server, by the way that leads there directly.
+        trust_env=False,
+    )
+
+
+def _take(data: str, answer: Answer, now_s: float) -> None:
+    """Notes what an event brought."""
+    try:
+        chunk = json.loads(data)
+        if chunk.get("error"):
+            raise Failure("error in the stream", _message(chunk["error"]))
+        usage, choices = chunk.get("usage"), chunk.get("choices")
+        if usage:
+            answer.prompt_tokens = int(usage["prompt_tokens"])
+            answer.output_tokens = int(usage["completion_tokens"])
+            answer.is_counted = True
+        parts = [choice.get("delta") or choice for choice in choices or ()]
+        if any(part.get(name) for part in parts for name in _TEXTS):
+            answer.pieces_s.append(now_s)
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise Failure("not understood", f"{data:.100}: {error}") from None
+
+
+def _refusal(response: httpx2.Response) -> Failure:
+    kind = f"HTTP {response.status_code}"
+    try:
+        return Failure(kind, _message(response.json()["error"]))
+    except (ValueError, KeyError, TypeError):
+        return Failure(kind, response.text)
+
+
+def _message(error: Any) -> str:
+    return str(error.get("message", error) if isinstance(error, dict) else error)
+
+
+def _kind(error: httpx2.HTTPError) -> str:
+    """What a failed connection is called."""
+    if isinstance(error, httpx2.TimeoutException):
+        return "timed out"
+    if isinstance(error, httpx2.SSEError):
+        return "no event stream"
+    return "no connection" if isinstance(error, httpx2.ConnectError) else "connection lost"

@@ -1,0 +1,230 @@
+"""Requests in flight: so many at a time, or as they arrive whatever the server does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+from moe_runtime.serving.load.client import Answer, LoadClient, LoadError, connect
+from moe_runtime.serving.load.workload import (
+    Lengths,
+    LoadRequest,
+    TokenCount,
+    arrivals,
+    draw_words,
+    make_requests,
+)
+
+_LOOK_S = 0.05
+_PROBE_WORDS = (16, 48)
+
+
+class Level(NamedTuple):
+    """How hard a server is pressed; one of the two is None.
+
+    Attributes:
+        concurrency: clients, each of which asks again when it has its answer: a closed loop.
+        rate: requests that arrive in a second, however many are being answered: an open loop.
+    """
+
+    concurrency: int | None
+    rate: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadSettings:
+    """What is measured.
+
+    Attributes:
+        url: of the server, with or without ``/v1``.
+        key: for it; None where it wants none.
+        model: None for the server's first one.
+        chat: asks for conversations, else for texts.
+        ignore_eos: answers have all the tokens they may have; servers that do not know the field
+            refuse it.
+        timeout_s: seconds that a request may take.
+        levels: one after the other.
+        num_requests: of each level.
+        prompt: tokens of prompts.
+        output: tokens of answers.
+        texts: prompts to send instead of drawn ones.
+        seed: of all that is drawn.
+    """
+
+    url: str
+    key: str | None
+    model: str | None
+    chat: bool
+    ignore_eos: bool
+    timeout_s: float
+    levels: Sequence[Level]
+    num_requests: int
+    prompt: Lengths
+    output: Lengths
+    texts: Sequence[str]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What became of a level's requests.
+
+    Attributes:
+        level: that it was.
+        began_s: when, by the event loop's clock.
+        seconds: until the last answer, or until it was stopped.
+        num_requests: that were to be sent.
+        answers: in the order in which they ended; those cut off by a stop are missing.
+    """
+
+    level: Level
+    began_s: float
+    seconds: float
+    num_requests: int
+    answers: list[Answer]
+
+
+def measure(
+    settings: LoadSettings,
+    *,
+    on_answer: Callable[[Level, list[Answer]], None],
+    is_stopping: Callable[[], bool],
+) -> tuple[str, list[Measured]]:
+    """Measures every level; `run_load` over connections of its own.
+
+    Raises:
+        LoadError: the address is none, the server is not there, or it refuses a first request.
+    """
+
+    async def run() -> tuple[str, list[Measured]]:
+        async with connect(settings.url, settings.key) as http:
+            fields = {"temperature": 0.0} | ({"ignore_eos": True} if settings.ignore_eos else {})
+            client = LoadClient(
+                http, chat=settings.chat, fields=fields, timeout_s=settings.timeout_s
+            )
+            return await run_load(client, settings, on_answer=on_answer, is_stopping=is_stopping)
+
+    return asyncio.run(run())
+
+
+async def run_load(
+    client: LoadClient,
+    settings: LoadSettings,
+    *,
+    on_answer: Callable[[Level, list[Answer]], None],
+    is_stopping: Callable[[], bool],
+) -> tuple[str, list[Measured]]:
+    """Measures every level.
+
+    Args:
+        client: asks.
+        settings: what to measure.
+        on_answer: called with the answers so far whenever one has come.
+        is_stopping: whether to leave the rest; looked at all the time.
+
+    Returns:
+        The model's name and what was measured, as far as it came.
+
+    Raises:
+        LoadError: the server is not there, or refuses a first small request.
+    """
+    model = settings.model or await client.first_model()
+    client.choose(model)
+    count = await _count_tokens(client, settings)
+    found: list[Measured] = []
+    for number, level in enumerate(settings.levels):
+        if is_stopping():
+            break
+        # Each level asks what no level before it asked, so that no prefix cache knows it.
+        random = Random(f"{settings.seed} {number}")
+        requests = make_requests(
+            settings.num_requests,
+            prompt=settings.prompt,
+            output=settings.output,
+            count=count,
+            texts=settings.texts,
+            random=random,
+        )
+        times = [] if level.rate is None else arrivals(len(requests), level.rate, random)
+        found.append(
+            await run_level(
+                client.ask,
+                requests,
+                level,
+                times,
+                on_answer=on_answer,
+                is_stopping=is_stopping,
+            )
+        )
+    return model, found
+
+
+async def run_level(
+    ask: Callable[[LoadRequest], Awaitable[Answer]],
+    requests: Sequence[LoadRequest],
+    level: Level,
+    times: Sequence[float],
+    *,
+    on_answer: Callable[[Level, list[Answer]], None],
+    is_stopping: Callable[[], bool],
+) -> Measured:
+    """Sends the requests of a level.
+
+    Args:
+        ask: sends one.
+        requests: all.
+        level: in a closed loop, how many at a time.
+        times: in an open loop, seconds from the start at which each is sent.
+        on_answer: as of `run_load`.
+        is_stopping: likewise.
+    """
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    answers: list[Answer] = []
+
+    async def one(request: LoadRequest) -> None:
+        answers.append(await ask(request))
+        on_answer(level, answers)
+
+    async def client_of(rest: Iterator[LoadRequest]) -> None:
+        for request in rest:
+            await one(request)
+
+    async def arrive(request: LoadRequest, at_s: float) -> None:
+        await asyncio.sleep(began_s + at_s - loop.time())
+        await one(request)
+
+    if level.concurrency is not None:
+        rest = iter(requests)
+        work = [client_of(rest) for _ in range(min(level.concurrency, len(requests)))]
+    else:
+        work = [arrive(request, at_s) for request, at_s in zip(requests, times, strict=True)]
+    tasks = [asyncio.ensure_future(one_of) for one_of in work]
+    pending = set(tasks)
+    while pending and not is_stopping():
+        _, pending = await asyncio.wait(pending, timeout=_LOOK_S)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+    for task in tasks:
+        if not task.cancelled():
+            task.result()
+    last_s = loop.time() if pending else max(answer.ended_s for answer in answers)
+    return Measured(level, began_s, last_s - began_s, len(requests), answers)
+
+
+async def _count_tokens(client: LoadClient, settings: LoadSettings) -> TokenCount:
+    """Asks for one token each after two prompts, and compares what the server counts in them."""
+    random = Random(f"{settings.seed} probe")
+    counts = []
+    texts = settings.texts[:1] or [draw_words(words, random) for words in _PROBE_WORDS]
+    for text in texts:
+        # One token may be half a character, which has no text yet.
+        answer = await client.ask(LoadRequest(text, min(settings.output.high, 8)))
+        if answer.error is not None and answer.error != "no text":
+            raise LoadError(f"a first request failed: {answer.error}: {answer.message}")
+        counts.append((len(text.split()), answer.prompt_tokens))
+    return TokenCount() if settings.texts else TokenCount.of(*counts)

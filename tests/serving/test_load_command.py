@@ -1,0 +1,146 @@
+"""`moe-runtime bench serve`: its options, its words for what goes wrong, and a real server."""
+
+import dataclasses
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import all_commands
+from http_server import Served
+
+from moe_runtime.cli.main import main
+from moe_runtime.serving.load import generator
+from moe_runtime.serving.load.client import Answer
+from moe_runtime.serving.load.generator import Level, LoadSettings, Measured
+from moe_runtime.serving.load.workload import Lengths
+
+NOBODY = "http://127.0.0.1:9"
+"""The port of a service that throws away what it gets; it is closed to all but the system."""
+ARRIVES: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "url": (["--url", "http://there"], {"url": "http://there"}),
+    "model": (["--model", "other"], {"model": "other"}),
+    "api_keys": (["--api-keys", "keys"], {"key": "first"}),
+    "concurrency": (
+        ["--concurrency", "2,8"],
+        {"levels": [Level(2, None), Level(8, None)]},
+    ),
+    "rate": (["--rate", "0.5,3"], {"levels": [Level(None, 0.5), Level(None, 3.0)]}),
+    "requests": (["--requests", "5"], {"num_requests": 5}),
+    "prompt_tokens": (["--prompt-tokens", "3:9"], {"prompt": Lengths(3, 9)}),
+    "output_tokens": (["--output-tokens", "7"], {"output": Lengths(7, 7)}),
+    "prompts": (["--prompts", "own.jsonl"], {"texts": ["a\nb", "c"]}),
+    "chat": (["--chat"], {"chat": True}),
+    "ignore_eos": (["--no-ignore-eos"], {"ignore_eos": False}),
+    "seed": (["--seed", "4"], {"seed": 4}),
+    "timeout": (["--timeout", "2.5"], {"timeout_s": 2.5}),
+}
+BELOW = {"goodput", "output", "as_json", "debug"}
+"""What the other tests of this file look at."""
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "keys").write_text("first\nsecond\n")
+    (tmp_path / "own.jsonl").write_text('"a\\nb"\n\n{"prompt": "c"}\n')
+    return tmp_path
+
+
+def test_options_arrive(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[LoadSettings] = []
+
+    def measure(settings: LoadSettings, **_: Any) -> Any:
+        given.append(settings)
+        raise ValueError("this is where it ends")
+
+    monkeypatch.setattr(generator, "measure", measure)
+    assert main(["bench", "serve"]) == 2
+    plain = given[-1]
+    for words, changes in ARRIVES.values():
+        assert main(["bench", "serve", *words]) == 2
+        assert given[-1] == dataclasses.replace(plain, **changes) != plain
+    options = {param.name for param in all_commands()["bench serve"].params}
+    assert options == ARRIVES.keys() | BELOW
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--concurrency", "0"], "--concurrency must be whole numbers above 0"),
+        (["--concurrency", "1,a"], "--concurrency must be whole numbers above 0"),
+        (["--rate", "nan"], "--rate must be numbers above 0"),
+        (["--rate", "1", "--concurrency", "1"], "two ways to press a server; give one"),
+        (["--prompts", "own.jsonl", "--prompt-tokens", "5"], "--prompt-tokens has no effect"),
+        (["--prompt-tokens", "5:1"], "--prompt-tokens must be"),
+        (["--output-tokens", "x"], "--output-tokens must be"),
+        (["--goodput", "fast"], "--goodput must be bounds such as"),
+        (["--output", "absent/there.json"], "the results cannot be written: there is no folder"),
+        (["--url", "there"], "--url there: expected an address such as http://127.0.0.1:8000"),
+        (["--url", "http://a:b"], "--url http://a:b: "),
+        (["--url", NOBODY], f"{NOBODY}/v1/: no connection: "),
+        (["--url", NOBODY, "--model", "m"], "a first request failed: no connection: "),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(
+    files: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert main(["bench", "serve", *words]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert said in err
+
+
+def test_a_real_server_is_measured(
+    site: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["bench", "serve", "--url", site.address, "--requests", "4", "--concurrency", "1,4"]
+    words += ["--prompt-tokens", "9:12", "--output-tokens", "3", "--goodput", "e2e=600s", "--json"]
+    assert main([*words, "--output", str(tmp_path / "found.json")]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert said.err.count(" of 4 requests\n") == 8
+    assert (found["model"], found["is_interrupted"]) == ("pocket", False)
+    for row, clients in zip(found["levels"], (1, 4), strict=True):
+        assert (row["concurrency"], row["answered"], row["errors"]) == (clients, 4, {})
+        assert (row["output_tokens"], row["are_tokens_counted"]) == (12, True)
+        assert row["goodput"]["share"] == 1.0
+        assert 0 < row["time_to_first_token_s"]["p50"] <= row["end_to_end_s"]["p50"]
+    kept = json.loads((tmp_path / "found.json").read_text())
+    assert {"machine", "versions", "command"} <= kept.keys()
+    assert [len(row.pop("each")) for row in kept["levels"]] == [4, 4]
+    assert {name: kept[name] for name in found} == found
+
+
+def test_ctrl_c_shows_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(settings: LoadSettings, *, is_stopping: Any, **_: Any) -> Any:
+        assert not is_stopping()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert is_stopping()
+        answers = [Answer(0.0, 0.5, [0.125, 0.25], 3, 2), Answer(0.0, error="cut off")]
+        return "it", [Measured(settings.levels[0], 0.0, 4.0, 9, answers)]
+
+    monkeypatch.setattr(generator, "measure", measure)
+    assert main(["bench", "serve"]) == 130
+    out, err = capsys.readouterr()
+    rows = {tuple(line.split()) for line in out.splitlines()}
+    assert ("answered", "1", "of", "9") in rows
+    assert ("output", "tokens/s", "0.5") in rows
+    assert ("first", "token,", "ms:", "p90", "125") in rows
+    assert "1 at a time: 1 failed: cut off" in err
+    assert "instead" in err
+
+
+def test_no_answer_at_all_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(settings: LoadSettings, **_: Any) -> Any:
+        return "it", [Measured(settings.levels[0], 0.0, 4.0, 1, [Answer(0.0, error="cut off")])]
+
+    monkeypatch.setattr(generator, "measure", measure)
+    assert main(["bench", "serve"]) == 2
+    assert "1 failed: cut off" in capsys.readouterr().err
