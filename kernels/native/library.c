@@ -18,9 +18,9 @@ static int cpu_has_avx512(void) {
 #endif
 
 #if defined(MOE_HAVE_AVX512BF16)
-static int cpu_has_bf16_dot(void) {
+static int cpu_has_dot_products(void) {
     unsigned eax, ebx, ecx, edx;
-    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1);
+    return __builtin_cpu_supports("avx512vnni") && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1);
 }
 #endif
 
@@ -39,7 +39,7 @@ static int usable_isas(const Isa *isas[4]) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
 #if defined(MOE_HAVE_AVX512BF16)
-    if (cpu_has_avx512() && cpu_has_bf16_dot()) isas[count++] = &isa_avx512bf16;
+    if (cpu_has_avx512() && cpu_has_dot_products()) isas[count++] = &isa_avx512bf16;
 #endif
 #if defined(MOE_HAVE_AVX512)
     if (cpu_has_avx512()) isas[count++] = &isa_avx512;
