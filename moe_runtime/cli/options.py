@@ -88,6 +88,13 @@ CacheCode = Annotated[
         "nothing, so that a budget holds 1.4 times as many; on a CPU."
     ),
 ]
+Activations = Annotated[
+    str,
+    typer.Option(
+        help="What quantised experts multiply: exact, or int8, which rounds: faster where they "
+        "are in int4, int8 or fp4; on a CPU."
+    ),
+]
 Prefetch = Annotated[
     str,
     typer.Option(

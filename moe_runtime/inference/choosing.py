@@ -29,12 +29,13 @@ GATES, COUNTS = "next-gate", "running-counts"
 """Predictors that stand for others: the model's own gates tell most, counts are always there."""
 SHARES = (AUTO, "even", "adaptive")
 CACHE_CODES = ("none", "planes")
+ACTIVATIONS = ("exact", "int8")
 _NONE = type(None)
 _TYPES: dict[str, tuple[type, ...]] = {
     "path_or_id": (str, Path),
     "device": (str, int, torch.device),
     "dtype": (str, torch.dtype),
-    **dict.fromkeys(("policy", "prefetch", "shares", "cache_code"), (str,)),
+    **dict.fromkeys(("policy", "prefetch", "shares", "cache_code", "activations"), (str,)),
     "predictor": (str, Path),
     **dict.fromkeys(("trace", "timeline", "placement"), (str, Path, _NONE)),
     "max_tokens": (int, _NONE),
@@ -103,19 +104,23 @@ def check_types(given: Mapping[str, object]) -> None:
     require_types(_TYPES, given)
 
 
-def check_names(policy: str, shares: str, predictor: str | Path, cache_code: str) -> None:
+def check_names(
+    policy: str, shares: str, predictor: str | Path, cache_code: str, activations: str = "exact"
+) -> None:
     """Refuses names that nothing has, before anything is loaded.
 
     Raises:
         CheckpointError: the predictor's file is missing, or is not a predictor.
-        ValueError: no policy, predictor, code or kind of shares has this name.
+        ValueError: no policy, predictor, code or kind of shares or activations has it.
     """
-    if policy not in (AUTO, *LIVE_POLICIES):
-        raise ValueError(f"unknown policy {policy!r}: {nearest(policy, (AUTO, *LIVE_POLICIES))}")
-    if shares not in SHARES:
-        raise ValueError(f"unknown shares {shares!r}: {nearest(shares, SHARES)}")
-    if cache_code not in CACHE_CODES:
-        raise ValueError(f"unknown cache_code {cache_code!r}: {nearest(cache_code, CACHE_CODES)}")
+    for option, name, known in (
+        ("policy", policy, (AUTO, *LIVE_POLICIES)),
+        ("shares", shares, SHARES),
+        ("cache_code", cache_code, CACHE_CODES),
+        ("activations", activations, ACTIVATIONS),
+    ):
+        if name not in known:
+            raise ValueError(f"unknown {option} {name!r}: {nearest(name, known)}")
     if predictor != AUTO:
         options.check_predictor(predictor)
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         make_live_estimator as make_live_estimator,
     )
     from moe_runtime.inference.prediction.prefetching import open_prefetcher as open_prefetcher
+    from moe_runtime.inference.rounded_activations import round_activations as round_activations
     from moe_runtime.inference.routing_record import check_records as check_records
     from moe_runtime.inference.routing_record import open_record as open_record
     from moe_runtime.inference.step_times import StepTimes as StepTimes
@@ -47,7 +48,8 @@ else:
             "moe_runtime.inference.expert_partition": "divide_experts",
             # a device
             "moe_runtime.memory.tiers": "TierFetcher",
-            # experts in a code
+            # experts in a code, or multiplied as integers
+            "moe_runtime.inference.rounded_activations": "round_activations",
             "moe_runtime.inference.cache_code": "coded_experts open_coded_stores",
             # gradients
             "moe_runtime.inference.expert_gradients": "differentiable_experts refuse_tangents",
