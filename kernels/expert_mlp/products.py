@@ -132,10 +132,13 @@ class NativeProducts(Products):
 
 
 def _padded(num_rows: int) -> int:
-    """As many rows or a few more, of which zeros add nothing to a sum over rows."""
-    largest = ROWS_OF_A_PRODUCT[-1]
+    """As many rows or a few more, of which zeros add nothing to a sum over rows.
+
+    Beyond the largest product of rows there are two numbers for every doubling.
+    """
+    step = 2 ** (num_rows - 1).bit_length() // 4
     fitting = (size for size in ROWS_OF_A_PRODUCT if size >= num_rows)
-    return next(fitting, -(-num_rows // largest) * largest)
+    return next(fitting, -(-num_rows // max(step, 1)) * step)
 
 
 def _blocks(matrix: Tensor) -> list[slice]:

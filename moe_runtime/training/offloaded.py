@@ -9,10 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.kernels.expert_mlp.kept_code import experts_code_bytes
 from moe_runtime.models.lm.config import LanguageModelConfig
 from moe_runtime.models.lm.loss import CHUNK_BYTES
 from moe_runtime.models.lm.model import LanguageModel
@@ -242,8 +244,17 @@ def activation_bytes(config: TrainConfig, num_data_ranks: int = 1) -> int:
     # where the plan is made later, half of it is for what experts may keep
     times = 2 if choice == "auto" else 1
     most = (blocks + max(loss, experts) + passing) * (1 + _SPARE_SHARE)
+    code = 0
+    if model.moe is not None:
+        code = experts_code_bytes(
+            {(2 * width, model.hidden_size), (model.hidden_size, width)},
+            getattr(torch, config.run.precision),
+            data.tokens_per_step,
+            has_backward=True,
+            is_trained=True,
+        )
     recorded = 0 if config.run.trace is None else trace_bytes(config, signature_of_config(model))
-    return times * int(most) + recorded + SPARE_BYTES
+    return times * int(most) + code + recorded + SPARE_BYTES
 
 
 def _layer_bytes(model: LanguageModelConfig, *, keeps: bool) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from finetuning_runs import (
+    CONTEXT,
     GPT_OSS,
     MIXTRAL,
     PARTS,
@@ -33,6 +34,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import moe_runtime
 from moe_runtime.cli.main import main
 from moe_runtime.lab.traces import read_trace
+from moe_runtime.training.finetune import memory
 from moe_runtime.training.finetune.finetuning import FinetunePreparation, finish, prepare, start
 from moe_runtime.training.offload.optimizers.dense_adamw import DenseAdamW
 from moe_runtime.training.schedule import learning_rate
@@ -282,3 +284,22 @@ def test_bad_input_is_one_line(
     assert "Traceback" not in shown
     (line,) = [line for line in shown.splitlines() if "error:" in line]
     assert expected in line
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_code_that_products_keep_is_part_of_the_smallest_budget(tmp_path, monkeypatch, lora):
+    """oneDNN keeps some for each shape of an expert's matrix and each number of rows."""
+    folder = checkpoint_of(MIXTRAL, tmp_path / "first")
+    least = []
+    for code_bytes in (0, 7 * 2**20):
+
+        def count(shapes, dtype, num_rows, *, has_backward, is_trained, kept=code_bytes):
+            assert {len(shape) for shape in shapes} == {2}
+            assert num_rows == CONTEXT * SEQUENCES
+            assert (dtype, has_backward, is_trained) == (torch.bfloat16, True, lora is None)
+            return kept
+
+        monkeypatch.setattr(memory, "experts_code_bytes", count)
+        config = config_of(folder, tmp_path, lora=lora, run={"precision": "bfloat16"})
+        least.append(int(smallest(config).run.host_memory or 0))
+    assert least[1] - least[0] == 7 * 2**20

@@ -12,6 +12,7 @@ from moe_runtime.config import parse_budget
 from moe_runtime.inference.budget import MemoryPlan, available_host_bytes, resolve_budget
 from moe_runtime.inference.budget import plan_memory as plan_slots
 from moe_runtime.inference.loading import signature_of
+from moe_runtime.kernels.expert_mlp.kept_code import experts_code_bytes
 from moe_runtime.training.checkpoint_model import activation_bytes, trained_bytes
 from moe_runtime.training.finetune.settings import FinetuneConfig
 from moe_runtime.training.offload.execution.frozen import adapters_for
@@ -42,6 +43,13 @@ def divide_budget(
         method.num_sides * config.data.tokens_per_step,
         method.num_sides * config.data.micro_batches,
         recompute=config.run.recompute or not method.has_backward,
+    )
+    activations += experts_code_bytes(
+        {tensor.shape for layout in layouts_of(sites).values() for tensor in layout.tensors},
+        getattr(torch, config.run.precision),
+        method.num_sides * config.data.tokens_per_step,
+        has_backward=method.has_backward,
+        is_trained=method.has_backward and config.lora is None,
     )
     if config.run.trace is not None:
         activations += trace_bytes(config, signature_of(checkpoint, experts))
