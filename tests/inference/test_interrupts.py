@@ -2,7 +2,7 @@
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,21 @@ PROMPT = torch.tensor([[5, 70, 11, 13]])
 NEXT_TOKEN = torch.tensor([[43]])
 SLOTS = 4
 """Few enough that most experts are read, evicted and waited for."""
+EVERY_PASS = (
+    "inference/cpu/attention.py",
+    "inference/cpu/fused_attention.py",
+    "inference/cpu/small_batch.py",
+    "inference/expert_gradients.py",
+    "inference/expert_layer.py",
+    "inference/kv_cache.py",
+    "inference/steps.py",
+    "inference/token_limit.py",
+)
+"""Files whose lines a pass runs at least once if an equal pass does, whichever read is quicker."""
+EVERY_MISS = ("memory/changes.py", "memory/lease.py", "memory/residency.py", "memory/source.py")
+"""Files that have lines which every pass with a miss runs, beside lines for what was slow."""
+EVERY_ARRIVAL = ("memory/tiers.py", "inference/cache_code.py")
+"""Files whose lines every arrival of an expert in a code runs on its thread."""
 
 
 @torch.no_grad()
@@ -74,11 +89,14 @@ class Trial:
         self._begin = _backward if backward else _forward
         self.sites = lines_of(self._begin(model))
         self._other = ThreadPoolExecutor(1)
-        self.num_struck = 0
+        self.struck: set[Site] = set()
 
     def strike(self, site: Site, occurrence: int, kind: type[BaseException]) -> None:
-        struck = raise_on(site, occurrence, kind, self._begin(self.model))
-        self.num_struck += struck
+        """The first time where the line is not run so often this time."""
+        for number in dict.fromkeys((occurrence, 1)):
+            if raise_on(site, number, kind, self._begin(self.model)):
+                self.struck.add(site)
+                break
         where = f"{kind.__name__} at {site}, {occurrence}"
         self.model.moe.check()
         assert self._other.submit(self._locks_are_free).result(60), where
@@ -88,10 +106,19 @@ class Trial:
     def _locks_are_free(self) -> bool:
         locks = [self.model._steps._turn, self.model.moe._store._changed._lock]
         for lock in locks:
-            if not lock.acquire(blocking=False):
+            # a reading thread of the interpreter holds it for a moment, who lost it for ever
+            if not lock.acquire(timeout=30):
                 return False
             lock.release()
         return True
+
+    def require_struck(self, sites: Iterable[Site], files: Sequence[str]) -> None:
+        """Every one of these lines was struck that is certain to run, and some of each file."""
+        certain = {site for site in sites if str(site).startswith(EVERY_PASS)}
+        assert certain
+        assert certain <= self.struck, sorted(map(str, certain - self.struck))
+        for file in files:
+            assert any(str(site).startswith(file) for site in self.struck), file
 
     def close(self) -> None:
         self._other.shutdown()
@@ -111,11 +138,12 @@ def test_an_exception_on_any_second_line_leaves_nothing_behind(
 ) -> None:
     """Half of the lines, which are in all parts; `make test-long` strikes the other half too."""
     trial = Trial(load(checkpoint, prefetch="enforce"))
-    sites = [site for site in trial.sites.items() if is_stateful(site[0])][first::2]
+    sites = [site for site in trial.sites if is_stateful(site)][first::2]
     generator = random.Random(first)
-    for number, (site, times) in enumerate(sites):
-        trial.strike(site, generator.randint(1, min(times, 8)), KINDS[number % len(KINDS)])
-    assert trial.num_struck > len(sites) / 2  # the others depend on which read is quicker
+    for number, site in enumerate(sites):
+        times = min(trial.sites[site], 8)
+        trial.strike(site, generator.randint(1, times), KINDS[number % len(KINDS)])
+    trial.require_struck(sites, EVERY_MISS)
     trial.close()
 
 
@@ -131,7 +159,7 @@ def test_an_exception_in_a_layer_whose_experts_are_resident_leaves_nothing_behin
         assert not any(str(site).startswith("memory/lease.py") for site in sites)
     for number, site in enumerate(sites):
         trial.strike(site, 1 + number % trial.sites[site], KINDS[number % len(KINDS)])
-    assert trial.num_struck == len(sites)
+    assert trial.struck == set(sites)
     trial.close()
 
 
@@ -144,7 +172,7 @@ def test_an_exception_in_a_backward_pass_leaves_nothing_behind(checkpoint: Path)
     generator = random.Random(0)
     for number, (site, times) in enumerate(sites.items()):
         trial.strike(site, generator.randint(1, min(times, 8)), KINDS[number % len(KINDS)])
-    assert trial.num_struck > len(sites) / 2
+    trial.require_struck(sites, holding[1:])
     trial.close()
 
 
@@ -167,16 +195,17 @@ def strike_arrivals(model: Any, places: tuple[str, ...]) -> None:
     expected = run(model)
     sites = [site for site in copy.sites if str(site).startswith(places)]
     assert sites
-    num_struck = 0
+    struck = set()
     for number, site in enumerate(sites):
         copy.target = site, KINDS[number % len(KINDS)]
         with contextlib.suppress(MoERuntimeError):  # where the expert was waited for
             run(model)
-        num_struck += copy.target is None
+        if copy.target is None:
+            struck.add(site)
         copy.target = None
         model.moe.check()
         assert torch.equal(run(model), expected), site
-    assert num_struck > len(sites) / 2
+    assert {site for site in sites if str(site).startswith(EVERY_ARRIVAL)} <= struck
     model.moe.close()
 
 
@@ -196,7 +225,7 @@ def test_an_exception_where_two_tiers_are_asked_leaves_nothing_behind(coded: Any
     sites = [site for site in trial.sites if str(site).startswith("memory/tiers.py")]
     for number, site in enumerate(sites):
         trial.strike(site, 1 + number % min(trial.sites[site], 4), KINDS[number % len(KINDS)])
-    assert trial.num_struck  # the first is always reached, others where a read is slower
+    assert sites[0] in trial.struck  # others where a read is slower
     trial.close()
 
 
@@ -217,9 +246,10 @@ def test_exceptions_by_the_thousand(
     trial = Trial(load(checkpoint, **{**options, **files}))
     generator = random.Random(1)
     for kind in KINDS:
+        trial.struck.clear()
         for site, times in trial.sites.items():
             trial.strike(site, generator.randint(1, times), kind)
-    assert trial.num_struck > len(KINDS) * len(trial.sites) / 2
+        trial.require_struck(trial.sites, EVERY_MISS)
     trial.close()
 
 
@@ -231,7 +261,7 @@ def test_backward_passes_by_the_thousand(checkpoint: Path, kind: type[BaseExcept
     generator = random.Random(1)
     for site, times in trial.sites.items():
         trial.strike(site, generator.randint(1, times), kind)
-    assert trial.num_struck > len(trial.sites) / 2
+    trial.require_struck(trial.sites, EVERY_MISS)
     trial.close()
 
 
