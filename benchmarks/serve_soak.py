@@ -1,0 +1,298 @@
+"""A server for minutes under everything clients do: `python benchmarks/serve_soak.py --save`.
+
+`moe-runtime serve` runs in a process of its own under a budget that its experts do not fit in.
+Eight clients send requests of random lengths, go away in the middle of answers, begin conversations
+alike, and send what is no request; one read in some thousands fails. At the end SIGTERM comes while
+every client waits for a long answer. What must hold:
+
+- resident memory does not grow: its slope over the last two thirds is within the noise;
+- every accepted request is answered, or fails in OpenAI's form, and none is stuck or left behind;
+- resident memory at its peak, less what the process held before it loaded, is within the budget;
+- the running answers are finished, and the process ends as by SIGTERM (exit code 143).
+
+The exit code is 1 where one of them does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any, cast
+
+import httpx2
+import numpy as np
+import psutil
+from harness.machine import commit, describe_machine, machine_name, versions
+from harness.soak_clients import MODEL, Client, Tally
+from scipy.stats import theilslopes
+
+from moe_runtime.config import format_bytes
+from moe_runtime.files import write_text
+from moe_runtime.models.pocket import pocket_path
+
+HERE = Path(__file__).resolve().parent
+CLIENTS = 8
+SAMPLE_S = 0.5
+BLOCKS = 24
+"""Medians of so many stretches of time stand for the samples, whose neighbours are alike."""
+CONFIDENCE = 0.99
+KEPT_BYTES = 1 << 10
+"""What a request that is never let go of keeps at the very least: its tokens, text and events."""
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+ENDED_BY_SIGTERM = 128 + signal.SIGTERM
+
+
+def growth(samples: Sequence[tuple[float, int]], num_requests: int) -> dict[str, Any]:
+    """Whether resident memory grew over the last two thirds of the time.
+
+    It did if Theil and Sen's slope of the medians of stretches is above zero with 99 % confidence,
+    and by more than what the requests of that time would keep if each left a kilobyte.
+
+    Args:
+        samples: seconds and bytes.
+        num_requests: in all of the time.
+    """
+    begin_s, end_s = samples[0][0], samples[-1][0]
+    late = np.array([one for one in samples if one[0] >= begin_s + (end_s - begin_s) / 3])
+    blocks = np.array_split(late, min(BLOCKS, len(late)))
+    medians = np.array([np.median(block, axis=0) for block in blocks])
+    found = theilslopes(medians[:, 1], medians[:, 0], CONFIDENCE)
+    slope, _, low, high = cast(Sequence[float], found)
+    seconds = late[-1, 0] - late[0, 0]
+    allowed = KEPT_BYTES * num_requests * 2 / 3
+    return {
+        "bytes_per_s": float(slope),
+        "bytes_per_s_low": float(low),
+        "bytes_per_s_high": float(high),
+        "least_growth_bytes": float(low * seconds),
+        "allowed_growth_bytes": allowed,
+        "is_leak": bool(low * seconds > allowed),
+    }
+
+
+@dataclass
+class Pressed:
+    """What clients and the watch on memory found.
+
+    Attributes:
+        tally: of all requests.
+        samples: seconds, and resident bytes of the server.
+        peak_bytes: its highest resident memory.
+        metrics: when nobody asked any more.
+        num_requests: until then.
+    """
+
+    tally: Tally
+    samples: list[tuple[float, int]] = field(default_factory=list)
+    peak_bytes: int = 0
+    metrics: str = ""
+    num_requests: int = 0
+
+
+async def press(
+    address: str, process: subprocess.Popen[str], arguments: argparse.Namespace
+) -> Pressed:
+    """Lets the clients ask for minutes, then ends the server while it answers all of them."""
+    found = Pressed(Tally())
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=CLIENTS)
+    async with httpx2.AsyncClient(
+        base_url=f"{address}/v1/", timeout=None, limits=limits, trust_env=False
+    ) as http:
+        clients = [
+            Client(
+                http,
+                found.tally,
+                Random(f"{arguments.seed} {number}"),
+                has_failures=arguments.reads_per_error > 0,
+            )
+            for number in range(CLIENTS)
+        ]
+        await ask_for_minutes(clients, arguments.minutes, process.pid, found)
+        found.metrics = (await http.get(f"{address}/metrics")).text
+        await end_while_answering(clients, process, found)
+    return found
+
+
+async def ask_for_minutes(
+    clients: Sequence[Client], minutes: float, pid: int, found: Pressed
+) -> None:
+    """Whatever clients do, until all of their requests have ended."""
+    watched = psutil.Process(pid)
+    end_s = time.monotonic() + 60 * minutes
+    tasks = [asyncio.ensure_future(one.run(lambda: time.monotonic() >= end_s)) for one in clients]
+    pending = set(tasks)
+    while pending:
+        _, pending = await asyncio.wait(pending, timeout=SAMPLE_S)
+        if time.monotonic() < end_s:
+            found.samples.append((time.monotonic(), watched.memory_info().rss))
+    for task in tasks:
+        task.result()
+    found.num_requests = found.tally.counts.total()
+    await asyncio.sleep(1.0)  # the server hears last of those who went away
+
+
+async def end_while_answering(
+    clients: Sequence[Client], process: subprocess.Popen[str], found: Pressed
+) -> None:
+    """Sends SIGTERM when every client has the beginning of a long answer."""
+    begun: set[int] = set()
+
+    async def ask(number: int, client: Client) -> None:
+        body = {"model": MODEL, "prompt": "The", "max_tokens": 100, "stream": True}
+        body |= {"ignore_eos": True, "seed": number}
+        await client.ask("completions", body, on_begun=lambda: begun.add(number))
+
+    tasks = [asyncio.ensure_future(ask(number, one)) for number, one in enumerate(clients)]
+    while len(begun) < len(clients) and not all(task.done() for task in tasks):
+        await asyncio.sleep(0.02)
+    found.peak_bytes = peak_of(process.pid)
+    process.send_signal(signal.SIGTERM)
+    await asyncio.gather(*tasks)
+
+
+def peak_of(pid: int) -> int:
+    """Highest resident memory of a living process, by the kernel's own counter."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    if found is None:
+        raise RuntimeError("the server has ended by itself")
+    return int(found[1]) * 1024
+
+
+def metric(text: str, name: str) -> float:
+    """Sum of a metric over its labels."""
+    lines = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+    return sum(float(value) for value in lines)
+
+
+def with_template(model: Path, folder: Path) -> Path:
+    """The checkpoint, or a copy in `folder` that has a chat template if it has none."""
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    if settings.get("chat_template") or (model / "chat_template.jinja").exists():
+        return model
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    changed = json.dumps(settings | {"chat_template": TEMPLATE})
+    write_text(folder / "tokenizer_config.json", changed)
+    return folder
+
+
+def soak(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Runs the server and its clients; returns what was found."""
+    model = with_template(arguments.model, folder / "model")
+    command = [sys.executable, "-P", str(HERE / "harness" / "soak_server.py")]
+    command += [str(arguments.reads_per_error), str(model), "--name", MODEL, "--port", "0"]
+    command += ["--host-memory", arguments.host_memory, "--max-tokens", str(arguments.max_tokens)]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        try:
+            assert process.stdout is not None
+            first = process.stdout.readline()
+            if not first.startswith('{"address"'):
+                raise SystemExit(f"the server did not start:\n{(folder / 'log').read_text()}")
+            facts = json.loads(first)
+            pressed = asyncio.run(press(facts["address"], process, arguments))
+            exit_code = process.wait(60)
+        finally:
+            process.kill()
+            process.wait()
+    crashes = [line for line in (folder / "log").read_text().splitlines() if "Traceback" in line]
+    tally, samples, metrics = pressed.tally, pressed.samples, pressed.metrics
+    left = {name: metric(metrics, f"vllm:num_requests_{name}") for name in ("running", "waiting")}
+    return {
+        **{name: value for name, value in facts.items() if name != "address"},
+        "requests": dict(tally.counts),
+        "generated_tokens": tally.tokens,
+        "wrong": tally.wrong,
+        "tracebacks": len(crashes),
+        "left_behind": left,
+        "expert_misses": metric(metrics, "moe:expert_misses_total"),
+        "preemptions": metric(metrics, "vllm:num_preemptions_total"),
+        "prefix_hit_tokens": metric(metrics, "vllm:prefix_cache_hits_total"),
+        "peak_rss_bytes": pressed.peak_bytes,
+        "used_bytes": pressed.peak_bytes - facts["baseline_rss_bytes"],
+        "memory": growth(samples, pressed.num_requests),
+        "rss_bytes": [[round(at_s - samples[0][0], 1), size] for at_s, size in samples],
+        "exit_code": exit_code,
+    }
+
+
+def broken(found: dict[str, Any]) -> list[str]:
+    """The promises that were not kept."""
+    memory = found["memory"]
+    checks = {
+        f"{len(found['wrong'])} wrong answers": bool(found["wrong"]),
+        f"{found['tracebacks']} tracebacks in the log": bool(found["tracebacks"]),
+        f"requests left behind: {found['left_behind']}": any(found["left_behind"].values()),
+        f"memory grows by {memory['bytes_per_s']:.0f} bytes/s": memory["is_leak"],
+        f"{format_bytes(found['used_bytes'])} used of a budget of "
+        f"{format_bytes(found['budget_bytes'])}": found["used_bytes"] > found["budget_bytes"],
+        f"exit code {found['exit_code']}": found["exit_code"] != ENDED_BY_SIGTERM,
+    }
+    return [what for what, is_so in checks.items() if is_so]
+
+
+def main() -> int:
+    arguments = _arguments()
+    with tempfile.TemporaryDirectory() as folder:
+        found = soak(arguments, Path(folder))
+    told = {name: value for name, value in found.items() if name not in ("rss_bytes", "wrong")}
+    print(json.dumps(told, indent=1))
+    for line in found["wrong"][:20]:
+        print(f"wrong: {line}")
+    complaints = broken(found)
+    for complaint in complaints:
+        print(f"BROKEN: {complaint}")
+    if arguments.save:
+        save(found)
+    return int(bool(complaints))
+
+
+def save(found: dict[str, Any]) -> None:
+    """Writes what was found with machine, versions and commit."""
+    facts = describe_machine()
+    result = {
+        "subject": "a server under requests, cancellations, bad requests and failed reads",
+        "machine": facts,
+        "versions": versions(),
+        "commit": commit(HERE.parent),
+        "command": shlex.join(["python", "benchmarks/serve_soak.py", *sys.argv[1:]]),
+        "clients": CLIENTS,
+        **found,
+    }
+    path = HERE / "results" / f"serve-soak-{machine_name(facts)}.json"
+    write_text(path, json.dumps(result) + "\n")
+    print(f"written to {path}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", type=Path, default=pocket_path(), help="a checkpoint (default: the pocket one)")
+    add("--minutes", type=float, default=15.0)
+    add("--host-memory", default="40MiB", help="the server's budget (default: %(default)s)")
+    add("--max-tokens", type=int, default=1024, help="of all requests at a time")
+    add("--reads-per-error", type=int, default=5000, help="0 for none (default: %(default)s)")
+    add("--seed", type=int, default=0)
+    add("--save", action="store_true", help="write a file in benchmarks/results")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

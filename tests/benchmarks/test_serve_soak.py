@@ -1,0 +1,139 @@
+"""How the soak judges: memory that grows, answers that are none, promises that are not kept."""
+
+import json
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import httpx2
+import pytest
+from harness.soak_clients import Client, Tally, draw_request, is_error
+from serve_soak import broken, growth, metric
+from virtual_time import Part, events, pieces, run_virtually, scripted
+
+ERROR = {"message": "it failed", "type": "server_error", "param": None, "code": None}
+INJECTED = {**ERROR, "message": "expert 1 of layer 2: injected read error"}
+SECONDS, REQUESTS = 600, 3000
+
+
+def samples(kept_bytes: float, *, warm_bytes: int = 0) -> list[tuple[float, int]]:
+    """Ten minutes of five requests a second that keep so much each, in a megabyte of noise."""
+    random = Random(1)
+    return [
+        (
+            float(at_s),
+            int(
+                5e8
+                + min(at_s / (SECONDS / 3), 1.0) * warm_bytes
+                + at_s * REQUESTS / SECONDS * kept_bytes
+                + random.gauss(0, 1e6)
+            ),
+        )
+        for at_s in range(SECONDS)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kept_bytes", "warm_bytes", "is_leak"),
+    [(0, 0, False), (0, 50 << 20, False), (4096, 0, True), (4096, 50 << 20, True)],
+)
+def test_what_requests_keep_is_told_from_noise_and_from_warming_up(
+    kept_bytes: int, warm_bytes: int, is_leak: bool
+) -> None:
+    """The noise moves the slope's bounds by far less than the kilobyte a request that is allowed:
+    by some 1e6 / sqrt(400) bytes over 400 s, and 2000 requests are 2e6 bytes."""
+    found = growth(samples(kept_bytes, warm_bytes=warm_bytes), REQUESTS)
+    assert found["is_leak"] is is_leak
+    rate = kept_bytes * REQUESTS / SECONDS
+    assert found["bytes_per_s_low"] <= rate <= found["bytes_per_s_high"]
+
+
+STREAM = {"stream": True, "prompt": "a"}
+JUDGED: dict[str, tuple[Sequence[Part] | httpx2.Response, dict[str, int], str | None]] = {
+    "whole": (pieces([0.1, 0.1]), {"answered": 1}, None),
+    "cut off": (pieces([0.1, 0.1])[:-1], {}, "cut off after 3 events"),
+    "read error": (
+        events({"error": INJECTED}, "[DONE]"),
+        {"failed": 1},
+        None,
+    ),
+    "other error": (events({"error": ERROR}, "[DONE]"), {}, "a sound request got status 200"),
+    "early read error": (httpx2.Response(500, json={"error": INJECTED}), {"failed": 1}, None),
+    "other form": (httpx2.Response(500, json={"detail": "no"}), {}, "status 500, not in OpenAI's"),
+    "stuck": (pieces([0.1, 1000.0]), {}, "stuck: no end"),
+}
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_answers_are_judged(name: str) -> None:
+    script, counts, wrong = JUDGED[name]
+    tally = Tally()
+
+    async def work() -> None:
+        async with scripted(lambda _: script) as http:
+            client = Client(http, tally, Random(0), has_failures=True)
+            await client.guarded(client.ask("completions", STREAM))
+
+    run_virtually(work)
+    assert tally.counts == counts
+    assert [line[: len(wrong or "")] for line in tally.wrong] == ([wrong] if wrong else [])
+
+
+def test_clients_go_away_and_ask_for_what_cannot_be() -> None:
+    """Of a server that answers everything, bad requests are what is wrong."""
+    tally, asked = Tally(), []
+
+    def script(body: dict[str, Any]) -> Any:
+        asked.append(body)
+        if not body.get("stream"):
+            return httpx2.Response(200, json={"usage": {"completion_tokens": 1}})
+        return pieces([0.01] * 20)
+
+    async def work() -> None:
+        async with scripted(script) as http:
+            client = Client(http, tally, Random(0), has_failures=False)
+            await client.run(lambda: len(asked) >= 60)
+
+    run_virtually(work)
+    assert tally.counts["cancelled"] > 0
+    assert tally.counts["answered"] > 20
+    assert tally.wrong
+    assert all(line.startswith("a bad request to ") for line in tally.wrong)
+
+
+def test_sound_requests_are_of_all_kinds() -> None:
+    random = Random(0)
+    drawn = [draw_request(random) for _ in range(200)]
+    assert {path for path, _ in drawn} == {"completions", "chat/completions"}
+    fields = {name for _, body in drawn for name in body}
+    assert {"n", "stop", "temperature", "logprobs", "prompt", "messages"} <= fields
+    assert len({json.dumps(body) for _, body in drawn}) > 190
+    assert is_error({"error": ERROR})
+    assert not is_error({"error": "no"})
+
+
+def test_each_broken_promise_is_said() -> None:
+    kept = {
+        "wrong": [],
+        "tracebacks": 0,
+        "left_behind": {"running": 0.0},
+        "memory": {"bytes_per_s": 1.0, "is_leak": False},
+        "used_bytes": 5,
+        "budget_bytes": 5,
+        "exit_code": 143,
+    }
+    assert broken(kept) == []
+    for changes in (
+        {"wrong": ["x"]},
+        {"tracebacks": 1},
+        {"left_behind": {"running": 1.0}},
+        {"memory": {"bytes_per_s": 1.0, "is_leak": True}},
+        {"used_bytes": 6},
+        {"exit_code": 0},
+    ):
+        assert len(broken(kept | changes)) == 1
+
+
+def test_metrics_are_summed_over_labels() -> None:
+    text = '# HELP a_total x\na_total{m="1"} 2.0\na_total{m="2"} 3.0\na_totals 9.0\nb 4\n'
+    assert (metric(text, "a_total"), metric(text, "b"), metric(text, "c")) == (5.0, 4.0, 0.0)
