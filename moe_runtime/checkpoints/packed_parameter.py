@@ -280,8 +280,34 @@ def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
 
     args = [widened(part) for part in args]
     kwargs = {name: widened(part) for name, part in kwargs.items()}
-    before = [values._version for values in written]
+    return _read(func, args, kwargs, written)
+
+
+class _Part(Tensor):
+    """A view of values that were written out: what was written to it would be lost."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = torch._C._disabled_torch_function_impl
+        parts = [arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, _Part)]
+        return _read(lambda *a, **k: call(func, types, a, k), args, kwargs or {}, parts)
+
+
+def _read(func: Any, args: Any, kwargs: Any, values: list[Any]) -> Any:
+    """Calls a function that may look at values; views of them are a `_Part`."""
+    plainly = torch._C.DisableTorchFunctionSubclass
+    with plainly():
+        before = [part._version for part in values]
     result = func(*args, **kwargs)
-    if [values._version for values in written] != before:
-        refuse_change()
-    return result
+    with plainly():
+        if [part._version for part in values] != before:
+            refuse_change()
+        bases = {id(part if part._base is None else part._base) for part in values}
+
+        def marked(one: Any) -> Any:
+            is_view = isinstance(one, Tensor) and id(one._base) in bases
+            return one.as_subclass(cast(Any, _Part)) if is_view else one
+
+        return (
+            type(result)(map(marked, result)) if type(result) in (list, tuple) else marked(result)
+        )
