@@ -60,6 +60,25 @@ def _token(text: str, size: int) -> int:
     return int(text)
 
 
+def encode_prompt(
+    text: str, model: ServedModel, param: str, *, add_special_tokens: bool
+) -> list[int]:
+    """Tokens of a prompt.
+
+    One that is too long whatever its tokens are is refused before it is encoded, which takes
+    hundreds of bytes a token that no budget has.
+
+    Raises:
+        ApiError: it cannot be encoded, or there are none or too many.
+    """
+    most = model.engine.most_request_tokens
+    if len(text) > most * model.vocabulary.longest_token:
+        raise _too_long(f"{param}: has {len(text)} characters", most, param)
+    ids = model.vocabulary.encode(text, add_special_tokens=add_special_tokens)
+    check_tokens(ids, model, param)
+    return ids
+
+
 def check_tokens(ids: Sequence[int], model: ServedModel, param: str) -> None:
     """Refuses a prompt that is empty, longer than any may be, or has tokens that are none.
 
@@ -73,11 +92,12 @@ def check_tokens(ids: Sequence[int], model: ServedModel, param: str) -> None:
     if wrong is not None:
         raise FieldError(param, f"has token {wrong}, expected ids below {size}")
     if len(ids) > most:
-        raise ApiError(
-            f"{param}: has {len(ids)} tokens; prompt and answer may have {most} together",
-            param=param,
-            code="context_length_exceeded",
-        )
+        raise _too_long(f"{param}: has {len(ids)} tokens", most, param)
+
+
+def _too_long(what: str, most: int, param: str) -> ApiError:
+    message = f"{what}; prompt and answer may have {most} tokens together"
+    return ApiError(message, param=param, code="context_length_exceeded")
 
 
 def choices_for(

@@ -9,7 +9,7 @@ from typing import Any
 from moe_runtime.serving.http import grammars
 from moe_runtime.serving.http.answer_sections import AnswerSections
 from moe_runtime.serving.http.api_errors import FieldError
-from moe_runtime.serving.http.asking import check_tokens, choices_for
+from moe_runtime.serving.http.asking import choices_for, encode_prompt
 from moe_runtime.serving.http.chat_template import ChatTemplate, without_template
 from moe_runtime.serving.http.generating import Choice
 from moe_runtime.serving.http.schema import ChatBody, Function, NamedTool, Tool
@@ -67,8 +67,7 @@ def prepare(body: ChatBody, model: ServedModel) -> ChatPlan:
         continue_final_message=continues,
         variables=_variables(body, template),
     )
-    ids = model.vocabulary.encode(prompt, add_special_tokens=False)
-    check_tokens(ids, model, "messages")
+    ids = encode_prompt(prompt, model, "messages", add_special_tokens=False)
     opens_reasoning = template.opens_reasoning(prompt)
     functions = [tool.function for tool in tools]
     grammar = _grammar(body, template, functions)

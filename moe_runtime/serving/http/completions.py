@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_runtime.serving.http.answer_text import AnswerToken
 from moe_runtime.serving.http.api_errors import FieldError
-from moe_runtime.serving.http.asking import check_tokens, choices_for
+from moe_runtime.serving.http.asking import check_tokens, choices_for, encode_prompt
 from moe_runtime.serving.http.generating import Choice, Generation
 from moe_runtime.serving.http.grammars import of_response_format
 from moe_runtime.serving.http.log_probabilities import completion_logprobs, prompt_tokens
@@ -54,8 +54,10 @@ def prepare(body: CompletionBody, model: ServedModel) -> tuple[list[str], list[C
     adds = body.add_special_tokens is not False
     prompts, texts = [], []
     for one in given:
-        ids = vocabulary.encode(one, add_special_tokens=adds) if isinstance(one, str) else one
-        check_tokens(ids, model, "prompt")
+        if isinstance(one, str):
+            ids = encode_prompt(one, model, "prompt", add_special_tokens=adds)
+        else:
+            check_tokens(ids := one, model, "prompt")
         prompts.append(ids)
         if body.echo:
             texts.append(one if isinstance(one, str) else vocabulary.decode(one))

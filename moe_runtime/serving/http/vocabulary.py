@@ -24,6 +24,9 @@ class Vocabulary:
         tokenizer: of `transformers`.
         size: tokens that the model knows; it may know more than the tokenizer.
         end_ids: tokens with which the model ends an answer.
+
+    Attributes:
+        longest_token: characters of the longest token; of bytes, where tokens are of bytes.
     """
 
     def __init__(self, tokenizer: Any, size: int, end_ids: Sequence[int]) -> None:
@@ -32,6 +35,7 @@ class Vocabulary:
         self.end_ids = frozenset(end_ids)
         self.special_ids = frozenset(tokenizer.all_special_ids)
         self._ids_by_token: dict[str, int] = tokenizer.get_vocab()
+        self.longest_token = max(map(len, self._ids_by_token), default=1)
         self._bytes: dict[int, bytes] = {}
         self._bytes_by_char = {char: byte for byte, char in enumerate(_byte_level_alphabet())}
         # Encoding may set how a tokenizer cuts and pads, which must not happen twice at a time.
