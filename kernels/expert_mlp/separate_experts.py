@@ -8,18 +8,25 @@ Shape suffixes: T tokens, D model in, F hidden, O model out, R routed rows.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any, Literal, NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from moe_runtime.errors import CheckpointError
 from moe_runtime.kernels import linear as products
-from moe_runtime.kernels.expert_mlp.expert_weights import ExpertShape, ExpertWeights, Matrix
+from moe_runtime.kernels.expert_mlp.expert_runs import (
+    IMPLS,
+    ExpertActivation,
+    ExpertImpl,
+    ExpertRuns,
+    RowIds,
+)
+from moe_runtime.kernels.expert_mlp.expert_weights import ExpertShape, ExpertWeights
 from moe_runtime.kernels.expert_mlp.kernel_activation import kernel_activation
-from moe_runtime.kernels.linear import ROWS_PER_CALL, UNLIMITED, linear, native_row_limit
+from moe_runtime.kernels.linear import ROWS_PER_CALL, UNLIMITED, native_row_limit
 from moe_runtime.kernels.native import (
     ACTIVATION_CODES,
     DTYPE_CODES,
@@ -32,34 +39,10 @@ from moe_runtime.kernels.native import (
     native_library,
     require_native,
 )
-from moe_runtime.kernels.operands import check_choice, precise_dtype
+from moe_runtime.kernels.operands import check_choice
 from moe_runtime.kernels.operands.activation import ActivationName, ActivationSpec
 
-ExpertImpl = Literal["auto", "native", "reference", "torch"]
-IMPLS: tuple[ExpertImpl, ...] = ("auto", "native", "reference", "torch")
 DAMAGED = "escapes of an expert in the lossless code do not fit its rows; pack the checkpoint again"
-RowIds = Tensor | Sequence[int]
-ActivationFn = Callable[[Tensor | None, Tensor], Tensor]
-ExpertActivation = ActivationName | ActivationSpec | ActivationFn
-LinearFn = Callable[[Tensor, Matrix, Tensor | None], Tensor]
-
-
-class ExpertRuns(NamedTuple):
-    """Some experts, the number of rows of each, and where these rows are read and written."""
-
-    experts: Sequence[ExpertWeights]
-    counts: Sequence[int]
-    token_ids_R: RowIds
-    destinations_R: RowIds
-
-    def cut(self, pieces: Iterable[Iterable[Sequence[Any]]]) -> Iterator[ExpertRuns]:
-        """Each piece, a pair of experts and counts in the order of all, with its rows."""
-        first = 0
-        for experts, counts in pieces:
-            last = first + sum(counts)
-            rows = slice(first, last)
-            yield ExpertRuns(experts, counts, self.token_ids_R[rows], self.destinations_R[rows])
-            first = last
 
 
 def expert_ffn(
@@ -135,28 +118,10 @@ def expert_ffn(
         if library is not None and max(some.counts) <= limit:
             _run_native(library, x_TD, some, out_RO, cast(ActivationName, activation))
         else:
-            _run_by_expert(x_TD, some, out_RO, activation=activation, impl=impl)
+            # decode steps have no need of it
+            from moe_runtime.kernels.expert_mlp.expert_by_expert import run_by_expert
 
-
-def frozen_expert(
-    x_RD: Tensor,
-    weights: ExpertWeights,
-    activation: ExpertActivation,
-) -> Tensor:
-    """One expert's outputs, with a gradient of `x` and of what the activation holds.
-
-    Between the products, values have the dtype of `x`.
-
-    Args:
-        x_RD: `[R, D]`.
-        weights: Of the expert, which has no gradient; they must stay as they are until the
-            gradient is computed.
-        activation: As in `expert_ffn`.
-
-    Returns:
-        `[R, O]` in the dtype of `x`.
-    """
-    return one_expert(x_RD, weights, activation_function(activation), products.frozen_linear)
+            run_by_expert(x_TD, some, out_RO, activation=activation, impl=impl)
 
 
 def row_limit(library: NativeLibrary, shape: ExpertShape) -> int:
@@ -305,63 +270,3 @@ def _int64(rows: RowIds) -> Tensor | bytes:
     if isinstance(rows, Tensor):
         return rows.to(device="cpu", dtype=torch.int64).contiguous()
     return array("q", rows).tobytes()
-
-
-def _run_by_expert(
-    x_TD: Tensor,
-    runs: ExpertRuns,
-    out_RO: Tensor,
-    *,
-    activation: ExpertActivation | str,
-    impl: ExpertImpl,
-) -> None:
-    """One expert after another, in torch operations and `linear`.
-
-    `reference` is the specification: in fp32 (fp64 for fp64), nothing is rounded before the output.
-    """
-    function = activation_function(activation)
-    are_quantized = any(weights.shape.formats for weights in runs.experts)
-    is_reused = are_quantized and impl == "auto" and not is_differentiated(x_TD)
-    values = products.ReusedValues() if is_reused else None
-
-    def product(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
-        if isinstance(matrix, Tensor):
-            return linear(x, matrix, bias, impl=impl)
-        return products.quantized_linear(x, matrix, bias, impl=impl, values=values)
-
-    dtype = precise_dtype(x_TD) if impl == "reference" else x_TD.dtype
-    token_ids = torch.as_tensor(runs.token_ids_R, dtype=torch.int64, device=x_TD.device)
-    destinations = torch.as_tensor(runs.destinations_R, dtype=torch.int64, device=x_TD.device)
-    first = 0
-    for weights, count in zip(runs.experts, runs.counts, strict=True):
-        if count:
-            rows = slice(first, first + count)
-            x_RD = x_TD.index_select(0, token_ids[rows]).to(dtype)
-            y_RO = one_expert(x_RD, weights, function, product)
-            out_RO[destinations[rows]] = y_RO.to(out_RO.dtype)
-        first += count
-
-
-def activation_function(activation: ExpertActivation | str) -> ActivationFn:
-    """The function `(gate_RF | None, up_RF) -> hidden_RF` of an activation.
-
-    With a gate it is `act(gate) * up`, without one `act(up)`.
-
-    Raises:
-        ValueError: The name is unknown.
-    """
-    if not isinstance(activation, str):
-        return activation
-    plain = ActivationSpec(cast(ActivationName, activation))
-    return lambda gate, up: plain(None, up) if gate is None else plain(None, gate) * up
-
-
-def one_expert(
-    x_RD: Tensor, weights: ExpertWeights, activation: ActivationFn, linear: LinearFn
-) -> Tensor:
-    """An expert's outputs `[R, O]` in the dtype that `linear(x, weight, bias)` gives."""
-    gate = None
-    if weights.gate is not None:
-        gate = linear(x_RD, weights.gate, weights.gate_bias)
-    up = linear(x_RD, weights.up, weights.up_bias)
-    return linear(activation(gate, up), weights.down, weights.down_bias)

@@ -22,7 +22,6 @@ from moe_runtime.kernels.expert_mlp import (
     ExpertStep,
     ExpertWeights,
     expert_ffn,
-    frozen_expert,
 )
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.types import ExpertKey
@@ -291,7 +290,7 @@ class OffloadedExperts(AbsentParameters):
         return ExpertStep(weights.shape, self._activation)
 
     def _rows(self, weights: ExpertWeights, x_RD: torch.Tensor) -> torch.Tensor:
-        y_RD = frozen_expert(x_RD, weights, self._activation_now())
+        y_RD = options.frozen_expert(x_RD, weights, self._activation_now())
         return self.get_submodule("post_expert_norm")(y_RD) if self._norms_outputs else y_RD
 
     def _compute(

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from moe_runtime.inference.routing_record import open_record as open_record
     from moe_runtime.inference.step_times import StepTimes as StepTimes
     from moe_runtime.inference.step_times import StoreTimes as StoreTimes
+    from moe_runtime.kernels.expert_mlp import frozen_expert as frozen_expert
     from moe_runtime.lab.replay.choice import choose_policy as choose_policy
     from moe_runtime.lab.traces.learned import keep_learned as keep_learned
     from moe_runtime.lab.traces.learned import restore_learned as restore_learned
@@ -51,7 +52,8 @@ else:
             # experts in a code, or multiplied as integers
             "moe_runtime.inference.rounded_activations": "round_activations",
             "moe_runtime.inference.cache_code": "coded_experts open_coded_stores",
-            # gradients
+            # gradients, norms of an expert's outputs
+            "moe_runtime.kernels.expert_mlp": "frozen_expert",
             "moe_runtime.inference.expert_gradients": "differentiable_experts refuse_tangents",
             # a gate that the model overrides
             "moe_runtime.inference.hugging_face.gate_formulas": "find_formula",
