@@ -24,7 +24,7 @@ def with_huge_pages(fresh: Tensor) -> Tensor:
 
     It is advice: systems that do not know it, other devices and small tensors are left alone.
     """
-    advise = _madvise()
+    advise = madvise()
     if advise is None or not fresh.is_cpu or fresh.nbytes < _WORTH_IT:
         return fresh
     first = -(-fresh.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
@@ -58,12 +58,12 @@ def populate(fresh: Tensor) -> bool:
     Returns:
         Whether the system did it; systems that cannot ignore the request.
     """
-    advise = _madvise()
+    advise = madvise()
     return advise is not None and advise(fresh.data_ptr(), fresh.nbytes, _MADV_POPULATE_WRITE) == 0
 
 
 @functools.cache
-def _madvise() -> Callable[[int, int, int], int] | None:
+def madvise() -> Callable[[int, int, int], int] | None:
     """The C library's function, or None where there are no huge pages."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None

@@ -58,6 +58,7 @@ class ExpertStore(Generic[W]):
         self._entries: dict[ExpertKey, Entry[W]] = {}
         self._passing: set[ExpertKey] = set()  # they only pass through; the policy knows the rest
         self._free = list(range(slab.num_slots - 1, -1, -1))
+        self._closed: set[int] = set()  # slots without memory, see resizing
         self._leases: set[weakref.ref[Lease[W]] | None] = set()  # those that are open
         self._changed = fetcher.changed
         self._changed.mend = self._mend
@@ -68,7 +69,7 @@ class ExpertStore(Generic[W]):
     @property
     def num_slots(self) -> int:
         """Experts that the tier holds."""
-        return self._slab.num_slots
+        return self._slab.num_slots - len(self._closed)
 
     def share(self, layer: int) -> int:
         """Experts of a layer that the tier may hold before the layer has to evict its own."""
@@ -129,8 +130,7 @@ class ExpertStore(Generic[W]):
             return result
 
     def give_up(self, lease: Lease[W]) -> None:
-        """Ends a lease that an exception left, wherever that struck: a ``with`` block that is left
-        regularly needs no more than its own end."""
+        """Ends a lease that an exception left, wherever that struck."""
         lease.is_whole = False
         self._changed.disturb()
         self.let_go()
@@ -197,9 +197,8 @@ class ExpertStore(Generic[W]):
     def stats(self) -> StoreStats:
         """The counters so far."""
         with self._changed:
-            slab = self._slab
             return dataclasses.replace(
-                self._counters, expert_slots=slab.num_slots, slot_bytes=slab.slot_bytes
+                self._counters, expert_slots=self.num_slots, slot_bytes=self._slab.slot_bytes
             )
 
     def reset_stats(self) -> None:
@@ -218,8 +217,8 @@ class ExpertStore(Generic[W]):
         self._changed.check()
         with self._changed:
             entries = self._entries
-            occupied = [entry.slot for entry in entries.values()]
-            assert sorted(occupied + self._free) == list(range(self._slab.num_slots))
+            slots = [*self._free, *self._closed, *(entry.slot for entry in entries.values())]
+            assert sorted(slots) == list(range(self._slab.num_slots))
             kept = entries.keys() - self._passing
             assert self._passing <= entries.keys()
             assert len(self._policy) == len(kept)
@@ -362,7 +361,7 @@ class ExpertStore(Generic[W]):
         }
         for key, pins in self._count_pins(leases).items():
             self._entries[key].pins = pins
-        occupied = {entry.slot for entry in self._entries.values()}
+        occupied = self._closed.union(entry.slot for entry in self._entries.values())
         self._free = [n for n in reversed(range(self._slab.num_slots)) if n not in occupied]
         self._passing &= self._entries.keys()
         self._policy.restore([key for key in self._entries if key not in self._passing])

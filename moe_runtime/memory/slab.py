@@ -41,7 +41,7 @@ class Slab:
             self._bytes = aligned_bytes(total)
         else:
             self._bytes = _device_bytes(total, self.device)
-        self._slots: list[torch.Tensor | None] = [None] * num_slots
+        self._slots = [*self._bytes.split(slot_bytes)]
 
     def pin(self) -> None:
         """Locks a host slab in memory, so that a GPU copies from it at full speed.
@@ -56,11 +56,7 @@ class Slab:
 
     def slot(self, index: int) -> torch.Tensor:
         """The bytes of one slot: ``uint8`` of ``slot_bytes``."""
-        slot = self._slots[index]
-        if slot is None:
-            begin = index * self.slot_bytes
-            slot = self._slots[index] = self._bytes[begin : begin + self.slot_bytes]
-        return slot
+        return self._slots[index]
 
     def parts(self, num_bytes: int) -> Iterator[torch.Tensor]:
         """All slots from the first on, as ``uint8`` of this size each, the last one of the rest."""

@@ -82,7 +82,8 @@ def make_store(
     slab = Slab(num_slots, SLOT_BYTES)
     for index in range(num_slots):
         slab.slot(index).fill_(255)  # poison: no expert has this content
-    policy = policy or LayerShares(LRU, even_shares(num_slots, NUM_LAYERS))
+    if policy is None:  # one that holds nothing yet is false
+        policy = LayerShares(LRU, even_shares(num_slots, NUM_LAYERS))
     return ExpertStore(tier, slab, policy, lambda _, slot: slot, stream_slots=stream_slots)
 
 

@@ -19,6 +19,7 @@ from moe_runtime.serving.http.naming import adapters_of, names_of
 from moe_runtime.serving.http.running import address_of, listen, serve
 from moe_runtime.serving.http.served_model import ServedModel, serve_model
 from moe_runtime.serving.http.server import Access, Limits, Log, Server
+from moe_runtime.serving.http.slot_sharing import SlotSharing
 from moe_runtime.serving.turns import Turns
 
 _BACKLOG = 2048
@@ -106,11 +107,12 @@ def run_server(
         budgets: Sequence[MemorySize] = [settings.loading["host_memory"]]
         if len(folders) > 1 or choices:
             budgets = divide_host_memory(names, folders, own, settings.loading)
-        turns, models, adapters, all_loaded = Turns(), [], [], []
+        sharing, models, adapters, all_loaded = SlotSharing(Turns()), [], [], []
         for index, folder in enumerate(folders):
             options = {**settings.loading, "host_memory": budgets[index]}
             loaded: Any = moe_runtime.load(folder, progress=progress, **options)
             stack.enter_context(contextlib.closing(loaded.moe))
+            turns = sharing.add(loaded.moe) if len(folders) > 1 else None
             engine = Engine(
                 loaded, settings.engine, turns=turns, adapters=Adapters(loaded, own[index])
             )
