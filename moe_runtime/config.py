@@ -1,5 +1,6 @@
 """Sizes and modes as people write them, and names with a suggestion when one is not known."""
 
+import contextlib
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -110,16 +111,16 @@ def parse_budget(value: MemorySize, *, name: str) -> Budget:
 
 
 def _number(text: str, name: str) -> int | float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = None
-    if share is not None and "." in text:
-        return share
+    """A share, where there is a decimal point and no unit, or a number of bytes."""
+    if "." in text:
+        with contextlib.suppress(ValueError):
+            return float(text)
     try:
         return parse_bytes(text)
     except ValueError as error:
-        raise ValueError(f"{name}: {error}, a share such as 0.25, or 'auto'") from None
+        raise ValueError(
+            f"{name} must be a size, a share such as 0.25, or 'auto': {error}"
+        ) from None
 
 
 _MOST_SHOWN = 80

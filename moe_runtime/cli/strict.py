@@ -28,8 +28,8 @@ class StrictCommand(TyperCommand):
         """Reads the words of the command line.
 
         Raises:
-            typer.BadParameter: an option that takes one value has two, or a number is infinite or
-                none.
+            typer.BadParameter: an option that takes one value has two, a number is infinite or
+                none, or a text is not UTF-8.
             ValueError: a file's or folder's name is empty or none for an output, or an output would
                 replace one of the inputs, or another output.
         """
@@ -45,6 +45,8 @@ class StrictCommand(TyperCommand):
         rest = super().parse_args(ctx, args)
         for param in self.params:
             value = ctx.params.get(param.name)
+            for text in value if isinstance(value, list | tuple) else [value]:
+                _require_utf8(text, param)
             if isinstance(value, float) and not math.isfinite(value):
                 raise typer.BadParameter(
                     f"expected a finite number, got {value}", param_hint=param.opts[0]
@@ -77,6 +79,19 @@ class StrictCommand(TyperCommand):
                 require_not_read(path, option.removeprefix("--"), inputs)
         for one, other in itertools.combinations(files, 2):
             require_apart(files[one], files[other], (one, other))
+
+
+def _require_utf8(text: Any, param: Any) -> None:
+    """Refuses a text with bytes that are not UTF-8; names of files may have any bytes."""
+    if isinstance(text, str) and not os.path.exists(text):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            # The rest of the message may not show the text: no stream could write it.
+            raise typer.BadParameter(
+                f"expected text in UTF-8, got other bytes from character {error.start + 1} on",
+                param_hint=_shown(param),
+            ) from None
 
 
 def _shown(param: Any) -> str:

@@ -236,3 +236,27 @@ def test_a_wrong_option_beside_json_gets_an_object(
     assert main(words) == 2
     out, err = capsys.readouterr()
     assert err == f"moe-runtime: error: {json.loads(out)['error']}\n"
+
+
+def _texts(name: str) -> list[str]:
+    """The options of a command that take a text."""
+    hints = get_type_hints(inspect.unwrap(COMMANDS[name].callback))
+    options = (p for p in COMMANDS[name].params if p.param_type_name == "option")
+    return [p.opts[0] for p in options if hints[p.name] in (str, str | None, list[str])]
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if _texts(name)])
+def test_a_text_that_is_not_utf8_is_refused_before_anything_is_read(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `-p $'\\xff\\xfe'` reaches Python: every byte that is not UTF-8 as a lone surrogate."""
+    params = COMMANDS[name].params
+    needed = ["none" for p in params if p.param_type_name == "argument"]
+    for option in _texts(name):
+        others = [p.opts[0] for p in params if p.required and p.opts[0].startswith("-")]
+        given = [word for other in others if other != option for word in (other, "1")]
+        assert main([*name.split(), *needed, *given, option, "a\udcff\udcfe"]) == 2
+        error = capsys.readouterr().err
+        assert option in error
+        assert "UTF-8" in error
+        assert error.count("\n") == 1

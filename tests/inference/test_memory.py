@@ -54,6 +54,13 @@ def test_what_is_no_budget(value):
         parse_budget(value, name="host_memory")
 
 
+def test_what_is_no_budget_is_said_at_the_end_of_the_sentence():
+    """After what was given, which the sentence says once, comes nothing more."""
+    for text in ("99999999TiB", "1e400", "much"):
+        with pytest.raises(ValueError, match=f"^m must be .* got '?{text}'?$"):
+            parse_budget(text, name="m")
+
+
 @pytest.mark.parametrize("value", [None, True, [1]])
 def test_what_is_no_number(value):
     with pytest.raises(TypeError, match="host_memory"):
