@@ -57,6 +57,7 @@ class Batch:
         config: of the model.
         model: as it was given.
         chat: puts prompts that are texts into the model's chat template.
+        arithmetic: what the model computes in; answers in another are others.
 
     Attributes:
         jobs: one for each line.
@@ -67,13 +68,21 @@ class Batch:
     """
 
     def __init__(
-        self, lines: Sequence[PromptLine], tokenizer: Any, config: Any, model: str, *, chat: bool
+        self,
+        lines: Sequence[PromptLine],
+        tokenizer: Any,
+        config: Any,
+        model: str,
+        *,
+        chat: bool,
+        arithmetic: Sequence[str],
     ) -> None:
         self._tokenizer = tokenizer
         self._name = name_of(model)
         self._names = {model, self._name}
         self._config = config
         self._chat = chat
+        self._arithmetic = arithmetic
         times: Counter[str] = Counter()
         self.jobs: list[Job] = []
         for line in lines:
@@ -152,7 +161,7 @@ class Batch:
         options = [request.max_new_tokens, request.min_new_tokens, sorted(request.stop_ids)]
         sampling = dataclasses.asdict(request.sampling)
         asked = [self._name, line.custom_id, request.prompt_ids, options, sampling]
-        text = json.dumps([*asked, line.stops, line.ignore_eos, times])
+        text = json.dumps([*asked, line.stops, line.ignore_eos, times, *self._arithmetic])
         return f"batch_req_{hashlib.sha256(text.encode()).hexdigest()[:_HASH_DIGITS]}"
 
     def _text(self, ids: Sequence[int]) -> str:

@@ -168,7 +168,14 @@ def _read(text: str, settings: BatchSettings) -> Batch:
     )
     tokenizer = load_tokenizer(folder)
     checkpoint = open_checkpoint(settings.model, settings.loading["dtype"])
-    return Batch(lines, tokenizer, checkpoint.config, settings.model, chat=settings.chat)
+    return Batch(
+        lines,
+        tokenizer,
+        checkpoint.config,
+        settings.model,
+        chat=settings.chat,
+        arithmetic=(str(checkpoint.dtype), settings.loading["activations"]),
+    )
 
 
 def _tokens_for(jobs: Sequence[Job], settings: BatchSettings) -> int:

@@ -246,6 +246,7 @@ def activation_bytes(config: TrainConfig, num_data_ranks: int = 1) -> int:
     most = (blocks + max(loss, experts) + passing) * (1 + _SPARE_SHARE)
     code = 0
     if model.moe is not None:
+        width = model.moe.intermediate_size
         code = experts_code_bytes(
             {(2 * width, model.hidden_size), (model.hidden_size, width)},
             getattr(torch, config.run.precision),

@@ -227,6 +227,26 @@ def test_a_folder_of_something_else_is_not_replaced(source: Path, tmp_path: Path
     assert contents(tmp_path / "home") == {"letter": b"keep me"}
 
 
+def test_a_packed_folder_of_another_model_or_kind_is_not_replaced(
+    source: Path, tmp_path: Path
+) -> None:
+    other, out = tmp_path / "other", tmp_path / "packed"
+    shutil.copytree(source, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rope_theta": 1234.0}))
+    pack_checkpoint(other, out)
+    before = contents(out)
+    with pytest.raises(ValueError, match="another model"):
+        pack_checkpoint(source, out)
+    with pytest.raises(ValueError, match="without --quantize, and would be replaced by one with;"):
+        pack_checkpoint(other, out, quantize="fp8")
+    assert contents(out) == before
+    quantised = tmp_path / "quantised"
+    pack_checkpoint(source, quantised, quantize="fp8")
+    with pytest.raises(ValueError, match="with --quantize, and would be replaced by one without"):
+        pack_checkpoint(source, quantised)
+
+
 def test_what_is_in_a_packed_folder_beside_it_stays(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "packed"
     pack_checkpoint(source, out, "none")

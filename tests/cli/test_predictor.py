@@ -19,7 +19,7 @@ from moe_runtime.types import ModelSignature
 SHAPE = Shape(num_layers=3, num_experts=8, top_k=2)
 
 
-def save(path: Path, *, model_type: str = "olmoe") -> Path:
+def save(path: Path, *, model_type: str = "olmoe", gates: float = 1.0) -> Path:
     routes = make_routes(SHAPE, num_sequences=6, length=30)
     steps = routes.num_tokens
     lengths = np.diff(routes.offsets)
@@ -34,7 +34,7 @@ def save(path: Path, *, model_type: str = "olmoe") -> Path:
         token_id=routes.token_ids.astype(np.int32),
         token_position=np.concatenate([np.arange(n) for n in lengths]).astype(np.int32),
         expert_ids=routes.expert_ids.astype(np.uint8),
-        gate_weights=routes.gate_weights.astype(np.float16),
+        gate_weights=(gates * routes.gate_weights).astype(np.float16),
     )
     write_trace(path, trace)
     return path
@@ -69,6 +69,16 @@ def test_evaluate_reports_every_predictor_and_the_control(trace: Path, capsys) -
 def test_evaluate_prints_a_table(trace: Path, capsys) -> None:
     assert main(["predictor", "evaluate", str(trace), "--predictor", "popularity"]) == 0
     assert "control" in capsys.readouterr().out
+
+
+def test_a_mass_of_gates_without_weight_is_none(tmp_path: Path, capsys) -> None:
+    trace = save(tmp_path / "zeros.npz", gates=0)
+    words = ["predictor", "evaluate", str(trace), "--predictor", "popularity"]
+    assert main([*words, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["results"][-1]
+    assert {recall["mean_mass_at_2k"] for recall in result["recalls"]} == {None}
+    assert main(words) == 0
+    assert "nan" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

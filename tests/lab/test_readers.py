@@ -82,6 +82,13 @@ def test_megatron_lines(tmp_path):
     assert trace.token_position.tolist() == [n for n in range(5) for _ in range(3)]
 
 
+def test_a_number_of_experts_that_the_trace_contradicts_is_refused(tmp_path):
+    write_trace(tmp_path / "own.npz", trace_of(ROUTES))
+    assert read_any_trace(tmp_path / "own.npz", num_experts=6).signature.num_experts == 6
+    with pytest.raises(ValueError, match="layers have 6 experts; leave out"):
+        read_any_trace(tmp_path / "own.npz", num_experts=3)
+
+
 def test_our_own_traces_are_told_apart(tmp_path):
     write_trace(tmp_path / "own.npz", trace_of(ROUTES))
     trace = read_any_trace(tmp_path / "own.npz")

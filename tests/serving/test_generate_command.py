@@ -154,6 +154,26 @@ def test_answers_to_something_else_are_not_touched(
     assert output.read_text() == "my notes\n"
 
 
+def test_answers_computed_in_another_way_are_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ids of records depend on all that changes numbers."""
+    prompts = write_prompts(tmp_path, ["a"])
+    asked: list[frozenset[str]] = []
+
+    def note(_: Any, path: Path, ids: Any) -> None:
+        asked.append(frozenset(ids))
+        raise ValueError("this is where it ends")
+
+    monkeypatch.setattr(AnswerFile, "__init__", note)
+    words = ["generate", str(pocket_path()), "--prompts", str(prompts), "-o", str(tmp_path / "o")]
+    for dtype in ("auto", "bfloat16", "float32"):
+        for activations in ("exact", "int8"):
+            assert main([*words, "--dtype", dtype, "--activations", activations]) == 2
+    assert asked[:2] == asked[2:4]  # the checkpoint's own type is bf16
+    assert len({*asked}) == 4
+
+
 def test_the_table_has_the_reasons_if_asked_and_failures_their_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moe_runtime.checkpoints.expert_map import map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
@@ -20,6 +21,7 @@ from moe_runtime.checkpoints.packing.schemes import SCHEMES, Scheme
 from moe_runtime.checkpoints.packing.staging import read_progress, staging_of
 from moe_runtime.checkpoints.packing.writer import Progress, write_checkpoint
 from moe_runtime.checkpoints.plain import require_plain
+from moe_runtime.checkpoints.strict_json import parse_object
 from moe_runtime.errors import CheckpointError
 from moe_runtime.files import check_output_folder
 from moe_runtime.places import require_replaceable
@@ -93,7 +95,7 @@ def pack_checkpoint(
         raise ValueError(f"quantize must be {' or '.join(SCHEMES)}, got {quantize!r}")
     checkpoint = open_checkpoint(path_or_id, "auto")
     require_plain(checkpoint, "packing" if quantize is None else "quantising")
-    _require_ours(Path(folder), checkpoint.folder)
+    _require_ours(Path(folder), checkpoint.folder, is_quantized=quantize is not None)
     check_output_folder(folder, "packed checkpoint")
     require_replaceable(Path(os.path.realpath(folder)))
     experts = map_experts(build_on_meta(checkpoint), checkpoint)
@@ -115,11 +117,12 @@ def pack_checkpoint(
     )
 
 
-def _require_ours(folder: Path, source: Path) -> None:
+def _require_ours(folder: Path, source: Path, *, is_quantized: bool) -> None:
     """Refuses a folder whose content is none that a packed checkpoint may replace.
 
     Raises:
-        ValueError: it is or holds the checkpoint's own, or holds something else.
+        ValueError: it is or holds the checkpoint's own, or holds something else, such as another
+            model, or this one quantised where nothing is lost now.
     """
     place, staging = Path(os.path.realpath(folder)), staging_of(folder)
     if Path(os.path.realpath(source)).is_relative_to(place):
@@ -140,6 +143,26 @@ def _require_ours(folder: Path, source: Path) -> None:
             f"{folder} holds {min(other)}, which is no part of a packed checkpoint; name another "
             "folder"
         )
+    if bool(files_of_report(place)) != is_quantized:
+        was, now = ("", "out") if not is_quantized else ("out", "")
+        raise ValueError(
+            f"{folder} was written with{was} --quantize, and would be replaced by one with{now}; "
+            "name another folder, or remove this one"
+        )
+    if _model_of(place) != _model_of(source):
+        raise ValueError(
+            f"{folder} holds a packed checkpoint of another model, as its config.json says; name "
+            "another folder, or remove this one"
+        )
+
+
+def _model_of(folder: Path) -> dict[str, Any]:
+    """What `config.json` says of a model, but for how its weights are written."""
+    try:
+        config = parse_object((folder / "config.json").read_bytes(), has_infinity=True)
+    except (OSError, ValueError):
+        return {}
+    return {key: value for key, value in config.items() if key != "quantization_config"}
 
 
 __all__ = [

@@ -1,5 +1,6 @@
 """``moe-runtime predictor``: train predictors from traces, and measure them honestly."""
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -273,10 +274,10 @@ def _as_rows(result: "Evaluation") -> list[tuple[str, ...]]:
         (
             result.name,
             str(recall.distance),
-            f"{recall.mean_at_k:.3f}",
-            f"{recall.mean_at_2k:.3f}",
-            f"{recall.mean_mass_at_2k:.3f}",
-            f"{result.calibration_error:.4f}",
+            _shown(recall.mean_at_k, 3),
+            _shown(recall.mean_at_2k, 3),
+            _shown(recall.mean_mass_at_2k, 3),
+            _shown(result.calibration_error, 4),
             cost,
         )
         for recall in result.recalls
@@ -288,22 +289,27 @@ def _as_json(result: "Evaluation") -> dict[str, Any]:
         "predictor": result.name,
         "tokens": result.num_tokens,
         "call_s": result.call_s,
-        "calibration_error": result.calibration_error,
+        "calibration_error": _finite(result.calibration_error),
         "calibration": [list(row) for row in result.calibration],
         "recalls": [
             {
                 "distance": recall.distance,
-                "mean_at_k": recall.mean_at_k,
-                "mean_at_2k": recall.mean_at_2k,
-                "mean_mass_at_2k": recall.mean_mass_at_2k,
-                "at_k": _without_nan(recall.at_k),
-                "at_2k": _without_nan(recall.at_2k),
-                "mass_at_2k": _without_nan(recall.mass_at_2k),
+                "mean_at_k": _finite(recall.mean_at_k),
+                "mean_at_2k": _finite(recall.mean_at_2k),
+                "mean_mass_at_2k": _finite(recall.mean_mass_at_2k),
+                "at_k": [*map(_finite, recall.at_k.tolist())],
+                "at_2k": [*map(_finite, recall.at_2k.tolist())],
+                "mass_at_2k": [*map(_finite, recall.mass_at_2k.tolist())],
             }
             for recall in result.recalls
         ],
     }
 
 
-def _without_nan(values: Any) -> list[float | None]:
-    return [value if value == value else None for value in values.tolist()]
+def _finite(value: float) -> float | None:
+    """What JSON can hold: None for the mean of nothing, such as a mass where no gate had weight."""
+    return value if math.isfinite(value) else None
+
+
+def _shown(value: float, digits: int) -> str:
+    return f"{value:.{digits}f}" if math.isfinite(value) else "-"

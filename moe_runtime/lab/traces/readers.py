@@ -4,6 +4,7 @@ Every file is judged before it is used: nothing is unpickled, sizes are limited,
 fit together is one ``CheckpointError`` with one line.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -46,17 +47,24 @@ def read_any_trace(path: str | os.PathLike[str], *, num_experts: int | None = No
 
     Raises:
         CheckpointError: the file is missing, damaged, or none of these.
+        ValueError: the file says how many experts there are, and so does `num_experts`.
     """
     if Path(path).suffix == ".jsonl":
         return read_megatron_trace(path, num_experts=num_experts)
-    if is_journal(path):
-        return read_trace(path)
-    try:
-        with Archive(path, max_bytes=_MAX_BYTES) as archive:
+    is_plain = False
+    if not is_journal(path):
+        # of others `read_trace` also says what an interrupted recording left
+        with contextlib.suppress(CheckpointError), Archive(path, max_bytes=_MAX_BYTES) as archive:
             is_plain = "ids" in archive and "header" not in archive
-    except CheckpointError:
-        return read_trace(path)  # which also says what an interrupted recording left
-    return read_plain_ids(path, num_experts=num_experts) if is_plain else read_trace(path)
+    if is_plain:
+        return read_plain_ids(path, num_experts=num_experts)
+    trace = read_trace(path)
+    if num_experts not in (None, trace.signature.num_experts):
+        raise ValueError(
+            f"{path} says itself that layers have {trace.signature.num_experts} experts; leave out "
+            f"the number of experts, {num_experts}"
+        )
+    return trace
 
 
 def read_plain_ids(path: str | os.PathLike[str], *, num_experts: int | None = None) -> Trace:
