@@ -224,3 +224,31 @@ def test_a_text_too_long_for_any_tokens_is_refused_before_it_is_encoded(
         assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
         assert "characters; prompt and answer may have 1000 tokens" in found["error"]["message"]
         assert len(encoded) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "complaint"),
+    [
+        ({"stream": "maybe"}, "stream", "boolean"),
+        ({"stream": [1]}, "stream", "boolean"),
+        ({"stop": {"a": 1}}, "stop", "got"),
+        ({"stop": ["a", {}]}, "stop.1", "string"),
+        ({"stop_token_ids": [4096]}, "stop_token_ids", "has token 4096, expected ids below 4096"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids.0", "integer"),
+        ({"stream_options": {"bogus": 1}}, "stream_options.bogus", "no field"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "at most the 4 of the answer, got 5"),
+        ({"structure": 1}, "structure", "no field"),
+        ({"str": 1}, "str", "no field"),
+        ({"temperature": 1e-300}, "temperature", "at least 1e-20"),
+        ({"logit_bias": {"4096": 1}}, "logit_bias", "ids below 4096"),
+        ({"n": 0}, "n", "greater than"),
+        ({"seed": "x"}, "seed", "integer"),
+    ],
+)
+def test_what_is_wrong_is_named_as_the_client_wrote_it(
+    tokenizer: Any, given: dict[str, Any], param: str, complaint: str
+) -> None:
+    with scripted(tokenizer, []) as (site, _):
+        status, found = site.ask("/v1/completions", {"prompt": "a", **given})
+        assert (status, found["error"]["param"]) == (400, param), found
+        assert complaint in found["error"]["message"]

@@ -129,14 +129,22 @@ def choices_for(
     vocabulary = model.vocabulary
     end_ids = frozenset() if body.ignore_eos else vocabulary.end_ids
     stop_ids = end_ids | frozenset(body.stop_token_ids or ())
+    if wrong := [token for token in body.stop_token_ids or () if token >= vocabulary.size]:
+        raise FieldError(
+            "stop_token_ids", f"has token {wrong[0]}, expected ids below {vocabulary.size}"
+        )
     choices = []
     for prompt in prompts:
         room = model.engine.most_request_tokens - len(prompt)
+        most_new = max(room, 1) if max_tokens is None else max_tokens
+        if (body.min_tokens or 0) > most_new:
+            problem = f"expected at most the {most_new} of the answer, got {body.min_tokens}"
+            raise FieldError("min_tokens", problem)
         for number in range(body.n or 1):
             try:
                 request = GenerationRequest(
                     prompt_ids=tuple(prompt),
-                    max_new_tokens=max(room, 1) if max_tokens is None else max_tokens,
+                    max_new_tokens=most_new,
                     min_new_tokens=body.min_tokens or 0,
                     stop_ids=stop_ids,
                     sampling=sampling_of(body, model, number),

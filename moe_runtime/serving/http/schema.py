@@ -203,7 +203,8 @@ def _first_problem(error: ValidationError, kind: type[_Body]) -> ApiError:
         key=lambda one: len(one["loc"]),
     )
     # Alternatives of a type are named in the place too: `stop.str`.
-    place = [part for part in problem["loc"] if not _names_a_type(part)]
+    inner = [part for part in problem["loc"][1:] if not _names_a_type(part)]
+    place = [*problem["loc"][:1], *inner]
     if problem["type"] == "json_invalid":
         return ApiError(f"the body is no JSON: {problem['msg'].removeprefix('Invalid JSON: ')}")
     if not place:
@@ -223,8 +224,8 @@ def _first_problem(error: ValidationError, kind: type[_Body]) -> ApiError:
 
 
 def _names_a_type(part: int | str) -> bool:
-    names = ("str", "list[", "constrained-str", "literal[", "NamedTool", "function-")
-    return isinstance(part, str) and part.startswith(names)
+    names = ("list[", "constrained-str", "literal[", "NamedTool", "function-")
+    return isinstance(part, str) and (part == "str" or part.startswith(names))
 
 
 def _shown(value: Any) -> str:
