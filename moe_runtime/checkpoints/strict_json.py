@@ -20,7 +20,15 @@ _CLIPPED.maxstring = 200
 
 
 def parse_object(raw: bytes, *, has_infinity: bool = False) -> dict[str, Any]:
-    """Parses a JSON object as strictly as the safetensors package parses a header, and more so.
+    """Parses a JSON object; raises `ValueError` for all else, and what `parse_value` refuses."""
+    value = parse_value(raw, has_infinity=has_infinity)
+    if not isinstance(value, dict):
+        raise ValueError(clipped(value))
+    return value
+
+
+def parse_value(raw: bytes, *, has_infinity: bool = False) -> Any:
+    """Parses JSON as strictly as the safetensors package parses a header, and more so.
 
     Args:
         raw: the bytes.
@@ -28,7 +36,7 @@ def parse_object(raw: bytes, *, has_infinity: bool = False) -> dict[str, Any]:
 
     Raises:
         ValueError: the bytes are not UTF-8; not JSON (``NaN`` and half surrogate pairs are not);
-            not an object; hold a key twice in one object; a number beyond double precision or of
+            hold a key twice in one object; a number beyond double precision or of
             more than 1000 characters; nest too deeply; or are mostly brackets. The message says
             what was found, on one line.
     """
@@ -48,8 +56,8 @@ def parse_object(raw: bytes, *, has_infinity: bool = False) -> dict[str, Any]:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError as error:
         raise ValueError("brackets nested too deeply") from error
-    if not isinstance(value, dict):
-        raise ValueError(clipped(value))
+    except UnicodeEncodeError as error:
+        raise ValueError("half a surrogate pair, which is no text") from error
     return value
 
 

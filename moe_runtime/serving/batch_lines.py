@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moe_runtime.checkpoints.strict_json import parse_value
 from moe_runtime.serving.requests import SamplingOptions
 
 CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
@@ -99,7 +100,7 @@ def read_lines(
         place = f"{file}, line {number}"
         try:
             one = _read_line(line, number, place, sampling, max_new_tokens)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
         if one.custom_id is not None and ids.setdefault(one.custom_id, number) != number:
             raise ValueError(
@@ -114,13 +115,19 @@ def read_lines(
 def _read_line(
     line: str, number: int, place: str, sampling: SamplingOptions, max_new_tokens: int
 ) -> PromptLine:
-    value = json.loads(line, parse_constant=_no_number)
+    try:
+        value = parse_value(line.encode())
+    except json.JSONDecodeError as error:
+        said = f"{error.msg[:1].lower()}{error.msg[1:]} at character {error.pos + 1}"
+        raise ValueError(f"expected JSON, found {said}") from None
+    except UnicodeEncodeError:
+        raise ValueError("expected JSON, found half a surrogate pair, which is no text") from None
+    except ValueError as error:
+        raise ValueError(f"expected JSON, found {error}") from None
     if isinstance(value, str):
         value = {"prompt": value}
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON string or an object, got {_shown(value)}")
-    line.encode()  # half a surrogate pair is no text
-    json.dumps(value, ensure_ascii=False).encode()
     custom_id = None
     body, asked = value, "prompt" if "prompt" in value else "messages"
     if "custom_id" in value or "body" in value:
@@ -245,10 +252,6 @@ def _texts_of(parts: Sequence[Any]) -> Iterator[str]:
         if not isinstance(text, str) or part.get("type") != "text":
             raise ValueError(f"messages: parts of content must be text, got {_shown(part)}")
         yield text
-
-
-def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is no number of JSON")
 
 
 def _shown(value: Any) -> str:
