@@ -160,12 +160,27 @@ def require_types(kinds: Mapping[str, tuple[type, ...]], given: Mapping[str, obj
         raise TypeError(f"{name} must be {words}, got {found:.{_MOST_SHOWN}}")
 
 
+SHARES = ("auto", "even", "adaptive")
+CACHE_CODES = ("none", "planes")
+ACTIVATIONS = ("exact", "int8")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Says which known names there are, the most similar one first; for messages about a typo."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}known: {', '.join(names)}"
+
+
+def require_known(what: str, name: str, known: Iterable[str]) -> None:
+    """Refuses a name that nothing has.
+
+    Raises:
+        ValueError: it is not known; the message suggests the nearest one.
+    """
+    if name not in (names := tuple(known)):
+        raise ValueError(f"unknown {what} {name!r}: {nearest(name, names)}")
 
 
 class PrefetchMode(StrEnum):
@@ -183,7 +198,5 @@ def parse_mode(name: str) -> PrefetchMode:
     Raises:
         ValueError: there is none; the message suggests the nearest one.
     """
-    known = [mode.value for mode in PrefetchMode]
-    if name not in known:
-        raise ValueError(f"unknown prefetch mode {name!r}: {nearest(name, known)}")
+    require_known("prefetch mode", name, (mode.value for mode in PrefetchMode))
     return PrefetchMode(name)

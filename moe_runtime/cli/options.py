@@ -1,11 +1,39 @@
 """The options of the commands: name, meaning and limits, each written once."""
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from moe_runtime.cli.config_file import apply_config
+from moe_runtime.config import ACTIVATIONS, CACHE_CODES, SHARES, PrefetchMode, require_known
+
+
+def _named(what: str, known: Callable[[], Iterable[str]]) -> Callable[[str], str]:
+    """Refuses other names while the command line is read, before a model's library is imported."""
+
+    def check(name: str) -> str:
+        if name.isprintable():  # bytes that are no text are refused with the option's name
+            require_known(what, name, known())
+        return name
+
+    return check
+
+
+def _policies() -> tuple[str, ...]:
+    from moe_runtime.policies.eviction import LIVE_POLICIES
+
+    return ("auto", *LIVE_POLICIES)
+
+
+def _predictor(name: str) -> str:
+    from moe_runtime.inference.prediction.predictors import check_predictor
+
+    if name != "auto" and name.isprintable():
+        check_predictor(name)
+    return name
+
 
 Model = Annotated[
     str,
@@ -73,39 +101,47 @@ PlacementFile = Annotated[
 Policy = Annotated[
     str,
     typer.Option(
+        callback=_named("policy", _policies),
         help="Which expert leaves memory first: a policy's name, or auto, which replays what this "
-        "model did lately and takes the policy that misses least."
+        "model did lately and takes the policy that misses least.",
     ),
 ]
 Shares = Annotated[
     str,
-    typer.Option(help="Memory of each layer: even, adaptive (to where misses cost most), auto."),
+    typer.Option(
+        callback=_named("shares", lambda: SHARES),
+        help="Memory of each layer: even, adaptive (to where misses cost most), auto.",
+    ),
 ]
 CacheCode = Annotated[
     str,
     typer.Option(
+        callback=_named("cache_code", lambda: CACHE_CODES),
         help="How bf16 experts lie in memory: none (as in the files), or planes, a code that loses "
-        "nothing, so that a budget holds 1.4 times as many; on a CPU."
+        "nothing, so that a budget holds 1.4 times as many; on a CPU.",
     ),
 ]
 Activations = Annotated[
     str,
     typer.Option(
+        callback=_named("activations", lambda: ACTIVATIONS),
         help="What quantised experts multiply: exact, or int8, which rounds: faster where they "
-        "are in int4, int8 or fp4; on a CPU."
+        "are in int4, int8 or fp4; on a CPU.",
     ),
 ]
 Prefetch = Annotated[
     str,
     typer.Option(
+        callback=_named("prefetch mode", lambda: list(PrefetchMode)),
         help="Read experts before they are asked for: off, observe (only count), enforce, or auto "
-        "(as long as it is faster)."
+        "(as long as it is faster).",
     ),
 ]
 Predictor = Annotated[
     str,
     typer.Option(
-        help="Who guesses them: a predictor's name, the .npz file of a trained one, or auto."
+        callback=_predictor,
+        help="Who guesses them: a predictor's name, the .npz file of a trained one, or auto.",
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from moe_runtime.config import PrefetchMode, nearest, require_types
+from moe_runtime.config import (
+    ACTIVATIONS,
+    CACHE_CODES,
+    SHARES,
+    PrefetchMode,
+    require_known,
+    require_types,
+)
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference import options
 from moe_runtime.inference.budget import MemoryPlan
@@ -27,9 +34,6 @@ if TYPE_CHECKING:
 AUTO = "auto"
 GATES, COUNTS = "next-gate", "running-counts"
 """Predictors that stand for others: the model's own gates tell most, counts are always there."""
-SHARES = (AUTO, "even", "adaptive")
-CACHE_CODES = ("none", "planes")
-ACTIVATIONS = ("exact", "int8")
 _NONE = type(None)
 _TYPES: dict[str, tuple[type, ...]] = {
     "path_or_id": (str, Path),
@@ -113,14 +117,10 @@ def check_names(
         CheckpointError: the predictor's file is missing, or is not a predictor.
         ValueError: no policy, predictor, code or kind of shares or activations has it.
     """
-    for option, name, known in (
-        ("policy", policy, (AUTO, *LIVE_POLICIES)),
-        ("shares", shares, SHARES),
-        ("cache_code", cache_code, CACHE_CODES),
-        ("activations", activations, ACTIVATIONS),
-    ):
-        if name not in known:
-            raise ValueError(f"unknown {option} {name!r}: {nearest(name, known)}")
+    require_known("policy", policy, (AUTO, *LIVE_POLICIES))
+    require_known("shares", shares, SHARES)
+    require_known("cache_code", cache_code, CACHE_CODES)
+    require_known("activations", activations, ACTIVATIONS)
     if predictor != AUTO:
         options.check_predictor(predictor)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from command_line import all_commands
 from synthetic_routes import make_routes
@@ -142,12 +143,12 @@ CASES = {
             "moe_runtime.lab.traces.readers.read_any_trace",
             "moe_runtime.lab.replay.experiment.Experiment",
         ),
-        ("t.npz",),
+        ("ids-t.npz",),
         {
-            "trace": ("", Path("t.npz")),
+            "trace": ("", Path("ids-t.npz")),
             "policy": ("--policy lru,sieve", ("policies", ["lru", "sieve"])),
             "predictor": ("--predictor previous-token", "previous-token"),
-            "train": ("--train other.npz", Path("other.npz")),
+            "train": ("--train ids-other.npz", Path("ids-other.npz")),
             "capacity": ("--capacity 37.5%", 0.375),
             "scope": ("--scope global", "global"),
             "shares": ("--shares adaptive", ("adaptive", True)),
@@ -163,9 +164,9 @@ CASES = {
     ),
     "report": Case(
         ("moe_runtime.lab.traces.readers.read_any_trace", "moe_runtime.lab.report.findings.find"),
-        ("t.npz",),
+        ("ids-t.npz",),
         {
-            "source": ("", Path("t.npz")),
+            "source": ("", Path("ids-t.npz")),
             "policy": ("--policy lru", "lru"),
             "predictor": ("--predictor combined", ("predictors", ["combined"])),
             "capacity": ("--capacity 37.5%", 0.375),
@@ -392,6 +393,7 @@ def put_files(folder: Path) -> None:
     for seed, name in enumerate(("t.npz", "other.npz")):
         routes = make_routes(shape, num_sequences=8, length=40, seed=seed)
         write_trace(folder / name, trace_of(routes))
+        np.savez(folder / f"ids-{name}", ids=routes.expert_ids)  # says nothing of experts
     (folder / "m.toml").write_text(MACHINE)
     (folder / "text.txt").write_text("words")
     (folder / "models").mkdir()

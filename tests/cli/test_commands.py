@@ -155,7 +155,7 @@ def test_inspect_says_what_a_budget_buys(capsys: pytest.CaptureFixture[str]) -> 
     shares = {row["budget_bytes"]: row["resident_share"] for row in summary["budgets"]}
     assert shares[4700] == 1.0
     assert shares[3100] == 0.5
-    assert summary["auto"]["budget"] == "2.441 KiB"
+    assert summary["auto"]["budget"] == "2.442 KiB"
     assert summary["auto"]["policy"] == "lru"
     assert "0 steps of this model were seen" in summary["auto"]["reason"]
 
@@ -165,7 +165,7 @@ def test_inspect_shows_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "some/model", "--host-memory", "1600"]) == 0
     out = capsys.readouterr().out
     assert "4 layers of 8, 2 of them for each token" in out
-    assert "1.66 KiB" in out
+    assert "1.661 KiB" in out
     assert "too small" in out
     assert "100%" in out
     assert "what --policy auto takes" not in out  # nothing can be chosen for what is too small

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +67,8 @@ def parameters(function: Callable[..., Any]) -> set[str]:
 def distinctive(name: str, kind: Any, folder: Path) -> tuple[str, Any]:
     """A value of an option that is not its default: as a word, and as it must arrive."""
     words = {"host_memory": "7GiB", "device_memory": "5GiB", "device": "cpu", "dtype": "float32"}
+    words |= {"policy": "sieve", "shares": "even", "cache_code": "planes", "activations": "int8"}
+    words |= {"prefetch": "observe", "predictor": "popularity"}
     kinds = set(get_args(kind)) or {kind}
     if int in kinds:
         return "237", 237
@@ -260,3 +263,28 @@ def test_a_text_that_is_not_utf8_is_refused_before_anything_is_read(
         assert option in error
         assert "UTF-8" in error
         assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["run", "serve", "generate", "chat"])
+@pytest.mark.parametrize(
+    ("option", "complaint"),
+    [
+        ("policy", "unknown policy 'bogus'"),
+        ("shares", "unknown shares 'bogus'"),
+        ("cache-code", "unknown cache_code 'bogus'"),
+        ("activations", "unknown activations 'bogus'"),
+        ("prefetch", "unknown prefetch mode 'bogus'"),
+        ("predictor", "unknown predictor 'bogus'"),
+    ],
+)
+def test_names_that_nothing_has_are_refused_before_a_library_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    option: str,
+    complaint: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)  # importing it fails
+    needed = {"run": ["-p", "a"], "generate": ["--prompts", "a", "-o", "b"]}.get(command, [])
+    assert main([command, "none", *needed, f"--{option}", "bogus"]) == 2
+    assert complaint in capsys.readouterr().err

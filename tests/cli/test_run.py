@@ -216,7 +216,7 @@ def assert_one_line(capsys: pytest.CaptureFixture[str], message: str) -> None:
     ("options", "message"),
     [
         (["--polcy", "lru"], "--policy"),
-        (["--host-memory", "lots"], "--host-memory: expected a size such as 7GiB"),
+        (["--host-memory", "lots"], "--host-memory must be a size, a share such as 0.25, or"),
         (["--host-memory", "0"], "--host-memory must be a positive number"),
         (["--device-memory", "7 parsecs"], "--device-memory"),
         (["--max-new-tokens", "0"], "--max-new-tokens"),
