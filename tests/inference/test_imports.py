@@ -13,6 +13,7 @@ from moe_runtime.kernels.linear import native_row_limit
 from moe_runtime.kernels.native import native_library
 
 POCKET = str(Path(moe_runtime.models.pocket.__file__).parent)
+PROMPT_TOKENS = 3
 REPORT = """
 import json, pathlib, sys
 files = {
@@ -54,7 +55,7 @@ def test_a_loaded_model_that_has_generated_needs_few_modules(loaded):
     """Where the native kernels compute; `python benchmarks/imports.py --modules` says who imports
     what."""
     library = native_library()
-    if library is None or not native_row_limit(library, torch.bfloat16):
+    if library is None or native_row_limit(library, torch.bfloat16) < PROMPT_TOKENS:
         pytest.skip("torch computes here, which needs more modules")
     assert "moe_runtime.inference.expert_layer" in loaded
     assert len(loaded) <= 100
