@@ -3,10 +3,12 @@
 from collections import Counter
 
 import pytest
-from decode_layer import layer_calls, load_resident
+from decode_layer import layer_calls
+from harness.decode_step import load_resident
 
 from moe_runtime.kernels.linear import native_row_limit
 from moe_runtime.kernels.native import native_library
+from moe_runtime.models.pocket import pocket_path
 
 MOST_CALLS = 40
 MOST_FILES = 10
@@ -17,7 +19,7 @@ def calls() -> Counter[tuple[str, str]]:
     library = native_library()
     if library is None:
         pytest.skip("the native library was not built")
-    model = load_resident()
+    model = load_resident(pocket_path())
     if not native_row_limit(library, model.dtype):
         pytest.skip("torch computes this dtype here")
     with model.moe:
