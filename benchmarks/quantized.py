@@ -4,6 +4,8 @@ Times one layer's routed experts, as a decode step of a loaded model calls them,
 formats that checkpoints are published in, beside a plain read of as many bytes by the same threads.
 The two take turns, and every call has other routing than the one before, so that weights come from
 memory. Only as many experts are made as fit in `--memory`; routing is uniform over them.
+`--kt-kernel FOLDER`, the unpacked wheel, lets kt-kernel's operators take turns with ours: the same
+shape, format, number of experts and threads, in a process of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.kt_kernel import KtKernel
 from harness.machine import commit, describe_machine, machine_name, versions
 from torch import Tensor
 
@@ -72,7 +75,8 @@ def main() -> None:
             experts = make_experts(SHAPES[name], FORMATS[kind], parse_bytes(arguments.memory))
             for num_tokens in arguments.tokens:
                 row = {"shape": name, "format": kind, "tokens": num_tokens}
-                row |= measure(SHAPES[name], experts, num_tokens, arguments.rounds, clock)
+                peer = _peer(arguments.kt_kernel, kind, SHAPES[name], len(experts), num_tokens)
+                row |= measure(SHAPES[name], experts, num_tokens, arguments.rounds, clock, peer)
                 rows.append(row)
                 print(_line(row), flush=True)
     if arguments.save:
@@ -124,6 +128,7 @@ def measure(
     num_tokens: int,
     rounds: int,
     clock: Callable[[], float],
+    peer: KtKernel | None = None,
 ) -> dict[str, Any]:
     """Medians of a call and of a plain read, in milliseconds, and what they move."""
     library = require_native()
@@ -147,7 +152,14 @@ def measure(
         first = index * num_bytes % (len(room) - num_bytes + 1) // 64 * 64
         seconds["read"].append(_timed(clock, library.read, room[first : first + num_bytes]))
         seconds["experts"].append(_timed(clock, run, ids_TK, weights_TK))
-    return {
+        if peer is not None:
+            seconds.setdefault("kt_kernel", []).append(peer.call_ms(1)[0] / 1e3)
+    beside = {}
+    if peer is not None:
+        peer.close()
+        ratio = statistics.median(seconds["kt_kernel"]) / statistics.median(seconds["experts"])
+        beside = {"over_kt_kernel": ratio, "kt_kernel_error": peer.error}
+    return beside | {
         "experts": len(experts),
         "visited": statistics.median(visited),
         "expert_bytes": expert_bytes,
@@ -181,6 +193,15 @@ def _runner(
     return run
 
 
+def _peer(
+    folder: Path | None, kind: str, shape: Shape, num_experts: int, num_tokens: int
+) -> KtKernel | None:
+    if folder is None:
+        return None
+    sizes = num_experts, shape.top_k, shape.dim_model, shape.dim_hidden, num_tokens
+    return KtKernel(folder, kind, sizes, require_native().num_threads)
+
+
 def _timed(clock: Callable[[], float], call: Callable[..., object], *arguments: object) -> float:
     start = clock()
     call(*arguments)
@@ -192,6 +213,7 @@ def _line(row: dict[str, Any]) -> str:
     return (
         f"{row['shape']:>14} {row['format']:>5} T={row['tokens']:<3} {row['ms']['experts']:8.2f} ms"
         f"  {gb_per_s:5.1f} GB/s  {row['of_read']:4.2f} of a plain read"
+        + (f"  {row['over_kt_kernel']:4.2f} x kt-kernel" if "over_kt_kernel" in row else "")
     )
 
 
@@ -199,7 +221,8 @@ def _save(rows: list[dict[str, Any]], facts: dict[str, object], head: str) -> No
     alone = require_native().num_threads == 1
     path = RESULTS / f"quantized-{'one-thread-' * alone}{machine_name(facts)}.json"
     report = {
-        "command": f"python benchmarks/quantized.py --save{' --one-thread' * alone}",
+        "command": f"python benchmarks/quantized.py --save{' --one-thread' * alone}"
+        + " --kt-kernel FOLDER" * ("over_kt_kernel" in rows[0]),
         "machine": facts | {"isa": require_native().isa, "threads": require_native().num_threads},
         "versions": versions(),
         "commit": head,
@@ -218,8 +241,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--memory", default="2GiB", help="for the experts of a layer")
     one = "one thread, in its processor time: for a machine that others use meanwhile"
     parser.add_argument("--one-thread", action="store_true", help=one)
+    parser.add_argument("--kt-kernel", type=Path, metavar="FOLDER", help="its wheel, unpacked")
     parser.add_argument("--save", action="store_true", help="write this machine's results file")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.one_thread and arguments.kt_kernel:
+        parser.error("--one-thread times this process alone: leave out --kt-kernel")
+    return arguments
 
 
 if __name__ == "__main__":
