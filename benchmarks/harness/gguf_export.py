@@ -1,76 +1,82 @@
-"""Writes the weights of a synthetic checkpoint as a bf16 GGUF file, one tensor in memory at a time.
+"""Writes the weights of a synthetic checkpoint as a GGUF file, one tensor in memory at a time.
 
-Tensor names, types and the stacking of experts are those that llama.cpp's own converter gives an
-OLMoE model: matrices in bf16, norms and routers in fp32, the experts of a layer in one tensor. The
-file has no vocabulary, because the benchmark feeds token ids.
+Tensor names, types and the stacking of experts are those that llama.cpp's own converter gives such
+a model: matrices in bf16, experts of gpt-oss in MXFP4 as they are, norms, biases, sinks and routers
+in fp32, the experts of a layer in one tensor. The file has no vocabulary, because the benchmark
+feeds token ids.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from harness.families import MAX_POSITIONS, config_of
 from harness.safetensors_files import TensorPlace, locate_tensors
-from harness.shapes import Shape
+from harness.shapes import MXFP4_GROUP, GptOssShape, Shape
 
 TABLES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
 }
-BLOCK_PARTS = {
+ATTENTION_PARTS = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+}
+OLMOE_PARTS = ATTENTION_PARTS | {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate": "ffn_gate_inp",
+}
+GPT_OSS_PARTS = ATTENTION_PARTS | {
+    "post_attention_layernorm": "post_attention_norm",
+    "mlp.router": "ffn_gate_inp",
 }
 EXPERT_PARTS = {
     "gate_proj": "ffn_gate_exps",
     "up_proj": "ffn_up_exps",
     "down_proj": "ffn_down_exps",
 }
-FLOAT32_PARTS = ("_norm.weight", "ffn_gate_inp.weight")
+FLOAT32_PARTS = ("_norm.weight", "ffn_gate_inp.weight", "attn_sinks.weight", ".bias")
+BLOCK_BYTES = 1 + MXFP4_GROUP // 2
+"""Of 32 values in MXFP4: the exponent, then the codes of elements j and j + 16 in byte j."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor of the GGUF file and the checkpoint's tensors that it is made of."""
+    """A tensor of the GGUF file: its kind and the shape of its values, and what reads them."""
 
     name: str
-    sources: tuple[TensorPlace, ...]
-    stacked: bool
-
-    @property
-    def is_float32(self) -> bool:
-        return self.name.endswith(FLOAT32_PARTS)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        one = self.sources[0].shape
-        return (len(self.sources), *one) if self.stacked else one
+    kind: Literal["F32", "BF16", "MXFP4"]
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
 
     @property
     def num_bytes(self) -> int:
-        return sum(source.num_bytes for source in self.sources) * (2 if self.is_float32 else 1)
+        num_values = math.prod(self.shape)
+        if self.kind == "MXFP4":
+            return num_values // MXFP4_GROUP * BLOCK_BYTES
+        return num_values * (4 if self.kind == "F32" else 2)
 
-    def load(self) -> np.ndarray:
-        """The tensor's values as the bytes that the file holds."""
-        bits = np.stack([source.read_bfloat16_bits() for source in self.sources])
-        bits = bits.reshape(self.shape)
-        if not self.is_float32:
-            return bits.view(np.uint8)
-        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """In fp32 numbers, or in bytes."""
+        if self.kind == "F32":
+            return self.shape
+        num_rows = math.prod(self.shape[:-1])
+        return (*self.shape[:-1], self.num_bytes // num_rows)
 
 
 def write_gguf(
@@ -91,24 +97,22 @@ def write_gguf(
     tensors = list(_plan(shape, locate_tensors(checkpoint)))
     total = sum(tensor.num_bytes for tensor in tensors)
     unfinished = target.with_suffix(".partial")
-    writer = gguf.GGUFWriter(unfinished, "olmoe")
+    writer = gguf.GGUFWriter(unfinished, "gpt-oss" if isinstance(shape, GptOssShape) else "olmoe")
     _add_metadata(writer, gguf, shape)
     for tensor in tensors:
-        kind = "F32" if tensor.is_float32 else "BF16"
-        stored = tensor.shape if tensor.is_float32 else (*tensor.shape[:-1], 2 * tensor.shape[-1])
         writer.add_tensor_info(
             tensor.name,
-            stored,
-            np.dtype(np.float32 if tensor.is_float32 else np.uint8),
+            tensor.stored_shape,
+            np.dtype(np.float32 if tensor.kind == "F32" else np.uint8),
             tensor.num_bytes,
-            raw_dtype=gguf.GGMLQuantizationType[kind],
+            raw_dtype=gguf.GGMLQuantizationType[tensor.kind],
         )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     done = 0
     for tensor in tensors:
-        writer.write_tensor_data(tensor.load())
+        writer.write_tensor_data(tensor.read())
         done += tensor.num_bytes
         if progress is not None:
             progress(done, total)
@@ -118,32 +122,91 @@ def write_gguf(
 
 def _plan(shape: Shape, places: dict[str, TensorPlace]) -> Iterator[GgufTensor]:
     for key, name in TABLES.items():
-        yield GgufTensor(name, (places[key],), stacked=False)
+        yield _plain(f"{name}.weight", places[f"{key}.weight"])
+    is_gpt_oss = isinstance(shape, GptOssShape)
     for layer in range(shape.num_layers):
-        prefix = f"model.layers.{layer}"
-        for key, name in BLOCK_PARTS.items():
-            place = places[f"{prefix}.{key}.weight"]
-            yield GgufTensor(f"blk.{layer}.{name}.weight", (place,), stacked=False)
+        block, prefix = f"blk.{layer}", f"model.layers.{layer}"
+        for key, name in (GPT_OSS_PARTS if is_gpt_oss else OLMOE_PARTS).items():
+            for end in ("weight", "bias"):
+                if (place := places.get(f"{prefix}.{key}.{end}")) is not None:
+                    yield _plain(f"{block}.{name}.{end}", place)
+        if is_gpt_oss:
+            yield _plain(f"{block}.attn_sinks.weight", places[f"{prefix}.self_attn.sinks"])
+            yield from _gpt_oss_experts(block, f"{prefix}.mlp.experts", places)
+            continue
         for key, name in EXPERT_PARTS.items():
-            experts = tuple(
-                places[f"{prefix}.mlp.experts.{expert}.{key}.weight"]
-                for expert in range(shape.num_experts)
+            stems = (f"{prefix}.mlp.experts.{expert}" for expert in range(shape.num_experts))
+            yield _plain(
+                f"{block}.{name}.weight", *(places[f"{stem}.{key}.weight"] for stem in stems)
             )
-            yield GgufTensor(f"blk.{layer}.{name}.weight", experts, stacked=True)
+
+
+def _plain(name: str, *places: TensorPlace, rows: slice = slice(None)) -> GgufTensor:
+    """In bf16, or in fp32 where llama.cpp wants that; several stand for a stack of experts.
+
+    `rows` are taken of the last dimension.
+    """
+    is_float32 = name.endswith(FLOAT32_PARTS)
+    one = (*places[0].shape[:-1], len(range(*rows.indices(places[0].shape[-1]))))
+
+    def read() -> np.ndarray:
+        bits = np.stack([place.read_bfloat16_bits()[..., rows] for place in places])
+        bits = np.ascontiguousarray(bits if len(places) > 1 else bits[0])
+        if not is_float32:
+            return bits.view(np.uint8)
+        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+    stacked = one if len(places) == 1 else (len(places), *one)
+    return GgufTensor(name, "F32" if is_float32 else "BF16", stacked, read)
+
+
+def _gpt_oss_experts(block: str, stem: str, places: dict[str, TensorPlace]) -> Iterator[GgufTensor]:
+    """Rows of gate and up take turns in the checkpoint and lie apart in the GGUF file."""
+    for key, parts in (
+        ("gate_up_proj", {"ffn_gate_exps": slice(0, None, 2), "ffn_up_exps": slice(1, None, 2)}),
+        ("down_proj", {"ffn_down_exps": slice(None)}),
+    ):
+        for name, rows in parts.items():
+            codes, scales = (places[f"{stem}.{key}_{end}"] for end in ("blocks", "scales"))
+            yield _mxfp4(f"{block}.{name}.weight", codes, scales, rows)
+            yield _plain(f"{block}.{name}.bias", places[f"{stem}.{key}_bias"], rows=rows)
+
+
+def _mxfp4(name: str, codes: TensorPlace, scales: TensorPlace, rows: slice) -> GgufTensor:
+    """Codes `[E, N, G, 16]` with neighbours in a byte, as ggml's blocks `[E, N, G * 17]`."""
+    num_experts, num_rows, num_groups, _ = codes.shape
+    num_rows = len(range(*rows.indices(num_rows)))
+
+    def read() -> np.ndarray:
+        pairs = codes.read_bytes()[:, rows]
+        values = np.stack((pairs & 15, pairs >> 4), -1).reshape(*pairs.shape[:-1], MXFP4_GROUP)
+        half = MXFP4_GROUP // 2
+        turned = values[..., :half] | values[..., half:] << 4
+        blocks = np.concatenate((scales.read_bytes()[:, rows, :, None], turned), -1)
+        return blocks.reshape(num_experts, num_rows, num_groups * BLOCK_BYTES)
+
+    return GgufTensor(name, "MXFP4", (num_experts, num_rows, num_groups * MXFP4_GROUP), read)
 
 
 def _add_metadata(writer: Any, gguf: ModuleType, shape: Shape) -> None:
+    kinds, settings = gguf.LlamaFileType, config_of(shape)
+    is_gpt_oss = isinstance(shape, GptOssShape)
     writer.add_name(shape.name)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    writer.add_context_length(4096)
+    writer.add_file_type(kinds.MOSTLY_MXFP4_MOE if is_gpt_oss else kinds.MOSTLY_BF16)
+    writer.add_context_length(MAX_POSITIONS)
     writer.add_embedding_length(shape.model_width)
     writer.add_block_count(shape.num_layers)
     writer.add_feed_forward_length(shape.expert_width)
     writer.add_head_count(shape.num_heads)
-    writer.add_head_count_kv(shape.num_heads)
-    writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_expert_count(shape.num_experts)
     writer.add_expert_used_count(shape.top_k)
     writer.add_vocab_size(shape.vocab_size)
     writer.add_tokenizer_model("none")
+    writer.add_rope_freq_base(float(str(settings["rope_theta"])))
+    writer.add_head_count_kv(int(str(settings["num_key_value_heads"])))
+    if isinstance(shape, GptOssShape):
+        writer.add_key_length(shape.head_dim)
+        writer.add_value_length(shape.head_dim)
+        writer.add_expert_feed_forward_length(shape.expert_width)
+        writer.add_sliding_window(settings["sliding_window"])

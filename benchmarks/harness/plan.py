@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from harness.shapes import GroupedShape, Shape
+from harness.shapes import GroupedShape, Qwen3Fp8Shape, Shape
 
 GIB = 1 << 30
 NEEDED_PACKAGES = {
@@ -89,8 +89,10 @@ def cannot_work(system: str, cap_bytes: int | None, shape: Shape) -> str | None:
     if find_spec(NEEDED_PACKAGES[name]) is None:
         extra = "-e ." if name == "ours" else "'.[peers]'"
         return f"{NEEDED_PACKAGES[name]} is not installed (pip install {extra})"
-    if name != "ours" and isinstance(shape, GroupedShape):
-        return "is not compared on the quantised shapes yet"
+    if name == "llama.cpp" and isinstance(shape, Qwen3Fp8Shape):
+        return "has no type for FP8 in blocks"
+    if name in ("transformers", "accelerate") and isinstance(shape, GroupedShape):
+        return "has no code for these quantised experts on a CPU"
     if name == "accelerate" and cap_bytes is None:
         return "offloads to disk only under a cap"
     if name == "transformers" and cap_bytes is not None and cap_bytes < shape.total_bytes:

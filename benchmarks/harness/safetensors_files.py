@@ -28,6 +28,11 @@ class TensorPlace:
         bits = np.fromfile(self.path, np.uint16, self.num_bytes // 2, offset=self.offset)
         return bits.reshape(self.shape)
 
+    def read_bytes(self) -> np.ndarray:
+        """A tensor of bytes, in its shape."""
+        content = np.fromfile(self.path, np.uint8, self.num_bytes, offset=self.offset)
+        return content.reshape(self.shape)
+
 
 def locate_tensors(folder: Path) -> dict[str, TensorPlace]:
     """Maps every tensor name of the sharded checkpoint in `folder` to its place."""

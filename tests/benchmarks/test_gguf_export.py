@@ -2,9 +2,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.checkpoints import write_checkpoint
 from harness.gguf_export import write_gguf
 from harness.safetensors_files import locate_tensors
-from harness.shapes import Shape
+from harness.shapes import GptOssShape, Shape
 
 gguf = pytest.importorskip("gguf", reason="extra peers is not installed")
 
@@ -31,3 +32,44 @@ def test_file_holds_the_checkpoints_weights(shape: Shape, checkpoint: Path, tmp_
 
     num_values = sum(int(tensor.n_elements) for tensor in tensors.values())
     assert 2 * num_values == shape.total_bytes
+
+
+def test_experts_of_gpt_oss_keep_their_codes(tmp_path: Path) -> None:
+    """By gguf's own dequantiser; rows of gate and up lie apart."""
+    shape = GptOssShape(
+        name="gpt-oss-test",
+        num_layers=2,
+        num_experts=3,
+        top_k=2,
+        model_width=64,
+        expert_width=32,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=32,
+        vocab_size=96,
+        shard_bytes=20_000,
+    )
+    write_checkpoint(shape, tmp_path / "model", seed=3)
+    write_gguf(shape, tmp_path / "model", tmp_path / "model.gguf")
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    places = locate_tensors(tmp_path / "model")
+
+    stem = "model.layers.1.mlp.experts.gate_up_proj"
+    pairs = places[f"{stem}_blocks"].read_bytes()
+    exponents = places[f"{stem}_scales"].read_bytes().astype(int) - 127
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = np.stack((pairs & 15, pairs >> 4), -1).reshape(*pairs.shape[:-1], 32)
+    values = np.where(codes & 8, -1, 1) * magnitudes[codes & 7] * 2.0 ** exponents[..., None]
+    values = values.reshape(3, 64, 64)
+    for first, name in enumerate(("gate", "up")):
+        tensor = tensors[f"blk.1.ffn_{name}_exps.weight"]
+        assert tensor.tensor_type == gguf.GGMLQuantizationType.MXFP4
+        assert tensor.shape.tolist() == [64, 32, 3]
+        found = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(3, 32, 64)
+        np.testing.assert_array_equal(found, values[:, first::2])
+        bits = places[f"{stem}_bias"].read_bfloat16_bits()[:, first::2].astype(np.uint32) << 16
+        np.testing.assert_array_equal(
+            tensors[f"blk.1.ffn_{name}_exps.bias"].data.view(np.uint32), bits
+        )
+    assert tensors["blk.0.attn_sinks.weight"].shape.tolist() == [2]
+    assert tensors["blk.0.post_attention_norm.weight"].shape.tolist() == [64]
