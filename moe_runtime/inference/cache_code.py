@@ -128,7 +128,7 @@ class CodingFetcher(TierFetcher):
     """Fills slots with experts in the code from a tier that has them as they lie in the files."""
 
     def __init__(self, lower: ExpertStore[Tensor], experts: ExpertMap, coded: ExpertMap) -> None:
-        super().__init__(lower, torch.device("cpu"))
+        super().__init__(lower)
         self._experts = experts
         self._coded = coded
 

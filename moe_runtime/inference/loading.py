@@ -367,25 +367,7 @@ def _open_stores(
         return ExpertStore(
             source, slab, new_policy(host), bind, stream_slots=host.stream_slots, listener=fast
         ), None
-    slab.pin()
-    below: ExpertStore[torch.Tensor] = ExpertStore(
-        source,
-        slab,
-        new_policy(host),
-        lambda _, slot: slot,
-        stream_slots=host.stream_slots,
-        listener=slow,
-    )
-    device = plans["device"]
-    above = ExpertStore(
-        options.TierFetcher(below, place),
-        Slab(device.num_slots, device.slot_bytes, device=place),
-        new_policy(device),
-        bind,
-        stream_slots=device.stream_slots,
-        listener=fast,
-    )
-    return above, below
+    return options.open_device_stores(source, slab, plans, new_policy, bind, (fast, slow), place)
 
 
 def signature_of(checkpoint: Checkpoint, experts: ExpertMap) -> ModelSignature:

@@ -7,6 +7,7 @@ from moe_runtime.lazy import lazy_names
 if TYPE_CHECKING:
     from moe_runtime.inference.cache_code import coded_experts as coded_experts
     from moe_runtime.inference.cache_code import open_coded_stores as open_coded_stores
+    from moe_runtime.inference.device_stores import open_device_stores as open_device_stores
     from moe_runtime.inference.expert_gradients import (
         differentiable_experts as differentiable_experts,
     )
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from moe_runtime.lab.traces.recent import read_recent as read_recent
     from moe_runtime.lab.traces.recorder import TraceRecorder as TraceRecorder
     from moe_runtime.lab.traces.timeline import Timeline as Timeline
-    from moe_runtime.memory.tiers import TierFetcher as TierFetcher
     from moe_runtime.parallel.dispatch import as_transport as as_transport
 else:
     __getattr__ = lazy_names(
@@ -48,7 +48,7 @@ else:
             "moe_runtime.parallel.dispatch": "as_transport",
             "moe_runtime.inference.expert_partition": "divide_experts",
             # a device
-            "moe_runtime.memory.tiers": "TierFetcher",
+            "moe_runtime.inference.device_stores": "open_device_stores",
             # experts in a code, or multiplied as integers
             "moe_runtime.inference.rounded_activations": "round_activations",
             "moe_runtime.inference.cache_code": "coded_experts open_coded_stores",

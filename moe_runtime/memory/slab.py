@@ -1,7 +1,7 @@
 """A tier's memory: one allocation, cut into equal slots."""
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ HUGE_PAGE_BYTES = 2 * 2**20
 
 
 class Slab:
-    """Preallocated slots of one tier.
+    """Preallocated slots of one tier; ``bytes`` is all of them.
 
     Host slabs are page-aligned anonymous memory: nothing is resident until it is written, and huge
     pages are asked for, because reading weights at the speed of memory leaves no time for page
@@ -21,9 +21,13 @@ class Slab:
     """
 
     def __init__(
-        self, num_slots: int, slot_bytes: int, *, device: str | torch.device = "cpu"
+        self,
+        num_slots: int,
+        slot_bytes: int,
+        *,
+        allocate: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
-        """Allocates the slab.
+        """Allocates the slab, with ``aligned_bytes`` or what is given.
 
         Raises:
             ValueError: a size is not positive.
@@ -35,24 +39,8 @@ class Slab:
             )
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
-        self.device = torch.device(device)
-        total = num_slots * slot_bytes
-        if self.device.type == "cpu":
-            self._bytes = aligned_bytes(total)
-        else:
-            self._bytes = _device_bytes(total, self.device)
-        self._slots = [*self._bytes.split(slot_bytes)]
-
-    def pin(self) -> None:
-        """Locks a host slab in memory, so that a GPU copies from it at full speed.
-
-        Raises:
-            CapacityError: the system does not allow so much locked memory.
-        """
-        size = self._bytes.numel()
-        runtime: Any = torch.cuda.cudart()
-        if int(runtime.cudaHostRegister(self._bytes.data_ptr(), size, 0)) != 0:
-            raise CapacityError(f"cannot lock {format_bytes(size)} of host memory for the GPU")
+        self.bytes = (allocate or aligned_bytes)(num_slots * slot_bytes)
+        self._slots = [*self.bytes.split(slot_bytes)]
 
     def slot(self, index: int) -> torch.Tensor:
         """The bytes of one slot: ``uint8`` of ``slot_bytes``."""
@@ -60,7 +48,7 @@ class Slab:
 
     def parts(self, num_bytes: int) -> Iterator[torch.Tensor]:
         """All slots from the first on, as ``uint8`` of this size each, the last one of the rest."""
-        yield from self._bytes.split(num_bytes)
+        yield from self.bytes.split(num_bytes)
 
 
 def aligned_bytes(num_bytes: int) -> torch.Tensor:
@@ -90,10 +78,3 @@ def host_view(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous ``uint8`` host tensor, to read into."""
     array: Any = tensor.numpy()
     return memoryview(array)
-
-
-def _device_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
-    try:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    except torch.OutOfMemoryError:
-        raise CapacityError(f"cannot allocate {format_bytes(num_bytes)} on {device}") from None

@@ -180,7 +180,7 @@ def test_an_upper_tier_is_filled_from_the_lower_one(file):
         stream_slots=2,
     )
     above = ExpertStore(
-        TierFetcher(below, torch.device("cpu")),
+        TierFetcher(below),
         Slab(2, slot_bytes),
         LayerShares(LRU, even_shares(2, 1)),
         lambda key, slot: layouts[key].views(slot)[0],

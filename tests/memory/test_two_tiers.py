@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 from injection import lines_of, raise_on
 from slow_reader import SlowReader
 
@@ -35,7 +34,7 @@ class Tiers:
     def __init__(self, above: list[int], below: list[int]) -> None:
         self.disk = SlowReader()
         self.host = self._store(self.disk, below)
-        self.device = self._store(TierFetcher(self.host, torch.device("cpu")), above)
+        self.device = self._store(TierFetcher(self.host), above)
         self._threads: list[threading.Thread] = []
 
     def _store(self, fetcher: SlowReader | TierFetcher, shares: list[int]) -> ExpertStore:
@@ -157,7 +156,8 @@ def test_a_read_ahead_whose_copy_fails_is_not_kept(tiers: Tiers) -> None:
     fetcher = tiers.device._fetcher
     tiers.disk.close()  # nothing is read any more
     tiers.device.read_ahead([K(0, 0)])
-    until(lambda: not any(fetcher.is_under_way(e.read) for e in tiers.device._entries.values()))
+    entries = tiers.device._entries  # another thread drops from it meanwhile
+    until(lambda: not any(fetcher.is_under_way(e.read) for e in [*entries.values()]))
     assert not reads_of_nobody(tiers)
 
 

@@ -1,0 +1,175 @@
+"""What a tier needs of a device: memory, and copies into it that run beside the computation."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from moe_runtime.config import format_bytes
+from moe_runtime.errors import CapacityError
+from moe_runtime.memory.io_queue import Priority
+
+PAGE_BYTES = 4096
+PIN_BYTES = 2**30
+"""Host memory is registered in parts of about this size, which fail early and name a limit."""
+
+
+class Event(Protocol):
+    """A place in a stream of a device's work."""
+
+    def query(self) -> bool:
+        """Whether the device has come this far."""
+        ...
+
+    def synchronize(self) -> None:
+        """Returns when the device has come this far; what failed on the way is raised."""
+        ...
+
+
+class Device(Protocol):
+    """Memory for slots, and streams of copies that last as long as the device is used.
+
+    All methods may be called from several threads.
+    """
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Memory of the device, ``uint8``.
+
+        Raises:
+            CapacityError: there is not so much.
+        """
+        ...
+
+    def pin(self, memory: torch.Tensor, slot_bytes: int) -> None:
+        """Locks host memory of slots in place until it goes, for copies at full speed.
+
+        Raises:
+            CapacityError: the system does not allow so much locked memory.
+        """
+        ...
+
+    def compute_here(self) -> None:
+        """The caller's current stream computes from slots from now on."""
+        ...
+
+    def vacate(self, slot: torch.Tensor) -> Sequence[Any]:
+        """What a slot held is given up: the work that was queued until now, and may read it still.
+
+        Returns:
+            Events, one of each stream that computes.
+        """
+        ...
+
+    def copy(
+        self, source: torch.Tensor, slot: torch.Tensor, after: Sequence[Any], priority: Priority
+    ) -> Event:
+        """Queues a copy into a vacated slot behind what ``vacate`` returned, and does not wait.
+
+        Args:
+            source: host memory, unchanged until the event.
+            slot: of as many bytes; nobody reads it until the event.
+            after: what ``vacate`` returned.
+            priority: a demand is not queued behind what is read ahead.
+        """
+        ...
+
+    def drain(self) -> None:
+        """Returns when no copy writes any more: for where an exception left one to itself."""
+        ...
+
+
+class CudaDevice:
+    """A CUDA or ROCm device.
+
+    Copies run on two streams, demands and read-aheads, which are made once. Nothing here waits for
+    the computation: the copies do, on the device.
+    """
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
+        self._copies = {
+            priority: torch.cuda.Stream(place, priority=-(priority is Priority.DEMAND))
+            for priority in Priority
+        }
+        self._computing: dict[int, torch.cuda.Stream] = {}  # by their handles
+        self.compute_here()
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """As ``Device.allocate``."""
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._place)
+        except torch.OutOfMemoryError:
+            size = format_bytes(num_bytes)
+            raise CapacityError(f"cannot allocate {size} on {self._place}") from None
+
+    def pin(self, memory: torch.Tensor, slot_bytes: int) -> None:
+        """As ``Device.pin``."""
+        pin_in_parts(torch.cuda.cudart(), memory, slot_bytes)
+
+    def compute_here(self) -> None:
+        """As ``Device.compute_here``."""
+        stream = torch.cuda.current_stream(self._place)
+        self._computing[stream.cuda_stream] = stream
+
+    def vacate(self, slot: torch.Tensor) -> list[Any]:
+        """As ``Device.vacate``."""
+        return [stream.record_event() for stream in tuple(self._computing.values())]
+
+    def copy(
+        self, source: torch.Tensor, slot: torch.Tensor, after: Sequence[Any], priority: Priority
+    ) -> torch.cuda.Event:
+        """As ``Device.copy``."""
+        stream, done = self._copies[priority], torch.cuda.Event(blocking=True)
+        for event in after:
+            stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            slot.copy_(source, non_blocking=True)
+        done.record(stream)
+        return done
+
+    def drain(self) -> None:
+        """As ``Device.drain``."""
+        for stream in self._copies.values():
+            stream.synchronize()
+
+
+def pin_in_parts(
+    runtime: Any, memory: torch.Tensor, slot_bytes: int, *, part_bytes: int = PIN_BYTES
+) -> None:
+    """Registers host memory with CUDA until the tensor goes, and then gives it back.
+
+    A copy must not cross two registrations, nor may these share a page: a part is a number of whole
+    slots that ends with a page.
+
+    Args:
+        runtime: ``torch.cuda.cudart()``, or what has its functions.
+        memory: page-aligned, ``uint8``.
+        slot_bytes: copies begin and end in one slot.
+        part_bytes: how much is registered at once, about.
+
+    Raises:
+        CapacityError: the system does not allow so much; nothing is registered then.
+    """
+    unit = math.lcm(slot_bytes, PAGE_BYTES)
+    parts = memory.split(max(1, part_bytes // unit) * unit)
+    held: list[int] = []
+    # the tensor itself must not be held: its memory goes with it
+    weakref.finalize(memory.untyped_storage(), _unregister, runtime, held)
+    for part in parts:
+        if int(runtime.cudaHostRegister(part.data_ptr(), part.numel(), 0)) != 0:
+            _unregister(runtime, held)
+            size = format_bytes(memory.numel())
+            raise CapacityError(
+                f"cannot lock {size} of host memory for the GPU; raise the limit of locked memory "
+                "(ulimit -l) or lower host_memory"
+            )
+        held.append(part.data_ptr())
+
+
+def _unregister(runtime: Any, held: list[int]) -> None:
+    while held:
+        runtime.cudaHostUnregister(held.pop())

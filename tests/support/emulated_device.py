@@ -1,0 +1,134 @@
+"""A device on the host: slots, a link and streams in virtual time, poison where none may look."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from moe_runtime.memory.io_queue import Priority
+
+POISON = 0xFF
+"""The byte of memory whose content is not there yet: floating-point numbers of it are NaN."""
+
+
+class EmulatedEvent(NamedTuple):
+    """A place in a stream: the device has come this far at a time."""
+
+    device: EmulatedDevice
+    time_s: float
+
+    def query(self) -> bool:
+        return self.device.now_s >= self.time_s
+
+    def synchronize(self) -> None:
+        self.device.wait_until(self.time_s)
+
+
+class EmulatedDevice:
+    """Does what is queued as late as it may be: when somebody waits for it, in the order of time.
+
+    Work may start when its stream, the link and what it waits for are ready. A slot is poison from
+    when the work queued before its eviction ends until its copy does.
+
+    Attributes:
+        now_s: how far the device has come.
+        pinned: addresses of host memory that was pinned; nothing else may be copied from.
+        faults: raised by copies that are about to begin, one each.
+        late_faults: raised by waits for copies that run, one each.
+        num_drains: how often somebody waited for everything.
+    """
+
+    def __init__(self, *, bytes_per_s: float = 1e9, latency_s: float = 1e-5) -> None:
+        self.now_s = 0.0
+        self.pinned: list[range] = []
+        self.faults: list[BaseException] = []
+        self.late_faults: list[BaseException] = []
+        self.num_drains = 0
+        self._bytes_per_s, self._latency_s = bytes_per_s, latency_s
+        self._link_s = self._compute_s = 0.0  # when they will have nothing to do
+        self._copies_s = dict.fromkeys(Priority, 0.0)
+        self._queued: list[tuple[float, int, Callable[[], object]]] = []
+        self._number = itertools.count()
+        self._lock = threading.RLock()
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.full((num_bytes,), POISON, dtype=torch.uint8)
+
+    def pin(self, memory: torch.Tensor, slot_bytes: int) -> None:
+        self.pinned.append(range(memory.data_ptr(), memory.data_ptr() + memory.numel()))
+
+    def compute_here(self) -> None:
+        """There is one stream that computes."""
+
+    def vacate(self, slot: torch.Tensor) -> list[EmulatedEvent]:
+        with self._lock:
+            last = max(self._compute_s, self.now_s)
+            self._at(last, lambda: slot.fill_(POISON))
+            return [EmulatedEvent(self, last)]
+
+    def copy(
+        self,
+        source: torch.Tensor,
+        slot: torch.Tensor,
+        after: Sequence[EmulatedEvent],
+        priority: Priority,
+    ) -> EmulatedEvent:
+        with self._lock:
+            if self.faults:
+                raise self.faults.pop()
+            assert any(source.data_ptr() in memory for memory in self.pinned)
+            streams_s = self._link_s, self._copies_s[priority]
+            begin = max(self.now_s, *streams_s, *(event.time_s for event in after))
+            end = begin + self._latency_s + len(source) / self._bytes_per_s
+            self._link_s = self._copies_s[priority] = end
+            self._at(begin, lambda: slot.fill_(POISON))
+            self._at(end, lambda: slot.copy_(source))
+            done = EmulatedEvent(self, end)
+            return _Failing(done, self.late_faults.pop()) if self.late_faults else done
+
+    def compute(self, work: Callable[[], object], duration_s: float = 1e-5) -> EmulatedEvent:
+        """Queues work that reads slots when it begins and when it ends."""
+        with self._lock:
+            begin = max(self.now_s, self._compute_s)
+            self._compute_s = end = begin + duration_s
+            self._at(begin, work)
+            self._at(end, work)
+            return EmulatedEvent(self, end)
+
+    def drain(self) -> None:
+        self.num_drains += 1
+        self.wait_until(max(self._copies_s.values()))
+
+    def finish(self) -> None:
+        """Does everything that is queued."""
+        self.wait_until(max(self._compute_s, self._link_s))
+
+    def wait_until(self, time_s: float) -> None:
+        with self._lock:
+            while self._queued and self._queued[0][0] <= time_s:
+                due_s, _, action = heapq.heappop(self._queued)
+                self.now_s = max(self.now_s, due_s)
+                action()
+            self.now_s = max(self.now_s, time_s)
+
+    def _at(self, time_s: float, action: Callable[[], object]) -> None:
+        heapq.heappush(self._queued, (time_s, next(self._number), action))
+        self.wait_until(self.now_s)
+
+
+class _Failing(NamedTuple):
+    """The event of a copy of which the device says, while it runs, that it failed."""
+
+    event: EmulatedEvent
+    error: BaseException
+
+    def query(self) -> bool:
+        return self.event.query()
+
+    def synchronize(self) -> None:
+        raise self.error
