@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.autograd import forward_ad
 
-from moe_runtime.checkpoints.absent import AbsentTensor
 from moe_runtime.inference.cpu import attention_parts as parts
 from moe_runtime.inference.cpu.attention import (
     ATTENTION,
@@ -129,7 +128,10 @@ class FusedAttention:
     def _is_changed(self) -> bool:
         """Whether the layer trains, is looked into, or is not made of what it was made of."""
         module = self._module
-        if module.training or module.config._attn_implementation != self._attention:
+        # past the method of configurations that looks each name up in a table first
+        if object.__getattribute__(module.config, "_attn_implementation") != self._attention:
+            return True
+        if module.training:
             return True
         if self._attention == EAGER_ATTENTION and module._forward_hooks:  # it may show weights
             return True
@@ -146,9 +148,11 @@ class FusedAttention:
         places: list[Any] = []
         for part in (*self._parts, self._module):
             for tensor in part._parameters.values():
-                if isinstance(tensor, AbsentTensor):
-                    places.append(tensor.__dict__["matrix"])
-                elif tensor is not None:
+                if tensor is None:
+                    continue
+                if (matrix := tensor.__dict__.get("matrix")) is not None:  # of packed weights
+                    places.append(matrix)
+                else:
                     places += (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         constants: list[Any] = []
         for owner, names in self._owners:
