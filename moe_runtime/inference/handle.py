@@ -52,7 +52,7 @@ class LoadedFacts:
 class RuntimeHandle:
     """``model.moe``: statistics, self-check and the end of a model with offloaded experts.
 
-    A context manager: leaving it closes the store. The model cannot compute afterwards.
+    A context manager: leaving it closes the store. Every call of the model is refused afterwards.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class RuntimeHandle:
             self._host_store.check()
 
     def close(self) -> None:
-        """Ends reads under way, closes the checkpoint's files and finishes trace and timeline.
+        """Ends reads under way, gives up the experts' memory and finishes trace and timeline.
 
         In a process that was forked from the one that loaded the model there is nothing to end.
         """

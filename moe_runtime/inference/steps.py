@@ -18,6 +18,7 @@ import torch
 
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.memory.changes import FORKED
+from moe_runtime.memory.io_queue import CLOSED
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.types import ExpertKey
 
@@ -228,10 +229,12 @@ class Steps:
         """Calls the model when it is this thread's turn.
 
         Raises:
-            MoERuntimeError: the process is a fork of the one that loaded the model.
+            MoERuntimeError: the model was closed, or loaded before this process was forked.
         """
         if self._stores[0].is_forked:
             raise MoERuntimeError(FORKED)
+        if self._stores[0].is_closed:
+            raise MoERuntimeError(CLOSED)
         before = _Before(self._turn._is_owned())
         is_done = False
         try:

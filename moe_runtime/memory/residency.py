@@ -27,6 +27,10 @@ class ExpertStore(Generic[W]):
     All methods may be called from several threads. What a lease yields is valid until the lease
     asks for more or ends. The content of a slot never depends on when or why it was read, so the
     store changes when experts are computed, never what is computed.
+
+    Attributes:
+        listener: hears what the store does, if anybody does.
+        is_closed: whether its memory was given up, so that leases are refused.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class ExpertStore(Generic[W]):
             listener: hears what the store does.
         """
         self.listener = listener
+        self.is_closed = False
         self._fetcher = fetcher
         self._slab = slab
         self._policy = policy
@@ -234,8 +239,17 @@ class ExpertStore(Generic[W]):
             self._policy.check()
 
     def close(self) -> None:
-        """Ends the reads under way, with their data or an error. Nothing is read afterwards."""
+        """Ends the reads under way, with their data or an error, and gives up the memory.
+
+        Experts of open leases stay where they are until the lease asks for more, which is refused.
+        """
+        self.is_closed = True
         self._fetcher.close()
+        if not self.is_forked:
+            with self._changed:
+                self._slab.close()
+                for entry in self._entries.values():
+                    entry.weights = None
 
     # What follows is called with the lock held.
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from moe_runtime.config import format_bytes
-from moe_runtime.errors import CapacityError
+from moe_runtime.errors import CapacityError, MoERuntimeError
+from moe_runtime.memory.io_queue import CLOSED
 
 HUGE_PAGE_BYTES = 2 * 2**20
 
@@ -43,8 +44,18 @@ class Slab:
         self._slots = [*self.bytes.split(slot_bytes)]
 
     def slot(self, index: int) -> torch.Tensor:
-        """The bytes of one slot: ``uint8`` of ``slot_bytes``."""
+        """The bytes of one slot: ``uint8`` of ``slot_bytes``.
+
+        Raises:
+            MoERuntimeError: the slab was closed.
+        """
+        if not self._slots:
+            raise MoERuntimeError(CLOSED)
         return self._slots[index]
+
+    def close(self) -> None:
+        """Lets go of the memory, which lives on as long as somebody has a view of it."""
+        self._slots, self.bytes = [], self.bytes.new_empty(0)
 
     def parts(self, num_bytes: int) -> Iterator[torch.Tensor]:
         """All slots from the first on, as ``uint8`` of this size each, the last one of the rest."""

@@ -23,8 +23,8 @@ from moe_runtime.models.pocket import pocket_path
 PROMPT = torch.arange(8)[None]
 
 
-def load() -> Any:
-    return moe_runtime.load(pocket_path(), device="cpu")
+def load(**options: Any) -> Any:
+    return moe_runtime.load(pocket_path(), device="cpu", **options)
 
 
 @pytest.mark.parametrize("part", ["", "model", "model.layers", "model.layers.1"])
@@ -76,6 +76,36 @@ def test_its_class_makes_models_in_memory() -> None:
             assert isinstance(model, type(made))
             assert not hasattr(made, "moe")
             assert made(PROMPT).logits.shape == (1, 8, model.config.vocab_size)
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_code": "planes"}, {"prefetch": "enforce"}])
+@pytest.mark.parametrize("has_trace", [False, True])
+def test_a_closed_model_refuses_every_call_and_has_no_experts_in_memory(
+    options: dict[str, str], has_trace: bool, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.npz" if has_trace else None
+    model = load(trace=trace, **options)
+    with torch.no_grad():
+        model(PROMPT)
+    slab = weakref.ref(model.moe._store._slab.bytes)
+    misses = model.moe.stats().misses
+    model.moe.close()
+    assert slab() is None
+    experts = model.model.layers[0].mlp.experts
+    hidden = torch.zeros(2, model.config.hidden_size, dtype=model.dtype)
+    ids, weights = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+    for call in (
+        lambda: model(PROMPT),
+        lambda: model(inputs_embeds=model.get_input_embeddings()(PROMPT)),
+        lambda: model.generate(PROMPT, max_new_tokens=2),
+        lambda: experts(hidden, ids, weights),
+        lambda: experts(hidden, ids, weights.requires_grad_()).sum().backward(),
+    ):
+        with pytest.raises(moe_runtime.MoERuntimeError, match="were closed; load it again"):
+            call()
+    model.moe.check()
+    assert model.moe.stats().misses == misses
+    model.moe.close()
 
 
 def test_it_is_freed_when_it_is_let_go() -> None:

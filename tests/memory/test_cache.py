@@ -2,11 +2,12 @@
 
 import random
 import threading
+import weakref
 
 import pytest
 from fake_tier import NUM_EXPERTS, NUM_LAYERS, SLOT_BYTES, FakeTier, content, keys, make_store, use
 
-from moe_runtime.errors import CheckpointError
+from moe_runtime.errors import CheckpointError, MoERuntimeError
 from moe_runtime.types import ExpertKey
 
 
@@ -237,3 +238,35 @@ def test_books_balance_through_a_random_stress(seed):
         stats = store.stats()
         assert stats.hits + stats.late_hits + stats.misses == asked
         assert stats.bytes_read == stats.demand_bytes + stats.readahead_bytes
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_closed_store_gives_its_memory_up_and_refuses_residents_too(streaming):
+    store = make_store(FakeTier(), 6)
+    use(store, keys(0, 1, 2))
+    memory = weakref.ref(store._slab.bytes)
+    stats = store.stats()
+    with store.lease(keys(0, 1)) as held:
+        (group,) = list(held)[:1]
+        store.close()
+        assert (group[0][1] == content(ExpertKey(0, 1))).all()  # whoever has it may end
+        assert memory() is None  # but for that view
+    assert store.use_resident(keys(0, 1), lambda slots: len(slots)) is None
+    for wanted in (keys(0, 1), keys(0, 1, 3), keys(1, 0)):
+        with pytest.raises(MoERuntimeError, match="were closed; load it again"):
+            use(store, wanted, streaming=streaming)
+        store.check()
+    assert store.stats().expert_slots == stats.expert_slots
+    store.close()
+
+
+def test_a_lease_that_asks_for_more_after_the_store_was_closed_is_refused():
+    store = make_store(FakeTier(), 6)
+    use(store, keys(0, 1, 2))
+    with store.lease(keys(0, 1, 2, 3), streaming=True) as lease:
+        groups = iter(lease)
+        next(groups)
+        store.close()
+        with pytest.raises(MoERuntimeError, match="were closed; load it again"):
+            next(groups)
+    store.check()
