@@ -103,7 +103,7 @@ def named_file(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno is not None:
             error.filename = os.fspath(path)
         raise
 

@@ -239,10 +239,7 @@ class ExpertStore(Generic[W]):
             self._policy.check()
 
     def close(self) -> None:
-        """Ends the reads under way, with their data or an error, and gives up the memory.
-
-        Experts of open leases stay where they are until the lease asks for more, which is refused.
-        """
+        """Ends the reads under way, with their data or an error; experts in use live on meanwhile."""
         self.is_closed = True
         self._fetcher.close()
         if not self.is_forked:

@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -76,14 +76,41 @@ def save_checkpoint(folder: Path, state: TrainingState, *, keep: int) -> Path:
     path = folder / f"step-{state.step:08d}.pt"
     content = {name: getattr(state, name) for name in TrainingState.__dataclass_fields__}
     make_folders(folder)
-    try:
-        with write_atomically(path) as file:
-            torch.save({"format": FORMAT, **content}, file)
-    except RuntimeError as error:
-        # torch's writer reports a full disk in its own way.
-        raise OSError(f"{path}: the checkpoint cannot be written: {error}") from error
+    write_content(path, content)
     remove_oldest(folder, keep)
     return path
+
+
+def write_content(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a file that `load_content` reads.
+
+    Raises:
+        OSError: it cannot be written; an older one stays as it was.
+    """
+    with write_atomically(path) as file:
+        output = _Output(file)
+        try:
+            torch.save({"format": FORMAT, **content}, output)
+        except RuntimeError as error:
+            # torch's writer has words of its own for a full disk
+            reason = f"{path}: the checkpoint cannot be written: {error}"
+            raise output.error or OSError(reason) from None
+
+
+class _Output:
+    """A file for torch's writer, which remembers why it could not be written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.error: OSError | None = None
+        self.flush = file.flush
+        self._file = file
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
 
 
 def remove_oldest(folder: Path, keep: int) -> None:

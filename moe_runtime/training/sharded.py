@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.files import write_atomically
 from moe_runtime.folders import replace_folder
 from moe_runtime.layer.experts import Experts
 from moe_runtime.models.lm.config import LanguageModelConfig
@@ -28,12 +27,12 @@ from moe_runtime.parallel import ParallelExperts
 from moe_runtime.parallel.logical import copy_part, logical_views
 from moe_runtime.places import partial_name, require_whole
 from moe_runtime.training.checkpoint import (
-    FORMAT,
     SHARDED_SUFFIX,
     Progress,
     TrainingState,
     load_content,
     remove_oldest,
+    write_content,
 )
 from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.ranks import OneRank
@@ -102,8 +101,7 @@ class ShardedCheckpoints:
     def _save_progress(self, path: Path, progress: Progress) -> None:
         content = {field.name: getattr(progress, field.name) for field in fields(progress)}
         steps = [float(state["step"]) for state in self._optimizer.moments().values()]
-        with write_atomically(path) as file:
-            torch.save({"format": FORMAT, "optimizer_steps": max(steps), **content}, file)
+        write_content(path, {"optimizer_steps": max(steps), **content})
 
     def load(self, path: Path) -> None:
         """Reads this process's part of a checkpoint that any number of processes wrote.

@@ -1,10 +1,16 @@
 """What runs leave behind: nothing half written, and old traces until there are new ones."""
 
+import contextlib
 import os
+import resource
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from finetuning_runs import MIXTRAL, checkpoint_of, write_text
+from torch import nn
 from training_runs import error_of, train, write_run
 
 from moe_runtime.cli.main import main
@@ -13,6 +19,8 @@ from moe_runtime.files import OutputFile
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.training.checkpoint import checkpoints_in, remove_oldest
 from moe_runtime.training.data.prepared import check_inputs_stay, check_outputs
+from moe_runtime.training.finetune.adapter_export import write_adapters
+from moe_runtime.training.finetune.settings import LoraConfig
 
 FEW = ("--set", "run.steps=1", "--set", "run.checkpoint_every=1")
 MORE = ("--set", "run.steps=2", "--set", "run.checkpoint_every=1", "--resume", "--reschedule")
@@ -113,6 +121,59 @@ def test_a_run_that_never_begins_leaves_nothing_in_a_new_folder(
         assert main([command, *words]) == 2
     assert (folder / "data").is_dir()  # somebody's folder is left alone
     assert main([command, *words]) == 0
+
+
+@contextlib.contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """As `ulimit -f`: writing more than that is an error, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_file_that_gets_too_large_is_one_line_with_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, output = checkpoint_of(MIXTRAL, tmp_path / "model"), tmp_path / "out"
+    words = ["finetune", str(model), str(write_text(tmp_path)), "-o", str(output), "--steps", "1"]
+    words += ["--context", "16", "--sequences", "2", "--host-memory", "1GiB", "--lora", "2"]
+    before = sorted(tmp_path.rglob("*"))
+    assert main(words) == 0
+    checkpoint, exported = output / "checkpoints" / "step-00000001.pt", output / "model"
+    sizes = [path.stat().st_size for path in (checkpoint, *exported.glob("*.safetensors"))]
+    assert sizes[0] < sizes[1]
+    shutil.rmtree(output)
+    capsys.readouterr()
+
+    with files_of_at_most(sizes[0] - 1):
+        assert main(words) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"moe-runtime: error: {checkpoint}: File too large"
+    assert sorted(tmp_path.rglob("*")) == before
+
+    with files_of_at_most(sizes[0]):
+        assert main(words) == 2
+    *_, kept, last = capsys.readouterr().err.splitlines()
+    assert f"{checkpoint}: is kept; once there is room, the same command with --resume" in kept
+    assert last.startswith(f"moe-runtime: error: {exported}") and last.endswith(": File too large")
+    assert not exported.exists()
+    assert partials(output) == []
+    assert main([*words, "--resume"]) == 0
+    assert exported.is_dir()
+
+
+def test_adapters_that_cannot_be_written_are_named(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.register_parameter("lora_A", nn.Parameter(torch.zeros(4096)))
+    lora = LoraConfig(rank=1, places=("attention",))
+    write_adapters(tmp_path / "first", nn.Sequential(model), [], lora, "base")
+    with files_of_at_most(4096), pytest.raises(OSError, match="adapters cannot be written") as error:
+        write_adapters(tmp_path / "second", nn.Sequential(model), [], lora, "base")
+    assert str(tmp_path / "second") in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 
 def test_who_lacks_the_text_of_a_run_learns_how_it_is_made(

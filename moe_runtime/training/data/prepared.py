@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import platform
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from moe_runtime.checkpoints.model_files import files_of
-from moe_runtime.errors import CheckpointError
+from moe_runtime.errors import CheckpointError, MoERuntimeWarning
 from moe_runtime.files import (
     check_output_folder,
     check_output_path,
@@ -165,8 +166,8 @@ def _end_of(path: Path) -> Path:
 def removed_unless_begun(output: Path) -> Iterator[None]:
     """Of a run that fails before its first checkpoint, in a new folder, nothing stays.
 
-    Encoded text, a tokenizer and experts' states are made before the first step; records of steps
-    stay.
+    Encoded text, a tokenizer and experts' states are made before the first step. The records of
+    its steps stay where the run diverged: they say how.
 
     Args:
         output: the run's folder; one that is there when the block begins is left alone.
@@ -175,13 +176,31 @@ def removed_unless_begun(output: Path) -> Iterator[None]:
     while not os.path.lexists(missing[-1]):
         missing.append(missing[-1].parent)
     made = missing[:-1]
+    has_diverged = False
     with contextlib.ExitStack() as stack:
-        stack.callback(_remove_unbegun, made)
-        yield
+        stack.callback(lambda: _remove_unbegun(made, keeps_records=has_diverged))
+        try:
+            yield
+        except ValueError:
+            has_diverged = True
+            raise
+        except OSError:
+            _tell_of_last(output)
+            raise
         stack.pop_all()
 
 
-def _remove_unbegun(made: list[Path]) -> None:
+def _tell_of_last(output: Path) -> None:
+    """Says what stays of a run that could not write something."""
+    for last in checkpoints_in(output / CHECKPOINTS)[-1:]:
+        warnings.warn(
+            f"{last}: is kept; once there is room, the same command with --resume goes on from it",
+            MoERuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _remove_unbegun(made: list[Path], *, keeps_records: bool) -> None:
     if not made or checkpoints_in(made[0] / CHECKPOINTS):
         return
     for name in (DATA, TOKENIZER, EXPERTS):
@@ -189,7 +208,7 @@ def _remove_unbegun(made: list[Path]) -> None:
     metrics = made[0] / METRICS_FILE
     # What is left is no harm, and an error has been reported already.
     with contextlib.suppress(OSError):
-        if metrics.is_file() and not metrics.stat().st_size:
+        if metrics.is_file() and not (keeps_records and metrics.stat().st_size):
             metrics.unlink()
         for folder in (made[0] / CHECKPOINTS, *made):
             if folder.is_dir():

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -106,7 +107,10 @@ def write_adapters(
     }
     with replace_folder(folder) as new:
         named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
-        save_file(named, new / "adapter_model.safetensors", metadata={"format": "pt"})
+        try:
+            save_file(named, new / "adapter_model.safetensors", metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{folder}: the adapters cannot be written: {error}") from error
         write_text(new / "adapter_config.json", json.dumps(config, indent=2) + "\n")
 
 
