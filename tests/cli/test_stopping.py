@@ -4,10 +4,15 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from moe_runtime.checkpoints.packing import staging_of, writer
+from moe_runtime.cli.main import main
 from moe_runtime.cli.stopping import stop_on_signals, terminable
+from moe_runtime.models.pocket import pocket_path
 
 
 @pytest.fixture(autouse=True)
@@ -98,3 +103,26 @@ def test_a_signal_within_a_finalizer_is_raised_after_it() -> None:
         drop_one_and_wait()
     assert finished == ["to its end"]
     assert request.exit_code == 130
+
+
+def test_an_interrupted_pack_says_whether_the_next_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(writer, "SHARD_BYTES", 1 << 18)
+    whole, out = writer._Growing._write_file, tmp_path / "packed"
+    growing = staging_of(out)
+    endings = ["no file was whole yet; the same command begins again"]
+    endings += [f"the files that are whole stay in {growing}; the same command goes on from there"]
+    for number_whole, ending in enumerate(endings):
+
+        def be_interrupted(self: Any, number: int, *rest: Any, last: int = number_whole) -> Any:
+            if number < last:
+                return whole(self, number, *rest)
+            rest[-1](0)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(writer._Growing, "_write_file", be_interrupted)
+        assert main(["pack", str(pocket_path()), str(out)]) == 130
+        assert capsys.readouterr().err.splitlines()[-1] == f"moe-runtime: {ending}"
+        assert growing.exists() == (number_whole > 0)
+        assert len(list(growing.glob("experts-*"))) == number_whole

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_runtime.checkpoints.strict_json import parse_object
+from moe_runtime.errors import named_file
 from moe_runtime.files import sync_folder
 
 STAGING_SUFFIX = ".packing"
@@ -111,8 +112,9 @@ def whole_file(path: Path) -> Iterator[int]:
     descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     is_whole = False
     try:
-        yield descriptor
-        os.fsync(descriptor)
+        with named_file(path):
+            yield descriptor
+            os.fsync(descriptor)
         is_whole = True
     finally:
         os.close(descriptor)

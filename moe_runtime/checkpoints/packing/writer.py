@@ -162,14 +162,16 @@ def write_checkpoint(
     Raises:
         CapacityError: the disk has no room.
         CheckpointError: an expert cannot be read, or what was written is not what was to be.
-        OSError: it cannot be written. What is whole stays for the next run.
+        OSError: it cannot be written. Files of experts that are whole stay for the next run.
     """
     staging = staging_of(folder)
     make_folders(staging.parent)
     read_progress(staging)
     staging.mkdir(exist_ok=True)
-    with held(staging, advice=f"remove {staging}"):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(held(staging, advice=f"remove {staging}"))
         growing = _Growing(writer, staging, progress)
+        stack.callback(growing.remove_if_empty)
         kept = len(growing.done)
         layouts = writer.experts.layouts
         with contextlib.closing(ExpertSource(layouts, io_threads=io_threads)) as source:
@@ -194,6 +196,11 @@ class _Growing:
         self._plan = [*self._files()]
         self.done = self._read_done()
         self._write_done()
+
+    def remove_if_empty(self) -> None:
+        """Leaves nothing where no file of experts is whole, from which another run could go on."""
+        if not self.done:
+            shutil.rmtree(self._staging, ignore_errors=True)
 
     def write_experts(self, source: ExpertSource) -> None:
         """Writes the files of experts that are missing, each read back and compared."""

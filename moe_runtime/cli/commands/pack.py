@@ -81,9 +81,12 @@ def pack(
         is_done = True
     finally:
         if has_written and not is_done:
+            staging = staging_of(out)
             print(
-                f"moe-runtime: what is packed so far stays in {staging_of(out)}; the same command "
-                "goes on from there",
+                f"moe-runtime: the files that are whole stay in {staging}; the same command goes on "
+                "from there"
+                if staging.exists()
+                else "moe-runtime: no file was whole yet; the same command begins again",
                 file=sys.stderr,
             )
     if as_json:
