@@ -1,5 +1,6 @@
 """The options of the commands: name, meaning and limits, each written once."""
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +8,14 @@ from typing import Annotated
 import typer
 
 from moe_runtime.cli.config_file import apply_config
-from moe_runtime.config import ACTIVATIONS, CACHE_CODES, SHARES, PrefetchMode, require_known
+from moe_runtime.config import (
+    ACTIVATIONS,
+    CACHE_CODES,
+    SHARES,
+    PrefetchMode,
+    parse_bytes,
+    require_known,
+)
 
 
 def _named(what: str, known: Callable[[], Iterable[str]]) -> Callable[[str], str]:
@@ -25,6 +33,32 @@ def _policies() -> tuple[str, ...]:
     from moe_runtime.policies.eviction import LIVE_POLICIES
 
     return ("auto", *LIVE_POLICIES)
+
+
+def _shaped(option: str, expected: str, pattern: str) -> Callable[[str], str]:
+    """Refuses what torch has no device or type of, before torch is imported."""
+
+    def check(text: str) -> str:
+        if text.isprintable() and not re.fullmatch(pattern, text):
+            raise ValueError(f"{option} must be {expected}, got {text!r}")
+        return text
+
+    return check
+
+
+def bytes_of(text: str, option: str) -> int:
+    """Reads what an option says as a number of bytes, at least one.
+
+    Raises:
+        ValueError: it is none; the message names the option.
+    """
+    try:
+        num_bytes = parse_bytes(text)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
+    if num_bytes < 1:
+        raise ValueError(f"{option} must be positive, got {text!r}")
+    return num_bytes
 
 
 def _predictor(name: str) -> str:
@@ -144,9 +178,23 @@ Predictor = Annotated[
         help="Who guesses them: a predictor's name, the .npz file of a trained one, or auto.",
     ),
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        callback=_shaped("--device", "auto, cpu or cuda", r"auto|(cpu|cuda)(:\d{1,3})?"),
+        help="auto, cpu, cuda or cuda:N.",
+    ),
+]
 Dtype = Annotated[
-    str, typer.Option(help="auto (as the checkpoint says), bfloat16, float16 or float32.")
+    str,
+    typer.Option(
+        callback=_shaped(
+            "--dtype",
+            "auto, float32, bfloat16 or float16",
+            "auto|float|half|float32|bfloat16|float16",
+        ),
+        help="auto (as the checkpoint says), bfloat16, float16 or float32.",
+    ),
 ]
 Trace = Annotated[
     Path | None, typer.Option(help="Record every routing decision into this .npz file.")

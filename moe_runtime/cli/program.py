@@ -7,21 +7,20 @@ as an interrupted command.
 import signal
 import sys
 
-from moe_runtime.cli.streams import open_closed_streams, release_broken_streams
+from moe_runtime.cli.streams import open_closed_streams, outlive_stderr
 
 
 def program() -> int:
     """Runs the command line of this process and returns the exit code."""
     try:
-        if "stdout" in open_closed_streams():
-            try:
-                print(
-                    "moe-runtime: error: stdout is closed, so there is no place for results; "
-                    "redirect it to a file or to /dev/null",
-                    file=sys.stderr,
-                )
-            except OSError:
-                release_broken_streams()  # The exit code is all that is left to say it with.
+        closed = open_closed_streams()
+        outlive_stderr()
+        if "stdout" in closed:
+            print(
+                "moe-runtime: error: stdout is closed, so there is no place for results; redirect "
+                "it to a file or to /dev/null",
+                file=sys.stderr,
+            )
             return 2
         from moe_runtime.cli.main import main
 

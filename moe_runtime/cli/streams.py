@@ -4,7 +4,7 @@ import io
 import os
 import select
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 _NAMES = ("stdin", "stdout", "stderr")
 _NO_CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
@@ -30,6 +30,28 @@ def open_closed_streams() -> list[str]:
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
             closed.append(name)
     return closed
+
+
+class _Messages(io.FileIO):
+    """Takes what cannot be written, and drops it."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or len(data)
+        except OSError:
+            return len(data)
+
+
+def outlive_stderr() -> None:
+    """Has the command go on where stderr takes no messages: its disk is full, or its reader left.
+
+    What a command is for goes to stdout and files; it is whole without messages, as it is where
+    stderr is closed.
+    """
+    old, raw = sys.stderr, _Messages(2, "w", closefd=False)
+    sys.stderr = io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding=old.encoding, errors=old.errors, line_buffering=True
+    )
 
 
 def release_broken_streams() -> list[str]:

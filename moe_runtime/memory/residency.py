@@ -239,7 +239,7 @@ class ExpertStore(Generic[W]):
             self._policy.check()
 
     def close(self) -> None:
-        """Ends the reads under way, with their data or an error; experts in use live on meanwhile."""
+        """Ends the reads under way, with their data or an error; experts in use live on."""
         self.is_closed = True
         self._fetcher.close()
         if not self.is_forked:

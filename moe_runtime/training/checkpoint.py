@@ -185,7 +185,7 @@ def check_settings(
         way_on = ", add --reschedule" if name in schedule else ""
         raise CheckpointError(
             f"{path}: was made with {name} = {old!r}, the configuration now says {new!r}; "
-            f"restore it{way_on}, or choose another run.output"
+            f"restore it{way_on}, or choose another output folder"
         )
 
 

@@ -83,7 +83,7 @@ def _override(tree: dict[str, Any], setting: str) -> None:
     key, equals, text = setting.partition("=")
     key = key.strip()
     if not equals or not key:
-        raise ValueError(f"expected KEY=VALUE such as schedule.steps=100, got {setting!r}")
+        raise ValueError(f"expected KEY=VALUE such as run.steps=100, got {setting!r}")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -194,6 +194,31 @@ def test_a_full_stderr_does_not_hide_the_exit_code(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 
+@pytest.mark.parametrize("end", ["2>/dev/full", "2>&-", "2>&1 >/dev/null | true"])
+def test_messages_that_are_lost_fail_nothing(tmp_path: Path, end: str) -> None:
+    """The table of `run` among them; what the command is for, and its exit code, are there."""
+    starter = tmp_path / "starter.py"
+    starter.write_text(
+        "import sys, warnings\n"
+        "import moe_runtime.cli.main as cli\n"
+        "from moe_runtime.cli.console import print_rows\n"
+        "from moe_runtime.cli.program import program\n"
+        "def main():\n"
+        "    for _ in range(2000):\n"
+        "        print('a message', file=sys.stderr)\n"
+        "    print_rows('what the runtime did', [('hits', '1')], to_stderr=True)\n"
+        "    open(sys.argv[1], 'w').write('done')\n"
+        "    return 0\n"
+        "cli.main = main\n"
+        "sys.exit(program())\n"
+    )
+    done, code = tmp_path / "done", tmp_path / "code"
+    words = ["sh", "-c", f'{{ "$@"; echo $? > {code}; }} {end}', "sh", sys.executable, "-P"]
+    found = subprocess.run([*words, str(starter), str(done)], capture_output=True, check=False)
+    assert (found.stdout, found.stderr) == (b"", b"")
+    assert (code.read_text(), done.read_text()) == ("0\n", "done")
+
+
 def test_an_interrupted_import_is_quiet(tmp_path: Path) -> None:
     """Whichever module it comes in; ours, or one that has parts in C."""
     starter = tmp_path / "starter.py"

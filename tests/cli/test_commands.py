@@ -72,7 +72,7 @@ def test_run_has_the_promised_options() -> None:
         (["run"], "MODEL"),
         (["inspect"], "MODEL"),
         (["doctor", "--read-siz", "1MiB"], "--read-size"),
-        (["doctor", "--read-size", "big"], "'big'"),
+        (["doctor", "--read-size", "big"], "--read-size: expected a size such as 7GiB"),
         (["doctor", "--read-size", "1"], "--read-size"),
         (["doctor", "no/such/place"], "no such file"),
         (["inspect", "x", "--host-memory", "0.5"], "--host-memory must be a size"),

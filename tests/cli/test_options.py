@@ -275,6 +275,8 @@ def test_a_text_that_is_not_utf8_is_refused_before_anything_is_read(
         ("activations", "unknown activations 'bogus'"),
         ("prefetch", "unknown prefetch mode 'bogus'"),
         ("predictor", "unknown predictor 'bogus'"),
+        ("device", "--device must be auto, cpu or cuda, got 'bogus'"),
+        ("dtype", "--dtype must be auto, float32, bfloat16 or float16, got 'bogus'"),
     ],
 )
 def test_names_that_nothing_has_are_refused_before_a_library_is_imported(

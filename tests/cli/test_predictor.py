@@ -87,6 +87,7 @@ def test_a_mass_of_gates_without_weight_is_none(tmp_path: Path, capsys) -> None:
         (["--predictor", "combind"], "did you mean 'combined'"),
         (["--predictor", "next-gate"], "hidden states"),
         (["--distances", "0"], "positive numbers"),
+        (["--distances", "1,99999999999999999999"], "--distances must be below"),
         (["--test-share", "0.01"], "leaves nothing"),
     ],
 )

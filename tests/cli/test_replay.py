@@ -123,15 +123,21 @@ def test_sizes_of_layers_weigh_what_is_read(trace, capsys):
         (["--capacity", ""], "must be shares such as"),
         (["--expert-size", "1MB"], "--expert-size is about modelled time; give --bandwidth"),
         (["--expert-size", "1MB,2MB,3MB"], "one size, 2 for the layers, or 16 for the experts"),
-        (["--expert-size", "1MB,0"], "each at least 1 byte"),
+        (["--expert-size", "1MB,0"], "--expert-size must be positive, got '0'"),
+        (["--expert-size", "large,1MB"], "--expert-size: expected a size such as"),
+        (["--expert-size", "large", "--bandwidth", "1GB"], "--expert-size: expected a size such"),
+        (
+            ["--bandwidth", "1GB", "--layer-time", "0.1", "--known-ahead", "0.2"],
+            "--known-ahead must be a part of --layer-time 0.1, got 0.2",
+        ),
         (["--expert-size", "1MB,2MB", "--bandwidth", "1GB"], "must be one size"),
         (["--latency", "0.1"], "--latency is about modelled time; give --bandwidth"),
         (["--predictor", "missing.npz", "--bandwidth", "1GB"], "missing.npz: cannot be read"),
         (["--predictor", "previous-token"], "say how fast the link is"),
         (["--predictor", "previous-token", "--bandwidth", "1GB"], "needs a training trace"),
         (["--policy", "predicted"], "needs a predictor"),
-        (["--bandwidth", "0"], "must be positive"),
-        (["--bandwidth", "fast"], "expected a size"),
+        (["--bandwidth", "0"], "--bandwidth must be positive, got '0'"),
+        (["--bandwidth", "fast"], "--bandwidth: expected a size"),
         (["--polcy", "lru"], "No such option"),
     ],
 )
@@ -148,8 +154,8 @@ def test_a_trace_of_another_model_names_both(trace, tmp_path, capsys):
     write_trace(path, trace_of(make_routes(shape, num_sequences=2, length=5)))
     assert main(["replay", trace, "--train", str(path), "--policy", "static"]) == 2
     error = capsys.readouterr().err
-    assert "num_experts=9" in error
-    assert "num_experts=8" in error
+    assert "layers of 9 experts" in error
+    assert "layers of 8 experts" in error
 
 
 @pytest.fixture
@@ -176,8 +182,8 @@ def test_a_predictor_of_another_model_names_both(trained, tmp_path, capsys):
     write_trace(path, trace_of(make_routes(shape, num_sequences=2, length=5)))
     assert main(["replay", str(path), "--predictor", trained, "--bandwidth", "1GB"]) == 2
     error = capsys.readouterr().err
-    assert "num_experts=9" in error
-    assert "num_experts=8" in error
+    assert "layers of 9 experts" in error
+    assert "layers of 8 experts" in error
 
 
 def test_training_what_is_trained_is_a_contradiction(trace, other, trained, capsys):

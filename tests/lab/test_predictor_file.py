@@ -87,7 +87,7 @@ def test_another_model_is_refused_with_both_named(
 ) -> None:
     write_predictor(tmp_path / "p.npz", trained["popularity"], SIGNATURE)
     other = dataclasses.replace(SIGNATURE, model_type="y", vocab_size=5)
-    with pytest.raises(CheckpointError, match=r"model_type='x'.*model_type='y'"):
+    with pytest.raises(CheckpointError, match=r"for x with .*model is y with"):
         read_predictor(tmp_path / "p.npz", other)
 
 

@@ -233,6 +233,13 @@ def test_what_is_no_run_is_refused(tmp_path, capsys, content, expected):
     assert not (tmp_path / "r.html").exists()
 
 
+def test_statistics_that_are_missing_are_not_said_to_be_there(tmp_path, capsys):
+    words = ["report", str(tmp_path / "none.json"), "-o", str(tmp_path / "r.html")]
+    assert main([*words, "--capacity", "20%"]) == 2
+    assert "none.json: " in (line := capsys.readouterr().err)
+    assert "--capacity" not in line
+
+
 @pytest.mark.parametrize(
     ("extra", "expected"),
     [
@@ -242,7 +249,8 @@ def test_what_is_no_run_is_refused(tmp_path, capsys, content, expected):
         (["--capacity", "0"], "more than 0"),
         (["--capacity", "120%"], "at most 1"),
         (["--capacity", "10%,20%"], "one share"),
-        (["--bandwidth", "0"], "must be positive"),
+        (["--bandwidth", "0"], "--bandwidth must be positive"),
+        (["--expert-size", "large"], "--expert-size: expected a size"),
         (["-o", "no/such/folder/r.html"], "there is no folder"),
     ],
 )

@@ -158,7 +158,8 @@ def test_a_file_that_gets_too_large_is_one_line_with_its_name(
         assert main(words) == 2
     *_, kept, last = capsys.readouterr().err.splitlines()
     assert f"{checkpoint}: is kept; once there is room, the same command with --resume" in kept
-    assert last.startswith(f"moe-runtime: error: {exported}") and last.endswith(": File too large")
+    assert last.startswith(f"moe-runtime: error: {exported}")
+    assert last.endswith(": File too large")
     assert not exported.exists()
     assert partials(output) == []
     assert main([*words, "--resume"]) == 0
@@ -170,7 +171,7 @@ def test_adapters_that_cannot_be_written_are_named(tmp_path: Path) -> None:
     model.register_parameter("lora_A", nn.Parameter(torch.zeros(4096)))
     lora = LoraConfig(rank=1, places=("attention",))
     write_adapters(tmp_path / "first", nn.Sequential(model), [], lora, "base")
-    with files_of_at_most(4096), pytest.raises(OSError, match="adapters cannot be written") as error:
+    with files_of_at_most(4096), pytest.raises(OSError, match="adapters cannot be") as error:
         write_adapters(tmp_path / "second", nn.Sequential(model), [], lora, "base")
     assert str(tmp_path / "second") in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["first"]

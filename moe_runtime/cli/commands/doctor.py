@@ -8,7 +8,6 @@ import typer
 import moe_runtime
 from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, print_json, print_table
-from moe_runtime.config import parse_bytes
 
 _MARKS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
 
@@ -26,7 +25,7 @@ def doctor(
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
-    read_bytes = parse_bytes(read_size)
+    read_bytes = options.bytes_of(read_size, "--read-size")
     if not 4096 <= read_bytes <= 1 << 30:
         raise ValueError(f"--read-size must lie between 4KiB and 1GiB, got {read_size!r}")
     if not path.exists():

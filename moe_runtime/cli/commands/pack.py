@@ -82,13 +82,11 @@ def pack(
     finally:
         if has_written and not is_done:
             staging = staging_of(out)
-            print(
-                f"moe-runtime: the files that are whole stay in {staging}; the same command goes on "
-                "from there"
-                if staging.exists()
-                else "moe-runtime: no file was whole yet; the same command begins again",
-                file=sys.stderr,
-            )
+            way_on = "no file was whole yet; the same command begins again"
+            if staging.exists():
+                way_on = f"the files that are whole stay in {staging}; the same command goes on"
+                way_on += " from there"
+            print(f"moe-runtime: {way_on}", file=sys.stderr)
     if as_json:
         values = dataclasses.asdict(found) | {"folder": str(found.folder), "ratio": found.ratio}
         print_json(values)

@@ -147,6 +147,7 @@ def evaluate(
     ahead = _parse_distances(distances)
     read = _read_text(ctx, traces, model, text, host_memory, names)
     routes = _read(traces or [])[0] if read is None else read.routes
+    _require_layers(ctx, ahead, routes.shape.num_layers)
     kept = unrepeated(routes)
     unique = routes.select(kept)
     chosen = split_numbers(len(kept), test_share=test_share, seed=seed)
@@ -238,17 +239,28 @@ def _parse_distances(text: str) -> tuple[int, ...]:
     return ahead
 
 
+def _require_layers(ctx: typer.Context, ahead: tuple[int, ...], num_layers: int) -> None:
+    """Refuses distances that were asked for and at which no layer lies."""
+    source = ctx.get_parameter_source("distances")
+    is_given = source is not None and source.name == "COMMANDLINE"
+    if is_given and max(ahead) >= num_layers:
+        raise ValueError(
+            f"--distances must be below {num_layers}, the layers with experts, got {max(ahead)}"
+        )
+
+
 def _read(paths: list[Path]) -> "tuple[Routes, ModelSignature]":
     from moe_runtime.errors import CheckpointError
     from moe_runtime.lab.traces.readers import read_any_trace
-    from moe_runtime.lab.traces.routes import join_routes, routes_of, same_model
+    from moe_runtime.lab.traces.routes import join_routes, routes_of, same_model, shown_model
 
     traces = [read_any_trace(path) for path in paths]
     for path, trace in zip(paths, traces, strict=True):
         trace.require_choices(path)
         if not same_model(trace.signature, traces[0].signature):
             raise CheckpointError(
-                f"{path}: is a trace of {trace.signature}, but {paths[0]} of {traces[0].signature}"
+                f"{path}: is a trace of {shown_model(trace.signature)}, but {paths[0]} of "
+                f"{shown_model(traces[0].signature)}"
             )
     return join_routes([routes_of(trace) for trace in traces]), traces[0].signature
 

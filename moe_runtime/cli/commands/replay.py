@@ -8,7 +8,7 @@ import typer
 from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, loading_bar, print_json, print_table
 from moe_runtime.cli.strict import refuse_given
-from moe_runtime.config import format_bytes, parse_bytes
+from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -205,10 +205,14 @@ def _machine(
         return None
     from moe_runtime.lab.replay.link_model import Machine
 
+    if known_ahead > layer_time:
+        raise ValueError(
+            f"--known-ahead must be a part of --layer-time {layer_time:g}, got {known_ahead:g}"
+        )
     return Machine(
-        bytes_per_s=parse_bytes(bandwidth.removesuffix("/s")),
+        bytes_per_s=options.bytes_of(bandwidth.removesuffix("/s"), "--bandwidth"),
         latency_s=latency,
-        expert_bytes=parse_bytes(expert_size),
+        expert_bytes=options.bytes_of(expert_size, "--expert-size"),
         layer_s=layer_time,
         known_ahead_s=known_ahead,
         expert_s=expert_time,
@@ -220,24 +224,25 @@ def _sizes(text: str, trace: "Trace") -> "dict[ExpertKey, int]":
     from moe_runtime.types import ExpertKey
 
     layers, experts = trace.signature.num_layers, trace.signature.num_experts
-    sizes = [parse_bytes(part.strip()) for part in text.split(",")]
+    sizes = [options.bytes_of(part.strip(), "--expert-size") for part in text.split(",")]
     if len(sizes) == layers:
         sizes = [size for size in sizes for _ in range(experts)]
-    if len(sizes) != layers * experts or min(sizes) < 1:
+    if len(sizes) != layers * experts:
         raise ValueError(
             f"--expert-size must be one size, {layers} for the layers, or {layers * experts} for "
-            f"the experts, each at least 1 byte; got {text.count(',') + 1} sizes"
+            f"the experts; got {text.count(',') + 1} sizes"
         )
     return {ExpertKey(*divmod(place, experts)): size for place, size in enumerate(sizes)}
 
 
 def _check_same_model(trace: "Trace", other: "Trace", path: Path, train: Path) -> None:
-    from moe_runtime.lab.traces.routes import same_model
+    from moe_runtime.lab.traces.routes import same_model, shown_model
 
     ours, theirs = trace.signature, other.signature
     if not same_model(ours, theirs):
         raise CheckpointError(
-            f"{train} was recorded from another model than {path}: {theirs} and {ours}"
+            f"{train} was recorded from another model than {path}: {shown_model(theirs)}, and "
+            f"{shown_model(ours)}"
         )
 
 

@@ -8,7 +8,6 @@ import typer
 from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, loading_bar, print_json, print_rows
 from moe_runtime.cli.strict import FOLDER, refuse_given
-from moe_runtime.config import parse_bytes
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.files import check_output_folder, check_output_path
 
@@ -90,8 +89,8 @@ def report(
     from moe_runtime.lab.report.page import write_page, write_plots
 
     if source.suffix == ".json":
-        refuse_given(ctx, _OF_TRACES, f"is about traces, and {source} holds statistics of a run")
         page = _page_of_run(source)
+        refuse_given(ctx, _OF_TRACES, f"is about traces, and {source} holds statistics of a run")
     else:
         page = _page_of_trace(
             source,
@@ -145,9 +144,9 @@ def _page_of_trace(
         policies=policies,
         predictors=[check_trainable(name) for name in predictors],
         machine=Machine(
-            bytes_per_s=parse_bytes(bandwidth.removesuffix("/s")),
+            bytes_per_s=options.bytes_of(bandwidth.removesuffix("/s"), "--bandwidth"),
             latency_s=1e-4,
-            expert_bytes=parse_bytes(expert_size),
+            expert_bytes=options.bytes_of(expert_size, "--expert-size"),
             layer_s=5e-4,
             expert_s=1e-4,
         ),

@@ -21,7 +21,7 @@ from moe_runtime.cli.console import (
 )
 from moe_runtime.cli.stopping import StopRequest, stop_on_signals
 from moe_runtime.cli.strict import refuse_given
-from moe_runtime.config import format_bytes, parse_budget, parse_bytes
+from moe_runtime.config import format_bytes, parse_budget
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.reading import read_bounded
 
@@ -169,10 +169,7 @@ def serve(
     session.begin(debug=debug, as_json=as_json)
     _require_packages()
     keys = read_keys(api_keys)
-    try:
-        body_bytes = parse_bytes(max_body)
-    except ValueError as error:
-        raise ValueError(f"--max-body: {error}") from None
+    body_bytes = options.bytes_of(max_body, "--max-body")
     if prefetch == "off" and policy not in ("auto", "predicted"):
         refuse_given(
             ctx,

@@ -13,6 +13,7 @@ from moe_runtime.files import make_folders
 from moe_runtime.lab.traces.archive import Archive
 from moe_runtime.lab.traces.format import parse_signature
 from moe_runtime.lab.traces.recent import cached_path
+from moe_runtime.lab.traces.routes import shown_model
 from moe_runtime.lab.traces.state_file import (
     MAX_HEADER_BYTES,
     StateKind,
@@ -77,7 +78,7 @@ def _read(path: Path, name: str, signature: ModelSignature) -> Mapping[str, np.n
         found = parse_signature(header.get("signature"), path)
         if header.get(_KIND.owner) != name or found != signature:
             raise CheckpointError(
-                f"{path}: holds what {header.get(_KIND.owner)!r} learned of {found}, expected "
-                f"{name!r} and {signature}; remove it"
+                f"{path}: holds what {header.get(_KIND.owner)!r} learned of {shown_model(found)}, "
+                f"expected {name!r} and {shown_model(signature)}; remove it"
             )
         return read_arrays(archive, header)

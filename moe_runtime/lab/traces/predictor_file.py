@@ -6,7 +6,7 @@ from typing import Any
 from moe_runtime.errors import CheckpointError
 from moe_runtime.lab.traces.archive import Archive
 from moe_runtime.lab.traces.format import parse_signature
-from moe_runtime.lab.traces.routes import same_model
+from moe_runtime.lab.traces.routes import same_model, shown_model
 from moe_runtime.lab.traces.state_file import StateKind, read_arrays, read_header, write_state
 from moe_runtime.policies.prediction import PREDICTORS, Estimator
 from moe_runtime.policies.prediction.base import shape_of
@@ -53,8 +53,8 @@ def read_predictor(
         found = parse_signature(header.get("signature"), archive.path)
         if signature is not None and not same_model(found, signature):
             raise CheckpointError(
-                f"{archive.path}: was trained for {found}, but the model is {signature}; train one "
-                "from a trace of this model"
+                f"{archive.path}: was trained for {shown_model(found)}, but the model is "
+                f"{shown_model(signature)}; train one from a trace of this model"
             )
         state = read_arrays(archive, header)
     try:

@@ -24,6 +24,15 @@ def same_model(one: ModelSignature, other: ModelSignature) -> bool:
     return one == other
 
 
+def shown_model(signature: ModelSignature) -> str:
+    """What files say of their model, for messages."""
+    one = signature
+    return (
+        f"{one.model_type} with {one.num_layers} layers of {one.num_experts} experts, {one.top_k} "
+        f"for each token, and {one.vocab_size} token ids"
+    )
+
+
 def routes_of(trace: Trace) -> Routes:
     """Orders the tokens of a trace by request and position.
 

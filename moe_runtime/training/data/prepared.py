@@ -230,7 +230,7 @@ def find_state(
     if not resume:
         raise CheckpointError(
             f"{preparation.output}: holds a run already (the last checkpoint is "
-            f"{last.name}); --resume goes on with it, another run.output begins anew"
+            f"{last.name}); --resume goes on with it, another output folder begins anew"
         )
     state = read_progress(last) if last.is_dir() else load_checkpoint(last)
     check_settings(
