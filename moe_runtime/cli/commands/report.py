@@ -89,8 +89,9 @@ def report(
     from moe_runtime.lab.report.page import write_page, write_plots
 
     if source.suffix == ".json":
+        if source.exists():
+            refuse_given(ctx, _OF_TRACES, f"is about traces, and {source} is of a run")
         page = _page_of_run(source)
-        refuse_given(ctx, _OF_TRACES, f"is about traces, and {source} holds statistics of a run")
     else:
         page = _page_of_trace(
             source,
