@@ -6,6 +6,7 @@ import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -167,12 +168,13 @@ def test_a_file_that_gets_too_large_is_one_line_with_its_name(
 
 
 def test_adapters_that_cannot_be_written_are_named(tmp_path: Path) -> None:
-    model = nn.Module()
-    model.register_parameter("lora_A", nn.Parameter(torch.zeros(4096)))
+    adapted = nn.Module()
+    adapted.register_parameter("lora_A", nn.Parameter(torch.zeros(4096)))
+    model: Any = nn.Sequential(adapted)
     lora = LoraConfig(rank=1, places=("attention",))
-    write_adapters(tmp_path / "first", nn.Sequential(model), [], lora, "base")
+    write_adapters(tmp_path / "first", model, [], lora, "base")
     with files_of_at_most(4096), pytest.raises(OSError, match="adapters cannot be") as error:
-        write_adapters(tmp_path / "second", nn.Sequential(model), [], lora, "base")
+        write_adapters(tmp_path / "second", model, [], lora, "base")
     assert str(tmp_path / "second") in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
