@@ -84,7 +84,7 @@ def _place(block_ptr, first_ptr, end_ptr, place, end_place, IS_TRANSPOSED: tl.co
     return block, first, tl.load(end_ptr + place, mask=mask, other=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_strips"])
 def block_sparse_dsd(
     values_ptr, b_ptr, out_ptr, order_ptr, offsets_ptr, block_ptr, own_first_ptr, own_end_ptr,
     first_across_ptr, end_across_ptr,

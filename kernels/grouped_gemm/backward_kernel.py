@@ -11,7 +11,7 @@ import triton.language as tl
 from moe_runtime.kernels.grouped_gemm.kernel import expert_columns, tile_of_program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_partials", "num_rows"])
 def gate_weight_grad(
     partial_ptr, dout_ptr, bias_ptr, order_ptr, slots_ptr, offsets_ptr, gate_weight_grad_ptr,
     num_partials, num_rows, num_experts, dim,

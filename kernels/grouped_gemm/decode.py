@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 # A tile holds every token; the smallest a matrix instruction takes.
 MAX_TOKENS = 16
-# Multiprocessors that the cut is made for, times the programs each should have.
-_PROGRAMS_WANTED = 132 * 2
+# Programs that each multiprocessor should have.
+_PROGRAMS_EACH = 2
 _MAX_PARTS = 8
 _BLOCK_N = 32
 # Summed elements a step with packed weights at most: decoded codes take registers.
@@ -97,7 +97,8 @@ def decode_expert_mlp(
         "BLOCK_N": _BLOCK_N,
         "num_warps": 4,
     }
-    num_stages = _num_stages(x_TD, device or describe_device(x_TD.device))
+    device = device or describe_device(x_TD.device)
+    num_stages = _num_stages(x_TD, device)
     hidden = torch.empty(num_slots, dim_f, dtype=x_TD.dtype, device=x_TD.device)
     step, to_up = (2, 1) if layout.has_gate and not layout.is_concatenated else (1, dim_f)
     weight = codes_of(gate_up_SZD)
@@ -126,7 +127,8 @@ def decode_expert_mlp(
     )  # fmt: skip
     weight = codes_of(down_SDF)
     block_k = _block_k(x_TD, down_SDF, has_gate=False)
-    num_parts, split_k = _parts(num_slots, num_experts, dim_d, dim_f, block_k)
+    programs = min(num_slots, num_experts) * triton.cdiv(dim_d, _BLOCK_N)
+    num_parts, split_k = _parts(programs, dim_f, block_k, device)
     partial = torch.empty(num_parts, num_slots, dim_d, dtype=torch.float32, device=x_TD.device)
     bias = weight[:, :, 0] if down_bias_SD is None else down_bias_SD
     launch(
@@ -168,12 +170,9 @@ def _num_stages(x: Tensor, device: Device) -> int:
     return tile.fitted(x.element_size(), device).num_stages
 
 
-def _parts(
-    num_slots: int, num_experts: int, dim_n: int, dim_k: int, block_k: int
-) -> tuple[int, int]:
+def _parts(programs: int, dim_k: int, block_k: int, device: Device) -> tuple[int, int]:
     """`(parts, summed columns of each)` so that the GPU has enough programs at once."""
-    programs = min(num_slots, num_experts) * triton.cdiv(dim_n, _BLOCK_N)
-    wanted = triton.cdiv(_PROGRAMS_WANTED, programs)
+    wanted = triton.cdiv(device.num_multiprocessors * _PROGRAMS_EACH, programs)
     num_steps = triton.cdiv(dim_k, block_k)
     steps_each = triton.cdiv(num_steps, min(wanted, num_steps, _MAX_PARTS))
     return triton.cdiv(num_steps, steps_each), steps_each * block_k

@@ -43,7 +43,7 @@ def _users(
     return slot, first == own, choice_T
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def decode_up(
     x_ptr, weight_ptr, bias_ptr, hidden_ptr, ids_ptr, slots_ptr, scales_ptr, zeros_ptr,
     num_tokens, num_experts, dim_n, dim_k,
@@ -117,7 +117,7 @@ def decode_up(
     tl.store(ptrs, hidden, mask=mask_t[:, None] & mask_n[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def decode_down(
     hidden_ptr, weight_ptr, bias_ptr, partial_ptr, ids_ptr, slots_ptr, scales_ptr, zeros_ptr,
     num_tokens, num_experts, dim_n, dim_k, split_k,
@@ -174,7 +174,7 @@ def decode_down(
     tl.store(ptrs + offs_n[None, :], acc, mask=mask_t[:, None] & mask_n[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def decode_combine(
     partial_ptr, weights_ptr, ids_ptr, slots_ptr, out_ptr,
     num_experts, num_parts, dim,

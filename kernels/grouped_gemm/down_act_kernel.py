@@ -55,7 +55,7 @@ def _down_act_slice(
     return tl.sum(dhidden * hidden, axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles_m", "num_rows"])
 def grouped_gemm_down_act(
     dout_ptr, weight_ptr, pre_ptr, scale_ptr, order_ptr, slots_ptr, offsets_ptr, starts_ptr,
     values_ptr, tile_expert_ptr, tile_row_ptr, dpre_ptr, hidden_ptr, partial_ptr,

@@ -36,7 +36,7 @@ def precision_of(x: Tensor) -> str:
     """
     if x.dtype != torch.float32 or is_interpreted() or torch.version.hip:
         return "ieee"
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 
 def plain_product(

@@ -16,7 +16,7 @@ from moe_runtime.kernels.grouped_gemm.activation_kernel import activate, gate_fw
 from moe_runtime.kernels.grouped_gemm.packed_kernel import packed_product, row_of_scales
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def tile_map(
     offsets_ptr, slots_ptr, tile_expert_ptr, tile_row_ptr,
     num_experts, num_tiles,
@@ -135,7 +135,7 @@ def _gated_slice(
     tl.store(out_ptrs[:, None] + offs_f[None, :], hidden * scale[:, None], mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles_m"])
 def grouped_gemm_fwd(
     x_ptr, weight_ptr, bias_ptr, out_ptr, pre_ptr, scale_ptr, order_ptr, slots_ptr, offsets_ptr,
     starts_ptr, values_ptr, tile_expert_ptr, tile_row_ptr, scales_ptr, zeros_ptr,

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import astuple
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple, cast, get_args
 
+import platformdirs
 import torch
 
 from moe_runtime.files import make_folders, write_text
@@ -58,7 +60,7 @@ def tile_key(
 
 def cache_folder() -> Path:
     """Where tables of this user lie."""
-    return Path.home() / ".cache" / "moe_runtime" / "tiles"
+    return platformdirs.user_cache_path("moe_runtime") / "tiles"
 
 
 def table_path(gpu: str, folder: Path | None = None) -> Path:
@@ -71,10 +73,14 @@ def table_path(gpu: str, folder: Path | None = None) -> Path:
 def measured_tiles(gpu: str) -> Mapping[TileKey, Tile]:
     """Every tile measured for a GPU model. Read once in a process.
 
-    Raises:
-        ValueError: A table cannot be read.
+    A table of the user's that cannot be read is said once and counts as none: no product needs one.
     """
-    return {**read_table(table_path(gpu, SHIPPED)), **read_table(table_path(gpu))}
+    shipped = read_table(table_path(gpu, SHIPPED))
+    try:
+        return {**shipped, **read_table(table_path(gpu))}
+    except (OSError, ValueError) as error:
+        warnings.warn(f"tiles are not those that were measured here: {error}", stacklevel=2)
+        return shipped
 
 
 def read_table(path: Path) -> dict[TileKey, Tile]:

@@ -16,12 +16,15 @@ class Device:
 
     Attributes:
         shared_bytes: Shared memory a program can have.
-        has_wide_accumulators: Whether 128 x 256 sums fit beside the operands: from Hopper on the
-            matrix units read these from shared memory, before it through registers.
+        has_wide_accumulators: Whether 128 x 256 sums fit beside the operands: the matrix units of
+            Hopper and of Blackwell's servers read these from shared memory, others through
+            registers.
+        num_multiprocessors: Programs that run at once, at one each.
     """
 
     shared_bytes: int = 227 * 1024
     has_wide_accumulators: bool = True
+    num_multiprocessors: int = 132
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,6 +128,7 @@ def describe_device(device: torch.device) -> Device:
     """What a tile must fit in; Hopper's limits where there is no GPU."""
     if device.type != "cuda":
         return Device()
-    properties = torch.cuda.get_device_properties(device)
-    is_wide = torch.version.hip is None and properties.major >= 9
-    return Device(properties.shared_memory_per_block_optin, is_wide)
+    found = torch.cuda.get_device_properties(device)
+    # Not sm_120: Blackwell's desktop cards multiply from registers, as Ampere's do.
+    is_wide = torch.version.hip is None and found.major in (9, 10, 11)
+    return Device(found.shared_memory_per_block_optin, is_wide, found.multi_processor_count)

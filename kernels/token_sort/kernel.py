@@ -31,7 +31,7 @@ def _load_keys(ids_ptr, offs_r, num_slots, num_experts):
     return tl.where(mask, keys, num_experts + 1).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def _token_sort_small(
     ids_ptr, counts_ptr, offsets_ptr, order_ptr, inverse_ptr,
     num_slots, num_experts,
@@ -57,7 +57,7 @@ def _token_sort_small(
         tl.store(counts_ptr + offs_e, equal, mask=offs_e < num_experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "num_blocks"])
 def _token_sort_histogram(
     ids_ptr, histogram_ptr,
     num_slots, num_experts, num_blocks,
@@ -72,7 +72,7 @@ def _token_sort_histogram(
         tl.store(histogram_ptr + place, count, mask=offs_e <= num_experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _token_sort_scan(histogram_ptr, totals_ptr, num_blocks, BLOCK: tl.constexpr):
     """Replaces each count by the sum of the counts of earlier blocks in the same bin."""
     key = tl.program_id(0).to(tl.int64)
@@ -87,7 +87,7 @@ def _token_sort_scan(histogram_ptr, totals_ptr, num_blocks, BLOCK: tl.constexpr)
     tl.store(totals_ptr + key, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "num_blocks"])
 def _token_sort_place(
     ids_ptr, histogram_ptr, totals_ptr, counts_ptr, offsets_ptr, order_ptr, inverse_ptr,
     num_slots, num_experts, num_blocks,

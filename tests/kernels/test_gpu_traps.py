@@ -1,0 +1,121 @@
+"""What goes wrong on GPUs alone: kernels compiled anew, chips and settings taken for others."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import moe_runtime.kernels.grouped_gemm as grouped_gemm
+from moe_runtime.kernels.grouped_gemm import forward, table, tiles
+from moe_runtime.kernels.grouped_gemm.tile import Device, Tile
+
+KERNELS = Path(grouped_gemm.__file__).resolve().parents[1]
+CHANGING = {
+    "num_tiles_m", "num_tiles", "num_rows", "num_tokens", "num_slots", "num_blocks", "num_parts",
+    "num_partials", "num_strips",
+}  # fmt: skip
+"""Numbers of kernels that follow the batch: others are the model's, and the same in every call."""
+
+
+def launched_kernels() -> Iterator[tuple[str, ast.FunctionDef]]:
+    trees = {path: ast.parse(path.read_text()) for path in KERNELS.rglob("*.py")}
+    calls = [node for tree in trees.values() for node in ast.walk(tree)]
+    names = {
+        ast.unparse(call.args[0])
+        for call in calls
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "launch"
+    }
+    for node in calls:
+        if isinstance(node, ast.FunctionDef) and node.name in names:
+            yield node.name, node
+
+
+def test_no_kernel_is_compiled_anew_for_another_size_of_the_batch() -> None:
+    """Triton compiles a kernel again where a number is 1, or becomes a multiple of 16."""
+    found = dict(launched_kernels())
+    assert len(found) >= 17
+    for name, kernel in found.items():
+        numbers = {argument.arg for argument in kernel.args.args} & CHANGING
+        (decorator,) = kernel.decorator_list
+        listed = {
+            item
+            for word in getattr(decorator, "keywords", ())
+            for item in ast.literal_eval(word.value)
+            if word.arg == "do_not_specialize"
+        }
+        assert listed == numbers, name
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared_bytes", "num_multiprocessors", "is_wide"),
+    [((8, 0), 166_912, 108, False), ((9, 0), 232_448, 132, True), ((10, 0), 232_448, 148, True),
+     ((12, 0), 101_376, 170, False)],
+)  # fmt: skip
+def test_a_chip_is_described_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    shared_bytes: int,
+    num_multiprocessors: int,
+    is_wide: bool,
+) -> None:
+    """An RTX 5090 (12.0) comes after Hopper, and multiplies from registers as Ampere does."""
+    found = SimpleNamespace(
+        major=capability[0],
+        shared_memory_per_block_optin=shared_bytes,
+        multi_processor_count=num_multiprocessors,
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    monkeypatch.setattr(torch.version, "hip", None)
+    described = tiles.describe_device(torch.device("cuda", 0))
+    assert described == Device(shared_bytes, is_wide, num_multiprocessors)
+
+
+def test_a_damaged_table_of_tiles_is_said_once_and_counts_as_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(table, "SHIPPED", tmp_path / "shipped")
+    gpu, rule = "A GPU", Tile(64, 128, 64, 4, 4)
+    key = table.TileKey("plain", 16, 768, 2048, 64)
+    own = table.table_path(gpu)
+    assert own == tmp_path / "moe_runtime" / "tiles" / "a-gpu.json"
+    table.write_table(table.table_path(gpu, tmp_path / "shipped"), gpu, {key: rule})
+    own.parent.mkdir(parents=True)
+    own.write_text("{")
+    table.measured_tiles.cache_clear()
+    with pytest.warns(UserWarning, match=r"a-gpu\.json is no table of tiles .*delete it"):
+        assert table.measured_tiles(gpu) == {key: rule}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert table.measured_tiles(gpu) == {key: rule}
+    table.measured_tiles.cache_clear()
+
+
+@pytest.fixture
+def _precision_is_put_back() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.backends.cuda.matmul.fp32_precision = "none"
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.usefixtures("_precision_is_put_back")
+def test_the_precision_of_products_is_read_however_it_was_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(forward, "is_interpreted", lambda: False)
+    monkeypatch.setattr(torch.version, "hip", None)
+    x = torch.zeros(1)
+    for allows, precision in ((True, "tf32"), (False, "tf32x3")):
+        torch.backends.cuda.matmul.allow_tf32 = allows
+        assert forward.precision_of(x) == precision
+    for name, precision in (("tf32", "tf32"), ("ieee", "tf32x3"), ("none", "tf32x3")):
+        torch.backends.cuda.matmul.fp32_precision = name
+        assert forward.precision_of(x) == precision
+    assert forward.precision_of(x.bfloat16()) == "ieee"
