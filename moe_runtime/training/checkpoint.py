@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 
@@ -90,7 +90,7 @@ def write_content(path: Path, content: Mapping[str, Any]) -> None:
     with write_atomically(path) as file:
         output = _Output(file)
         try:
-            torch.save({"format": FORMAT, **content}, output)
+            torch.save({"format": FORMAT, **content}, cast(Any, output))
         except RuntimeError as error:
             # torch's writer has words of its own for a full disk
             reason = f"{path}: the checkpoint cannot be written: {error}"

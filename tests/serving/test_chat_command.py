@@ -189,6 +189,11 @@ def test_options_arrive(
         ("/undo", "/undo: there is no message to take back"),
         ("/save", "/save: is empty, expected the name of a file"),
         ("/save here.txt", "/save here.txt: is there already; give another name"),
+        ('/save "here.txt"', "/save here.txt: is there already; give another name"),
+        ('/save "here.txt', '/save "here.txt: no closing quotation'),
+        ('/save "here.txt" there', "/save: expected nothing more, got 'there'"),
+        ("/quit now", "/quit: expected nothing more, got 'now'"),
+        ("/reset all", "/reset: expected nothing more, got 'all'"),
     ],
 )
 def test_what_cannot_be_obeyed_is_one_line(
@@ -206,6 +211,17 @@ def test_what_cannot_be_obeyed_is_one_line(
     with pytest.raises(ValueError, match=complaint.replace(".", r"\.").replace("?", r"\?")):
         _Terminal(talking, None).run()
     assert (tmp_path / "here.txt").read_text() == "old"
+
+
+@pytest.mark.parametrize("line", ["/save {}", '/save "{}"', "/save '{}'  "])
+def test_a_name_with_spaces_is_taken_as_it_is_or_in_quotes(
+    line: str, talking: Conversation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moe_runtime.cli.commands.chat import _Terminal
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO(line.format(tmp_path / "its own name")))
+    _Terminal(talking, None).run()
+    assert [path.name for path in tmp_path.iterdir()] == ["its own name"]
 
 
 def test_a_model_without_a_template_is_refused_before_it_is_loaded(

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,7 @@ _HELP = (
     ("/quit", "leave, as Ctrl-D does"),
     ("/help", "this list"),
 )
+_COMMANDS = {"/exit", *(usage.split()[0] for usage, _ in _HELP)}
 
 System = Annotated[
     str | None, typer.Option(help="What the model is told before the first message.")
@@ -147,16 +149,13 @@ class _Terminal:
         if self._is_terminal:
             print("/help lists commands; Ctrl-D leaves", file=sys.stderr)
         for line in _lines(is_terminal=self._is_terminal):
-            words = line.split(maxsplit=1)
-            if not words:
+            if not line.strip():
                 continue
-            if words[0] in ("/quit", "/exit"):
-                return
             try:
-                if line.startswith("/"):
-                    self._obey(words[0], words[1] if len(words) > 1 else "")
-                else:
+                if not line.startswith("/"):
                     self._answer(line)
+                elif not self._obey(*_words_of(line)):
+                    return
             except (ValueError, MoERuntimeError, OSError) as error:
                 # nobody reads what is said between the answers of a pipe
                 if not self._is_terminal:
@@ -173,7 +172,13 @@ class _Terminal:
         if stop.is_set and stop.exit_code != _INTERRUPTED:
             raise typer.Exit(stop.exit_code)
 
-    def _obey(self, command: str, rest: str) -> None:
+    def _obey(self, command: str, *given: str) -> bool:
+        """Does what a command says; gives whether the conversation goes on."""
+        extra = given[command == "/save" :]
+        if extra and command in _COMMANDS:
+            raise ValueError(f"{command}: expected nothing more, got {' '.join(extra)!r}")
+        if command in ("/quit", "/exit"):
+            return False
         if command == "/reset":
             self._conversation.reset()
         elif command == "/undo":
@@ -182,11 +187,12 @@ class _Terminal:
         elif command == "/stats":
             self._show_statistics()
         elif command == "/save":
-            self._save(rest.strip())
+            self._save("".join(given))
         elif command == "/help":
             print_rows("commands", _HELP, to_stderr=True)
         else:
             raise ValueError(f"{command} is no command; /help lists them")
+        return True
 
     def _show_statistics(self) -> None:
         turns = self._conversation.turns
@@ -212,6 +218,22 @@ class _Terminal:
         messages = {"messages": self._conversation.messages}
         write_text(path, f"{json.dumps(messages, ensure_ascii=False)}\n")
         self._saved.add(path.resolve())
+
+
+def _words_of(line: str) -> list[str]:
+    """A command and what it is given; a name with spaces in quotes, or as it is.
+
+    Raises:
+        ValueError: a quote has no end.
+    """
+    command, _, rest = line.strip().partition(" ")
+    rest = rest.strip()
+    if rest[:1] not in ('"', "'"):
+        return [command, rest] if rest else [command]
+    try:
+        return [command, *shlex.split(rest)]
+    except ValueError as error:
+        raise ValueError(f"{command} {rest}: {str(error).lower()}") from None
 
 
 def _lines(*, is_terminal: bool) -> Iterator[str]:
