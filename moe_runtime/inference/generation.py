@@ -255,6 +255,24 @@ def end_token_ids(model: Any) -> list[int]:
     return [end] if isinstance(end, int) else list(end)
 
 
+def stop_strings_of(settings: Any) -> tuple[str, ...]:
+    """The strings with which a checkpoint's settings of generation end a text.
+
+    Args:
+        settings: a ``GenerationConfig``, or None where the checkpoint has none.
+
+    Raises:
+        CheckpointError: they are no strings.
+    """
+    found = getattr(settings, "stop_strings", None) or ()
+    stops = (found,) if isinstance(found, str) else found
+    if not isinstance(stops, list | tuple) or not all(isinstance(s, str) and s for s in stops):
+        raise CheckpointError(
+            f"generation_config.json: expected stop_strings to be texts, found {found!r:.80}"
+        )
+    return tuple(stops)
+
+
 @contextlib.contextmanager
 def _before_first_pass(model: Any) -> Iterator[None]:
     """Blames the checkpoint's settings for what is raised before the model computes anything.

@@ -8,7 +8,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,11 @@ from moe_runtime.inference.generation import (
     encode_prompt,
 )
 from moe_runtime.serving.batch_lines import PromptLine
+from moe_runtime.serving.http.answer_text import AnswerText, IncrementalText, Piece
 from moe_runtime.serving.offline import Answer
-from moe_runtime.serving.requests import GenerationRequest
+from moe_runtime.serving.requests import FinishReason, GenerationRequest, NewToken
 
 _HASH_DIGITS = 32
-_PART_TOKENS = 4
-"""Tokens at most that a character lies in, before which a stop string may begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +35,55 @@ class Job:
         line: that asks it.
         request: for the engine, without the model's own tokens that end an answer.
         id: of its record: made of the model's name and everything that its answer depends on.
+        stops: texts that end the answer and are no part of it, the model's own among them.
     """
 
     line: PromptLine
     request: GenerationRequest
     id: str
+    stops: tuple[str, ...]
 
     def request_for(self, end_ids: Sequence[int]) -> GenerationRequest:
         """What the engine is asked of a model that ends its texts with these tokens."""
         own = frozenset() if self.line.ignore_eos else frozenset(end_ids)
         return dataclasses.replace(self.request, stop_ids=self.request.stop_ids | own)
+
+
+@dataclass(slots=True)
+class _GrowingText:
+    """The text of one answer, as far as its tokens go.
+
+    Attributes:
+        text: what the tokens go through.
+        parts: of the text, in their order.
+        finish: why the text ends; None while it may go on.
+        num_taken: tokens that are in it.
+        reason: why the tokens ended.
+    """
+
+    text: AnswerText
+    parts: list[str] = field(default_factory=list)
+    finish: FinishReason | None = None
+    num_taken: int = 0
+    reason: FinishReason | None = None
+
+    def take(self, answer: Answer) -> None:
+        """Takes the tokens that are new."""
+        self.reason = answer.reason
+        for token in answer.token_ids[self.num_taken :]:
+            self.num_taken += 1
+            if self.finish is None:
+                self._add(self.text.add(NewToken(token)))
+
+    def end(self) -> tuple[str, str]:
+        """The whole text, and why it ends."""
+        if self.finish is None:
+            self._add(self.text.end(self.reason or "stop"))
+        return "".join(self.parts), self.finish or "stop"
+
+    def _add(self, piece: Piece) -> None:
+        self.parts.append(piece.text)
+        self.finish = piece.finish
 
 
 class Batch:
@@ -58,6 +96,7 @@ class Batch:
         model: as it was given.
         chat: puts prompts that are texts into the model's chat template.
         arithmetic: what the model computes in; answers in another are others.
+        stops: texts with which the model ends its answers.
 
     Attributes:
         jobs: one for each line.
@@ -76,6 +115,7 @@ class Batch:
         *,
         chat: bool,
         arithmetic: Sequence[str],
+        stops: Sequence[str] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._name = name_of(model)
@@ -83,6 +123,7 @@ class Batch:
         self._config = config
         self._chat = chat
         self._arithmetic = arithmetic
+        self._texts: dict[str, _GrowingText] = {}
         times: Counter[str] = Counter()
         self.jobs: list[Job] = []
         for line in lines:
@@ -92,37 +133,37 @@ class Batch:
                 raise ValueError(f"{line.place}: {error}") from None
             except CheckpointError as error:
                 raise CheckpointError(f"{line.place}: {error}") from None
-            key = self._hash(line, request, 0)
+            ends = (*line.stops, *(() if line.ignore_eos else stops))
+            key = self._hash(line, ends, request, 0)
             times[key] += 1
-            self.jobs.append(Job(line, request, self._hash(line, request, times[key] - 1)))
+            job_id = self._hash(line, ends, request, times[key] - 1)
+            self.jobs.append(Job(line, request, job_id, ends))
 
     def is_over(self, job: Job, answer: Answer) -> bool:
         """Whether an answer ends with its newest token, by a stop string."""
-        if not job.line.stops:
-            return False
-        longest = max(len(stop.encode()) for stop in job.line.stops) + _PART_TOKENS
-        tail = self._text(answer.token_ids[-longest:])
-        return any(stop in tail for stop in job.line.stops)
+        return bool(job.stops) and self._grown(job, answer).finish is not None
 
     def record(self, job: Job, answer: Answer) -> dict[str, Any]:
         """The line of an answer, or of what went wrong."""
         line, record = job.line, {"id": job.id}
-        is_batch = line.custom_id is not None
+        is_batch, grown = line.custom_id is not None, self._grown(job, answer)
+        self._texts.pop(job.id)
         error = None
         if answer.reason == "error":
             error = {"code": "generation_failed", "message": answer.message or "the model failed"}
         if is_batch:
-            body = None if error else self._body(job, answer)
+            body = None if error else self._body(job, answer, *grown.end())
             answered = {"status_code": 200, "request_id": job.id, "body": body} if body else None
             return {**record, "custom_id": line.custom_id, "response": answered, "error": error}
         asked = {"prompt": line.prompt} if line.messages is None else {"messages": line.messages}
         if error:
             return {**record, **asked, "error": error}
+        text, reason = grown.end()
         return {
             **record,
             **asked,
-            "text": self._answer_text(job, answer),
-            "finish_reason": answer.reason,
+            "text": text,
+            "finish_reason": reason,
             "prompt_tokens": len(job.request.prompt_ids),
             "new_tokens": len(answer.token_ids),
         }
@@ -156,31 +197,32 @@ class Batch:
         check_vocabulary(self._config, encoded["input_ids"])
         return encoded["input_ids"][0].tolist()
 
-    def _hash(self, line: PromptLine, request: GenerationRequest, times: int) -> str:
+    def _hash(
+        self, line: PromptLine, stops: Sequence[str], request: GenerationRequest, times: int
+    ) -> str:
         """Of a request that was asked so many times before."""
         options = [request.max_new_tokens, request.min_new_tokens, sorted(request.stop_ids)]
         sampling = dataclasses.asdict(request.sampling)
         asked = [self._name, line.custom_id, request.prompt_ids, options, sampling]
-        text = json.dumps([*asked, line.stops, line.ignore_eos, times, *self._arithmetic])
+        text = json.dumps([*asked, stops, line.ignore_eos, times, *self._arithmetic])
         return f"batch_req_{hashlib.sha256(text.encode()).hexdigest()[:_HASH_DIGITS]}"
 
-    def _text(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
-
-    def _answer_text(self, job: Job, answer: Answer) -> str:
-        ids = answer.token_ids
-        if answer.reason == "stop" and ids and ids[-1] in job.line.stop_ids:
-            ids = ids[:-1]
-        text = self._text(ids)
-        found = [(text.index(stop) + len(stop), stop) for stop in job.line.stops if stop in text]
-        if found:
-            end, stop = min(found)
-            text = text[: end - len(stop)]
+    def _grown(self, job: Job, answer: Answer) -> _GrowingText:
+        """The text of the tokens so far."""
+        text = self._texts.get(job.id)
+        if text is None:
+            decoded = IncrementalText(self._decode, frozenset(self._tokenizer.all_special_ids))
+            text = _GrowingText(AnswerText(decoded, job.stops, job.line.stop_ids))
+            self._texts[job.id] = text
+        text.take(answer)
         return text
 
-    def _body(self, job: Job, answer: Answer) -> dict[str, Any]:
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+    def _body(self, job: Job, answer: Answer, text: str, reason: str) -> dict[str, Any]:
         """As OpenAI's API answers."""
-        text, is_chat = self._answer_text(job, answer), job.line.messages is not None
+        is_chat = job.line.messages is not None
         told = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
         num_prompt, num_new = len(job.request.prompt_ids), len(answer.token_ids)
         return {
@@ -188,7 +230,7 @@ class Batch:
             "object": "chat.completion" if is_chat else "text_completion",
             "created": int(time.time()),
             "model": self._name,
-            "choices": [{"index": 0, **told, "logprobs": None, "finish_reason": answer.reason}],
+            "choices": [{"index": 0, **told, "logprobs": None, "finish_reason": reason}],
             "usage": {
                 "prompt_tokens": num_prompt,
                 "completion_tokens": num_new,

@@ -24,7 +24,7 @@ from moe_runtime.inference.budget import (
     available_host_bytes,
     resolve_budget,
 )
-from moe_runtime.inference.generation import check_options, end_token_ids
+from moe_runtime.inference.generation import check_options, end_token_ids, stop_strings_of
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.serving.answer_file import AnswerFile
 from moe_runtime.serving.batch_jobs import Batch, Job
@@ -174,6 +174,7 @@ def _read(text: str, settings: BatchSettings) -> Batch:
         checkpoint.config,
         settings.model,
         chat=settings.chat,
+        stops=stop_strings_of(config),
         arithmetic=(str(checkpoint.dtype), settings.loading["activations"]),
     )
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.generation import encode_messages
-from moe_runtime.serving.http.answer_text import IncrementalText
+from moe_runtime.serving.http.answer_text import AnswerText, IncrementalText, Piece
 from moe_runtime.serving.requests import (
     Event,
     Finished,
@@ -54,6 +54,7 @@ class Conversation:
         engine: answers; what it keeps of a turn's beginning is not computed again in the next one.
         tokenizer: of the model, with a chat template.
         end_ids: tokens that end an answer.
+        stops: strings that end it and are no part of it.
         sampling: how tokens are chosen.
         max_new_tokens: most tokens of an answer.
         system: what the model is told before the first message, if anything.
@@ -72,10 +73,12 @@ class Conversation:
         sampling: SamplingOptions,
         max_new_tokens: int,
         system: str | None = None,
+        stops: Sequence[str] = (),
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._end_ids = end_ids
+        self._stops = stops
         self._sampling = sampling
         self._max_new_tokens = max_new_tokens
         self._system = system
@@ -139,13 +142,15 @@ class Conversation:
         on_text: Callable[[str], None],
         is_stopped: Callable[[], bool],
     ) -> tuple[str, Turn]:
-        text = IncrementalText(self._decode, frozenset(self._tokenizer.all_special_ids))
+        decoded = IncrementalText(self._decode, frozenset(self._tokenizer.all_special_ids))
+        text, reason = AnswerText(decoded, self._stops, frozenset()), None
         pieces: list[str] = []
 
-        def show(piece: str) -> None:
-            if piece:
-                pieces.append(piece)
-                on_text(piece)
+        def show(piece: Piece) -> FinishReason | None:
+            if piece.text:
+                pieces.append(piece.text)
+                on_text(piece.text)
+            return piece.finish
 
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         started_s = time.perf_counter()
@@ -161,21 +166,25 @@ class Conversation:
                     cached_tokens = event.cached_tokens
                 elif isinstance(event, NewToken):
                     times_s.append(time.perf_counter())
-                    show(text.add(event.token_id))
+                    reason = show(text.add(event))
                 elif isinstance(event, Finished):
+                    break
+                if reason is not None:
                     break
         finally:
             handle.cancel()
-        if event.reason == "error":
-            raise MoERuntimeError(event.message or "the model failed")
-        show(text.end())
+        if isinstance(event, Finished):
+            if event.reason == "error":
+                raise MoERuntimeError(event.message or "the model failed")
+            reason = show(text.end(event.reason))
+        assert reason is not None
         return "".join(pieces), Turn(
             prompt_tokens=len(request.prompt_ids),
             cached_tokens=cached_tokens,
             new_tokens=len(times_s),
             ttft_s=times_s[0] - started_s if times_s else None,
             decode_s=times_s[-1] - times_s[0] if times_s else 0.0,
-            reason=event.reason,
+            reason=reason,
         )
 
     def _decode(self, ids: list[int]) -> str:

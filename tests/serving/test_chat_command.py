@@ -69,6 +69,17 @@ def test_a_stopped_answer_is_remembered_as_far_as_it_came(talking: Conversation)
     assert talking.ask(SECOND, pieces.append, never).new_tokens == 12
 
 
+def test_an_answer_ends_before_a_stop_string_of_the_model(talking: Conversation) -> None:
+    talking.ask(FIRST, lambda piece: None, never)
+    whole = talking.messages[-1]["content"]
+    talking.reset()
+    talking._stops, pieces = [whole[5:9]], list[str]()
+    turn = talking.ask(FIRST, pieces.append, never)
+    assert talking.messages[-1]["content"] == "".join(pieces) == whole[: whole.index(whole[5:9])]
+    assert turn.reason == "stop"
+    assert talking.ask(SECOND, pieces.append, never).new_tokens > 0
+
+
 def test_a_conversation_that_is_too_long_says_so_and_stays(talking: Conversation) -> None:
     before = [*talking.messages]
     with pytest.raises(ValueError, match=r"tokens and may have 512 .* /reset begins a new one"):

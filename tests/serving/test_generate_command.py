@@ -96,6 +96,32 @@ def test_texts_are_those_of_run_in_the_order_of_the_prompts_whatever_interrupts(
     assert output.read_bytes() == whole
 
 
+def test_stop_strings_of_the_checkpoint_end_answers_as_those_of_a_line_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "pocket"
+    model.mkdir()
+    for file in pocket_path().iterdir():
+        if file.name != "generation_config.json":
+            (model / file.name).symlink_to(file)
+    prompts = write_prompts(tmp_path, [TEXTS[0], {"prompt": TEXTS[0], "ignore_eos": True}])
+    assert generate(prompts, tmp_path / "whole.jsonl") == 0
+    whole = records(tmp_path / "whole.jsonl")[0]["text"]
+    settings = json.loads((pocket_path() / "generation_config.json").read_text())
+    stop = whole[9:14]
+    (model / "generation_config.json").write_text(json.dumps({**settings, "stop_strings": stop}))
+    assert generate(prompts, tmp_path / "cut.jsonl", model=model) == 0
+    cut, ignored = records(tmp_path / "cut.jsonl")
+    assert (cut["text"], cut["finish_reason"]) == (whole[: whole.index(stop)], "stop")
+    assert cut["new_tokens"] < 16
+    assert (ignored["text"], ignored["finish_reason"]) == (whole, "length")
+
+    (model / "generation_config.json").write_text(json.dumps({**settings, "stop_strings": [3]}))
+    capsys.readouterr()
+    assert generate(prompts, tmp_path / "none.jsonl", model=model) == 2
+    assert "expected stop_strings to be texts" in capsys.readouterr().err
+
+
 @pytest.fixture
 def never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     import moe_runtime

@@ -96,7 +96,12 @@ def chat(
         parse_budget(budget, name=option)
     quiet_transformers(session)
     import moe_runtime
-    from moe_runtime.inference.generation import check_options, encode_messages, end_token_ids
+    from moe_runtime.inference.generation import (
+        check_options,
+        encode_messages,
+        end_token_ids,
+        stop_strings_of,
+    )
     from moe_runtime.serving.requests import SamplingOptions
 
     check_options(max_new_tokens, temperature, top_p, seed)
@@ -128,6 +133,7 @@ def chat(
             engine,
             tokenizer,
             end_ids=frozenset(end_token_ids(loaded)),
+            stops=stop_strings_of(loaded.generation_config),
             sampling=SamplingOptions(temperature=temperature, top_p=top_p, seed=seed),
             max_new_tokens=max_new_tokens,
             system=system,

@@ -129,6 +129,7 @@ def choices_for(
     vocabulary = model.vocabulary
     end_ids = frozenset() if body.ignore_eos else vocabulary.end_ids
     stop_ids = end_ids | frozenset(body.stop_token_ids or ())
+    stops = (*body.stop_strings, *(() if body.ignore_eos else vocabulary.stop_strings))
     if wrong := [token for token in body.stop_token_ids or () if token >= vocabulary.size]:
         raise FieldError(
             "stop_token_ids", f"has token {wrong[0]}, expected ids below {vocabulary.size}"
@@ -156,6 +157,6 @@ def choices_for(
                 )
             except ValueError as error:
                 raise of_engine(error) from None
-            text = AnswerText(vocabulary.incremental(shown_tokens), body.stop_strings, stop_ids)
+            text = AnswerText(vocabulary.incremental(shown_tokens), stops, stop_ids)
             choices.append(Choice(request, text, is_first=number == 0))
     return choices

@@ -24,15 +24,19 @@ class Vocabulary:
         tokenizer: of `transformers`.
         size: tokens that the model knows; it may know more than the tokenizer.
         end_ids: tokens with which the model ends an answer.
+        stop_strings: strings with which it does.
 
     Attributes:
         longest_token: characters of the longest token; of bytes, where tokens are of bytes.
     """
 
-    def __init__(self, tokenizer: Any, size: int, end_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Any, size: int, end_ids: Sequence[int], stop_strings: Sequence[str] = ()
+    ) -> None:
         self.tokenizer = tokenizer
         self.size = size
         self.end_ids = frozenset(end_ids)
+        self.stop_strings = tuple(stop_strings)
         self.special_ids = frozenset(tokenizer.all_special_ids)
         self._ids_by_token: dict[str, int] = tokenizer.get_vocab()
         self.longest_token = max(map(len, self._ids_by_token), default=1)
