@@ -195,6 +195,7 @@ OWN_WRITERS = {
     "moe_runtime/folders.py": "writes atomically",
     "moe_runtime/cli/disk.py": "a file without a name, to measure the disk",
     "moe_runtime/cli/processes.py": "the null device",
+    "moe_runtime/training/offload/states/record_file.py": "records, written over in place",
     "moe_runtime/training/metrics.py": "appends lines, of which readers take whole ones",
     "moe_runtime/serving/answer_file.py": "removes the file that it made, where it stayed empty",
     # Into a folder that takes its place as a whole:
@@ -209,16 +210,19 @@ OWN_WRITERS = {
 
 def writes(tree: ast.Module) -> list[int]:
     """Lines that write files by their names, replace or remove what has a name."""
-    names = {"write_text", "write_bytes", "rmtree", "rename", "NamedTemporaryFile", "mkdtemp"}
+    names = {"write_text", "write_bytes", "rmtree", "rename", "NamedTemporaryFile"}
+    names |= {"mkdtemp", "O_CREAT", "O_TRUNC"}
     found = []
     for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in names & {"O_CREAT", "O_TRUNC"}:
+            found.append(node.lineno)
         if not isinstance(node, ast.Call):
             continue
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
         of_module = isinstance(node.func, ast.Name) or ast.unparse(node.func).startswith("files.")
         modes = [a.value for a in node.args if isinstance(a, ast.Constant)]
         opens = name == "open" and any(isinstance(m, str) and set(m) & set("wxa") for m in modes)
-        replaces = name == "replace" and ast.unparse(node.func) == "os.replace"
+        replaces = ast.unparse(node.func) in ("os.replace", "os.link")
         if opens or replaces or (name in names and not of_module):
             found.append(node.lineno)
     return found

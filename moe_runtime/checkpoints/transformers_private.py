@@ -129,9 +129,13 @@ def mark_as_initialized(module: torch.nn.Module | torch.Tensor) -> None:
     cast(Any, module)._is_hf_initialized = True
 
 
+ATTENTION_SETTING = "_attn_implementation"
+"""What configurations call the attention that a model was built with; 5.17."""
+
+
 def attention_name(model: PreTrainedModel) -> str | None:
-    """The attention that a model was built with; 5.17."""
-    return model.config._attn_implementation
+    """The attention that a model was built with."""
+    return getattr(model.config, ATTENTION_SETTING)
 
 
 def has_sdpa(model: PreTrainedModel) -> bool:

@@ -108,7 +108,7 @@ def _prefetch_rows(stats: "RuntimeStats", *, verbose: bool) -> list[tuple[str, s
     if stats.prefetch == "off":
         return []
     if not verbose:
-        return [("prefetch", stats.prefetch.split(":")[0])]
+        return [("prefetch", stats.prefetch.partition(";")[0].partition(":")[0])]
     outcome = (
         f"{stats.guesses} experts: {stats.useful_guesses} in time, {stats.late_guesses} late, "
         f"{stats.wasted_guesses} wasted; guessing took {stats.predict_s:.2f} s"

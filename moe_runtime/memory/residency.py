@@ -4,12 +4,13 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Generic, TypeVar, cast
+from typing import Generic, Never, TypeVar, cast
 
 import torch
 
+from moe_runtime.errors import MoERuntimeError
 from moe_runtime.memory.entries import Entry, Fetcher, StoreListener
-from moe_runtime.memory.io_queue import Priority, Read
+from moe_runtime.memory.io_queue import CLOSED, Priority, Read
 from moe_runtime.memory.lease import Lease
 from moe_runtime.memory.link_meter import LinkMeter
 from moe_runtime.memory.slab import Slab
@@ -245,6 +246,7 @@ class ExpertStore(Generic[W]):
         if not self.is_forked:
             with self._changed:
                 self._slab.close()
+                self._bind = _refuse  # the other one may remember views of slots
                 for entry in self._entries.values():
                     entry.weights = None
 
@@ -387,3 +389,7 @@ class ExpertStore(Generic[W]):
         if self.listener is not None:
             self.listener.mended({key for key, e in self._entries.items() if not e.arrived})
         self._changed.notify_all()
+
+
+def _refuse(_: ExpertKey, __: torch.Tensor) -> Never:
+    raise MoERuntimeError(CLOSED)

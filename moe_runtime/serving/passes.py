@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
+from moe_runtime.checkpoints.transformers_private import ATTENTION_SETTING
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.cpu.attention import ATTENTION, EAGER_ATTENTION
 from moe_runtime.kernels.linear import native_row_limit, quantized_row_limit
@@ -246,7 +247,7 @@ class ModelPasses:
 def _attention_names(model: Any) -> set[str]:
     """What attention of the model's layers is called; some have a configuration of their own."""
     configs = [vars(m).get("config") for m in model.modules() if "layer_idx" in vars(m)]
-    names = (getattr(config, "_attn_implementation", None) for config in configs)
+    names = (getattr(config, ATTENTION_SETTING, None) for config in configs)
     return {name for name in names if name}
 
 

@@ -152,7 +152,7 @@ def test_an_interrupted_run_goes_on_with_what_is_whole(
         with pytest.raises(KeyboardInterrupt):
             pack_checkpoint(source, out)
     assert not out.exists()
-    assert not list(staging_of(out).glob("*.part"))
+    assert not list(staging_of(out).glob("*.partial"))
     assert pack_checkpoint(source, out).kept_files == 2
     assert contents(out) == contents(tmp_path / "at-once")
     assert not staging_of(out).exists()

@@ -19,6 +19,7 @@ DOCUMENTED = {"cache_utils", "generation.streamers", "masking_utils", "utils"}
 PRIVATE = {
     *("_apply_gate", "_default_apply_gate", "_finalize_model_loading", "_get_dtype_plan"),
     *("_hf_peft_config_loaded", "_is_hf_initialized"),
+    *("_attn_implementation", "_supports_sdpa"),
     # what a model's code says: what it does is asked instead
     *("getsource", "getsourcelines", "__code__"),
 }

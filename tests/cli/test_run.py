@@ -45,29 +45,35 @@ def test_text_goes_to_stdout_and_the_table_to_stderr(
     assert fake_load.runtime.closed
 
 
+UNNEEDED = "auto, off: too little to save; in use for 0 of 7 steps"
+UNTRIED = "auto, not tried yet; in use for 0 of 7 steps"
+
+
 @pytest.mark.parametrize(
-    ("verbose", "rows"),
+    ("prefetch", "verbose", "rows"),
     [
-        (False, [("policy", "lru, even shares"), ("prefetch", "auto, off")]),
+        (UNTRIED, False, [("policy", "lru, even shares"), ("prefetch", "auto, not tried yet")]),
+        (UNNEEDED, False, [("policy", "lru, even shares"), ("prefetch", "auto, off")]),
         (
+            UNNEEDED,
             True,
             [
                 ("policy", "lru, even shares: all experts fit"),
-                ("prefetch", "auto, off: too little to save; in use for 0 of 7 steps"),
+                ("prefetch", UNNEEDED),
                 ("prefetched", "3 experts: 1 in time, 0 late, 2 wasted; guessing took 0.25 s"),
             ],
         ),
     ],
 )
 def test_the_table_gives_reasons_when_asked(
-    fake_load: Any, verbose: bool, rows: list[tuple[str, str]]
+    fake_load: Any, prefetch: str, verbose: bool, rows: list[tuple[str, str]]
 ) -> None:
     stats = replace(
         fake_load.runtime.stats(),
         policy="lru",
         shares="even",
         policy_reason="all experts fit",
-        prefetch="auto, off: too little to save; in use for 0 of 7 steps",
+        prefetch=prefetch,
         guesses=3,
         useful_guesses=1,
         late_guesses=0,

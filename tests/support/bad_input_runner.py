@@ -130,8 +130,11 @@ def snapshot(folder: Path) -> dict[str, str]:
 
 
 def _fork(case: Case, place: Path, report: Path, main: Callable[[Sequence[str]], int]) -> int:
+    # A signal waits until the child is the program; here it would hit the parent's code.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTED)
     process = os.fork()
     if process:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return process
     # From here on this is the child, which never returns.
     os.setsid()
@@ -144,6 +147,10 @@ def _fork(case: Case, place: Path, report: Path, main: Callable[[Sequence[str]],
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + case.room_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    except KeyboardInterrupt:
+        os._exit(130)
     code = 70
     try:
         code = main(case.words)

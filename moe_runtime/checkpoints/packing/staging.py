@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moe_runtime.checkpoints.strict_json import parse_object
-from moe_runtime.errors import named_file
-from moe_runtime.files import sync_folder
 
 STAGING_SUFFIX = ".packing"
 PROGRESS_NAME = "packing_progress.json"
@@ -103,26 +100,6 @@ def header_of(
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % multiple_of)
     return offsets, len(text).to_bytes(8, "little") + text
-
-
-@contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[int]:
-    """A file that has its name once it is on the disk; removed where the block fails."""
-    part = path.with_name(path.name + ".part")
-    descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-    is_whole = False
-    try:
-        with named_file(path):
-            yield descriptor
-            os.fsync(descriptor)
-        is_whole = True
-    finally:
-        os.close(descriptor)
-        if is_whole:
-            os.rename(part, path)
-            sync_folder(path.parent)
-        else:
-            part.unlink(missing_ok=True)
 
 
 def link_or_move(path: Path, target: Path) -> None:

@@ -35,13 +35,12 @@ from moe_runtime.checkpoints.packing.staging import (
     link_or_move,
     read_progress,
     staging_of,
-    whole_file,
 )
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.checkpoints.strict_json import parse_object
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError, CheckpointError
-from moe_runtime.files import held, make_folders, write_text
+from moe_runtime.files import held, make_folders, write_atomically, write_text
 from moe_runtime.folders import replace_folder
 from moe_runtime.memory.layout import BLOCK_BYTES
 from moe_runtime.memory.slab import aligned_bytes, host_view
@@ -222,7 +221,8 @@ class _Growing:
         """Writes what is no expert: dense weights, index, configuration and tokenizer."""
         outside, name = self._entries_outside(), self._file_name(len(self._plan))
         offsets, header = header_of([(e.name, e.dtype, e.shape, e.num_bytes) for e in outside])
-        with whole_file(self._staging / name) as descriptor:
+        with write_atomically(self._staging / name) as output:
+            descriptor = output.fileno()
             write_at(descriptor, header, 0)
             for entry in outside:
                 copy_tensor(entry, descriptor, len(header) + offsets[entry.name])
@@ -278,7 +278,8 @@ class _Growing:
                 done += self._bytes_of(key)
                 tell(done)
 
-        with whole_file(self._staging / name) as descriptor:
+        with write_atomically(self._staging / name) as output:
+            descriptor = output.fileno()
             file = GrowingFile(descriptor, pool)
             self._writer.write_file(file, keys, told())
             os.fsync(descriptor)

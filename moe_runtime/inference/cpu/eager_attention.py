@@ -84,7 +84,7 @@ class LayerConfig:
 
     @property
     def _attn_implementation(self) -> str | None:
-        name = self.behind._attn_implementation
+        name = getattr(self.behind, private.ATTENTION_SETTING)
         if name != "eager" or torch.compiler.is_compiling():
             return name
         return _NAME if _own_attention_of(self.family) is self.own else name

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.autograd import forward_ad
 
+from moe_runtime.checkpoints.transformers_private import ATTENTION_SETTING
 from moe_runtime.inference.cpu import attention_parts as parts
 from moe_runtime.inference.cpu.attention import (
     ATTENTION,
@@ -69,7 +70,7 @@ class FusedAttention:
     def __init__(self, module: Any) -> None:
         """Takes the place of the method; the layer's own stays in its class."""
         self._module = module
-        self._attention = module.config._attn_implementation
+        self._attention = getattr(module.config, ATTENTION_SETTING)
         self._names = parts.names_of(module)
         self._parts = [module.get_submodule(name) for name in self._names]
         self._functions = self._functions_now()
@@ -129,7 +130,7 @@ class FusedAttention:
         """Whether the layer trains, is looked into, or is not made of what it was made of."""
         module = self._module
         # past the method of configurations that looks each name up in a table first
-        if object.__getattribute__(module.config, "_attn_implementation") != self._attention:
+        if object.__getattribute__(module.config, ATTENTION_SETTING) != self._attention:
             return True
         if module.training:
             return True
@@ -283,7 +284,7 @@ def _has_usual_parts(module: torch.nn.Module) -> bool:
     constants = [getattr(module, name, None) for name in ("head_dim", "layer_idx", "scaling")]
     if not all(isinstance(constant, int | float) for constant in constants):
         return False
-    attention = getattr(vars(module).get("config"), "_attn_implementation", None)
+    attention = getattr(vars(module).get("config"), ATTENTION_SETTING, None)
     if attention not in (ATTENTION, EAGER_ATTENTION) or not module._parameters.keys() <= {"sinks"}:
         return False
     return takes_usual_arguments(type(module).forward)

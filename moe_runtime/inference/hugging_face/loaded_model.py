@@ -20,7 +20,7 @@ from moe_runtime.checkpoints.absent import (
     convert_as_a_whole,
     refuse_copy,
 )
-from moe_runtime.checkpoints.transformers_private import has_adapters
+from moe_runtime.checkpoints.transformers_private import attention_name, has_adapters
 from moe_runtime.errors import UnsupportedUseError
 from moe_runtime.inference.cpu.attention import ATTENTION
 from moe_runtime.inference.hugging_face.transforms import refuse_tracing, require_plain_call
@@ -202,7 +202,7 @@ class LoadedModel:
             model.config, continuous_batching_config, longest, self._max_tokens
         )
         made = partial(make, generation_config, settings, workload_hints)
-        if model.config._attn_implementation != ATTENTION:
+        if attention_name(model) != ATTENTION:
             return made()
         model.set_attn_implementation("sdpa")
         manager = None
