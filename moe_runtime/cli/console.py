@@ -38,7 +38,7 @@ class Session:
 
     def begin(self, *, debug: bool, as_json: bool) -> None:
         """Notes the options of the command and silences the libraries below it."""
-        require_address_space(_NUMPY_BYTES)
+        require_address_space()
         self.debug = debug
         self.as_json = as_json
         if not debug:
@@ -67,7 +67,7 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     print(f"moe-runtime: warning: {message}", file=sys.stderr)
 
 
-def require_address_space(num_bytes: int) -> None:
+def require_address_space(num_bytes: int = _NUMPY_BYTES) -> None:
     """Refuses a limit on address space (``ulimit -v``) that libraries cannot be imported under.
 
     OpenBLAS tries for ever to get its buffers, and torch ends the process.

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from moe_runtime.cli.config_file import apply_config
+from moe_runtime.cli.console import require_address_space
 from moe_runtime.config import (
     ACTIVATIONS,
     CACHE_CODES,
@@ -30,6 +31,7 @@ def _named(what: str, known: Callable[[], Iterable[str]]) -> Callable[[str], str
 
 
 def _policies() -> tuple[str, ...]:
+    require_address_space()  # for numpy
     from moe_runtime.policies.eviction import LIVE_POLICIES
 
     return ("auto", *LIVE_POLICIES)
@@ -62,6 +64,7 @@ def bytes_of(text: str, option: str) -> int:
 
 
 def _predictor(name: str) -> str:
+    require_address_space()
     from moe_runtime.inference.prediction.predictors import check_predictor
 
     if name != "auto" and name.isprintable():

@@ -272,7 +272,7 @@ def test_a_lack_of_memory_is_no_bug_of_ours(error: Exception) -> None:
     assert "memory could not be allocated" in line
 
 
-@pytest.mark.parametrize("kib", [150_000, 1_000_000])
+@pytest.mark.parametrize("kib", [100_000, 150_000, 1_000_000])
 def test_too_little_address_space_is_refused_before_libraries_hang(
     kib: int, checkpoint: Path
 ) -> None:

@@ -233,7 +233,12 @@ def _faults(
     for path in after.keys() - before.keys():
         ended_well = outcome.code in (0, 130, 143)
         allowed = (*case.keeps, *(case.outputs if ended_well else ()))
-        is_declared = any(path == name or path.startswith(f"{name}/") for name in allowed)
+        is_declared = any(
+            path == name
+            or path.startswith(f"{name}/")
+            or (name in after and name.startswith(f"{path}/"))  # a folder above it
+            for name in allowed
+        )
         if _LEFTOVER.search(path) or not is_declared:
             yield f"{path} was left behind"
 
