@@ -28,8 +28,8 @@ from harness.machine import commit, describe_machine, machine_name, versions
 from torch import Tensor, nn
 
 from moe_runtime.files import write_text
-from moe_runtime.kernels.expert_mlp.native_path import NativeSteps
-from moe_runtime.kernels.expert_mlp.products import NativeProducts
+from moe_runtime.kernels.expert_mlp.implementations.native_path import NativeSteps
+from moe_runtime.kernels.expert_mlp.implementations.products import NativeProducts
 from moe_runtime.layer import MoELayer
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moe_runtime.kernels.expert_mlp.experts import PackedExperts, StackedExperts
     from moe_runtime.kernels.expert_mlp.op import expert_mlp, grouped_expert_mlp
     from moe_runtime.kernels.expert_mlp.parameter_gradients import ParameterGradients
-    from moe_runtime.kernels.expert_mlp.quantized_experts import QuantizedExperts
+    from moe_runtime.kernels.expert_mlp.quantized.quantized_experts import QuantizedExperts
     from moe_runtime.kernels.expert_mlp.separate_experts import expert_ffn
 else:
     __getattr__ = lazy_names(
@@ -33,7 +33,7 @@ else:
             ".experts": "PackedExperts StackedExperts",
             ".op": "expert_mlp grouped_expert_mlp",
             ".parameter_gradients": "ParameterGradients",
-            ".quantized_experts": "QuantizedExperts",
+            ".quantized.quantized_experts": "QuantizedExperts",
             ".separate_experts": "expert_ffn",
         },
     )

@@ -21,8 +21,8 @@ from moe_runtime.kernels.expert_mlp.projection import (
     composed_expert_mlp,
     composed_grouped_expert_mlp,
 )
-from moe_runtime.kernels.expert_mlp.quantized_experts import QuantizedExperts
-from moe_runtime.kernels.expert_mlp.quantized_op import quantized_expert_mlp
+from moe_runtime.kernels.expert_mlp.quantized.quantized_experts import QuantizedExperts
+from moe_runtime.kernels.expert_mlp.quantized.quantized_op import quantized_expert_mlp
 from moe_runtime.kernels.expert_mlp.reference import (
     expert_mlp_reference,
     grouped_expert_mlp_reference,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
+from moe_runtime.kernels.expert_mlp.implementations.paths import path_of
 from moe_runtime.kernels.expert_mlp.parameter_gradients import ParameterGradients
-from moe_runtime.kernels.expert_mlp.paths import path_of
 from moe_runtime.kernels.expert_mlp.rows import (
     Needs,
     RoutedBatch,

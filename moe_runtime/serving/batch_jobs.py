@@ -20,7 +20,7 @@ from moe_runtime.inference.generation import (
     encode_prompt,
 )
 from moe_runtime.serving.batch_lines import PromptLine
-from moe_runtime.serving.http.answer_text import AnswerText, IncrementalText, Piece
+from moe_runtime.serving.http.answers.answer_text import AnswerText, IncrementalText, Piece
 from moe_runtime.serving.offline import Answer
 from moe_runtime.serving.requests import FinishReason, GenerationRequest, NewToken
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.generation import encode_messages
-from moe_runtime.serving.http.answer_text import AnswerText, IncrementalText, Piece
+from moe_runtime.serving.http.answers.answer_text import AnswerText, IncrementalText, Piece
 from moe_runtime.serving.requests import (
     Event,
     Finished,

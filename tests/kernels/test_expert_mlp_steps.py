@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_runtime.kernels.expert_mlp import ActivationSpec, kept_code, products
-from moe_runtime.kernels.expert_mlp.native_path import NativeSteps
-from moe_runtime.kernels.expert_mlp.products import Products
-from moe_runtime.kernels.expert_mlp.steps import TorchSteps
+from moe_runtime.kernels.expert_mlp import ActivationSpec, kept_code
+from moe_runtime.kernels.expert_mlp.implementations import products
+from moe_runtime.kernels.expert_mlp.implementations.native_path import NativeSteps
+from moe_runtime.kernels.expert_mlp.implementations.products import Products
+from moe_runtime.kernels.expert_mlp.implementations.steps import TorchSteps
 from moe_runtime.kernels.linear import op
 from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.operands.activation import GateLayout

@@ -21,7 +21,7 @@ from moe_runtime.errors import CheckpointError, MoERuntimeError, UnsupportedMode
 from moe_runtime.serving.adapters import AdapterFolder, Adapters
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.engine_options import EngineOptions
-from moe_runtime.serving.http.naming import AdapterChoice, adapters_of
+from moe_runtime.serving.http.models.naming import AdapterChoice, adapters_of
 
 LOADING = {"device": "cpu", "host_memory": "64MiB", "max_tokens": 256}
 PROMPTS = ((5, 7, 11), tuple(range(20, 60)), (300, 2))

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.serving.http.answer_sections import REASONING_MARKS, AnswerSections, Kind
+from moe_runtime.serving.http.answers.answer_sections import REASONING_MARKS, AnswerSections, Kind
+from moe_runtime.serving.http.answers.tool_formats import TOOL_FORMATS, ParsedCall, tool_format_of
 from moe_runtime.serving.http.schema import Function
-from moe_runtime.serving.http.tool_formats import TOOL_FORMATS, ParsedCall, tool_format_of
 
 FORMATS = {one.name: one for one in TOOL_FORMATS}
 THINK = REASONING_MARKS[0]

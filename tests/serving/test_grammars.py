@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.serving.http.answer_sections import REASONING_MARKS, AnswerSections
+from moe_runtime.serving.http.answers.answer_sections import REASONING_MARKS, AnswerSections
+from moe_runtime.serving.http.answers.tool_formats import TOOL_FORMATS, ParsedCall
 from moe_runtime.serving.http.api_errors import FieldError
 from moe_runtime.serving.http.grammars import (
     Grammars,
@@ -14,9 +15,8 @@ from moe_runtime.serving.http.grammars import (
     of_response_format,
     of_tools,
 )
+from moe_runtime.serving.http.models.vocabulary import Vocabulary
 from moe_runtime.serving.http.schema import Function
-from moe_runtime.serving.http.tool_formats import TOOL_FORMATS, ParsedCall
-from moe_runtime.serving.http.vocabulary import Vocabulary
 
 THINK = REASONING_MARKS[0]
 SIZE = {"type": "object", "properties": {"size": {"enum": [1, 2]}}, "required": ["size"]}

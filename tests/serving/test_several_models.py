@@ -16,7 +16,7 @@ from moe_runtime.cli.main import main
 from moe_runtime.errors import CapacityError
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.serving.engine import Engine
-from moe_runtime.serving.http.dividing import Need, divide
+from moe_runtime.serving.http.models.dividing import Need, divide
 from moe_runtime.serving.turns import Turns
 
 LOADING = {"device": "cpu", "host_memory": "64MiB", "max_tokens": 64}

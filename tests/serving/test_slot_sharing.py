@@ -13,8 +13,8 @@ from moe_runtime.inference.budget import MIN_SLOTS
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.inference.resizing import resize_cache
 from moe_runtime.serving.engine import Engine
-from moe_runtime.serving.http import slot_sharing
-from moe_runtime.serving.http.slot_sharing import SlotSharing
+from moe_runtime.serving.http.models import slot_sharing
+from moe_runtime.serving.http.models.slot_sharing import SlotSharing
 from moe_runtime.serving.turns import Turns
 
 ALL = NUM_LAYERS * NUM_EXPERTS

@@ -12,13 +12,13 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 from moe_runtime.serving.engine_options import EngineOptions
-from moe_runtime.serving.http.chat_template import ChatTemplate
 from moe_runtime.serving.http.grammars import Grammars
+from moe_runtime.serving.http.models.chat_template import ChatTemplate
+from moe_runtime.serving.http.models.served_model import ServedModel
+from moe_runtime.serving.http.models.vocabulary import Vocabulary
 from moe_runtime.serving.http.running import address_of, listen, serve
-from moe_runtime.serving.http.served_model import ServedModel
 from moe_runtime.serving.http.server import Access, Limits, Server
 from moe_runtime.serving.http.starting import Ready, ServeSettings, run_server
-from moe_runtime.serving.http.vocabulary import Vocabulary
 from moe_runtime.serving.requests import (
     EngineStatistics,
     Event,

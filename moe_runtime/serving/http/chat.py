@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_runtime.serving.http import grammars
-from moe_runtime.serving.http.answer_sections import AnswerSections
+from moe_runtime.serving.http.answers.answer_sections import AnswerSections
 from moe_runtime.serving.http.api_errors import FieldError
 from moe_runtime.serving.http.asking import choices_for, encode_prompt
-from moe_runtime.serving.http.chat_template import ChatTemplate, without_template
 from moe_runtime.serving.http.generating import Choice
+from moe_runtime.serving.http.models.chat_template import ChatTemplate, without_template
+from moe_runtime.serving.http.models.served_model import ServedModel
 from moe_runtime.serving.http.schema import ChatBody, Function, NamedTool, Tool
-from moe_runtime.serving.http.served_model import ServedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,14 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from moe_runtime.serving.http.answer_text import AnswerToken
+from moe_runtime.serving.http.answers.answer_text import AnswerToken
+from moe_runtime.serving.http.answers.log_probabilities import completion_logprobs, prompt_tokens
 from moe_runtime.serving.http.api_errors import FieldError
 from moe_runtime.serving.http.asking import check_tokens, choices_for, encode_prompt
 from moe_runtime.serving.http.generating import Choice, Generation
 from moe_runtime.serving.http.grammars import of_response_format
-from moe_runtime.serving.http.log_probabilities import completion_logprobs, prompt_tokens
+from moe_runtime.serving.http.models.served_model import ServedModel
 from moe_runtime.serving.http.schema import CompletionBody
-from moe_runtime.serving.http.served_model import ServedModel
 
 DEFAULT_MAX_TOKENS = 16
 """As OpenAI's."""

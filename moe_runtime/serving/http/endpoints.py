@@ -13,11 +13,12 @@ from starlette.routing import Route
 
 import moe_runtime
 from moe_runtime.serving.http import chat, completions
+from moe_runtime.serving.http.answers.chat_answer import ChatAnswer
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
-from moe_runtime.serving.http.chat_answer import ChatAnswer
-from moe_runtime.serving.http.chat_template import without_template
 from moe_runtime.serving.http.completions import CompletionAnswer
 from moe_runtime.serving.http.generating import Generation
+from moe_runtime.serving.http.models.chat_template import without_template
+from moe_runtime.serving.http.models.served_model import ServedModel
 from moe_runtime.serving.http.responding import (
     EventStream,
     json_response,
@@ -32,7 +33,6 @@ from moe_runtime.serving.http.schema import (
     TokenizeBody,
     parse_body,
 )
-from moe_runtime.serving.http.served_model import ServedModel
 from moe_runtime.serving.http.server import Server
 
 

@@ -13,11 +13,11 @@ import llguidance.hf
 import numpy as np
 
 from moe_runtime.errors import blamed_on
-from moe_runtime.serving.http.answer_sections import ReasoningMarks
+from moe_runtime.serving.http.answers.answer_sections import ReasoningMarks
+from moe_runtime.serving.http.answers.tool_formats import ToolFormat
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
+from moe_runtime.serving.http.models.vocabulary import Vocabulary
 from moe_runtime.serving.http.schema import Function
-from moe_runtime.serving.http.tool_formats import ToolFormat
-from moe_runtime.serving.http.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from torch import Tensor

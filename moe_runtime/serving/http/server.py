@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
 from moe_runtime.serving.http.generating import Choice, Generation
 from moe_runtime.serving.http.metrics import Metrics, RequestTimes
-from moe_runtime.serving.http.served_model import ServedModel
+from moe_runtime.serving.http.models.served_model import ServedModel
 
 Log = Callable[[str, Mapping[str, Any]], None]
 """Called with an event's name and its fields."""

@@ -14,12 +14,12 @@ from moe_runtime.errors import blamed_on
 from moe_runtime.serving.adapters import AdapterFolder, Adapters
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.engine_options import EngineOptions
-from moe_runtime.serving.http.dividing import divide_host_memory
-from moe_runtime.serving.http.naming import adapters_of, names_of
+from moe_runtime.serving.http.models.dividing import divide_host_memory
+from moe_runtime.serving.http.models.naming import adapters_of, names_of
+from moe_runtime.serving.http.models.served_model import ServedModel, serve_model
+from moe_runtime.serving.http.models.slot_sharing import SlotSharing
 from moe_runtime.serving.http.running import address_of, listen, serve
-from moe_runtime.serving.http.served_model import ServedModel, serve_model
 from moe_runtime.serving.http.server import Access, Limits, Log, Server
-from moe_runtime.serving.http.slot_sharing import SlotSharing
 from moe_runtime.serving.turns import Turns
 
 _BACKLOG = 2048

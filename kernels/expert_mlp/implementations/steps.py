@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.expert_mlp.products import Products
+from moe_runtime.kernels.expert_mlp.implementations.products import Products
 from moe_runtime.kernels.operands import precise_dtype
 from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
 

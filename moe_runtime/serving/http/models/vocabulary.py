@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moe_runtime.errors import blamed_on
-from moe_runtime.serving.http.answer_text import IncrementalText
+from moe_runtime.serving.http.answers.answer_text import IncrementalText
 from moe_runtime.serving.http.api_errors import ApiError
 
 _UNKNOWN = "\ufffd"

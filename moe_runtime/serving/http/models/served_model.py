@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_runtime.inference.generation import stop_strings_of
-from moe_runtime.serving.http.chat_template import ChatTemplate
 from moe_runtime.serving.http.grammars import Grammars
-from moe_runtime.serving.http.vocabulary import Vocabulary
+from moe_runtime.serving.http.models.chat_template import ChatTemplate
+from moe_runtime.serving.http.models.vocabulary import Vocabulary
 from moe_runtime.serving.requests import TokenEngine
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -6,8 +6,8 @@ import codecs
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from moe_runtime.serving.http.answer_text import AnswerToken
-from moe_runtime.serving.http.vocabulary import Vocabulary
+from moe_runtime.serving.http.answers.answer_text import AnswerToken
+from moe_runtime.serving.http.models.vocabulary import Vocabulary
 from moe_runtime.serving.requests import TokenLogprob
 
 _LEAST = -9999.0

@@ -13,9 +13,9 @@ from moe_runtime.kernels.native import DTYPE_CODES, native_library, require_nati
 
 # A module and its class; imported when first used.
 _CLASSES = {
-    "native": ("moe_runtime.kernels.expert_mlp.native_path", "NativePath"),
-    "torch": ("moe_runtime.kernels.expert_mlp.torch_path", "TorchPath"),
-    "triton": ("moe_runtime.kernels.expert_mlp.triton_path", "TritonPath"),
+    "native": ("moe_runtime.kernels.expert_mlp.implementations.native_path", "NativePath"),
+    "torch": ("moe_runtime.kernels.expert_mlp.implementations.torch_path", "TorchPath"),
+    "triton": ("moe_runtime.kernels.expert_mlp.implementations.triton_path", "TritonPath"),
 }
 
 

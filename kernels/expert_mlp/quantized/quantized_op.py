@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.combine import combine_slots
-from moe_runtime.kernels.expert_mlp.paths import resolve_path
-from moe_runtime.kernels.expert_mlp.quantized_experts import QuantizedExperts
+from moe_runtime.kernels.expert_mlp.implementations.paths import resolve_path
+from moe_runtime.kernels.expert_mlp.quantized.quantized_experts import QuantizedExperts
 from moe_runtime.kernels.expert_mlp.rows import groups_between, sort_rows
 from moe_runtime.kernels.expert_mlp.separate_experts import expert_ffn
 from moe_runtime.kernels.expert_mlp.torch_op import call, wants_gradient
@@ -58,7 +58,7 @@ def _infer(
 ) -> Tensor:
     with torch.no_grad(), torch.autocast(x_TD.device.type, enabled=False):
         if resolve_path(impl, x_TD) == "triton":
-            from moe_runtime.kernels.expert_mlp import quantized_triton
+            from moe_runtime.kernels.expert_mlp.quantized import quantized_triton
 
             problem = quantized_triton.problem(x_TD, experts)
             if problem is None:

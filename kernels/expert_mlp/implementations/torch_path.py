@@ -21,6 +21,7 @@ from moe_runtime.kernels.expert_mlp.experts import (
     RoutedExperts,
     StackedExperts,
 )
+from moe_runtime.kernels.expert_mlp.implementations.steps import TorchSteps
 from moe_runtime.kernels.expert_mlp.parameter_gradients import EVERY_GRADIENT, ParameterGradients
 from moe_runtime.kernels.expert_mlp.rows import (
     Gradients,
@@ -30,7 +31,6 @@ from moe_runtime.kernels.expert_mlp.rows import (
     SortedRows,
     groups,
 )
-from moe_runtime.kernels.expert_mlp.steps import TorchSteps
 from moe_runtime.kernels.native.pages import untouched_zeros, with_huge_pages
 from moe_runtime.kernels.operands import precise_dtype
 from moe_runtime.kernels.operands.activation import ActivationSpec

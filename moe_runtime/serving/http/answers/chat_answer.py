@@ -8,13 +8,13 @@ import uuid
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
-from moe_runtime.serving.http.answer_sections import AnswerSections, Part
-from moe_runtime.serving.http.answer_text import AnswerToken, Piece
+from moe_runtime.serving.http.answers.answer_sections import AnswerSections, Part
+from moe_runtime.serving.http.answers.answer_text import AnswerToken, Piece
+from moe_runtime.serving.http.answers.log_probabilities import chat_logprobs
+from moe_runtime.serving.http.answers.tool_formats import ParsedCall
 from moe_runtime.serving.http.chat import ChatPlan
 from moe_runtime.serving.http.generating import Generation
-from moe_runtime.serving.http.log_probabilities import chat_logprobs
 from moe_runtime.serving.http.schema import ChatBody
-from moe_runtime.serving.http.tool_formats import ParsedCall
 
 
 class _Message:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_runtime.serving.http.answer_text import MarkSearch
+from moe_runtime.serving.http.answers.answer_text import MarkSearch
+from moe_runtime.serving.http.answers.tool_formats import ParsedCall, ToolFormat
 from moe_runtime.serving.http.schema import Function
-from moe_runtime.serving.http.tool_formats import ParsedCall, ToolFormat
 
 
 @dataclass(frozen=True, slots=True)

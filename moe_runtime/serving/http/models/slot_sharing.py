@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from moe_runtime.inference.budget import MIN_SLOTS, smallest_budget
 from moe_runtime.inference.handle import RuntimeHandle
 from moe_runtime.inference.resizing import is_resizable, resize_cache
-from moe_runtime.serving.http.dividing import Need, divide
+from moe_runtime.serving.http.models.dividing import Need, divide
 from moe_runtime.serving.turns import Turns
 
 IDLE_S = 10.0

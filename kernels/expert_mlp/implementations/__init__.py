@@ -1,0 +1,1 @@
+"""The implementations of `expert_mlp` behind one signature: C, torch operations, Triton."""

@@ -1,0 +1,1 @@
+"""`expert_mlp` of experts that stay quantised."""

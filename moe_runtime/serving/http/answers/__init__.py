@@ -1,0 +1,1 @@
+"""What answers consist of: text out of tokens, sections, calls of tools, and their JSON."""
