@@ -35,7 +35,7 @@ TORCH ?= $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
 INSTALLED := $(VENV)/.installed
-NATIVE_SOURCES := $(wildcard setup.py kernels/*/*.[ch] kernels/*/*.cpp policies/*/*.[ch])
+NATIVE_SOURCES := $(wildcard setup.py kernels/*/*.[ch] kernels/native/*/*.[ch] kernels/*/*.cpp policies/*/*.[ch])
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-isa test-versions test-long check bench format clean

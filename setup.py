@@ -41,35 +41,36 @@ X86_VARIANTS = {
     "vbmi2": [*AVX512_FLAGS, "-mavx512vbmi2"],
 }
 SOURCES_OF_VARIANTS = {
-    "isa_avx2.c": "avx2",
-    "isa_avx512.c": "avx512",
-    "isa_avx512bf16.c": "avx512bf16",
-    "planes_avx2.c": "avx2",
-    "planes_vbmi2.c": "vbmi2",
+    "isa/isa_avx2.c": "avx2",
+    "isa/isa_avx512.c": "avx512",
+    "isa/isa_avx512bf16.c": "avx512bf16",
+    "formats/planes_avx2.c": "avx2",
+    "formats/planes_vbmi2.c": "vbmi2",
 }
 
 
 SOURCES_OF_ALL_VARIANTS = (
-    "isa_portable.c",
+    "isa/isa_portable.c",
     "pool.c",
-    "driver.c",
-    "batched.c",
-    "attention.c",
-    "gate.c",
-    "look_ahead.c",
-    "norm.c",
-    "planes.c",
-    "quantized.c",
-    "rank.c",
-    "reads.c",
-    "step.c",
-    "storage_order.c",
+    "products/driver.c",
+    "products/plan.c",
+    "products/batched.c",
+    "layers/attention.c",
+    "products/gate.c",
+    "layers/look_ahead.c",
+    "layers/norm.c",
+    "formats/planes.c",
+    "formats/quantized.c",
+    "layers/rank.c",
+    "io/reads.c",
+    "products/step.c",
+    "formats/storage_order.c",
     "library.c",
 )
 
 
 # attention.c promises the bits of separate operations: each rounds what it makes.
-OWN_FLAGS = {"attention.c": ["-ffp-contract=off"]}
+OWN_FLAGS = {"layers/attention.c": ["-ffp-contract=off"]}
 
 
 class BuildNativeLibrary(build_ext):
@@ -137,6 +138,7 @@ class BuildNativeLibrary(build_ext):
             [str(source)],
             output_dir=self.build_temp,
             macros=macros,
+            include_dirs=[str(SOURCES)],
             extra_postargs=[*COMMON_FLAGS, *flags],
         )
 
@@ -145,8 +147,8 @@ setup(
     ext_modules=[
         Extension(
             KERNELS,
-            sources=sorted(str(path) for path in SOURCES.glob("*.c")),
-            depends=sorted(str(path) for path in SOURCES.glob("*.h")),
+            sources=sorted(str(path) for path in SOURCES.rglob("*.c")),
+            depends=sorted(str(path) for path in SOURCES.rglob("*.h")),
             optional=True,
         ),
         Extension(

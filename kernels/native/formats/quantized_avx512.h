@@ -187,7 +187,7 @@ INLINE void decode_nibbles(int decoder, const Lanes *lanes, const char *codes, i
 /* ---- one weight row by one panel ---- */
 
 #if HAS_INT8_DOT
-#include "quantized_vnni.h"
+#include "formats/quantized_vnni.h"
 #endif
 
 INLINE void lanes_block(int mode, int decoder, int panel_rows, const Lanes *lanes, const char *codes, int64_t bytes,

@@ -4,11 +4,11 @@
 #define HAS_BF16_DOT 1
 #define HAS_INT8_DOT 1
 
-#include "vec_avx512.h"
+#include "isa/vec_avx512.h"
 
 typedef __m512bh BfVec;
 
 INLINE BfVec vec_load_bf16_pairs(const char *src) { return (__m512bh)_mm512_loadu_si512(src); }
 INLINE Vec dot_bf16(Vec acc, BfVec a, BfVec b) { return _mm512_dpbf16_ps(acc, a, b); }
 
-#include "isa_template.h"
+#include "isa/isa_template.h"

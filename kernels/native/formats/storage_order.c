@@ -2,7 +2,7 @@
  * lie in files. */
 #include <string.h>
 
-#include "storage_order.h"
+#include "formats/storage_order.h"
 
 enum { TILE = 32, WORDS = 16, NIBBLES = 8, WORD_BITS = 32 };
 

@@ -2,7 +2,7 @@
 #include <immintrin.h>
 #include <string.h>
 
-#include "planes.h"
+#include "formats/planes.h"
 
 /* 0xff in every byte whose bit of `mask` is set. */
 static inline __m256i spread_bits(uint32_t mask) {

@@ -56,4 +56,4 @@ INLINE void vec_four_sums(Vec a, Vec b, Vec c, Vec d, float out[4]) {
     for (int i = 0; i < 4; i++) out[i] = (four[i][0] + four[i][2]) + (four[i][1] + four[i][3]);
 }
 
-#include "isa_template.h"
+#include "isa/isa_template.h"

@@ -2,7 +2,7 @@
 #include <immintrin.h>
 #include <string.h>
 
-#include "planes.h"
+#include "formats/planes.h"
 
 static inline __m512i indices(uint64_t low, uint64_t middle, uint64_t high) {
     const __m512i ones = _mm512_maskz_set1_epi8(low, 1), twos = _mm512_maskz_set1_epi8(middle, 2);

@@ -13,7 +13,7 @@
 #include <sys/uio.h>
 #include <time.h>
 
-#include "storage_order.h"
+#include "formats/storage_order.h"
 
 enum { PATIENCE_S = 1, FIELDS = 6, FILE_ENDED = -1, WORTH_A_CALL = 512 << 10 };
 

@@ -4,9 +4,9 @@
 
 #include "convert.h"
 #include "kernels.h"
-#include "planes.h"
+#include "formats/planes.h"
 #include "pool.h"
-#include "quantized.h"
+#include "formats/quantized.h"
 
 /* Bit i of a byte as byte i of a word, and back; little-endian, as everything that is packed. */
 static const uint64_t EACH = 0x0101010101010101u;

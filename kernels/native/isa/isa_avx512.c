@@ -4,6 +4,6 @@
 #define HAS_BF16_DOT 0
 #define HAS_INT8_DOT 0
 
-#include "vec_avx512.h"
+#include "isa/vec_avx512.h"
 
-#include "isa_template.h"
+#include "isa/isa_template.h"

@@ -10,61 +10,10 @@
  * costs only its help. The second stage of an expert waits for its first. No thread goes to the second stage before
  * every item of the first has been taken, and whoever holds those can finish them.
  */
-#include <stdatomic.h>
 #include <stdlib.h>
-#include <string.h>
 
-#include "kernels.h"
 #include "pool.h"
-#include "planes.h"
-#include "quantized.h"
-
-enum { STAGE_HIDDEN, STAGE_OUT, NUM_STAGES };
-enum { GATE, UP, DOWN, NUM_MATRICES };
-
-/* Weight rows of one item: a multiple of every k_step and tile height, so that hidden values are packed whole. */
-enum { BLOCK_ROWS = 32 };
-enum { BLOCK_BYTES = 128 << 10, MAX_BLOCK_ROWS = 512, MAX_BLOCK_SUMS = 1 << 14 };
-
-/* Weights times rows, in bytes, up to which the calling thread works alone: a few microseconds, as long as it takes to
- * be sure that no other thread is inside. A small router is such a call. */
-enum { ALONE_BYTES = 32 << 10 };
-
-/* Rows of a matrix in the lossless code that are decoded at once. */
-enum { DECODED_ROWS = 8 };
-
-/* Items [begin, end) of one stage that are not taken yet, packed as begin << 32 | end; alone on its cache line. */
-typedef struct {
-    _Alignas(64) atomic_ullong items;
-} Range;
-
-typedef struct {
-    const Expert *weights;
-    int64_t first_row, num_rows;
-    char *hidden; /* packed hidden values, shared by all threads */
-    int64_t first_item[NUM_STAGES];
-    int64_t hidden_items, out_items;
-    atomic_llong hidden_done; /* finished items of the first stage */
-    int64_t hidden_block, out_block; /* weight rows of one item */
-} ExpertWork;
-
-typedef struct {
-    const Isa *isa;
-    int kinds[NUM_MATRICES], x_dtype, weight_dtype, bias_dtype, activation;
-    const float *formula; /* NULL: the activation without bounds and offsets */
-    int64_t dim_in, dim_hidden, dim_out, num_experts;
-    const char *x;
-    int64_t x_stride;
-    const int64_t *token_ids, *destinations; /* NULL: row r of x, row r of out */
-    char *out;
-    int64_t out_stride;
-    ExpertWork *work;
-    char *buffers; /* one of packed_bytes + sums_bytes + decoded_bytes for every thread */
-    int64_t packed_bytes, sums_bytes, decoded_bytes;
-    int num_threads, share_threads;
-    Range *ranges; /* [stage][thread] */
-    atomic_int next_thread, is_damaged;
-} Call;
+#include "products/call.h"
 
 /* What belongs to one thread during a call. */
 typedef struct {
@@ -108,9 +57,6 @@ static Item take_item(Call *call, int thread, Item last) {
     }
     return last;
 }
-
-static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 static Matrix rows_from(Matrix matrix, int64_t row) {
     matrix.data += row * matrix.stride;
@@ -162,11 +108,6 @@ static void pack_hidden(const Call *call, ExpertWork *work, const float *values,
             isa->pack(call->kinds[DOWN], (const char *)(values + r * ldo), DTYPE_F32, count, work->hidden + start * row_bytes,
                       first, (int)(r - start), (int)(end - start), call->dim_hidden);
     }
-}
-
-static const PlanesMatrix *planes_of(const Matrix *matrix) {
-    const int is_coded = matrix->quantized && matrix->quantized->codes == CODE_PLANES;
-    return is_coded ? (const PlanesMatrix *)matrix->quantized : NULL;
 }
 
 /* Rows of an expert times some rows of one of its matrices. Those in the lossless code are decoded a few at a time: what
@@ -235,8 +176,6 @@ static void compute_out(Call *call, ExpertWork *work, int64_t index, Local *loca
     }
 }
 
-static int64_t thread_bytes(const Call *call) { return call->packed_bytes + call->sums_bytes + call->decoded_bytes; }
-
 /* Runs items until there are none. The next is taken before the present one runs, so that its weights can be fetched. */
 static void work_on(void *context) {
     Call *call = context;
@@ -259,117 +198,18 @@ static void work_on(void *context) {
 
 /* ---- calls ---- */
 
-static int64_t block_rows(int64_t row_bytes, int64_t num_rows) {
-    int64_t rows = BLOCK_ROWS;
-    while (rows * 2 * row_bytes <= BLOCK_BYTES && rows * 2 <= MAX_BLOCK_ROWS && rows * 2 * num_rows <= MAX_BLOCK_SUMS) rows *= 2;
-    return rows;
-}
-
-static int64_t aligned(int64_t bytes) { return (bytes + 63) & ~(int64_t)63; }
-
-static int weight_kind(const Isa *isa, int x_dtype, int weight_dtype) {
-    if (weight_dtype == DTYPE_F32) return KIND_F32;
-    if (weight_dtype == DTYPE_F16) return KIND_F16;
-    return isa->has_bf16_dot && x_dtype == DTYPE_BF16 ? KIND_BF16_DOT : KIND_BF16;
-}
-
-/* The experts of one call are of one format. */
-static void choose_kinds(Call *call, const Expert *experts) {
-    const Matrix *matrices[NUM_MATRICES] = {&experts->gate, &experts->up, &experts->down};
-    for (int i = 0; i < NUM_MATRICES; i++) {
-        const PlanesMatrix *planes = planes_of(matrices[i]);
-        if (planes) call->decoded_bytes = max64(call->decoded_bytes, DECODED_ROWS * planes_blocks(planes->cols) * PLANES_BLOCK * 2);
-        call->kinds[i] = matrices[i]->quantized && !planes ? call->isa->quantized_kind(matrices[i]->quantized, call->x_dtype)
-                                                           : weight_kind(call->isa, call->x_dtype, call->weight_dtype);
-    }
-}
-
-static int64_t weight_row_bytes(const Call *call, const Matrix *matrix, int64_t k) {
-    if (!matrix->quantized) return k * dtype_bytes(call->weight_dtype);
-    if (planes_of(matrix)) return planes_row_bytes(k);
-    return code_row_bytes(matrix->quantized, k) + groups_of_row(matrix->quantized, k) * SCALE_BYTES[matrix->quantized->scale_type];
-}
-
-static int64_t largest_packed_row(const Call *call) {
-    int64_t bytes = 0;
-    for (int i = 0; i < NUM_MATRICES; i++)
-        bytes = max64(bytes, packed_row_bytes(call->kinds[i], call->dim_in, call->isa->k_step));
-    return bytes;
-}
-
-static void plan_expert(Call *call, ExpertWork *work) {
-    const int64_t rows = work->num_rows;
-    const int64_t depth = call->dim_hidden ? call->dim_hidden : call->dim_in;
-    work->hidden_block = block_rows(weight_row_bytes(call, &work->weights->up, call->dim_in), rows);
-    work->out_block = block_rows(weight_row_bytes(call, &work->weights->down, depth), rows);
-    if (rows) {
-        work->hidden_items = (call->dim_hidden + work->hidden_block - 1) / work->hidden_block;
-        work->out_items = (call->dim_out + work->out_block - 1) / work->out_block;
-    }
-    const int64_t packed = aligned(rows * largest_packed_row(call));
-    const int64_t sums = aligned(rows * max64(2 * work->hidden_block, work->out_block) * 4);
-    call->packed_bytes = max64(call->packed_bytes, packed);
-    call->sums_bytes = max64(call->sums_bytes, sums);
-}
-
-/* Numbers the items of every stage and gives each thread its range of them. */
-static void share_items(Call *call) {
-    for (int stage = 0; stage < NUM_STAGES; stage++) {
-        int64_t total = 0;
-        for (int64_t e = 0; e < call->num_experts; e++) {
-            ExpertWork *work = &call->work[e];
-            work->first_item[stage] = total;
-            total += stage == STAGE_HIDDEN ? work->hidden_items : work->out_items;
-        }
-        for (int64_t t = 0; t < call->num_threads; t++) {
-            const uint64_t begin = (uint64_t)(total * t / call->num_threads), end = (uint64_t)(total * (t + 1) / call->num_threads);
-            atomic_init(&call->ranges[stage * call->num_threads + t].items, begin << 32 | end);
-        }
-    }
-}
-
-static int is_small(const Call *call, const int64_t *counts) {
-    const int64_t depth = call->dim_hidden ? call->dim_hidden : call->dim_in;
-    const int64_t expert_bytes =
-        (2 * call->dim_hidden * call->dim_in + depth * call->dim_out) * dtype_bytes(call->weight_dtype);
-    int64_t bytes = 0;
-    for (int64_t e = 0; e < call->num_experts && bytes <= ALONE_BYTES; e++) bytes += counts[e] * expert_bytes;
-    return bytes <= ALONE_BYTES;
-}
-
-/* Lays the call out in the pool's scratch memory and runs it; the pool's lock is held. */
+/* The pool's lock is held. */
 static int run_call(Call *call, const Expert *experts, const int64_t *counts) {
-    call->isa = current_isa();
-    choose_kinds(call, experts);
-    call->num_threads = is_small(call, counts) ? 1 : pool_threads();
-    call->work = calloc((size_t)call->num_experts, sizeof *call->work);
-    if (!call->work) return STATUS_NO_MEMORY;
-    int64_t total_rows = 0;
-    for (int64_t e = 0; e < call->num_experts; e++) {
-        call->work[e].weights = &experts[e];
-        call->work[e].first_row = total_rows;
-        call->work[e].num_rows = counts[e];
-        plan_expert(call, &call->work[e]);
-        total_rows += counts[e];
-    }
-    const int64_t range_bytes = NUM_STAGES * call->num_threads * (int64_t)sizeof(Range);
-    const int64_t row_bytes = packed_row_bytes(call->kinds[DOWN], call->dim_hidden, call->isa->k_step);
-    const int64_t hidden_bytes = aligned(total_rows * row_bytes);
-    char *scratch = pool_scratch(range_bytes + hidden_bytes + thread_bytes(call) * call->num_threads);
-    if (scratch) {
-        call->ranges = (Range *)scratch;
-        call->buffers = scratch + range_bytes + hidden_bytes;
-        for (int64_t e = 0; e < call->num_experts; e++)
-            call->work[e].hidden = scratch + range_bytes + call->work[e].first_row * row_bytes;
-        share_items(call);
+    int status = plan_call(call, experts, counts);
+    if (status == STATUS_OK) {
         if (call->num_threads == 1)
             work_on(call);
         else
             pool_run(work_on, call, call->share_threads);
+        if (atomic_load(&call->is_damaged)) status = STATUS_DAMAGED;
     }
     free(call->work);
-    if (!scratch) return STATUS_NO_MEMORY;
-    return atomic_load(&call->is_damaged) ? STATUS_DAMAGED : STATUS_OK;
+    return status;
 }
 
 /* A linear layer is an expert without hidden values. */

@@ -110,7 +110,7 @@ static void code_values(int64_t kind, const char *codes, int64_t count, float *o
     }
 }
 
-#include "block_values.h"
+#include "formats/block_values.h"
 
 /* All values of a row, rounded to fp32 once. */
 static void row_values(const RowGroups *row, const char *codes, float *out) {
@@ -202,7 +202,7 @@ INLINE float load_element(const char *src, int dtype, int64_t i) {
     return dtype == DTYPE_BF16 ? bf16_to_f32(load_u16(src + 2 * i)) : f16_to_f32(load_u16(src + 2 * i));
 }
 
-#include "quantized_int8.h"
+#include "formats/quantized_int8.h"
 
 /* Lane l of every vector of a block belongs to its elements 8 l to 8 l + 7, and so to one group; but for DOT8, where
  * elements lie as interleaved bytes do: of every 16 the first eight in one vector, the last eight in the next. */
@@ -235,7 +235,7 @@ static void pack_quantized(int kind, const char *src, int dtype, int64_t count, 
 }
 
 #if HAS_QUANT_LANES
-#include "quantized_avx512.h"
+#include "formats/quantized_avx512.h"
 #else
 static int quantized_kind(const Quantized *format, int x_dtype) {
     (void)x_dtype;

@@ -1,0 +1,119 @@
+/* Divides a call among threads: how every matrix is multiplied, how large the items are, and which thread begins where. */
+#include <stdlib.h>
+
+#include "pool.h"
+#include "products/call.h"
+
+/* Weight rows of one item: a multiple of every k_step and tile height, so that hidden values are packed whole. */
+enum { BLOCK_ROWS = 32 };
+enum { BLOCK_BYTES = 128 << 10, MAX_BLOCK_ROWS = 512, MAX_BLOCK_SUMS = 1 << 14 };
+
+/* Weights times rows, in bytes, up to which the calling thread works alone: a few microseconds, as long as it takes to
+ * be sure that no other thread is inside. A small router is such a call. */
+enum { ALONE_BYTES = 32 << 10 };
+
+static int64_t block_rows(int64_t row_bytes, int64_t num_rows) {
+    int64_t rows = BLOCK_ROWS;
+    while (rows * 2 * row_bytes <= BLOCK_BYTES && rows * 2 <= MAX_BLOCK_ROWS && rows * 2 * num_rows <= MAX_BLOCK_SUMS) rows *= 2;
+    return rows;
+}
+
+static int64_t aligned(int64_t bytes) { return (bytes + 63) & ~(int64_t)63; }
+
+static int weight_kind(const Isa *isa, int x_dtype, int weight_dtype) {
+    if (weight_dtype == DTYPE_F32) return KIND_F32;
+    if (weight_dtype == DTYPE_F16) return KIND_F16;
+    return isa->has_bf16_dot && x_dtype == DTYPE_BF16 ? KIND_BF16_DOT : KIND_BF16;
+}
+
+/* The experts of one call are of one format. */
+static void choose_kinds(Call *call, const Expert *experts) {
+    const Matrix *matrices[NUM_MATRICES] = {&experts->gate, &experts->up, &experts->down};
+    for (int i = 0; i < NUM_MATRICES; i++) {
+        const PlanesMatrix *planes = planes_of(matrices[i]);
+        if (planes) call->decoded_bytes = max64(call->decoded_bytes, DECODED_ROWS * planes_blocks(planes->cols) * PLANES_BLOCK * 2);
+        call->kinds[i] = matrices[i]->quantized && !planes ? call->isa->quantized_kind(matrices[i]->quantized, call->x_dtype)
+                                                           : weight_kind(call->isa, call->x_dtype, call->weight_dtype);
+    }
+}
+
+static int64_t weight_row_bytes(const Call *call, const Matrix *matrix, int64_t k) {
+    if (!matrix->quantized) return k * dtype_bytes(call->weight_dtype);
+    if (planes_of(matrix)) return planes_row_bytes(k);
+    return code_row_bytes(matrix->quantized, k) + groups_of_row(matrix->quantized, k) * SCALE_BYTES[matrix->quantized->scale_type];
+}
+
+static int64_t largest_packed_row(const Call *call) {
+    int64_t bytes = 0;
+    for (int i = 0; i < NUM_MATRICES; i++)
+        bytes = max64(bytes, packed_row_bytes(call->kinds[i], call->dim_in, call->isa->k_step));
+    return bytes;
+}
+
+static void plan_expert(Call *call, ExpertWork *work) {
+    const int64_t rows = work->num_rows;
+    const int64_t depth = call->dim_hidden ? call->dim_hidden : call->dim_in;
+    work->hidden_block = block_rows(weight_row_bytes(call, &work->weights->up, call->dim_in), rows);
+    work->out_block = block_rows(weight_row_bytes(call, &work->weights->down, depth), rows);
+    if (rows) {
+        work->hidden_items = (call->dim_hidden + work->hidden_block - 1) / work->hidden_block;
+        work->out_items = (call->dim_out + work->out_block - 1) / work->out_block;
+    }
+    const int64_t packed = aligned(rows * largest_packed_row(call));
+    const int64_t sums = aligned(rows * max64(2 * work->hidden_block, work->out_block) * 4);
+    call->packed_bytes = max64(call->packed_bytes, packed);
+    call->sums_bytes = max64(call->sums_bytes, sums);
+}
+
+/* Numbers the items of every stage and gives each thread its range of them. */
+static void share_items(Call *call) {
+    for (int stage = 0; stage < NUM_STAGES; stage++) {
+        int64_t total = 0;
+        for (int64_t e = 0; e < call->num_experts; e++) {
+            ExpertWork *work = &call->work[e];
+            work->first_item[stage] = total;
+            total += stage == STAGE_HIDDEN ? work->hidden_items : work->out_items;
+        }
+        for (int64_t t = 0; t < call->num_threads; t++) {
+            const uint64_t begin = (uint64_t)(total * t / call->num_threads), end = (uint64_t)(total * (t + 1) / call->num_threads);
+            atomic_init(&call->ranges[stage * call->num_threads + t].items, begin << 32 | end);
+        }
+    }
+}
+
+static int is_small(const Call *call, const int64_t *counts) {
+    const int64_t depth = call->dim_hidden ? call->dim_hidden : call->dim_in;
+    const int64_t expert_bytes =
+        (2 * call->dim_hidden * call->dim_in + depth * call->dim_out) * dtype_bytes(call->weight_dtype);
+    int64_t bytes = 0;
+    for (int64_t e = 0; e < call->num_experts && bytes <= ALONE_BYTES; e++) bytes += counts[e] * expert_bytes;
+    return bytes <= ALONE_BYTES;
+}
+
+/* ---- the whole call ---- */
+
+int plan_call(Call *call, const Expert *experts, const int64_t *counts) {
+    call->isa = current_isa();
+    choose_kinds(call, experts);
+    call->num_threads = is_small(call, counts) ? 1 : pool_threads();
+    call->work = calloc((size_t)call->num_experts, sizeof *call->work);
+    if (!call->work) return STATUS_NO_MEMORY;
+    int64_t total_rows = 0;
+    for (int64_t e = 0; e < call->num_experts; e++) {
+        call->work[e].weights = &experts[e];
+        call->work[e].first_row = total_rows;
+        call->work[e].num_rows = counts[e];
+        plan_expert(call, &call->work[e]);
+        total_rows += counts[e];
+    }
+    const int64_t range_bytes = NUM_STAGES * call->num_threads * (int64_t)sizeof(Range);
+    const int64_t row_bytes = packed_row_bytes(call->kinds[DOWN], call->dim_hidden, call->isa->k_step);
+    const int64_t hidden_bytes = aligned(total_rows * row_bytes);
+    char *scratch = pool_scratch(range_bytes + hidden_bytes + thread_bytes(call) * call->num_threads);
+    if (!scratch) return STATUS_NO_MEMORY;
+    call->ranges = (Range *)scratch;
+    call->buffers = scratch + range_bytes + hidden_bytes;
+    for (int64_t e = 0; e < call->num_experts; e++) call->work[e].hidden = scratch + range_bytes + call->work[e].first_row * row_bytes;
+    share_items(call);
+    return STATUS_OK;
+}
