@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
+SUPPORT = Path(__file__).resolve().parent / "support"
+sys.path[:0] = [str(SUPPORT), *(str(SUPPORT / part) for part in ("checkpoints", "faults"))]
 _ENVIRONMENT = {
     # Nothing listens there: no case reaches a network, and each finds out at once.
     "HF_ENDPOINT": "http://127.0.0.1:9",

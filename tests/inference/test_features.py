@@ -100,7 +100,7 @@ def test_every_public_method_is_in_the_table() -> None:
 
 
 def test_the_page_is_that_of_the_table() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "run tests/support/transformers_features.py"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run transformers_features.py"
 
 
 def test_rows_have_names_of_their_own() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "tests" / "support" / "aot_report.py"
+SCRIPT = ROOT / "tests" / "support" / "kernels" / "aot_report.py"
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 65536}
 # A full warp group: below it a matrix instruction of Hopper has nothing to work on.
 WARP_GROUP_ROWS = 64

@@ -3,7 +3,7 @@
 `tests/inference/test_features.py` tries every row on a model of transformers and on the same
 checkpoint loaded by `moe_runtime`. The page of the documentation is written from the rows:
 
-    python tests/support/transformers_features.py
+    PYTHONPATH=tests/support/checkpoints python tests/support/features/transformers_features.py
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FEATURES: list[Feature] = [
     *feature_models.FEATURES,
     *feature_training.FEATURES,
 ]
-PAGE = Path(__file__).parents[2] / "docs" / "transformers-features.md"
+PAGE = Path(__file__).parents[3] / "docs" / "transformers-features.md"
 
 _HEAD = """# What a loaded model supports
 
@@ -31,7 +31,8 @@ says what to do instead (`UnsupportedUseError`). Every row below is tried by
 and `GenerationMixin` is in one of them. Where transformers itself refuses (a package that is
 missing, a GPU that is not there), the answer is its own error.
 
-This page is written by `python tests/support/transformers_features.py`.
+This page is written by
+`PYTHONPATH=tests/support/checkpoints python tests/support/features/transformers_features.py`.
 """
 
 

@@ -231,7 +231,7 @@ for isa in library.isas():
             found = quantized_linear(x, guarded, impl="native")
             assert torch.equal(found, expected), (isa, name, n, k, rows)
 """
-    support = Path(__file__).parents[1] / "support"
+    support = Path(__file__).parents[2] / "support" / "kernels"
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],
         capture_output=True,
