@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.kt_kernel import KtKernel
+from harness.kt_kernel import KtKernel, PeerEndedError
 from harness.machine import commit, describe_machine, machine_name, versions
 from torch import Tensor
 
@@ -199,7 +199,11 @@ def _peer(
     if folder is None:
         return None
     sizes = num_experts, shape.top_k, shape.dim_model, shape.dim_hidden, num_tokens
-    return KtKernel(folder, kind, sizes, require_native().num_threads)
+    try:
+        return KtKernel(folder, kind, sizes, require_native().num_threads)
+    except PeerEndedError as error:
+        print(f"{'':14} {kind:>5} T={num_tokens:<3} {error}", flush=True)
+        return None
 
 
 def _timed(clock: Callable[[], float], call: Callable[..., object], *arguments: object) -> float:

@@ -30,8 +30,16 @@ GROUP = 32
 BLOCK = 128
 
 
+class PeerEndedError(RuntimeError):
+    """The process is no more."""
+
+
 class KtKernel:
-    """The process, asked from outside. `error` is the relative error that it said of itself."""
+    """The process, asked from outside. `error` is the relative error that it said of itself.
+
+    Raises:
+        PeerEndedError: it has no product of these sizes or for this processor.
+    """
 
     def __init__(self, folder: Path, kind: str, sizes: tuple[int, ...], threads: int) -> None:
         words = [str(word) for word in (folder, kind, *sizes, threads)]
@@ -59,7 +67,7 @@ class KtKernel:
         for line in self._process.stdout:  # the extension prints lines of its own
             if line.startswith("= "):
                 return line[2:]
-        raise SystemExit("kt-kernel ended early: is its extension right for this processor?")
+        raise PeerEndedError("kt-kernel ended early: it aborts on sizes that it does not take")
 
 
 def main() -> None:

@@ -33,18 +33,36 @@ def with_huge_pages(fresh: Tensor) -> Tensor:
     return fresh
 
 
+def is_large(tensor: Tensor) -> bool:
+    """Whether memory for a tensor like this one comes from the system when it is made."""
+    return tensor.is_cpu and tensor.nbytes >= _WORTH_IT
+
+
 def untouched_zeros(like: Tensor) -> Tensor:
     """Zeros in shape, dtype and device of a tensor; large ones take memory when written to.
 
     Fresh memory comes from the system filled with zeros. What is never written, the gradient of
     an expert without rows, is then never touched at all.
     """
-    if not like.is_cpu or like.nbytes < _WORTH_IT:
+    if not is_large(like):
         return torch.zeros_like(like, memory_format=torch.contiguous_format)
     memory = torch.from_numpy(np.zeros(like.nbytes + _ALIGNMENT, dtype=np.uint8))
     first = -memory.data_ptr() % _ALIGNMENT
     zeros = memory[first : first + like.nbytes].view(like.dtype).view(like.shape)
     return with_huge_pages(zeros)
+
+
+def clear(part: Tensor) -> None:
+    """Makes a contiguous part of `untouched_zeros` zero again, without touching its whole pages."""
+    inner = part.view(-1).view(torch.uint8)
+    first = -inner.data_ptr() % _HUGE_PAGE
+    size = max(0, len(inner) - first) // _HUGE_PAGE * _HUGE_PAGE
+    advise = madvise()
+    if size and advise and advise(inner.data_ptr() + first, size, mmap.MADV_DONTNEED) == 0:
+        inner[:first].zero_()
+        inner[first + size :].zero_()
+    else:
+        inner.zero_()
 
 
 def populate(fresh: Tensor) -> bool:

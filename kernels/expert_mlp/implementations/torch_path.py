@@ -21,6 +21,7 @@ from moe_runtime.kernels.expert_mlp.experts import (
     RoutedExperts,
     StackedExperts,
 )
+from moe_runtime.kernels.expert_mlp.gradient_memory import gradient_memory
 from moe_runtime.kernels.expert_mlp.implementations.steps import TorchSteps
 from moe_runtime.kernels.expert_mlp.parameter_gradients import EVERY_GRADIENT, ParameterGradients
 from moe_runtime.kernels.expert_mlp.rows import (
@@ -77,10 +78,11 @@ class TorchPath:
         into, slots = parameter_gradients.into, parameter_gradients.trained_slots(experts)
         trained = set(range(experts.num_experts) if slots is None else slots.tolist())
         tensors = experts.tensors()
+        written = trained & {group.slot for group, _ in pairs}
         parameters = tuple(
             x_TD.new_empty(0)
             if not need or tensor is None
-            else untouched_zeros(tensor)
+            else _new_gradient(experts, tensor, written)
             if given is None
             else given
             for tensor, need, given in zip(
@@ -109,6 +111,13 @@ class TorchPath:
         if isinstance(batch.experts, PackedExperts):
             call.set_widths([one.dim_preactivation for _, one in pairs])
         return call, pairs
+
+
+def _new_gradient(experts: RoutedExperts, tensor: Tensor, written: set[int]) -> Tensor:
+    """Zeros like a parameter; of the experts that will be written, any values."""
+    if isinstance(experts, StackedExperts) and tensor.is_contiguous():
+        return gradient_memory().take(tensor, written)
+    return untouched_zeros(tensor)
 
 
 class Call:

@@ -1,0 +1,63 @@
+"""Memory of large gradients, which a parameter keeps from one backward pass to the next.
+
+A layer's gradient is as large as the layer, and the first touch of fresh memory costs as much as
+filling it. Where nobody holds the last gradient of a parameter any more, as after
+`zero_grad(set_to_none=True)`, the next one is written over it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Collection
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from moe_runtime.kernels.native.pages import clear, is_large, untouched_zeros
+
+
+class GradientMemory:
+    """The memory of one gradient for each large parameter; it goes when the parameter does."""
+
+    def __init__(self) -> None:
+        self._kept = WeakTensorKeyDictionary()
+        self._lock = threading.Lock()
+
+    def take(self, parameter: Tensor, written: Collection[int]) -> Tensor:
+        """A gradient of a parameter ``[E, ...]``: zero but for the experts that will be written.
+
+        Args:
+            parameter: of all experts; where it is a view, what it is a view of keeps the memory.
+            written: experts whose whole gradient the caller writes; it may be anything now.
+        """
+        if not is_large(parameter):
+            return untouched_zeros(parameter)
+        owner = parameter if parameter._base is None else parameter._base
+        with self._lock:
+            memory, holder = self._kept.get(owner, (None, None))
+            if memory is not None and not holder.expired():
+                return untouched_zeros(parameter)  # the last gradient is still in use
+            if memory is None or memory.nbytes != parameter.nbytes:
+                memory = untouched_zeros(parameter).view(torch.uint8).numpy()
+                stale = False
+            else:
+                stale = True
+            gradient = torch.from_numpy(memory).view(parameter.dtype).view(parameter.shape)
+            self._kept[owner] = memory, StorageWeakRef(gradient.untyped_storage())
+        if stale:
+            experts = range(len(gradient))
+            for is_written, run in groupby(experts, key=set(written).__contains__):
+                first, *others = run
+                if not is_written:
+                    clear(gradient[first : first + 1 + len(others)])
+        return gradient
+
+
+@functools.cache
+def gradient_memory() -> GradientMemory:
+    """That of this process."""
+    return GradientMemory()
