@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, MutableMapping
+from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +22,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from moe_runtime.kernels.native.pages import clear, is_large, untouched_zeros
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The memory of a gradient, and who holds that gradient."""
+
+    bytes: Any
+    holder: StorageWeakRef
+
+
 class GradientMemory:
     """The memory of one gradient for each large parameter; it goes when the parameter does."""
 
     def __init__(self) -> None:
-        self._kept = WeakTensorKeyDictionary()
+        self._kept: MutableMapping[Tensor, _Kept] = WeakTensorKeyDictionary()
         self._lock = threading.Lock()
 
     def take(self, parameter: Tensor, written: Collection[int]) -> Tensor:
@@ -38,19 +48,17 @@ class GradientMemory:
             return untouched_zeros(parameter)
         owner = parameter if parameter._base is None else parameter._base
         with self._lock:
-            memory, holder = self._kept.get(owner, (None, None))
-            if memory is not None and not holder.expired():
+            last = self._kept.get(owner)
+            if last is not None and not last.holder.expired():
                 return untouched_zeros(parameter)  # the last gradient is still in use
-            if memory is None or memory.nbytes != parameter.nbytes:
-                memory = untouched_zeros(parameter).view(torch.uint8).numpy()
-                stale = False
+            if is_stale := last is not None and last.bytes.nbytes == parameter.nbytes:
+                memory = last.bytes
             else:
-                stale = True
+                memory = untouched_zeros(parameter).view(torch.uint8).numpy()
             gradient = torch.from_numpy(memory).view(parameter.dtype).view(parameter.shape)
-            self._kept[owner] = memory, StorageWeakRef(gradient.untyped_storage())
-        if stale:
-            experts = range(len(gradient))
-            for is_written, run in groupby(experts, key=set(written).__contains__):
+            self._kept[owner] = _Kept(memory, StorageWeakRef(gradient.untyped_storage()))
+        if is_stale:
+            for is_written, run in groupby(range(len(gradient)), key=set(written).__contains__):
                 first, *others = run
                 if not is_written:
                     clear(gradient[first : first + 1 + len(others)])

@@ -94,7 +94,7 @@ def test_memory_goes_with_the_parameter() -> None:
     memory = GradientMemory()
     parameter = torch.nn.Parameter(torch.zeros(4, 8))
     gradient = memory.take(parameter, {1})
-    array = weakref.ref(memory._kept[parameter][0])
+    array = weakref.ref(memory._kept[parameter].bytes)
     del gradient
     gc.collect()
     assert array() is not None
