@@ -29,8 +29,8 @@ from moe_runtime.files import write_text
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.research.elastic import (
     ChangeReport,
+    ElasticRequest,
     ElasticService,
-    GenerationRequest,
     start_local_workers,
 )
 
@@ -111,7 +111,7 @@ def main() -> None:
         clock = Clock(len(prompts))
         answers = [
             service.submit(
-                GenerationRequest(prompt=prompt, max_new_tokens=options.new_tokens),
+                ElasticRequest(prompt=prompt, max_new_tokens=options.new_tokens),
                 clock.watch(index),
             )
             for index, prompt in enumerate(prompts)

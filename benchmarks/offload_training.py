@@ -39,7 +39,7 @@ from torch import Tensor
 from moe_runtime.config import format_bytes
 from moe_runtime.files import write_text
 from moe_runtime.inference.budget import peak_resident_bytes, resident_bytes
-from moe_runtime.inference.libraries import settle_libraries
+from moe_runtime.inference.libraries import set_up_libraries
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
@@ -244,7 +244,7 @@ def raw_seconds(file: Path, read: int, written: int) -> float:
 
 def measure_memory(shape: Shape, folder: Path) -> dict[str, int]:
     """Two steps in this process, and the memory that they took at most."""
-    settle_libraries(torch.float32)
+    set_up_libraries(torch.float32)
     baseline = resident_bytes()
     runner = offloaded(shape, folder)
     for step in range(2):

@@ -1,4 +1,4 @@
-"""How well experts can be foretold: `python benchmarks/prediction.py [TRACE ...]`.
+"""How well experts can be predicted: `python benchmarks/prediction.py [TRACE ...]`.
 
 Without a trace the bundled pocket model reads held-out documents and its routing is recorded.
 Whole sequences, repeated ones left out, are split into training and test. For every predictor:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from moe_runtime.config import parse_bytes
 from moe_runtime.files import write_text
-from moe_runtime.kernels.combine import combine_slots
+from moe_runtime.kernels.combine import combine_assignments
 from moe_runtime.kernels.expert_mlp import ExpertStep, ExpertWeights, expert_ffn
 from moe_runtime.kernels.native import require_native
 from moe_runtime.kernels.quantized import SCALES, QuantizedMatrix, WeightFormat
@@ -188,7 +188,7 @@ def _runner(
         out_RD = x_TD.new_empty(len(ids_R), shape.dim_model)
         tokens = [row // shape.top_k for row in every]
         expert_ffn(x_TD, some, [*map(len, rows)], tokens, every, out_RD, activation="silu")
-        return combine_slots(out_RD, weights_TK)
+        return combine_assignments(out_RD, weights_TK)
 
     return run
 

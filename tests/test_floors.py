@@ -164,6 +164,48 @@ def test_file_names_say_what_they_are() -> None:
     assert {name: found for name, found in rooms.items() if len(found) > 2} == {}
 
 
+# Public classes of one name in several files that mean the same, and why there are several.
+SAME_CLASSES: dict[str, str] = {}
+
+
+def test_a_class_name_means_one_thing() -> None:
+    files: dict[str, list[str]] = {}
+    for path in PRODUCT:
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                files.setdefault(node.name, []).append(f"{path}:{node.lineno}")
+    twice = {name: found for name, found in files.items() if len(found) > 1}
+    assert {name: found for name, found in twice.items() if name not in SAME_CLASSES} == {}
+    assert set(SAME_CLASSES) <= set(twice)
+
+
+# Words of this project's own for what the field has a term for, which is named beside them.
+OLD_WORDS = {
+    r"_letters\b": "messages",
+    r"\bturn_s\b": "switch_s",
+    r"\bTHINK(ERS|ING_S)\b|\bthinkers?\b": "online policies",
+    r"\b[Ii]n vain\b": "wasted",
+    r"\b_?settle_\w+\(": "resolve",
+    r"\b_passing\b|\bnum_passing\b": "streaming, streamed",
+    r"\bforete(ll|lls|ller)\b|\bforetold\b": "predict",
+    r"\b_?flights?\b(?<!in flight)": "AsyncAllToAll, transfer",
+    r"\bhome_s\b": "to_host_s",
+}
+
+
+def test_words_are_those_of_the_field() -> None:
+    found = [
+        f"{path}:{number}: {match[0]}, expected {term}"
+        for path in PRODUCT
+        for number, line in enumerate(read(path).splitlines(), 1)
+        for word, term in OLD_WORDS.items()
+        if (match := re.search(word, line))
+    ]
+    assert found == []
+    assert any(re.search(word, "self._flight = flight") for word in OLD_WORDS)
+    assert not any(re.search(word, "reads in flight") for word in OLD_WORDS)
+
+
 def environment_reads(tree: ast.Module) -> list[int]:
     names = {"environ", "environb", "getenv", "putenv", "unsetenv"}
     return [

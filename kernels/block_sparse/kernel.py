@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_runtime.kernels.block_sparse.topology import BlockTopology, Gather
 from moe_runtime.kernels.grouped_gemm.forward import precision_of
 from moe_runtime.kernels.grouped_gemm.kernel import tile_of_program, tile_product
-from moe_runtime.kernels.grouped_gemm.tile import Device, Tile
+from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, Tile
 from moe_runtime.kernels.grouped_gemm.tiles import describe_device
 from moe_runtime.kernels.triton_support import launch
 
@@ -148,7 +148,7 @@ def block_sparse_dsd(
     tl.store(out_ptrs, acc, mask=mask_m[:, None] & mask_n)
 
 
-def choose_tile(block_m: int, block_n: int, x: Tensor, device: Device | None = None) -> Tile:
+def choose_tile(block_m: int, block_n: int, x: Tensor, device: GpuLimits | None = None) -> Tile:
     """The tile of a product: as large as the block, as deep as the shared memory allows.
 
     Args:
@@ -164,7 +164,7 @@ def choose_tile(block_m: int, block_n: int, x: Tensor, device: Device | None = N
     return tile.fitted(x.element_size(), device or describe_device(x.device))
 
 
-def choose_dsd_tile(block_m: int, x: Tensor, device: Device | None = None) -> Tile:
+def choose_dsd_tile(block_m: int, x: Tensor, device: GpuLimits | None = None) -> Tile:
     """The tile of a product with the sparse matrix on the left; arguments as in `choose_tile`.
 
     Before Hopper operands reach the matrix units through registers, which a transposed block takes

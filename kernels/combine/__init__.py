@@ -2,7 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from moe_runtime.kernels.combine.slots import combine_slots, combine_slots_reference
+from moe_runtime.kernels.combine.assignments import (
+    combine_assignments,
+    combine_assignments_reference,
+)
 from moe_runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
@@ -11,4 +14,4 @@ else:
     # its Triton part is not for models from `load`
     __getattr__ = lazy_names(__name__, {".op": "IMPLS combine"})
 
-__all__ = ["IMPLS", "combine", "combine_slots", "combine_slots_reference"]
+__all__ = ["IMPLS", "combine", "combine_assignments", "combine_assignments_reference"]

@@ -27,9 +27,9 @@ def combine(
 ) -> Tensor:
     """Adds up the expert outputs of each token, weighted by its gate.
 
-    `out[t] = sum_k weights[t, k] * y[row of slot t * K + k]`, over the slots that have an expert,
+    `out[t] = sum_k weights[t, k] * y[row of assignment t * K + k]`, over the assignments that have an expert,
     in order of k with sums in fp32. No atomics: the same bits in every run. Differentiable in `y`
-    and in the weights; gradients of slots and rows without an expert are zero.
+    and in the weights; gradients of assignments and rows without an expert are zero.
 
     Args:
         y_RD: `[R, D]`, rows in the order of `sorted_tokens`. Rows past the last real one may hold
@@ -52,17 +52,19 @@ def combine(
         num_choices = weights_TK.shape[1]
     if num_choices is None:
         raise ValueError("num_choices is needed where there are no weights to tell it")
-    num_slots = len(sorted_tokens.inverse_R)
-    if num_choices < 1 or num_slots % num_choices:
-        raise ValueError(f"{num_slots} slots are no whole number of tokens of {num_choices} slots")
-    num_tokens = num_slots // num_choices
+    num_assignments = len(sorted_tokens.inverse_R)
+    if num_choices < 1 or num_assignments % num_choices:
+        raise ValueError(
+            f"{num_assignments} assignments are no whole number of tokens of {num_choices}"
+        )
+    num_tokens = num_assignments // num_choices
     if weights_TK is not None and weights_TK.shape[0] != num_tokens:
         raise ValueError(
-            f"weights must be [{num_tokens}, {num_choices}] for {num_slots} sorted slots, "
+            f"weights must be [{num_tokens}, {num_choices}] for {num_assignments} sorted assignments, "
             f"got {list(weights_TK.shape)}"
         )
-    if y_RD.ndim != 2 or len(y_RD) != num_slots:
-        raise ValueError(f"y must be [{num_slots}, D], got {list(y_RD.shape)}")
+    if y_RD.ndim != 2 or len(y_RD) != num_assignments:
+        raise ValueError(f"y must be [{num_assignments}, D], got {list(y_RD.shape)}")
     if y_RD.device != sorted_tokens.inverse_R.device:
         raise ValueError(
             f"y is on {y_RD.device}, the sorted tokens on {sorted_tokens.inverse_R.device}"

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.kernels.combine.slots import MAX_CHOICES
+from moe_runtime.kernels.combine.assignments import MAX_CHOICES
 from moe_runtime.kernels.expert_mlp.expert_weights import ExpertShape, ExpertWeights
 from moe_runtime.kernels.expert_mlp.kernel_activation import kernel_activation
 from moe_runtime.kernels.expert_mlp.separate_experts import DAMAGED, row_limit
@@ -31,7 +31,7 @@ STEP_ROWS = 64
 
 
 class ExpertStep:
-    """`expert_ffn` and `combine_slots` in their bits, checked once instead of always.
+    """`expert_ffn` and `combine_assignments` in their bits, checked once instead of always.
 
     A decode step calls it for every layer of a model.
 

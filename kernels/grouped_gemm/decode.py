@@ -22,7 +22,7 @@ from moe_runtime.kernels.grouped_gemm.packed import (
     packed_arguments,
     stages_of,
 )
-from moe_runtime.kernels.grouped_gemm.tile import Device, Tile
+from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, Tile
 from moe_runtime.kernels.grouped_gemm.tiles import describe_device
 from moe_runtime.kernels.triton_support import launch
 
@@ -52,7 +52,7 @@ def decode_expert_mlp(
     down_bias_SD: Tensor | None = None,
     up: tuple[Weights, Tensor | None] | None = None,
     slot_of_expert: Tensor | None = None,
-    device: Device | None = None,
+    device: GpuLimits | None = None,
 ) -> Tensor:
     """The whole routed feed-forward of at most `MAX_TOKENS` tokens, without a backward pass.
 
@@ -164,13 +164,13 @@ def _block_k(x: Tensor, weight: Weights, *, has_gate: bool) -> int:
     return depth_of(weight.format, x.dtype, min(block_k, _DEPTH), weight.num_cols)
 
 
-def _num_stages(x: Tensor, device: Device) -> int:
+def _num_stages(x: Tensor, device: GpuLimits) -> int:
     """Loads in flight: as many as the shared memory holds, at most four."""
     tile = Tile(MAX_TOKENS, _BLOCK_N, _block_k(x, x, has_gate=False), 4, 4)
     return tile.fitted(x.element_size(), device).num_stages
 
 
-def _parts(programs: int, dim_k: int, block_k: int, device: Device) -> tuple[int, int]:
+def _parts(programs: int, dim_k: int, block_k: int, device: GpuLimits) -> tuple[int, int]:
     """`(parts, summed columns of each)` so that the GPU has enough programs at once."""
     wanted = triton.cdiv(device.num_multiprocessors * _PROGRAMS_EACH, programs)
     num_steps = triton.cdiv(dim_k, block_k)

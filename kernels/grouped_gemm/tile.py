@@ -11,7 +11,7 @@ _RESERVED_BYTES = 2 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class GpuLimits:
     """What a tile must fit in; the defaults are Hopper's.
 
     Attributes:
@@ -57,7 +57,7 @@ class Tile:
             return self
         return replace(self, block_n=self.block_n // 2)
 
-    def fitted(self, element_bytes: int, device: Device) -> Tile:
+    def fitted(self, element_bytes: int, device: GpuLimits) -> Tile:
         """The tile as this device can hold it: narrower, then fewer stages, then less depth."""
         tile = self
         if tile.block_m * tile.block_n > 128 * 128 and not device.has_wide_accumulators:

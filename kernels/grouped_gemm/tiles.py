@@ -13,7 +13,7 @@ import torch
 
 from moe_runtime.kernels.grouped_gemm.packed import scales_tile
 from moe_runtime.kernels.grouped_gemm.table import measured_tiles, tile_key
-from moe_runtime.kernels.grouped_gemm.tile import Device, ProductKind, Tile
+from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, ProductKind, Tile
 from moe_runtime.kernels.quantized import WeightFormat
 
 # Rows an expert has on average, up to which a tile is used. With few rows the weights are read once
@@ -124,11 +124,11 @@ def _first_fit(table: tuple[tuple[int, Tile], ...], rows_per_expert: float, dim_
     return tile
 
 
-def describe_device(device: torch.device) -> Device:
+def describe_device(device: torch.device) -> GpuLimits:
     """What a tile must fit in; Hopper's limits where there is no GPU."""
     if device.type != "cuda":
-        return Device()
+        return GpuLimits()
     found = torch.cuda.get_device_properties(device)
     # Not sm_120: Blackwell's desktop cards multiply from registers, as Ampere's do.
     is_wide = torch.version.hip is None and found.major in (9, 10, 11)
-    return Device(found.shared_memory_per_block_optin, is_wide, found.multi_processor_count)
+    return GpuLimits(found.shared_memory_per_block_optin, is_wide, found.multi_processor_count)

@@ -18,7 +18,7 @@ from moe_runtime.kernels.grouped_gemm.backward import activation_backward, weigh
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.table import TileKey, tile_key
-from moe_runtime.kernels.grouped_gemm.tile import Device, ProductKind, Tile
+from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, ProductKind, Tile
 from moe_runtime.kernels.grouped_gemm.tiles import describe_device, tile_by_rule
 from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
 from moe_runtime.kernels.token_sort import token_sort
@@ -114,7 +114,7 @@ def tune(
         )
 
 
-def candidate_tiles(problem: Problem, device: Device) -> list[Tile]:
+def candidate_tiles(problem: Problem, device: GpuLimits) -> list[Tile]:
     """Tiles worth trying: those that the device holds and that fit the rows of an expert."""
     kind, bits, _, _, rows = problem.key
     found = []

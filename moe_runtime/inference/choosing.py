@@ -64,7 +64,7 @@ class Guessers:
     table_bytes: int
 
 
-def settle_guessers(
+def resolve_guessers(
     mode: PrefetchMode,
     policy: str,
     predictor: str | Path,
@@ -87,7 +87,7 @@ def settle_guessers(
     """
     reader, table_bytes = None, 0
     if mode is not PrefetchMode.OFF:
-        named = _settle_predictor(predictor, model, block_names, signature)
+        named = _resolve_predictor(predictor, model, block_names, signature)
         reader = options.make_live_estimator(named, signature)
         table_bytes = options.learned_bytes(named, reader)
     policy_estimator = _routing_estimator(policy, predictor, signature)
@@ -125,7 +125,7 @@ def check_names(
         options.check_predictor(predictor)
 
 
-def settle_policy(
+def resolve_policy(
     policy: str,
     shares: str,
     signature: ModelSignature,
@@ -211,7 +211,7 @@ def policy_maker(
     return make
 
 
-def _settle_predictor(
+def _resolve_predictor(
     predictor: str | Path,
     model: torch.nn.Module,
     block_names: Sequence[str],

@@ -15,7 +15,7 @@ from moe_runtime.checkpoints.transformers_private import gate_of, has_usual_gate
 from moe_runtime.inference import options
 from moe_runtime.inference.cpu.small_batch import is_observed
 from moe_runtime.inference.steps import LayerRouting, Listeners
-from moe_runtime.kernels.combine import combine_slots
+from moe_runtime.kernels.combine import combine_assignments
 from moe_runtime.kernels.expert_mlp import (
     ActivationName,
     ActivationSpec,
@@ -211,7 +211,7 @@ class OffloadedExperts(AbsentParameters):
         out_RD = self.expert_rows(hidden_states, top_k_index, top_k_weights)
         if self._norms_outputs:
             out_RD = self.get_submodule("post_expert_norm")(out_RD)
-        return combine_slots(out_RD, top_k_weights)
+        return combine_assignments(out_RD, top_k_weights)
 
     def expert_rows(
         self, hidden_TD: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

@@ -78,7 +78,7 @@ class CheckpointSummary:
 
     def choice_for(self, num_slots: int) -> PolicyChoice:
         """The eviction policy that ``policy="auto"`` takes where so many experts fit, and why."""
-        return choosing.settle_policy(
+        return choosing.resolve_policy(
             choosing.AUTO, choosing.AUTO, self.signature, num_slots, expert_bytes=self.slot_bytes
         )
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 
-def settle_libraries(dtype: torch.dtype) -> None:
+def set_up_libraries(dtype: torch.dtype) -> None:
     """Has the libraries make what they make at first use.
 
     Torch's matrix libraries set themselves up at their first call, and every operation pages in its
@@ -17,12 +17,12 @@ def settle_libraries(dtype: torch.dtype) -> None:
         dtype: what the model computes in.
     """
     with torch.inference_mode():
-        _settle_layers(dtype)
-        _settle_sampling()
-    _settle_numpy()
+        _set_up_layers(dtype)
+        _set_up_sampling()
+    _set_up_numpy()
 
 
-def _settle_layers(dtype: torch.dtype) -> None:
+def _set_up_layers(dtype: torch.dtype) -> None:
     """What transformers' layers and the loading of their weights consist of."""
     functional = torch.nn.functional
     ids = torch.arange(8)
@@ -54,7 +54,7 @@ def _settle_layers(dtype: torch.dtype) -> None:
     torch.zeros(128, dtype=torch.uint8).view(dtype)
 
 
-def _settle_sampling() -> None:
+def _set_up_sampling() -> None:
     """What transformers' generation does between forward passes."""
     scores = torch.zeros(1, 64)
     ids = torch.ones(1, 8, dtype=torch.int64)
@@ -72,7 +72,7 @@ def _settle_sampling() -> None:
     ids.max().item()
 
 
-def _settle_numpy() -> None:
+def _set_up_numpy() -> None:
     """What records, predictors and policies consist of."""
     counts = np.zeros((8, 8), np.float32)
     np.add.at(counts, (np.arange(8), np.arange(8)), 1.0)

@@ -36,7 +36,7 @@ from moe_runtime.inference.handle import LoadedFacts, RuntimeHandle
 from moe_runtime.inference.hugging_face.loaded_model import as_loaded_model
 from moe_runtime.inference.kv_cache import grow_cache_in_place
 from moe_runtime.inference.learning import KeptLearning, PolicyListener
-from moe_runtime.inference.libraries import settle_libraries
+from moe_runtime.inference.libraries import set_up_libraries
 from moe_runtime.inference.steps import Steps
 from moe_runtime.inference.token_limit import TokenLimit, tokens_to_plan_for
 from moe_runtime.kernels.expert_mlp import ExpertWeights
@@ -156,7 +156,7 @@ def load(
         options.check_records(trace, timeline, inputs)
     max_tokens = tokens_to_plan_for(checkpoint.config, max_tokens)
     model = build_on_meta(checkpoint)
-    settle_libraries(checkpoint.dtype)
+    set_up_libraries(checkpoint.dtype)
     # what is imported and set up by now is the libraries'; everything after this line is ours
     baseline = resident_bytes()
     experts = map_experts(model, checkpoint)
@@ -182,7 +182,7 @@ def load(
     )
     dense_bytes = experts.dense_bytes(checkpoint.dtype)
     blocks = [module.name.rpartition(".")[0] for module in experts.modules]
-    guessers = choosing.settle_guessers(mode, policy, predictor, model, blocks, signature)
+    guessers = choosing.resolve_guessers(mode, policy, predictor, model, blocks, signature)
     free = _free_bytes(place, 1 if share is None else share.processes_here())
     extra_bytes = guessers.table_bytes + landing_bytes
     plans = _plan(checkpoint, cached, budgets, free, dense_bytes, max_tokens, extra_bytes)
@@ -192,7 +192,7 @@ def load(
 
     # Before weights are there: what the choice needs is free again for them.
     fastest = plans.get("device", plans["host"])
-    choice = choosing.settle_policy(
+    choice = choosing.resolve_policy(
         policy, shares, signature, fastest.num_slots, guessers.policy_estimator, experts.slot_bytes
     )
     with touched_meanwhile(slab := Slab(plans["host"].num_slots, plans["host"].slot_bytes)):

@@ -67,7 +67,7 @@ class Lease(Generic[W]):
             missing = [key for key in self._keys if not self._pin_present(key)]
             if self._listener is not None:
                 self._listener.entered([*self._resident], [*self._arriving], missing)
-            if store._passing:
+            if store._streamed:
                 for layer in {key.layer for key in self._keys}:
                     store._forget_expected(layer)
             if missing or self._streaming:
@@ -163,7 +163,7 @@ class Lease(Generic[W]):
             store._counters.late_hits += 1
             store._hasten(key, entry, self._priority())
             self._arriving.append(key)
-        if key not in store._passing:
+        if key not in store._streamed:
             store._policy.touch(key)
         elif not self._decides_later and not self._streaming:
             store._keep(key)
@@ -178,7 +178,7 @@ class Lease(Generic[W]):
             if entry is None:  # it made room for another one of the list
                 continue
             sound = entry.read.error is None
-            if sound and key not in store._passing:
+            if sound and key not in store._streamed:
                 continue
             if self._decides_later and store._is_idle(key) and sound:
                 store._settle(key)

@@ -43,7 +43,7 @@ class Guesses(Generic[W]):
         """
         store, started = self._store, 0
         with store._changed:
-            held = sum(store._entries[key].expected for key in store._passing)
+            held = sum(store._entries[key].expected for key in store._streamed)
             for key, probability in guesses:
                 if held + started >= admission.rules.window or admission.room < 1:
                     break
@@ -62,7 +62,7 @@ class Guesses(Generic[W]):
     def may_be_stale(self) -> bool:
         """Whether there may be a guess whose read has not begun, as far as can be seen without
         the lock: one that ends meanwhile is no loss."""
-        return bool(self._store._passing) and self._store._link.under_way > 0
+        return bool(self._store._streamed) and self._store._link.under_way > 0
 
     def cancel_except(self, keys: Container[ExpertKey]) -> list[ExpertKey]:
         """Takes back guesses that are not among the keys and whose read has not begun.
@@ -72,7 +72,7 @@ class Guesses(Generic[W]):
         """
         store, cancelled = self._store, []
         with store._changed:
-            for key in [key for key in store._passing if key not in keys]:
+            for key in [key for key in store._streamed if key not in keys]:
                 entry = store._entries[key]
                 waits = entry.guessed and not entry.arrived and entry.pins == 0
                 if waits and store._fetcher.cancel(entry.read):
@@ -112,7 +112,7 @@ class Guesses(Generic[W]):
             expert = cast(ExpertKey, key)
             return gives_way(expert) and store._is_idle(expert)
 
-        unwanted = (k for k in store._passing if not store._entries[k].expected)
+        unwanted = (k for k in store._streamed if not store._entries[k].expected)
         victim = next(filter(store._is_idle, unwanted), None)
         if victim is None:
             victim = store._policy.victim_within(incoming.layer, may_go, incoming)

@@ -62,7 +62,7 @@ class ExpertStore(Generic[W]):
         self._bind = bind
         self._stream_slots = max(1, min(stream_slots, slab.num_slots))
         self._entries: dict[ExpertKey, Entry[W]] = {}
-        self._passing: set[ExpertKey] = set()  # they only pass through; the policy knows the rest
+        self._streamed: set[ExpertKey] = set()  # they only pass through; the policy knows the rest
         self._free = list(range(slab.num_slots - 1, -1, -1))
         self._closed: set[int] = set()  # slots without memory, see resizing
         self._leases: set[weakref.ref[Lease[W]] | None] = set()  # those that are open
@@ -118,7 +118,7 @@ class ExpertStore(Generic[W]):
             What ``use`` returns, or None where the experts have to be leased.
         """
         with self._changed:
-            if self._passing or self.listener is not None:
+            if self._streamed or self.listener is not None:
                 return None
             found: list[W] = []
             for key in keys:
@@ -166,12 +166,12 @@ class ExpertStore(Generic[W]):
         """
         with self._changed:
             expected_layers = {key.layer for key in keys}
-            for layer in {key.layer for key in self._passing} - expected_layers:
+            for layer in {key.layer for key in self._streamed} - expected_layers:
                 self._forget_expected(layer)
             for key in keys:
                 if key in self._entries:
                     continue
-                if not self._free or len(self._passing) >= self._stream_slots:
+                if not self._free or len(self._streamed) >= self._stream_slots:
                     return
                 entry = self._start(
                     key, self._free.pop(), keep=False, priority=Priority.READAHEAD, passes=True
@@ -225,8 +225,8 @@ class ExpertStore(Generic[W]):
             entries = self._entries
             slots = [*self._free, *self._closed, *(entry.slot for entry in entries.values())]
             assert sorted(slots) == list(range(self._slab.num_slots))
-            kept = entries.keys() - self._passing
-            assert self._passing <= entries.keys()
+            kept = entries.keys() - self._streamed
+            assert self._streamed <= entries.keys()
             assert len(self._policy) == len(kept)
             assert all(key in self._policy for key in kept)
             assert {key: entry.pins for key, entry in entries.items()} == self._count_pins(
@@ -262,7 +262,7 @@ class ExpertStore(Generic[W]):
         if keep:
             self._policy.insert(key)
         else:
-            self._passing.add(key)
+            self._streamed.add(key)
         self._link.begin(is_demand=priority is Priority.DEMAND)
         self._fetcher.fetch(key, self._slab.slot(slot), entry.read)
         return entry
@@ -292,9 +292,9 @@ class ExpertStore(Generic[W]):
     def _take_slot(self, incoming: ExpertKey, *, keep: bool) -> int | None:
         if self._free:
             return self._free.pop()
-        idle = [key for key in self._passing if self._is_idle(key)]
+        idle = [key for key in self._streamed if self._is_idle(key)]
         victim = next((key for key in idle if not self._entries[key].expected), None)
-        if victim is None and (keep or len(self._passing) < self._stream_slots):
+        if victim is None and (keep or len(self._streamed) < self._stream_slots):
             victim = self._policy.victim(self._is_idle, incoming)
         if victim is None:
             victim = next(iter(idle), None)
@@ -305,15 +305,15 @@ class ExpertStore(Generic[W]):
         return self._free.pop()
 
     def _keep(self, key: ExpertKey) -> None:
-        self._passing.remove(key)
+        self._streamed.remove(key)
         self._policy.insert(key)
 
     def _drop(self, key: ExpertKey) -> None:
         if self.listener is not None:
             self.listener.dropped(key)
         self._counters.wasted_guesses += self._entries[key].guessed
-        if key in self._passing:
-            self._passing.remove(key)
+        if key in self._streamed:
+            self._streamed.remove(key)
         else:
             self._policy.remove(key)
         self._free.append(self._entries.pop(key).slot)
@@ -332,12 +332,12 @@ class ExpertStore(Generic[W]):
     def _drop_if_done(self, key: ExpertKey) -> None:
         entry = self._entries[key]
         failed = entry.read.error is not None
-        passed = key in self._passing and not (entry.expected or entry.guessed)
+        passed = key in self._streamed and not (entry.expected or entry.guessed)
         if (failed or passed) and self._is_idle(key):
             self._drop(key)
 
     def _forget_expected(self, layer: int) -> None:
-        for key in [key for key in self._passing if key.layer == layer]:
+        for key in [key for key in self._streamed if key.layer == layer]:
             self._entries[key].expected = False
             self._drop_if_done(key)
 
@@ -376,8 +376,8 @@ class ExpertStore(Generic[W]):
             self._entries[key].pins = pins
         occupied = self._closed.union(entry.slot for entry in self._entries.values())
         self._free = [n for n in reversed(range(self._slab.num_slots)) if n not in occupied]
-        self._passing &= self._entries.keys()
-        self._policy.restore([key for key in self._entries if key not in self._passing])
+        self._streamed &= self._entries.keys()
+        self._policy.restore([key for key in self._entries if key not in self._streamed])
         arriving = [entry.read for entry in self._entries.values() if not entry.arrived]
         demands = sum(read.priority is Priority.DEMAND for read in arriving)
         self._link.recount(len(arriving), demands)

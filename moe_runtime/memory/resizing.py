@@ -65,11 +65,11 @@ def _close_one(store: ExpertStore[Any]) -> bool:
 
 def _victim(store: ExpertStore[Any]) -> ExpertKey | None:
     """Who only passes through, else whom the layer furthest above its share gives up."""
-    idle = (key for key in store._passing if store._is_idle(key))
+    idle = (key for key in store._streamed if store._is_idle(key))
     victim = next(idle, None)
     if victim is not None:
         return victim
-    kept = [key for key in store._entries if key not in store._passing]
+    kept = [key for key in store._entries if key not in store._streamed]
     surplus = {key.layer: -store._policy.share(key.layer) for key in kept}
     for key in kept:
         surplus[key.layer] += 1

@@ -32,12 +32,12 @@ def keep_most_wanted(
     else:
         num_used = len(keys) - len(newcomers)
         num_unused = len(policy.layers[layer]) - num_used
-        passing = sum(not store._entries[key].expected for key in store._passing)
-        spare = len(store._free) + passing - min(num_beyond, store._stream_slots)
+        streamed = sum(not store._entries[key].expected for key in store._streamed)
+        spare = len(store._free) + streamed - min(num_beyond, store._stream_slots)
         num_kept = max(0, min(store.share(layer) - num_used, num_unused + spare))
         _evict_unused(store, keys, num_kept - min(room, spare))
     kept = newcomers[max(0, len(newcomers) - num_kept) :]
-    for key in store._passing.intersection(kept):
+    for key in store._streamed.intersection(kept):
         store._keep(key)
     return set(kept)
 

@@ -103,15 +103,15 @@ class Dispatch:
         sent = [stage.sent[1] - stage.sent[0] for stage in self.plan.stages]
         self._rows = Expansion(x_TD, self.plan.source_R, self.plan.place_TK, sent)
         self._results: dict[int, Tensor] = {}
-        self._flights: dict[int, AsyncAllToAll] = {}
+        self._transfers: dict[int, AsyncAllToAll] = {}
         self._empty: dict[int, Tensor] = {}
 
     def start(self, index: int) -> None:
         """Sends the rows of a stage on their way."""
         stage = self.plan.stages[index]
         if stage.route is not None:
-            self._flights[index] = flight = self._flight(stage, is_return=False)
-            flight.start(self._rows.parts[index])
+            self._transfers[index] = transfer = self._transfer(stage, is_return=False)
+            transfer.start(self._rows.parts[index])
 
     def arrive(self, index: int) -> Tensor:
         """Waits for the rows of a stage: `[R, D]` in the order of this rank's slots."""
@@ -121,7 +121,7 @@ class Dispatch:
         else:
             # Rows that stay are gathered while the others are on their way.
             kept_RD = self._rows.last() if stage.keeps_rows else None
-            arrived_RD = self._flights.pop(index).wait()
+            arrived_RD = self._transfers.pop(index).wait()
             if kept_RD is None:
                 kept_RD = arrived_RD.new_empty((0, self._width))
             rows_RD = merge_rows(arrived_RD, kept_RD, stage.arriving_position, stage.kept_position)
@@ -147,12 +147,12 @@ class Dispatch:
             self._results[panel] = y_RD.new_empty(shape)
         buffer_RD = self._results[panel]
         split = Splitting(y_RD, stage.arriving_position, stage.kept_position)
-        flight = None
+        transfer = None
         if stage.route is not None:
-            flight = self._flight(stage, is_return=True, out_RD=buffer_RD[slice(*stage.sent)])
-            flight.start(split.first_AD)
+            transfer = self._transfer(stage, is_return=True, out_RD=buffer_RD[slice(*stage.sent)])
+            transfer.start(split.first_AD)
         return Returning(
-            flight,
+            transfer,
             split.second(buffer_RD[self.plan.num_sent :] if stage.keeps_rows else buffer_RD[:0]),
         )
 
@@ -160,7 +160,7 @@ class Dispatch:
         """Waits for the results of all stages and sums those of each token: `[T, D]`."""
         # Empty parts take part as well: the graph of every rank must hold every exchange, or its
         # backward pass would leave out collectives in which the other ranks wait for it.
-        arrived = [part.flight.wait() for part in returning if part.flight is not None]
+        arrived = [part.transfer.wait() for part in returning if part.transfer is not None]
         if panel not in self._results:
             y_RD = returning[0].kept_RD
         else:
@@ -168,7 +168,7 @@ class Dispatch:
             y_RD = assembled_rows(self._results[panel], parts)
         return combine_rows(y_RD, self._weights_TK, self.plan.source_R, self.plan.place_TK)
 
-    def _flight(
+    def _transfer(
         self, stage: DispatchStage, *, is_return: bool, out_RD: Tensor | None = None
     ) -> AsyncAllToAll:
         wire, gradient_wire = self._back if is_return else self._there
@@ -184,9 +184,9 @@ class Dispatch:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Returning:
-    """Results of one stage on their way back; `flight` is None where they all stay."""
+    """Results of one stage on their way back; `transfer` is None where they all stay."""
 
-    flight: AsyncAllToAll | None
+    transfer: AsyncAllToAll | None
     kept_RD: Tensor
 
 

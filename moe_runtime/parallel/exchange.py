@@ -95,9 +95,9 @@ class _Start(Function):
     """Launches; gives a token, which ties the wait to the rows in autograd's graph."""
 
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, flight: AsyncAllToAll) -> Tensor:
-        ctx.flight = flight
-        flight.launch(rows_RD, is_gradient=False)
+    def forward(ctx: Any, rows_RD: Tensor, transfer: AsyncAllToAll) -> Tensor:
+        ctx.transfer = transfer
+        transfer.launch(rows_RD, is_gradient=False)
         return rows_RD.new_zeros(1)
 
     @staticmethod
@@ -105,19 +105,19 @@ class _Start(Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_token: Tensor
     ) -> tuple[Tensor, None]:
-        return ctx.flight.land(is_gradient=True), None
+        return ctx.transfer.land(is_gradient=True), None
 
 
 class _Wait(Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, flight: AsyncAllToAll) -> Tensor:
-        ctx.flight = flight
-        return flight.land(is_gradient=False)
+    def forward(ctx: Any, token: Tensor, transfer: AsyncAllToAll) -> Tensor:
+        ctx.transfer = transfer
+        return transfer.land(is_gradient=False)
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_RD: Tensor
     ) -> tuple[Tensor, None]:
-        ctx.flight.launch(grad_RD, is_gradient=True)
+        ctx.transfer.launch(grad_RD, is_gradient=True)
         return grad_RD.new_zeros(1), None

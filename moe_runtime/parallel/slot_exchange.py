@@ -78,11 +78,11 @@ class SlotExchange:
             [len(self.sent_slots)],
         )
         wire = ExactWire()
-        flight = AsyncAllToAll(
+        transfer = AsyncAllToAll(
             self._transport, self._route, is_return=False, wire=wire, gradient_wire=wire
         )
-        flight.start(rows.parts[0])
-        return PendingSlots(flight, rows.last(), self, own_SN.shape[1:])
+        transfer.start(rows.parts[0])
+        return PendingSlots(transfer, rows.last(), self, own_SN.shape[1:])
 
     def copy(self, own_SN: Tensor) -> Tensor:
         """`[W, ...]`: the wanted slots of one tensor."""
@@ -99,9 +99,9 @@ class PendingSlots:
     """Copies on their way."""
 
     def __init__(
-        self, flight: AsyncAllToAll, kept_RN: Tensor, exchange: SlotExchange, shape: torch.Size
+        self, transfer: AsyncAllToAll, kept_RN: Tensor, exchange: SlotExchange, shape: torch.Size
     ) -> None:
-        self._flight = flight
+        self._transfer = transfer
         self._kept_RN = kept_RN
         self._exchange = exchange
         self._shape = shape
@@ -112,7 +112,7 @@ class PendingSlots:
         Raises:
             RankFailureError: A rank died or stalled.
         """
-        merged_WN = self._exchange._merge(self._flight.wait(), self._kept_RN)
+        merged_WN = self._exchange._merge(self._transfer.wait(), self._kept_RN)
         return merged_WN.view(-1, *self._shape)
 
 

@@ -58,15 +58,15 @@ def params_per_s(stride: int | None, speeds: UpdateSpeeds) -> float:
     if stride is None:
         return 1 / max(on_cpu_s, back_s)
     there_s = speeds.bytes_in / speeds.to_device_bytes_per_s
-    home_s = speeds.bytes_out / speeds.to_host_bytes_per_s
+    to_host_s = speeds.bytes_out / speeds.to_host_bytes_per_s
     update_s = 1 / speeds.device_params_per_s
     others = stride - 1
     period_s = max(
         others * on_cpu_s,
         there_s + others * back_s,
-        home_s,
+        to_host_s,
         update_s,
-        (there_s + update_s + home_s) / speeds.buffers,
+        (there_s + update_s + to_host_s) / speeds.buffers,
     )
     return stride / period_s
 

@@ -183,8 +183,8 @@ def activation_bytes(
     experts = expert_buffer_bytes(tokens, hidden, width) + (layer * tokens if recompute else 0)
     # logits, their copy in fp32 and the gradients of both
     logits = 4 * 4 * text.vocab_size * -(-tokens // num_parts)
-    passing = 4 * 6 * hidden
-    return int(1.25 * (tokens * (kept + passing) + max(experts, logits))) + SPARE_BYTES
+    temporary = 4 * 6 * hidden
+    return int(1.25 * (tokens * (kept + temporary) + max(experts, logits))) + SPARE_BYTES
 
 
 def trained_bytes(parameters: Sequence[nn.Parameter]) -> int:

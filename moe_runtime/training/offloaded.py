@@ -240,10 +240,10 @@ def activation_bytes(config: TrainConfig, num_data_ranks: int = 1) -> int:
     # logits are computed a chunk at a time, with their gradients
     chunk = min(CHUNK_BYTES, 4 * part * model.vocab_size)
     loss = 4 * part * model.hidden_size * 3 + 3 * chunk
-    passing = 4 * tokens * model.hidden_size * 6
+    temporary = 4 * tokens * model.hidden_size * 6
     # where the plan is made later, half of it is for what experts may keep
     times = 2 if choice == "auto" else 1
-    most = (blocks + max(loss, experts) + passing) * (1 + _SPARE_SHARE)
+    most = (blocks + max(loss, experts) + temporary) * (1 + _SPARE_SHARE)
     code = 0
     if model.moe is not None:
         width = model.moe.intermediate_size

@@ -33,7 +33,7 @@ class Episodes:
     """A ring of the latest tokens of all requests, with their paths and what followed.
 
     Two moments are alike when their tokens, the tokens before, and the experts visited so far
-    agree. What followed alike moments, weighted by likeness, foretells what follows now. Nothing is
+    agree. What followed alike moments, weighted by likeness, predicts what follows now. Nothing is
     trained: a memory fills as requests are served.
 
     Args:

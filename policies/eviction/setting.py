@@ -28,7 +28,7 @@ class Setting:
         training: recorded sequences to learn from; None where there are none. ``static`` counts
             in them, ``activation-aware`` begins with their matrices.
         future: the keys of every event to come, for the policies that bound all others.
-        predictor: foretells visits, for the policies that evict by predictions. It must not be
+        predictor: predicts visits, for the policies that evict by predictions. It must not be
             shared with anyone else: the policy tells it of every event.
         costs: what a miss of each expert costs, such as the bytes to be read; only ratios matter.
             None where all cost the same.

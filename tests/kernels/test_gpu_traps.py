@@ -13,7 +13,7 @@ import torch
 
 import moe_runtime.kernels.grouped_gemm as grouped_gemm
 from moe_runtime.kernels.grouped_gemm import forward, table, tiles
-from moe_runtime.kernels.grouped_gemm.tile import Device, Tile
+from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, Tile
 
 KERNELS = Path(grouped_gemm.__file__).resolve().parents[1]
 CHANGING = {
@@ -73,7 +73,7 @@ def test_a_chip_is_described_as_it_is(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
     monkeypatch.setattr(torch.version, "hip", None)
     described = tiles.describe_device(torch.device("cuda", 0))
-    assert described == Device(shared_bytes, is_wide, num_multiprocessors)
+    assert described == GpuLimits(shared_bytes, is_wide, num_multiprocessors)
 
 
 def test_a_damaged_table_of_tiles_is_said_once_and_counts_as_none(

@@ -21,7 +21,7 @@ from moe_runtime.kernels.grouped_gemm.table import (
     tile_key,
     write_table,
 )
-from moe_runtime.kernels.grouped_gemm.tile import Device, Tile
+from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, Tile
 from moe_runtime.kernels.grouped_gemm.tuner import (
     LayerBatch,
     Problem,
@@ -87,7 +87,7 @@ def test_the_rule_wins_ties_and_other_errors_are_not_hidden() -> None:
 @pytest.mark.parametrize("kind", ["plain", "gated", "down_act_backward", "dw"])
 @pytest.mark.parametrize("rows", [1, 16, 64, 2048])
 def test_candidates_fit_the_device_and_the_rows(kind: str, rows: int) -> None:
-    device = Device(shared_bytes=99 * 1024, has_wide_accumulators=False)
+    device = GpuLimits(shared_bytes=99 * 1024, has_wide_accumulators=False)
     found = candidate_tiles(problem(KEY._replace(kind=kind, rows=rows)), device)  # type: ignore[arg-type]
     assert 3 < len(found) < 100
     for tile in found:
@@ -117,7 +117,7 @@ def test_a_table_is_used_from_the_next_call_on(
     """What a launcher asks for is what the tuner keeps, for the GPU it was measured on alone."""
     monkeypatch.setattr(table_module, "cache_folder", lambda: tmp_path / "own")
     monkeypatch.setattr(table_module, "SHIPPED", tmp_path / "shipped")
-    monkeypatch.setattr(tiles, "describe_device", lambda _: Device())
+    monkeypatch.setattr(tiles, "describe_device", lambda _: GpuLimits())
     gpu = [GPU]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: gpu[0])
     sizes: dict[str, Any] = {"num_rows": 500, "num_experts": 8, "dim_n": 768, "dim_k": 2048}

@@ -132,7 +132,9 @@ def test_the_policy_that_misses_least_is_taken_and_the_reason_says_so() -> None:
 
 
 def test_a_policy_that_takes_time_must_save_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice_module, "CANDIDATES", ("lru",))  # only thinkers stand against it
+    monkeypatch.setattr(
+        choice_module, "CANDIDATES", ("lru",)
+    )  # only online policies stand against it
     trace = trace_of(hot_and_cold())
     by_misses = choose_policy(trace.signature, trace, num_slots=15)
     assert by_misses.policy in ONLINE_POLICIES

@@ -15,7 +15,7 @@ from traces import trace_of
 
 from moe_runtime.cli.main import main
 from moe_runtime.lab.replay.link_model import Machine
-from moe_runtime.lab.report.findings import Settings, find
+from moe_runtime.lab.report.findings import ReportSettings, find
 from moe_runtime.lab.report.page import Page, Section, render
 from moe_runtime.lab.report.trace_page import trace_page
 from moe_runtime.lab.traces import write_trace
@@ -130,11 +130,11 @@ def test_plots_are_written_too(page):
     assert all(min(png_size(plot)) > 200 for plot in plots)
 
 
-def settings(**changes) -> Settings:
+def settings(**changes) -> ReportSettings:
     machine = Machine(
         bytes_per_s=1e9, latency_s=1e-4, expert_bytes=1 << 20, layer_s=1e-3, expert_s=1e-4
     )
-    usual = Settings(
+    usual = ReportSettings(
         policies=["lfu"],
         predictors=["popularity"],
         machine=machine,

@@ -33,8 +33,8 @@ def simulated(stride: int | None, speeds: UpdateSpeeds) -> float:
                 speeds.bytes_in / speeds.to_device_bytes_per_s, resource=IN, after=before
             )
             done = graph.add(1 / speeds.device_params_per_s, resource=DEVICE, after=[there])
-            home_s = speeds.bytes_out / speeds.to_host_bytes_per_s
-            gone.append(graph.add(home_s, resource=OUT, after=[done]))
+            to_host_s = speeds.bytes_out / speeds.to_host_bytes_per_s
+            gone.append(graph.add(to_host_s, resource=OUT, after=[done]))
         else:
             on_cpu_s = 1 / speeds.cpu_params_per_s + 1 / speeds.downcast_params_per_s
             done = graph.add(on_cpu_s, resource=CPU)

@@ -171,7 +171,7 @@ def test_predictions_are_evicted_furthest_first():
     while len(policy):
         evicted.append(policy.victim(anything, ExpertKey(0, 3)))
         policy.remove(evicted[-1])
-    # never foretold; 1 + 2 * 4 layers ahead; 2 + 2 * 1; 1 + 2 / 9
+    # never predicted; 1 + 2 * 4 layers ahead; 2 + 2 * 1; 1 + 2 / 9
     assert evicted == [ExpertKey(1, 0), ExpertKey(1, 2), ExpertKey(0, 1), ExpertKey(1, 3)]
 
 

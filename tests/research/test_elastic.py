@@ -23,7 +23,7 @@ from moe_runtime.errors import CheckpointError, RankFailureError
 from moe_runtime.parallel.communication.transport import LocalTransport
 from moe_runtime.parallel.placement_map import PlacementMap
 from moe_runtime.policies.placement import Devices, Placement
-from moe_runtime.research.elastic import ElasticService, GenerationRequest, start_local_workers
+from moe_runtime.research.elastic import ElasticRequest, ElasticService, start_local_workers
 from moe_runtime.research.elastic import change as changes
 from moe_runtime.research.elastic.coordinator import _rebalance
 from moe_runtime.research.elastic.paged_experts import Epoch, keys_of
@@ -178,7 +178,7 @@ def test_a_request_that_moves_goes_on_with_the_same_bits(
     )
     model = load_spread_model(checkpoint)
     enter(model, LocalTransport(), random_placement(1, 0, 0))
-    request = GenerationRequest(prompt=PROMPTS[2], max_new_tokens=12, temperature=1.5, seed=3)
+    request = ElasticRequest(prompt=PROMPTS[2], max_new_tokens=12, temperature=1.5, seed=3)
     stays = RunningRequest(0, request, model.ends)
     moves = RunningRequest(0, request, model.ends)
     while not stays.is_finished:
@@ -226,10 +226,10 @@ def expected(checkpoint: Path) -> list[tuple[int, ...]]:
     return answers
 
 
-def make_requests() -> list[GenerationRequest]:
+def make_requests() -> list[ElasticRequest]:
     sampled = {"temperature": 1.2, "top_p": 0.9}
     return [
-        GenerationRequest(
+        ElasticRequest(
             prompt=prompt,
             max_new_tokens=NEW_TOKENS,
             seed=index,
@@ -295,11 +295,11 @@ def test_a_change_that_fails_leaves_the_service_as_it_was(
 def test_bad_requests(service: tuple[ElasticService, list]) -> None:
     live, _ = service
     with pytest.raises(ValueError, match="the model knows 256 positions"):
-        live.submit(GenerationRequest(prompt=(1,), max_new_tokens=300))
+        live.submit(ElasticRequest(prompt=(1,), max_new_tokens=300))
     with pytest.raises(ValueError, match=r"token ids must be in \[0, 300\), got 300"):
-        live.submit(GenerationRequest(prompt=(300,), max_new_tokens=3))
+        live.submit(ElasticRequest(prompt=(300,), max_new_tokens=3))
     with pytest.raises(ValueError, match="the prompt is empty"):
-        GenerationRequest(prompt=(), max_new_tokens=3)
+        ElasticRequest(prompt=(), max_new_tokens=3)
     with pytest.raises(ValueError, match="num_ranks must be at least 1, got 0"):
         live.resize(0)
     with pytest.raises(ValueError, match=r"unknown algorithm 'elpb'.*eplb"):
@@ -319,11 +319,11 @@ def test_a_rank_that_dies_is_named_to_those_who_wait(
         for worker in workers:
             os.kill(worker.pid, signal.SIGKILL)
 
-    answer = live.submit(GenerationRequest(prompt=PROMPTS[0], max_new_tokens=200), kill_all)
+    answer = live.submit(ElasticRequest(prompt=PROMPTS[0], max_new_tokens=200), kill_all)
     with pytest.raises(RankFailureError, match="rank 1 of 2 has ended"):
         answer.result(TIMEOUT_S)
     with pytest.raises(RankFailureError, match="the service has ended"):
-        live.submit(GenerationRequest(prompt=PROMPTS[0], max_new_tokens=2))
+        live.submit(ElasticRequest(prompt=PROMPTS[0], max_new_tokens=2))
 
 
 def test_maps_and_workers_of_another_model(checkpoint: Path, tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_maps_and_workers_of_another_model(checkpoint: Path, tmp_path: Path) -> 
 
 
 def test_a_service_that_is_left_by_an_error_ends_at_once(checkpoint: Path) -> None:
-    request = GenerationRequest(prompt=PROMPTS[0], max_new_tokens=200)
+    request = ElasticRequest(prompt=PROMPTS[0], max_new_tokens=200)
     service = ElasticService(checkpoint, timeout_s=TIMEOUT_S)
     service.start(1)
     answer = service.submit(request)

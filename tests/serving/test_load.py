@@ -11,8 +11,14 @@ import httpx2
 import pytest
 from virtual_time import Part, events, pieces, run_virtually, scripted
 
-from moe_runtime.serving.load.client import Answer, LoadClient, LoadError
-from moe_runtime.serving.load.generator import Level, LoadSettings, Measured, run_level, run_load
+from moe_runtime.serving.load.client import LoadClient, LoadError, TimedAnswer
+from moe_runtime.serving.load.generator import (
+    Level,
+    LoadSettings,
+    MeasuredLevel,
+    run_level,
+    run_load,
+)
 from moe_runtime.serving.load.summary import each_request, parse_goodput, spread, summarize
 from moe_runtime.serving.load.workload import Lengths, LoadRequest, arrivals, parse_lengths
 
@@ -29,11 +35,11 @@ def measured_level(
     times: Sequence[float] = (),
     stop_after: int = 10**6,
     timeout_s: float = 100.0,
-) -> Measured:
+) -> MeasuredLevel:
     """Requests "0", "1" and so on to a script."""
 
-    async def work() -> Measured:
-        answers: list[Answer] = []
+    async def work() -> MeasuredLevel:
+        answers: list[TimedAnswer] = []
         async with scripted(script) as http:
             client = LoadClient(http, chat=False, fields={}, timeout_s=timeout_s)
             return await run_level(
@@ -196,7 +202,7 @@ def settings(**changes: Any) -> LoadSettings:
     return LoadSettings(**given)
 
 
-def asked_with(chosen: LoadSettings, script: Script) -> tuple[str, list[Measured], list[Any]]:
+def asked_with(chosen: LoadSettings, script: Script) -> tuple[str, list[MeasuredLevel], list[Any]]:
     """What was asked, the first small requests included."""
     asked: list[Any] = []
 
@@ -204,7 +210,7 @@ def asked_with(chosen: LoadSettings, script: Script) -> tuple[str, list[Measured
         asked.append(body)
         return script(body)
 
-    async def work() -> tuple[str, list[Measured]]:
+    async def work() -> tuple[str, list[MeasuredLevel]]:
         async with scripted(note) as http:
             client = LoadClient(http, chat=chosen.chat, fields={"temperature": 0}, timeout_s=9.0)
             return await run_load(

@@ -13,8 +13,8 @@ from http_server import Served
 
 from moe_runtime.cli.main import main
 from moe_runtime.serving.load import generator
-from moe_runtime.serving.load.client import Answer
-from moe_runtime.serving.load.generator import Level, LoadSettings, Measured
+from moe_runtime.serving.load.client import TimedAnswer
+from moe_runtime.serving.load.generator import Level, LoadSettings, MeasuredLevel
 from moe_runtime.serving.load.workload import Lengths
 
 NOBODY = "http://127.0.0.1:9"
@@ -121,8 +121,8 @@ def test_ctrl_c_shows_what_was_measured(
         assert not is_stopping()
         os.kill(os.getpid(), signal.SIGINT)
         assert is_stopping()
-        answers = [Answer(0.0, 0.5, [0.125, 0.25], 3, 2), Answer(0.0, error="cut off")]
-        return "it", [Measured(settings.levels[0], 0.0, 4.0, 9, answers)]
+        answers = [TimedAnswer(0.0, 0.5, [0.125, 0.25], 3, 2), TimedAnswer(0.0, error="cut off")]
+        return "it", [MeasuredLevel(settings.levels[0], 0.0, 4.0, 9, answers)]
 
     monkeypatch.setattr(generator, "measure", measure)
     assert main(["bench", "serve"]) == 130
@@ -139,7 +139,9 @@ def test_no_answer_at_all_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def measure(settings: LoadSettings, **_: Any) -> Any:
-        return "it", [Measured(settings.levels[0], 0.0, 4.0, 1, [Answer(0.0, error="cut off")])]
+        return "it", [
+            MeasuredLevel(settings.levels[0], 0.0, 4.0, 1, [TimedAnswer(0.0, error="cut off")])
+        ]
 
     monkeypatch.setattr(generator, "measure", measure)
     assert main(["bench", "serve"]) == 2

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.combine import combine_slots
+from moe_runtime.kernels.combine import combine_assignments
 from moe_runtime.kernels.expert_mlp.implementations.paths import resolve_path
 from moe_runtime.kernels.expert_mlp.quantized.quantized_experts import QuantizedExperts
 from moe_runtime.kernels.expert_mlp.rows import groups_between, sort_rows
@@ -97,7 +97,7 @@ def _by_expert(
     )
     # rows that nobody computed are zero, and stay so whatever their weight
     is_computed = (ids_TK >= 0) & (ids_TK < experts.num_experts)
-    return combine_slots(out_RD, weights_TK.where(is_computed, 0))
+    return combine_assignments(out_RD, weights_TK.where(is_computed, 0))
 
 
 class _Frozen(torch.autograd.Function):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoE
 
-from moe_runtime.checkpoints.families.stacked_experts import ExpertsModule
+from moe_runtime.checkpoints.families.stacked_experts import StackedExpertsModule
 
 RENAMINGS = {
     r"mlp\.input_linear\.weight": "mlp.experts.gate_up_proj",
@@ -30,5 +30,5 @@ def adapt(block: Any, config: Any) -> None:
     """Turns a block; see the package."""
     gate_up, down = block.input_linear.weight, block.output_linear.weight
     del block.input_linear, block.output_linear
-    block.experts = ExpertsModule(config, block.activation, gate_up, down)
+    block.experts = StackedExpertsModule(config, block.activation, gate_up, down)
     block.__class__ = _Block

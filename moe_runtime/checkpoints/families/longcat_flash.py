@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashMoE
 
-from moe_runtime.checkpoints.families.stacked_experts import ExpertsModule
+from moe_runtime.checkpoints.families.stacked_experts import StackedExpertsModule
 
 RENAMINGS: dict[str, str] = {}
 
@@ -30,7 +30,7 @@ def adapt(block: Any, config: Any) -> None:
     experts = block.experts
     gate_up = experts.gate_up_proj[: len(experts.down_proj)].detach()
     # transformers writes room for identity experts in one of the two weights, and never reads it
-    block.experts = ExpertsModule(
+    block.experts = StackedExpertsModule(
         config, experts.act_fn, gate_up, experts.down_proj, may_be_padded=True
     )
     block.__class__ = _Block

@@ -49,7 +49,7 @@ class _Stacked(torch.nn.Module):
 
 
 @use_experts_implementation
-class ExpertsModule(_Stacked):
+class StackedExpertsModule(_Stacked):
     """Weights as `[E, out, in]`."""
 
 

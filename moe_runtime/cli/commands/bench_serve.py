@@ -20,7 +20,7 @@ from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.files import check_output_path, write_text
 
 if TYPE_CHECKING:
-    from moe_runtime.serving.load.client import Answer
+    from moe_runtime.serving.load.client import TimedAnswer
     from moe_runtime.serving.load.generator import Level
 
 _LINES = 10
@@ -150,7 +150,7 @@ def bench_serve(
     if output is not None:
         check_output_path(output, "results")
 
-    def on_answer(level: "Level", answers: "Sequence[Answer]") -> None:
+    def on_answer(level: "Level", answers: "Sequence[TimedAnswer]") -> None:
         done = len(answers)
         if done * _LINES // requests > (done - 1) * _LINES // requests:
             line = f"moe-runtime: {_name(level._asdict())}: {done} of {requests} requests"

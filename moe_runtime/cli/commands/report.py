@@ -75,7 +75,7 @@ def report(
     """Draw a trace or the statistics of a run: one page that needs no network.
 
     Of a trace: which experts the tokens visit, how soon they come back, what caches of each size
-    would find, how well the next experts can be foretold, what prefetching would move and save. Of
+    would find, how well the next experts can be predicted, what prefetching would move and save. Of
     a run: where its experts were, what was read and why, where the time went.
     """
     session: Session = ctx.obj
@@ -134,14 +134,14 @@ def _page_of_trace(
     from moe_runtime.cli.commands.predictor import check_trainable
     from moe_runtime.cli.commands.replay import parse_shares
     from moe_runtime.lab.replay.link_model import Machine
-    from moe_runtime.lab.report.findings import Settings, find
+    from moe_runtime.lab.report.findings import ReportSettings, find
     from moe_runtime.lab.report.trace_page import trace_page
     from moe_runtime.lab.traces.readers import read_any_trace
 
     shares = parse_shares(capacity)
     if len(shares) != 1:
         raise ValueError(f"--capacity of a report is one share such as 25%, got {capacity!r}")
-    settings = Settings(
+    settings = ReportSettings(
         policies=policies,
         predictors=[check_trainable(name) for name in predictors],
         machine=Machine(

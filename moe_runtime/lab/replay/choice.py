@@ -32,11 +32,11 @@ MAX_EVENTS = 2000
 """Layer visits that are replayed: all candidates together within a second."""
 LEAST_GAIN = 0.02
 """Share of LRU's misses that another policy must save, or the difference is an accident."""
-LEAST_GAIN_OF_THINKERS = 0.1
-THINKING_S = 3e-4
-"""Seconds that a thinker takes of each layer of a step on a processor of two cores."""
+LEAST_GAIN_OF_ONLINE_POLICIES = 0.1
+ONLINE_POLICY_S = 3e-4
+"""Seconds that an online policy takes of each layer of a step on a processor of two cores."""
 LINK_BYTES_PER_S = 1e9
-"""What a disk gives, to tell whether the misses that a thinker saves are worth its time."""
+"""What a disk gives, to tell whether the misses that an online policy saves are worth its time."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ def choose_policy(
     options = [_Option(name) for name in (*CANDIDATES, *ONLINE_POLICIES) if name != "predicted"]
     options += [_Option("predicted", name) for name in estimators]
     misses = {option: _misses(workload, option, num_slots, estimators) for option in options}
-    thinking_s = num_steps * signature.num_layers * THINKING_S
-    worth = 0.0 if expert_bytes is None else thinking_s * LINK_BYTES_PER_S / expert_bytes
+    policy_s = num_steps * signature.num_layers * ONLINE_POLICY_S
+    worth = 0.0 if expert_bytes is None else policy_s * LINK_BYTES_PER_S / expert_bytes
     best = min(misses, key=lambda option: _price(misses, option, worth))
     moving = replace(best, adaptive=True)
     misses[moving] = _misses(workload, moving, num_slots, estimators)
@@ -100,13 +100,13 @@ def choose_policy(
 def _price(misses: dict[_Option, int], option: _Option, worth: float) -> float:
     """Misses, if they are clearly fewer than LRU's; else more than LRU's.
 
-    A thinker's must be fewer by what its time is worth in misses, too.
+    An online policy's must be fewer by what its time is worth in misses, too.
     """
     found, base = misses[option], misses[_BASE]
     if option == _BASE:
         return base
     is_online = option.policy in ONLINE_POLICIES
-    least = max(LEAST_GAIN_OF_THINKERS * base, worth) if is_online else LEAST_GAIN * base
+    least = max(LEAST_GAIN_OF_ONLINE_POLICIES * base, worth) if is_online else LEAST_GAIN * base
     return found if found <= base - least else base + 1 + found
 
 

@@ -211,8 +211,8 @@ class _Replayer:
             return
         in_use = frozenset(keys)
         kept: set[ExpertKey] = set()
-        num_passing = max(0, len(keys) - policy.most_held(keys, self._num_slots))
-        for key in reversed(missing[num_passing:]):  # those wanted most first
+        num_streamed = max(0, len(keys) - policy.most_held(keys, self._num_slots))
+        for key in reversed(missing[num_streamed:]):  # those wanted most first
             if self._make_room(key, in_use, reserved=len(kept)):
                 kept.add(key)
         for key in keys:

@@ -31,7 +31,7 @@ _SEQUENCE_TOKENS = 8_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ReportSettings:
     """What a report on a trace is asked for.
 
     Attributes:
@@ -86,11 +86,11 @@ class TraceFindings:
     timed: dict[str, TimedReplay]
     timed_workload: Workload
     training: TrainingReuse | None
-    settings: Settings
+    settings: ReportSettings
 
 
 def find(
-    trace: Trace, settings: Settings, *, on_progress: Callable[[str], None] = lambda _: None
+    trace: Trace, settings: ReportSettings, *, on_progress: Callable[[str], None] = lambda _: None
 ) -> TraceFindings:
     """Measures, replays and predicts.
 
@@ -149,7 +149,7 @@ def _latest_steps(trace: Trace, max_accesses: int) -> Trace:
 
 
 def _judge(
-    trace: Trace, settings: Settings, on_progress: Callable[[str], None]
+    trace: Trace, settings: ReportSettings, on_progress: Callable[[str], None]
 ) -> tuple[list[Evaluation], int]:
     """Recall on sequences that were held out; nothing where there is only one."""
     unique = without_repeats(_latest_sequences(routes_of(trace)))
@@ -175,7 +175,9 @@ def _latest_sequences(routes: Routes) -> Routes:
     return routes.select(range(routes.num_sequences - count, routes.num_sequences))
 
 
-def _replay_in_time(trace: Trace, settings: Settings) -> tuple[Workload, dict[str, TimedReplay]]:
+def _replay_in_time(
+    trace: Trace, settings: ReportSettings
+) -> tuple[Workload, dict[str, TimedReplay]]:
     """Replays the last requests; what prefetches has learned from those before them."""
     first = trace.num_steps - _latest_steps(trace, settings.max_accesses).num_steps
     everything = workload_of(trace)

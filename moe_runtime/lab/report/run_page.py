@@ -63,7 +63,7 @@ def _bytes(stats: RunStats) -> Section:
                 else " Nothing was guessed."
             )
         ),
-        how=f"In vain: about {format_bytes(int(wasted))}, by the number of wasted guesses.",
+        how=f"Wasted: about {format_bytes(int(wasted))}, by the number of wasted guesses.",
         figure=draw_bytes(stats),
         alt="Bar of bytes read: demanded, read ahead and used, prefetched wasted.",
         table=Table(

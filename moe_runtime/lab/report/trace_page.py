@@ -191,7 +191,7 @@ def _hit_section(found: TraceFindings) -> Section:
 
 
 def _recall_section(found: TraceFindings) -> Section:
-    title = "How well the next experts can be foretold"
+    title = "How well the next experts can be predicted"
     if not found.evaluations:
         return Section(
             name="recall",
@@ -211,7 +211,7 @@ def _recall_section(found: TraceFindings) -> Section:
     return Section(
         name="recall",
         title=title,
-        lesson=lesson + ". What is foretold early enough can be read while others compute.",
+        lesson=lesson + ". What is predicted early enough can be read while others compute.",
         how=(
             f"Trained and measured on different requests ({found.test_sequences} held out, "
             f"{best.num_tokens:,} tokens, repeated prompts left out); K is "

@@ -18,7 +18,7 @@ from moe_runtime.planning.remap import keep_in_place, resize
 from moe_runtime.policies.placement import Devices, Placement, RoutingProfile
 from moe_runtime.research.elastic.change import Change, decide
 from moe_runtime.research.elastic.member import POLL_S
-from moe_runtime.research.elastic.requests import GenerationRequest
+from moe_runtime.research.elastic.requests import ElasticRequest
 from moe_runtime.research.placement_solvers import place_experts
 
 LOAD_DECAY = 0.5
@@ -36,20 +36,20 @@ class ChangeReport:
         num_transfers: experts that travelled between ranks.
         num_moved_requests: running requests that went on on another rank.
         prepare_s: seconds from the order to all ranks being ready; the service went on meanwhile.
-        turn_s: seconds from the last orders in the old epoch to the first ones in the new, the step
-            between them included.
+        switch_s: seconds from the last orders in the old epoch to the first ones in the new, the
+            step between them included.
     """
 
     num_ranks: int
     num_transfers: int
     num_moved_requests: int
     prepare_s: float
-    turn_s: float
+    switch_s: float
 
 
 @dataclass(eq=False)
 class _Served:
-    request: GenerationRequest
+    request: ElasticRequest
     future: Future[Tokens]
     on_token: Callable[[int], None] | None
     tokens: list[int] = field(default_factory=list)
@@ -120,7 +120,7 @@ class Coordinator:
         return len(self._members)
 
     def submit(
-        self, request: GenerationRequest, on_token: Callable[[int], None] | None
+        self, request: ElasticRequest, on_token: Callable[[int], None] | None
     ) -> Future[Tokens]:
         """Queues a request; ``on_token`` is called from the service's thread."""
         served = _Served(request, _running_future(), on_token)
@@ -322,7 +322,7 @@ class Coordinator:
                 num_transfers=len(pending.change.transfers),
                 num_moved_requests=pending.num_moved_requests,
                 prepare_s=pending.ready_s - pending.resize_request.asked_s,
-                turn_s=time.monotonic() - pending.ready_s,
+                switch_s=time.monotonic() - pending.ready_s,
             )
         )
 

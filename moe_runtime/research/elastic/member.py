@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from moe_runtime.parallel.communication.membership import Store, exchange_bytes
 from moe_runtime.research.elastic.change import Change, ChangePreparation, decide
-from moe_runtime.research.elastic.requests import GenerationRequest, RunningRequest
+from moe_runtime.research.elastic.requests import ElasticRequest, RunningRequest
 from moe_runtime.research.elastic.spread_model import SpreadModel
 
 POLL_S = 0.02
@@ -97,7 +97,7 @@ class Member:
     def _step(self, orders: Orders | None) -> bool:
         transport = self._spread.epoch.transport
         running = [one for one in self._requests.values() if not one.is_finished]
-        arrived, passes = exchange_bytes(transport, self._letters(orders), note=len(running))
+        arrived, passes = exchange_bytes(transport, self._messages(orders), note=len(running))
         messages = {rank: json.loads(data) for rank, data in arrived.items()}
         if orders is not None:
             for rank, message in messages.items():
@@ -110,7 +110,7 @@ class Member:
                 self.model.serve_others()
         return self._obey(messages.get(0, {}).get("orders", {}))
 
-    def _letters(self, orders: Orders | None) -> dict[int, bytes]:
+    def _messages(self, orders: Orders | None) -> dict[int, bytes]:
         messages: dict[int, dict[str, Any]] = {}
         report = self._report()
         if report:
@@ -139,7 +139,7 @@ class Member:
     def _obey(self, order: dict[str, Any]) -> bool:
         """Carries out the orders after a step; False where this rank has left."""
         for number, asked in order.get("requests", ()):
-            request = GenerationRequest(**asked | {"prompt": tuple(asked["prompt"])})
+            request = ElasticRequest(**asked | {"prompt": tuple(asked["prompt"])})
             self._requests[number] = RunningRequest(number, request, self.model.ends)
         self._reports_loads = order.get("loads", False)
         if "prepare" in order:

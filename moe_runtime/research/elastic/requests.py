@@ -19,7 +19,7 @@ from moe_runtime.inference.generation import check_options
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationRequest:
+class ElasticRequest:
     """What is asked for.
 
     Attributes:
@@ -56,7 +56,7 @@ class RunningRequest:
         is_finished: nothing more is to be generated.
     """
 
-    def __init__(self, number: int, request: GenerationRequest, ends: frozenset[int]) -> None:
+    def __init__(self, number: int, request: ElasticRequest, ends: frozenset[int]) -> None:
         """A request that has not begun; ``ends`` are the tokens that end a text."""
         self.number = number
         self.request = request
@@ -134,7 +134,7 @@ class RunningRequest:
         """The request that ``pack`` wrote, for a model of this configuration."""
         header = json.loads(_metadata(data)["request"])
         asked = header["request"] | {"prompt": tuple(header["request"]["prompt"])}
-        found = cls(header["number"], GenerationRequest(**asked), ends)
+        found = cls(header["number"], ElasticRequest(**asked), ends)
         found.tokens, found.unreported = header["tokens"], header["unreported"]
         found.is_finished = header["is_finished"]
         tensors = load_tensors(data)

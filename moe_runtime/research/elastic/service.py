@@ -29,7 +29,7 @@ from moe_runtime.policies.placement import Placement
 from moe_runtime.research.elastic.change import Change
 from moe_runtime.research.elastic.coordinator import ChangeReport, Coordinator, Tokens
 from moe_runtime.research.elastic.member import POLL_S, Member
-from moe_runtime.research.elastic.requests import GenerationRequest
+from moe_runtime.research.elastic.requests import ElasticRequest
 from moe_runtime.research.elastic.worker import Address, describe, ready_model
 from moe_runtime.research.placement_solvers import check_algorithm
 
@@ -45,7 +45,7 @@ class ElasticService:
         service = ElasticService(path)
         start_local_workers(3, path, service.address)
         with service.start(num_ranks=2):
-            answer = service.submit(GenerationRequest(prompt=ids, max_new_tokens=64))
+            answer = service.submit(ElasticRequest(prompt=ids, max_new_tokens=64))
             service.resize(4).result()
             tokens = answer.result()
 
@@ -133,7 +133,7 @@ class ElasticService:
         return self._orders.placement
 
     def submit(
-        self, request: GenerationRequest, on_token: Callable[[int], None] | None = None
+        self, request: ElasticRequest, on_token: Callable[[int], None] | None = None
     ) -> Future[Tokens]:
         """Queues a request.
 

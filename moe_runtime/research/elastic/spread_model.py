@@ -13,7 +13,7 @@ from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.generation import end_token_ids
-from moe_runtime.inference.libraries import settle_libraries
+from moe_runtime.inference.libraries import set_up_libraries
 from moe_runtime.inference.loading import finish_dense, replace_experts, signature_of
 from moe_runtime.research.elastic.paged_experts import SpreadExperts, SpreadModule
 from moe_runtime.research.elastic.pages import ExpertPages
@@ -63,7 +63,7 @@ def load_spread_model(path_or_id: str | Path, *, dtype: str | torch.dtype = "aut
     """
     checkpoint = open_checkpoint(path_or_id, dtype)
     model = build_on_meta(checkpoint)
-    settle_libraries(checkpoint.dtype)
+    set_up_libraries(checkpoint.dtype)
     experts = map_experts(model, checkpoint)
     if len({module.num_experts for module in experts.modules}) > 1:
         raise UnsupportedModelError(

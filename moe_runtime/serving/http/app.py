@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from moe_runtime.serving.http.api_errors import ApiError
 from moe_runtime.serving.http.endpoints import Endpoints
-from moe_runtime.serving.http.gate import Gate
+from moe_runtime.serving.http.gate import RequestGate
 from moe_runtime.serving.http.responding import error_response
 from moe_runtime.serving.http.server import Server
 
@@ -32,7 +32,7 @@ def make_app(server: Server) -> ASGIApp:
         },
     )
     app.router.redirect_slashes = False
-    return Gate(app, server)
+    return RequestGate(app, server)
 
 
 def _as_api_error(request: Request, error: Exception) -> ApiError:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from moe_runtime.serving.http.answers.answer_text import AnswerText
 from moe_runtime.serving.http.api_errors import ApiError, FieldError, of_engine
-from moe_runtime.serving.http.generating import Choice
+from moe_runtime.serving.http.generating import AnswerChoice
 from moe_runtime.serving.http.models.served_model import ServedModel
 from moe_runtime.serving.http.schema import GenerationFields
 from moe_runtime.serving.requests import GenerationRequest, SamplingOptions
@@ -110,7 +110,7 @@ def choices_for(
     num_prompt_logprobs: int | None = None,
     matcher: LLMatcher | None = None,
     shown_tokens: Sequence[str] = (),
-) -> list[Choice]:
+) -> list[AnswerChoice]:
     """The sequences of a request: ``n`` for each prompt.
 
     Args:
@@ -158,5 +158,5 @@ def choices_for(
             except ValueError as error:
                 raise of_engine(error) from None
             text = AnswerText(vocabulary.incremental(shown_tokens), stops, stop_ids)
-            choices.append(Choice(request, text, is_first=number == 0))
+            choices.append(AnswerChoice(request, text, is_first=number == 0))
     return choices

@@ -10,7 +10,7 @@ from moe_runtime.serving.http import grammars
 from moe_runtime.serving.http.answers.answer_sections import AnswerSections
 from moe_runtime.serving.http.api_errors import FieldError
 from moe_runtime.serving.http.asking import choices_for, encode_prompt
-from moe_runtime.serving.http.generating import Choice
+from moe_runtime.serving.http.generating import AnswerChoice
 from moe_runtime.serving.http.models.chat_template import ChatTemplate, without_template
 from moe_runtime.serving.http.models.served_model import ServedModel
 from moe_runtime.serving.http.schema import ChatBody, Function, NamedTool, Tool
@@ -28,7 +28,7 @@ class ChatPlan:
         calls_tools: the answer is searched for calls.
     """
 
-    choices: list[Choice]
+    choices: list[AnswerChoice]
     functions: Sequence[Function]
     template: ChatTemplate
     opens_reasoning: bool

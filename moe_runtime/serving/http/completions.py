@@ -12,7 +12,7 @@ from moe_runtime.serving.http.answers.answer_text import AnswerToken
 from moe_runtime.serving.http.answers.log_probabilities import completion_logprobs, prompt_tokens
 from moe_runtime.serving.http.api_errors import FieldError
 from moe_runtime.serving.http.asking import check_tokens, choices_for, encode_prompt
-from moe_runtime.serving.http.generating import Choice, Generation
+from moe_runtime.serving.http.generating import AnswerChoice, Generation
 from moe_runtime.serving.http.grammars import of_response_format
 from moe_runtime.serving.http.models.served_model import ServedModel
 from moe_runtime.serving.http.schema import CompletionBody
@@ -44,7 +44,7 @@ def _is_tokens(value: Any) -> bool:
     )
 
 
-def prepare(body: CompletionBody, model: ServedModel) -> tuple[list[str], list[Choice]]:
+def prepare(body: CompletionBody, model: ServedModel) -> tuple[list[str], list[AnswerChoice]]:
     """What the engine is asked, and the texts of the prompts. Takes a while: not in the loop.
 
     Raises:

@@ -21,7 +21,7 @@ _QUIET_PATHS = frozenset({"/health", "/ping", "/metrics"})
 """What machines ask every few seconds."""
 
 
-class Gate:
+class RequestGate:
     """Lets requests through to an application.
 
     Args:

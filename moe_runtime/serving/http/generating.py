@@ -48,7 +48,7 @@ class Usage:
 
 
 @dataclass(slots=True)
-class Choice:
+class AnswerChoice:
     """One answer of a request.
 
     Attributes:
@@ -79,7 +79,7 @@ class Generation:
     """
 
     model: ServedModel
-    choices: Sequence[Choice]
+    choices: Sequence[AnswerChoice]
     times: RequestTimes
     limit_s: float
     usage: Usage = field(default_factory=Usage)
@@ -158,7 +158,7 @@ class Generation:
                 code="timeout",
             ) from None
 
-    def _take(self, index: int, choice: Choice, event: Event) -> Piece | None:
+    def _take(self, index: int, choice: AnswerChoice, event: Event) -> Piece | None:
         if isinstance(event, PromptRead):
             choice.prompt = event
             if choice.is_first:
@@ -177,7 +177,7 @@ class Generation:
             raise ApiError("the server is shutting down", status=503, code="shutting_down")
         return choice.text.end(event.reason)
 
-    def _end(self, index: int, choice: Choice, reason: str) -> None:
+    def _end(self, index: int, choice: AnswerChoice, reason: str) -> None:
         self.finish_reasons.append(reason)
         self.times.ended(index, len(choice.request.prompt_ids), choice.text.num_tokens, reason)
         # Where a stop string ended it, the engine does not know yet.

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
-from moe_runtime.serving.http.generating import Choice, Generation
+from moe_runtime.serving.http.generating import AnswerChoice, Generation
 from moe_runtime.serving.http.metrics import Metrics, RequestTimes
 from moe_runtime.serving.http.models.served_model import ServedModel
 
@@ -102,7 +102,7 @@ class Server:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.worker, partial(work, *args))
 
-    def begin(self, model: ServedModel, choices: Sequence[Choice]) -> Generation:
+    def begin(self, model: ServedModel, choices: Sequence[AnswerChoice]) -> Generation:
         """Hands a request to the engine.
 
         Raises:

@@ -24,7 +24,7 @@ class LoadError(MoERuntimeError):
 
 
 @dataclass(slots=True)
-class Answer:
+class TimedAnswer:
     """What became of one request. Times are those of the event loop, in seconds.
 
     Attributes:
@@ -69,7 +69,7 @@ class Answer:
         return (self.pieces_s[-1] - self.pieces_s[0]) / others if others > 0 else None
 
 
-class Failure(Exception):
+class RequestFailed(Exception):
     """An answer that is none.
 
     Args:
@@ -114,7 +114,7 @@ class LoadClient:
             name = response.json()["data"][0]["id"]
         except httpx2.HTTPError as error:
             raise LoadError(f"{self._http.base_url}: {_kind(error)}: {error}") from None
-        except Failure as failure:
+        except RequestFailed as failure:
             raise LoadError(f"{self._http.base_url}: {failure.kind}: {failure.message}") from None
         except (ValueError, KeyError, IndexError, TypeError):
             raise LoadError(
@@ -127,10 +127,10 @@ class LoadClient:
         """All further requests are for this model."""
         self._fields["model"] = model
 
-    async def ask(self, request: LoadRequest) -> Answer:
+    async def ask(self, request: LoadRequest) -> TimedAnswer:
         """Sends a request and reads its answer to the end; a failure is part of what it returns."""
         loop = asyncio.get_running_loop()
-        answer = Answer(loop.time())
+        answer = TimedAnswer(loop.time())
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._stream(request, answer)
@@ -139,12 +139,12 @@ class LoadClient:
             answer.message = f"not whole after {self._timeout_s:g} s"
         except httpx2.HTTPError as error:
             answer.error, answer.message = _kind(error), str(error)
-        except Failure as failure:
+        except RequestFailed as failure:
             answer.error, answer.message = failure.kind, failure.message
         answer.ended_s = loop.time()
         return answer
 
-    async def _stream(self, request: LoadRequest, answer: Answer) -> None:
+    async def _stream(self, request: LoadRequest, answer: TimedAnswer) -> None:
         loop = asyncio.get_running_loop()
         path, prompt = "completions", {"prompt": request.prompt}
         if self._chat:
@@ -165,9 +165,9 @@ class LoadClient:
                     break
                 _take(event.data, answer, loop.time())
         if not is_whole:
-            raise Failure("cut off", "the stream ended without [DONE]")
+            raise RequestFailed("cut off", "the stream ended without [DONE]")
         if not answer.pieces_s:
-            raise Failure("no text", "the answer is empty")
+            raise RequestFailed("no text", "the answer is empty")
         if not answer.is_counted:
             answer.output_tokens = len(answer.pieces_s)
 
@@ -198,12 +198,12 @@ def connect(url: str, key: str | None) -> httpx2.AsyncClient:
     )
 
 
-def _take(data: str, answer: Answer, now_s: float) -> None:
+def _take(data: str, answer: TimedAnswer, now_s: float) -> None:
     """Notes what an event brought."""
     try:
         chunk = json.loads(data)
         if chunk.get("error"):
-            raise Failure("error in the stream", _message(chunk["error"]))
+            raise RequestFailed("error in the stream", _message(chunk["error"]))
         usage, choices = chunk.get("usage"), chunk.get("choices")
         if usage:
             answer.prompt_tokens = int(usage["prompt_tokens"])
@@ -213,15 +213,15 @@ def _take(data: str, answer: Answer, now_s: float) -> None:
         if any(part.get(name) for part in parts for name in _TEXTS):
             answer.pieces_s.append(now_s)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise Failure("not understood", f"{data:.100}: {error}") from None
+        raise RequestFailed("not understood", f"{data:.100}: {error}") from None
 
 
-def _refusal(response: httpx2.Response) -> Failure:
+def _refusal(response: httpx2.Response) -> RequestFailed:
     kind = f"HTTP {response.status_code}"
     try:
-        return Failure(kind, _message(response.json()["error"]))
+        return RequestFailed(kind, _message(response.json()["error"]))
     except (ValueError, KeyError, TypeError):
-        return Failure(kind, response.text)
+        return RequestFailed(kind, response.text)
 
 
 def _message(error: Any) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
-from moe_runtime.serving.load.client import Answer, LoadClient, LoadError, connect
+from moe_runtime.serving.load.client import LoadClient, LoadError, TimedAnswer, connect
 from moe_runtime.serving.load.workload import (
     Lengths,
     LoadRequest,
@@ -69,7 +69,7 @@ class LoadSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredLevel:
     """What became of a level's requests.
 
     Attributes:
@@ -84,22 +84,22 @@ class Measured:
     began_s: float
     seconds: float
     num_requests: int
-    answers: list[Answer]
+    answers: list[TimedAnswer]
 
 
 def measure(
     settings: LoadSettings,
     *,
-    on_answer: Callable[[Level, list[Answer]], None],
+    on_answer: Callable[[Level, list[TimedAnswer]], None],
     is_stopping: Callable[[], bool],
-) -> tuple[str, list[Measured]]:
+) -> tuple[str, list[MeasuredLevel]]:
     """Measures every level; `run_load` over connections of its own.
 
     Raises:
         LoadError: the address is none, the server is not there, or it refuses a first request.
     """
 
-    async def run() -> tuple[str, list[Measured]]:
+    async def run() -> tuple[str, list[MeasuredLevel]]:
         async with connect(settings.url, settings.key) as http:
             fields = {"temperature": 0.0} | ({"ignore_eos": True} if settings.ignore_eos else {})
             client = LoadClient(
@@ -114,9 +114,9 @@ async def run_load(
     client: LoadClient,
     settings: LoadSettings,
     *,
-    on_answer: Callable[[Level, list[Answer]], None],
+    on_answer: Callable[[Level, list[TimedAnswer]], None],
     is_stopping: Callable[[], bool],
-) -> tuple[str, list[Measured]]:
+) -> tuple[str, list[MeasuredLevel]]:
     """Measures every level.
 
     Args:
@@ -134,7 +134,7 @@ async def run_load(
     model = settings.model or await client.first_model()
     client.choose(model)
     count = await _count_tokens(client, settings)
-    found: list[Measured] = []
+    found: list[MeasuredLevel] = []
     for number, level in enumerate(settings.levels):
         if is_stopping():
             break
@@ -163,14 +163,14 @@ async def run_load(
 
 
 async def run_level(
-    ask: Callable[[LoadRequest], Awaitable[Answer]],
+    ask: Callable[[LoadRequest], Awaitable[TimedAnswer]],
     requests: Sequence[LoadRequest],
     level: Level,
     times: Sequence[float],
     *,
-    on_answer: Callable[[Level, list[Answer]], None],
+    on_answer: Callable[[Level, list[TimedAnswer]], None],
     is_stopping: Callable[[], bool],
-) -> Measured:
+) -> MeasuredLevel:
     """Sends the requests of a level.
 
     Args:
@@ -183,7 +183,7 @@ async def run_level(
     """
     loop = asyncio.get_running_loop()
     began_s = loop.time()
-    answers: list[Answer] = []
+    answers: list[TimedAnswer] = []
 
     async def one(request: LoadRequest) -> None:
         answers.append(await ask(request))
@@ -213,7 +213,7 @@ async def run_level(
         if not task.cancelled():
             task.result()
     last_s = loop.time() if pending else max(answer.ended_s for answer in answers)
-    return Measured(level, began_s, last_s - began_s, len(requests), answers)
+    return MeasuredLevel(level, began_s, last_s - began_s, len(requests), answers)
 
 
 async def _count_tokens(client: LoadClient, settings: LoadSettings) -> TokenCount:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from moe_runtime.config import nearest
-from moe_runtime.serving.load.client import Answer
-from moe_runtime.serving.load.generator import Measured
+from moe_runtime.serving.load.client import TimedAnswer
+from moe_runtime.serving.load.generator import MeasuredLevel
 
 _PERCENTILES = (50, 90, 99)
 _UNITS = {"ms": 1e-3, "s": 1.0}
@@ -39,7 +39,7 @@ def parse_goodput(text: str) -> dict[str, float]:
     return bounds
 
 
-def summarize(measured: Measured, bounds: Mapping[str, float]) -> dict[str, Any]:
+def summarize(measured: MeasuredLevel, bounds: Mapping[str, float]) -> dict[str, Any]:
     """A level as a JSON object; lengths of time are in seconds.
 
     Args:
@@ -94,7 +94,7 @@ def spread(values: Iterable[float]) -> dict[str, float] | None:
     }
 
 
-def errors_by_kind(answers: Sequence[Answer]) -> dict[str, dict[str, Any]]:
+def errors_by_kind(answers: Sequence[TimedAnswer]) -> dict[str, dict[str, Any]]:
     """How many failures of each kind there were, and what the first one said."""
     kinds: dict[str, dict[str, Any]] = {}
     for answer in answers:
@@ -104,7 +104,7 @@ def errors_by_kind(answers: Sequence[Answer]) -> dict[str, dict[str, Any]]:
     return kinds
 
 
-def each_request(measured: Measured) -> list[dict[str, Any]]:
+def each_request(measured: MeasuredLevel) -> list[dict[str, Any]]:
     """What a results file keeps of single requests."""
     return [
         {
@@ -119,7 +119,7 @@ def each_request(measured: Measured) -> list[dict[str, Any]]:
     ]
 
 
-def _is_within(answer: Answer, bounds: Mapping[str, float]) -> bool:
+def _is_within(answer: TimedAnswer, bounds: Mapping[str, float]) -> bool:
     per_token_s = answer.per_token_s
     took = {"ttft": answer.first_token_s, "itl": per_token_s or 0.0, "e2e": answer.whole_s}
     return all(took[name] <= bound for name, bound in bounds.items())

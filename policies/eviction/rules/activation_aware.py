@@ -1,7 +1,7 @@
 """Activation-aware eviction: keeps what requests like the running ones activated.
 
 MoE-Infinity (arXiv 2401.14361), after the paper: an activation matrix counts the tokens that a
-request sent to each expert; the finished matrix most like the running one foretells the rest.
+request sent to each expert; the finished matrix most like the running one predicts the rest.
 
 Legend: L layers, E experts of a layer, C stored matrices.
 """

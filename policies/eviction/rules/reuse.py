@@ -2,7 +2,7 @@
 
 Ours. Belady's optimum orders experts by their next use; this estimates it from what was used, how
 often and how heavily, and from what followed similar moments. The estimate is a logistic regression
-whose weights are fitted to the very uses that it tried to foretell, some tokens later. Nothing is
+whose weights are fitted to the very uses that it tried to predict, some tokens later. Nothing is
 trained beforehand, and no constant is fitted to a model.
 
 Legend: L layers, E experts of a layer, K experts that a token visits, F features.

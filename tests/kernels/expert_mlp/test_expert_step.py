@@ -1,9 +1,9 @@
-"""`ExpertStep` gives the bits of `expert_ffn` and `combine_slots`, or leaves the call to them."""
+"""`ExpertStep` gives the bits of `expert_ffn` and `combine_assignments`, or leaves the call."""
 
 import pytest
 import torch
 
-from moe_runtime.kernels.combine import combine_slots
+from moe_runtime.kernels.combine import combine_assignments
 from moe_runtime.kernels.expert_mlp import ExpertStep, ExpertWeights, expert_ffn
 from moe_runtime.kernels.expert_mlp.decode_step import STEP_ROWS
 from moe_runtime.kernels.native import NativeLibrary
@@ -39,7 +39,7 @@ def one_by_one(
     for row, expert in enumerate(ids_R):
         token = row // num_choices
         expert_ffn(x_TD, [experts[expert]], [1], [token], [row], rows_RD, activation=activation)  # type: ignore[arg-type]
-    return combine_slots(rows_RD, weights_TK)
+    return combine_assignments(rows_RD, weights_TK)
 
 
 @torch.no_grad()

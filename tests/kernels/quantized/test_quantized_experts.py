@@ -6,7 +6,7 @@ import pytest
 import torch
 from quantized_matrices import FP8_BLOCK, INT4, MXFP4, PUBLISHED, random_matrix
 
-from moe_runtime.kernels.combine import combine_slots
+from moe_runtime.kernels.combine import combine_assignments
 from moe_runtime.kernels.expert_mlp import (
     ActivationSpec,
     ExpertStep,
@@ -189,7 +189,7 @@ def test_a_step_has_the_bits_of_its_experts_one_by_one(
         library.set_num_threads(num_threads)
         found = step(x_TD, weights_TK, ids_R, experts)
         assert found is not None
-        assert torch.equal(found, combine_slots(rows_RD, weights_TK))
+        assert torch.equal(found, combine_assignments(rows_RD, weights_TK))
 
 
 def test_hidden_values_in_pieces_of_a_block(

@@ -30,7 +30,7 @@ from moe_runtime.kernels.grouped_gemm.columns import BLOCK_SIZES, ExpertColumns
 from moe_runtime.kernels.grouped_gemm.decode import decode_expert_mlp
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
-from moe_runtime.kernels.grouped_gemm.tile import Device, ProductKind, Tile
+from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, ProductKind, Tile
 from moe_runtime.kernels.grouped_gemm.tiles import TILES_16_BIT, TILES_32_BIT, TILES_PACKED
 from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
 from moe_runtime.kernels.quantized import SCALES, QuantizedStack, WeightFormat
@@ -48,10 +48,10 @@ PACKED = {
     "int4-zeros": WeightFormat("uint4", "bf16", group_cols=32, has_zero_points=True),
 }
 DEVICES = {
-    "sm_80": Device(shared_bytes=163 * 1024, has_wide_accumulators=False),
-    "sm_90": Device(),
-    "sm_100": Device(),
-    "gfx942": Device(shared_bytes=64 * 1024, has_wide_accumulators=False),
+    "sm_80": GpuLimits(shared_bytes=163 * 1024, has_wide_accumulators=False),
+    "sm_90": GpuLimits(),
+    "sm_100": GpuLimits(),
+    "gfx942": GpuLimits(shared_bytes=64 * 1024, has_wide_accumulators=False),
 }
 
 
@@ -116,7 +116,7 @@ def product_of_widths(kind: ProductKind, tile: Tile, dtype: torch.dtype, width: 
         bias_grad(hidden, groups, out_SN=bias)
 
 
-def few_tokens(model: str, dtype: torch.dtype, device: Device) -> None:
+def few_tokens(model: str, dtype: torch.dtype, device: GpuLimits) -> None:
     """The decoding kernels of eight tokens."""
     is_gpt_oss = model == "gpt-oss"
     _, K, E, D, F = (GPT_OSS if is_gpt_oss else QWEN3).values()
@@ -149,7 +149,7 @@ def packed_stack(kind: WeightFormat, num_slots: int, num_rows: int, num_cols: in
     )
 
 
-def packed_products(name: str, tile: Tile | None, dtype: torch.dtype, device: Device) -> None:
+def packed_products(name: str, tile: Tile | None, dtype: torch.dtype, device: GpuLimits) -> None:
     """Both products of a layer whose experts are packed, read through a slot table.
 
     Args:
@@ -186,7 +186,9 @@ def packed_products(name: str, tile: Tile | None, dtype: torch.dtype, device: De
     plain_product(hidden, down, groups, out=out, bias_SN=biases[2], tile=tile)
 
 
-def packed_calls(device: Device, *, every_tile: bool) -> Iterator[tuple[str, Callable[[], None]]]:
+def packed_calls(
+    device: GpuLimits, *, every_tile: bool
+) -> Iterator[tuple[str, Callable[[], None]]]:
     """The products of `packed_products`, with a description.
 
     Unless it is every tile, each format is compiled for few rows or for many.
@@ -207,7 +209,7 @@ def packed_calls(device: Device, *, every_tile: bool) -> Iterator[tuple[str, Cal
         yield f"packed mxfp4 float32 {fitted}", many
 
 
-def small_kernels(device: Device) -> None:
+def small_kernels(device: GpuLimits) -> None:
     """What has no tile to choose."""
     ids, order = meta(4096, 8, dtype=torch.int64), meta(4096 * 8, dtype=torch.int64)
     token_sort_triton(ids, 128)
@@ -224,7 +226,7 @@ def small_kernels(device: Device) -> None:
     bias_grad(y, groups, out_SN=meta(128, 2048))
 
 
-def block_sparse(block_rows: int, dtype: torch.dtype, device: Device, *, is_even: bool) -> None:
+def block_sparse(block_rows: int, dtype: torch.dtype, device: GpuLimits, *, is_even: bool) -> None:
     """The two products, as a layer and its backward pass launch them."""
     T, K, E, D, F = QWEN3.values()
     block_columns = 64 if dtype == torch.float32 else 128

@@ -1,4 +1,4 @@
-"""`combine_slots`: the weighted sum over expert outputs that lie in the order of their slots.
+"""`combine_assignments`: the weighted sum over expert outputs that lie in the order of choices.
 
 Shape suffixes: T tokens, K choices a token, D model, R = T*K routed rows.
 """
@@ -30,7 +30,7 @@ MAX_CHOICES = 1024
 Impl = Literal["auto", "native", "reference"]
 
 
-def combine_slots(y_RD: Tensor, weights_TK: Tensor, *, impl: Impl = "auto") -> Tensor:
+def combine_assignments(y_RD: Tensor, weights_TK: Tensor, *, impl: Impl = "auto") -> Tensor:
     """Adds up the expert outputs of each token, weighted by its gate, in the order of its choices.
 
     `out[t] = sum_k weights[t, k] * y[t * K + k]` with sums in fp32, rounded once.
@@ -62,12 +62,12 @@ def combine_slots(y_RD: Tensor, weights_TK: Tensor, *, impl: Impl = "auto") -> T
     elif impl not in ("auto", "reference"):
         raise ValueError(f"impl must be one of auto, native, reference, got {impl!r}")
     if library is None or (impl == "auto" and _native_problem(y_RD, weights_TK)):
-        return combine_slots_reference(y_RD, weights_TK)
+        return combine_assignments_reference(y_RD, weights_TK)
     return _run_native(library, y_RD, weights_TK)
 
 
-def combine_slots_reference(y_RD: Tensor, weights_TK: Tensor) -> Tensor:
-    """`combine_slots` in plain torch: the specification. Computes in fp64 when `y` is fp64."""
+def combine_assignments_reference(y_RD: Tensor, weights_TK: Tensor) -> Tensor:
+    """The specification of `combine_assignments`, in plain torch; in fp64 when `y` is fp64."""
     wide = precise_dtype(y_RD)
     num_choices = weights_TK.shape[1]
     parts = zip(
@@ -99,7 +99,7 @@ def _run_native(library: NativeLibrary, y: Tensor, weights: Tensor) -> Tensor:
     y, weights = y.contiguous(), weights.contiguous()
     num_tokens, num_choices = weights.shape
     out = y.new_empty((num_tokens, y.shape[1]))
-    status = library.combine_slots(
+    status = library.combine_assignments(
         y.data_ptr(), weights.data_ptr(), out.data_ptr(),
         num_tokens, num_choices, y.shape[1],
         DTYPE_CODES[y.dtype], DTYPE_CODES[weights.dtype], library.shares_threads(),

@@ -1,9 +1,9 @@
-"""`combine_slots` against fp64."""
+"""`combine_assignments` against fp64."""
 
 import pytest
 import torch
 
-from moe_runtime.kernels.combine import combine_slots, combine_slots_reference
+from moe_runtime.kernels.combine import combine_assignments, combine_assignments_reference
 from moe_runtime.kernels.native import native_library
 
 needs_native = pytest.mark.skipif(
@@ -31,7 +31,7 @@ def exact(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("sizes", SIZES)
 def test_against_fp64(sizes, dtype, weights_dtype, impl):
     y, weights = operands(sizes, dtype, weights_dtype)
-    found = combine_slots(y, weights, impl=impl)
+    found = combine_assignments(y, weights, impl=impl)
     wanted = exact(y, weights)
     assert found.dtype == dtype
     # one rounding for each of K terms in fp32, and one to the type
@@ -46,12 +46,14 @@ def test_threads_and_other_tokens_change_no_bit():
     library = native_library()
     assert library is not None
     y, weights = operands((9, 4, 100), torch.bfloat16, torch.float32)
-    alone = torch.cat([combine_slots(y[4 * t : 4 * t + 4], weights[t : t + 1]) for t in range(9)])
+    alone = torch.cat(
+        [combine_assignments(y[4 * t : 4 * t + 4], weights[t : t + 1]) for t in range(9)]
+    )
     before = library.num_threads
     try:
         for num_threads in (1, 3):
             library.set_num_threads(num_threads)
-            assert torch.equal(combine_slots(y, weights, impl="native"), alone)
+            assert torch.equal(combine_assignments(y, weights, impl="native"), alone)
     finally:
         library.set_num_threads(before)
 
@@ -61,29 +63,29 @@ def test_rows_apart_in_memory_are_summed_alike():
     y, weights = operands((3, 2, 40), torch.float32, torch.float32)
     apart = torch.stack((y, y), dim=-1)[..., 0]
     assert torch.equal(
-        combine_slots(apart, weights.t().contiguous().t()), combine_slots(y, weights)
+        combine_assignments(apart, weights.t().contiguous().t()), combine_assignments(y, weights)
     )
 
 
 def test_a_gradient_goes_through_torch():
     y, weights = operands((3, 2, 8), torch.float32, torch.float32)
     y.requires_grad_()
-    combine_slots(y, weights).sum().backward()
+    combine_assignments(y, weights).sum().backward()
     assert y.grad is not None
     assert torch.allclose(y.grad, weights.reshape(-1, 1).expand(6, 8))
     if native_library() is not None:
         with pytest.raises(ValueError, match="no backward pass"):
-            combine_slots(y, weights, impl="native")
+            combine_assignments(y, weights, impl="native")
 
 
 def test_fp64_stays_fp64():
     y, weights = operands((3, 2, 8), torch.float64, torch.float32)
-    assert torch.allclose(combine_slots(y, weights), exact(y, weights), rtol=1e-14)
-    assert torch.equal(combine_slots(y, weights), combine_slots_reference(y, weights))
+    assert torch.allclose(combine_assignments(y, weights), exact(y, weights), rtol=1e-14)
+    assert torch.equal(combine_assignments(y, weights), combine_assignments_reference(y, weights))
 
 
 def test_what_does_not_fit():
     with pytest.raises(ValueError, match=r"expected y \[T \* K, D\]"):
-        combine_slots(torch.zeros(5, 4), torch.zeros(2, 2))
+        combine_assignments(torch.zeros(5, 4), torch.zeros(2, 2))
     with pytest.raises(ValueError, match="impl must be"):
-        combine_slots(torch.zeros(4, 4), torch.zeros(2, 2), impl="cuda")  # type: ignore[arg-type]
+        combine_assignments(torch.zeros(4, 4), torch.zeros(2, 2), impl="cuda")  # type: ignore[arg-type]
