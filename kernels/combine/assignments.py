@@ -99,7 +99,7 @@ def _run_native(library: NativeLibrary, y: Tensor, weights: Tensor) -> Tensor:
     y, weights = y.contiguous(), weights.contiguous()
     num_tokens, num_choices = weights.shape
     out = y.new_empty((num_tokens, y.shape[1]))
-    status = library.combine_assignments(
+    status = library.combine_slots(
         y.data_ptr(), weights.data_ptr(), out.data_ptr(),
         num_tokens, num_choices, y.shape[1],
         DTYPE_CODES[y.dtype], DTYPE_CODES[weights.dtype], library.shares_threads(),

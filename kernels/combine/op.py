@@ -27,9 +27,10 @@ def combine(
 ) -> Tensor:
     """Adds up the expert outputs of each token, weighted by its gate.
 
-    `out[t] = sum_k weights[t, k] * y[row of assignment t * K + k]`, over the assignments that have an expert,
-    in order of k with sums in fp32. No atomics: the same bits in every run. Differentiable in `y`
-    and in the weights; gradients of assignments and rows without an expert are zero.
+    `out[t] = sum_k weights[t, k] * y[row of assignment t * K + k]`, over the assignments that have
+    an expert, in order of k with sums in fp32. No atomics: the same bits in every run.
+    Differentiable in `y` and in the weights; gradients of assignments and rows without an expert
+    are zero.
 
     Args:
         y_RD: `[R, D]`, rows in the order of `sorted_tokens`. Rows past the last real one may hold
@@ -60,8 +61,8 @@ def combine(
     num_tokens = num_assignments // num_choices
     if weights_TK is not None and weights_TK.shape[0] != num_tokens:
         raise ValueError(
-            f"weights must be [{num_tokens}, {num_choices}] for {num_assignments} sorted assignments, "
-            f"got {list(weights_TK.shape)}"
+            f"weights must be [{num_tokens}, {num_choices}] for {num_assignments} sorted "
+            f"assignments, got {list(weights_TK.shape)}"
         )
     if y_RD.ndim != 2 or len(y_RD) != num_assignments:
         raise ValueError(f"y must be [{num_assignments}, D], got {list(y_RD.shape)}")
