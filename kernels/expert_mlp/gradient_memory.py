@@ -51,10 +51,10 @@ class GradientMemory:
             last = self._kept.get(owner)
             if last is not None and not last.holder.expired():
                 return untouched_zeros(parameter)  # the last gradient is still in use
-            if is_stale := last is not None and last.bytes.nbytes == parameter.nbytes:
-                memory = last.bytes
+            if last is not None and last.bytes.nbytes == parameter.nbytes:
+                memory, is_stale = last.bytes, True
             else:
-                memory = untouched_zeros(parameter).view(torch.uint8).numpy()
+                memory, is_stale = untouched_zeros(parameter).view(torch.uint8).numpy(), False
             gradient = torch.from_numpy(memory).view(parameter.dtype).view(parameter.shape)
             self._kept[owner] = _Kept(memory, StorageWeakRef(gradient.untyped_storage()))
         if is_stale:

@@ -50,6 +50,34 @@ def drop_gradients(experts: StackedExperts) -> None:
         parameter.grad = None
 
 
+def test_biases_and_transposed_weights_leave_nothing_of_old_gradients() -> None:
+    def step(number: int, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+        backward(StackedExperts(**parameters, is_transposed=True), number)
+        return {name: parameter.grad for name, parameter in parameters.items()}
+
+    def parameters() -> dict[str, Tensor]:
+        plain = make(torch.float32)
+        torch.manual_seed(1)
+        values = {
+            "gate_up": plain.gate_up.detach().mT.contiguous(),
+            "down": plain.down.detach().mT.contiguous(),
+            "gate_up_bias": torch.randn(NUM_EXPERTS, 2 * DIM_HIDDEN),
+            "down_bias": torch.randn(NUM_EXPERTS, DIM_MODEL),
+        }
+        return {name: value.requires_grad_() for name, value in values.items()}
+
+    reused = parameters()
+    for number in range(4):
+        found, expected = step(number, reused), step(number, parameters())
+        for name, gradient in found.items():
+            assert torch.equal(gradient, expected[name]), name
+            gradient.fill_(torch.nan)
+        found.clear()
+        for parameter in reused.values():
+            parameter.grad = None
+        del gradient
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_over_old_ones_have_the_bits_of_fresh_ones(dtype: torch.dtype) -> None:
     experts, places = make(dtype), set()
