@@ -28,7 +28,6 @@ from moe_runtime.kernels.quantized import WeightFormat
 
 _FLOATS = ("BF16", "F32", "F16")
 _E8M0 = ("U8", "F8_E8M0")
-_STRATEGIES = ("group", "tensor_group", "channel", "tensor", "block")
 _WORD_BITS = 32
 _PACKED, _SCALES = ".weight_packed", ".weight_scale"
 
