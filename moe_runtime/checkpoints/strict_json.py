@@ -46,7 +46,7 @@ def parse_value(raw: bytes, *, has_infinity: bool = False) -> Any:
         text = raw.decode("utf-8")
         value = json.loads(
             text,
-            object_pairs_hook=_unique_keys,
+            object_pairs_hook=unique_keys,
             parse_int=_parse_integer,
             parse_float=_parse_real,
             parse_constant=_parse_infinity if has_infinity else _parse_constant,
@@ -87,7 +87,12 @@ def one_line(text: str) -> str:
     return text if text.isprintable() and len(text) <= _MAX_PATH_CHARS else clipped(text)
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; for `json.loads`, which takes the last of two values otherwise.
+
+    Raises:
+        ValueError: a key stands in it twice.
+    """
     unique = dict(pairs)
     if len(unique) == len(pairs):
         return unique

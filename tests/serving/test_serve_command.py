@@ -87,9 +87,14 @@ def test_what_cannot_work_is_said_before_the_model_is_loaded(
         port = str(taken.getsockname()[1])
         assert f"cannot listen at 127.0.0.1 port {port}" in refused("--port", port)
     assert "cannot listen at 203.0.113.7" in refused("--host", "203.0.113.7")
-    (tmp_path / "keys").write_text("\n\n")
+    (tmp_path / "keys").write_text("\n# one for each team\n")
     assert "expected a key" in refused("--api-keys", str(tmp_path / "keys"))
     assert "--max-body" in refused("--max-body", "much")
     assert "no-model is not a directory" in refused("--port", "0")
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     assert "pip install 'moe-runtime[serve]'" in refused()
+
+
+def test_lines_of_a_file_of_keys_may_be_comments(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("# team one\nfirst\n\n  #second\n third#3 \n")
+    assert command.read_keys(tmp_path / "keys") == ("first", "third#3")

@@ -250,7 +250,7 @@ def _require_packages() -> None:
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:
-    """The keys of a file, one in each line.
+    """The keys of a file, one in each line; lines that begin with ``#`` are comments.
 
     Raises:
         ValueError: it has none, or they cannot stand in a header.
@@ -259,7 +259,8 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
     if file is None:
         return ()
     text = read_bounded(file, max_bytes=_MOST_KEY_BYTES).decode("utf-8", errors="replace")
-    keys = tuple(line.strip() for line in text.splitlines() if line.strip())
+    lines = (line.strip() for line in text.splitlines())
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys or not all(key.isascii() and key.isprintable() for key in keys):
         raise ValueError(f"--api-keys {file}: expected a key of printable ASCII in each line")
     return keys

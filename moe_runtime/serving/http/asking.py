@@ -71,12 +71,23 @@ def encode_prompt(
     Raises:
         ApiError: it cannot be encoded, or there are none or too many.
     """
+    ids = encode_text(text, model, param, add_special_tokens=add_special_tokens)
+    check_tokens(ids, model, param)
+    return ids
+
+
+def encode_text(
+    text: str, model: ServedModel, param: str, *, add_special_tokens: bool
+) -> list[int]:
+    """Tokens of a text that may be empty.
+
+    Raises:
+        ApiError: it cannot be encoded, or is too long whatever its tokens are.
+    """
     most = model.engine.most_request_tokens
     if len(text) > most * model.vocabulary.longest_token:
         raise _too_long(f"{param}: has {len(text)} characters", most, param)
-    ids = model.vocabulary.encode(text, add_special_tokens=add_special_tokens)
-    check_tokens(ids, model, param)
-    return ids
+    return model.vocabulary.encode(text, add_special_tokens=add_special_tokens)
 
 
 def check_tokens(ids: Sequence[int], model: ServedModel, param: str) -> None:

@@ -144,14 +144,14 @@ def _grammar(
         if grammar is not None:
             raise FieldError("response_format", "cannot be combined with tools that are enforced")
         assert template.tools is not None
-        param = "tools" if is_strict and not needs_call else "tool_choice"
+        param = "tool_choice" if needs_call else "tools" if is_strict else "parallel_tool_calls"
         grammar = grammars.of_tools(
             functions,
             template.tools,
             is_needed=needs_call,
             may_repeat=body.parallel_tool_calls is not False,
         )
-        if grammar is None and (needs_call or is_strict):
+        if grammar is None:
             raise FieldError(
                 param,
                 f"cannot be enforced with calls as this model writes them ({template.tools.name})",

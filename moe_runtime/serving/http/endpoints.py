@@ -15,6 +15,7 @@ import moe_runtime
 from moe_runtime.serving.http import chat, completions
 from moe_runtime.serving.http.answers.chat_answer import ChatAnswer
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
+from moe_runtime.serving.http.asking import encode_text
 from moe_runtime.serving.http.completions import CompletionAnswer
 from moe_runtime.serving.http.generating import Generation
 from moe_runtime.serving.http.models.chat_template import without_template
@@ -202,13 +203,14 @@ def _tokens_of(body: TokenizeBody, model: ServedModel) -> list[int]:
         raise FieldError("prompt", "expected either prompt or messages")
     if body.messages is None:
         adds = body.add_special_tokens is not False
-        return model.vocabulary.encode(body.prompt or "", add_special_tokens=adds)
+        return encode_text(body.prompt or "", model, "prompt", add_special_tokens=adds)
     if model.template is None:
         raise without_template(model.name)
     prompt = model.template.render(
         body.messages, add_generation_prompt=body.add_generation_prompt is not False
     )
-    return model.vocabulary.encode(prompt, add_special_tokens=bool(body.add_special_tokens))
+    adds = bool(body.add_special_tokens)
+    return encode_text(prompt, model, "messages", add_special_tokens=adds)
 
 
 def _described(model: ServedModel) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 from collections.abc import Callable, Iterator
 
@@ -85,10 +86,9 @@ def serve(
         access_log=False,
         lifespan="off",
         server_header=False,
-        timeout_graceful_shutdown=None if drain_s is None else max(round(drain_s), 1),
     )
     with server.worker:
-        asyncio.run(_serve(_Uvicorn(config), server, listening, is_stopping))
+        asyncio.run(_serve(_Uvicorn(config), server, listening, is_stopping, drain_s))
 
 
 async def _serve(
@@ -96,11 +96,19 @@ async def _serve(
     server: Server,
     listening: socket.socket,
     is_stopping: Callable[[], bool],
+    drain_s: float | None,
 ) -> None:
     serving = asyncio.ensure_future(uvicorn_server.serve([listening]))
     while not is_stopping() and not serving.done():
         await asyncio.sleep(_LOOK_S)
     server.is_draining = True
     server.log("draining", {})
+    # Whoever asks hears that it drains until the last answer: uvicorn's own end closes the address.
+    clock = asyncio.get_running_loop().time
+    end_s = math.inf if drain_s is None else clock() + drain_s
+    while uvicorn_server.server_state.tasks and not serving.done() and clock() < end_s:
+        await asyncio.sleep(_LOOK_S)
+    if drain_s is not None:
+        uvicorn_server.config.timeout_graceful_shutdown = max(round(end_s - clock()), 1)
     uvicorn_server.should_exit = True
     await serving

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import json
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from moe_runtime.checkpoints.strict_json import unique_keys
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
 
 _MOST_SHOWN = 200
@@ -187,12 +189,17 @@ def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
     """Reads a request.
 
     Raises:
-        ApiError: it is no JSON, lacks a field, has one too many, or one that is out of range.
+        ApiError: it is no JSON, lacks a field, has one too many, twice, or out of range.
     """
     try:
-        return kind.model_validate_json(raw)
+        body = kind.model_validate_json(raw)
     except ValidationError as error:
         raise _first_problem(error, kind) from None
+    try:
+        json.loads(raw, object_pairs_hook=unique_keys)  # of two values pydantic takes the last
+    except ValueError as error:
+        raise ApiError(f"the body has {error}") from None
+    return body
 
 
 def _first_problem(error: ValidationError, kind: type[_Body]) -> ApiError:

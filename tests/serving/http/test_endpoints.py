@@ -1,8 +1,10 @@
 """What the server says of itself and of text, who may ask, and what happens to odd clients."""
 
 import contextlib
+import copy
 import socket
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,6 +18,7 @@ from moe_runtime.serving.requests import (
     Finished,
     GenerationRequest,
     NewToken,
+    OnEvent,
     PromptRead,
     QueueFullError,
 )
@@ -50,6 +53,36 @@ def test_text_and_tokens(site: Served, tokenizer: Any) -> None:
     status, found = site.ask("/tokenize", {"messages": messages})
     assert tokenizer.decode(found["tokens"]) == "user: Hi\nassistant:"
     assert site.ask("/tokenizer_info")[1]["eos_token"] == "<|endoftext|>"
+
+
+def test_a_text_that_no_request_may_have_is_not_encoded(site: Served) -> None:
+    for path in ("/tokenize", "/v1/completions"):
+        status, found = site.ask(path, {"prompt": "a" * 200_000})
+        assert status == 400
+        assert found["error"]["code"] == "context_length_exceeded"
+        assert found["error"]["message"].startswith("prompt: has 200000 characters")
+
+
+@pytest.mark.parametrize(
+    "field", [b'"max_tokens": 1, "max_tokens": 9', b'"logit_bias": {"5": 1, "5": 2}']
+)
+def test_a_field_that_is_there_twice_is_refused(site: Served, field: bytes) -> None:
+    status, found = site.ask("/v1/completions", b'{"prompt": "a", ' + field + b"}")
+    assert status == 400
+    assert "twice in one object" in found["error"]["message"]
+
+
+def test_one_call_at_most_is_refused_where_no_grammar_can_hold_it(tokenizer: Any) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{% if tools %}<tool_call><function=example>{% endif %}user: "
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool], "max_tokens": 2}
+    engine = ScriptedEngine(lambda request: [PromptRead(0), Finished("length")])
+    with served([model_of("pocket", engine, tokenizer, 4096)]) as site:
+        assert site.ask("/v1/chat/completions", body | {"parallel_tool_calls": True})[0] == 200
+        status, found = site.ask("/v1/chat/completions", body | {"parallel_tool_calls": False})
+    assert (status, found["error"]["param"]) == (400, "parallel_tool_calls")
+    assert "qwen-xml" in found["error"]["message"]
 
 
 def test_tokens_are_returned_where_they_are_asked_for(site: Served, tokenizer: Any) -> None:
@@ -252,3 +285,28 @@ def test_what_is_wrong_is_named_as_the_client_wrote_it(
         status, found = site.ask("/v1/completions", {"prompt": "a", **given})
         assert (status, found["error"]["param"]) == (400, param), found
         assert complaint in found["error"]["message"]
+
+
+class HoldingEngine(ScriptedEngine):
+    """Ends its request when it is told to."""
+
+    def submit(self, request: GenerationRequest, on_event: OnEvent) -> ScriptedEngine:
+        self.finish = lambda: on_event(Finished("length"))
+        return super().submit(request, on_event)
+
+
+def test_a_server_that_drains_says_so_until_the_last_answer(tokenizer: Any) -> None:
+    engine = HoldingEngine(lambda request: [PromptRead(0), NewToken(5)])
+    with contextlib.ExitStack() as serving, ThreadPoolExecutor(2) as threads:
+        site = serving.enter_context(served([model_of("pocket", engine, tokenizer, 4096)]))
+        answer = threads.submit(site.ask, "/v1/completions", BODY)
+        engine.asked.wait()
+        assert site.ask("/health") == (200, {"alive": True, "ready": True})
+        stopping = threads.submit(serving.close)
+        while site.ask("/health")[0] == 200:
+            pass
+        assert site.ask("/health") == (503, {"alive": True, "ready": False})
+        assert site.ask("/v1/completions", BODY)[0] == 503
+        engine.finish()
+        stopping.result()
+    assert answer.result()[0] == 200
