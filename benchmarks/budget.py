@@ -107,7 +107,8 @@ def words_of(case: Case, smallest: int = 0) -> list[str]:
         words += ["--prompt", prompt]
     budget = {"smallest": str(smallest), "less": str(smallest - 1)}.get(case.budget, case.budget)
     words += ["--host-memory", budget, "--policy", case.policy, "--prefetch", case.prefetch]
-    return [*words, "--predictor", case.predictor]
+    # that of `auto` goes without saying, and is refused where nobody guesses
+    return words if case.predictor == "auto" else [*words, "--predictor", case.predictor]
 
 
 def run(case: Case, cache: Path, smallest: int = 0) -> subprocess.CompletedProcess[str]:
