@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_runtime.bench.texts import language_reference as language_reference
+
 # A prime that divides no vocabulary size in use: multiplying by it permutes the ids.
 SPREAD = 7919
 PIECE = re.compile(r" ?[A-Za-z]+| ?[0-9]| ?[^\sA-Za-z0-9]+|\s+(?=\S)|\s+")
@@ -49,13 +51,6 @@ def make_prompt(
     if len(ids) < wanted:
         raise ValueError(f"the text has {len(ids)} tokens, asked for {wanted}: ask for fewer")
     return Prompt(tuple(ids[:num_prompt]), tuple(ids[num_prompt:wanted]), source)
-
-
-def language_reference() -> str:
-    """The prose topics of `pydoc`, longest first."""
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(sorted(topics.values(), key=lambda topic: (-len(topic), topic)))
 
 
 def cut(text: str) -> list[str]:

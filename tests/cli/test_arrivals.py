@@ -2,13 +2,14 @@
 
 import dataclasses
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from command_line import all_commands
+from given_values import is_given, parts
 from synthetic_routes import make_routes
 from traces import trace_of
 
@@ -295,6 +296,24 @@ CASES = {
         dict.fromkeys(("model", "text", "host_memory"), "tests/cli/test_predictor.py"),
     ),
     "predictor list": Case((), (), {}),
+    "bench latency": Case(
+        ("moe_runtime.bench.peer_files.find_peer", "moe_runtime.bench.latency.measure_latency"),
+        (str(ROOT / "models" / "pocket"),),
+        {
+            "model": ("", ("model", str(ROOT / "models" / "pocket"))),
+            "peer": ("--peer transformers:eager", ("variant", "eager")),
+            "prompt_tokens": ("--prompt-tokens 23", 23),
+            "max_new_tokens": ("-n 7", ("num_new", 7)),
+            "host_memory": ("--host-memory 7GiB", ("host_memory", "7GiB")),
+            "policy": ("--policy lru", ("policy", "lru")),
+            "prefetch": ("--prefetch enforce", ("prefetch", "enforce")),
+            "threads": ("--threads 3", ("num_threads", 3)),
+            "max_s": ("--time 37", ("max_s", 37.0)),
+            "precision": ("--precision 0.17", ("precision", 0.17)),
+            "agreement": ("--agreement 0.375", ("agreement", 0.375)),
+        },
+        dict.fromkeys(("prompts", "quick", "output"), "tests/bench/test_latency.py"),
+    ),
     "bench kernels": Case(
         (), (), {}, dict.fromkeys(("tune", "shape", "table"), "tests/cli/test_bench.py")
     ),
@@ -310,36 +329,6 @@ def test_no_option_is_left_out() -> None:
         assert case.arrives.keys() | case.elsewhere.keys() == options, name
         assert not case.arrives.keys() & case.elsewhere.keys()
         assert all((ROOT / file).is_file() for file in case.elsewhere.values())
-
-
-def parts(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Everything within a value, with the name of the field that holds it."""
-    yield name, value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from parts(getattr(value, field.name), field.name)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from parts(item, str(key))
-    elif isinstance(value, list | tuple):
-        if all(is_named(item) for item in value):
-            yield "names", [item.name for item in value]
-        for item in value:
-            yield from parts(item, name)
-    elif is_named(value):
-        yield "name", value.name
-
-
-def is_named(value: Any) -> bool:
-    return isinstance(getattr(value, "name", None), str) and not isinstance(value, Path)
-
-
-def is_given(expected: Any, given: list[tuple[str, Any]]) -> bool:
-    """A value of that type and, if it is a pair, under that name."""
-    name, value = expected if isinstance(expected, tuple) else (None, expected)
-    return any(
-        type(item) is type(value) and item == value and name in (None, held) for held, item in given
-    )
 
 
 def given_to_callees(

@@ -234,6 +234,10 @@ INPUTS = {
         (["predictor", "fit", "--model", "MODEL", "--text", "FILE", "-o"], "MODEL/config.json"),
     ],
     "generate": [(["generate", "MODEL", "--prompts", "FILE", "--output"], "FILE")],
+    "bench latency": [
+        (["bench", "latency", "MODEL", "--prompts", "FILE", "--output"], "FILE"),
+        (["bench", "latency", "MODEL", "--output"], "MODEL/config.json"),
+    ],
     "bench serve": [(["bench", "serve", "--prompts", "FILE", "--output"], "FILE")],
     "bench kernels": [],  # reads nothing
 }

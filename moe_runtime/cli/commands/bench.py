@@ -1,4 +1,4 @@
-"""``moe-runtime bench``: measure servers, and the kernels on this GPU, whose tiles it chooses."""
+"""``moe-runtime bench``: a model beside other systems, servers, kernels, whose tiles it picks."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from moe_runtime.cli import options
+from moe_runtime.cli.commands.bench_latency import bench_latency
 from moe_runtime.cli.commands.bench_serve import bench_serve
 from moe_runtime.cli.console import Session, print_json, print_table
 from moe_runtime.cli.strict import StrictCommand
@@ -42,8 +43,11 @@ Table = Annotated[
 
 def bench_app() -> typer.Typer:
     """The group of commands."""
-    app = typer.Typer(help="Measure kernels on this machine, or a server.", no_args_is_help=True)
+    app = typer.Typer(
+        help="Measure a model, kernels on this machine, or a server.", no_args_is_help=True
+    )
     app.command(cls=StrictCommand)(kernels)
+    app.command("latency", cls=StrictCommand)(bench_latency)
     app.command("serve", cls=StrictCommand)(bench_serve)
     app.callback()(lambda: None)
     return app

@@ -35,6 +35,7 @@ _SOUND = {
     "predictor evaluate": ("trace.npz",),
     "predictor list": (),
     "bench kernels": (),
+    "bench latency": ("model", "--quick", "--time", "1", "-n", "2", "--host-memory", "1GiB"),
     # Nothing listens at that port: what is wrong is said, or that nobody answers.
     "bench serve": ("--url", "http://127.0.0.1:9", "--timeout", "1"),
 }
@@ -44,7 +45,7 @@ _OUTPUT_OPTIONS = {"--output", "--trace", "--timeline", "--png", "--plot", "--ta
 _OUTPUTS = ("answers.jsonl", "report.html", "new.npz", "new.json")
 _RUN_FOLDERS = ("trained", "tuned", "finetuned", "packed")
 # Doctor measures the disk with a file of half a gigabyte, and for seconds.
-_RARE = {"doctor": 0.02, "bench kernels": 0.3}
+_RARE = {"doctor": 0.02, "bench kernels": 0.3, "bench latency": 0.1}
 
 
 def options_of(command: str) -> list[tuple[str, bool]]:
@@ -99,7 +100,9 @@ def option(rng: Random, place: Path, good: Path) -> Case:
 def argument(rng: Random, place: Path, good: Path) -> Case:
     """Odd words where a model or a file belongs, and words too many or too few."""
     _fill(place, good)
-    command = rng.choice(sorted(set(_SOUND) - {"doctor", "bench kernels", "simulate", "serve"}))
+    command = rng.choice(
+        sorted(set(_SOUND) - {"doctor", "bench kernels", "bench latency", "simulate", "serve"})
+    )
     words = [*command.split(), *_SOUND[command]]
     at = len(command.split())
     way = rng.randrange(4)

@@ -1,0 +1,84 @@
+"""Which peers there are, and which environment each runs in."""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+from moe_runtime.bench.peer_process import PeerProgram, this_python
+from moe_runtime.config import require_known
+
+_FOLDER = Path(__file__).resolve().parent / "peers"
+_NOT_PEERS = ("__init__", "host", "moe_runtime")
+OURS = "moe_runtime"
+
+
+def peer_names() -> list[str]:
+    """The peers of the package."""
+    return sorted(file.stem for file in _FOLDER.glob("*.py") if file.stem not in _NOT_PEERS)
+
+
+def peer_file(name: str) -> Path:
+    """The file of a peer: of the package by its name, anybody's by a path that ends in ``.py``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name.endswith(".py"):
+        if not Path(name).is_file():
+            raise ValueError(f"--peer {name}: no such file")
+        return Path(name).resolve()
+    plain = name.replace(".", "_").replace("-", "_")
+    require_known("peer", plain, peer_names())
+    return _FOLDER / f"{plain}.py"
+
+
+def describe_peer(file: Path) -> dict[str, Any]:
+    """The constants ``INSTALL``, ``PACKAGES`` and ``VARIANTS`` of a peer's file, which is not run.
+
+    Raises:
+        ValueError: it is not Python, or ``INSTALL`` or ``PACKAGES`` is missing.
+    """
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        found = {
+            node.targets[0].id: ast.literal_eval(node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and node.targets[0].id in ("INSTALL", "PACKAGES", "VARIANTS")
+        }
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{file}: not the file of a peer: {error}") from None
+    if missing := [name for name in ("INSTALL", "PACKAGES") if name not in found]:
+        raise ValueError(f"{file}: not the file of a peer: it says no {' and no '.join(missing)}")
+    return {"VARIANTS": (), **found}
+
+
+def find_peer(asked: str, settings: dict[str, Any]) -> PeerProgram:
+    """Reads ``NAME[:VARIANT][@PYTHON]``, such as ``transformers:eager@peers/bin/python``.
+
+    Args:
+        asked: the peer's name or file, a variant that its file names, its interpreter.
+        settings: of the run; the variant is added.
+
+    Raises:
+        ValueError: there is no such peer or variant.
+    """
+    named, _, python = asked.partition("@")
+    name, _, variant = named.partition(":")
+    file = peer_file(name)
+    described = describe_peer(file)
+    if variant:
+        require_known(f"variant of {file.stem}", variant, described["VARIANTS"])
+    return PeerProgram(
+        name=file.stem + (f":{variant}" if variant else ""),
+        file=file,
+        python=Path(python).absolute() if python else this_python(),
+        settings={**settings, "variant": variant or None},
+    )
+
+
+def our_program(settings: dict[str, Any]) -> PeerProgram:
+    """This project as a peer among the others."""
+    file = _FOLDER / f"{OURS}.py"
+    return PeerProgram(name=OURS, file=file, python=this_python(), settings=settings)

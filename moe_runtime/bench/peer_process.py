@@ -1,0 +1,132 @@
+"""A peer in a process of its own, asked in lines of JSON (``peers/host.py`` is the other end)."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_runtime.bench.runner import PeerFailedError
+
+_HOST = Path(__file__).resolve().parent / "peers" / "host.py"
+_SHOWN = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerProgram:
+    """Which peer, and what runs it.
+
+    Attributes:
+        name: in results and tables.
+        file: the peer's file.
+        python: the interpreter of its environment.
+        settings: what its constructor is given.
+    """
+
+    name: str
+    file: Path
+    python: Path
+    settings: dict[str, Any]
+
+
+class PeerProcess:
+    """A running peer."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Any, timeout_s: float) -> None:
+        self._process = process
+        self._log = log
+        self._timeout_s = timeout_s
+        self._unread = b""
+
+    def ask(self, what: str, **more: Any) -> dict[str, Any]:
+        """Sends a request and waits for its answer.
+
+        Raises:
+            PeerFailedError: the peer ended, or did not answer in time.
+        """
+        requests = self._process.stdin
+        assert requests is not None
+        try:
+            requests.write(json.dumps({"do": what, **more}).encode() + b"\n")
+            requests.flush()
+        except BrokenPipeError:
+            raise PeerFailedError(self._why()) from None
+        return json.loads(self._line(what))
+
+    def _line(self, what: str) -> bytes:
+        answers = self._process.stdout
+        assert answers is not None
+        end = time.monotonic() + self._timeout_s
+        while b"\n" not in self._unread:
+            ready, _, _ = select.select([answers], [], [], max(0.0, end - time.monotonic()))
+            if not ready:
+                raise PeerFailedError(f"no answer to {what!r} after {self._timeout_s:.0f} s")
+            part = os.read(answers.fileno(), 1 << 16)
+            if not part:
+                raise PeerFailedError(self._why())
+            self._unread += part
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+    def _why(self) -> str:
+        code = self._process.wait(self._timeout_s)
+        self._log.seek(0)
+        lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines()]
+        last = next((line for line in reversed(lines) if line), "")
+        if code < 0:
+            name = signal.Signals(-code).name
+            return f"killed by {name}" + (", for want of memory?" if name == "SIGKILL" else "")
+        return last[:_SHOWN] or f"ended with exit code {code}"
+
+
+@contextmanager
+def started(program: PeerProgram, timeout_s: float) -> Iterator[PeerProcess]:
+    """Runs a peer within the block; it is killed with all that it started when the block ends.
+
+    Raises:
+        PeerFailedError: its interpreter is not there.
+    """
+    threads = program.settings["num_threads"]
+    command = ["env", f"OMP_NUM_THREADS={threads}", "HF_HUB_OFFLINE=1"]
+    # -P: the folder of host.py is no place to import from.
+    command += [str(program.python), "-P", str(_HOST), str(program.file)]
+    if not program.python.is_file():
+        raise PeerFailedError(f"{program.python} is not there")
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            yield PeerProcess(process, log, timeout_s)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    # What a dead peer never read cannot be flushed.
+                    _close(stream)
+
+
+def _close(stream: Any) -> None:
+    try:
+        stream.close()
+    except BrokenPipeError:
+        return
+
+
+def this_python() -> Path:
+    """The interpreter of this process."""
+    return Path(sys.executable)

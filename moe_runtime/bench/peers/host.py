@@ -1,0 +1,144 @@
+"""Runs one peer: ``python host.py PEER.py``, with requests and answers as lines of JSON.
+
+It runs in the peer's own environment, so it uses the standard library alone and imports nothing of
+this project. An error ends it; the last line on standard error says why.
+
+Requests, each answered by one line:
+    {"do": "start", "settings": {...}}                      imports what the peer needs
+    {"do": "load"}                                          loads the model
+    {"do": "measure", "ids": [...], "num_new": N, "given": [...] or null}
+    {"do": "end"}                                           its peak of memory; frees the model
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+
+class ImportClock:
+    """Seconds that the main thread spends on imports, wherever they happen.
+
+    Libraries import much of themselves when it is first needed: within the loading of a model, say,
+    which would then seem slow.
+    """
+
+    def __init__(self) -> None:
+        self.spent_s = 0.0
+        self._depth = 0
+        bootstrap: Any = importlib._bootstrap  # type: ignore[attr-defined]
+        # Both the statement and `import_module` look it up there, for modules not yet imported.
+        find_and_load = bootstrap._find_and_load
+
+        def timed(*args: Any) -> Any:
+            is_outermost = not self._depth and threading.current_thread() is threading.main_thread()
+            if not is_outermost:
+                return find_and_load(*args)
+            self._depth += 1
+            begin = time.perf_counter()
+            try:
+                return find_and_load(*args)
+            finally:
+                self.spent_s += time.perf_counter() - begin
+                self._depth -= 1
+
+        bootstrap._find_and_load = timed
+
+
+def answer_requests(peer_file: str, requests: Any, answers: Any) -> None:
+    """Reads requests to their end and answers them in turn."""
+    clock = ImportClock()
+    peer: Any = None
+    for line in requests:
+        asked = json.loads(line)
+        begin, imported = time.perf_counter(), clock.spent_s
+        if asked["do"] == "start":
+            module = _read(peer_file)
+            peer = module.Peer(asked["settings"])
+            found = {"start_s": time.perf_counter() - begin, "versions": _versions(module)}
+            found["rss_after_imports_bytes"] = _status_bytes("VmRSS")
+        elif asked["do"] == "load":
+            peer.load()
+            import_s = clock.spent_s - imported
+            found = {"load_s": time.perf_counter() - begin - import_s, "import_s": import_s}
+        elif asked["do"] == "measure":
+            found = measure(peer, asked["ids"], asked["num_new"], asked["given"])
+        else:
+            found = {"peak_rss_bytes": _status_bytes("VmHWM")}
+            peer.close()
+        answers.write(json.dumps(found) + "\n")
+        answers.flush()
+
+
+def measure(peer: Any, ids: list[int], num_new: int, given: list[int] | None) -> dict[str, Any]:
+    """Reads a prompt and appends tokens: the peer's own likeliest ones, or those given.
+
+    Returns:
+        ``first_token_s``; ``between_tokens_s`` of each further token; ``ids``, the likeliest token
+        after the prompt and after each one appended; bytes and page faults as the kernel counts
+        them (``read_call_bytes`` through system calls, ``storage_bytes`` from the disk itself).
+    """
+    before = _io()
+    begin = time.perf_counter()
+    token = peer.prefill(ids)
+    first_token_s = time.perf_counter() - begin
+    likeliest, between_s = [token], []
+    for number in range(num_new - 1):
+        begin = time.perf_counter()
+        token = peer.step(token if given is None else given[number])
+        between_s.append(time.perf_counter() - begin)
+        likeliest.append(token)
+    after = _io()
+    io = {name: after[name] - before[name] for name in after}
+    return {"first_token_s": first_token_s, "between_tokens_s": between_s, "ids": likeliest, **io}
+
+
+def _read(peer_file: str) -> Any:
+    spec = importlib.util.spec_from_file_location("peer", peer_file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{peer_file}: expected a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _versions(module: Any) -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    installed = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
+    return found | {name: installed[name] for name in module.PACKAGES if name in installed}
+
+
+def _io() -> dict[str, int]:
+    """What the kernel has counted of this process so far."""
+    import resource
+
+    lines = Path("/proc/self/io").read_text().splitlines()
+    counted = {name: int(value) for name, value in (line.split(": ") for line in lines)}
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+    return {
+        "read_call_bytes": counted["rchar"],
+        "storage_bytes": counted["read_bytes"],
+        "major_faults": faults,
+    }
+
+
+def _status_bytes(field: str) -> int:
+    # `getrusage` will not do: its peak includes the process image before `exec`.
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"the kernel does not report {field}")
+
+
+if __name__ == "__main__":
+    # What libraries print must not come between the answers.
+    stream = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    answer_requests(sys.argv[1], sys.stdin, stream)

@@ -1,0 +1,160 @@
+"""Results files: one versioned format for every case, written and read here.
+
+What a file holds besides numbers is what they depend on: machine, versions, commit, command,
+settings. ``schema.json`` says it all; a file that differs from it is neither written nor read.
+"""
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from moe_runtime.bench.intervals import mean_interval, percentile
+from moe_runtime.bench.runner import MeasuredSystem
+from moe_runtime.bench.schema import read_schema, require_valid
+from moe_runtime.errors import CheckpointError
+from moe_runtime.files import write_text
+from moe_runtime.lab.this_machine import describe_machine, versions
+from moe_runtime.reading import read_bounded
+
+FORMAT, VERSION = "moe-runtime-bench", 1
+_MAX_BYTES = 256 << 20
+# An installed package lies there in no checkout of its own, if perhaps in somebody's.
+_CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a number means.
+
+    Attributes:
+        unit: ``s``, ``bytes``, ``tokens/s``, or ``count``.
+        better: ``less`` or ``more``.
+        is_judged: whether ``compare`` calls a change better or worse.
+    """
+
+    unit: str
+    better: str = "less"
+    is_judged: bool = True
+
+
+def summarize_measured(
+    measured: MeasuredSystem, metrics: Mapping[str, Metric]
+) -> dict[str, dict[str, Any]]:
+    """Mean with its interval over repetitions, and percentiles over everything, by metric."""
+    summary = {}
+    for name, metric in metrics.items():
+        values = measured.values(name)
+        if not values:
+            continue
+        pooled = [one for found in measured.repetitions for one in _as_list(found.get(name, ()))]
+        low, high = mean_interval(values) or (None, None)
+        summary[name] = {
+            "unit": metric.unit,
+            "better": metric.better,
+            "judged": metric.is_judged,
+            "median": median(values),
+            "mean": fmean(values),
+            "low": low,
+            "high": high,
+            **{f"p{share}": percentile(pooled, share / 100) for share in (50, 90, 99)},
+        }
+    return summary
+
+
+def describe_system(
+    name: str,
+    measured: MeasuredSystem,
+    metrics: Mapping[str, Metric],
+    *,
+    system_versions: Mapping[str, str],
+    quality: Mapping[str, int] | None,
+) -> dict[str, Any]:
+    """What a results file says of one system."""
+    return {
+        "system": name,
+        "failure": measured.failure,
+        "versions": dict(system_versions),
+        "quality": None if quality is None else dict(quality),
+        "repetitions": [dict(found) for found in measured.repetitions],
+        "summary": summarize_measured(measured, metrics),
+    }
+
+
+def make_results(
+    case: str, settings: Mapping[str, Any], ended: str, measurements: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """The content of a results file; ``command`` is added by whoever knows it."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "case": case,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": "",
+        "commit": commit(_CHECKOUT) if (_CHECKOUT / ".git").exists() else "unknown",
+        "machine": describe_machine(),
+        "versions": versions(),
+        "settings": dict(settings),
+        "ended": ended,
+        "measurements": list(measurements),
+    }
+
+
+def write_results(path: Path, results: Mapping[str, Any]) -> None:
+    """Writes a results file.
+
+    Raises:
+        ValueError: the schema refuses it.
+        OSError: it cannot be written.
+    """
+    require_valid(dict(results), read_schema())
+    write_text(path, json.dumps(results, indent=1, allow_nan=False) + "\n")
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """Reads a results file.
+
+    Raises:
+        CheckpointError: it is not one, or one of another version.
+        OSError: it cannot be read.
+    """
+    raw = read_bounded(path, max_bytes=_MAX_BYTES)
+    try:
+        found = json.loads(raw, parse_constant=_refuse_constant)
+        require_valid(found, read_schema())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: not results of moe-runtime bench, version {VERSION}: {error}"
+        ) from None
+    return found
+
+
+def commit(checkout: Path) -> str:
+    """The commit that a checkout is at, with ``+changes`` where files other than results differ.
+
+    ``unknown`` outside of checkouts, and without git.
+    """
+    own = (":/", ":(top,exclude)benchmarks/results")
+    try:
+        head = _git(checkout, "rev-parse", "--short=12", "HEAD")
+        changed = _git(checkout, "status", "--porcelain", "--untracked-files=no", "--", *own)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head + ("+changes" if changed else "")
+
+
+def _git(checkout: Path, *words: str) -> str:
+    command = ["git", "-C", str(checkout), *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _as_list(value: Any) -> list[float]:
+    return list(value) if isinstance(value, Sequence) else [value]
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")

@@ -1,0 +1,139 @@
+"""`bench latency` with real processes: ours on a tiny checkpoint, and peers of a few lines."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_runtime.bench.latency import LatencyPlan, measure_latency
+from moe_runtime.bench.peer_files import describe_peer, find_peer, peer_file, peer_names
+from moe_runtime.bench.peer_process import PeerProgram, started
+from moe_runtime.bench.results import read_results
+from moe_runtime.bench.runner import PeerFailedError, Rules
+from moe_runtime.cli.main import main
+
+COUNTING = """
+import sys, time
+INSTALL = "pip install nothing"
+PACKAGES = ("numpy",)
+VARIANTS = ("odd", "dies")
+class Peer:
+    def __init__(self, settings):
+        self.settings = settings
+    def load(self):
+        print("chatter on standard output")
+        import slow_module
+        if self.settings["variant"] == "dies":
+            raise MemoryError("no room for it")
+    def prefill(self, ids):
+        self.total = sum(ids)
+        return self.total % 97
+    def step(self, token):
+        self.total += token
+        return (self.total + (self.settings["variant"] == "odd")) % 97
+    def close(self):
+        pass
+"""
+
+
+def program(folder: Path, variant: str | None = None) -> PeerProgram:
+    (folder / "counting.py").write_text(COUNTING)
+    (folder / "slow_module.py").write_text("import time\ntime.sleep(0.3)\n")
+    path = f"import sys; sys.path.insert(0, {str(folder)!r})\n"
+    (folder / "counting.py").write_text(path + COUNTING)
+    asked = str(folder / "counting.py") + (f":{variant}" if variant else "")
+    return find_peer(asked, {"num_threads": 1})
+
+
+def measure(folder: Path, *variants: str, agreement: float = 0.9) -> dict[str, Any]:
+    plan = LatencyPlan(prompts=[[3, 5], [60, 70, 1]], num_new=4, agreement=agreement, timeout_s=60)
+    rules = Rules(judged=("first_token_s",), least=1, most=1)
+    peers = [program(folder, variant) for variant in variants]
+    return measure_latency(program(folder), peers, plan, rules, lambda: 0.0, settings={})
+
+
+def test_a_peer_that_says_otherwise_or_dies_gets_no_numbers(tmp_path: Path) -> None:
+    ours, odd, dies = measure(tmp_path, "odd", "dies")["measurements"]
+    assert ours["failure"] is None
+    assert ours["quality"] == {"compared": 8, "equal": 8}
+    (found,) = ours["repetitions"]
+    assert (len(found["first_token_s"]), len(found["between_tokens_s"])) == (2, 6)
+    # Every step of the odd one is one off; its two first tokens are right.
+    assert (odd["quality"], odd["repetitions"]) == ({"compared": 8, "equal": 2}, [])
+    assert "2 of 8 likeliest tokens equal" in odd["failure"]
+    assert (dies["failure"], dies["summary"]) == ("MemoryError: no room for it", {})
+
+
+def test_agreement_is_what_was_asked_for(tmp_path: Path) -> None:
+    _, odd = measure(tmp_path, "odd", agreement=0.25)["measurements"]
+    assert odd["failure"] is None
+
+
+def test_imports_are_no_part_of_loading(tmp_path: Path) -> None:
+    """The module takes 0.3 s to import, which is asked for within `load`."""
+    with started(program(tmp_path), 60.0) as process:
+        process.ask("start", settings={"variant": None})
+        found = process.ask("load")
+    assert found["import_s"] >= 0.3
+    assert found["load_s"] < found["import_s"]
+
+
+def test_a_peer_that_does_not_answer_is_ended(tmp_path: Path) -> None:
+    with (
+        started(program(tmp_path), 0.001) as process,
+        pytest.raises(PeerFailedError, match="after"),
+    ):
+        process.ask("start", settings={"variant": None})
+
+
+def test_every_peer_of_the_package_says_how_to_install_it_in_60_lines() -> None:
+    assert {"transformers", "llama_cpp"} <= set(peer_names())
+    for name in peer_names():
+        file = peer_file(name)
+        assert describe_peer(file)["INSTALL"].startswith("pip install ")
+        assert len(file.read_text().splitlines()) <= 60
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--peer", "vlllm"], "unknown peer 'vlllm'"),
+        (["--peer", "transformers:eagre"], "eager"),
+        (["--peer", "none.py"], "--peer none.py: no such file"),
+        (["--prompts", "p.txt", "--prompt-tokens", "3"], "has no effect"),
+        (["-n", "1"], "max-new-tokens"),
+    ],
+)
+def test_bad_words_are_one_line(
+    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "latency", "models/pocket", *words]) == 2
+    err = capsys.readouterr().err
+    assert complaint in err
+    assert err.count("\n") == 1
+
+
+def test_the_command_measures_us_beside_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A whole run on a tiny checkpoint: table of contents, file and `--json` agree."""
+    from text_checkpoint import save_text_checkpoint
+
+    save_text_checkpoint(tmp_path / "model")
+    (tmp_path / "p.txt").write_text("The store\nreads an expert\n")
+    path = tmp_path / "r.json"
+    words = ["--prompts", str(tmp_path / "p.txt"), "--quick", "--time", "1", "--threads", "1"]
+    words += ["--peer", f"transformers@{sys.executable}", "-o", str(path), "--json"]
+    assert main(["bench", "latency", str(tmp_path / "model"), *words]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == read_results(path)
+    assert (printed["case"], printed["ended"]) == ("latency", "time")
+    assert printed["settings"]["new_tokens"] == 16
+    for one in printed["measurements"]:
+        assert one["quality"]["equal"] >= 0.9 * one["quality"]["compared"] == 0.9 * 32
+        assert one["summary"]["first_token_s"]["p50"] > 0
+        assert one["versions"]["torch"]
+        found = one["repetitions"][0]
+        assert found["peak_rss_bytes"] > found["rss_after_imports_bytes"] > 0
