@@ -17,6 +17,7 @@ _TYPES: dict[str, Any] = {
     "boolean": bool,
     "null": type(None),
 }
+_LARGEST = 1e100  # room to multiply and divide
 _KNOWN = {
     *("$schema", "$id", "title", "type", "const", "enum", "minimum", "required"),
     *("properties", "additionalProperties", "items"),
@@ -65,6 +66,8 @@ def _require_kind(value: Any, schema: dict[str, Any], place: str) -> None:
         raise ValueError(
             f"{place}: expected {' or '.join(map(repr, allowed))}, got {_shown(value)}"
         )
+    if isinstance(value, int | float) and not abs(value) <= _LARGEST:
+        raise ValueError(f"{place}: expected a number up to {_LARGEST:g}, got {_shown(value)}")
     if "minimum" in schema and value < schema["minimum"]:
         raise ValueError(f"{place}: expected at least {schema['minimum']}, got {_shown(value)}")
 

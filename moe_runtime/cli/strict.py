@@ -15,7 +15,9 @@ from moe_runtime.checkpoints.model_files import files_of
 from moe_runtime.places import require_apart, require_file_name
 from moe_runtime.reading import require_not_read
 
-OUTPUTS = frozenset({"--output", "--plot", "--png", "--table", "--timeline", "--trace"})
+OUTPUTS = frozenset(
+    {"--csv", "--markdown", "--output", "--plot", "--png", "--table", "--timeline", "--trace"}
+)
 """Options that name a file or folder to write; what else names a file names one to read."""
 FOLDER = "DIR"
 """How the help shows an output that is a folder."""

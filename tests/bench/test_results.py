@@ -59,6 +59,7 @@ DAMAGES = {
     ("measurements", 0, "repetitions", 0, "t_s", 1): (True, "t_s[1]: expected number, got True"),
     ("measurements", 0, "summary", "t_s", "better"): ("so", "expected 'less' or 'more', got 'so'"),
     ("more",): (1, "results: has 'more', which is unknown"),
+    ("measurements", 0, "summary", "t_s", "p50"): (10**400, "p50: expected a number up to 1e+100"),
     ("machine",): ([], "results.machine: expected object, got []"),
 }
 

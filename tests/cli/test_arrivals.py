@@ -314,6 +314,15 @@ CASES = {
         },
         dict.fromkeys(("prompts", "quick", "output"), "tests/bench/test_latency.py"),
     ),
+    "bench compare": Case(
+        (), (), {}, dict.fromkeys(("before", "after", "bound"), "tests/bench/test_judging.py")
+    ),
+    "bench report": Case(
+        *((), (), {}),
+        dict.fromkeys(
+            ("results", "output", "png", "markdown", "csv"), "tests/bench/test_judging.py"
+        ),
+    ),
     "bench kernels": Case(
         (), (), {}, dict.fromkeys(("tune", "shape", "table"), "tests/cli/test_bench.py")
     ),

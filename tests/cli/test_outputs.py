@@ -239,6 +239,7 @@ INPUTS = {
         (["bench", "latency", "MODEL", "--output"], "MODEL/config.json"),
     ],
     "bench serve": [(["bench", "serve", "--prompts", "FILE", "--output"], "FILE")],
+    "bench report": [(["bench", "report", "FILE", "--output"], "FILE")],
     "bench kernels": [],  # reads nothing
 }
 FILES_THAT_ARE_READ = {

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from moe_runtime.cli import options
+from moe_runtime.cli.commands.bench_compare import bench_compare
 from moe_runtime.cli.commands.bench_latency import bench_latency
+from moe_runtime.cli.commands.bench_report import bench_report
 from moe_runtime.cli.commands.bench_serve import bench_serve
 from moe_runtime.cli.console import Session, print_json, print_table
 from moe_runtime.cli.strict import StrictCommand
@@ -49,6 +51,8 @@ def bench_app() -> typer.Typer:
     app.command(cls=StrictCommand)(kernels)
     app.command("latency", cls=StrictCommand)(bench_latency)
     app.command("serve", cls=StrictCommand)(bench_serve)
+    app.command("compare", cls=StrictCommand)(bench_compare)
+    app.command("report", cls=StrictCommand)(bench_report)
     app.callback()(lambda: None)
     return app
 

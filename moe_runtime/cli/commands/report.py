@@ -85,7 +85,7 @@ def report(
         check_output_folder(png, "plots")
         if output.suffix == ".png" and output.resolve().parent == png.resolve():
             raise ValueError(f"{output}: the page would lie among the plots; name another file")
-    _check_drawing()
+    check_drawing()
     from moe_runtime.lab.report.page import write_page, write_plots
 
     if source.suffix == ".json":
@@ -167,7 +167,12 @@ def _names(text: str) -> list[str]:
     return [] if text == "none" else [name.strip() for name in text.split(",")]
 
 
-def _check_drawing() -> None:
+def check_drawing() -> None:
+    """Refuses to go on without the packages that draw.
+
+    Raises:
+        UnsupportedModelError: one is missing; the message says how to install it.
+    """
     import importlib.util
 
     absent = [name for name in ("jinja2", "matplotlib") if not importlib.util.find_spec(name)]

@@ -177,6 +177,8 @@ _FILE_ROLES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("trace.npz", ("predictor", "fit", "trace.npz", "-o", "new.npz"), ("new.npz",)),
     ("trace.npz", ("predictor", "evaluate", "trace.npz"), ()),
     ("options.toml", ("run", "model", "-p", "The", "-n", "1", "--config", "options.toml"), ()),
+    ("results.json", ("bench", "compare", "results.json", "results.json"), ()),
+    ("results.json", ("bench", "report", "results.json"), ("bench.html",)),
     ("train.toml", ("train", "train.toml"), ()),
     ("train.toml", ("train", "train.toml", "--dry-run"), ()),
     ("machine.toml", ("simulate", "--ranks", "8", "--machine", "machine.toml"), ()),

@@ -7,6 +7,9 @@ from pathlib import Path
 import numpy as np
 from text_checkpoint import MAX_POSITIONS, save_text_checkpoint
 
+from moe_runtime.bench.results import Metric, describe_system, make_results, write_results
+from moe_runtime.bench.runner import MeasuredSystem
+
 TEXT = "The store reads an expert from the disk when it is asked for one. " * 40
 
 TRAIN_TOML = """\
@@ -69,6 +72,9 @@ def make_material(folder: Path) -> None:
     (folder / "train.toml").write_text(TRAIN_TOML)
     (folder / "machine.toml").write_text(MACHINE_TOML)
     (folder / "options.toml").write_text('policy = "lru"\nhost-memory = "1GiB"\n')
+    measured = MeasuredSystem(repetitions=[{"t_s": [1.0, 2.0]}, {"t_s": 3.0}])
+    one = describe_system("one", measured, {"t_s": Metric("s")}, system_versions={}, quality=None)
+    write_results(folder / "results.json", make_results("latency", {}, "time", [one]))
     ids = np.random.default_rng(0).integers(0, 8, (60, 3, 2)).astype(np.uint8)
     np.savez(folder / "plain.npz", ids=ids, offsets=np.array([0, 20, 40, 60]))
     lines = [

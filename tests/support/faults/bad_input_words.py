@@ -36,13 +36,16 @@ _SOUND = {
     "predictor list": (),
     "bench kernels": (),
     "bench latency": ("model", "--quick", "--time", "1", "-n", "2", "--host-memory", "1GiB"),
+    "bench compare": ("results.json", "results.json"),
+    "bench report": ("results.json",),
     # Nothing listens at that port: what is wrong is said, or that nobody answers.
     "bench serve": ("--url", "http://127.0.0.1:9", "--timeout", "1"),
 }
 """Words with which each command works."""
 
 _OUTPUT_OPTIONS = {"--output", "--trace", "--timeline", "--png", "--plot", "--table"}
-_OUTPUTS = ("answers.jsonl", "report.html", "new.npz", "new.json")
+_OUTPUT_OPTIONS |= {"--csv", "--markdown"}
+_OUTPUTS = ("answers.jsonl", "bench.html", "report.html", "new.npz", "new.json")
 _RUN_FOLDERS = ("trained", "tuned", "finetuned", "packed")
 # Doctor measures the disk with a file of half a gigabyte, and for seconds.
 _RARE = {"doctor": 0.02, "bench kernels": 0.3, "bench latency": 0.1}

@@ -1,0 +1,195 @@
+"""Results files as a page with plots, as a Markdown table and as CSV."""
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from moe_runtime.lab.report.page import Page, Section, Table
+from moe_runtime.lab.report.style import INK, MUTED, SERIES, drawing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_SHOWN = {"s": (1e3, "ms"), "bytes": (1e-9, "GB")}
+"""Factor and name of the unit that people read."""
+_HEADER = ("repetitions", "mean", "95 % interval", "p50", "p90", "p99", "unit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultRow:
+    """One metric of one system in one file.
+
+    Attributes:
+        case: of the file.
+        label: the system, with the file's name where there are several files.
+        metric: its name.
+        num_repetitions: how many there are.
+        summary: what the results file says of the metric.
+    """
+
+    case: str
+    label: str
+    metric: str
+    num_repetitions: int
+    summary: dict[str, Any]
+
+    @property
+    def scale(self) -> tuple[float, str]:
+        """Factor and unit in which it is shown."""
+        return _SHOWN.get(self.summary["unit"], (1.0, self.summary["unit"]))
+
+    def cells(self) -> list[str]:
+        """The columns of ``_HEADER``."""
+        scale, unit = self.scale
+        found = self.summary
+        ends = [found["low"], found["high"]]
+        interval = "" if None in ends else " to ".join(f"{end * scale:.4g}" for end in ends)
+        rest = (f"{found[part] * scale:.4g}" for part in ("p50", "p90", "p99"))
+        return [str(self.num_repetitions), f"{found['mean'] * scale:.4g}", interval, *rest, unit]
+
+
+def result_rows(named: Sequence[tuple[str, dict[str, Any]]]) -> list[ResultRow]:
+    """Every metric of every system, in the order of the files.
+
+    Args:
+        named: names of files, and what they hold.
+    """
+    return [
+        ResultRow(
+            case=results["case"],
+            label=one["system"] + (f" ({name})" if len(named) > 1 else ""),
+            metric=metric,
+            num_repetitions=len(one["repetitions"]),
+            summary=summary,
+        )
+        for name, results in named
+        for one in results["measurements"]
+        for metric, summary in one["summary"].items()
+    ]
+
+
+def results_page(named: Sequence[tuple[str, dict[str, Any]]]) -> Page:
+    """Lays out results files, those of several machines side by side."""
+    rows = result_rows(named)
+    groups: dict[tuple[str, str], list[ResultRow]] = {}
+    for row in rows:
+        groups.setdefault((row.case, row.metric), []).append(row)
+    judged = [found for found in groups.values() if found[0].summary["judged"]]
+    others = [found for found in groups.values() if not found[0].summary["judged"]]
+    cpus = {str(results["machine"].get("cpu")) for _, results in named}
+    return Page(
+        title="Benchmark results",
+        subtitle=", ".join(name for name, _ in named),
+        facts=[
+            (str(len(named)), "results files" if len(named) > 1 else "results file"),
+            (str(len({row.label for row in rows})), "systems with numbers"),
+            (str(len(cpus)), "processors" if len(cpus) > 1 else "processor"),
+        ],
+        sections=[
+            *(_metric_section(found) for found in judged),
+            *([_other_numbers(others)] if others else []),
+            _circumstances(named),
+        ],
+    )
+
+
+def to_markdown(rows: Sequence[ResultRow]) -> str:
+    """A table of all rows; names of files are escaped."""
+    lines = [_line(["case", "system", "metric", *_HEADER]), _line(["---"] * (3 + len(_HEADER)))]
+    lines += [_line([row.case, row.label, row.metric, *row.cells()]) for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def to_csv(rows: Sequence[ResultRow]) -> str:
+    """All rows with full precision, in the units of the results files."""
+    names = ["unit", "better", "judged", "median", "mean", "low", "high", "p50", "p90", "p99"]
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(["case", "system", "metric", "repetitions", *names])
+    for row in rows:
+        facts = [row.case, row.label, row.metric, row.num_repetitions]
+        writer.writerow([*facts, *(row.summary[name] for name in names)])
+    return buffer.getvalue()
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(" ".join(cell.replace("|", r"\|").split()) for cell in cells) + " |"
+
+
+def _metric_section(rows: Sequence[ResultRow]) -> Section:
+    first = rows[0]
+    scale, unit = first.scale
+    is_less_better = first.summary["better"] == "less"
+    best = (min if is_less_better else max)(rows, key=lambda row: row.summary["median"])
+    name = first.metric.removesuffix("_s").removesuffix("_bytes").replace("_", " ")
+    return Section(
+        name=f"{first.case}-{first.metric}".replace("_", "-"),
+        title=f"{name[0].upper()}{name[1:]} ({first.case})",
+        lesson=(
+            f"{'Less' if is_less_better else 'More'} is better. The median of {best.label} is "
+            f"{best.summary['median'] * scale:.4g} {unit}"
+            + (", the best of them." if len(rows) > 1 else ".")
+        ),
+        how="Bars: mean of the repetitions with its 95 % interval; dots: p50, p90 and p99 of all.",
+        figure=draw_metric(rows),
+        alt=f"Bars of {name}, one for each system; the table has the numbers.",
+        table=Table(header=["system", *_HEADER], rows=[[row.label, *row.cells()] for row in rows]),
+    )
+
+
+def draw_metric(rows: Sequence[ResultRow]) -> "Figure":
+    """A bar for each row, with its interval and its percentiles."""
+    scale, unit = rows[0].scale
+    with drawing() as new_figure:
+        figure = new_figure(figsize=(9.2, 1.0 + 0.55 * len(rows)))
+        axes = figure.add_subplot()
+        for place, row in enumerate(rows):
+            found = row.summary
+            axes.barh(place, found["mean"] * scale, color=SERIES[place % len(SERIES)], height=0.6)
+            if found["low"] is not None:
+                ends = [found["low"] * scale, found["high"] * scale]
+                axes.plot(ends, [place, place], color=INK, linewidth=1.4)
+            spread = [found[part] * scale for part in ("p50", "p90", "p99")]
+            axes.plot(spread, [place] * 3, "o", color=MUTED, markersize=3.5)
+        axes.set_yticks(range(len(rows)), [row.label for row in rows])
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        axes.set_xlim(left=0)
+        axes.set_xlabel(f"{rows[0].metric} ({unit})")
+    return figure
+
+
+def _other_numbers(groups: Sequence[Sequence[ResultRow]]) -> Section:
+    return Section(
+        name="other-numbers",
+        title="What else was counted",
+        lesson="Numbers that no verdict rests on.",
+        table=Table(
+            header=["metric", "system", *_HEADER],
+            rows=[[row.metric, row.label, *row.cells()] for rows in groups for row in rows],
+        ),
+    )
+
+
+def _circumstances(named: Sequence[tuple[str, dict[str, Any]]]) -> Section:
+    rows = []
+    for name, results in named:
+        facts = {"machine": results["machine"].get("cpu", ""), "ended by": results["ended"]}
+        facts |= {part: results[part] for part in ("date", "commit", "command")}
+        rows += [[f"{name}: {what}", str(value)] for what, value in facts.items()]
+        rows += [[f"{name}: {what}", str(value)] for what, value in results["settings"].items()]
+        for one in results["measurements"]:
+            if one["failure"] is not None:
+                rows.append([f"{name}: {one['system']} has no numbers", one["failure"]])
+            elif one["quality"] is not None:
+                quality = one["quality"]
+                equal = f"{quality['equal']} of {quality['compared']}"
+                rows.append([f"{name}: {one['system']}, likeliest tokens equal", equal])
+    return Section(
+        name="circumstances",
+        title="How it was measured",
+        lesson="What the numbers depend on besides the code.",
+        table=Table(header=["", ""], rows=rows),
+    )

@@ -1,0 +1,64 @@
+"""``moe-runtime bench compare``: better, worse or noise, and exit code 1 on a regression."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_runtime.cli import options
+from moe_runtime.cli.console import Session, print_json, print_table
+
+Before = Annotated[Path, typer.Argument(metavar="BEFORE.json", help="Results file.")]
+After = Annotated[Path, typer.Argument(metavar="AFTER.json", help="Results file of the same case.")]
+Bound = Annotated[
+    float, typer.Option(min=0.0, max=10.0, help="Differences up to this share are noise.")
+]
+
+
+def bench_compare(
+    ctx: typer.Context,
+    before: Before,
+    after: After,
+    bound: Bound = 0.05,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Compare two results files: better, worse or noise, by a rank test and a bound.
+
+    Exit code 1 when a metric of any system became worse. What else differs between the two, such as
+    the machine, is said on stderr.
+    """
+    session: Session = ctx.obj
+    session.begin(debug=debug, as_json=as_json)
+    from moe_runtime.bench.judging import compare, differing_settings
+    from moe_runtime.bench.results import read_results
+
+    one, other = read_results(before), read_results(after)
+    verdicts = compare(one, other, bound)
+    for line in differing_settings(one, other):
+        print(f"moe-runtime: {line}", file=sys.stderr)
+    if as_json:
+        rows = [dataclasses.asdict(verdict) for verdict in verdicts]
+        print_json({"case": one["case"], "bound": bound, "verdicts": rows})
+    else:
+        columns = ["before", "after", "change", "chance", ""]
+        print_table(
+            f"{one['case']}: {before.name} and {after.name}",
+            [("system", "left"), ("", "left"), *((name, "right") for name in columns)],
+            [
+                [
+                    found.system,
+                    found.metric,
+                    f"{found.before:.4g}",
+                    f"{found.after:.4g}",
+                    f"{found.change:+.1%}",
+                    f"{found.chance:.2g}",
+                    found.word,
+                ]
+                for found in verdicts
+            ],
+        )
+    if any(found.word == "worse" for found in verdicts):
+        raise typer.Exit(1)

@@ -1,0 +1,59 @@
+"""``moe-runtime bench report``: results files as a page, plots, Markdown and CSV."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_runtime.cli import options
+from moe_runtime.cli.commands.report import check_drawing
+from moe_runtime.cli.console import Session, print_json, print_rows
+from moe_runtime.cli.strict import FOLDER
+from moe_runtime.files import check_output_folder, check_output_path, write_text
+
+Results = Annotated[
+    list[Path], typer.Argument(metavar="RESULTS...", help="Results files of bench commands.")
+]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Page to write (.html).")]
+Png = Annotated[
+    Path | None, typer.Option("--png", metavar=FOLDER, help="Also write every plot into a folder.")
+]
+Markdown = Annotated[Path | None, typer.Option(help="Also write the numbers as a Markdown table.")]
+Csv = Annotated[Path | None, typer.Option("--csv", help="Also write the numbers as CSV.")]
+
+
+def bench_report(
+    ctx: typer.Context,
+    results: Results,
+    output: Output = Path("bench.html"),
+    png: Png = None,
+    markdown: Markdown = None,
+    csv: Csv = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Draw results files: one page that needs no network, several machines side by side."""
+    session: Session = ctx.obj
+    session.begin(debug=debug, as_json=as_json)
+    for path, what in ((output, "report"), (markdown, "table"), (csv, "table")):
+        if path is not None:
+            check_output_path(path, what)
+    if png is not None:
+        check_output_folder(png, "plots")
+    check_drawing()
+    from moe_runtime.bench.report_page import result_rows, results_page, to_csv, to_markdown
+    from moe_runtime.bench.results import read_results
+    from moe_runtime.lab.report.page import write_page, write_plots
+
+    named = [(path.name, read_results(path)) for path in results]
+    page, rows = results_page(named), result_rows(named)
+    write_page(page, output)
+    written = [output, *([] if png is None else write_plots(page, png))]
+    for path, text in ((markdown, to_markdown(rows)), (csv, to_csv(rows))):
+        if path is not None:
+            write_text(path, text)
+            written.append(path)
+    if as_json:
+        print_json({"report": str(output), "written": [str(path) for path in written]})
+    else:
+        print_rows("written", [("file", str(path)) for path in written], to_stderr=False)

@@ -1,0 +1,103 @@
+"""Better, worse or noise: against ranks counted by hand, and by the command."""
+
+import json
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_runtime.bench.judging import judge
+from moe_runtime.bench.results import Metric, describe_system, make_results, write_results
+from moe_runtime.bench.runner import MeasuredSystem
+from moe_runtime.cli.main import main
+
+
+def chance_by_counting(before: list[float], after: list[float]) -> float:
+    """Share of all ways to deal the values in which the sum of ranks is at least as extreme."""
+    ranked = sorted(before + after)
+    ranks = [ranked.index(value) + 1 for value in after]
+    ways = [sum(dealt) for dealt in combinations(range(1, len(ranked) + 1), len(after))]
+    high = sum(way >= sum(ranks) for way in ways)
+    low = sum(way <= sum(ranks) for way in ways)
+    return min(high, low) / len(ways)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "word"),
+    [
+        ([10.0, 11, 12], [15.0, 16, 17], "worse"),
+        ([15.0, 16, 17], [10.0, 11, 12], "better"),
+        ([10.0, 11, 16], [15.0, 15.5, 17], "noise"),  # one of them lies among the others
+        ([10.0, 11], [15.0, 16], "noise"),  # two repetitions say nothing
+        ([10.0, 11, 12], [12.01, 12.02, 12.03], "noise"),  # certain, and below the bound
+    ],
+)
+def test_words(before: list[float], after: list[float], word: str) -> None:
+    found, change, chance = judge(before, after, bound=0.1, is_less_better=True)
+    assert found == word
+    assert chance == pytest.approx(chance_by_counting(before, after))
+    assert change == pytest.approx(sorted(after)[len(after) // 2] / sorted(before)[1] - 1, abs=0.1)
+    opposite = {"worse": "better", "better": "worse", "noise": "noise"}
+    assert judge(before, after, bound=0.1, is_less_better=False)[0] == opposite[word]
+
+
+def put(path: Path, times: list[float], **changes: Any) -> str:
+    measured = MeasuredSystem(repetitions=[{"t_s": [one, one], "load_s": one} for one in times])
+    metrics = {"t_s": Metric("s"), "load_s": Metric("s", is_judged=False)}
+    one = describe_system("one", measured, metrics, system_versions={}, quality=None)
+    gone = describe_system(
+        "gone", MeasuredSystem(failure="no room"), metrics, system_versions={}, quality=None
+    )
+    write_results(path, make_results("latency", {"threads": 2}, "time", [one, gone]) | changes)
+    return str(path)
+
+
+def test_a_regression_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = put(tmp_path / "old.json", [10.0, 11, 12])
+    new = put(tmp_path / "new.json", [15.0, 16, 17], settings={"threads": 1})
+    assert main(["bench", "compare", old, new, "--json"]) == 1
+    out, err = capsys.readouterr()
+    (verdict,) = json.loads(out)["verdicts"]
+    assert (verdict["metric"], verdict["word"], verdict["before"]) == ("t_s", "worse", 11)
+    assert err == "moe-runtime: settings: threads: 2 before, 1 after\n"
+    assert main(["bench", "compare", new, old]) == 0
+    assert "better" in capsys.readouterr().out
+    assert main(["bench", "compare", old, new, "--bound", "0.5"]) == 0
+    assert "noise" in capsys.readouterr().out
+
+
+def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = put(tmp_path / "old.json", [10.0, 11, 12])
+    other = put(tmp_path / "other.json", [10.0, 11, 12], case="io")
+    empty = put(tmp_path / "empty.json", [1.0], measurements=[])
+    for words, complaint in (
+        ([old, other], "expected results of one case, got 'latency' and 'io'"),
+        ([old, empty], "no system has numbers in both results: one before, none after"),
+        ([old, str(tmp_path / "none.json")], "No such file"),
+    ):
+        assert main(["bench", "compare", *words]) == 2
+        err = capsys.readouterr().err
+        assert (err.count("\n"), complaint in err) == (1, True), err
+
+
+def test_the_report_has_every_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = put(tmp_path / "old.json", [0.010, 0.011, 0.012])
+    new = put(tmp_path / "<new>|.json", [0.015, 0.016, 0.017])
+    paths = {name: tmp_path / name for name in ("p.html", "plots", "t.md", "t.csv")}
+    words = ["-o", str(paths["p.html"]), "--png", str(paths["plots"])]
+    words += ["--markdown", str(paths["t.md"]), "--csv", str(paths["t.csv"]), "--json"]
+    assert main(["bench", "report", old, new, *words]) == 0
+    written = json.loads(capsys.readouterr().out)["written"]
+    assert all(Path(path).stat().st_size for path in written)
+    assert [path.name for path in paths["plots"].iterdir()] == ["latency-t-s.png"]
+    page = paths["p.html"].read_text()
+    assert "<new>" not in page
+    assert "&lt;new&gt;|.json" in page
+    for number in ("11 ms", "no room", "threads"):
+        assert number in page
+    lines = paths["t.csv"].read_text().splitlines()
+    assert lines[1].startswith("latency,one (old.json),t_s,3,s,less,True,0.011,")
+    assert len(lines) == 1 + 2 * 2
+    table = paths["t.md"].read_text().splitlines()
+    assert {line.replace(r"\|", "").count("|") for line in table} == {11}
