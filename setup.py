@@ -55,6 +55,7 @@ SOURCES_OF_ALL_VARIANTS = (
     "products/driver.c",
     "products/plan.c",
     "products/batched.c",
+    "products/columns.c",
     "layers/attention.c",
     "products/gate.c",
     "layers/look_ahead.c",

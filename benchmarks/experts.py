@@ -26,7 +26,7 @@ from torch import Tensor
 import moe_runtime
 from moe_runtime.files import write_text
 
-PEERS = ("eager", "grouped_mm")
+PEERS = ("eager", "grouped_mm", "batched_mm")
 OURS = "moe_runtime"
 RESULTS = Path(__file__).parent / "results"
 
@@ -42,13 +42,20 @@ class ExpertsShape:
     dim_model: int
     dim_hidden: int
 
+    def expert_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one expert's three matrices."""
+        return 3 * self.dim_model * self.dim_hidden * dtype.itemsize
+
 
 SHAPES = {
     "olmoe-1b-7b": ExpertsShape("olmoe", "OlmoeExperts", 64, 8, 2048, 1024),
     "qwen3-30b-a3b": ExpertsShape("qwen3_moe", "Qwen3MoeExperts", 128, 8, 2048, 768),
     "mixtral-8x7b": ExpertsShape("mixtral", "MixtralExperts", 8, 2, 4096, 14336),
+    "gpt-oss-20b": ExpertsShape("gpt_oss", "GptOssExperts", 32, 4, 2880, 2880),
 }
-TOKENS = (1, 16, 256, 2048)
+TOKENS = (1, 16, 64, 256, 2048)
+# batched_mm copies an expert for every row; beyond this many bytes it is no contender.
+BATCHED_BYTES = 2 << 30
 # A call as long as this needs no other to warm up before it.
 LONG_S = 4.0
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -84,9 +91,11 @@ def main() -> None:
 def make_experts(shape: ExpertsShape, dtype: torch.dtype) -> Any:
     """The experts module of a model, with random weights."""
     from transformers import CONFIG_MAPPING
-    from transformers.models import mixtral, olmoe, qwen3_moe
+    from transformers.models import gpt_oss, mixtral, olmoe, qwen3_moe
 
-    home = {"mixtral": mixtral, "olmoe": olmoe, "qwen3_moe": qwen3_moe}[shape.model_type]
+    home = {"mixtral": mixtral, "olmoe": olmoe, "qwen3_moe": qwen3_moe, "gpt_oss": gpt_oss}[
+        shape.model_type
+    ]
     config_class: Any = CONFIG_MAPPING[shape.model_type]
     config = config_class(
         hidden_size=shape.dim_model,
@@ -143,6 +152,9 @@ def measure(
     # A call of eager's backward on many experts takes a minute; it is no contender there.
     if trains and shape.num_experts > 8 and not arguments.all_peers:
         del seconds["eager"]
+    copied = num_tokens * shape.top_k * shape.expert_bytes(dtype)
+    if copied * (2 if trains else 1) > BATCHED_BYTES:
+        del seconds["batched_mm"]
     for _ in range(arguments.rounds):
         for name, values in seconds.items():
             module.config._experts_implementation_internal = name

@@ -15,6 +15,7 @@ from moe_runtime.kernels.linear.op import (
     keeps_code,
     linear,
     linear_of_few_shapes,
+    takes_native,
 )
 from moe_runtime.kernels.linear.quantized import quantized_linear, refuse_gradient, values_of
 from moe_runtime.kernels.lossless import PlanesMatrix
@@ -69,6 +70,8 @@ class _FrozenLinear(torch.autograd.Function):
 def _times_weight(grad_RN: Tensor, weight_NK: Tensor) -> Tensor:
     """``grad @ weight``, `[R, K]` in the dtype of `grad`, widened where that is exact or faster."""
     library = native_library() if grad_RN.is_cpu else None
+    if library is not None and takes_native(library, grad_RN, weight_NK.T, None):
+        return linear(grad_RN, weight_NK.T)
     widens = library is not None and is_faster_widened(library, weight_NK.dtype)
     if grad_RN.dtype == weight_NK.dtype and not widens:
         if keeps_code(grad_RN):

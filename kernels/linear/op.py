@@ -91,8 +91,8 @@ def linear(
 
     Args:
         x: `[..., K]`; fp32, bf16 or fp16.
-        weight: `[N, K]` with unit stride along K and any distance between rows. Its dtype is that
-            of `x`, or bf16 or fp16 under fp32 `x`.
+        weight: `[N, K]` with unit stride along K and any distance between rows, or along N and any
+            distance between columns. Its dtype is that of `x`, or bf16 or fp16 under fp32 `x`.
         bias: `[N]` in the dtype of the weights, or None.
         impl: `native` is the C kernel (CPU, inference only), `torch` the ordinary product,
             `reference` the specification. `auto` takes the native kernel where it is faster and
@@ -108,7 +108,7 @@ def linear(
     """
     if impl == "auto":
         library = native_library()
-        if library is not None and _is_worth_it(library, x, weight, bias):
+        if library is not None and takes_native(library, x, weight, bias):
             return _linear_native(library, x, weight, bias)
         return _linear_torch(x, weight, bias)
     _validate(x, weight, bias)
@@ -144,8 +144,8 @@ def native_problem(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None
         return f"it knows fp32, bf16 and fp16, got {x.dtype} and {weight.dtype}"
     if x.dtype not in (weight.dtype, torch.float32):
         return f"x must be {weight.dtype} like the weights, or fp32, got {x.dtype}"
-    if weight.stride(-1) != 1 and weight.shape[-1] > 1:
-        return f"weights must have unit stride along K, got strides {weight.stride()}"
+    if not _lies_by_rows(weight) and weight.stride(0) != 1:
+        return f"weights must have unit stride along K or N, got strides {weight.stride()}"
     if bias is not None and bias.dtype != weight.dtype:
         return f"bias must be {weight.dtype} like the weights, got {bias.dtype}"
     if is_differentiated(x, weight, bias):
@@ -153,8 +153,15 @@ def native_problem(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None
     return None
 
 
-def _is_worth_it(library: NativeLibrary, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `auto` takes the native kernel; what is invalid is left to torch to report."""
+def takes_native(library: NativeLibrary, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether `auto` takes the native kernel; what is invalid is left to torch to report.
+
+    Args:
+        library: The loaded library.
+        x: As in `linear`, and so the others.
+        weight: Likewise.
+        bias: Likewise.
+    """
     if native_problem(x, weight, bias) or torch.compiler.is_compiling():
         return False
     if torch.is_autocast_enabled("cpu"):
@@ -166,6 +173,10 @@ def _is_worth_it(library: NativeLibrary, x: Tensor, weight: Tensor, bias: Tensor
         return False
     num_rows = x_shape.numel() // max(x_shape[-1], 1)
     return 0 < num_rows <= native_row_limit(library, weight.dtype)
+
+
+def _lies_by_rows(weight: Tensor) -> bool:
+    return weight.stride(-1) == 1 or weight.shape[-1] <= 1
 
 
 def _linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -260,14 +271,16 @@ def _run(
 ) -> None:
     """The kernel's calls; rows of `out` lie `out_stride` elements apart."""
     dim_out, dim_in = weight.shape
+    by_rows = _lies_by_rows(weight)
+    kernel, stride = library.linear if by_rows else library.linear_transposed, int(not by_rows)
     if bias is not None:
         bias = bias.contiguous()
     x_bytes, out_bytes = x_RK.stride(0) * x_RK.element_size(), out_stride * out.element_size()
     for first in range(0, x_RK.shape[0], ROWS_PER_CALL):
         num_rows = min(ROWS_PER_CALL, x_RK.shape[0] - first)
-        status = library.linear(
+        status = kernel(
             x_RK.data_ptr() + first * x_bytes, x_bytes, num_rows,
-            weight.data_ptr(), weight.stride(0) * weight.element_size(),
+            weight.data_ptr(), weight.stride(stride) * weight.element_size(),
             None if bias is None else bias.data_ptr(),
             out.data_ptr() + first * out_bytes, out_bytes, dim_in, dim_out,
             DTYPE_CODES[x_RK.dtype], DTYPE_CODES[weight.dtype], library.shares_threads(),

@@ -25,7 +25,7 @@
 #endif
 
 /* Raised with every incompatible change of this interface; library.py refuses another number. */
-#define MOE_ABI_VERSION 19
+#define MOE_ABI_VERSION 20
 
 enum { DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_F16 = 2 };
 
@@ -108,6 +108,10 @@ typedef struct {
     /* The same for weights that were just written, of no quantised kind. */
     void (*multiply_cached)(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
                             float *out, int64_t ldo);
+    /* out[row * ldo + n] = dot(x row, column n of a matrix [k, num_columns]). Rows of x are bf16 for KIND_BF16_DOT, with a zero
+     * behind an odd k, else fp32; ldo is a multiple of k_step, `sums` has num_rows * ldo elements. */
+    void (*multiply_columns)(int kind, Matrix weight, int64_t k, int64_t num_columns, const char *x, int64_t x_stride,
+                             int64_t num_rows, float *sums, float *out, int64_t ldo);
     /* values[i] = act(values[i]) * factor[i]; factor may be NULL. */
     void (*activate)(int activation, float *values, const float *factor, int64_t count);
     /* Adds the values of a bias from the first on. */
@@ -168,6 +172,13 @@ extern const Isa isa_avx512bf16;
 #endif
 
 static inline int64_t dtype_bytes(int dtype) { return dtype == DTYPE_F32 ? 4 : 2; }
+
+/* How weights that are not quantised are multiplied with rows of a data type. */
+static inline int weight_kind(const Isa *isa, int x_dtype, int weight_dtype) {
+    if (weight_dtype == DTYPE_F32) return KIND_F32;
+    if (weight_dtype == DTYPE_F16) return KIND_F16;
+    return isa->has_bf16_dot && x_dtype == DTYPE_BF16 ? KIND_BF16_DOT : KIND_BF16;
+}
 
 /* The rows of one expert are cut into this many panels of nearly equal height. Four panels share the fetching of a tile
  * of four rows evenly, three do not (measured: 4 % at 16 rows). */

@@ -18,7 +18,7 @@ import torch
 from moe_runtime.errors import MoERuntimeError
 
 LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
-ABI_VERSION = 19
+ABI_VERSION = 20
 # Long enough to bridge the small operations between two products of a model's layer.
 SPIN_S = 300e-6
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -39,19 +39,19 @@ _CONTROLS: _Signatures = {
     "moe_set_spin_ns": (None, [_INT64]),
     "moe_read": (ctypes.c_float, [_POINTER, _INT64]),
 }
+# x, x_stride, num_rows, weight, weight_stride, bias, out, out_stride, dim_in, dim_out, x_dtype,
+# weight_dtype, share_threads
+_LINEAR: list[object] = [
+    *(_POINTER, _INT64, _INT64),
+    *(_POINTER, _INT64, _POINTER),
+    *(_POINTER, _INT64, _INT64, _INT64),
+    *(_INT, _INT, _INT),
+]
 # Each is an attribute of `NativeLibrary`, by its name without `moe_`.
 _KERNELS: _Signatures = {
-    # x, x_stride, num_rows, weight, weight_stride, bias, out, out_stride, dim_in, dim_out,
-    # x_dtype, weight_dtype, share_threads
-    "moe_linear": (
-        _INT,
-        [
-            *(_POINTER, _INT64, _INT64),
-            *(_POINTER, _INT64, _POINTER),
-            *(_POINTER, _INT64, _INT64, _INT64),
-            *(_INT, _INT, _INT),
-        ],
-    ),
+    "moe_linear": (_INT, _LINEAR),
+    # The weight is [dim_in, dim_out].
+    "moe_linear_transposed": (_INT, _LINEAR),
     # x, x_stride, num_rows, matrix, bias, bias_dtype, out, out_stride, dim_in, dim_out, x_dtype,
     # share_threads
     "moe_quantized_linear": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -89,6 +90,40 @@ def test_native_row_strides(isa: str, dtype: torch.dtype, generator: torch.Gener
     for weight in (wide[:32, :150], wide[32:, 50:], wide[0::2, 1:131], wide[1::2]):
         x = x_wide[::2, 7 : 7 + weight.shape[1]]
         assert_close_to_fp64(linear(x, weight, impl="native"), x, weight, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_native_takes_weights_that_lie_transposed(
+    isa: str, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    """Of every odd size, cut out of wider memory whose other values are poison."""
+    for n, k, rows in SHAPES:
+        memory = torch.full((k + 1, n + 9), math.nan, dtype=dtype)
+        memory[:k, 3 : 3 + n] = random(generator, k, n, dtype=dtype)
+        x = random(generator, rows, k, dtype=dtype)
+        weight = memory[:k, 3 : 3 + n].T
+        bias = random(generator, n, dtype=dtype) if (n + k + rows) % 2 else None
+        y = linear(x, weight, bias, impl="native")
+        assert y.dtype == dtype
+        assert_close_to_fp64(y, x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_native_transposed_row_depends_on_no_other_and_on_no_thread(
+    isa: str, dtype: torch.dtype, library: NativeLibrary, generator: torch.Generator
+) -> None:
+    x = random(generator, ROWS_PER_CALL + 5, 67, dtype=dtype)
+    weight = random(generator, 67, 150, dtype=dtype).T
+    whole = linear(x, weight, impl="native")
+    for rows in (slice(3, 4), slice(1, 9), slice(400, None)):
+        assert torch.equal(linear(x[rows], weight, impl="native"), whole[rows])
+    threads = library.num_threads
+    try:
+        for count in (1, 3):
+            library.set_num_threads(count)
+            assert torch.equal(linear(x, weight, impl="native"), whole)
+    finally:
+        library.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -226,7 +261,7 @@ def test_empty(library: NativeLibrary) -> None:
     [
         (torch.ones(2, 8), torch.ones(4, 9), None, "expected x"),
         (torch.ones(2, 8), torch.ones(4, 8), torch.ones(5), "expected bias"),
-        (torch.ones(2, 8), torch.ones(8, 4).T, None, "unit stride"),
+        (torch.ones(2, 8), torch.ones(8, 16)[::2, ::2], None, "unit stride"),
         (torch.ones(2, 8).double(), torch.ones(4, 8).double(), None, "fp32, bf16 and fp16"),
         (torch.ones(2, 8).half(), torch.ones(4, 8), None, "like the weights"),
         (torch.ones(2, 8), torch.ones(4, 8), torch.ones(4).half(), "bias must be"),

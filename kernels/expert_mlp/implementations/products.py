@@ -75,7 +75,7 @@ class NativeProducts(Products):
     result is rounded once, at the end.
 
     Attributes:
-        row_limit: Rows up to which the C kernel computes `forward`.
+        row_limit: Rows up to which the C kernel computes `forward` and `backward`.
     """
 
     def __init__(self, library: NativeLibrary, dtype: torch.dtype) -> None:
@@ -90,7 +90,7 @@ class NativeProducts(Products):
         return torch.float32 if self._widens else dtype
 
     def forward(self, x_nK: Tensor, weight_NK: Tensor, bias: Tensor | None, out_nN: Tensor) -> None:
-        if len(x_nK) <= self.row_limit and weight_NK.stride(1) == 1:
+        if self._is_for_kernel(len(x_nK), weight_NK):
             linear_into(x_nK, weight_NK, bias, out_nN)
         elif not self._widens:
             super().forward(x_nK, weight_NK, bias, out_nN)
@@ -100,6 +100,9 @@ class NativeProducts(Products):
                 super().forward(x_nK, self._wide(weight_NK[block]), wide_bias, out_nN[:, block])
 
     def backward(self, grad_nN: Tensor, weight_NK: Tensor, out_nK: Tensor) -> None:
+        if self._is_for_kernel(len(grad_nN), weight_NK.T):
+            linear_into(grad_nN, weight_NK.T, None, out_nK)
+            return
         if not self._widens:
             super().backward(grad_nN, weight_NK, out_nK)
             return
@@ -117,6 +120,9 @@ class NativeProducts(Products):
                 wide.copy_(out_AB[block])
             super().outer(left_nA[:, block], right_nB, wide, is_first=is_first)
             out_AB[block] = wide
+
+    def _is_for_kernel(self, num_rows: int, weight_NK: Tensor) -> bool:
+        return num_rows <= self.row_limit and 1 in weight_NK.stride()
 
     def _wide(self, narrow: Tensor) -> Tensor:
         return self._part(narrow).copy_(narrow)

@@ -14,9 +14,12 @@
 typedef __m256 Vec;
 
 INLINE Vec vec_zero(void) { return _mm256_setzero_ps(); }
+INLINE Vec vec_all(float value) { return _mm256_set1_ps(value); }
 INLINE Vec vec_add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
 INLINE Vec vec_fma(Vec acc, Vec a, Vec b) { return _mm256_fmadd_ps(a, b, acc); }
 INLINE Vec vec_load_f32(const float *src) { return _mm256_loadu_ps(src); }
+
+INLINE void vec_store_f32(float *dst, Vec a) { _mm256_storeu_ps(dst, a); }
 
 INLINE Vec vec_load_f16(const char *src) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)src)); }
 

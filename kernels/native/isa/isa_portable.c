@@ -16,6 +16,7 @@ typedef float Vec __attribute__((vector_size(16)));
 typedef uint32_t Words __attribute__((vector_size(16)));
 
 INLINE Vec vec_zero(void) { return (Vec){0.0f, 0.0f, 0.0f, 0.0f}; }
+INLINE Vec vec_all(float value) { return (Vec){value, value, value, value}; }
 INLINE Vec vec_add(Vec a, Vec b) { return a + b; }
 INLINE Vec vec_fma(Vec acc, Vec a, Vec b) { return acc + a * b; }
 
@@ -24,6 +25,8 @@ INLINE Vec vec_load_f32(const float *src) {
     memcpy(&value, src, sizeof value);
     return value;
 }
+
+INLINE void vec_store_f32(float *dst, Vec a) { memcpy(dst, &a, sizeof a); }
 
 INLINE Words load_words(const char *src) {
     Words words;

@@ -5,9 +5,10 @@
  *   Vec, LANES             a vector of fp32 and how many it holds
  *   TILE_ROWS, PANEL_ROWS  most weight rows by x rows whose sums are kept in registers
  *   SINGLE_ROW_LIMIT       x rows up to which weight rows are taken one by one
- *   HAS_BF16_DOT           1 when dot_bf16(acc, w, x) multiplies pairs of bf16
+ *   HAS_BF16_DOT           1 when dot_bf16(acc, w, x) multiplies pairs of bf16; then also vec_load_bf16_pairs, vec_bf16_pair
+ *                          (the same pair in every lane) and vec_pair_rows (the elements of two rows as pairs)
  *   HAS_QUANT_LANES        1 when quantized_avx512.h can be compiled
- *   vec_zero, vec_load_f32, vec_load_f16, vec_load_bf16_even, vec_load_bf16_odd, vec_fma, vec_four_sums
+ *   vec_zero, vec_all, vec_load_f32, vec_store_f32, vec_load_f16, vec_load_bf16_even, vec_load_bf16_odd, vec_fma, vec_four_sums
  *
  * One step covers K_STEP = 2 * LANES elements of k for every kind of weight.
  */
@@ -308,6 +309,7 @@ static void multiply_cached(int kind, Matrix weight, int64_t num_weight_rows, in
     multiply_tiles(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, (Matrix){0}, SHAPE_TALL, INT32_MAX);
 }
 
+#include "isa/columns_template.h"
 #include "isa/elements_template.h"
 
 static float read_all(const char *data, int64_t bytes) {
@@ -322,6 +324,7 @@ static float read_all(const char *data, int64_t bytes) {
 
 const Isa ISA_SYMBOL = {
     .name = ISA_NAME, .max_panel_rows = PANEL_ROWS, .k_step = K_STEP, .has_bf16_dot = HAS_BF16_DOT,
-    .pack = pack, .multiply = multiply, .multiply_cached = multiply_cached, .activate = activate, .add_bias = add_bias, .store = store,
+    .pack = pack, .multiply = multiply, .multiply_cached = multiply_cached,
+    .multiply_columns = multiply_columns, .activate = activate, .add_bias = add_bias, .store = store,
     .read_all = read_all, .quantized_kind = quantized_kind, .dequantize = dequantize,
 };

@@ -11,9 +11,12 @@
 typedef __m512 Vec;
 
 INLINE Vec vec_zero(void) { return _mm512_setzero_ps(); }
+INLINE Vec vec_all(float value) { return _mm512_set1_ps(value); }
 INLINE Vec vec_add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 INLINE Vec vec_fma(Vec acc, Vec a, Vec b) { return _mm512_fmadd_ps(a, b, acc); }
 INLINE Vec vec_load_f32(const float *src) { return _mm512_loadu_ps(src); }
+
+INLINE void vec_store_f32(float *dst, Vec a) { _mm512_storeu_ps(dst, a); }
 
 INLINE Vec vec_load_f16(const char *src) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)src)); }
 

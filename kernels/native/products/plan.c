@@ -20,12 +20,6 @@ static int64_t block_rows(int64_t row_bytes, int64_t num_rows) {
 
 static int64_t aligned(int64_t bytes) { return (bytes + 63) & ~(int64_t)63; }
 
-static int weight_kind(const Isa *isa, int x_dtype, int weight_dtype) {
-    if (weight_dtype == DTYPE_F32) return KIND_F32;
-    if (weight_dtype == DTYPE_F16) return KIND_F16;
-    return isa->has_bf16_dot && x_dtype == DTYPE_BF16 ? KIND_BF16_DOT : KIND_BF16;
-}
-
 /* The experts of one call are of one format. */
 static void choose_kinds(Call *call, const Expert *experts) {
     const Matrix *matrices[NUM_MATRICES] = {&experts->gate, &experts->up, &experts->down};

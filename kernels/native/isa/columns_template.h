@@ -1,0 +1,127 @@
+/* Products of a matrix that lies transposed: w[k] holds weight k of every output, so a value of x multiplies whole lines of
+ * memory. COLUMN_DEPTH lines of K_STEP columns at a time are brought into the order in which every row of x reads them;
+ * sums of a block of columns wait in the cache for the next lines. A part of isa_template.h. */
+
+/* An even number: pairs of bf16 are not torn apart. */
+enum { COLUMN_DEPTH = 64 };
+
+/* Two vectors of weights for every step: of two lines as pairs of bf16, of one line otherwise. */
+typedef struct {
+    char vectors[COLUMN_DEPTH][2 * LANES * 4];
+} Lines;
+
+INLINE int lines_of_step(int kind) { return kind == KIND_BF16_DOT ? 2 : 1; }
+
+INLINE void order_step(int kind, const char *first, const char *second, char *out) {
+#if HAS_BF16_DOT
+    if (kind == KIND_BF16_DOT) {
+        vec_pair_rows(first, second, out, out + LANES * 4);
+        return;
+    }
+#endif
+    vec_store_f32((float *)out, load_weight(kind, 0, first));
+    vec_store_f32((float *)out + LANES, load_weight(kind, 1, first));
+}
+
+INLINE Vec add_product(int kind, Vec sum, const char *weights, const char *x) {
+#if HAS_BF16_DOT
+    if (kind == KIND_BF16_DOT) return dot_bf16(sum, vec_load_bf16_pairs(weights), vec_bf16_pair(x));
+#endif
+    return vec_fma(sum, vec_load_f32((const float *)weights), vec_all(load_f32(x)));
+}
+
+/* sums[m] += x[m] times these lines, for `rows` rows. Sums of all rows lie side by side: a power of two apart they would
+ * share few sets of the cache. */
+INLINE void add_lines(int kind, int rows, const Lines *lines, int64_t steps, const char *x, int64_t x_stride, float *sums) {
+    Vec acc[PANEL_ROWS][2];
+    UNROLL for (int i = 0; i < 2 * rows; i++) acc[i / 2][i % 2] = vec_load_f32(sums + i * LANES);
+    for (int64_t s = 0; s < steps; s++, x += 4)
+        UNROLL for (int m = 0; m < rows; m++)
+            UNROLL for (int half = 0; half < 2; half++)
+                acc[m][half] = add_product(kind, acc[m][half], lines->vectors[s] + half * LANES * 4, x + m * x_stride);
+    UNROLL for (int i = 0; i < 2 * rows; i++) vec_store_f32(sums + i * LANES, acc[i / 2][i % 2]);
+}
+
+INLINE void add_lines_to_rows(int kind, const Lines *lines, int64_t steps, const char *x, int64_t x_stride, int64_t num_rows,
+                              float *sums) {
+    for (int64_t m = 0; m < num_rows; m += PANEL_ROWS, x += PANEL_ROWS * x_stride, sums += PANEL_ROWS * K_STEP) {
+        switch (num_rows - m) {
+            case 1: add_lines(kind, 1, lines, steps, x, x_stride, sums); break;
+            case 2: add_lines(kind, 2, lines, steps, x, x_stride, sums); break;
+            case 3: add_lines(kind, 3, lines, steps, x, x_stride, sums); break;
+#if PANEL_ROWS == 6
+            case 4: add_lines(kind, 4, lines, steps, x, x_stride, sums); break;
+            case 5: add_lines(kind, 5, lines, steps, x, x_stride, sums); break;
+#endif
+            default: add_lines(kind, PANEL_ROWS, lines, steps, x, x_stride, sums);
+        }
+    }
+}
+
+/* The column, of K_STEP, whose sum lies at `index`: pairs of bf16 are brought together within parts of 16 bytes, other
+ * bf16 are taken by even and odd columns. */
+INLINE int column_of(int kind, int index) {
+    const int half = index / LANES, lane = index % LANES;
+    if (kind == KIND_BF16_DOT) return lane / 4 * 8 + half * 4 + lane % 4;
+    return kind == KIND_BF16 ? 2 * lane + half : index;
+}
+
+/* The sums of row m, from where add_lines left them. */
+INLINE void put_columns_in_order(int kind, const float *sums, int64_t num_rows, int64_t m, int64_t num_columns, float *out) {
+    for (int64_t column = 0; column < num_columns; column += K_STEP) {
+        const float *found = sums + column * num_rows + m * K_STEP;
+        for (int i = 0; i < K_STEP; i++) out[column + column_of(kind, i)] = found[i];
+    }
+}
+
+/* Lines of K_STEP columns, or of the last few: those are copied, as nothing behind them may be read. A line below the last
+ * is zeros, in x as well. Fetches what the next lines will be. */
+INLINE void order_lines(int kind, const char *w, int64_t stride, int64_t num_lines, int64_t bytes, Lines *lines) {
+    const int width = kind == KIND_F32 ? 4 : 2, together = lines_of_step(kind);
+    const int is_whole = bytes >= K_STEP * width;
+    for (int64_t d = 0; d < num_lines; d += together) {
+        char padded[2][K_STEP * 4];
+        const char *found[2];
+        UNROLL for (int i = 0; i < together; i++) {
+            found[i] = w + (d + i) * stride;
+            if (is_whole && d + i < num_lines) {
+                UNROLL for (int b = 0; b < K_STEP * width; b += CACHE_LINE)
+                    __builtin_prefetch(found[i] + COLUMN_DEPTH * stride + b, 0, 2);
+            } else {
+                memset(padded[i], 0, sizeof padded[i]);
+                if (d + i < num_lines) memcpy(padded[i], found[i], (size_t)(is_whole ? K_STEP * width : bytes));
+                found[i] = padded[i];
+            }
+        }
+        order_step(kind, found[0], found[together - 1], lines->vectors[d / together]);
+    }
+}
+
+INLINE void columns(int kind, Matrix weight, int64_t k, int64_t num_columns, const char *x, int64_t x_stride, int64_t num_rows,
+                    float *sums, float *out, int64_t ldo) {
+    const int width = kind == KIND_F32 ? 4 : 2, together = lines_of_step(kind);
+    Lines lines __attribute__((aligned(64)));
+    memset(sums, 0, (size_t)(ldo * num_rows) * sizeof *sums);
+    for (int64_t first = 0; first < k; first += COLUMN_DEPTH, x += COLUMN_DEPTH / together * 4) {
+        const int64_t num_lines = k - first < COLUMN_DEPTH ? k - first : COLUMN_DEPTH;
+        const char *w = weight.data + first * weight.stride;
+        for (int64_t column = 0; column < num_columns; column += K_STEP) {
+            order_lines(kind, w + column * width, weight.stride, num_lines, (num_columns - column) * width, &lines);
+            add_lines_to_rows(kind, &lines, (num_lines + together - 1) / together, x, x_stride, num_rows,
+                              sums + column * num_rows);
+        }
+    }
+    for (int64_t m = 0; m < num_rows; m++) put_columns_in_order(kind, sums, num_rows, m, num_columns, out + m * ldo);
+}
+
+static void multiply_columns(int kind, Matrix weight, int64_t k, int64_t num_columns, const char *x, int64_t x_stride,
+                             int64_t num_rows, float *sums, float *out, int64_t ldo) {
+    switch (kind) {
+        case KIND_F32: columns(KIND_F32, weight, k, num_columns, x, x_stride, num_rows, sums, out, ldo); break;
+        case KIND_F16: columns(KIND_F16, weight, k, num_columns, x, x_stride, num_rows, sums, out, ldo); break;
+        case KIND_BF16: columns(KIND_BF16, weight, k, num_columns, x, x_stride, num_rows, sums, out, ldo); break;
+#if HAS_BF16_DOT
+        case KIND_BF16_DOT: columns(KIND_BF16_DOT, weight, k, num_columns, x, x_stride, num_rows, sums, out, ldo); break;
+#endif
+    }
+}
