@@ -24,6 +24,15 @@ static int cpu_has_dot_products(void) {
 }
 #endif
 
+MOE_EXPORT int moe_cpu_is_amd(void) {
+#if defined(__x86_64__) && defined(__GNUC__)
+    __builtin_cpu_init();
+    return __builtin_cpu_is("amd") != 0;
+#else
+    return 0;
+#endif
+}
+
 MOE_EXPORT int moe_cpu_has_amx(void) {
 #if defined(__x86_64__)
     unsigned eax, ebx, ecx, edx;

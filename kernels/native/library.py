@@ -18,7 +18,7 @@ import torch
 from moe_runtime.errors import MoERuntimeError
 
 LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
-ABI_VERSION = 20
+ABI_VERSION = 21
 # Long enough to bridge the small operations between two products of a model's layer.
 SPIN_S = 300e-6
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -33,6 +33,7 @@ _CONTROLS: _Signatures = {
     "moe_current_isa": (ctypes.c_char_p, []),
     "moe_select_isa": (_INT, [ctypes.c_char_p]),
     "moe_cpu_has_amx": (_INT, []),
+    "moe_cpu_is_amd": (_INT, []),
     "moe_set_num_threads": (None, [_INT]),
     "moe_get_num_threads": (_INT, []),
     "moe_set_parallel": (None, [_POINTER]),
@@ -223,6 +224,7 @@ class NativeLibrary:
         path: The loaded file.
         num_threads: Threads that work on one call, the calling one included; `set_num_threads`
             changes it.
+        cpu_is_amd: Whether AMD made the processor; MKL, torch's fp32 products, uses AVX2 there.
         cpu_has_amx: Whether the processor multiplies bf16 in matrix units (these kernels do not).
     """
 
@@ -248,6 +250,7 @@ class NativeLibrary:
             )
         for name in _KERNELS:
             setattr(self, name.removeprefix("moe_"), getattr(library, name))
+        self.cpu_is_amd = bool(library.moe_cpu_is_amd())
         self.cpu_has_amx = bool(library.moe_cpu_has_amx())
         self._library = library
         self._isa: str = library.moe_current_isa().decode()
