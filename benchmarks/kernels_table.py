@@ -66,8 +66,9 @@ def gpu_table(results: Results) -> list[str]:
 def experts_table(results: Results) -> list[str]:
     """Milliseconds of one layer of experts, and the ratio to the best peer: `experts.py`."""
     tokens = sorted({row["tokens"] for row in results["rows"]})
+    command = results["command"].removeprefix("python ").removesuffix(" --save")
     lines = [
-        "| experts (`benchmarks/experts.py`) | " + " | ".join(f"T = {t}" for t in tokens) + " |",
+        f"| experts (`{command}`) | " + " | ".join(f"T = {t}" for t in tokens) + " |",
         "|---|" + "--:|" * len(tokens),
     ]
     cases = dict.fromkeys((row["shape"], row["dtype"], row["pass"]) for row in results["rows"])

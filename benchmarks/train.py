@@ -68,6 +68,9 @@ class Shape:
 SHAPES = {
     "pocket": Shape(256, 128, 16, 2, 6, 4, 2, 4096, 4, 512),
     "small": Shape(512, 256, 64, 8, 2, 8, 2, 8192, 4, 512),
+    # The experts of `few` in offload_training.py: 32 tokens a step.
+    "few": Shape(256, 1024, 16, 4, 4, 4, 4, 256, 1, 32),
+    "300m": Shape(512, 512, 64, 4, 6, 8, 4, 8192, 4, 256),
     "qwen3-30b-layers": Shape(2048, 768, 128, 8, 2, 32, 4, 32768, 4, 2048),
 }
 
