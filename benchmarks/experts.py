@@ -177,9 +177,9 @@ def measure(
     seconds: dict[str, list[float]] = {name: [] for name in (OURS, *contenders)}
     for _ in range(arguments.rounds):
         for name, values in seconds.items():
-            if name != OURS and values and not arguments.all_peers:
-                if values[0] > FAR * min(seconds[peer][0] for peer in contenders):
-                    continue
+            is_peer = name != OURS and bool(values) and not arguments.all_peers
+            if is_peer and values[0] > FAR * min(seconds[peer][0] for peer in contenders):
+                continue
             module.config._experts_implementation_internal = name
             values.append(_time_block(run, arguments.block_s))
     medians = {name: statistics.median(values) * 1e3 for name, values in seconds.items()}
