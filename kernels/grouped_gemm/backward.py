@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
 
 
+# Rows whose gate weights one program sums the gradients of.
+_GATE_ROWS = 32
+
+
 class ActivationGrads(NamedTuple):
     """What `activation_backward` found.
 
@@ -122,7 +126,7 @@ def _sum_gate_weight_grad(
     if groups.num_rows:
         bias = dout_TD if down_bias_SD is None else down_bias_SD
         launch(
-            gate_weight_grad, (groups.num_rows,),
+            gate_weight_grad, (triton.cdiv(groups.num_rows, _GATE_ROWS),),
             partial_ptr=partial, dout_ptr=dout_TD, bias_ptr=bias, gate_weight_grad_ptr=grad_R,
             num_partials=len(partial), num_rows=groups.num_rows, num_experts=groups.num_experts,
             dim=dout_TD.shape[1],
@@ -131,7 +135,7 @@ def _sum_gate_weight_grad(
             GATHER_DIVISOR=groups.num_choices,
             **groups.arguments(),
             HAS_BIAS=down_bias_SD is not None, BLOCK_E=triton.next_power_of_2(groups.num_experts),
-            BLOCK_D=1024,
+            BLOCK_R=_GATE_ROWS, BLOCK_D=64,
         )  # fmt: skip
     return grad_R
 

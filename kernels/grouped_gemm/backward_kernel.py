@@ -17,37 +17,40 @@ def gate_weight_grad(
     num_partials, num_rows, num_experts, dim,
     stride_gr, stride_gk, stride_bs, stride_bn,
     GATHER_DIVISOR: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one row's gate weight: its partial sums, and what the down bias adds.
+    """Gradients of some rows' gate weights: their partial sums, and what the down bias adds.
 
     Rows without an expert, or whose expert has no slot, get zero.
     """
-    row = tl.program_id(0).to(tl.int64)
-    slot_of_row = tl.load(order_ptr + row)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask = rows < num_rows
+    slots_of_rows = tl.load(order_ptr + rows, mask=mask, other=0)
     offs_e = tl.arange(0, BLOCK_E)
     ends = tl.load(offsets_ptr + 1 + offs_e, mask=offs_e < num_experts, other=0)
-    expert = tl.sum(((ends <= row) & (offs_e < num_experts)).to(tl.int64), axis=0)
+    is_behind = (ends[None, :] <= rows[:, None]) & (offs_e[None, :] < num_experts)
+    expert = tl.sum(is_behind.to(tl.int64), axis=1)
     slot = tl.where(expert < num_experts, expert, -1)
     if HAS_SLOTS:
         known = tl.minimum(expert, num_experts - 1)
         slot = tl.where(slot < 0, -1, tl.load(slots_ptr + known).to(tl.int64))
-    total = tl.zeros([], dtype=tl.float32)
-    if slot >= 0:
-        for i in range(num_partials):
-            total += tl.load(partial_ptr + tl.cast(i, tl.int64) * num_rows + row)
-        if HAS_BIAS:
-            dot = tl.zeros([BLOCK_D], dtype=tl.float32)
-            dout_row = slot_of_row // GATHER_DIVISOR
-            for first in range(0, dim, BLOCK_D):
-                offs_d = (first + tl.arange(0, BLOCK_D)).to(tl.int64)
-                mask = offs_d < dim
-                dout_ptrs = dout_ptr + dout_row * stride_gr + offs_d * stride_gk
-                dout = tl.load(dout_ptrs, mask=mask, other=0.0).to(tl.float32)
-                bias_ptrs = bias_ptr + slot * stride_bs + offs_d * stride_bn
-                dot += dout * tl.load(bias_ptrs, mask=mask, other=0.0).to(tl.float32)
-            total += tl.sum(dot, axis=0)
-    tl.store(gate_weight_grad_ptr + slot_of_row, total)
+    has_slot = mask & (slot >= 0)
+    total = tl.zeros([BLOCK_R], dtype=tl.float32)
+    for i in range(num_partials):
+        partial_ptrs = partial_ptr + tl.cast(i, tl.int64) * num_rows + rows
+        total += tl.load(partial_ptrs, mask=has_slot, other=0.0)
+    if HAS_BIAS:
+        dot = tl.zeros([BLOCK_R, BLOCK_D], dtype=tl.float32)
+        dout_rows = (slots_of_rows // GATHER_DIVISOR)[:, None] * stride_gr
+        bias_rows = slot[:, None] * stride_bs
+        for first in range(0, dim, BLOCK_D):
+            offs_d = (first + tl.arange(0, BLOCK_D)).to(tl.int64)[None, :]
+            here = has_slot[:, None] & (offs_d < dim)
+            dout = tl.load(dout_ptr + dout_rows + offs_d * stride_gk, mask=here, other=0.0)
+            bias = tl.load(bias_ptr + bias_rows + offs_d * stride_bn, mask=here, other=0.0)
+            dot += dout.to(tl.float32) * bias.to(tl.float32)
+        total += tl.sum(dot, axis=1)
+    tl.store(gate_weight_grad_ptr + slots_of_rows, total, mask=mask)
 
 
 @triton.jit
