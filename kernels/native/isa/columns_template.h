@@ -3,7 +3,7 @@
  * sums of a block of columns wait in the cache for the next lines. A part of isa_template.h. */
 
 /* An even number: pairs of bf16 are not torn apart. */
-enum { COLUMN_DEPTH = 64 };
+enum { COLUMN_DEPTH = 128 };
 
 /* Two vectors of weights for every step: of two lines as pairs of bf16, of one line otherwise. */
 typedef struct {
@@ -58,19 +58,15 @@ INLINE void add_lines_to_rows(int kind, const Lines *lines, int64_t steps, const
     }
 }
 
-/* The column, of K_STEP, whose sum lies at `index`: pairs of bf16 are brought together within parts of 16 bytes, other
- * bf16 are taken by even and odd columns. */
-INLINE int column_of(int kind, int index) {
-    const int half = index / LANES, lane = index % LANES;
-    if (kind == KIND_BF16_DOT) return lane / 4 * 8 + half * 4 + lane % 4;
-    return kind == KIND_BF16 ? 2 * lane + half : index;
-}
-
-/* The sums of row m, from where add_lines left them. */
+/* The sums of row m, from where add_lines left them: pairs of bf16 were brought together within parts of 16 bytes, other bf16
+ * taken by even and odd columns. */
 INLINE void put_columns_in_order(int kind, const float *sums, int64_t num_rows, int64_t m, int64_t num_columns, float *out) {
+    const int part = kind == KIND_BF16_DOT ? 4 : kind == KIND_BF16 ? 1 : LANES;
     for (int64_t column = 0; column < num_columns; column += K_STEP) {
         const float *found = sums + column * num_rows + m * K_STEP;
-        for (int i = 0; i < K_STEP; i++) out[column + column_of(kind, i)] = found[i];
+        UNROLL for (int i = 0; i < LANES; i += part)
+            UNROLL for (int half = 0; half < 2; half++)
+                memcpy(out + column + 2 * i + half * part, found + half * LANES + i, part * sizeof *out);
     }
 }
 
