@@ -5,7 +5,9 @@ formats that checkpoints are published in, beside a plain read of as many bytes 
 The two take turns, and every call has other routing than the one before, so that weights come from
 memory. Only as many experts are made as fit in `--memory`; routing is uniform over them.
 `--kt-kernel FOLDER`, the unpacked wheel, lets kt-kernel's operators take turns with ours: the same
-shape, format, number of experts and threads, in a process of its own.
+shape, format, number of experts and threads, in a process of its own, which stands still while ours
+has its turn. `--activations exact int8` adds rows of products that round what they multiply to
+int8, as `load(activations="int8")` does; kt-kernel's int4 products always do.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness.kt_kernel import KtKernel, PeerEndedError
 from harness.machine import commit, describe_machine, machine_name, versions
+from harness.waiting_process import PeerEndedError, WaitingProcess, kt_kernel
 from torch import Tensor
 
 from moe_runtime.config import parse_bytes
@@ -74,11 +77,17 @@ def main() -> None:
         for kind in arguments.formats:
             experts = make_experts(SHAPES[name], FORMATS[kind], parse_bytes(arguments.memory))
             for num_tokens in arguments.tokens:
-                row = {"shape": name, "format": kind, "tokens": num_tokens}
-                peer = _peer(arguments.kt_kernel, kind, SHAPES[name], len(experts), num_tokens)
-                row |= measure(SHAPES[name], experts, num_tokens, arguments.rounds, clock, peer)
-                rows.append(row)
-                print(_line(row), flush=True)
+                folder = arguments.kt_kernel
+                with _peer(folder, kind, SHAPES[name], len(experts), num_tokens) as peer:
+                    for own in activations_of(kind, arguments.activations):
+                        row = {"shape": name, "format": kind, "tokens": num_tokens}
+                        row["activations"] = own
+                        some = rounding(experts) if own == "int8" else experts
+                        row |= measure(
+                            SHAPES[name], some, num_tokens, arguments.rounds, clock, peer
+                        )
+                        rows.append(row)
+                        print(_line(row), flush=True)
     if arguments.save:
         _save(rows, facts, head)
 
@@ -89,6 +98,21 @@ def make_experts(shape: Shape, kind: WeightFormat | None, memory: int) -> list[E
     up, down = (_matrix(kind, *size) for size in sizes)
     count = max(shape.top_k, min(shape.num_experts, memory // (2 * up.nbytes + down.nbytes)))
     return [ExpertWeights(_copied(up), _copied(up), _copied(down)) for _ in range(count)]
+
+
+def activations_of(kind: str, asked: list[str]) -> list[str]:
+    """What of `exact` and `int8` a format's products take: integers, or halves of some."""
+    return [own for own in asked if own == "exact" or kind in ("mxfp4", "int4")]
+
+
+def rounding(experts: list[ExpertWeights]) -> list[ExpertWeights]:
+    """The same weights in the same memory, whose products round what they multiply to int8."""
+
+    def one(matrix: object) -> QuantizedMatrix:
+        assert isinstance(matrix, QuantizedMatrix)
+        return replace(matrix, format=replace(matrix.format, rounds_x=True))
+
+    return [ExpertWeights(one(own.gate), one(own.up), one(own.down)) for own in experts]
 
 
 def _matrix(kind: WeightFormat | None, num_rows: int, num_cols: int) -> Tensor | QuantizedMatrix:
@@ -128,7 +152,7 @@ def measure(
     num_tokens: int,
     rounds: int,
     clock: Callable[[], float],
-    peer: KtKernel | None = None,
+    peer: WaitingProcess | None = None,
 ) -> dict[str, Any]:
     """Medians of a call and of a plain read, in milliseconds, and what they move."""
     library = require_native()
@@ -156,9 +180,8 @@ def measure(
             seconds.setdefault("kt_kernel", []).append(peer.call_ms(1)[0] / 1e3)
     beside = {}
     if peer is not None:
-        peer.close()
         ratio = statistics.median(seconds["kt_kernel"]) / statistics.median(seconds["experts"])
-        beside = {"over_kt_kernel": ratio, "kt_kernel_error": peer.error}
+        beside = {"over_kt_kernel": ratio, "kt_kernel_error": float(peer.first_answer)}
     return beside | {
         "experts": len(experts),
         "visited": statistics.median(visited),
@@ -195,15 +218,15 @@ def _runner(
 
 def _peer(
     folder: Path | None, kind: str, shape: Shape, num_experts: int, num_tokens: int
-) -> KtKernel | None:
+) -> AbstractContextManager[WaitingProcess | None]:
     if folder is None:
-        return None
+        return nullcontext()
     sizes = num_experts, shape.top_k, shape.dim_model, shape.dim_hidden, num_tokens
     try:
-        return KtKernel(folder, kind, sizes, require_native().num_threads)
+        return kt_kernel(folder, kind, sizes, require_native().num_threads)
     except PeerEndedError as error:
         print(f"{'':14} {kind:>5} T={num_tokens:<3} {error}", flush=True)
-        return None
+        return nullcontext()
 
 
 def _timed(clock: Callable[[], float], call: Callable[..., object], *arguments: object) -> float:
@@ -214,8 +237,9 @@ def _timed(clock: Callable[[], float], call: Callable[..., object], *arguments: 
 
 def _line(row: dict[str, Any]) -> str:
     gb_per_s = row["visited"] * row["expert_bytes"] / row["ms"]["experts"] / 1e6
+    name = f"{row['shape']:>14} {row['format']:>5} {row['activations']:>5} T={row['tokens']:<3}"
     return (
-        f"{row['shape']:>14} {row['format']:>5} T={row['tokens']:<3} {row['ms']['experts']:8.2f} ms"
+        f"{name} {row['ms']['experts']:8.2f} ms"
         f"  {gb_per_s:5.1f} GB/s  {row['of_read']:4.2f} of a plain read"
         + (f"  {row['over_kt_kernel']:4.2f} x kt-kernel" if "over_kt_kernel" in row else "")
     )
@@ -226,7 +250,8 @@ def _save(rows: list[dict[str, Any]], facts: dict[str, object], head: str) -> No
     path = RESULTS / f"quantized-{'one-thread-' * alone}{machine_name(facts)}.json"
     report = {
         "command": f"python benchmarks/quantized.py --save{' --one-thread' * alone}"
-        + " --kt-kernel FOLDER" * ("over_kt_kernel" in rows[0]),
+        + " --activations exact int8" * any(row["activations"] == "int8" for row in rows)
+        + " --kt-kernel FOLDER" * any("over_kt_kernel" in row for row in rows),
         "machine": facts | {"isa": require_native().isa, "threads": require_native().num_threads},
         "versions": versions(),
         "commit": head,
@@ -240,6 +265,10 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    rounded = "exact, int8: what quantised experts multiply"
+    parser.add_argument(
+        "--activations", nargs="+", choices=("exact", "int8"), default=["exact"], help=rounded
+    )
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--rounds", type=int, default=24, help="turns of experts and reads")
     parser.add_argument("--memory", default="2GiB", help="for the experts of a layer")

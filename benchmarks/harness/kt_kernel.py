@@ -1,8 +1,9 @@
-"""kt-kernel's routed experts as a peer process: its wheel unpacked, without torch and without CUDA.
+"""kt-kernel's routed experts as a program to ask: its wheel unpacked, neither torch nor CUDA.
 
 `python benchmarks/harness/kt_kernel.py FOLDER FORMAT E K D F T THREADS` makes random experts, says
 the relative error of a token against numpy's fp64, and then, for each line it is given, the
-milliseconds of as many calls as the line says. Each call has other routing than the one before.
+milliseconds of as many calls as the line says, after one that is not timed and wakes its threads.
+Each call has other routing than the one before.
 FOLDER: `pip download --no-deps kt-kernel==0.7.2`, unpacked. Its int4 products round activations
 to int8. The extension that the processor's best instruction set needs is chosen.
 """
@@ -10,7 +11,6 @@ to int8. The extension that the processor's best instruction set needs is chosen
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -28,46 +28,6 @@ CLASSES = {
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 GROUP = 32
 BLOCK = 128
-
-
-class PeerEndedError(RuntimeError):
-    """The process is no more."""
-
-
-class KtKernel:
-    """The process, asked from outside. `error` is the relative error that it said of itself.
-
-    Raises:
-        PeerEndedError: it has no product of these sizes or for this processor.
-    """
-
-    def __init__(self, folder: Path, kind: str, sizes: tuple[int, ...], threads: int) -> None:
-        words = [str(word) for word in (folder, kind, *sizes, threads)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self.error = float(self._line())
-
-    def call_ms(self, num_calls: int) -> list[float]:
-        """Milliseconds of each of these calls."""
-        assert self._process.stdin is not None
-        print(num_calls, file=self._process.stdin, flush=True)
-        return [float(word) for word in self._line().split()]
-
-    def close(self) -> None:
-        """Ends the process."""
-        self._process.communicate()
-
-    def _line(self) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:  # the extension prints lines of its own
-            if line.startswith("= "):
-                return line[2:]
-        raise PeerEndedError("kt-kernel ended early: it aborts on sizes that it does not take")
 
 
 def main() -> None:
@@ -99,6 +59,7 @@ def main() -> None:
     error = np.linalg.norm(_f32(out_TD[0]) - expected_D) / np.linalg.norm(expected_D)
     print(f"= {error}", flush=True)
     for line in sys.stdin:
+        call()
         times = [call()[0] for _ in range(int(line))]
         print("=", *times, flush=True)
 

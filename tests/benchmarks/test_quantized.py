@@ -1,10 +1,15 @@
 """The benchmark of quantised experts runs, and its steps are those of the library."""
 
 import itertools
+import os
+import sys
+from pathlib import Path
 
+import psutil
 import pytest
 import quantized
 import torch
+from harness.waiting_process import PeerEndedError, WaitingProcess
 
 from moe_runtime.kernels.native import native_library
 
@@ -31,3 +36,71 @@ def test_no_more_experts_than_fit() -> None:
     assert len(experts) == 4
     assert torch.equal(experts[0].up, experts[3].up)  # type: ignore[arg-type]
     assert experts[0].up.data_ptr() != experts[3].up.data_ptr()  # type: ignore[union-attr]
+
+
+@pytest.mark.skipif(native_library() is None, reason="the native library was not built")
+@pytest.mark.parametrize("kind", quantized.FORMATS)
+def test_rounded_activations_are_measured_where_a_format_has_them(kind: str) -> None:
+    kinds = quantized.activations_of(kind, ["exact", "int8"])
+    assert kinds == (["exact", "int8"] if kind in ("mxfp4", "int4") else ["exact"])
+    experts = quantized.make_experts(SHAPE, quantized.FORMATS[kind], memory=1 << 20)
+    if "int8" not in kinds:
+        return
+    rounded = quantized.rounding(experts)
+    assert rounded[1].up.codes.data_ptr() == experts[1].up.codes.data_ptr()  # type: ignore[union-attr]
+    x_TD = torch.randn(1, SHAPE.dim_model).bfloat16()
+    routing = torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.25]])
+    with torch.no_grad():
+        outs = [quantized._runner(SHAPE, own, x_TD)(*routing) for own in (experts, rounded)]
+    assert not torch.equal(*outs)
+    assert torch.nn.functional.cosine_similarity(*outs).item() > 0.99
+
+
+SPINNING = """
+import sys, threading
+def spin():
+    while True: pass
+threading.Thread(target=spin, daemon=True).start()
+print("a line of its own")
+print("= 0.25", flush=True)
+for line in sys.stdin:
+    if line == "13\\n": sys.exit(3)
+    print("=", *[1.5] * int(line), flush=True)
+"""
+
+
+def _processor_seconds(pid: int) -> float:
+    """Of all threads of a process."""
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
+
+
+def test_a_peer_stands_still_while_it_is_not_its_turn() -> None:
+    with WaitingProcess([sys.executable, "-P", "-c", SPINNING]) as peer:
+        assert float(peer.first_answer) == 0.25
+        for _ in range(3):
+            before = _processor_seconds(peer.pid)
+            states = [
+                (task / "stat").read_text().rpartition(")")[2].split()[0]
+                for task in Path(f"/proc/{peer.pid}/task").iterdir()
+            ]
+            assert states == ["T", "T"]
+            sum(range(5_000_000))  # our turn: far longer than a tick of the kernel's clock
+            assert _processor_seconds(peer.pid) == before
+            assert peer.call_ms(2) == [1.5, 1.5]
+    assert not psutil.pid_exists(peer.pid)
+
+
+def test_a_peer_ends_with_an_error_of_ours_and_says_when_it_ended_itself() -> None:
+    command = [sys.executable, "-P", "-c", SPINNING]
+    with pytest.raises(ZeroDivisionError), WaitingProcess(command) as peer:
+        _ = 1 // 0
+    assert not psutil.pid_exists(peer.pid)
+    with WaitingProcess(command) as peer, pytest.raises(PeerEndedError, match="ended"):
+        peer.call_ms(13)
+    with WaitingProcess(command) as peer:
+        os.kill(peer.pid, 9)
+        with pytest.raises(PeerEndedError, match="ended"):
+            peer.call_ms(1)
+    with pytest.raises(PeerEndedError, match="ended"):
+        WaitingProcess([sys.executable, "-c", "print('no answer')"])
