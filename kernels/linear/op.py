@@ -156,11 +156,7 @@ def native_problem(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None
 def takes_native(library: NativeLibrary, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `auto` takes the native kernel; what is invalid is left to torch to report.
 
-    Args:
-        library: The loaded library.
-        x: As in `linear`, and so the others.
-        weight: Likewise.
-        bias: Likewise.
+    The arguments are those of `linear`.
     """
     if native_problem(x, weight, bias) or torch.compiler.is_compiling():
         return False
@@ -241,9 +237,9 @@ def _linear_native(
     x_RK = x if x.ndim == 2 else x.reshape(-1, dim_in)
     if x_RK.stride(1) != 1 and dim_in > 1:
         x_RK = x_RK.contiguous()
-    out = x.new_empty((*x.shape[:-1], dim_out))
-    _run(library, x_RK, weight, bias, out, dim_out)
-    return out
+    out_RN = x.new_empty((len(x_RK), dim_out))
+    _run(library, x_RK, weight, bias, out_RN)
+    return out_RN if x.ndim == 2 else out_RN.view(*x.shape[:-1], dim_out)
 
 
 def linear_into(x_RK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_RN: Tensor) -> None:
@@ -258,31 +254,25 @@ def linear_into(x_RK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_RN: 
     Raises:
         NativeUnavailableError: The library was not built.
     """
-    _run(require_native(), x_RK, weight_NK, bias_N, out_RN, out_RN.stride(0))
+    _run(require_native(), x_RK, weight_NK, bias_N, out_RN)
 
 
 def _run(
-    library: NativeLibrary,
-    x_RK: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    out_stride: int,
+    library: NativeLibrary, x_RK: Tensor, weight: Tensor, bias: Tensor | None, out_RN: Tensor
 ) -> None:
-    """The kernel's calls; rows of `out` lie `out_stride` elements apart."""
     dim_out, dim_in = weight.shape
     by_rows = _lies_by_rows(weight)
     kernel, stride = library.linear if by_rows else library.linear_transposed, int(not by_rows)
     if bias is not None:
         bias = bias.contiguous()
-    x_bytes, out_bytes = x_RK.stride(0) * x_RK.element_size(), out_stride * out.element_size()
+    x_bytes, out_bytes = (rows.stride(0) * rows.element_size() for rows in (x_RK, out_RN))
     for first in range(0, x_RK.shape[0], ROWS_PER_CALL):
         num_rows = min(ROWS_PER_CALL, x_RK.shape[0] - first)
         status = kernel(
             x_RK.data_ptr() + first * x_bytes, x_bytes, num_rows,
             weight.data_ptr(), weight.stride(stride) * weight.element_size(),
             None if bias is None else bias.data_ptr(),
-            out.data_ptr() + first * out_bytes, out_bytes, dim_in, dim_out,
+            out_RN.data_ptr() + first * out_bytes, out_bytes, dim_in, dim_out,
             DTYPE_CODES[x_RK.dtype], DTYPE_CODES[weight.dtype], library.shares_threads(),
         )  # fmt: skip
         check_status(status, num_rows, dim_in)

@@ -42,12 +42,7 @@ _CONTROLS: _Signatures = {
 }
 # x, x_stride, num_rows, weight, weight_stride, bias, out, out_stride, dim_in, dim_out, x_dtype,
 # weight_dtype, share_threads
-_LINEAR: list[object] = [
-    *(_POINTER, _INT64, _INT64),
-    *(_POINTER, _INT64, _POINTER),
-    *(_POINTER, _INT64, _INT64, _INT64),
-    *(_INT, _INT, _INT),
-]
+_LINEAR = [_POINTER, *[_INT64] * 2, _POINTER, _INT64, *[_POINTER] * 2, *[_INT64] * 3, *[_INT] * 3]
 # Each is an attribute of `NativeLibrary`, by its name without `moe_`.
 _KERNELS: _Signatures = {
     "moe_linear": (_INT, _LINEAR),
