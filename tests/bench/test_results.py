@@ -89,6 +89,13 @@ def test_what_is_no_results_file(text: str, tmp_path: Path) -> None:
         read_results(tmp_path / "r.json")
 
 
+def test_committed_results_are_still_read() -> None:
+    folder = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+    found = [read_results(path) for path in sorted(folder.glob("latency-*.json"))]
+    assert found
+    assert all(one["measurements"][0]["system"] == "moe_runtime" for one in found)
+
+
 def test_every_keyword_of_the_schema_is_checked() -> None:
     """An unknown one would be left unchecked without a word."""
     require_valid(results(), read_schema())
