@@ -197,6 +197,7 @@ def soak(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     command = [sys.executable, "-P", str(HERE / "harness" / "soak_server.py")]
     command += [str(arguments.reads_per_error), str(model), "--name", MODEL, "--port", "0"]
     command += ["--host-memory", arguments.host_memory, "--max-tokens", str(arguments.max_tokens)]
+    command += ["--no-prefix-cache"] if arguments.no_prefix_cache else []
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         try:
@@ -290,6 +291,7 @@ def _arguments() -> argparse.Namespace:
     add("--max-tokens", type=int, default=1024, help="of all requests at a time")
     add("--reads-per-error", type=int, default=5000, help="0 for none (default: %(default)s)")
     add("--seed", type=int, default=0)
+    add("--no-prefix-cache", action="store_true", help="what requests leave is not kept")
     add("--save", action="store_true", help="write a file in benchmarks/results")
     return parser.parse_args()
 

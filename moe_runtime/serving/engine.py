@@ -27,9 +27,7 @@ from moe_runtime.serving.requests import (
 from moe_runtime.serving.sampling import Sampler
 from moe_runtime.serving.scheduling import Scheduler, by_adapter
 from moe_runtime.serving.sequence_cache import (
-    Block,
-    append_blocks,
-    copy_block,
+    BlockCopies,
     keeps_every_token,
     set_room,
 )
@@ -77,7 +75,8 @@ class Engine:
         block = 0
         if self._options.reuses_prefixes and keeps_every_token(model.config):
             block = self._options.prompt_tokens if self._options.exact else PIECE
-        self._account: KVAccount[Block] = KVAccount(capacity, block_tokens=block)
+        self._account: KVAccount[torch.Tensor] = KVAccount(capacity, block_tokens=block)
+        self._copies = BlockCopies(block)
         self._scheduler = Scheduler(self._account, most_running=self._options.most_running)
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         known = positions if isinstance(positions, int) else capacity
@@ -266,14 +265,14 @@ class Engine:
         # the last token is computed in any case: it says what follows
         prompt = sequence.request.prompt_ids
         known = sequence.tokens if not self._options.exact else prompt
-        blocks: list[Block] = []
+        blocks: list[torch.Tensor] = []
         if not sequence.wants_prompt_logprobs:
             blocks = self._account.find(known[:-1], sequence.root)
         num_cached = len(blocks) * self._account.block_tokens
         read_end = len(prompt) if self._options.exact else len(sequence.tokens)
         sequence.start(cache, num_cached, read_end)
         if blocks:
-            append_blocks(cache, blocks)
+            self._copies.append(cache, blocks)
             self._counts["prefix_hit_tokens"] += min(num_cached, len(prompt))
 
     def _decode(self, group: list[Sequence]) -> None:
@@ -333,7 +332,8 @@ class Engine:
         with Failure() as failure:
             token = sequence.sampler.choose(logits_V, sequence.answer)
         if token is None:
-            self._finish(sequence, "error", failure.message)
+            is_constrained = failure.is_constrained
+            self._finish(sequence, "error", failure.message, is_constrained=is_constrained)
             return
         self._counts["generated_tokens"] += 1
         reason = sequence.add(token)
@@ -343,15 +343,14 @@ class Engine:
     def _keep(self, sequence: Sequence) -> None:
         """What is computed of a sequence is kept for those that begin alike."""
         cache = sequence.cache
-        size = self._account.block_tokens
-        if cache is None or not size:
+        if cache is None or not self._account.block_tokens:
             return
         end = sequence.num_computed
         if self._options.exact:  # other kernels computed what was generated
             end = min(end, sequence.read_end)
         self._account.keep(
             sequence.tokens[:end],
-            lambda index: copy_block(cache, index * size, size),
+            lambda index: self._copies.copy(cache, index),
             sequence.root,
         )
 
@@ -364,13 +363,20 @@ class Engine:
                 sequence.is_alone = True
                 self._scheduler.preempt(sequence)
 
-    def _finish(self, sequence: Sequence, reason: FinishReason, message: str | None = None) -> None:
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        message: str | None = None,
+        *,
+        is_constrained: bool = False,
+    ) -> None:
         if reason in ("stop", "length"):
             self._keep(sequence)
         self._scheduler.remove(sequence)
         self._passes.requests.end(sequence.number)
         self._finished[reason] += 1
-        sequence.finish(reason, message)
+        sequence.finish(reason, message, is_constrained=is_constrained)
 
 
 class EngineHandle:

@@ -5,10 +5,10 @@ Nothing here holds a tensor or knows one: what a prefix keeps is the caller's.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from moe_runtime.serving.prefix_index import PrefixIndex
 
 PIECE = 16
 """Sequences get room for a multiple of so many tokens."""
@@ -21,16 +21,6 @@ T = TypeVar("T")
 def rounded_up(num_tokens: int) -> int:
     """The least room for so many tokens."""
     return -(-num_tokens // PIECE) * PIECE
-
-
-@dataclass(slots=True, eq=False)
-class _Prefix(Generic[T]):
-    """A block of tokens behind those of its parents, and what is kept of it."""
-
-    key: tuple[int, tuple[int, ...]]
-    number: int
-    parent: _Prefix[T] | None
-    kept: T
 
 
 class KVAccount(Generic[T]):
@@ -51,9 +41,9 @@ class KVAccount(Generic[T]):
         self.block_tokens = block_tokens
         self._rooms: dict[Hashable, int] = {}
         self._held = 0
-        # the prefix used longest ago first; one comes before those that it continues
-        self._prefixes: OrderedDict[tuple[int, tuple[int, ...]], _Prefix[T]] = OrderedDict()
-        self._next_number = 1
+        self._prefixes: PrefixIndex[T] | None = None
+        if block_tokens:
+            self._prefixes = PrefixIndex(capacity // block_tokens, block_tokens)
 
     @property
     def sequence_tokens(self) -> int:
@@ -63,7 +53,7 @@ class KVAccount(Generic[T]):
     @property
     def prefix_tokens(self) -> int:
         """Tokens that prefixes keep."""
-        return len(self._prefixes) * self.block_tokens
+        return 0 if self._prefixes is None else len(self._prefixes) * self.block_tokens
 
     @property
     def available(self) -> int:
@@ -88,8 +78,8 @@ class KVAccount(Generic[T]):
             return False
         ample = rounded_up(num_tokens + num_tokens // SLACK_SHARE) - held
         added = ample if held and ample <= self._free() else least
-        while self._free() < added:
-            self._forget_oldest()
+        while self._prefixes is not None and self._free() < added:
+            self._prefixes.forget_oldest()
         self._rooms[sequence] = held + added
         self._held += added
         return True
@@ -100,7 +90,7 @@ class KVAccount(Generic[T]):
 
     def find(self, tokens: Sequence[int], root: int = 0) -> list[T]:
         """What is kept of the longest known beginning of some tokens, block by block."""
-        return [prefix.kept for prefix in self._walk(tokens, root)]
+        return [] if self._prefixes is None else self._prefixes.find(tokens, root)
 
     def keep(self, tokens: Sequence[int], make: Callable[[int], T], root: int = 0) -> int:
         """Keeps the whole blocks of some tokens, as far as prefixes used longer ago give way.
@@ -113,23 +103,14 @@ class KVAccount(Generic[T]):
         Returns:
             Blocks of these tokens that are kept now.
         """
-        path = self._walk(tokens, root)
-        for index in range(len(path), len(tokens) // (self.block_tokens or 1)):
-            if not self.block_tokens or not self._make_place_beside(path):
-                break
-            parent = path[-1] if path else None
-            key = self._key(tokens, index, parent, root)
-            prefix = _Prefix(key, self._next_number, parent, make(index))
-            self._next_number += 1
-            self._prefixes[key] = prefix
-            path.append(prefix)
-            self._touch(path)
-        return len(path)
+        if self._prefixes is None:
+            return 0
+        return self._prefixes.keep(tokens, root, make, self._make_place_beside)
 
     def forget(self) -> None:
         """Gives up all prefixes."""
-        while self._prefixes:
-            self._forget_oldest()
+        while self._prefixes is not None and len(self._prefixes):
+            self._prefixes.forget_oldest()
 
     def check(self) -> None:
         """Proves that what is had adds up, and that no prefix outlives those it continues.
@@ -140,53 +121,17 @@ class KVAccount(Generic[T]):
         assert self._held == sum(self._rooms.values())
         assert all(room > 0 and room % PIECE == 0 for room in self._rooms.values())
         assert 0 <= self._held + self.prefix_tokens <= self.capacity
-        seen: set[int] = set()
-        for key, prefix in reversed(self._prefixes.items()):
-            assert key == prefix.key
-            assert len(key[1]) == self.block_tokens
-            assert prefix.number not in seen
-            seen.add(prefix.number)
-            if prefix.parent is None:
-                assert key[0] <= 0
-            else:
-                assert key[0] == prefix.parent.number
-                assert self._prefixes[prefix.parent.key] is prefix.parent
-                assert prefix.parent.number in seen, "a prefix was used later than its beginning"
+        if self._prefixes is not None:
+            self._prefixes.check()
 
     def _free(self) -> int:
         return self.capacity - self._held - self.prefix_tokens
 
-    def _key(
-        self, tokens: Sequence[int], index: int, parent: _Prefix[T] | None, root: int
-    ) -> tuple[int, tuple[int, ...]]:
-        size = self.block_tokens
-        block = tuple(tokens[index * size : (index + 1) * size])
-        return (root if parent is None else parent.number), block
-
-    def _walk(self, tokens: Sequence[int], root: int) -> list[_Prefix[T]]:
-        """The longest known beginning, which is used now."""
-        path: list[_Prefix[T]] = []
-        for index in range(len(tokens) // self.block_tokens if self.block_tokens else 0):
-            parent = path[-1] if path else None
-            found = self._prefixes.get(self._key(tokens, index, parent, root))
-            if found is None:
-                break
-            path.append(found)
-        self._touch(path)
-        return path
-
-    def _touch(self, path: Sequence[_Prefix[T]]) -> None:
-        for prefix in reversed(path):
-            self._prefixes.move_to_end(prefix.key)
-
-    def _make_place_beside(self, path: Sequence[_Prefix[T]]) -> bool:
-        """Makes place for one block more, without giving up any of the path."""
+    def _make_place_beside(self, num_blocks: int) -> bool:
+        """Makes place for one block more, without giving up so many that were used last."""
+        assert self._prefixes is not None
         while self._free() < self.block_tokens:
-            if len(self._prefixes) <= len(path):
+            if len(self._prefixes) <= num_blocks:
                 return False
-            self._forget_oldest()
+            self._prefixes.forget_oldest()
         return True
-
-    def _forget_oldest(self) -> None:
-        # whatever continues it was used no later, so it is gone
-        self._prefixes.popitem(last=False)

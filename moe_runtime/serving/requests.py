@@ -40,8 +40,18 @@ class RequestTooLongError(ValueError):
         self.most_tokens = most_tokens
 
 
+class ConstraintError(MoERuntimeError):
+    """No token may follow an answer that is not yet what its constraint asks for."""
+
+
 class TokenConstraint(Protocol):
-    """What a grammar allows. It is asked from the engine's thread, before each token."""
+    """What a grammar allows. It is asked from the engine's thread, before each token.
+
+    Attributes:
+        is_exhausted: the tokens allowed last can only end the answer.
+    """
+
+    is_exhausted: bool
 
     def allowed(self, generated_ids: Sequence[int]) -> Tensor | None:
         """The tokens that may come next.
@@ -52,6 +62,9 @@ class TokenConstraint(Protocol):
         Returns:
             Bool ``[V]``, at least one of them true; tokens beyond its end are not allowed. None
             allows all.
+
+        Raises:
+            ConstraintError: no token may follow, and the answer is not whole.
         """
         ...
 
@@ -122,14 +135,15 @@ class GenerationRequest:
     Attributes:
         prompt_ids: at least one token.
         max_new_tokens: most tokens to generate; 0 reads the prompt only.
-        min_new_tokens: ``stop_ids`` are not chosen before the answer has so many tokens.
+        min_new_tokens: ``stop_ids`` are not chosen before the answer has so many tokens, unless
+            its constraint lets nothing else follow.
         stop_ids: tokens that end the answer; they are its last token.
         ignore_eos: goes on behind ``stop_ids``, which may still be chosen.
         sampling: how tokens are chosen.
         num_logprobs: how many of the most likely tokens to report beside each new one, 0 for the
             new one alone; None for no log-probabilities.
         num_prompt_logprobs: the same for the prompt's tokens. The whole prompt is computed then.
-        constraint: what the answer may be made of.
+        constraint: what the answer may be made of; where nothing more may follow, it ends.
         priority: higher ones go first; within a priority, by arrival.
         adapter: that the model has for this request; None for the model as it is.
     """
@@ -218,10 +232,12 @@ class Finished:
         reason: ``"stop"`` at one of ``stop_ids``, ``"length"`` at ``max_new_tokens``,
             ``"cancelled"`` by its handle or the end of the engine, ``"error"`` where a step failed.
         message: of an error, one line.
+        is_constrained: whether the request's own constraint is at fault for the error.
     """
 
     reason: FinishReason
     message: str | None = None
+    is_constrained: bool = False
 
 
 Event = PromptRead | NewToken | Finished

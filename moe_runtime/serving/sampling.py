@@ -19,7 +19,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from moe_runtime.serving.requests import GenerationRequest, NewToken, SamplingOptions, TokenLogprob
+from moe_runtime.serving.requests import (
+    ConstraintError,
+    GenerationRequest,
+    NewToken,
+    SamplingOptions,
+    TokenLogprob,
+)
 
 
 class Sampler:
@@ -50,7 +56,8 @@ class Sampler:
             answer_ids: the answer so far.
 
         Raises:
-            ValueError: the logits are not finite, or the constraint allows no token.
+            ConstraintError: the constraint allows no token.
+            ValueError: the logits are not finite.
         """
         raw_V = logits_V.float().cpu()
         scores_V = self._changed(raw_V, answer_ids)
@@ -75,6 +82,9 @@ class Sampler:
         request, options = self._request, self._request.sampling
         banned = () if len(answer_ids) >= request.min_new_tokens else request.stop_ids
         constraint = request.constraint
+        allowed = None if constraint is None else constraint.allowed(answer_ids)
+        if constraint is not None and constraint.is_exhausted:
+            banned = ()
         if not (banned or constraint or options.logit_bias or self._penalizes(options)):
             return raw_V
         scores_V = raw_V.clone()
@@ -89,13 +99,12 @@ class Sampler:
             scores_V[ids] -= options.presence_penalty + options.frequency_penalty * times
         if banned:
             scores_V[list(banned)] = -torch.inf
-        allowed = None if constraint is None else constraint.allowed(answer_ids)
         if allowed is not None:
             size = min(len(allowed), len(scores_V))
             scores_V[:size].masked_fill_(~allowed[:size], -torch.inf)
             scores_V[size:] = -torch.inf
             if not bool((scores_V > -torch.inf).any()):
-                raise ValueError("the constraint allows no token here")
+                raise ConstraintError("the constraint allows no token here")
         return scores_V
 
     def _penalizes(self, options: SamplingOptions) -> bool:

@@ -24,9 +24,6 @@ from moe_runtime.inference.kv_cache import give_room
 from moe_runtime.kernels.attention_step import AttentionWeights
 from moe_runtime.kernels.attention_step.several import attention_steps
 
-Block = list[tuple[torch.Tensor, torch.Tensor]]
-"""Keys ``[1, G, S, D]`` and values ``[1, G, S, V]`` of some tokens, of every layer that has any."""
-
 
 def new_cache(config: Any, *, grows: bool) -> DynamicCache:
     """An empty cache of one sequence, with layers as the model has them.
@@ -96,22 +93,43 @@ def _with_room(growing: Any, cached: Any, num_tokens: int) -> torch.Tensor:
     return view
 
 
-def copy_block(cache: DynamicCache, first: int, num_tokens: int) -> Block:
-    """A copy of what a cache that keeps every token has of some of them."""
-    return [
-        (
-            keys.narrow(-2, first, num_tokens).clone(),
-            values.narrow(-2, first, num_tokens).clone(),
-        )
-        for keys, values in _filled(cache).values()
-    ]
+class BlockCopies:
+    """Copies blocks of tokens out of caches of one model, which keep every token, and into them.
 
+    A copy is one tensor of bytes, keys ``[1, G, S, D]`` and values ``[1, G, S, V]`` of layer behind
+    layer: each tensor has some hundred bytes of its own, and many small ones leave gaps behind.
+    """
 
-def append_blocks(cache: DynamicCache, blocks: Sequence[Block]) -> None:
-    """Puts copied blocks, one behind another, into an empty cache."""
-    for place, index in enumerate(_filled(cache)):
-        keys, values = (torch.cat([b[place][part] for b in blocks], dim=-2) for part in (0, 1))
-        cache.update(keys, values, index)
+    def __init__(self, num_tokens: int) -> None:
+        """Copies for blocks of so many tokens."""
+        self._num_tokens = num_tokens
+        self._forms: list[tuple[torch.Size, torch.dtype]] = []
+
+    def copy(self, cache: DynamicCache, index: int) -> torch.Tensor:
+        """The bytes of the block with a number, 0 the first."""
+        size = self._num_tokens
+        cached = [part for pair in _filled(cache).values() for part in pair]
+        parts = [part.narrow(-2, index * size, size) for part in cached]
+        forms = [(part.shape, part.dtype) for part in parts]
+        assert self._forms in ([], forms), "caches of one model have different layers"
+        self._forms = forms
+        num_bytes = sum(part.nbytes for part in parts)
+        block = torch.empty(num_bytes, dtype=torch.uint8, device=cached[0].device)
+        for place, part in zip(self._parts(block), parts, strict=True):
+            place.copy_(part)
+        return block
+
+    def append(self, cache: DynamicCache, blocks: Sequence[torch.Tensor]) -> None:
+        """Puts copied blocks, one behind another, into an empty cache."""
+        parts = zip(*map(self._parts, blocks), strict=True)
+        joined = [torch.cat(some, dim=-2) for some in parts]
+        for place, index in enumerate(_filled(cache)):
+            cache.update(joined[2 * place], joined[2 * place + 1], index)
+
+    def _parts(self, block: torch.Tensor) -> list[torch.Tensor]:
+        sizes = [shape.numel() * dtype.itemsize for shape, dtype in self._forms]
+        forms = zip(block.split(sizes), self._forms, strict=True)
+        return [part.view(dtype).view(shape) for part, (shape, dtype) in forms]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from moe_runtime.serving.requests import (
+    ConstraintError,
     Event,
     Finished,
     FinishReason,
@@ -48,6 +49,11 @@ class Failure:
         """The error in one line."""
         text = " ".join(str(self.error).split())
         return text or type(self.error).__name__
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a request's own constraint is at fault."""
+        return isinstance(self.error, ConstraintError)
 
 
 class Sequence:
@@ -140,14 +146,18 @@ class Sequence:
         request = self.request
         if token.token_id in request.stop_ids and not request.ignore_eos:
             return "stop"
+        if request.constraint is not None and request.constraint.is_exhausted:
+            return "stop"
         return "length" if len(self.answer) >= request.max_new_tokens else None
 
-    def finish(self, reason: FinishReason, message: str | None = None) -> None:
+    def finish(
+        self, reason: FinishReason, message: str | None = None, *, is_constrained: bool = False
+    ) -> None:
         """Tells that it has ended; told once."""
         if not self.is_finished:
             self.is_finished = True
             self.stop()
-            self._tell(Finished(reason, message))
+            self._tell(Finished(reason, message, is_constrained))
 
     def _tell(self, event: Event) -> None:
         # whoever cannot hear any more has gone away

@@ -183,6 +183,8 @@ def test_constraint_that_fails_fails_its_own_request(
     pocket: Any, prompts: list[tuple[int, ...]], texts: list[list[int]]
 ) -> None:
     class Nothing:
+        is_exhausted = False
+
         def allowed(self, generated_ids: Any) -> torch.Tensor | None:
             return torch.zeros(4096, dtype=torch.bool) if len(generated_ids) == 2 else None
 
@@ -193,7 +195,9 @@ def test_constraint_that_fails_fails_its_own_request(
         )
         engine.check()
     assert failed.ids == texts[0][:2]
-    assert failed.finished == Finished("error", "the constraint allows no token here")
+    assert failed.finished == Finished(
+        "error", "the constraint allows no token here", is_constrained=True
+    )
     assert other.ids == texts[1]
 
 

@@ -93,6 +93,8 @@ def test_seed_makes_an_answer_repeatable(pocket: Any) -> None:
 
 def test_constraint_and_least_length_leave_tokens_out() -> None:
     class Odd:
+        is_exhausted = False
+
         def allowed(self, generated_ids: Any) -> torch.Tensor | None:
             return None if generated_ids else torch.tensor([False, True, False, True])
 

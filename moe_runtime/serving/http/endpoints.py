@@ -15,7 +15,7 @@ import moe_runtime
 from moe_runtime.serving.http import chat, completions
 from moe_runtime.serving.http.answers.chat_answer import ChatAnswer
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
-from moe_runtime.serving.http.asking import encode_text
+from moe_runtime.serving.http.asking import check_tokens, encode_text
 from moe_runtime.serving.http.completions import CompletionAnswer
 from moe_runtime.serving.http.generating import Generation
 from moe_runtime.serving.http.models.chat_template import without_template
@@ -110,10 +110,8 @@ class Endpoints:
         """The text of tokens."""
         body = await self._body(request, DetokenizeBody)
         model = self._server.model(body.model)
-        size = model.vocabulary.size
-        wrong = next((token for token in body.tokens if token >= size), None)
-        if wrong is not None:
-            raise FieldError("tokens", f"has token {wrong}, expected ids below {size}")
+        if body.tokens:
+            check_tokens(body.tokens, model, "tokens")
         text = await self._server.aside(model.vocabulary.decode, body.tokens)
         return json_response({"prompt": text})
 

@@ -169,6 +169,12 @@ class Generation:
             self.times.token(index)
             return choice.text.add(event)
         assert isinstance(event, Finished)
+        if event.is_constrained:
+            raise ApiError(
+                f"the answer cannot be ended as it was asked for: {event.message}",
+                param="response_format",
+                code="invalid_grammar",
+            )
         if event.reason == "error":
             raise ApiError(
                 event.message or "the model failed", status=500, code="generation_failed"

@@ -18,6 +18,7 @@ from moe_runtime.serving.http.answers.tool_formats import ToolFormat
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
 from moe_runtime.serving.http.models.vocabulary import Vocabulary
 from moe_runtime.serving.http.schema import Function
+from moe_runtime.serving.requests import ConstraintError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +37,7 @@ class GrammarConstraint:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._num_taken = 0
+        self.is_exhausted = False
 
     def allowed(self, generated_ids: Sequence[int]) -> Tensor | None:
         """The tokens that may come next: bool ``[V]``."""
@@ -47,10 +49,10 @@ class GrammarConstraint:
         self._matcher.consume_tokens(list(generated_ids[self._num_taken :]))
         self._num_taken = len(generated_ids)
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if (problem := _dead_end(self._matcher)) is not None:
+            raise ConstraintError(problem)
+        self.is_exhausted = self._matcher.is_stopped()
         allowed = np.unpackbits(bits, bitorder="little")[: self._vocabulary.size].astype(bool)
-        if not allowed.any():
-            # Nothing may follow, or the grammar became too large: the answer ends.
-            allowed[list(self._vocabulary.end_ids)] = True
         return torch.from_numpy(allowed)
 
 
@@ -74,7 +76,7 @@ class Grammars:
             param: the field that it came from.
 
         Raises:
-            FieldError: it is no grammar, or too large.
+            FieldError: it is no grammar, too large, or one that no text is of.
         """
         with self._making:
             if self._tokenizer is None:
@@ -87,9 +89,10 @@ class Grammars:
         matcher = llguidance.LLMatcher(
             self._tokenizer, llguidance.LLMatcher.grammar_from_lark(lark), log_level=0
         )
-        if matcher.is_error():
-            problem = " ".join(matcher.get_error().split())[:500]
-            raise FieldError(param, f"cannot be used: {problem}")
+        trial = matcher.deep_copy()
+        trial.compute_bitmask()
+        if (problem := _dead_end(trial)) is not None:
+            raise FieldError(param, f"cannot be used: {problem}", code="invalid_grammar")
         return matcher
 
     def constraint(self, matcher: llguidance.LLMatcher) -> GrammarConstraint:
@@ -183,6 +186,17 @@ def after_reasoning(grammar: str, marks: ReasoningMarks, *, is_open: bool) -> st
     first = "thought GAP" if is_open else f"({_text(marks.opens)} thought GAP)?"
     thought = _up_to("thought", marks.closes)
     return f"start: {first} answer\n{thought}GAP: /\\s*/\n{body}"
+
+
+def _dead_end(matcher: llguidance.LLMatcher) -> str | None:
+    """Why no text can follow, where none can and what there is is not whole."""
+    if not matcher.is_error():
+        return None
+    # State and statistics of the parser follow behind the first line of its error.
+    problem = " ".join(matcher.get_error().partition("<state>")[0].split())[:500]
+    if matcher.stop_reason() == "NoExtensionBias" or problem.startswith("NoExtension"):
+        return "no text of this grammar goes on from here"
+    return problem
 
 
 def _json(schema: dict[str, Any], **spacing: Any) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import json
 import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -49,10 +50,42 @@ def test_text_and_tokens(site: Served, tokenizer: Any) -> None:
     assert (found["tokens"], found["count"], found["max_model_len"]) == (ids, len(ids), 512)
     assert site.ask("/detokenize", {"tokens": ids}) == (200, {"prompt": "naïve"})
     assert site.ask("/detokenize", {"tokens": [4096]})[0] == 400
+    assert site.ask("/detokenize", {"tokens": []}) == (200, {"prompt": ""})
+    assert site.ask("/detokenize", {"tokens": [5] * 512})[0] == 200
+    status, found = site.ask("/detokenize", {"tokens": [5] * 513})
+    assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
     messages = [{"role": "user", "content": "Hi"}]
     status, found = site.ask("/tokenize", {"messages": messages})
     assert tokenizer.decode(found["tokens"]) == "user: Hi\nassistant:"
     assert site.ask("/tokenizer_info")[1]["eos_token"] == "<|endoftext|>"
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    ['start: "x" start', "start: T\nT: /a/ & /b/", 'start: "y" T\nT: /a/ & /b/', "start: start"],
+)
+def test_grammars_that_no_text_is_of_are_refused_when_that_is_seen(
+    site: Served, grammar: str
+) -> None:
+    """At once, or where the answer cannot go on."""
+    asked = {"prompt": "a", "response_format": {"type": "grammar", "grammar": grammar}}
+    status, found = site.ask("/v1/completions", asked)
+    assert status == 400
+    assert found["error"]["param"] == "response_format"
+    assert found["error"]["code"] == "invalid_grammar"
+    assert "\n" not in found["error"]["message"]
+    status, text = site.ask("/v1/completions", asked | {"stream": True})
+    assert "invalid_grammar" in (text if status == 200 else json.dumps(text))
+
+
+@pytest.mark.parametrize("more", [{"ignore_eos": True}, {"min_tokens": 9}])
+def test_answer_ends_where_its_grammar_does(site: Served, more: dict[str, Any]) -> None:
+    how = {"type": "regex", "regex": "ab"}
+    asked = {"prompt": "a", "max_tokens": 40, "response_format": how, **more}
+    status, found = site.ask("/v1/completions", asked)
+    assert status == 200
+    assert (found["choices"][0]["text"], found["choices"][0]["finish_reason"]) == ("ab", "stop")
+    assert found["usage"]["completion_tokens"] <= 3  # two letters and the end
 
 
 def test_a_text_that_no_request_may_have_is_not_encoded(site: Served) -> None:

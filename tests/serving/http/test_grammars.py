@@ -1,15 +1,18 @@
 """Whatever tokens a grammar lets through, the text is of its language."""
 
 import json
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 from moe_runtime.serving.http.answers.answer_sections import REASONING_MARKS, AnswerSections
 from moe_runtime.serving.http.answers.tool_formats import TOOL_FORMATS, ParsedCall
 from moe_runtime.serving.http.api_errors import FieldError
 from moe_runtime.serving.http.grammars import (
+    GrammarConstraint,
     Grammars,
     after_reasoning,
     of_response_format,
@@ -17,6 +20,7 @@ from moe_runtime.serving.http.grammars import (
 )
 from moe_runtime.serving.http.models.vocabulary import Vocabulary
 from moe_runtime.serving.http.schema import Function
+from moe_runtime.serving.requests import ConstraintError
 
 THINK = REASONING_MARKS[0]
 SIZE = {"type": "object", "properties": {"size": {"enum": [1, 2]}}, "required": ["size"]}
@@ -130,6 +134,29 @@ def test_calls_in_free_text_keep_to_the_schema(grammars: Grammars, tokenizer: An
     ):
         constraint = grammars.constraint(grammars.compile(grammar, "it"))
         ids = tokenizer(text)["input_ids"]
-        masks = [constraint.allowed(ids[:end]) for end in range(len(ids))]
-        right = [bool(mask[token]) for mask, token in zip(masks, ids, strict=True)]
-        assert all(right) == is_right
+        right = [bool(mask[ids[end]]) for end, mask in enumerate(masks_before(constraint, ids))]
+        assert (right == [True] * len(ids)) == is_right
+
+
+def masks_before(constraint: GrammarConstraint, ids: list[int]) -> Iterator[torch.Tensor]:
+    """What may come in the place of each token, up to the first that may not."""
+    for end, token in enumerate(ids):
+        mask = constraint.allowed(ids[:end])
+        assert mask is not None
+        yield mask
+        if not mask[token]:
+            return
+
+
+def test_answer_that_cannot_become_whole_is_said_to_be_none(grammars: Grammars) -> None:
+    """A constraint that is asked behind a token that it did not allow says so too."""
+    constraint = grammars.constraint(grammars.compile('start: "y" T\nT: /a/ & /b/', "it"))
+    mask = constraint.allowed([])
+    assert mask is not None
+    (only,) = mask.nonzero().flatten().tolist()
+    for _ in range(2):
+        with pytest.raises(ConstraintError, match="no text of this grammar goes on"):
+            constraint.allowed([only])
+    constraint = grammars.constraint(grammars.compile("start: /a+/", "it"))
+    with pytest.raises(ConstraintError):
+        constraint.allowed([only])
