@@ -1,9 +1,11 @@
 """Room for keys and values: who has it, who gives way, and that it always adds up."""
 
 import random
+import tracemalloc
 
 import pytest
 
+from moe_runtime.serving.http.models.dividing import server_bytes
 from moe_runtime.serving.kv_account import PIECE, KVAccount
 
 
@@ -92,6 +94,33 @@ def test_without_blocks_nothing_is_kept() -> None:
     account = account_of(64, block=0)
     assert account.keep([1] * 40, lambda _: ()) == 0
     assert account.find([1] * 40) == []
+    account.check()
+
+
+def test_what_finds_a_prefix_again_is_small_beside_what_a_server_sets_aside_for_it() -> None:
+    """A block has a tensor besides, of some 200 bytes in Python and as many in torch."""
+    tokens, block = list(range(2**15)), 16
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        account: KVAccount[bool] = KVAccount(2**15, block_tokens=block)
+        assert account.keep(tokens, lambda _: True) == 2**15 // block
+        used = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    set_aside = server_bytes(2**15) - server_bytes(0)
+    assert used < set_aside / 4
+    account.check()
+
+
+def test_prefixes_of_other_roots_are_others() -> None:
+    account = account_of(64)
+    keep(account, [1] * 8)
+    assert account.keep([1] * 8, lambda _: (), -3) == 2
+    assert account.prefix_tokens == 16
+    assert account.find([1] * 8, -3) == [(), ()]
+    assert account.find([1] * 8, -4) == []
+    assert account.find([1] * 3 + [2] + [1] * 4) == []
     account.check()
 
 

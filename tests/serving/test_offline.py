@@ -94,8 +94,8 @@ def test_answers_that_were_done_before_an_interrupt_are_told(
     has_ended = threading.Event()
     real = Sequence.finish
 
-    def finish(self: Sequence, *words: Any) -> None:
-        real(self, *words)
+    def finish(self: Sequence, *words: Any, **options: Any) -> None:
+        real(self, *words, **options)
         has_ended.set()
 
     def interrupt(number: int, one: Answer) -> bool:

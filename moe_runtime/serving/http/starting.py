@@ -9,12 +9,11 @@ from typing import Any
 
 import moe_runtime
 from moe_runtime.checkpoints.model_files import find_checkpoint, load_tokenizer
-from moe_runtime.config import MemorySize
-from moe_runtime.errors import blamed_on
+from moe_runtime.errors import CapacityError, blamed_on
 from moe_runtime.serving.adapters import AdapterFolder, Adapters
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.engine_options import EngineOptions
-from moe_runtime.serving.http.models.dividing import divide_host_memory
+from moe_runtime.serving.http.models.dividing import divide_host_memory, rest_for_model, with_server
 from moe_runtime.serving.http.models.naming import adapters_of, names_of
 from moe_runtime.serving.http.models.served_model import ServedModel, serve_model
 from moe_runtime.serving.http.models.slot_sharing import SlotSharing
@@ -103,14 +102,16 @@ def run_server(
             {choice.name: given[choice.name] for choice in choices if choice.model == name}
             for name in names
         ]
-        # One model gets the budget as it was said: it may be a share, or a device's.
-        budgets: Sequence[MemorySize] = [settings.loading["host_memory"]]
+        budgets = [rest_for_model(settings.loading)]
         if len(folders) > 1 or choices:
             budgets = divide_host_memory(names, folders, own, settings.loading)
         sharing, models, adapters, all_loaded = SlotSharing(Turns()), [], [], []
         for index, folder in enumerate(folders):
             options = {**settings.loading, "host_memory": budgets[index]}
-            loaded: Any = moe_runtime.load(folder, progress=progress, **options)
+            try:
+                loaded: Any = moe_runtime.load(folder, progress=progress, **options)
+            except CapacityError as error:
+                raise with_server(error, options["max_tokens"]) from None
             stack.enter_context(contextlib.closing(loaded.moe))
             turns = sharing.add(loaded.moe) if len(folders) > 1 else None
             engine = Engine(

@@ -16,7 +16,7 @@ from moe_runtime.cli.main import main
 from moe_runtime.errors import CapacityError
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.serving.engine import Engine
-from moe_runtime.serving.http.models.dividing import Need, divide
+from moe_runtime.serving.http.models.dividing import Need, divide, server_bytes
 from moe_runtime.serving.turns import Turns
 
 LOADING = {"device": "cpu", "host_memory": "64MiB", "max_tokens": 64}
@@ -111,6 +111,7 @@ def test_a_budget_is_divided_by_what_models_need_and_what_their_experts_take() -
     assert divide(700, needs) == [200, 500]
     assert divide(5000, needs) == [400, 1100]  # nobody has use for more
     assert divide(7, {"whole": Need(3, 0), "other": Need(4, 0)}) == [3, 4]
+    assert divide(300 + 50, needs, 50) == [100, 200]
     with pytest.raises(CapacityError, match=r"300 B \(300 bytes\): 100 B for small, 200 B for lar"):
         divide(299, needs)
 
@@ -128,6 +129,11 @@ def test_models_that_cannot_be_served_together_are_refused_in_one_line(
     assert "two models are called 'one'" in refused(both[0], both[0])
     assert "expected one for each of 2 models" in refused(*both, "--name", "first")
     least = inspect_checkpoint(both[0], max_tokens=64).smallest_budget_bytes
-    said = refused(*both, "--host-memory", str(2 * least - 1))
+    smallest = 2 * least + server_bytes(64, 2)
+    said = refused(*both, "--host-memory", str(smallest - 1))
     assert "too small for all models and their adapters: the smallest that works is" in said
-    assert f"({2 * least} bytes)" in said
+    assert f"({smallest} bytes)" in said
+    said = refused(both[0], "--host-memory", str(least + server_bytes(64) - 1))
+    assert f"({least} bytes)" in said
+    assert "of --host-memory the server itself takes 6.004 MiB more" in said
+    assert "the server itself takes 6.004 MiB" in refused(both[0], "--host-memory", "1MiB")

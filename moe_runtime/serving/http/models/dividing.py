@@ -15,6 +15,54 @@ from moe_runtime.inference.budget import available_host_bytes, resolve_budget
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.serving.adapters import AdapterFolder
 
+_OWN_BYTES = 6 * 2**20
+"""Set aside for connections, requests and their texts: 15 minutes with 8 clients took 4 MiB."""
+
+_TOKEN_BYTES = 64
+"""Set aside for each token of a KV cache: what finds a kept prefix again, and its tensor's own."""
+
+
+def server_bytes(max_tokens: int | None, num_models: int = 1) -> int:
+    """What a server needs beside its models, of whose budget they get the rest."""
+    return _OWN_BYTES + _TOKEN_BYTES * (max_tokens or 0) * num_models
+
+
+def rest_for_model(loading: Mapping[str, Any]) -> int:
+    """The budget of a model that has the server to itself, in bytes.
+
+    Args:
+        loading: options of ``moe_runtime.load``.
+
+    Raises:
+        CapacityError: the budget is more than is free, or less than the server itself needs.
+    """
+    budget = _host_budget(loading)
+    own = server_bytes(loading["max_tokens"])
+    if budget <= own:
+        raise CapacityError(
+            f"--host-memory: a budget of {format_bytes(budget)} is too small: the server itself "
+            f"takes {format_bytes(own, up=True)}, and its model more"
+        )
+    return budget - own
+
+
+def with_server(error: CapacityError, max_tokens: int | None) -> CapacityError:
+    """The error of a model whose budget is too small, for somebody who gave the server's."""
+    own = server_bytes(max_tokens)
+    smallest = error.smallest_bytes and error.smallest_bytes + own
+    return CapacityError(
+        f"{error}; of --host-memory the server itself takes {format_bytes(own, up=True)} more",
+        smallest_bytes=smallest,
+    )
+
+
+def _host_budget(loading: Mapping[str, Any]) -> int:
+    return resolve_budget(
+        parse_budget(loading["host_memory"], name="--host-memory"),
+        available_host_bytes(),
+        "this machine",
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class Need:
@@ -56,11 +104,7 @@ def divide_host_memory(
             f"several models, and adapters, are served from the CPU, got --device {device}; give "
             "--device cpu, or one model without adapters"
         )
-    budget = resolve_budget(
-        parse_budget(loading["host_memory"], name="--host-memory"),
-        available_host_bytes(),
-        "this machine",
-    )
+    budget = _host_budget(loading)
     options = {option: loading[option] for option in ("dtype", "max_tokens", "cache_code")}
     needs, aside = {}, []
     for name, folder, own in zip(names, folders, adapters, strict=True):
@@ -70,16 +114,19 @@ def divide_host_memory(
         workspace = max((one.workspace_bytes(found.max_tokens) for one in own.values()), default=0)
         aside.append(workspace + sum(one.num_bytes for one in own.values()))
         needs[name] = Need(smallest + aside[-1], max(0, whole - smallest))
-    return [share - taken for share, taken in zip(divide(budget, needs), aside, strict=True)]
+    shares = divide(budget, needs, server_bytes(loading["max_tokens"], len(names)))
+    return [share - taken for share, taken in zip(shares, aside, strict=True)]
 
 
-def divide(budget_bytes: int, needs: Mapping[str, Need]) -> list[int]:
+def divide(budget_bytes: int, needs: Mapping[str, Need], own_bytes: int = 0) -> list[int]:
     """Gives each model the least that it runs with, and experts of all the same share of the rest.
+
+    The server has ``own_bytes`` before.
 
     Raises:
         CapacityError: the budget is less than the models need at least.
     """
-    smallest = sum(need.smallest_bytes for need in needs.values())
+    smallest = own_bytes + sum(need.smallest_bytes for need in needs.values())
     if budget_bytes < smallest:
         each = ", ".join(
             f"{format_bytes(need.smallest_bytes, up=True)} for {name}"
@@ -88,7 +135,7 @@ def divide(budget_bytes: int, needs: Mapping[str, Need]) -> list[int]:
         raise CapacityError(
             f"--host-memory: a budget of {format_bytes(budget_bytes)} is too small for all models "
             f"and their adapters: the smallest that works is {format_bytes(smallest, up=True)} "
-            f"({smallest} bytes): {each}",
+            f"({smallest} bytes): {each}, {format_bytes(own_bytes, up=True)} for the server",
             smallest_bytes=smallest,
         )
     wanted = sum(need.experts_bytes for need in needs.values())
