@@ -38,7 +38,7 @@ INSTALLED := $(VENV)/.installed
 NATIVE_SOURCES := $(wildcard setup.py kernels/*/*.[ch] kernels/native/*/*.[ch] kernels/*/*.cpp policies/*/*.[ch])
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-isa test-versions test-long check bench format clean
+.PHONY: help install demo test test-isa test-versions test-long check docs bench format clean
 
 help:
 	@echo "make demo    install, then generate text with two thirds of the experts left on disk"
@@ -47,6 +47,7 @@ help:
 	@echo "make test-versions  install, then test the engine with the oldest and newest transformers"
 	@echo "make test-long  install, then run the tests that take minutes: every layout of 8 processes"
 	@echo "make check   install, then ruff and pyright"
+	@echo "make docs    install, then build the documentation as a site: build/site/index.html"
 	@echo "make bench   install, then time generation on a tiny checkpoint; BENCH_ARGS= for everything"
 	@echo "make format  rewrite the sources the way make check wants them"
 	@echo "make clean   remove .venv and everything built"
@@ -101,6 +102,12 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+# Links and headings that lead nowhere, and docstrings that do not fit their signatures, are errors.
+docs: $(INSTALLED)
+	@$(BIN)/python -P -c 'import material, mkdocs, mkdocstrings' 2>/dev/null \
+	  || $(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	$(BIN)/python docs/site/build_site.py
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/generate.py $(BENCH_ARGS)

@@ -19,7 +19,9 @@ class Experts(nn.Module):
     """`E` feed-forward networks in stacked parameters, laid out as in transformers 5.
 
     Args:
-        num_experts, hidden_size, intermediate_size: `E`, `D`, `F`.
+        num_experts: `E`.
+        hidden_size: `D`.
+        intermediate_size: `F`.
         activation: A name of `ACTIVATIONS`.
         bias: With biases of both products.
         impl: Implementation of `kernels.expert_mlp`.
@@ -123,7 +125,8 @@ class SharedExperts(nn.Module):
     Args:
         hidden_size: `D`.
         intermediate_size: Width of all shared experts together.
-        activation, bias: As in `Experts`.
+        activation: As in `Experts`.
+        bias: As in `Experts`.
         gated: The output is multiplied by `sigmoid(w x)` (Qwen2-MoE).
 
     Attributes:

@@ -101,7 +101,8 @@ class ScMoEBlock(nn.Module):
 
         Args:
             x: The residual stream.
-            token_ids, previous_logits: For the gate, as in `MoELayer.forward`.
+            token_ids: For the gate, as in `MoELayer.forward`.
+            previous_logits: Likewise.
             attention_arguments: Go to both attentions.
         """
         start = partial(self._start, token_ids=token_ids, previous_logits=previous_logits)

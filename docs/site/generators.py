@@ -1,0 +1,171 @@
+"""Pages that are made from the code: commands, public names, model families."""
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, get_args, get_origin
+
+from typer.main import get_command
+
+from moe_runtime.cli.main import build_app
+
+ROOT = Path(__file__).resolve().parents[2]
+_INTERNAL = {"moe_runtime.kernels.native", "moe_runtime.kernels.triton_support"}
+"""Calls of the C library and of Triton, which the kernels beside them make for their callers."""
+
+
+def command_reference() -> str:
+    """Every command with its arguments and options, as the parser has them."""
+    parts = [
+        "# Commands and options\n",
+        "Made from the program's own parser. [The command line](../guides/cli.md) says more about "
+        "many of them.\n",
+    ]
+    for name, command in commands():
+        parts.append(f"## {name}\n\n{_help_of(command)}\n")
+        parts.append("| | value | default | |\n|---|---|---|---|")
+        parts += [_row_of(param) for param in command.params if param.name != "help"]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """Every command of the parser with its name, those of groups as `group command`."""
+    yield from _commands_of(get_command(build_app()), "")
+
+
+def _commands_of(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands_of(command, f"{prefix}{name} ")
+        else:
+            yield prefix + name, command
+
+
+def _help_of(command: Any) -> str:
+    return "\n\n".join(_plain(part) for part in (command.help or "").split("\n\n"))
+
+
+def _row_of(param: Any) -> str:
+    is_option = param.param_type_name == "option"
+    if is_option:
+        names = ", ".join(f"`{name}`" for name in (*param.opts, *param.secondary_opts))
+    else:
+        names = f"`{param.metavar or param.name.upper()}`"
+    kind = "" if getattr(param, "is_flag", False) else f"`{_value_of(param)}`"
+    if getattr(param, "multiple", False) or param.nargs == -1:
+        kind += ", several"
+    default = "required" if param.required else _default_of(param)
+    cells = (names, kind, default, _plain(getattr(param, "help", None) or ""))
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+_KINDS = {str: "TEXT", int: "INTEGER", float: "NUMBER", Path: "PATH"}
+
+
+def _value_of(param: Any) -> str:
+    """What a value is: the words there are, or its kind as the help shows it."""
+    kind = param.type_descriptor.annotation
+    if get_origin(kind) is Literal:
+        return ", ".join(map(str, get_args(kind)))
+    inner = next((one for one in (kind, *get_args(kind)) if one in _KINDS), str)
+    low = "" if param.min is None else f" ≥ {param.min}"
+    return param.metavar or _KINDS[inner] + low
+
+
+def _default_of(param: Any) -> str:
+    is_shown = isinstance(param.default, str | int | float | Path) and param.default is not False
+    return f"`{param.default}`" if is_shown and str(param.default) else ""
+
+
+def _plain(text: str) -> str:
+    """A help text as a line of Markdown."""
+    return " ".join(text.split()).replace("<", "&lt;").replace("*", "\\*").replace("[", "\\[")
+
+
+def public_names() -> dict[str, list[str]]:
+    """The names in `__all__` of every package that a program may import from, by package."""
+    found = {}
+    for top in ("moe_runtime", "kernels", "policies", "models"):
+        for path in sorted((ROOT / top).rglob("__init__.py")):
+            relative = path.relative_to(ROOT).parent
+            # Some Python versions follow the links to the three folders while walking.
+            if relative.parts[:2] in {("moe_runtime", "kernels"), ("moe_runtime", "policies")}:
+                continue
+            if relative.parts[:2] == ("moe_runtime", "models"):
+                continue
+            names = _all_of(path)
+            parts = relative.parts if top == "moe_runtime" else ("moe_runtime", *relative.parts)
+            if names and ".".join(parts) not in _INTERNAL:
+                found[".".join(parts)] = names
+    return dict(sorted(found.items()))
+
+
+def _all_of(path: Path) -> list[str]:
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            assert isinstance(node, ast.Assign)
+            return ast.literal_eval(node.value)
+    return []
+
+
+def api_page(package: str) -> str:
+    """The page of a package: every public name by its docstring."""
+    names = public_names()[package]
+    entries = "\n".join(f"::: {package}.{name}\n" for name in names)
+    return f"# {package}\n\n{entries}"
+
+
+def model_table() -> str:
+    """Every model family that the tests run, and the ones that are refused."""
+    families = _families()
+    lines = [
+        "# Models\n",
+        "Made from the table that the tests run: of each family a tiny random checkpoint is "
+        "loaded, and its logits, its text and its gradients must equal those of `transformers` "
+        f"({_transformers_range()}) with the same weights. A budget smaller than the experts "
+        "changes no bit.\n",
+        "[Formats of weights](../reference/formats.md) are independent of the family. What a "
+        "loaded model can be asked is [tested row by row]"
+        "(../reference/transformers-features.md).\n",
+        "| family | class | experts | text step by step |",
+        "|---|---|---|---|",
+    ]
+    for experts, table in (("interface", families.TABLE), ("adapter", families.ADAPTED)):
+        for family in table:
+            steps = "yes" if family.decodes else "no, as in `transformers`"
+            lines.append(f"| `{family.folder}` | `{family.model_class}` | {experts} | {steps} |")
+    lines += [
+        "",
+        "*Interface*: `transformers` builds the family with its experts interface. *Adapter*: "
+        "`moe_runtime.checkpoints.families` gives it one.\n",
+        "## Refused\n",
+        "These have routed experts that are built otherwise; loading one says so in one line.\n",
+        "| family | class |",
+        "|---|---|",
+    ]
+    lines += [f"| `{one.folder}` | `{one.model_class}` |" for one in families.UNSUPPORTED]
+    return "\n".join(lines) + "\n"
+
+
+def _families() -> ModuleType:
+    path = ROOT / "tests" / "support" / "checkpoints" / "moe_families.py"
+    spec = importlib.util.spec_from_file_location("moe_families", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Its dataclasses look their module up by name.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _transformers_range() -> str:
+    for line in (ROOT / "pyproject.toml").read_text(encoding="utf-8").splitlines():
+        if line.strip().startswith('"transformers>='):
+            return line.strip().strip('",').removeprefix("transformers")
+    raise ValueError("pyproject.toml names no range of transformers")

@@ -1,0 +1,149 @@
+"""Links of the pages lead somewhere, their command lines are ones, and the reference is whole.
+
+The site itself is built by `make docs`; here is what it is made from, without MkDocs.
+"""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import build_site
+import generators
+import pytest
+from links import anchors_of, file_of, is_outside, targets_of
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    [*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in ("README.md", "CHANGELOG.md"))]
+    + [ROOT / source for rows in build_site.WRITTEN.values() for _, source, _ in rows]
+)
+COMMANDS = dict(generators.commands())
+FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", sorted(set(PAGES)), ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    wrong = []
+    for target in targets_of(page.read_text(encoding="utf-8")):
+        if is_outside(target):
+            continue
+        path, anchor = file_of(page, target)
+        if not path.exists() or (
+            anchor and anchor not in anchors_of(path.read_text(encoding="utf-8"))
+        ):
+            wrong.append(target)
+    assert wrong == []
+
+
+def test_wrong_links_are_found() -> None:
+    text = "# One `two` three---four\n[a](b.md#c) `[no](code)`\n```\n[no](fenced)\n```\n"
+    assert list(targets_of(text)) == ["b.md#c"]
+    assert anchors_of(text) == {"one-two-three---four"}
+
+
+def test_every_page_has_a_place() -> None:
+    placed = {source for rows in build_site.WRITTEN.values() for _, source, _ in rows}
+    assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= placed
+
+
+def command_lines() -> list[str]:
+    """Every line of a fenced block that calls the program, without comment or explanation."""
+    found = set()
+    for page in PAGES:
+        for _, block in FENCED.findall(page.read_text(encoding="utf-8")):
+            for line in block.replace("\\\n", " ").splitlines():
+                match = re.search(r"(?:^ *|--no-python (?:\S+ )*)moe-runtime +([a-z].*)", line)
+                if match:
+                    # What comes after two spaces or a hash says what the line does.
+                    found.add(re.split(r"  +|\s#", match[1].rstrip())[0])
+    return sorted(found)
+
+
+def require_sound(line: str) -> None:
+    """Refuses words of a line that the program's parser does not know.
+
+    Raises:
+        AssertionError: no such command or option, or an option of one value without it.
+    """
+    words = shlex.split(line.split(" | ")[0].split(" > ")[0])
+    name = next((name for name in COMMANDS if words[: len(name.split())] == name.split()), None)
+    assert name is not None, line
+    options = {word: param for param in COMMANDS[name].params for word in param.opts}
+    rest = words[len(name.split()) :]
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-") or word == "-":
+            continue
+        option, has_value, _ = word.partition("=")
+        assert option in options or option in {"-h", "--help"}, f"{line}: no option {option}"
+        if not (has_value or getattr(options.get(option), "is_flag", True)):
+            assert rest, f"{line}: {option} without a value"
+            rest.pop(0)
+
+
+def test_command_lines_are_ones() -> None:
+    lines = command_lines()
+    assert len(lines) > 25
+    for line in lines:
+        require_sound(line)
+
+
+@pytest.mark.parametrize("line", ["rum MODEL", "run MODEL --promt x", "run MODEL --prompt"])
+def test_wrong_command_lines_are_found(line: str) -> None:
+    with pytest.raises(AssertionError):
+        require_sound(line)
+
+
+def test_python_snippets_compile() -> None:
+    snippets = [
+        (page, block)
+        for page in PAGES
+        for language, block in FENCED.findall(page.read_text(encoding="utf-8"))
+        if language == "python"
+    ]
+    assert snippets
+    for page, block in snippets:
+        ast.parse(block, str(page))
+
+
+def test_the_reference_has_every_command_and_option() -> None:
+    text = generators.command_reference()
+    sections: dict[str, str] = dict(
+        re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", text, re.S | re.M)
+    )
+    assert sections.keys() == COMMANDS.keys()
+    for name, command in COMMANDS.items():
+        for param in command.params:
+            if param.param_type_name == "option" and param.name != "help":
+                assert all(f"`{word}`" in sections[name] for word in param.opts), (name, param.name)
+
+
+def test_every_public_name_has_an_entry() -> None:
+    import moe_runtime
+    import moe_runtime.layer
+
+    names = generators.public_names()
+    assert set(names["moe_runtime"]) == set(moe_runtime.__all__)
+    assert set(names["moe_runtime.layer"]) == set(moe_runtime.layer.__all__)
+    page = generators.api_page("moe_runtime")
+    assert all(f"::: moe_runtime.{name}\n" in page for name in moe_runtime.__all__)
+
+
+def test_the_table_of_models_has_every_family() -> None:
+    from moe_families import ADAPTED, TABLE, UNSUPPORTED
+
+    accepted, _, refused = generators.model_table().partition("## Refused")
+    assert all(f"`{family}`" in accepted for family in (*TABLE, *ADAPTED))
+    assert all(f"`{family}`" in refused for family in UNSUPPORTED)
+
+
+def test_links_hold_in_the_site(tmp_path: Path) -> None:
+    contents = build_site.write_pages(tmp_path)
+    places = [place for rows in contents.values() for _, place in rows]
+    assert len(places) == len(set(places))
+    for place in places:
+        page = tmp_path / place
+        for target in targets_of(page.read_text(encoding="utf-8")):
+            if not is_outside(target):
+                assert file_of(page, target)[0].is_file(), (place, target)
