@@ -128,7 +128,7 @@ def moved(text: str, source: str, place: str, places: dict[str, str], folder: Pa
         if relative in places:
             return up(place) + places[relative] + (f"#{anchor}" if anchor else "")
         if not path.is_file():
-            raise ValueError(f"{source}: the link {target} leads to no file")
+            raise ValueError(f"{source}: the link {target} leads to no file; name one, no folder")
         is_picture = path.suffix in {".png", ".svg"}
         copy = f"pictures/{path.name}" if is_picture else f"{CODE}/{relative}.txt"
         (folder / copy).parent.mkdir(parents=True, exist_ok=True)
