@@ -2,8 +2,9 @@
  * memory. COLUMN_DEPTH lines of K_STEP columns at a time are brought into the order in which every row of x reads them;
  * sums of a block of columns wait in the cache for the next lines. A part of isa_template.h. */
 
-/* An even number: pairs of bf16 are not torn apart. */
-enum { COLUMN_DEPTH = 128 };
+/* Lines at a time, and from how many rows so many are better than half of them, which wait in less of the cache. Even
+ * numbers: pairs of bf16 are not torn apart. */
+enum { COLUMN_DEPTH = 128, ROWS_FOR_DEPTH = 32 };
 
 /* Two vectors of weights for every step: of two lines as pairs of bf16, of one line otherwise. */
 typedef struct {
@@ -72,7 +73,8 @@ INLINE void put_columns_in_order(int kind, const float *sums, int64_t num_rows, 
 
 /* Lines of K_STEP columns, or of the last few: those are copied, as nothing behind them may be read. A line below the last
  * is zeros, in x as well. Fetches what the next lines will be. */
-INLINE void order_lines(int kind, const char *w, int64_t stride, int64_t num_lines, int64_t bytes, Lines *lines) {
+INLINE void order_lines(int kind, const char *w, int64_t stride, int64_t num_lines, int64_t depth, int64_t bytes,
+                        Lines *lines) {
     const int width = kind == KIND_F32 ? 4 : 2, together = lines_of_step(kind);
     const int is_whole = bytes >= K_STEP * width;
     for (int64_t d = 0; d < num_lines; d += together) {
@@ -82,7 +84,7 @@ INLINE void order_lines(int kind, const char *w, int64_t stride, int64_t num_lin
             found[i] = w + (d + i) * stride;
             if (is_whole && d + i < num_lines) {
                 UNROLL for (int b = 0; b < K_STEP * width; b += CACHE_LINE)
-                    __builtin_prefetch(found[i] + COLUMN_DEPTH * stride + b, 0, 2);
+                    __builtin_prefetch(found[i] + depth * stride + b, 0, 2);
             } else {
                 memset(padded[i], 0, sizeof padded[i]);
                 if (d + i < num_lines) memcpy(padded[i], found[i], (size_t)(is_whole ? K_STEP * width : bytes));
@@ -96,13 +98,15 @@ INLINE void order_lines(int kind, const char *w, int64_t stride, int64_t num_lin
 INLINE void columns(int kind, Matrix weight, int64_t k, int64_t num_columns, const char *x, int64_t x_stride, int64_t num_rows,
                     float *sums, float *out, int64_t ldo) {
     const int width = kind == KIND_F32 ? 4 : 2, together = lines_of_step(kind);
+    const int64_t depth = num_rows < ROWS_FOR_DEPTH ? COLUMN_DEPTH / 2 : COLUMN_DEPTH;
     Lines lines __attribute__((aligned(64)));
     memset(sums, 0, (size_t)(ldo * num_rows) * sizeof *sums);
-    for (int64_t first = 0; first < k; first += COLUMN_DEPTH, x += COLUMN_DEPTH / together * 4) {
-        const int64_t num_lines = k - first < COLUMN_DEPTH ? k - first : COLUMN_DEPTH;
+    for (int64_t first = 0; first < k; first += depth, x += depth / together * 4) {
+        const int64_t num_lines = k - first < depth ? k - first : depth;
         const char *w = weight.data + first * weight.stride;
         for (int64_t column = 0; column < num_columns; column += K_STEP) {
-            order_lines(kind, w + column * width, weight.stride, num_lines, (num_columns - column) * width, &lines);
+            order_lines(kind, w + column * width, weight.stride, num_lines, depth, (num_columns - column) * width,
+                        &lines);
             add_lines_to_rows(kind, &lines, (num_lines + together - 1) / together, x, x_stride, num_rows,
                               sums + column * num_rows);
         }
