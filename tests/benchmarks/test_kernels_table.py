@@ -34,7 +34,9 @@ def test_a_case_without_a_measurement_is_left_open() -> None:
             "ratio": 1.0,
         },
     ]
-    lines = kernels_table.experts_table({**HEAD, "rows": rows})
+    command = "python benchmarks/experts.py --isa avx2 --save"
+    lines = kernels_table.experts_table({**HEAD, "command": command, "rows": rows})
+    assert "`benchmarks/experts.py --isa avx2`" in lines[0]
     assert lines[2] == "| s, bf16, forward | 2 ms, **2.50×** | 4 ms, **1.50×** |"
     assert lines[3] == "| s, bf16, forward+backward | – | 9 ms, **1.00×** |"
     assert "CPU (avx512f), 2 cores, 16 GiB" in lines[-1]
