@@ -144,7 +144,7 @@ def native_problem(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None
         return f"it knows fp32, bf16 and fp16, got {x.dtype} and {weight.dtype}"
     if x.dtype not in (weight.dtype, torch.float32):
         return f"x must be {weight.dtype} like the weights, or fp32, got {x.dtype}"
-    if not _lies_by_rows(weight) and weight.stride(0) != 1:
+    if not lies_by_rows(weight) and weight.stride(0) != 1:
         return f"weights must have unit stride along K or N, got strides {weight.stride()}"
     if bias is not None and bias.dtype != weight.dtype:
         return f"bias must be {weight.dtype} like the weights, got {bias.dtype}"
@@ -158,20 +158,19 @@ def takes_native(library: NativeLibrary, x: Tensor, weight: Tensor, bias: Tensor
 
     The arguments are those of `linear`.
     """
-    if native_problem(x, weight, bias) or torch.compiler.is_compiling():
-        return False
-    if torch.is_autocast_enabled("cpu"):
+    is_torchs = torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu")
+    if is_torchs or native_problem(x, weight, bias):
         return False
     x_shape, weight_shape = x.shape, weight.shape
     if len(weight_shape) != 2 or not x_shape or x_shape[-1] != weight_shape[1]:
         return False
     if bias is not None and bias.shape != weight_shape[:1]:
         return False
-    num_rows = x_shape.numel() // max(x_shape[-1], 1)
-    return 0 < num_rows <= native_row_limit(library, weight.dtype)
+    return 0 < x_shape.numel() // max(x_shape[-1], 1) <= native_row_limit(library, weight.dtype)
 
 
-def _lies_by_rows(weight: Tensor) -> bool:
+def lies_by_rows(weight: Tensor) -> bool:
+    """Whether the values of a row are neighbours, not those of a column."""
     return weight.stride(-1) == 1 or weight.shape[-1] <= 1
 
 
@@ -261,7 +260,7 @@ def _run(
     library: NativeLibrary, x_RK: Tensor, weight: Tensor, bias: Tensor | None, out_RN: Tensor
 ) -> None:
     dim_out, dim_in = weight.shape
-    by_rows = _lies_by_rows(weight)
+    by_rows = lies_by_rows(weight)
     kernel, stride = library.linear if by_rows else library.linear_transposed, int(not by_rows)
     if bias is not None:
         bias = bias.contiguous()

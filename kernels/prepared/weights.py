@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from moe_runtime.kernels.linear.op import (
     ROWS_PER_CALL,
     check_status,
+    lies_by_rows,
     native_problem,
     native_row_limit,
 )
@@ -64,7 +65,7 @@ class PreparedLinear:
         library = native_library()
         assert library is not None
         out = x.new_empty((*shape[:-1], self._dim_out))
-        status = library.linear(
+        status = (library.linear if self._by_rows else library.linear_transposed)(
             x.data_ptr(),
             self._row_bytes,
             num_rows,
@@ -86,9 +87,9 @@ class PreparedLinear:
         bias_fits = bias is None or bias.is_contiguous()
         if library is not None and bias_fits and native_problem(weight, weight, bias) is None:
             self._row_limit = min(native_row_limit(library, weight.dtype), ROWS_PER_CALL)
-            stride = weight.stride(0) * weight.element_size()
-            bias_address = None if bias is None else bias.data_ptr()
-            self._weight = (weight.data_ptr(), stride, bias_address)
+            self._by_rows = lies_by_rows(weight)
+            stride = weight.stride(int(not self._by_rows)) * weight.element_size()
+            self._weight = weight.data_ptr(), stride, None if bias is None else bias.data_ptr()
             out_stride, code = self._dim_out * weight.element_size(), DTYPE_CODES[weight.dtype]
             self._out = (out_stride, self._dim_in, self._dim_out, code, code)
 

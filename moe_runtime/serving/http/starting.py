@@ -102,8 +102,9 @@ def run_server(
             {choice.name: given[choice.name] for choice in choices if choice.model == name}
             for name in names
         ]
+        is_alone = len(folders) == 1 and not choices
         budgets = [rest_for_model(settings.loading)]
-        if len(folders) > 1 or choices:
+        if not is_alone:
             budgets = divide_host_memory(names, folders, own, settings.loading)
         sharing, models, adapters, all_loaded = SlotSharing(Turns()), [], [], []
         for index, folder in enumerate(folders):
@@ -111,7 +112,7 @@ def run_server(
             try:
                 loaded: Any = moe_runtime.load(folder, progress=progress, **options)
             except CapacityError as error:
-                raise with_server(error, options["max_tokens"]) from None
+                raise with_server(error, settings.loading) if is_alone else error from None
             stack.enter_context(contextlib.closing(loaded.moe))
             turns = sharing.add(loaded.moe) if len(folders) > 1 else None
             engine = Engine(

@@ -27,31 +27,42 @@ def server_bytes(max_tokens: int | None, num_models: int = 1) -> int:
     return _OWN_BYTES + _TOKEN_BYTES * (max_tokens or 0) * num_models
 
 
+def is_on_cpu(loading: Mapping[str, Any]) -> bool:
+    """Whether models that are loaded with such options compute on the CPU."""
+    device = loading["device"]
+    return device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+
+
 def rest_for_model(loading: Mapping[str, Any]) -> int:
-    """The budget of a model that has the server to itself, in bytes.
+    """The budget of a model that has the server to itself, in bytes; at least one.
 
     Args:
         loading: options of ``moe_runtime.load``.
 
     Raises:
-        CapacityError: the budget is more than is free, or less than the server itself needs.
+        CapacityError: the budget is more than is free.
     """
-    budget = _host_budget(loading)
+    return max(1, _host_budget(loading) - server_bytes(loading["max_tokens"]))
+
+
+def with_server(error: CapacityError, loading: Mapping[str, Any]) -> CapacityError:
+    """The error of a model whose budget is too small, for somebody who gave the server's.
+
+    With a device it may speak of either budget, and stays as it is.
+
+    Args:
+        error: of ``moe_runtime.load`` with the budget that ``rest_for_model`` gave.
+        loading: options as the caller gave them.
+    """
+    if error.smallest_bytes is None or not is_on_cpu(loading):
+        return error
     own = server_bytes(loading["max_tokens"])
-    if budget <= own:
-        raise CapacityError(
-            f"--host-memory: a budget of {format_bytes(budget)} is too small: the server itself "
-            f"takes {format_bytes(own, up=True)}, and its model more"
-        )
-    return budget - own
-
-
-def with_server(error: CapacityError, max_tokens: int | None) -> CapacityError:
-    """The error of a model whose budget is too small, for somebody who gave the server's."""
-    own = server_bytes(max_tokens)
-    smallest = error.smallest_bytes and error.smallest_bytes + own
+    smallest = error.smallest_bytes + own
     return CapacityError(
-        f"{error}; of --host-memory the server itself takes {format_bytes(own, up=True)} more",
+        f"--host-memory: a budget of {format_bytes(_host_budget(loading))} is too small: the "
+        f"smallest that works is {format_bytes(smallest, up=True)} ({smallest} bytes): "
+        f"{format_bytes(error.smallest_bytes, up=True)} for the model, "
+        f"{format_bytes(own, up=True)} for the server",
         smallest_bytes=smallest,
     )
 
@@ -98,11 +109,10 @@ def divide_host_memory(
         CapacityError: the budget is less than the models need at least, or more than is free.
         UnsupportedModelError: they are to compute on a GPU.
     """
-    device = loading["device"]
-    if device != "cpu" and (device != "auto" or torch.cuda.is_available()):
+    if not is_on_cpu(loading):
         raise UnsupportedModelError(
-            f"several models, and adapters, are served from the CPU, got --device {device}; give "
-            "--device cpu, or one model without adapters"
+            "several models, and adapters, are served from the CPU, got --device "
+            f"{loading['device']}; give --device cpu, or one model without adapters"
         )
     budget = _host_budget(loading)
     options = {option: loading[option] for option in ("dtype", "max_tokens", "cache_code")}
