@@ -1,6 +1,5 @@
 """What each command hands on: every option of it arrives, by a table that must be complete."""
 
-import dataclasses
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bench_commands import BENCH_CASES, Case
 from command_line import all_commands
 from given_values import is_given, parts
 from synthetic_routes import make_routes
@@ -31,23 +31,6 @@ bytes_per_s = 1e11
 alpha_s = 1e-6
 bytes_per_s = 1e10
 """
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """How a command is called, and what its options become.
-
-    Attributes:
-        callees: functions of which one gets each option; the last one ends the command.
-        words: arguments of the command.
-        arrives: by parameter: its words, and a value that the callees are given only then.
-        elsewhere: parameters that the tests of another file follow.
-    """
-
-    callees: tuple[str, ...]
-    words: tuple[str, ...]
-    arrives: dict[str, tuple[str, Any]]
-    elsewhere: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 CASES = {
@@ -296,36 +279,7 @@ CASES = {
         dict.fromkeys(("model", "text", "host_memory"), "tests/cli/test_predictor.py"),
     ),
     "predictor list": Case((), (), {}),
-    "bench latency": Case(
-        ("moe_runtime.bench.peer_files.find_peer", "moe_runtime.bench.latency.measure_latency"),
-        (str(ROOT / "models" / "pocket"),),
-        {
-            "model": ("", ("model", str(ROOT / "models" / "pocket"))),
-            "peer": ("--peer transformers:eager", ("variant", "eager")),
-            "prompt_tokens": ("--prompt-tokens 23", 23),
-            "max_new_tokens": ("-n 7", ("num_new", 7)),
-            "host_memory": ("--host-memory 7GiB", ("host_memory", "7GiB")),
-            "policy": ("--policy lru", ("policy", "lru")),
-            "prefetch": ("--prefetch enforce", ("prefetch", "enforce")),
-            "threads": ("--threads 3", ("num_threads", 3)),
-            "max_s": ("--time 37", ("max_s", 37.0)),
-            "precision": ("--precision 0.17", ("precision", 0.17)),
-            "agreement": ("--agreement 0.375", ("agreement", 0.375)),
-        },
-        dict.fromkeys(("prompts", "quick", "output"), "tests/bench/test_latency.py"),
-    ),
-    "bench compare": Case(
-        (), (), {}, dict.fromkeys(("before", "after", "bound"), "tests/bench/test_judging.py")
-    ),
-    "bench report": Case(
-        *((), (), {}),
-        dict.fromkeys(
-            ("results", "output", "png", "markdown", "csv"), "tests/bench/test_judging.py"
-        ),
-    ),
-    "bench kernels": Case(
-        (), (), {}, dict.fromkeys(("tune", "shape", "table"), "tests/cli/test_bench.py")
-    ),
+    **BENCH_CASES,
 }
 # tests/cli/test_options.py, tests/serving/test_chat_command.py and test_load_command.py
 FOLLOWED_ELSEWHERE = {"run", "chat", "bench serve"}

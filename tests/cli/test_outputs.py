@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+from bench_commands import BENCH_INPUTS
 from command_line import all_commands
 from synthetic_routes import make_routes
 from traces import trace_of
@@ -234,13 +235,7 @@ INPUTS = {
         (["predictor", "fit", "--model", "MODEL", "--text", "FILE", "-o"], "MODEL/config.json"),
     ],
     "generate": [(["generate", "MODEL", "--prompts", "FILE", "--output"], "FILE")],
-    "bench latency": [
-        (["bench", "latency", "MODEL", "--prompts", "FILE", "--output"], "FILE"),
-        (["bench", "latency", "MODEL", "--output"], "MODEL/config.json"),
-    ],
-    "bench serve": [(["bench", "serve", "--prompts", "FILE", "--output"], "FILE")],
-    "bench report": [(["bench", "report", "FILE", "--output"], "FILE")],
-    "bench kernels": [],  # reads nothing
+    **BENCH_INPUTS,
 }
 FILES_THAT_ARE_READ = {
     *("--api-keys", "--config", "--from", "--machine", "--placement", "--prompt-file"),

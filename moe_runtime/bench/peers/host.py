@@ -7,6 +7,7 @@ Requests, each answered by one line:
     {"do": "start", "settings": {...}}                      imports what the peer needs
     {"do": "load"}                                          loads the model
     {"do": "measure", "ids": [...], "num_new": N, "given": [...] or null}
+    {"do": "measure_batch", "prompts": [[...], ...], "num_new": N, "given": [[...], ...] or null}
     {"do": "end"}                                           its peak of memory; frees the model
 """
 
@@ -19,6 +20,7 @@ import platform
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,8 @@ def answer_requests(peer_file: str, requests: Any, answers: Any) -> None:
             found = {"load_s": time.perf_counter() - begin - import_s, "import_s": import_s}
         elif asked["do"] == "measure":
             found = measure(peer, asked["ids"], asked["num_new"], asked["given"])
+        elif asked["do"] == "measure_batch":
+            found = measure_batch(peer, asked["prompts"], asked["num_new"], asked["given"])
         else:
             found = {"peak_rss_bytes": _status_bytes("VmHWM")}
             peer.close()
@@ -85,19 +89,59 @@ def measure(peer: Any, ids: list[int], num_new: int, given: list[int] | None) ->
         after the prompt and after each one appended; bytes and page faults as the kernel counts
         them (``read_call_bytes`` through system calls, ``storage_bytes`` from the disk itself).
     """
+    prefill, step = _of_one(peer)
     before = _io()
     begin = time.perf_counter()
-    token = peer.prefill(ids)
+    token = prefill(ids)
     first_token_s = time.perf_counter() - begin
     likeliest, between_s = [token], []
     for number in range(num_new - 1):
         begin = time.perf_counter()
-        token = peer.step(token if given is None else given[number])
+        token = step(token if given is None else given[number])
         between_s.append(time.perf_counter() - begin)
         likeliest.append(token)
     after = _io()
     io = {name: after[name] - before[name] for name in after}
     return {"first_token_s": first_token_s, "between_tokens_s": between_s, "ids": likeliest, **io}
+
+
+def _of_one(peer: Any) -> tuple[Callable[[list[int]], int], Callable[[int], int]]:
+    """How it reads a prompt and appends a token: a peer that reads batches reads one of one."""
+    if hasattr(peer, "prefill"):
+        return peer.prefill, peer.step
+    return lambda ids: peer.prefill_batch([ids])[0], lambda token: peer.step_batch([token])[0]
+
+
+def measure_batch(
+    peer: Any, prompts: list[list[int]], num_new: int, given: list[list[int]] | None
+) -> dict[str, Any]:
+    """As ``measure``, with several prompts side by side.
+
+    Returns:
+        ``prompts_s``, until every sequence has its first token; ``steps_s`` of each further token
+        of all of them; ``ids`` of each sequence; bytes and page faults.
+
+    Raises:
+        NotImplementedError: the peer reads one sequence at a time.
+    """
+    if not hasattr(peer, "prefill_batch"):
+        raise NotImplementedError("this peer reads one sequence at a time: no prefill_batch")
+    before = _io()
+    begin = time.perf_counter()
+    tokens = peer.prefill_batch(prompts)
+    prompts_s = time.perf_counter() - begin
+    likeliest, steps_s = [[token] for token in tokens], []
+    for number in range(num_new - 1):
+        if given is not None:
+            tokens = [ids[number] for ids in given]
+        begin = time.perf_counter()
+        tokens = peer.step_batch(tokens)
+        steps_s.append(time.perf_counter() - begin)
+        for ids, token in zip(likeliest, tokens, strict=True):
+            ids.append(token)
+    after = _io()
+    io = {name: after[name] - before[name] for name in after}
+    return {"prompts_s": prompts_s, "steps_s": steps_s, "ids": likeliest, **io}
 
 
 def _read(peer_file: str) -> Any:

@@ -22,30 +22,39 @@ class Peer:
         self._model_class: Any = transformers.AutoModelForCausalLM
         self._model: Any = None
         self._cache: Any = None
+        self._mask: Any = None
 
     def load(self) -> None:
         """Loads all weights in the type of the checkpoint."""
         model = self._model_class.from_pretrained(self._model_path, dtype="auto", **self._options)
         self._model = model.eval()
 
-    def prefill(self, ids: list[int]) -> int:
-        """Forgets everything, reads the ids, returns the likeliest next one."""
-        self._cache = None
-        return self._forward(ids)
+    def prefill_batch(self, prompts: list[list[int]]) -> list[int]:
+        """Forgets everything, reads prompts side by side, returns the likeliest next ids."""
+        # Shorter ones are filled up in front.
+        width = max(map(len, prompts))
+        rows = [[-1] * (width - len(ids)) + ids for ids in prompts]
+        tokens = self._torch.tensor(rows)
+        self._cache, self._mask = None, (tokens >= 0).long()
+        return self._forward(tokens.clamp(min=0))
 
-    def step(self, token: int) -> int:
-        """Appends a token, returns the likeliest next one."""
-        return self._forward([token])
+    def step_batch(self, tokens: list[int]) -> list[int]:
+        """Appends a token to each sequence, returns the likeliest next ones."""
+        self._mask = self._torch.nn.functional.pad(self._mask, (0, 1), value=1)
+        return self._forward(self._torch.tensor(tokens)[:, None])
 
     def close(self) -> None:
         """Frees the weights."""
         self._model = self._cache = None
 
-    def _forward(self, ids: list[int]) -> int:
-        tokens = self._torch.tensor([ids])
+    def _forward(self, tokens: Any) -> list[int]:
+        more = {}
+        if not self._mask.all():
+            places = (self._mask.cumsum(-1) - 1).clamp(min=0)
+            more = {"attention_mask": self._mask, "position_ids": places[:, -tokens.shape[1] :]}
         with self._torch.inference_mode():
             output = self._model(
-                tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=1
+                tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=1, **more
             )
         self._cache = output.past_key_values
-        return int(output.logits[0, -1].argmax())
+        return output.logits[:, -1].argmax(-1).tolist()

@@ -36,6 +36,9 @@ _SOUND = {
     "predictor list": (),
     "bench kernels": (),
     "bench latency": ("model", "--quick", "--time", "1", "-n", "2", "--host-memory", "1GiB"),
+    "bench throughput": (
+        *("model", "--quick", "--time", "1", "-n", "2", "--host-memory", "1GiB", "--batch", "2"),
+    ),
     "bench compare": ("results.json", "results.json"),
     "bench report": ("results.json",),
     # Nothing listens at that port: what is wrong is said, or that nobody answers.
@@ -48,7 +51,7 @@ _OUTPUT_OPTIONS |= {"--csv", "--markdown"}
 _OUTPUTS = ("answers.jsonl", "bench.html", "report.html", "new.npz", "new.json")
 _RUN_FOLDERS = ("trained", "tuned", "finetuned", "packed")
 # Doctor measures the disk with a file of half a gigabyte, and for seconds.
-_RARE = {"doctor": 0.02, "bench kernels": 0.3, "bench latency": 0.1}
+_RARE = {"doctor": 0.02, "bench kernels": 0.3, "bench latency": 0.1, "bench throughput": 0.1}
 
 
 def options_of(command: str) -> list[tuple[str, bool]]:
@@ -103,9 +106,7 @@ def option(rng: Random, place: Path, good: Path) -> Case:
 def argument(rng: Random, place: Path, good: Path) -> Case:
     """Odd words where a model or a file belongs, and words too many or too few."""
     _fill(place, good)
-    command = rng.choice(
-        sorted(set(_SOUND) - {"doctor", "bench kernels", "bench latency", "simulate", "serve"})
-    )
+    command = rng.choice(sorted(set(_SOUND) - {*_RARE, "simulate", "serve"}))
     words = [*command.split(), *_SOUND[command]]
     at = len(command.split())
     way = rng.randrange(4)

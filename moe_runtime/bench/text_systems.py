@@ -1,0 +1,123 @@
+"""Systems that continue text, each a process for every repetition, held to the same tokens."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from moe_runtime.bench.peer_process import PeerProgram
+from moe_runtime.bench.results import Metric, describe_system, make_results
+from moe_runtime.bench.runner import MeasuredSystem, Number, PeerFailedError, Rules, run_in_turn
+
+MEMORY_METRICS = {
+    "load_s": Metric("s", is_judged=False),
+    "import_s": Metric("s", is_judged=False),
+    "peak_rss_bytes": Metric("bytes"),
+    "rss_after_imports_bytes": Metric("bytes", is_judged=False),
+    "read_call_bytes": Metric("bytes", is_judged=False),
+    "storage_bytes": Metric("bytes", is_judged=False),
+    "page_cache_bytes": Metric("bytes", is_judged=False),
+    "major_faults": Metric("count", is_judged=False),
+}
+"""What is measured besides speed."""
+_KERNEL_COUNTS = ("read_call_bytes", "storage_bytes", "major_faults")
+
+
+class TextSystem:
+    """A peer under test.
+
+    Attributes:
+        name: the peer's.
+        versions: of its packages, once it ran.
+        compared, equal: likeliest tokens in the latest repetition, and how many were as expected.
+    """
+
+    def __init__(
+        self, program: PeerProgram, expected: Sequence[list[int]], agreement: float
+    ) -> None:
+        """What it is held to.
+
+        Args:
+            program: the peer.
+            expected: the likeliest tokens of each sequence.
+            agreement: least share of them that it must find likeliest, too.
+        """
+        self.name = program.name
+        self.versions: dict[str, str] = {}
+        self.compared = self.equal = 0
+        self.program, self._expected, self._agreement = program, expected, agreement
+
+    def repeat(self) -> Mapping[str, Number]:
+        """Runs the peer once.
+
+        Raises:
+            PeerFailedError: it ended, or its text differs.
+        """
+        raise NotImplementedError
+
+    def require_same_text(self, found: Sequence[list[int]]) -> None:
+        """Compares its likeliest tokens with those expected.
+
+        Raises:
+            PeerFailedError: too few are equal.
+        """
+        pairs = [
+            pair
+            for one, other in zip(found, self._expected, strict=True)
+            for pair in zip(one, other, strict=True)
+        ]
+        self.compared, self.equal = len(pairs), sum(one == other for one, other in pairs)
+        if self.equal < self._agreement * self.compared:
+            raise PeerFailedError(
+                f"{self.equal} of {self.compared} likeliest tokens equal moe_runtime's, expected "
+                f"{self._agreement:.0%}; its times would be those of other work"
+            )
+
+
+def memory_numbers(
+    begun: Mapping[str, Any],
+    loaded: Mapping[str, Any],
+    answers: Sequence[Mapping[str, Any]],
+    ended: Mapping[str, Any],
+) -> dict[str, Number]:
+    """The numbers of ``MEMORY_METRICS`` from what a peer answered to its requests."""
+    counts = {name: sum(answer[name] for answer in answers) for name in _KERNEL_COUNTS}
+    return {
+        "load_s": loaded["load_s"],
+        "import_s": begun["start_s"] + loaded["import_s"],
+        "peak_rss_bytes": ended["peak_rss_bytes"],
+        "rss_after_imports_bytes": begun["rss_after_imports_bytes"],
+        **counts,
+        # What was read by calls and did not come from the disk was in the kernel's page cache.
+        "page_cache_bytes": max(0, counts["read_call_bytes"] - counts["storage_bytes"]),
+    }
+
+
+def measure_in_turn(
+    case: str,
+    systems: Sequence[TextSystem],
+    metrics: Mapping[str, Metric],
+    rules: Rules,
+    clock: Callable[[], float],
+    *,
+    settings: Mapping[str, Any],
+    on_repetition: Callable[[str, int], None],
+    is_stopping: Callable[[], bool],
+) -> dict[str, Any]:
+    """Measures systems in turn; the content of a results file."""
+    found, ended = run_in_turn(
+        systems, rules, clock, on_repetition=on_repetition, is_stopping=is_stopping
+    )
+    return make_results(
+        case,
+        settings,
+        ended,
+        [_describe(system, found[system.name], metrics) for system in systems],
+    )
+
+
+def _describe(
+    system: TextSystem, measured: MeasuredSystem, metrics: Mapping[str, Metric]
+) -> dict[str, Any]:
+    quality = {"compared": system.compared, "equal": system.equal} if system.compared else None
+    return describe_system(
+        system.name, measured, metrics, system_versions=system.versions, quality=quality
+    )

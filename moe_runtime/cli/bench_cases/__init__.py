@@ -1,0 +1,1 @@
+"""Cases of ``moe-runtime bench``, and what their commands share."""

@@ -1,0 +1,172 @@
+"""Options that several cases have, and how every one ends: file, JSON or table, exit code."""
+
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moe_runtime.cli.console import print_json, print_table
+from moe_runtime.cli.prompts import read_prompts
+from moe_runtime.cli.stopping import StopRequest
+
+STOPPING = "showing what was measured so far; Ctrl-C once more stops at once"
+MEMORY_ROWS = {
+    "load without imports, s": ("load_s", 1.0),
+    "imports, s": ("import_s", 1.0),
+    "peak memory, GB": ("peak_rss_bytes", 1e-9),
+    "after imports, GB": ("rss_after_imports_bytes", 1e-9),
+    "read by calls, GB": ("read_call_bytes", 1e-9),
+    "of these from the page cache, GB": ("page_cache_bytes", 1e-9),
+    "read from storage, GB": ("storage_bytes", 1e-9),
+}
+
+Peers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--peer",
+        metavar="NAME[:VARIANT][@PYTHON]",
+        help="Another system beside this one, several times if wanted: transformers (variants "
+        "eager, grouped_mm), llama_cpp, or a file PEER.py; PYTHON is its environment's.",
+    ),
+]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(help="File with a prompt in each line, as for `run`; built-in text when omitted."),
+]
+PromptTokens = Annotated[int, typer.Option(min=1, help="Length of the built-in prompts.")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, max=4096, help="Threads of every system; all when omitted.")
+]
+Time = Annotated[
+    float | None,
+    typer.Option(
+        "--time", min=1.0, help="Seconds after which no repetition begins. [300; quick: 60]"
+    ),
+]
+Precision = Annotated[
+    float,
+    typer.Option(
+        min=0.0001, max=1.0, help="Half of the confidence interval that is narrow enough."
+    ),
+]
+Agreement = Annotated[
+    float,
+    typer.Option(
+        min=0.0, max=1.0, help="Share of likeliest tokens that a peer must have in common with us."
+    ),
+]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Write everything measured to this file.")
+]
+
+
+def prompt_ids(
+    model: str, prompts: Path | None, num_tokens: int, num_built_in: int
+) -> list[list[int]]:
+    """Token ids of the prompts of a file, or of built-in ones."""
+    from moe_runtime.bench.texts import cut_prompts
+    from moe_runtime.cli.commands.run import load_tokenizer
+    from moe_runtime.inference.generation import encode_prompt
+
+    tokenizer = load_tokenizer(model)
+    if prompts is None:
+        return cut_prompts(tokenizer, num_built_in, num_tokens)
+    texts = read_prompts(None, None, prompts)
+    return [encode_prompt(tokenizer, text)["input_ids"][0].tolist() for text in texts]
+
+
+def common_settings(
+    model: str, threads: int | None, prompts: Sequence[list[int]], num_new: int
+) -> dict[str, Any]:
+    """Settings of every system."""
+    from moe_runtime.lab.this_machine import num_usable_cores
+
+    return {
+        "model": model,
+        "num_threads": threads or num_usable_cores(),
+        "max_tokens": max(map(len, prompts)) + num_new,
+    }
+
+
+def say_repetition(name: str, number: int) -> None:
+    """A line of progress."""
+    done = f"repetition {number}" if number else "has the text that all are given"
+    print(f"moe-runtime: {name}: {done}", file=sys.stderr, flush=True)
+
+
+def end_case(
+    results: dict[str, Any],
+    output: Path | None,
+    stop: StopRequest,
+    show: Callable[[dict[str, Any]], None],
+    *,
+    as_json: bool,
+) -> None:
+    """Writes and prints what was measured; says who failed.
+
+    Raises:
+        typer.Exit: it was stopped, or there are no numbers.
+        OSError: the file cannot be written.
+    """
+    from moe_runtime.bench.results import write_results
+
+    results["command"] = shlex.join(["moe-runtime", *sys.argv[1:]])
+    if output is not None:
+        write_results(output, results)
+    if as_json:
+        print_json(results)
+    else:
+        show(results)
+    for one in results["measurements"]:
+        if one["failure"] is not None:
+            print(f"moe-runtime: {one['system']}: {one['failure']}", file=sys.stderr)
+    if stop.is_set:
+        raise typer.Exit(stop.exit_code)
+    if results["ended"] == "failed":
+        raise typer.Exit(2)
+
+
+def show_systems(
+    results: dict[str, Any],
+    title: str,
+    spreads: dict[str, tuple[str, float]],
+    singles: dict[str, tuple[str, float]],
+    equal: str,
+) -> None:
+    """Prints a column for each system that has numbers.
+
+    Args:
+        results: content of a results file.
+        title: of the table.
+        spreads: metrics shown with percentiles and mean, by what their rows are called, and what
+            their values are multiplied by.
+        singles: metrics of which the median is shown.
+        equal: what was compared.
+    """
+    shown = [one for one in results["measurements"] if one["summary"]]
+    if not shown:
+        return
+    rows = [["repetitions", *(str(len(one["repetitions"])) for one in shown)]]
+    for what, (metric, scale) in spreads.items():
+        for part in ("p50", "p90", "p99"):
+            values = (one["summary"][metric][part] * scale for one in shown)
+            rows.append([f"{what}: {part}", *(f"{value:.4g}" for value in values)])
+        rows.append([f"{what}: mean", *(with_interval(one, metric, scale) for one in shown)])
+    for what, (metric, scale) in singles.items():
+        values = (one["summary"][metric]["median"] * scale for one in shown)
+        rows.append([what, *(f"{value:.3g}" for value in values)])
+    counts = (f"{one['quality']['equal']} of {one['quality']['compared']}" for one in shown)
+    rows.append([equal, *counts])
+    print_table(title, [("", "left"), *((one["system"], "right") for one in shown)], rows)
+
+
+def with_interval(one: dict[str, Any], metric: str, scale: float) -> str:
+    """A mean and half of its interval."""
+    found = one["summary"][metric]
+    if found["low"] is None:
+        return f"{found['mean'] * scale:.4g}"
+    half = (found["high"] - found["low"]) / 2
+    return f"{found['mean'] * scale:.4g} ± {half * scale:.2g}"

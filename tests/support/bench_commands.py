@@ -1,0 +1,96 @@
+"""What the options of `moe-runtime bench` become, and what its outputs must not overwrite."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """How a command is called, and what its options become.
+
+    Attributes:
+        callees: functions of which one gets each option; the last one ends the command.
+        words: arguments of the command.
+        arrives: by parameter: its words, and a value that the callees are given only then.
+        elsewhere: parameters that the tests of another file follow.
+    """
+
+    callees: tuple[str, ...]
+    words: tuple[str, ...]
+    arrives: dict[str, tuple[str, Any]]
+    elsewhere: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+BENCH_CASES = {
+    "bench latency": Case(
+        ("moe_runtime.bench.peer_files.find_peer", "moe_runtime.bench.latency.measure_latency"),
+        (str(ROOT / "models" / "pocket"),),
+        {
+            "model": ("", ("model", str(ROOT / "models" / "pocket"))),
+            "peer": ("--peer transformers:eager", ("variant", "eager")),
+            "prompt_tokens": ("--prompt-tokens 23", 23),
+            "max_new_tokens": ("-n 7", ("num_new", 7)),
+            "host_memory": ("--host-memory 7GiB", ("host_memory", "7GiB")),
+            "policy": ("--policy lru", ("policy", "lru")),
+            "prefetch": ("--prefetch enforce", ("prefetch", "enforce")),
+            "threads": ("--threads 3", ("num_threads", 3)),
+            "max_s": ("--time 37", ("max_s", 37.0)),
+            "precision": ("--precision 0.17", ("precision", 0.17)),
+            "agreement": ("--agreement 0.375", ("agreement", 0.375)),
+        },
+        dict.fromkeys(("prompts", "quick", "output"), "tests/bench/test_latency.py"),
+    ),
+    "bench throughput": Case(
+        (
+            "moe_runtime.bench.peer_files.find_peer",
+            "moe_runtime.bench.throughput.measure_throughput",
+        ),
+        (str(ROOT / "models" / "pocket"),),
+        {
+            "model": ("", ("model", str(ROOT / "models" / "pocket"))),
+            "peer": ("--peer transformers:eager", ("variant", "eager")),
+            "batch": ("--batch 5", ("batch", 5)),
+            "batches": ("--batches 3", [23] * 15),
+            "prompt_tokens": ("--prompt-tokens 23", 23),
+            "max_new_tokens": ("-n 7", ("num_new", 7)),
+            "host_memory": ("--host-memory 7GiB", ("host_memory", "7GiB")),
+            "policy": ("--policy lru", ("policy", "lru")),
+            "prefetch": ("--prefetch enforce", ("prefetch", "enforce")),
+            "threads": ("--threads 3", ("num_threads", 3)),
+            "max_s": ("--time 37", ("max_s", 37.0)),
+            "precision": ("--precision 0.17", ("precision", 0.17)),
+            "agreement": ("--agreement 0.375", ("agreement", 0.375)),
+        },
+        dict.fromkeys(("prompts", "quick", "output"), "tests/bench/test_throughput.py"),
+    ),
+    "bench compare": Case(
+        (), (), {}, dict.fromkeys(("before", "after", "bound"), "tests/bench/test_judging.py")
+    ),
+    "bench report": Case(
+        *((), (), {}),
+        dict.fromkeys(
+            ("results", "output", "png", "markdown", "csv"), "tests/bench/test_judging.py"
+        ),
+    ),
+    "bench kernels": Case(
+        (), (), {}, dict.fromkeys(("tune", "shape", "table"), "tests/cli/test_bench.py")
+    ),
+}
+
+BENCH_INPUTS = {
+    "bench latency": [
+        (["bench", "latency", "MODEL", "--prompts", "FILE", "--output"], "FILE"),
+        (["bench", "latency", "MODEL", "--output"], "MODEL/config.json"),
+    ],
+    "bench throughput": [
+        (["bench", "throughput", "MODEL", "--prompts", "FILE", "--output"], "FILE"),
+        (["bench", "throughput", "MODEL", "--output"], "MODEL/config.json"),
+    ],
+    "bench serve": [(["bench", "serve", "--prompts", "FILE", "--output"], "FILE")],
+    "bench report": [(["bench", "report", "FILE", "--output"], "FILE")],
+    "bench kernels": [],  # reads nothing
+}
+"""By command: words that would overwrite an input, and which one."""
