@@ -12,7 +12,7 @@ from moe_runtime.lab.report.style import INK, MUTED, SERIES, drawing
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_SHOWN = {"s": (1e3, "ms"), "bytes": (1e-9, "GB")}
+_SHOWN = {"s": (1e3, "ms"), "bytes": (1e-9, "GB"), "bytes/s": (1e-9, "GB/s")}
 """Factor and name of the unit that people read."""
 _HEADER = ("repetitions", "mean", "95 % interval", "p50", "p90", "p99", "unit")
 

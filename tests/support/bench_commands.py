@@ -66,6 +66,19 @@ BENCH_CASES = {
         },
         dict.fromkeys(("prompts", "quick", "output"), "tests/bench/test_throughput.py"),
     ),
+    "bench io": Case(
+        ("moe_runtime.bench.disk_reads.measure_reads",),
+        (str(ROOT / "models" / "pocket"),),
+        {
+            "model": ("", ("model", "pocket")),
+            "experts": ("--experts 7", ("num_experts", 7)),
+            "in_flight": ("--in-flight 3", ("in_flight", 3)),
+            "io_threads": ("--io-threads 5", ("io_threads", 5)),
+            "max_s": ("--time 37", ("max_s", 37.0)),
+            "precision": ("--precision 0.17", ("precision", 0.17)),
+        },
+        dict.fromkeys(("quick", "output"), "tests/bench/test_disk_reads.py"),
+    ),
     "bench compare": Case(
         (), (), {}, dict.fromkeys(("before", "after", "bound"), "tests/bench/test_judging.py")
     ),
@@ -89,6 +102,7 @@ BENCH_INPUTS = {
         (["bench", "throughput", "MODEL", "--prompts", "FILE", "--output"], "FILE"),
         (["bench", "throughput", "MODEL", "--output"], "MODEL/config.json"),
     ],
+    "bench io": [(["bench", "io", "MODEL", "--output"], "MODEL/config.json")],
     "bench serve": [(["bench", "serve", "--prompts", "FILE", "--output"], "FILE")],
     "bench report": [(["bench", "report", "FILE", "--output"], "FILE")],
     "bench kernels": [],  # reads nothing

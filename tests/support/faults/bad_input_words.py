@@ -39,6 +39,7 @@ _SOUND = {
     "bench throughput": (
         *("model", "--quick", "--time", "1", "-n", "2", "--host-memory", "1GiB", "--batch", "2"),
     ),
+    "bench io": ("model", "--quick", "--time", "1", "--experts", "2", "--precision", "1"),
     "bench compare": ("results.json", "results.json"),
     "bench report": ("results.json",),
     # Nothing listens at that port: what is wrong is said, or that nobody answers.
@@ -51,7 +52,13 @@ _OUTPUT_OPTIONS |= {"--csv", "--markdown"}
 _OUTPUTS = ("answers.jsonl", "bench.html", "report.html", "new.npz", "new.json")
 _RUN_FOLDERS = ("trained", "tuned", "finetuned", "packed")
 # Doctor measures the disk with a file of half a gigabyte, and for seconds.
-_RARE = {"doctor": 0.02, "bench kernels": 0.3, "bench latency": 0.1, "bench throughput": 0.1}
+_RARE = {
+    "doctor": 0.02,
+    "bench kernels": 0.3,
+    "bench latency": 0.1,
+    "bench throughput": 0.1,
+    "bench io": 0.2,
+}
 
 
 def options_of(command: str) -> list[tuple[str, bool]]:
