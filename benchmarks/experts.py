@@ -13,54 +13,31 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import os
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from harness.machine import commit, describe_machine, machine_name, versions
-from torch import Tensor
 
 import moe_runtime
+from moe_runtime.bench.expert_layers import (
+    OURS,
+    SHAPES,
+    ExpertLayer,
+    median_of_block,
+    synthetic_layer,
+)
 from moe_runtime.files import write_text
 from moe_runtime.kernels.native import require_native
 
-PEERS = ("eager", "grouped_mm", "batched_mm")
-OURS = "moe_runtime"
 RESULTS = Path(__file__).parent / "results"
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertsShape:
-    """One layer's experts: E, K, D, F, and the transformers model that has them."""
-
-    model_type: str
-    experts_class: str
-    num_experts: int
-    top_k: int
-    dim_model: int
-    dim_hidden: int
-
-    def expert_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one expert's three matrices."""
-        return 3 * self.dim_model * self.dim_hidden * dtype.itemsize
-
-
-SHAPES = {
-    "olmoe-1b-7b": ExpertsShape("olmoe", "OlmoeExperts", 64, 8, 2048, 1024),
-    "qwen3-30b-a3b": ExpertsShape("qwen3_moe", "Qwen3MoeExperts", 128, 8, 2048, 768),
-    "mixtral-8x7b": ExpertsShape("mixtral", "MixtralExperts", 8, 2, 4096, 14336),
-    "gpt-oss-20b": ExpertsShape("gpt_oss", "GptOssExperts", 32, 4, 2880, 2880),
-}
 TOKENS = (1, 16, 64, 256, 2048)
-# batched_mm copies an expert for every row; beyond this many bytes it is no contender.
-BATCHED_BYTES = 2 << 30
 # A peer that takes as many times longer than the quickest peer has one turn only.
 FAR = 3
 # What holds the libraries of torch to an instruction set, from the start of the process.
@@ -72,8 +49,6 @@ OLDER = {
         "ATEN_CPU_CAPABILITY": "avx2",
     },
 }
-# A call as long as this needs no other to warm up before it.
-LONG_S = 4.0
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -88,7 +63,7 @@ def main() -> None:
     dtype = DTYPES[arguments.dtype]
     rows: list[dict[str, Any]] = []
     for name in arguments.shapes:
-        module = make_experts(SHAPES[name], dtype)
+        layer = synthetic_layer(name, dtype)
         for passes in arguments.passes:
             for num_tokens in arguments.tokens:
                 row = {
@@ -97,10 +72,10 @@ def main() -> None:
                     "tokens": num_tokens,
                     "dtype": arguments.dtype,
                 }
-                row |= measure(module, SHAPES[name], num_tokens, passes, arguments)
+                row |= measure(layer, num_tokens, passes, arguments)
                 rows.append(row)
                 print(_line(row), flush=True)
-        del module
+        del layer
         gc.collect()
     if arguments.save:
         _save(rows, facts, head, arguments.isa)
@@ -113,75 +88,34 @@ def _hold_to(isa: str) -> None:
     require_native().select_isa(isa)
 
 
-def make_experts(shape: ExpertsShape, dtype: torch.dtype) -> Any:
-    """The experts module of a model, with random weights."""
-    from transformers import CONFIG_MAPPING
-    from transformers.models import gpt_oss, mixtral, olmoe, qwen3_moe
-
-    home = {"mixtral": mixtral, "olmoe": olmoe, "qwen3_moe": qwen3_moe, "gpt_oss": gpt_oss}[
-        shape.model_type
-    ]
-    config_class: Any = CONFIG_MAPPING[shape.model_type]
-    config = config_class(
-        hidden_size=shape.dim_model,
-        intermediate_size=shape.dim_hidden,
-        moe_intermediate_size=shape.dim_hidden,
-        num_experts=shape.num_experts,
-        num_local_experts=shape.num_experts,
-        num_experts_per_tok=shape.top_k,
-    )
-    module_name = f"modeling_{shape.model_type}"
-    with torch.device("meta"):
-        module = getattr(getattr(home, module_name), shape.experts_class)(config)
-    module = module.to(dtype).to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(0)
-    for parameter in module.parameters():
-        # One expert is drawn, the others are its rows in another order: drawing all takes minutes.
-        pattern = torch.randn(parameter.shape[1:], generator=generator).to(dtype) * 0.02
-        for expert in range(len(parameter)):
-            parameter.data[expert] = pattern.roll(expert, dims=0)
-    return module
-
-
-def routing(shape: ExpertsShape, num_tokens: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Uniform top-k ids and normalised gate weights."""
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.rand(num_tokens, shape.num_experts, generator=generator)
-    weights, ids = scores.topk(shape.top_k)
-    return ids, weights / weights.sum(-1, keepdim=True)
-
-
 def measure(
-    module: Any, shape: ExpertsShape, num_tokens: int, passes: str, arguments: argparse.Namespace
+    layer: ExpertLayer, num_tokens: int, passes: str, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Median milliseconds of one call by implementation, and the ratio to the best peer."""
     trains = passes == "forward+backward"
-    module.requires_grad_(trains)
-    dtype = next(module.parameters()).dtype
-    calls = [routing(shape, num_tokens, seed) for seed in range(4)]
-    generator = torch.Generator().manual_seed(99)
-    x = torch.randn(num_tokens, shape.dim_model, generator=generator).to(dtype)
+    module = layer.module.requires_grad_(trains)
+    calls = [layer.routing(num_tokens, seed) for seed in range(4)]
+    x = layer.tokens(num_tokens)
 
     def run(index: int) -> None:
         ids, weights = calls[index % len(calls)]
-        weights = weights.to(dtype)
         if not trains:
             with torch.no_grad():
                 module(x, ids, weights)
             return
-        leaf, weights = x.clone().requires_grad_(), weights.requires_grad_()
+        leaf, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
         module(leaf, ids, weights).backward(x)
         module.zero_grad(set_to_none=True)
 
-    contenders = _contenders(shape, num_tokens, dtype, trains=trains)
+    contenders = layer.contenders(num_tokens, trains=trains)
     seconds: dict[str, list[float]] = {name: [] for name in (OURS, *contenders)}
     for _ in range(arguments.rounds):
         for name, values in seconds.items():
             is_peer = name != OURS and bool(values) and not arguments.all_peers
             if is_peer and values[0] > FAR * min(seconds[peer][0] for peer in contenders):
                 continue
-            module.config._experts_implementation_internal = name
-            values.append(_time_block(run, arguments.block_s))
+            layer.select(name)
+            values.append(median_of_block(run, arguments.block_s))
     medians = {name: statistics.median(values) * 1e3 for name, values in seconds.items()}
     best = min(contenders, key=medians.__getitem__)
     ratios = [b / a for a, b in zip(seconds[OURS], seconds[best], strict=True)]
@@ -191,33 +125,6 @@ def measure(
         "ratio": medians[best] / medians[OURS],
         "ratios": ratios,
     }
-
-
-def _contenders(
-    shape: ExpertsShape, num_tokens: int, dtype: torch.dtype, *, trains: bool
-) -> list[str]:
-    """The peers that have room: batched_mm copies an expert for every row, and its gradient."""
-    copied = num_tokens * shape.top_k * shape.expert_bytes(dtype) * (2 if trains else 1)
-    # Eager's backward on many experts takes a minute.
-    no_room = {"batched_mm"} if copied > BATCHED_BYTES else set()
-    slow = {"eager"} if trains and shape.num_experts > 8 else set()
-    return [name for name in PEERS if name not in no_room | slow]
-
-
-def _time_block(run: Callable[[int], None], block_s: float) -> float:
-    """Seconds of one call: one call untimed, then as many as fit into the block, at least one."""
-    start = time.perf_counter()
-    run(0)
-    first_s = time.perf_counter() - start
-    if first_s > LONG_S:
-        return first_s
-    count = max(1, min(200, math.ceil(block_s / first_s) - 1))
-    samples = []
-    for index in range(count):
-        start = time.perf_counter()
-        run(index + 1)
-        samples.append(time.perf_counter() - start)
-    return statistics.median(samples)
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -95,3 +95,11 @@ def test_an_interruption_keeps_what_was_found() -> None:
     stops = iter([False, False, True])
     found, ended = run_in_turn([one], rules(), clock, is_stopping=lambda: next(stops))
     assert (ended, found["one"].values("t")) == ("interrupted", [0.0, 1.0])
+
+
+def test_a_metric_that_a_system_lacks_does_not_go_on_for_ever() -> None:
+    clock = Clock()
+    one = Scripted("one", clock, lambda number: 1.0)
+    both = Rules(judged=("t", "missing"), least=3, most=20, max_s=1e9)
+    found, ended = run_in_turn([one], both, clock)
+    assert (ended, len(found["one"].repetitions)) == ("narrow", 3)

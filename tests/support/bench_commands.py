@@ -79,6 +79,23 @@ BENCH_CASES = {
         },
         dict.fromkeys(("quick", "output"), "tests/bench/test_disk_reads.py"),
     ),
+    "bench experts": Case(
+        (
+            "moe_runtime.bench.expert_layers.layer_of_model",
+            "moe_runtime.bench.expert_backends.measure_experts",
+        ),
+        (str(ROOT / "models" / "pocket"),),
+        {
+            "model": ("", ("model", "pocket")),
+            "tokens": ("--tokens 7", ("tokens", [7])),
+            "training": ("--training", ("trains", True)),
+            "dtype": ("--dtype float16", ("dtype", "float16")),
+            "threads": ("--threads 1", ("num_threads", 1)),
+            "max_s": ("--time 37", ("max_s", 37.0)),
+            "precision": ("--precision 0.17", ("precision", 0.17)),
+        },
+        dict.fromkeys(("shape", "quick", "output"), "tests/bench/test_expert_backends.py"),
+    ),
     "bench compare": Case(
         (), (), {}, dict.fromkeys(("before", "after", "bound"), "tests/bench/test_judging.py")
     ),
@@ -103,6 +120,7 @@ BENCH_INPUTS = {
         (["bench", "throughput", "MODEL", "--output"], "MODEL/config.json"),
     ],
     "bench io": [(["bench", "io", "MODEL", "--output"], "MODEL/config.json")],
+    "bench experts": [(["bench", "experts", "MODEL", "--output"], "MODEL/config.json")],
     "bench serve": [(["bench", "serve", "--prompts", "FILE", "--output"], "FILE")],
     "bench report": [(["bench", "report", "FILE", "--output"], "FILE")],
     "bench kernels": [],  # reads nothing

@@ -1,0 +1,201 @@
+"""One layer's experts as transformers builds them, with random weights, to be measured."""
+
+import copy
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_runtime.config import require_known
+
+PEERS = ("eager", "grouped_mm", "batched_mm")
+"""Implementations of transformers."""
+OURS = "moe_runtime"
+# batched_mm copies an expert for every row; beyond this many bytes it is no contender.
+_BATCHED_BYTES = 2 << 30
+# A call as long as this needs no other to warm up before it.
+_LONG_S = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """One layer's experts: E, K, D, F, and the transformers model that has them."""
+
+    model_type: str
+    experts_class: str
+    num_experts: int
+    top_k: int
+    dim_model: int
+    dim_hidden: int
+
+
+SHAPES = {
+    "olmoe-1b-7b": ExpertsShape("olmoe", "OlmoeExperts", 64, 8, 2048, 1024),
+    "qwen3-30b-a3b": ExpertsShape("qwen3_moe", "Qwen3MoeExperts", 128, 8, 2048, 768),
+    "mixtral-8x7b": ExpertsShape("mixtral", "MixtralExperts", 8, 2, 4096, 14336),
+    "gpt-oss-20b": ExpertsShape("gpt_oss", "GptOssExperts", 32, 4, 2880, 2880),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLayer:
+    """A module of experts in memory, and what its calls need.
+
+    Attributes:
+        module: of transformers; called with x, ids and gate weights.
+        num_experts, top_k: E and K.
+        dim_model, dim_hidden: D and F.
+    """
+
+    module: Any
+    num_experts: int
+    top_k: int
+    dim_model: int
+    dim_hidden: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and tokens."""
+        return next(self.module.parameters()).dtype
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert."""
+        return sum(p[0].nbytes for p in self.module.parameters() if len(p) == self.num_experts)
+
+    def select(self, implementation: str) -> None:
+        """Has later calls computed by an implementation."""
+        self.module.config._experts_implementation_internal = implementation
+
+    def routing(self, num_tokens: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Uniform top-k ids and normalised gate weights, ``[T, K]``."""
+        generator = torch.Generator().manual_seed(seed)
+        scores = torch.rand(num_tokens, self.num_experts, generator=generator)
+        weights, ids = scores.topk(self.top_k)
+        return ids, (weights / weights.sum(-1, keepdim=True)).to(self.dtype)
+
+    def tokens(self, num_tokens: int) -> Tensor:
+        """Random tokens ``[T, D]``."""
+        generator = torch.Generator().manual_seed(99)
+        return torch.randn(num_tokens, self.dim_model, generator=generator).to(self.dtype)
+
+    def contenders(self, num_tokens: int, *, trains: bool) -> list[str]:
+        """The implementations of transformers that have room and time for a call."""
+        copied = num_tokens * self.top_k * self.expert_bytes * (2 if trains else 1)
+        no_room = {"batched_mm"} if copied > _BATCHED_BYTES else set()
+        # Eager's backward fills a gradient of all experts for each: a minute for many experts.
+        slow = {"eager"} if trains and self.num_experts > 8 else set()
+        return [name for name in PEERS if name not in no_room | slow]
+
+    def in_float64(self, ids: Tensor) -> tuple[Any, Tensor]:
+        """The experts of some tokens alone in float64, computed one by one, and the ids there."""
+        kept, places = ids.unique(return_inverse=True)
+        few = copy.copy(self.module)
+        few._parameters = {
+            name: torch.nn.Parameter(value[kept].double(), requires_grad=False)
+            if len(value) == self.num_experts
+            else value
+            for name, value in self.module.named_parameters(recurse=False)
+        }
+        few.config = copy.copy(self.module.config)
+        few.config._experts_implementation_internal = "eager"
+        few.num_experts = len(kept)
+        return few, places
+
+
+def synthetic_layer(name: str, dtype: torch.dtype) -> ExpertLayer:
+    """The experts of a known model with random weights.
+
+    Raises:
+        ValueError: no model of that name is known.
+    """
+    from transformers import CONFIG_MAPPING
+    from transformers.models import gpt_oss, mixtral, olmoe, qwen3_moe
+
+    require_known("shape", name, tuple(SHAPES))
+    shape = SHAPES[name]
+    home = {"mixtral": mixtral, "olmoe": olmoe, "qwen3_moe": qwen3_moe, "gpt_oss": gpt_oss}
+    config_class: Any = CONFIG_MAPPING[shape.model_type]
+    config = config_class(
+        hidden_size=shape.dim_model,
+        intermediate_size=shape.dim_hidden,
+        moe_intermediate_size=shape.dim_hidden,
+        num_experts=shape.num_experts,
+        num_local_experts=shape.num_experts,
+        num_experts_per_tok=shape.top_k,
+    )
+    code = getattr(home[shape.model_type], f"modeling_{shape.model_type}")
+    with torch.device("meta"):
+        module = getattr(code, shape.experts_class)(config)
+    return _drawn(module, dtype, shape.num_experts, shape.top_k)
+
+
+def layer_of_model(model: str | Path, dtype: str | torch.dtype) -> ExpertLayer:
+    """The first layer of experts of a checkpoint, with random weights.
+
+    Args:
+        model: a checkpoint.
+        dtype: to compute in; ``"auto"`` for the checkpoint's own.
+
+    Raises:
+        CheckpointError: nothing readable is there.
+        UnsupportedModelError: it has no experts that transformers marks as such.
+    """
+    from moe_runtime.checkpoints.expert_map import find_experts
+    from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+    from moe_runtime.inference.budget import experts_per_token
+
+    checkpoint = open_checkpoint(model, dtype)
+    found = find_experts(build_on_meta(checkpoint))[0]
+    top_k = min(experts_per_token(checkpoint.config), found.num_experts)
+    return _drawn(found.module, checkpoint.dtype, found.num_experts, top_k)
+
+
+def _drawn(module: Any, dtype: torch.dtype, num_experts: int, top_k: int) -> ExpertLayer:
+    module = module.to(dtype).to_empty(device="cpu").eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        # One expert is drawn, the others are its rows in another order: drawing all takes minutes.
+        pattern = torch.randn(parameter.shape[1:], generator=generator).to(dtype) * 0.02
+        for expert in range(len(parameter)):
+            parameter.data[expert] = pattern.roll(expert, dims=0)
+    down = module.down_proj.shape[1:]
+    dim_hidden, dim_model = down if getattr(module, "is_transposed", False) else down[::-1]
+    return ExpertLayer(
+        module=module,
+        num_experts=num_experts,
+        top_k=top_k,
+        dim_model=dim_model,
+        dim_hidden=dim_hidden,
+    )
+
+
+def time_block(run: Callable[[int], object], block_s: float) -> list[float]:
+    """Seconds of calls: one untimed, then as many as fit into the block, from 1 to 200.
+
+    Args:
+        run: the call; it is given its number, so that it can do something else each time.
+        block_s: seconds of all calls.
+    """
+    start = time.perf_counter()
+    run(0)
+    first_s = time.perf_counter() - start
+    if first_s > _LONG_S:
+        return [first_s]
+    samples = []
+    for index in range(max(1, min(200, math.ceil(block_s / first_s) - 1))):
+        start = time.perf_counter()
+        run(index + 1)
+        samples.append(time.perf_counter() - start)
+    return samples
+
+
+def median_of_block(run: Callable[[int], object], block_s: float) -> float:
+    """The median of ``time_block``."""
+    return statistics.median(time_block(run, block_s))

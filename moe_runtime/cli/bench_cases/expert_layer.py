@@ -1,0 +1,155 @@
+"""``moe-runtime bench experts``: one layer of experts beside those of transformers."""
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moe_runtime.cli import options
+from moe_runtime.cli.bench_cases import shared
+from moe_runtime.cli.console import Session, print_table, quiet_transformers
+from moe_runtime.cli.stopping import stop_on_signals
+from moe_runtime.files import check_output_path
+
+_MOST_TOKENS = 1 << 20
+
+Model = Annotated[
+    str | None,
+    typer.Argument(metavar="[MODEL]", help="Checkpoint whose first layer of experts is taken."),
+]
+Shape = Annotated[
+    str | None,
+    typer.Option(
+        help="Instead of MODEL: olmoe-1b-7b, qwen3-30b-a3b, mixtral-8x7b or gpt-oss-20b, "
+        "without any file."
+    ),
+]
+Tokens = Annotated[
+    str | None, typer.Option(help="Tokens of a call, with commas. [1,16,64,256; quick: 1,16,256]")
+]
+Training = Annotated[bool, typer.Option("--training", help="Calls with backward, too.")]
+Dtype = Annotated[
+    str, typer.Option(help="Type of weights and tokens; auto is the checkpoint's, or bfloat16.")
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Fewer and shorter calls, about a minute.")]
+
+
+def bench_experts(
+    ctx: typer.Context,
+    model: Model = None,
+    shape: Shape = None,
+    tokens: Tokens = None,
+    training: Training = False,
+    dtype: Dtype = "auto",
+    threads: shared.Threads = None,
+    max_s: shared.Time = None,
+    precision: shared.Precision = 0.05,
+    quick: Quick = False,
+    output: shared.Output = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Time one layer's experts on the CPU: ours, and transformers' eager, grouped_mm, batched_mm.
+
+    Weights are random, of the shape of MODEL's first layer of experts or of a known model; no
+    weight is read. Implementations take turns. One whose results differ from those in float64 by
+    more than roundings allow gets no numbers. Ctrl-C shows what was measured so far.
+    """
+    session: Session = ctx.obj
+    session.begin(debug=debug, as_json=as_json)
+    if (model is None) == (shape is None):
+        raise ValueError("expected MODEL or --shape, one of them: whose experts are measured?")
+    numbers = _numbers(tokens or ("1,16,256" if quick else "1,16,64,256"))
+    if output is not None:
+        check_output_path(output, "results")
+    quiet_transformers(session)
+    import torch
+
+    from moe_runtime.bench.expert_backends import ExpertsPlan, measure_experts
+    from moe_runtime.bench.expert_layers import layer_of_model, synthetic_layer
+    from moe_runtime.bench.runner import Rules
+    from moe_runtime.checkpoints.opening import COMPUTE_DTYPES
+    from moe_runtime.config import require_known
+    from moe_runtime.lab.this_machine import num_usable_cores
+
+    known = {str(one).removeprefix("torch."): one for one in COMPUTE_DTYPES}
+    if dtype != "auto":
+        require_known("--dtype", dtype, ("auto", *known))
+    num_threads = threads or num_usable_cores()
+    torch.set_num_threads(num_threads)
+    if shape is not None:
+        layer = synthetic_layer(shape, known.get(dtype, torch.bfloat16))
+    else:
+        assert model is not None
+        layer = layer_of_model(model, known.get(dtype, "auto"))
+    plan = ExpertsPlan(layer=layer, tokens=numbers, trains=training, block_s=0.2 if quick else 0.5)
+    rules = Rules(
+        judged=[name for name, _, _ in plan.calls()],
+        precision=precision,
+        max_s=max_s or (60.0 if quick else 300.0),
+    )
+    with stop_on_signals(shared.STOPPING) as stop:
+        results = measure_experts(
+            plan,
+            rules,
+            time.monotonic,
+            settings={
+                "model": shape or Path(model or "").name,
+                "experts": layer.num_experts,
+                "top_k": layer.top_k,
+                "dim_model": layer.dim_model,
+                "dim_hidden": layer.dim_hidden,
+                "dtype": str(layer.dtype).removeprefix("torch."),
+                "tokens": numbers,
+                "training": training,
+                "num_threads": num_threads,
+                "precision": precision,
+                "max_s": rules.max_s,
+            },
+            on_repetition=shared.say_repetition,
+            is_stopping=lambda: stop.is_set,
+        )
+    shared.end_case(results, output, stop, show_experts, as_json=as_json)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = sorted({int(word) for word in text.split(",")})
+    except ValueError:
+        numbers = []
+    if not numbers or not 1 <= numbers[0] <= numbers[-1] <= _MOST_TOKENS:
+        raise ValueError(
+            f"--tokens must be whole numbers from 1 to {_MOST_TOKENS}, with commas, got {text!r}"
+        )
+    return numbers
+
+
+def show_experts(results: dict[str, Any]) -> None:
+    """Prints a column for each implementation, and how much quicker ours is than the best."""
+    shown = [one for one in results["measurements"] if one["summary"]]
+    if not shown:
+        return
+    rows = [["repetitions", *(str(len(one["repetitions"])) for one in shown), ""]]
+    for metric in dict.fromkeys(name for one in shown for name in one["summary"]):
+        what, tokens = metric.split("_")[:2]
+        cells = [
+            shared.with_interval(one, metric, 1e3) if metric in one["summary"] else "–"
+            for one in shown
+        ]
+        rows.append([f"{what}, T={tokens}, ms", *cells, _ratio(shown, metric)])
+    settings = results["settings"]
+    title = (
+        f"experts of {settings['model']}: E={settings['experts']} K={settings['top_k']} "
+        f"D={settings['dim_model']} F={settings['dim_hidden']}, {settings['dtype']}"
+    )
+    columns = (*(one["system"] for one in shown), "best / ours")
+    print_table(title, [("", "left"), *((name, "right") for name in columns)], rows)
+
+
+def _ratio(shown: list[dict[str, Any]], metric: str) -> str:
+    medians = {
+        one["system"]: one["summary"][metric]["median"] for one in shown if metric in one["summary"]
+    }
+    ours = medians.pop("moe_runtime", None)
+    return f"{min(medians.values()) / ours:.2f}" if ours and medians else ""

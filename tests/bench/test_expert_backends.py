@@ -1,0 +1,130 @@
+"""`bench experts`: results are held to float64, and who computes something else has no numbers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from text_checkpoint import save_text_checkpoint
+from torch import Tensor
+
+from moe_runtime.bench.expert_backends import ExpertsPlan, in_float64, measure_experts
+from moe_runtime.bench.expert_layers import ExpertLayer, layer_of_model
+from moe_runtime.bench.results import read_results
+from moe_runtime.bench.runner import Rules
+from moe_runtime.checkpoints.transformers_private import ExpertsInterface
+from moe_runtime.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_text_checkpoint(folder)
+    return folder
+
+
+def by_hand(layer: ExpertLayer, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """SwiGLU experts, token by token in float64."""
+    both, down = (p.detach().double() for p in (layer.module.gate_up_proj, layer.module.down_proj))
+    rows = []
+    for token, experts, shares in zip(x.double(), ids.tolist(), weights.double(), strict=True):
+        parts = [(both[expert] @ token).chunk(2) for expert in experts]
+        hidden = [gate * torch.sigmoid(gate) * up for gate, up in parts]
+        outputs = [down[expert] @ h for expert, h in zip(experts, hidden, strict=True)]
+        rows.append(sum(share * y for share, y in zip(shares, outputs, strict=True)))
+    return torch.stack(rows)  # type: ignore[arg-type]
+
+
+def test_the_reference_is_the_formula(model: Path) -> None:
+    layer = layer_of_model(model, torch.bfloat16)
+    ids, weights = layer.routing(5, 0)
+    expected = by_hand(layer, layer.tokens(5), ids, weights)[:2]
+    torch.testing.assert_close(in_float64(layer, 5, trains=False), expected)
+    assert layer.module.num_experts == layer.num_experts > len(ids[:2].unique())
+
+
+def grouped(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    return ExpertsInterface()["grouped_mm"](module, x, ids, weights)
+
+
+def off_by_one_weight(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """The last token has one gate weight that is 2 % too large."""
+    weights = weights.clone()
+    weights[-1, 0] *= 1.02
+    return grouped(module, x, ids, weights)
+
+
+def tf32_like(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Rounds tokens to 10 bits, as TF32 does."""
+    return grouped(module, (x * 2**-3).half().float() * 2**3, ids, weights)
+
+
+def refuses(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    raise RuntimeError("no kernel for this type\nand a trace")
+
+
+@pytest.mark.parametrize(
+    ("implementation", "failure"),
+    [
+        (grouped, None),
+        (off_by_one_weight, "2 of 6 tokens differ by more than roundings allow"),
+        (tf32_like, "6 of 6 tokens differ by more than roundings allow"),
+        (refuses, "no kernel for this type"),
+    ],
+)
+def test_who_computes_something_else_has_no_numbers(
+    implementation: Any, failure: str | None, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ExpertsInterface.register("tested", implementation)
+    for module in ("expert_layers", "expert_backends"):
+        monkeypatch.setattr(f"moe_runtime.bench.{module}.PEERS", ("tested",))
+    layer = layer_of_model(model, torch.float32)
+    plan = ExpertsPlan(layer=layer, tokens=(1, 5), trains=False, block_s=0.001)
+    rules = Rules(judged=("forward_1_s",), least=1, most=1)
+    results = measure_experts(plan, rules, lambda: 0.0, settings={})
+    ours, tested = results["measurements"]
+    assert ours["quality"] == {"compared": 6, "equal": 6}
+    assert ours["summary"].keys() == {"forward_1_s", "forward_5_s"}
+    if failure is None:
+        assert tested["quality"] == {"compared": 6, "equal": 6}
+    else:
+        assert tested["failure"].startswith(failure)
+        assert tested["repetitions"] == []
+
+
+def test_the_command_measures_both_passes(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "r.json"
+    words = ["--tokens", "3,1", "--training", "--quick", "--time", "1", "--threads", "1"]
+    words += ["--precision", "1", "-o", str(path)]
+    assert main(["bench", "experts", str(model), *words, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == read_results(path)
+    names = [one["system"] for one in printed["measurements"]]
+    assert names == ["moe_runtime", "eager", "grouped_mm", "batched_mm"]
+    for one in printed["measurements"]:
+        assert one["quality"] == {"compared": 8, "equal": 8}
+        assert list(one["summary"]) == [
+            *("forward_1_s", "forward_3_s", "backward_1_s", "backward_3_s")
+        ]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ([], "expected MODEL or --shape"),
+        (["models/pocket", "--shape", "olmoe-1b-7b"], "expected MODEL or --shape"),
+        (["--shape", "olmo"], "unknown shape 'olmo'"),
+        (["models/pocket", "--tokens", "1,x"], "--tokens must be whole numbers"),
+        (["models/pocket", "--dtype", "int8"], "int8"),
+    ],
+)
+def test_bad_words_of_experts_are_one_line(
+    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "experts", *words]) == 2
+    err = capsys.readouterr().err
+    assert complaint in err
+    assert err.count("\n") == 1
