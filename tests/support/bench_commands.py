@@ -96,6 +96,22 @@ BENCH_CASES = {
         },
         dict.fromkeys(("shape", "quick", "output"), "tests/bench/test_expert_backends.py"),
     ),
+    "bench policies": Case(
+        (
+            "moe_runtime.lab.traces.readers.read_any_trace",
+            "moe_runtime.bench.policy_replays.measure_policies",
+        ),
+        ("t.npz",),
+        {
+            "trace": ("", Path("t.npz")),
+            "policy": ("--policy lfu,lru", ["lfu", "lru"]),
+            "capacity": ("--capacity 75%", ("capacities", [0.75])),
+            "scope": ("--scope global", ("scope", "global")),
+            "max_s": ("--time 37", ("max_s", 37.0)),
+            "precision": ("--precision 0.17", ("precision", 0.17)),
+        },
+        dict.fromkeys(("num_experts", "quick", "output"), "tests/bench/test_policy_replays.py"),
+    ),
     "bench compare": Case(
         (), (), {}, dict.fromkeys(("before", "after", "bound"), "tests/bench/test_judging.py")
     ),
@@ -121,6 +137,7 @@ BENCH_INPUTS = {
     ],
     "bench io": [(["bench", "io", "MODEL", "--output"], "MODEL/config.json")],
     "bench experts": [(["bench", "experts", "MODEL", "--output"], "MODEL/config.json")],
+    "bench policies": [(["bench", "policies", "TRACE", "--output"], "TRACE")],
     "bench serve": [(["bench", "serve", "--prompts", "FILE", "--output"], "FILE")],
     "bench report": [(["bench", "report", "FILE", "--output"], "FILE")],
     "bench kernels": [],  # reads nothing

@@ -194,7 +194,7 @@ def _row(
     workload: Workload, experiment: Experiment, name: str, capacity: float, num_slots: int
 ) -> Row:
     def make(events: Events) -> EvictionPolicy[ExpertKey]:
-        return _policy(workload, experiment, name, num_slots, events)
+        return policy_of(workload, experiment, name, num_slots, events)
 
     start = time.perf_counter()
     replay = replay_demand(
@@ -233,9 +233,18 @@ def _row(
     )
 
 
-def _policy(
+def policy_of(
     workload: Workload, experiment: Experiment, name: str, num_slots: int, events: Events
 ) -> EvictionPolicy[ExpertKey]:
+    """An empty policy for a run of events.
+
+    Args:
+        workload: the whole of it, which static pinning learns from where nothing else is given.
+        experiment: scope, shares, training and predictor.
+        name: of the policy.
+        num_slots: over all layers.
+        events: what it will serve; only bounds look at them.
+    """
     training = experiment.training
     if name == "static" and training is None:
         training = routes_of(workload.trace)

@@ -1,0 +1,134 @@
+"""``moe-runtime bench policies``: eviction policies on the user's trace."""
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from moe_runtime.cli import options
+from moe_runtime.cli.bench_cases import shared
+from moe_runtime.cli.commands.replay import NumExperts, Scope, TraceFile, parse_shares
+from moe_runtime.cli.console import Session, print_table
+from moe_runtime.cli.stopping import stop_on_signals
+from moe_runtime.files import check_output_path
+
+_QUICK = ("lru", "lfu", "belady-bypass")
+
+Policies = Annotated[
+    str | None,
+    typer.Option(
+        "--policy",
+        help="Eviction policies, separated by commas, or all. [those with a compiled replay; "
+        "quick: lru,lfu,belady-bypass]",
+    ),
+]
+Capacity = Annotated[
+    str | None,
+    typer.Option(
+        help="Shares of the experts that fit; when omitted, those of 12.5%,25%,50% that have room "
+        "for a token's experts."
+    ),
+]
+Time = Annotated[
+    float | None,
+    typer.Option(
+        "--time", min=1.0, help="Seconds after which no repetition begins. [120; quick: 30]"
+    ),
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Three policies, half a minute.")]
+
+
+def bench_policies(
+    ctx: typer.Context,
+    trace: TraceFile,
+    policy: Policies = None,
+    capacity: Capacity = None,
+    scope: Scope = "per-layer",
+    num_experts: NumExperts = None,
+    max_s: Time = None,
+    precision: shared.Precision = 0.05,
+    quick: Quick = False,
+    output: shared.Output = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Replay eviction policies on TRACE: hits at each capacity, and accesses a second.
+
+    As `replay`, again and again until the speeds are certain, with a results file that `bench
+    compare` and `bench report` read: a policy that hits less often than before is a regression.
+    The beginning of the trace is served by the policies' objects as well; hits must be equal.
+    """
+    session: Session = ctx.obj
+    session.begin(debug=debug, as_json=as_json)
+    if output is not None:
+        check_output_path(output, "results")
+    from moe_runtime.bench.policy_replays import PoliciesPlan, measure_policies, metrics_of
+    from moe_runtime.bench.runner import Rules
+    from moe_runtime.lab.replay.experiment import usual_capacities
+    from moe_runtime.lab.traces.readers import read_any_trace
+    from moe_runtime.lab.traces.workload import workload_of
+
+    names = _names(policy, quick=quick)
+    shares = None if capacity is None else parse_shares(capacity)
+    recorded = read_any_trace(trace, num_experts=num_experts)
+    recorded.require_choices(trace)
+    plan = PoliciesPlan(
+        workload=workload_of(recorded),
+        policies=names,
+        capacities=list(dict.fromkeys(shares or usual_capacities(recorded.signature, scope))),
+        scope=scope,
+    )
+    speeds = [name for name in metrics_of(plan) if name.startswith("accesses")]
+    rules = Rules(judged=speeds, precision=precision, max_s=max_s or (30.0 if quick else 120.0))
+    with stop_on_signals(shared.STOPPING) as stop:
+        results = measure_policies(
+            plan,
+            rules,
+            time.monotonic,
+            settings={
+                "model": trace.name,
+                "tokens": recorded.num_tokens,
+                "layers": recorded.signature.num_layers,
+                "experts": recorded.signature.num_experts,
+                "top_k": recorded.signature.top_k,
+                "capacities": plan.capacities,
+                "scope": scope,
+                "precision": precision,
+                "max_s": rules.max_s,
+            },
+            on_repetition=shared.say_repetition,
+            is_stopping=lambda: stop.is_set,
+        )
+    shared.end_case(results, output, stop, show_policies, as_json=as_json)
+
+
+def _names(policy: str | None, *, quick: bool) -> list[str]:
+    from moe_runtime.policies.eviction import POLICIES
+    from moe_runtime.policies.eviction.compiled import RULES
+
+    if policy is None:
+        return list(_QUICK if quick else RULES)
+    if policy == "all":
+        return [name for name in POLICIES if name != "predicted"]
+    return list(dict.fromkeys(name.strip() for name in policy.split(",")))
+
+
+def show_policies(results: dict[str, Any]) -> None:
+    """Prints a row for each policy and capacity."""
+    rows = []
+    for capacity in results["settings"]["capacities"]:
+        for one in results["measurements"]:
+            if not one["summary"]:
+                continue
+            hits, resident = (
+                f"{one['summary'][f'{name}_at_{capacity:g}']['median']:.2%}"
+                for name in ("hit_rate", "all_resident")
+            )
+            speed = shared.with_interval(one, f"accesses_per_s_at_{capacity:g}", 1e-6)
+            rows.append([one["system"], f"{capacity:.1%}", hits, resident, speed])
+    columns = ("capacity", "hits", "layers without a load", "M accesses/s")
+    print_table(
+        f"policies on {results['settings']['model']}",
+        [("policy", "left"), *((name, "right") for name in columns)],
+        rows,
+    )

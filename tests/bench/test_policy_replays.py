@@ -1,0 +1,115 @@
+"""`bench policies`: hits are those of the policies themselves, and fewer hits are a regression."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic_routes import make_routes
+from traces import trace_of
+
+from moe_runtime.bench import policy_replays
+from moe_runtime.bench.policy_replays import PoliciesPlan, beginning, measure_policies
+from moe_runtime.bench.results import read_results, write_results
+from moe_runtime.bench.runner import Rules
+from moe_runtime.cli.main import main
+from moe_runtime.lab.replay.experiment import Experiment, run_experiment
+from moe_runtime.lab.replay.untimed import DemandReplay
+from moe_runtime.lab.traces import write_trace
+from moe_runtime.lab.traces.format import Trace
+from moe_runtime.lab.traces.workload import workload_of
+from moe_runtime.policies.prediction import Shape
+
+SHAPE = Shape(num_layers=3, num_experts=16, top_k=2)
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return trace_of(make_routes(SHAPE, num_sequences=8))
+
+
+def test_a_replay_that_is_not_the_policy_has_no_numbers(
+    trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = PoliciesPlan(
+        workload=workload_of(trace), policies=["lru", "reuse"], capacities=[0.25], scope="global"
+    )
+    asked = policy_replays.ask_policy
+
+    def with_one_hit_more(*words: Any) -> DemandReplay:
+        found = asked(*words)
+        found.hits[7] += 1
+        return found
+
+    monkeypatch.setattr(policy_replays, "ask_policy", with_one_hit_more)
+    rules = Rules(judged=(), least=1, most=1)
+    for one in measure_policies(plan, rules, lambda: 0.0, settings={})["measurements"]:
+        assert one["failure"].startswith("the replay and the policy differ at 1 of ")
+        assert one["quality"]["compared"] - one["quality"]["equal"] == 1
+
+
+def test_the_beginning_is_a_shorter_trace(trace: Trace) -> None:
+    whole = workload_of(trace)
+    first = beginning(whole, 30)
+    assert first.num_events == 30 < whole.num_events
+    assert first.keys == whole.keys[:30]
+    assert first.num_keys.tolist() == [len(keys) for keys in whole.keys[:30]]
+    assert len(first.key_numbers) == first.num_keys.sum()
+
+
+def test_the_command_finds_what_a_replay_finds_and_compares(
+    trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_trace(tmp_path / "t.npz", trace)
+    path = tmp_path / "r.json"
+    words = ["--policy", "lru,belady,random", "--capacity", "25%,0.5", "--time", "1", "--precision"]
+    words += ["1", "-o", str(path), "--json"]
+    assert main(["bench", "policies", str(tmp_path / "t.npz"), *words]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == read_results(path)
+    experiment = Experiment(policies=["lru", "belady", "random"], capacities=[0.25, 0.5])
+    expected = {
+        (row.policy, row.capacity): row.hit_rate
+        for row in run_experiment(workload_of(trace), experiment)
+    }
+    for one in printed["measurements"]:
+        assert one["quality"]["equal"] == one["quality"]["compared"] == 2 * 3 * trace.num_tokens
+        for capacity in (0.25, 0.5):
+            found = one["summary"][f"hit_rate_at_{capacity:g}"]
+            assert found["median"] == expected[one["system"], capacity]
+            assert found["high"] - found["low"] == pytest.approx(0, abs=1e-12)
+    # One hit fewer in a hundred, every time: worse beyond a bound of half a percent, not of two.
+    for one in printed["measurements"]:
+        for repetition in one["repetitions"]:
+            repetition["hit_rate_at_0.25"] *= 0.99
+    write_results(tmp_path / "fewer.json", printed)
+    compare = ["bench", "compare", str(path), str(tmp_path / "fewer.json"), "--json"]
+    assert main([*compare, "--bound", "0.005"]) == 1
+    verdicts = json.loads(capsys.readouterr().out)["verdicts"]
+    worse = {(one["system"], one["metric"]) for one in verdicts if one["word"] == "worse"}
+    assert worse == {(name, "hit_rate_at_0.25") for name in ("lru", "belady", "random")}
+    assert main([*compare, "--bound", "0.02"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--policy", "lruu"], "unknown policy 'lruu'"),
+        (["--scope", "all"], "unknown scope 'all'"),
+        (["--capacity", "1%"], "a token needs"),
+        (["--num-experts", "8"], "leave out the number of experts, 8"),
+        (["--capacity", "x"], "--capacity must be shares"),
+    ],
+)
+def test_bad_words_of_policies_are_one_line(
+    words: list[str],
+    complaint: str,
+    trace: Trace,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_trace(tmp_path / "t.npz", trace)
+    assert main(["bench", "policies", str(tmp_path / "t.npz"), *words]) == 2
+    err = capsys.readouterr().err
+    assert complaint in err
+    assert err.count("\n") == 1
