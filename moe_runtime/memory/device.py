@@ -56,6 +56,14 @@ class Device(Protocol):
         """The caller's current stream computes from slots from now on."""
         ...
 
+    def wait_here(self, event: Any) -> None:
+        """The caller's current stream goes on behind a copy; the host does not wait.
+
+        Args:
+            event: what ``copy`` returned.
+        """
+        ...
+
     def vacate(self, slot: torch.Tensor) -> Sequence[Any]:
         """What a slot held is given up: the work that was queued until now, and may read it still.
 
@@ -71,7 +79,7 @@ class Device(Protocol):
 
         Args:
             source: host memory, unchanged until the event.
-            slot: of as many bytes; nobody reads it until the event.
+            slot: of as many bytes; nobody reads it but behind the event.
             after: what ``vacate`` returned.
             priority: a demand is not queued behind what is read ahead.
         """
@@ -96,15 +104,21 @@ class CudaDevice:
             for priority in Priority
         }
         self._computing: dict[int, torch.cuda.Stream] = {}  # by their handles
+        self._allocated: list[weakref.ref[torch.Tensor]] = []
         self.compute_here()
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """As ``Device.allocate``."""
         try:
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self._place)
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._place)
         except torch.OutOfMemoryError:
             size = format_bytes(num_bytes)
             raise CapacityError(f"cannot allocate {size} on {self._place}") from None
+        # torch gives the memory to others when it goes, once these streams have come so far
+        for stream in (*self._copies.values(), *self._computing.values()):
+            memory.record_stream(stream)
+        self._allocated.append(weakref.ref(memory))
+        return memory
 
     def pin(self, memory: torch.Tensor, slot_bytes: int) -> None:
         """As ``Device.pin``."""
@@ -113,7 +127,15 @@ class CudaDevice:
     def compute_here(self) -> None:
         """As ``Device.compute_here``."""
         stream = torch.cuda.current_stream(self._place)
-        self._computing[stream.cuda_stream] = stream
+        if stream.cuda_stream not in self._computing:
+            for memory in [ref() for ref in self._allocated]:
+                if memory is not None:
+                    memory.record_stream(stream)
+            self._computing[stream.cuda_stream] = stream
+
+    def wait_here(self, event: torch.cuda.Event) -> None:
+        """As ``Device.wait_here``."""
+        torch.cuda.current_stream(self._place).wait_event(event)
 
     def vacate(self, slot: torch.Tensor) -> list[Any]:
         """As ``Device.vacate``."""

@@ -1,19 +1,22 @@
 """One tier filled from another: experts copied from host slots to device slots."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
+from moe_runtime.errors import MoERuntimeError
 from moe_runtime.memory.changes import Changes
-from moe_runtime.memory.device import Device
-from moe_runtime.memory.io_queue import Priority, Read, ReadQueue
+from moe_runtime.memory.device import Device, Event
+from moe_runtime.memory.io_queue import Read, ReadQueue
 from moe_runtime.memory.lease import Lease
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.types import ExpertKey
 
 W = TypeVar("W")
+R = TypeVar("R")
 
 COPY_THREADS = 2
 """Threads that only copy what is demanded: one waits for its expert to be read while another uses
@@ -30,7 +33,13 @@ class TierFetcher:
 
     Copies to a device run behind the computation that was queued when the slot was given up, and
     beside all other. The thread that began a copy waits for it, so a read has ended when its bytes
-    are there, and with the error if there was one; nobody else waits.
+    are there, and with the error if there was one; nobody else waits. Who computes may queue work
+    behind a copy's event before that (``DeviceLease``); until then the slot is not given up.
+
+    Attributes:
+        lower: the store of the tier below.
+        queued: copies that the device has not finished, as far as is known; changed with the lock
+            ``changed`` held.
     """
 
     def __init__(self, lower: ExpertStore[torch.Tensor], device: Device | None = None) -> None:
@@ -39,6 +48,8 @@ class TierFetcher:
         num_ahead = max(1, min(COPY_THREADS, lower.num_slots - COPY_THREADS))
         self._copies = ReadQueue(num_ahead, num_for_demands=COPY_THREADS)
         self._device = device
+        self.queued: dict[Read, _Copy] = {}
+        self._failure: BaseException | None = None
 
     def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
         """Starts to copy an expert into a slot; it is read first if it is not resident below."""
@@ -75,7 +86,7 @@ class TierFetcher:
                 for group in lease:
                     for key, source in group:
                         if self._device:
-                            self._send(source, slot, after, read.priority)
+                            self._send(source, slot, after, read)
                         else:
                             self._move(key, source, slot)
             is_done = True
@@ -88,16 +99,90 @@ class TierFetcher:
         slot.copy_(source[: len(slot)])
 
     def _send(
-        self, source: torch.Tensor, slot: torch.Tensor, after: Sequence[Any], priority: Priority
+        self, source: torch.Tensor, slot: torch.Tensor, after: Sequence[Any], read: Read
     ) -> None:
         assert self._device is not None
         is_done = False
         try:
-            self._device.copy(source[: len(slot)], slot, after, priority).synchronize()
+            copied = self._device.copy(source[: len(slot)], slot, after, read.priority)
+            with self.changed:
+                self.queued[read] = _Copy(copied)
+                self.changed.notify_all()
+            copied.synchronize()
             is_done = True
         finally:
-            if not is_done:  # it may still read from a slot, and write to one, that are given up
-                self._device.drain()
+            try:
+                if (
+                    not is_done
+                ):  # it may still read from a slot, and write to one, that are given up
+                    self._device.drain()
+            finally:
+                self._forget(read, sys.exc_info()[1])
+
+    def _forget(self, read: Read, error: BaseException | None) -> None:
+        """A copy has ended; an error is kept if nobody who used its slot will hear of it."""
+        with self.changed:
+            copy = self.queued.get(read)
+            if copy is not None and copy.has_users:
+                self._failure = self._failure or error
+            self.queued.pop(read, None)
+
+    def raise_failure(self) -> None:
+        """Tells once of a copy that failed behind the back of work that was queued behind it.
+
+        Raises:
+            MoERuntimeError: there was one.
+        """
+        if self._failure is not None:
+            error, self._failure = self._failure, None
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise MoERuntimeError(
+                f"a copy to the device failed with {reason}; what was computed meanwhile is void"
+            ) from error
+
+
+class _Copy:
+    """A copy that is queued on a device, and whether a lease has handed its slot out."""
+
+    __slots__ = ("event", "has_users")
+
+    def __init__(self, event: Event) -> None:
+        self.event = event
+        self.has_users = False
+
+
+class DeviceLease(Lease[W]):
+    """A hold on experts of a device, which are handed out when their copies are queued.
+
+    The caller's current stream waits for the copies of what is handed out, the host for none. A
+    policy that decides after the use whether to keep an expert is asked once it has arrived, so
+    then the host waits too.
+    """
+
+    _store: "DeviceStore[W]"
+
+    def _take_ready(self) -> list[ExpertKey]:
+        """What is there goes first; then one expert after the other, so that the device computes
+        one while the next is copied."""
+        ready = super()._take_ready()
+        if ready or self._decides_later:
+            return ready
+        queued, entries = self._store.fetcher.queued, self._store._entries
+        for key in self._arriving:
+            copy = queued.get(entries[key].read)
+            if copy is not None:
+                copy.has_users = True
+                self._arriving.remove(key)
+                return [key]
+        return []
+
+    def _weights(self, key: ExpertKey) -> W:
+        store = self._store
+        copy = store.fetcher.queued.get(store._entries[key].read)
+        if copy is not None:
+            store.device.wait_here(copy.event)
+        store.fetcher.raise_failure()
+        return super()._weights(key)
 
 
 class DeviceStore(ExpertStore[W]):
@@ -105,16 +190,38 @@ class DeviceStore(ExpertStore[W]):
 
     A lease is for work that is queued on the caller's current stream while the lease yields: it may
     be any stream, and may change from lease to lease.
+
+    Attributes:
+        device: whose slots they are.
+        fetcher: fills them.
     """
 
-    def __init__(self, device: Device, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, device: Device, fetcher: TierFetcher, *args: Any, **kwargs: Any) -> None:
         """Takes the device, and what ``ExpertStore`` takes."""
-        super().__init__(*args, **kwargs)
-        self._device = device
+        super().__init__(fetcher, *args, **kwargs)
+        self.device = device
+        self.fetcher = fetcher
 
     def lease(
         self, keys: Sequence[ExpertKey], *, streaming: bool = False, above: Read | None = None
-    ) -> Lease[W]:
-        """As ``ExpertStore.lease``."""
-        self._device.compute_here()
-        return super().lease(keys, streaming=streaming, above=above)
+    ) -> DeviceLease[W]:
+        """As ``ExpertStore.lease``.
+
+        Raises:
+            MoERuntimeError: a copy failed that earlier work was queued behind.
+        """
+        self.fetcher.raise_failure()
+        self.device.compute_here()
+        return DeviceLease(self, keys, streaming=streaming, above=above)
+
+    def use_resident(
+        self, keys: Sequence[ExpertKey], use: Callable[[list[W]], R | None]
+    ) -> R | None:
+        """As ``ExpertStore.use_resident``, for work that is queued on the current stream.
+
+        Raises:
+            MoERuntimeError: a copy failed that earlier work was queued behind.
+        """
+        self.fetcher.raise_failure()
+        self.device.compute_here()
+        return super().use_resident(keys, use)

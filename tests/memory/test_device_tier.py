@@ -2,6 +2,8 @@
 
 import contextlib
 import random
+import threading
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -62,6 +64,11 @@ class Tiers:
     def _look(self, key: ExpertKey, slot: torch.Tensor) -> None:
         self.seen.append((key, slot.unique().tolist()))
 
+    def settle(self) -> None:
+        """Waits until the host knows that all reads have ended."""
+        while self.store._link.under_way:
+            time.sleep(1e-4)
+
     def check(self) -> None:
         self.store.check()
         self.host.check()
@@ -77,6 +84,8 @@ class Tiers:
 def run_schedule(seed: int, num_steps: int) -> Tiers:
     """Leases, read-aheads, faults of the disk and of the link and interrupts, in any order."""
     drawn, tiers = random.Random(seed), Tiers()
+    naps = random.Random(seed)  # other threads draw from it
+    tiers.device.hesitate = lambda: time.sleep(naps.choice((0.0, 0.0, 3e-4)))
     for _ in range(num_steps):
         layer = drawn.randrange(NUM_LAYERS)
         wanted = keys(layer, *drawn.sample(range(NUM_EXPERTS), drawn.randint(1, NUM_EXPERTS)))
@@ -88,7 +97,8 @@ def run_schedule(seed: int, num_steps: int) -> Tiers:
             tiers.store.read_ahead(wanted)
         else:
             streaming, cut_at = drawn.random() < 0.5, drawn.choice([-1, -1, 1, 2])
-            with contextlib.suppress(MoERuntimeError, Interrupted):
+            here = tiers.device.stream(drawn.randrange(3))
+            with contextlib.suppress(MoERuntimeError, Interrupted), here:
                 tiers.use(wanted, streaming=streaming, cut_at=cut_at)
         tiers.check()
         if drawn.random() < 0.2:
@@ -96,6 +106,9 @@ def run_schedule(seed: int, num_steps: int) -> Tiers:
     tiers.disk.broken = set()
     tiers.device.faults.clear()
     tiers.device.late_faults.clear()
+    tiers.settle()
+    with contextlib.suppress(MoERuntimeError):  # of a copy whose failure was not told so far
+        tiers.store.lease(keys(0, 0))
     tiers.use(keys(0, 0), streaming=False)
     tiers.close()
     return tiers
@@ -121,6 +134,7 @@ def test_a_copy_waits_for_the_work_that_was_queued_before_its_slot_was_given_up(
             work = device.compute(partial(tiers._look, first, slot), duration_s=5.0)
             assert not work.query()
     tiers.use([second], streaming=False)
+    tiers.settle()
     assert device.now_s > 5.0  # of the copy, which somebody waited for
     tiers.close()
 
@@ -157,12 +171,99 @@ def test_a_slot_is_poison_until_its_copy_is_done() -> None:
     assert slot.unique().tolist() == [0]
 
 
+class HeldWaits:
+    """Waits for copies that do not begin until they are let, on the threads that copy."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._may_go = threading.Event()
+        tiers.device.hesitate = self._may_go.wait
+        self.let_go = self._may_go.set
+
+
+def test_work_is_queued_behind_copies_that_the_host_does_not_wait_for() -> None:
+    tiers, (resident, *arriving) = Tiers(), keys(0, 0, 1)
+    tiers.use([resident], streaming=False)
+    waits = HeldWaits(tiers)
+    order, num_waits = [], tiers.device.num_waits
+    with tiers.device.stream(2), tiers.store.lease([resident, *arriving]) as lease:
+        for group in lease:
+            for key, slot in group:
+                order.append(key)
+                tiers.device.compute(partial(tiers._look, key, slot))
+            tiers.store.check()
+    assert order == [resident, *arriving]  # whose read has not ended
+    assert tiers.device.num_waits == num_waits + 1
+    entries = tiers.store._entries
+    assert not entries[arriving[0]].arrived
+    waits.let_go()
+    tiers.close()
+
+
+def test_experts_that_are_resident_make_no_stream_wait() -> None:
+    tiers = Tiers()
+    tiers.use(keys(0, 0, 1), streaming=False)
+    tiers.settle()
+    num_waits = tiers.device.num_waits
+    tiers.use(keys(0, 0, 1), streaming=False)
+    assert tiers.device.num_waits == num_waits
+    tiers.close()
+
+
+def test_a_slot_is_not_taken_from_an_expert_whose_copy_is_only_queued() -> None:
+    tiers = Tiers(on_device=3)  # one slot for each layer
+    tiers.use(keys(1, 0), streaming=False)
+    tiers.use(keys(2, 0), streaming=False)
+    waits, (first, second) = HeldWaits(tiers), keys(0, 0, 1)
+    tiers.use([first], streaming=False)
+    lease = tiers.store.lease([second])
+    with lease:
+        slot = tiers.store._entries[second].slot
+        assert slot != tiers.store._entries[first].slot
+    waits.let_go()
+    tiers.close()
+
+
+def test_what_failed_behind_queued_work_is_told_to_the_next_lease_once() -> None:
+    tiers, (wanted, other) = Tiers(), keys(0, 0, 1)
+    waits = HeldWaits(tiers)
+    tiers.device.late_faults.append(MemoryError("no memory left"))
+    tiers.use([wanted], streaming=False)
+    waits.let_go()
+    tiers.settle()
+    assert tiers.device.num_drains == 1
+    with pytest.raises(MoERuntimeError, match=r"MemoryError: no memory left; .* is void"):
+        tiers.use([other], streaming=False)
+    tiers.use([wanted, other], streaming=False)
+    tiers.close()
+
+
+def test_work_on_resident_experts_holds_their_slots_on_any_stream() -> None:
+    tiers, (first, second) = Tiers(on_device=3), keys(0, 0, 1)
+    for key in (*keys(1, 0), *keys(2, 0), first):  # all slots
+        tiers.use([key], streaming=False)
+    tiers.settle()
+
+    def look(found: list[torch.Tensor]) -> bool:
+        tiers.device.compute(partial(tiers._look, first, found[0]), duration_s=5.0)
+        return True
+
+    with tiers.device.stream(1):
+        assert tiers.store.use_resident([first], look)
+    tiers.use([second], streaming=False)
+    tiers.close()
+
+
 @pytest.mark.parametrize("place", ["faults", "late_faults"])
 def test_a_copy_that_fails_ends_its_read_and_writes_no_more(place: str) -> None:
     tiers, (wanted, other) = Tiers(), keys(0, 3, 4)
     getattr(tiers.device, place).append(MemoryError("no memory left"))
-    with pytest.raises(MoERuntimeError, match="MemoryError: no memory left"):
-        tiers.use([wanted], streaming=False)
+    if place == "late_faults":
+        tiers.store.read_ahead([wanted])  # nobody computes behind it
+        tiers.settle()
+        assert wanted not in tiers.store._entries
+    else:
+        with pytest.raises(MoERuntimeError, match="MemoryError: no memory left"):
+            tiers.use([wanted], streaming=False)
     assert tiers.device.num_drains == 1
     tiers.check()
     tiers.use([wanted, other], streaming=False)
@@ -253,7 +354,11 @@ def test_a_cuda_device_copies_behind_the_work_of_every_stream_that_computes() ->
     for priority in Priority:
         done = device.copy(source, slot, after, priority)
         assert priority is AHEAD or not done.query()
-    done.synchronize()
-    assert int(sums[0]) == 1 << 24
+    with torch.cuda.stream(torch.cuda.Stream()):
+        device.compute_here()
+        device.wait_here(done)  # and the host does not
+        sums.append(slot.sum())
+    torch.cuda.synchronize()
+    assert [int(total) for total in sums] == [1 << 24, 7 << 24]
     assert bool((slot == 7).all())
     device.drain()

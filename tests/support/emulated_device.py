@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ class EmulatedEvent(NamedTuple):
         return self.device.now_s >= self.time_s
 
     def synchronize(self) -> None:
+        self.device.hesitate()
         self.device.wait_until(self.time_s)
 
 
@@ -41,6 +43,9 @@ class EmulatedDevice:
         faults: raised by copies that are about to begin, one each.
         late_faults: raised by waits for copies that run, one each.
         num_drains: how often somebody waited for everything.
+        num_waits: how often a stream was told to go on behind a copy.
+        hesitate: called by who is about to wait on the host: what happens before that, happens.
+        computing: the streams that said so, by their numbers.
     """
 
     def __init__(self, *, bytes_per_s: float = 1e9, latency_s: float = 1e-5) -> None:
@@ -48,9 +53,13 @@ class EmulatedDevice:
         self.pinned: list[range] = []
         self.faults: list[BaseException] = []
         self.late_faults: list[BaseException] = []
-        self.num_drains = 0
+        self.num_drains = self.num_waits = 0
+        self.hesitate: Callable[[], object] = lambda: None
+        self.computing: set[int] = set()
         self._bytes_per_s, self._latency_s = bytes_per_s, latency_s
-        self._link_s = self._compute_s = 0.0  # when they will have nothing to do
+        self._here = threading.local()  # the number of a thread's current stream
+        self._link_s = 0.0  # when it will have nothing to do, as what follows
+        self._streams_s: dict[int, float] = {}
         self._copies_s = dict.fromkeys(Priority, 0.0)
         self._queued: list[tuple[float, int, Callable[[], object]]] = []
         self._number = itertools.count()
@@ -62,14 +71,32 @@ class EmulatedDevice:
     def pin(self, memory: torch.Tensor, slot_bytes: int) -> None:
         self.pinned.append(range(memory.data_ptr(), memory.data_ptr() + memory.numel()))
 
+    @contextlib.contextmanager
+    def stream(self, number: int) -> Iterator[None]:
+        """Makes a stream this thread's current one."""
+        before, self._here.number = self._current, number
+        yield
+        self._here.number = before
+
+    @property
+    def _current(self) -> int:
+        return getattr(self._here, "number", 0)
+
     def compute_here(self) -> None:
-        """There is one stream that computes."""
+        self.computing.add(self._current)
+
+    def wait_here(self, event: EmulatedEvent | _Failing) -> None:
+        with self._lock:
+            self.num_waits += 1
+            done_s = (event.event if isinstance(event, _Failing) else event).time_s
+            self._streams_s[self._current] = max(self._streams_s.get(self._current, 0.0), done_s)
 
     def vacate(self, slot: torch.Tensor) -> list[EmulatedEvent]:
         with self._lock:
-            last = max(self._compute_s, self.now_s)
+            ends_s = [self._streams_s.get(number, 0.0) for number in self.computing]
+            last = max(self.now_s, *ends_s, 0.0)
             self._at(last, lambda: slot.fill_(POISON))
-            return [EmulatedEvent(self, last)]
+            return [EmulatedEvent(self, end_s) for end_s in ends_s]
 
     def copy(
         self,
@@ -77,7 +104,7 @@ class EmulatedDevice:
         slot: torch.Tensor,
         after: Sequence[EmulatedEvent],
         priority: Priority,
-    ) -> EmulatedEvent:
+    ) -> EmulatedEvent | _Failing:
         with self._lock:
             if self.faults:
                 raise self.faults.pop()
@@ -94,8 +121,8 @@ class EmulatedDevice:
     def compute(self, work: Callable[[], object], duration_s: float = 1e-5) -> EmulatedEvent:
         """Queues work that reads slots when it begins and when it ends."""
         with self._lock:
-            begin = max(self.now_s, self._compute_s)
-            self._compute_s = end = begin + duration_s
+            begin = max(self.now_s, self._streams_s.get(self._current, 0.0))
+            self._streams_s[self._current] = end = begin + duration_s
             self._at(begin, work)
             self._at(end, work)
             return EmulatedEvent(self, end)
@@ -106,7 +133,7 @@ class EmulatedDevice:
 
     def finish(self) -> None:
         """Does everything that is queued."""
-        self.wait_until(max(self._compute_s, self._link_s))
+        self.wait_until(max(self._link_s, *self._streams_s.values(), 0.0))
 
     def wait_until(self, time_s: float) -> None:
         with self._lock:
@@ -131,4 +158,5 @@ class _Failing(NamedTuple):
         return self.event.query()
 
     def synchronize(self) -> None:
+        self.event.device.hesitate()
         raise self.error
