@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,15 @@ class ExpertsShape:
 
     model_type: str
     experts_class: str
+    num_experts: int
+    top_k: int
+    dim_model: int
+    dim_hidden: int
+
+
+class LayerSizes(NamedTuple):
+    """E, K, D and F of a layer."""
+
     num_experts: int
     top_k: int
     dim_model: int
@@ -147,6 +156,33 @@ def layer_of_model(model: str | Path, dtype: str | torch.dtype) -> ExpertLayer:
         CheckpointError: nothing readable is there.
         UnsupportedModelError: it has no experts that transformers marks as such.
     """
+    module, found_dtype, num_experts, top_k = _of_model(model, dtype)
+    return _drawn(module, found_dtype, num_experts, top_k)
+
+
+def sizes_of_model(model: str | Path, dtype: str | torch.dtype) -> tuple[LayerSizes, torch.dtype]:
+    """Sizes of the first layer of experts of a checkpoint, and the type to compute in.
+
+    Args:
+        model: a checkpoint.
+        dtype: as for ``layer_of_model``, and what is raised, too.
+    """
+    module, found_dtype, num_experts, top_k = _of_model(model, dtype)
+    return LayerSizes(num_experts, top_k, *_dims(module)), found_dtype
+
+
+def sizes_of_shape(name: str) -> LayerSizes:
+    """Sizes of a known model.
+
+    Raises:
+        ValueError: no model of that name is known.
+    """
+    require_known("shape", name, tuple(SHAPES))
+    shape = SHAPES[name]
+    return LayerSizes(shape.num_experts, shape.top_k, shape.dim_model, shape.dim_hidden)
+
+
+def _of_model(model: str | Path, dtype: str | torch.dtype) -> tuple[Any, torch.dtype, int, int]:
     from moe_runtime.checkpoints.expert_map import find_experts
     from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
     from moe_runtime.inference.budget import experts_per_token
@@ -154,7 +190,13 @@ def layer_of_model(model: str | Path, dtype: str | torch.dtype) -> ExpertLayer:
     checkpoint = open_checkpoint(model, dtype)
     found = find_experts(build_on_meta(checkpoint))[0]
     top_k = min(experts_per_token(checkpoint.config), found.num_experts)
-    return _drawn(found.module, checkpoint.dtype, found.num_experts, top_k)
+    return found.module, checkpoint.dtype, found.num_experts, top_k
+
+
+def _dims(module: Any) -> tuple[int, int]:
+    """D and F."""
+    down = tuple(module.down_proj.shape[1:])
+    return (down[1], down[0]) if getattr(module, "is_transposed", False) else down
 
 
 def _drawn(module: Any, dtype: torch.dtype, num_experts: int, top_k: int) -> ExpertLayer:
@@ -165,8 +207,7 @@ def _drawn(module: Any, dtype: torch.dtype, num_experts: int, top_k: int) -> Exp
         pattern = torch.randn(parameter.shape[1:], generator=generator).to(dtype) * 0.02
         for expert in range(len(parameter)):
             parameter.data[expert] = pattern.roll(expert, dims=0)
-    down = module.down_proj.shape[1:]
-    dim_hidden, dim_model = down if getattr(module, "is_transposed", False) else down[::-1]
+    dim_model, dim_hidden = _dims(module)
     return ExpertLayer(
         module=module,
         num_experts=num_experts,

@@ -96,6 +96,23 @@ BENCH_CASES = {
         },
         dict.fromkeys(("shape", "quick", "output"), "tests/bench/test_expert_backends.py"),
     ),
+    "bench layer": Case(
+        (
+            "moe_runtime.bench.expert_layers.sizes_of_model",
+            "moe_runtime.bench.layer_blocks.measure_layer",
+        ),
+        (str(ROOT / "models" / "pocket"),),
+        {
+            "model": ("", ("model", "pocket")),
+            "tokens": ("--tokens 7", ("tokens", [7])),
+            "training": ("--training", ("trains", True)),
+            "dtype": ("--dtype float16", ("dtype", "float16")),
+            "threads": ("--threads 1", ("num_threads", 1)),
+            "max_s": ("--time 37", ("max_s", 37.0)),
+            "precision": ("--precision 0.17", ("precision", 0.17)),
+        },
+        dict.fromkeys(("shape", "quick", "output"), "tests/bench/test_layer_blocks.py"),
+    ),
     "bench policies": Case(
         (
             "moe_runtime.lab.traces.readers.read_any_trace",
@@ -138,6 +155,7 @@ BENCH_INPUTS = {
     "bench io": [(["bench", "io", "MODEL", "--output"], "MODEL/config.json")],
     "bench experts": [(["bench", "experts", "MODEL", "--output"], "MODEL/config.json")],
     "bench policies": [(["bench", "policies", "TRACE", "--output"], "TRACE")],
+    "bench layer": [(["bench", "layer", "MODEL", "--output"], "MODEL/config.json")],
     "bench serve": [(["bench", "serve", "--prompts", "FILE", "--output"], "FILE")],
     "bench report": [(["bench", "report", "FILE", "--output"], "FILE")],
     "bench kernels": [],  # reads nothing

@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +11,9 @@ from moe_runtime.cli.bench_cases import shared
 from moe_runtime.cli.console import Session, print_table, quiet_transformers
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.files import check_output_path
+
+if TYPE_CHECKING:
+    import torch
 
 _MOST_TOKENS = 1 << 20
 
@@ -60,7 +63,7 @@ def bench_experts(
     session.begin(debug=debug, as_json=as_json)
     if (model is None) == (shape is None):
         raise ValueError("expected MODEL or --shape, one of them: whose experts are measured?")
-    numbers = _numbers(tokens or ("1,16,256" if quick else "1,16,64,256"))
+    numbers = parse_tokens(tokens or ("1,16,256" if quick else "1,16,64,256"))
     if output is not None:
         check_output_path(output, "results")
     quiet_transformers(session)
@@ -69,20 +72,16 @@ def bench_experts(
     from moe_runtime.bench.expert_backends import ExpertsPlan, measure_experts
     from moe_runtime.bench.expert_layers import layer_of_model, synthetic_layer
     from moe_runtime.bench.runner import Rules
-    from moe_runtime.checkpoints.opening import COMPUTE_DTYPES
-    from moe_runtime.config import require_known
     from moe_runtime.lab.this_machine import num_usable_cores
 
-    known = {str(one).removeprefix("torch."): one for one in COMPUTE_DTYPES}
-    if dtype != "auto":
-        require_known("--dtype", dtype, ("auto", *known))
+    asked = parse_dtype(dtype)
     num_threads = threads or num_usable_cores()
     torch.set_num_threads(num_threads)
     if shape is not None:
-        layer = synthetic_layer(shape, known.get(dtype, torch.bfloat16))
+        layer = synthetic_layer(shape, asked or torch.bfloat16)
     else:
         assert model is not None
-        layer = layer_of_model(model, known.get(dtype, "auto"))
+        layer = layer_of_model(model, asked or "auto")
     plan = ExpertsPlan(layer=layer, tokens=numbers, trains=training, block_s=0.2 if quick else 0.5)
     rules = Rules(
         judged=[name for name, _, _ in plan.calls()],
@@ -113,7 +112,28 @@ def bench_experts(
     shared.end_case(results, output, stop, show_experts, as_json=as_json)
 
 
-def _numbers(text: str) -> list[int]:
+def parse_dtype(name: str) -> "torch.dtype | None":
+    """The type to compute in; None for ``auto``.
+
+    Raises:
+        ValueError: there is no such type.
+    """
+    from moe_runtime.checkpoints.opening import COMPUTE_DTYPES
+    from moe_runtime.config import require_known
+
+    known = {str(one).removeprefix("torch."): one for one in COMPUTE_DTYPES}
+    if name == "auto":
+        return None
+    require_known("--dtype", name, ("auto", *known))
+    return known[name]
+
+
+def parse_tokens(text: str) -> list[int]:
+    """Numbers of tokens, in order.
+
+    Raises:
+        ValueError: one is no number, too small or too large.
+    """
     try:
         numbers = sorted({int(word) for word in text.split(",")})
     except ValueError:
@@ -125,22 +145,22 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def show_experts(results: dict[str, Any]) -> None:
+def show_experts(results: dict[str, Any], what: str = "experts") -> None:
     """Prints a column for each implementation, and how much quicker ours is than the best."""
     shown = [one for one in results["measurements"] if one["summary"]]
     if not shown:
         return
     rows = [["repetitions", *(str(len(one["repetitions"])) for one in shown), ""]]
     for metric in dict.fromkeys(name for one in shown for name in one["summary"]):
-        what, tokens = metric.split("_")[:2]
+        passes, tokens = metric.split("_")[:2]
         cells = [
             shared.with_interval(one, metric, 1e3) if metric in one["summary"] else "–"
             for one in shown
         ]
-        rows.append([f"{what}, T={tokens}, ms", *cells, _ratio(shown, metric)])
+        rows.append([f"{passes}, T={tokens}, ms", *cells, _ratio(shown, metric)])
     settings = results["settings"]
     title = (
-        f"experts of {settings['model']}: E={settings['experts']} K={settings['top_k']} "
+        f"{what} of {settings['model']}: E={settings['experts']} K={settings['top_k']} "
         f"D={settings['dim_model']} F={settings['dim_hidden']}, {settings['dtype']}"
     )
     columns = (*(one["system"] for one in shown), "best / ours")

@@ -10,6 +10,7 @@ import typer
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases.expert_layer import bench_experts
 from moe_runtime.cli.bench_cases.io import bench_io
+from moe_runtime.cli.bench_cases.layer import bench_layer
 from moe_runtime.cli.bench_cases.policies import bench_policies
 from moe_runtime.cli.bench_cases.throughput import bench_throughput
 from moe_runtime.cli.commands.bench_compare import bench_compare
@@ -57,6 +58,7 @@ def bench_app() -> typer.Typer:
     app.command("throughput", cls=StrictCommand)(bench_throughput)
     app.command("io", cls=StrictCommand)(bench_io)
     app.command("experts", cls=StrictCommand)(bench_experts)
+    app.command("layer", cls=StrictCommand)(bench_layer)
     app.command("policies", cls=StrictCommand)(bench_policies)
     app.command("serve", cls=StrictCommand)(bench_serve)
     app.command("compare", cls=StrictCommand)(bench_compare)

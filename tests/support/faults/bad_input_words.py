@@ -42,6 +42,7 @@ _SOUND = {
     "bench io": ("model", "--quick", "--time", "1", "--experts", "2", "--precision", "1"),
     "bench experts": ("model", "--quick", "--time", "1", "--tokens", "1", "--precision", "1"),
     "bench policies": ("trace.npz", "--quick", "--time", "1", "--precision", "1"),
+    "bench layer": ("model", "--quick", "--time", "1", "--tokens", "1", "--precision", "1"),
     "bench compare": ("results.json", "results.json"),
     "bench report": ("results.json",),
     # Nothing listens at that port: what is wrong is said, or that nobody answers.
