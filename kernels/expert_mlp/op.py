@@ -28,7 +28,7 @@ from moe_runtime.kernels.expert_mlp.reference import (
     grouped_expert_mlp_reference,
 )
 from moe_runtime.kernels.expert_mlp.rows import RoutedBatch
-from moe_runtime.kernels.expert_mlp.torch_op import call, call_with_gradients
+from moe_runtime.kernels.expert_mlp.torch_op import call, call_with_gradients, wants_gradient
 from moe_runtime.kernels.operands import check_choice, check_like, precise_dtype
 from moe_runtime.kernels.operands.activation import (
     Activation,
@@ -93,12 +93,13 @@ def expert_mlp(
         return _of_codes(
             x_TD, ids_TK, weights_TK, experts, spec, post_expert, impl=impl, checks_ids=checks_ids
         ).to(dtype)
-    x_TD, experts = _autocast(x_TD, experts)
+    formula = spec if isinstance(spec, ActivationSpec) and post_expert is None else None
+    rounds = _rounds(x_TD, experts, formula, impl)
+    x_TD, experts = _autocast(x_TD, experts, rounds=rounds)
     _validate_rows("x", x_TD, experts)
     validate_routing(x_TD, ids_TK, weights_TK)
     if checks_ids:
         _check_ids(ids_TK, experts.num_experts)
-    formula = spec if isinstance(spec, ActivationSpec) and post_expert is None else None
     if isinstance(experts, PackedExperts):
         if gradients is not None or formula is None:
             raise ValueError("experts that differ in width take neither gradients= nor functions")
@@ -153,7 +154,8 @@ def grouped_expert_mlp(
     spec = resolve_activation(activation)
     check_impl(impl)
     dtype = x_RD.dtype
-    x_RD, experts = _autocast(x_RD, experts)
+    formula = spec if isinstance(spec, ActivationSpec) else None
+    x_RD, experts = _autocast(x_RD, experts, rounds=_rounds(x_RD, experts, formula, impl))
     _validate_rows("x", x_RD, experts)
     if list(counts_E.shape) != [experts.num_experts] or counts_E.dtype.is_floating_point:
         raise ValueError(
@@ -247,16 +249,32 @@ def resolve_activation(activation: Activation) -> ActivationSpec | Preactivation
     return activation
 
 
-def _autocast(x: Tensor, experts: AnyExperts) -> tuple[Tensor, AnyExperts]:
-    """Input and parameters in the dtype of an enclosing `torch.autocast`, as for `F.linear`."""
+def _autocast(x: Tensor, experts: AnyExperts, *, rounds: bool = False) -> tuple[Tensor, AnyExperts]:
+    """Input and parameters in the dtype of an enclosing `torch.autocast`, as for `F.linear`.
+
+    Args:
+        x: The input.
+        experts: The parameters.
+        rounds: Parameters may stay as they are, for an implementation that rounds those of an
+            expert when its turn comes, to the same bits.
+    """
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x, experts
     dtype = torch.get_autocast_dtype(device)
+    x = x.to(dtype)
+    if rounds and experts.dtype == torch.float32 and wants_gradient((x, *experts.tensors())):
+        return x, experts
     named = zip(experts.names, experts.tensors(), strict=True)
-    return x.to(dtype), replace(
-        experts, **{name: None if t is None else t.to(dtype) for name, t in named}
-    )
+    return x, replace(experts, **{name: None if t is None else t.to(dtype) for name, t in named})
+
+
+def _rounds(
+    x: Tensor, experts: RoutedExperts, formula: ActivationSpec | None, impl: ExpertMlpImpl
+) -> bool:
+    """Whether what computes these experts can round them one by one."""
+    is_apart = isinstance(experts, StackedExperts) and formula is not None
+    return is_apart and x.is_cpu and impl in ("auto", "native", "torch")
 
 
 def check_impl(impl: str) -> None:
@@ -279,7 +297,11 @@ def _refuse_functions(impl: str) -> None:
 def _validate_rows(name: str, x: Tensor, experts: RoutedExperts) -> None:
     if x.ndim != 2 or x.shape[1] != experts.dim_model:
         raise ValueError(f"{name} must be [*, {experts.dim_model}], got {list(x.shape)}")
-    check_like(name, x, experts.tensors()[0], "the experts")
+    is_rounded = (
+        torch.is_autocast_enabled(x.device.type) and x.dtype.itemsize < experts.dtype.itemsize
+    )
+    like = experts.tensors()[0]
+    check_like(name, x, like.new_empty(0, dtype=x.dtype) if is_rounded else like, "the experts")
 
 
 def validate_routing(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:

@@ -85,11 +85,13 @@ class Experts(nn.Module):
         Choices with an id of `num_experts` are passed over.
         """
         dtype = compute_dtype(x_TD)
+        # autocast is left to the kernels, which need no rounded copy of all experts
+        is_autocast = torch.is_autocast_enabled(x_TD.device.type)
         return expert_mlp(
             x_TD.to(dtype),
             ids_TK,
             weights_TK,
-            self.stacked(dtype),
+            self.stacked(None if is_autocast else dtype),
             activation=self.activation.spec,
             impl=self.impl,
             recompute=self.recompute,

@@ -133,12 +133,62 @@ class NativeProducts(Products):
 
     def _part(self, narrow: Tensor) -> Tensor:
         """Memory for the fp32 copy of a part of a matrix, in the same order."""
-        if self._scratch.numel() < narrow.numel():
-            self._scratch = torch.empty(narrow.numel())
-        flat = self._scratch[: narrow.numel()]
-        if narrow.stride(1) == 1:
-            return flat.view(narrow.shape)
-        return flat.view(narrow.shape[1], narrow.shape[0]).T
+        self._scratch, wide = _memory_like(narrow, self._scratch)
+        return wide
+
+
+class RoundedProducts(Products):
+    """Products in a narrower dtype than that of the experts, as under autocast.
+
+    A matrix is rounded when its turn comes and its gradient widened when it is there, in memory
+    that one leaves to the next, which stays in the cache: rounded copies of all experts and
+    gradients in their dtype would go through memory twice.
+    """
+
+    def __init__(self, products: Products, dtype: torch.dtype) -> None:
+        """What multiplies, and the dtype that it is given."""
+        self._products, self._dtype = products, dtype
+        self._scratch = torch.empty(0, dtype=dtype)
+
+    def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self._products.operand_dtype(dtype)
+
+    def forward(self, x_nK: Tensor, weight_NK: Tensor, bias: Tensor | None, out_nN: Tensor) -> None:
+        bias = None if bias is None else bias.to(self._dtype)
+        self._products.forward(x_nK, self._rounded(weight_NK), bias, out_nN)
+
+    def backward(self, grad_nN: Tensor, weight_NK: Tensor, out_nK: Tensor) -> None:
+        self._products.backward(grad_nN, self._rounded(weight_NK), out_nK)
+
+    def outer(self, left_nA: Tensor, right_nB: Tensor, out_AB: Tensor, *, is_first: bool) -> None:
+        self._scratch, narrow = _memory_like(out_AB, self._scratch)
+        self._products.outer(left_nA, right_nB, narrow, is_first=True)
+        if is_first:
+            out_AB.copy_(narrow)
+        else:
+            out_AB.add_(narrow)
+
+    def _rounded(self, matrix: Tensor) -> Tensor:
+        self._scratch, narrow = _memory_like(matrix, self._scratch)
+        return narrow.copy_(matrix)
+
+
+def _memory_like(matrix: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for a copy of a matrix in another dtype, which lies as it does.
+
+    Args:
+        matrix: With unit stride along one side.
+        scratch: One-dimensional, in the dtype of the copy; another is made if it is too small.
+
+    Returns:
+        The memory to be kept, and a view of it.
+    """
+    if scratch.numel() < matrix.numel():
+        scratch = scratch.new_empty(matrix.numel())
+    flat = scratch[: matrix.numel()]
+    if matrix.stride(1) == 1:
+        return scratch, flat.view(matrix.shape)
+    return scratch, flat.view(matrix.shape[1], matrix.shape[0]).T
 
 
 def _padded(num_rows: int) -> int:

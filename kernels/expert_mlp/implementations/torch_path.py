@@ -22,6 +22,7 @@ from moe_runtime.kernels.expert_mlp.experts import (
     StackedExperts,
 )
 from moe_runtime.kernels.expert_mlp.gradient_memory import gradient_memory
+from moe_runtime.kernels.expert_mlp.implementations.products import Products, RoundedProducts
 from moe_runtime.kernels.expert_mlp.implementations.steps import TorchSteps
 from moe_runtime.kernels.expert_mlp.parameter_gradients import EVERY_GRADIENT, ParameterGradients
 from moe_runtime.kernels.expert_mlp.rows import (
@@ -108,6 +109,8 @@ class TorchPath:
         pairs = [(group, batch.experts.one(group.slot)) for group in found]
         steps = self.steps(batch.activation)
         call = Call(batch.x_TD, batch.weights_TK, batch.rows, found, steps)
+        if batch.experts.dtype != batch.x_TD.dtype:
+            call.products = RoundedProducts(call.products, batch.x_TD.dtype)
         if isinstance(batch.experts, PackedExperts):
             call.set_widths([one.dim_preactivation for _, one in pairs])
         return call, pairs
@@ -138,7 +141,7 @@ class Call:
     ) -> None:
         """Takes what a `RoutedBatch` holds, and the experts that will have their turn."""
         self.steps = steps
-        self.products = steps.products(x_TD.dtype)
+        self.products: Products = steps.products(x_TD.dtype)
         self.x_TD = x_TD.contiguous()
         # rows of x and of the output's gradient are widened as they are gathered
         self._dtype = self.products.operand_dtype(x_TD.dtype)
@@ -255,7 +258,7 @@ class Call:
             sides = (hidden_nF, grad_nD) if is_transposed else (grad_nD, hidden_nF)
             self.products.outer(*sides, down, is_first=is_first)
         if down_bias is not None:
-            _add_sum(grad_nD, weights_n, down_bias, is_first=is_first)
+            _add_sum(grad_nD, weights_n, down_bias, self.x_TD.dtype, is_first=is_first)
         halves = _halves(grad_z_nZ, num_inputs)
         inputs = own[:num_inputs]
         if any(matrix is not None for matrix in inputs):
@@ -266,7 +269,7 @@ class Call:
                     self.products.outer(*sides, matrix, is_first=is_first)
         for dz_n, bias in zip(halves, biases, strict=True):
             if bias is not None:
-                _add_sum(dz_n, None, bias, is_first=is_first)
+                _add_sum(dz_n, None, bias, self.x_TD.dtype, is_first=is_first)
         if needs.x:
             for dz_n, matrix in zip(halves, one.inputs, strict=True):
                 dx_nD = self._out_rows(group, "grad")
@@ -351,9 +354,13 @@ def _halves(z_nZ: Tensor, num_parts: int) -> tuple[Tensor, ...]:
     return (z_nZ,) if num_parts == 1 else z_nZ.chunk(num_parts, dim=1)
 
 
-def _add_sum(rows_nA: Tensor, weights_n: Tensor | None, out_A: Tensor, *, is_first: bool) -> None:
+def _add_sum(
+    rows_nA: Tensor, weights_n: Tensor | None, out_A: Tensor, dtype: torch.dtype, *, is_first: bool
+) -> None:
     rows_nA = rows_nA.to(precise_dtype(rows_nA))
     if weights_n is not None:
         rows_nA = rows_nA * weights_n[:, None]
     total = rows_nA.sum(0)
+    if out_A.dtype != dtype:
+        total = total.to(dtype)  # as the matrices' gradients are
     out_A.copy_(total if is_first else total + out_A)
