@@ -37,7 +37,7 @@ PEERS = ("grouped_mm", "eager", "batched_mm")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Largest difference of the losses (which lie near 9) that rounding explains: sums in another order
 # in fp32, products rounded to 2^-9 at other places in bf16.
-TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
+TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ class _RMSNorm(torch.autograd.Function):
         mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1]
         scale = (mean_square + eps).rsqrt()
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).to(x.dtype) * weight
+        normed = (wide * scale).to(x.dtype)
+        return normed.mul_(weight) if normed.dtype == weight.dtype else normed * weight
 
     @staticmethod
     @once_differentiable
@@ -28,10 +29,14 @@ class _RMSNorm(torch.autograd.Function):
         normed = x.to(scale.dtype) * scale
         grad = grad_y.to(scale.dtype)
         summed = tuple(range(x.ndim - weight.ndim))
-        grad_weight = (grad * normed).sum(dim=summed)
-        grad_normed = grad * weight
-        inner = torch.linalg.vecdot(grad_normed, normed).unsqueeze(-1) / x.shape[-1]
-        grad_x = torch.addcmul(grad_normed, normed, inner, value=-1).mul_(scale)
+        # as few passes over memory as there can be: that is all these products cost
+        both = grad * normed
+        grad_weight = both.sum(dim=summed)
+        wide_weight = weight.to(both.dtype)
+        inner = both @ wide_weight if weight.ndim == 1 else torch.linalg.vecdot(both, wide_weight)
+        inner = inner.unsqueeze(-1).div_(x.shape[-1])
+        torch.mul(grad, wide_weight, out=both)
+        grad_x = both.addcmul_(normed, inner, value=-1).mul_(scale)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
