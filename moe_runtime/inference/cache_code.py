@@ -33,7 +33,7 @@ from moe_runtime.memory.layout import ExpertLayout, Extent, TensorRange
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.memory.slab import Slab
 from moe_runtime.memory.source import ExpertSource
-from moe_runtime.memory.tiers import COPY_THREADS, TierFetcher
+from moe_runtime.memory.tiers import COPY_THREADS, TierFetcher, TierStore
 from moe_runtime.policies.eviction import LayerShares
 from moe_runtime.types import ExpertKey
 
@@ -113,7 +113,7 @@ def open_coded_stores(
         stream_slots=landing.stream_slots,
         listener=listeners[1],
     )
-    above = ExpertStore(
+    above = TierStore(
         CodingFetcher(below, experts, coded),
         slab,
         new_policy(plan),

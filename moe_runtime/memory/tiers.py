@@ -127,6 +127,12 @@ class TierFetcher:
                 self._failure = self._failure or error
             self.queued.pop(read, None)
 
+    def is_within_lower(self) -> bool:
+        """Whether the caller runs within an operation below, where the lock above must not be
+        waited for: others take the locks the other way round."""
+        caller, below = sys._getframe(1), (self._copies._changed, self.lower._changed)
+        return any(one._lock._is_owned() and one._is_under_way(caller) for one in below)
+
     def raise_failure(self) -> None:
         """Tells once of a copy that failed behind the back of work that was queued behind it.
 
@@ -151,7 +157,48 @@ class _Copy:
         self.has_users = False
 
 
-class DeviceLease(Lease[W]):
+class TierLease(Lease[W]):
+    """A hold on experts of a tier over another.
+
+    The garbage collector may end it on any thread, in the midst of an operation of the tier below:
+    then nothing is waited for, and the next operation of the store gives back what it held.
+    """
+
+    _store: "TierStore[W]"
+
+    def _leave(self) -> None:
+        if self._store.fetcher.is_within_lower():
+            self.is_whole = False
+            self._store._changed.disturb()
+        else:
+            super()._leave()
+
+
+class TierStore(ExpertStore[W]):
+    """Experts in slots that are filled from the tier below.
+
+    Attributes:
+        fetcher: fills them.
+    """
+
+    def __init__(self, fetcher: TierFetcher, *args: Any, **kwargs: Any) -> None:
+        """Takes what ``ExpertStore`` takes."""
+        super().__init__(fetcher, *args, **kwargs)
+        self.fetcher = fetcher
+
+    def lease(
+        self, keys: Sequence[ExpertKey], *, streaming: bool = False, above: Read | None = None
+    ) -> Lease[W]:
+        """As ``ExpertStore.lease``."""
+        return TierLease(self, keys, streaming=streaming, above=above)
+
+    def let_go(self) -> None:
+        """As ``ExpertStore.let_go``."""
+        if not self.fetcher.is_within_lower():
+            super().let_go()
+
+
+class DeviceLease(TierLease[W]):
     """A hold on experts of a device, which are handed out when their copies are queued.
 
     The caller's current stream waits for the copies of what is handed out, the host for none. A
@@ -159,7 +206,7 @@ class DeviceLease(Lease[W]):
     then the host waits too.
     """
 
-    _store: "DeviceStore[W]"
+    _store: "DeviceStore[W]"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def _take_ready(self) -> list[ExpertKey]:
         """What is there goes first; then one expert after the other, so that the device computes
@@ -185,7 +232,7 @@ class DeviceLease(Lease[W]):
         return super()._weights(key)
 
 
-class DeviceStore(ExpertStore[W]):
+class DeviceStore(TierStore[W]):
     """Experts in slots of a device.
 
     A lease is for work that is queued on the caller's current stream while the lease yields: it may
@@ -193,14 +240,12 @@ class DeviceStore(ExpertStore[W]):
 
     Attributes:
         device: whose slots they are.
-        fetcher: fills them.
     """
 
     def __init__(self, device: Device, fetcher: TierFetcher, *args: Any, **kwargs: Any) -> None:
         """Takes the device, and what ``ExpertStore`` takes."""
         super().__init__(fetcher, *args, **kwargs)
         self.device = device
-        self.fetcher = fetcher
 
     def lease(
         self, keys: Sequence[ExpertKey], *, streaming: bool = False, above: Read | None = None

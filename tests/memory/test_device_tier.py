@@ -175,6 +175,7 @@ class HeldWaits:
     """Waits for copies that do not begin until they are let, on the threads that copy."""
 
     def __init__(self, tiers: Tiers) -> None:
+        tiers.settle()
         self._may_go = threading.Event()
         tiers.device.hesitate = self._may_go.wait
         self.let_go = self._may_go.set

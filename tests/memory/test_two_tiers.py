@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from injection import lines_of, raise_on
@@ -14,7 +15,7 @@ from moe_runtime.memory.io_queue import Priority, Read
 from moe_runtime.memory.prefetch_slots import Guesses
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.memory.slab import Slab
-from moe_runtime.memory.tiers import TierFetcher
+from moe_runtime.memory.tiers import TierFetcher, TierStore
 from moe_runtime.policies.eviction import LRU, LayerShares
 from moe_runtime.types import ExpertKey
 
@@ -39,7 +40,8 @@ class Tiers:
 
     def _store(self, fetcher: SlowReader | TierFetcher, shares: list[int]) -> ExpertStore:
         policy, slab = LayerShares(LRU, shares), Slab(sum(shares), 64)
-        return ExpertStore(fetcher, slab, policy, lambda key, slot: slot, stream_slots=2)
+        kind: Any = TierStore if isinstance(fetcher, TierFetcher) else ExpertStore
+        return kind(fetcher, slab, policy, lambda key, slot: slot, stream_slots=2)
 
     def use(self, *keys: ExpertKey, streaming: bool = False) -> None:
         with self.device.lease(keys, streaming=streaming) as lease:
@@ -224,3 +226,42 @@ def test_a_lack_of_memory_as_a_copy_ends_loses_no_read(
     monkeypatch.setattr(tiers.device, "_arrive", fail_once)
     tiers.use_now(K(0, 0))
     assert not failures
+
+
+@pytest.mark.parametrize("below", ["lower", "copies"])
+def test_a_lease_that_the_collector_ends_within_the_tier_below_waits_for_no_lock(
+    tiers: Tiers, below: str
+) -> None:
+    """While another thread holds the lock above and is about to take that below."""
+    store, fetcher = tiers.device, tiers.device._fetcher
+    tiers.use_now(K(0, 0))
+
+    def hold() -> Iterator[None]:
+        lease = store.lease([K(0, 0)])
+        try:
+            with lease:
+                for _ in lease:
+                    yield
+        finally:
+            store.give_up(lease)
+
+    def collect() -> None:
+        with fetcher.lower._changed if below == "lower" else fetcher._copies._changed:
+            gc.collect()
+
+    lost: list[Any] = [hold()]
+    next(lost[0])
+    lost.append(lost)
+    gc.disable()
+    del lost
+    collecting = threading.Thread(target=collect, daemon=True)
+    with store._changed:
+        assert store._entries[K(0, 0)].pins == 1
+        collecting.start()
+        collecting.join(60)
+        has_ended = not collecting.is_alive()
+    gc.enable()
+    assert has_ended
+    store.check()
+    tiers.use_now(*(K(0, expert) for expert in range(1, 5)))  # all the slots of the layer
+    assert not any(entry.pins for entry in store._entries.values())
