@@ -27,6 +27,8 @@ PRIVATE = {
 ELSEWHERE = {
     # families: the block that the file is about
     "moe_runtime/checkpoints/families/": "models.",
+    # peers that are measured: their blocks
+    "moe_runtime/bench/": "models",
     # an interface of 5.23 and later, which is looked for
     "moe_runtime/inference/hugging_face/dispatcher.py": "distributed.expert_parallel",
 }
