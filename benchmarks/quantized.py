@@ -5,9 +5,10 @@ formats that checkpoints are published in, beside a plain read of as many bytes 
 The two take turns, and every call has other routing than the one before, so that weights come from
 memory. Only as many experts are made as fit in `--memory`; routing is uniform over them.
 `--kt-kernel FOLDER`, the unpacked wheel, lets kt-kernel's operators take turns with ours: the same
-shape, format, number of experts and threads, in a process of its own, which stands still while ours
-has its turn. `--activations exact int8` adds rows of products that round what they multiply to
-int8, as `load(activations="int8")` does; kt-kernel's int4 products always do.
+shape, format and number of experts, with one thread and with as many as ours, each in a process of
+its own that stands still while it is not its turn; the faster of the two counts. `--activations
+exact int8` adds rows of products that round what they multiply to int8, as
+`load(activations="int8")` does; kt-kernel's int4 products always do.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -78,13 +80,13 @@ def main() -> None:
             experts = make_experts(SHAPES[name], FORMATS[kind], parse_bytes(arguments.memory))
             for num_tokens in arguments.tokens:
                 folder = arguments.kt_kernel
-                with _peer(folder, kind, SHAPES[name], len(experts), num_tokens) as peer:
+                with _peers(folder, kind, SHAPES[name], len(experts), num_tokens) as peers:
                     for own in activations_of(kind, arguments.activations):
                         row = {"shape": name, "format": kind, "tokens": num_tokens}
                         row["activations"] = own
                         some = rounding(experts) if own == "int8" else experts
                         row |= measure(
-                            SHAPES[name], some, num_tokens, arguments.rounds, clock, peer
+                            SHAPES[name], some, num_tokens, arguments.rounds, clock, peers
                         )
                         rows.append(row)
                         print(_line(row), flush=True)
@@ -152,9 +154,18 @@ def measure(
     num_tokens: int,
     rounds: int,
     clock: Callable[[], float],
-    peer: WaitingProcess | None = None,
+    peers: Mapping[int, WaitingProcess] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Medians of a call and of a plain read, in milliseconds, and what they move."""
+    """Medians of a call and of a plain read, in milliseconds, and what they move.
+
+    Args:
+        shape: of a layer.
+        experts: of one format.
+        num_tokens: a call.
+        rounds: calls.
+        clock: seconds.
+        peers: by their threads; they take turns with ours, and the fastest is compared.
+    """
     library = require_native()
     generator = torch.Generator().manual_seed(1)
     x_TD = torch.randn(num_tokens, shape.dim_model, generator=generator).bfloat16()
@@ -176,12 +187,14 @@ def measure(
         first = index * num_bytes % (len(room) - num_bytes + 1) // 64 * 64
         seconds["read"].append(_timed(clock, library.read, room[first : first + num_bytes]))
         seconds["experts"].append(_timed(clock, run, ids_TK, weights_TK))
-        if peer is not None:
-            seconds.setdefault("kt_kernel", []).append(peer.call_ms(1)[0] / 1e3)
+        for threads, peer in peers.items():
+            seconds.setdefault(_peer_name(threads), []).append(peer.call_ms(1)[0] / 1e3)
     beside = {}
-    if peer is not None:
-        ratio = statistics.median(seconds["kt_kernel"]) / statistics.median(seconds["experts"])
-        beside = {"over_kt_kernel": ratio, "kt_kernel_error": float(peer.first_answer)}
+    if peers:
+        best = min(statistics.median(seconds[_peer_name(threads)]) for threads in peers)
+        errors = [float(peer.first_answer) for peer in peers.values()]
+        ratio = best / statistics.median(seconds["experts"])
+        beside = {"over_kt_kernel": ratio, "kt_kernel_error": max(errors)}
     return beside | {
         "experts": len(experts),
         "visited": statistics.median(visited),
@@ -216,17 +229,27 @@ def _runner(
     return run
 
 
-def _peer(
+def _peer_name(threads: int) -> str:
+    return f"kt_kernel_{threads}_thread{'s' * (threads > 1)}"
+
+
+@contextmanager
+def _peers(
     folder: Path | None, kind: str, shape: Shape, num_experts: int, num_tokens: int
-) -> AbstractContextManager[WaitingProcess | None]:
-    if folder is None:
-        return nullcontext()
+) -> Iterator[dict[int, WaitingProcess]]:
+    """The peer by its threads: one, and as many as ours; none that ends on this format."""
     sizes = num_experts, shape.top_k, shape.dim_model, shape.dim_hidden, num_tokens
-    try:
-        return kt_kernel(folder, kind, sizes, require_native().num_threads)
-    except PeerEndedError as error:
-        print(f"{'':14} {kind:>5} T={num_tokens:<3} {error}", flush=True)
-        return nullcontext()
+    with ExitStack() as stack:
+        peers: dict[int, WaitingProcess] = {}
+        if folder is None:
+            yield peers
+            return
+        for threads in sorted({1, require_native().num_threads}):
+            try:
+                peers[threads] = stack.enter_context(kt_kernel(folder, kind, sizes, threads))
+            except PeerEndedError as error:
+                print(f"{'':14} {kind:>5} T={num_tokens:<3} {error}", flush=True)
+        yield peers
 
 
 def _timed(clock: Callable[[], float], call: Callable[..., object], *arguments: object) -> float:

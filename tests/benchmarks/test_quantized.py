@@ -3,6 +3,7 @@
 import itertools
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -89,6 +90,23 @@ def test_a_peer_stands_still_while_it_is_not_its_turn() -> None:
             assert _processor_seconds(peer.pid) == before
             assert peer.call_ms(2) == [1.5, 1.5]
     assert not psutil.pid_exists(peer.pid)
+
+
+@pytest.mark.skipif(native_library() is None, reason="the native library was not built")
+@pytest.mark.parametrize(("one", "two"), [(1.5, 8.0), (8.0, 1.5)])
+def test_the_faster_number_of_threads_of_a_peer_counts(one: float, two: float) -> None:
+    programs = [SPINNING.replace("1.5", str(own)) for own in (one, two)]
+    experts = quantized.make_experts(SHAPE, None, memory=1 << 20)
+    ticks = (0.004 * tick for tick in itertools.count())
+    with ExitStack() as stack:
+        peers = {
+            threads: stack.enter_context(WaitingProcess([sys.executable, "-P", "-c", program]))
+            for threads, program in enumerate(programs, start=1)
+        }
+        row = quantized.measure(SHAPE, experts, 1, 3, lambda: next(ticks), peers)
+    assert row["ms"]["kt_kernel_1_thread"] == pytest.approx(one)
+    assert row["ms"]["kt_kernel_2_threads"] == pytest.approx(two)
+    assert row["over_kt_kernel"] == pytest.approx(1.5 / 4)
 
 
 def test_a_peer_ends_with_an_error_of_ours_and_says_when_it_ended_itself() -> None:
