@@ -162,8 +162,8 @@ Activations = Annotated[
     str,
     typer.Option(
         callback=_named("activations", lambda: ACTIVATIONS),
-        help="What quantised experts multiply: exact, or int8, which rounds: faster where they "
-        "are in int4, int8 or fp4; on a CPU.",
+        help="What quantised experts multiply: exact, or int8, which rounds where they are "
+        "in int4, int8 or fp4; on a CPU.",
     ),
 ]
 Prefetch = Annotated[
