@@ -5,12 +5,12 @@ The site itself is built by `make docs`; here is what it is made from, without M
 
 import ast
 import re
-import shlex
 from pathlib import Path
 
 import build_site
 import generators
 import pytest
+from command_lines import COMMANDS, require_sound
 from links import anchors_of, file_of, is_outside, targets_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,7 +18,6 @@ PAGES = sorted(
     [*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in ("README.md", "CHANGELOG.md"))]
     + [ROOT / source for rows in build_site.WRITTEN.values() for _, source, _ in rows]
 )
-COMMANDS = dict(generators.commands())
 FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 
 
@@ -58,28 +57,6 @@ def command_lines() -> list[str]:
                     # What comes after two spaces or a hash says what the line does.
                     found.add(re.split(r"  +|\s#", match[1].rstrip())[0])
     return sorted(found)
-
-
-def require_sound(line: str) -> None:
-    """Refuses words of a line that the program's parser does not know.
-
-    Raises:
-        AssertionError: no such command or option, or an option of one value without it.
-    """
-    words = shlex.split(line.split(" | ")[0].split(" > ")[0])
-    name = next((name for name in COMMANDS if words[: len(name.split())] == name.split()), None)
-    assert name is not None, line
-    options = {word: param for param in COMMANDS[name].params for word in param.opts}
-    rest = words[len(name.split()) :]
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("-") or word == "-":
-            continue
-        option, has_value, _ = word.partition("=")
-        assert option in options or option in {"-h", "--help"}, f"{line}: no option {option}"
-        if not (has_value or getattr(options.get(option), "is_flag", True)):
-            assert rest, f"{line}: {option} without a value"
-            rest.pop(0)
 
 
 def test_command_lines_are_ones() -> None:

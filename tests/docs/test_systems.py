@@ -1,0 +1,91 @@
+"""Files, options, keys and names on the page of systems exist."""
+
+import importlib
+import json
+import re
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from command_lines import require_sound
+
+from moe_runtime.planning.placement import check_algorithm
+from moe_runtime.policies.eviction.registry import LIVE_POLICIES
+from moe_runtime.policies.prediction import PREDICTORS
+from moe_runtime.research.placement_solvers import ALGORITHMS
+from moe_runtime.routing import GATES
+from moe_runtime.training.run_config import TrainConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "systems.md").read_text(encoding="utf-8")
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in PAGE.splitlines()
+    if line.startswith("| ") and not line.startswith("| system ")
+]
+CODE = re.compile(r"`([^`]+)`")
+
+
+def name_of(path: str) -> Any:
+    """What a dotted name in the text stands for."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def require_key(path: str) -> None:
+    """Refuses a key that a training configuration has not.
+
+    Raises:
+        AssertionError: there is none of this name.
+    """
+    kind: Any = TrainConfig
+    for word in path.split("."):
+        assert is_dataclass(kind), path
+        assert word in {field.name for field in fields(kind)}, path
+        kind = get_type_hints(kind)[word]
+        kind = next((part for part in get_args(kind) if is_dataclass(part)), kind)
+
+
+def test_every_row_says_all() -> None:
+    assert len(ROWS) > 30
+    for row in ROWS:
+        assert len(row) == 5, row
+        assert all(row), row
+        assert "](" in row[1], f"{row[0]}: no file"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].split(",")[0])
+def test_what_switches_a_system_on_exists(row: list[str]) -> None:
+    switches = CODE.findall(row[2])
+    command = next((text for text in switches if text.startswith("moe-runtime ")), "")
+    for text in switches:
+        if text.startswith("moe-runtime "):
+            require_sound(text.removeprefix("moe-runtime "))
+        elif text.startswith("--"):
+            require_sound(f"{command.removeprefix('moe-runtime ')} {text}")
+        elif text.startswith("moe_runtime."):
+            name_of(text)
+        elif text.startswith(("run.", "model.")):
+            require_key(text)
+        else:
+            assert text in GATES or text in {"panels", "update_stride", "parallel"}, text
+    for option, value in re.findall(r"--(policy|predictor|algorithm) ([\w-]+)", row[2]):
+        if option == "algorithm":
+            check_algorithm(value, ALGORITHMS)
+        else:
+            assert value in (LIVE_POLICIES if option == "policy" else PREDICTORS), value
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].split(",")[0])
+def test_what_was_measured_is_a_results_file(row: list[str]) -> None:
+    named = [text for text in CODE.findall(row[3]) if text.endswith(".json")]
+    assert named or row[3].startswith("tests only"), row
+    for name in named:
+        assert json.loads((ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8"))
+
+
+def test_wrong_keys_are_found() -> None:
+    require_key("run.offload.moments")
+    with pytest.raises(AssertionError):
+        require_key("run.offload.momentum")
