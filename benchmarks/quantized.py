@@ -8,7 +8,8 @@ memory. Only as many experts are made as fit in `--memory`; routing is uniform o
 shape, format and number of experts, with one thread and with as many as ours, each in a process of
 its own that stands still while it is not its turn; the faster of the two counts. `--activations
 exact int8` adds rows of products that round what they multiply to int8, as
-`load(activations="int8")` does; kt-kernel's int4 products always do.
+`load(activations="int8")` does; kt-kernel's int4 products always do. `--save` keeps the rows of
+other shapes, formats and tokens that the results file of the machine has.
 """
 
 from __future__ import annotations
@@ -74,6 +75,10 @@ def main() -> None:
         torch.set_num_threads(1)
     clock = time.thread_time if arguments.one_thread else time.perf_counter
     print(f"{facts['cpu']}, {library.isa}, {library.num_threads} threads; commit {head}")
+    now = circumstances(facts)
+    path = results_path(facts, one_thread=arguments.one_thread)
+    if arguments.save:
+        earlier_rows(path, now)  # before anything is measured
     rows: list[dict[str, Any]] = []
     for name in arguments.shapes:
         for kind in arguments.formats:
@@ -83,7 +88,7 @@ def main() -> None:
                 with _peers(folder, kind, SHAPES[name], len(experts), num_tokens) as peers:
                     for own in activations_of(kind, arguments.activations):
                         row = {"shape": name, "format": kind, "tokens": num_tokens}
-                        row["activations"] = own
+                        row |= {"activations": own, "commit": head}
                         some = rounding(experts) if own == "int8" else experts
                         row |= measure(
                             SHAPES[name], some, num_tokens, arguments.rounds, clock, peers
@@ -91,7 +96,7 @@ def main() -> None:
                         rows.append(row)
                         print(_line(row), flush=True)
     if arguments.save:
-        _save(rows, facts, head)
+        save(path, rows, now)
 
 
 def make_experts(shape: Shape, kind: WeightFormat | None, memory: int) -> list[ExpertWeights]:
@@ -268,17 +273,71 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-def _save(rows: list[dict[str, Any]], facts: dict[str, object], head: str) -> None:
-    alone = require_native().num_threads == 1
-    path = RESULTS / f"quantized-{'one-thread-' * alone}{machine_name(facts)}.json"
+def results_path(facts: dict[str, object], *, one_thread: bool) -> Path:
+    """The file of this machine's rows."""
+    return RESULTS / f"quantized-{'one-thread-' * one_thread}{machine_name(facts)}.json"
+
+
+def circumstances(facts: dict[str, object]) -> dict[str, Any]:
+    """What must be equal for rows to stand in one file; each row has its commit."""
+    library = require_native()
+    return {
+        "machine": facts | {"isa": library.isa, "threads": library.num_threads},
+        "versions": versions(),
+    }
+
+
+def earlier_rows(path: Path, now: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows that a results file already has.
+
+    Args:
+        path: of it; there need not be one.
+        now: the circumstances of this run.
+
+    Raises:
+        ValueError: they were measured in other circumstances.
+    """
+    if not path.is_file():
+        return []
+    old = json.loads(path.read_text())
+    differing = [name for name in now if old[name] != now[name]]
+    if differing:
+        raise ValueError(
+            f"the rows in {path.name} cannot be kept: they have another {', '.join(differing)}; "
+            "move that file away, or leave out --save"
+        )
+    # files of before rows were kept have one commit for all, and exact activations only
+    return [{"activations": "exact", "commit": old.get("commit")} | row for row in old["rows"]]
+
+
+def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows by shape, format, activations and tokens; a new one stands in the place of its old."""
+    places = [list(SHAPES), list(FORMATS), ["exact", "int8"]]
+    names = ("shape", "format", "activations")
+
+    def place(row: dict[str, Any]) -> tuple[int, ...]:
+        return *(p.index(row[n]) for p, n in zip(places, names, strict=True)), row["tokens"]
+
+    rows = {place(row): row for row in [*old, *new]}
+    return [rows[own] for own in sorted(rows)]
+
+
+def save(path: Path, rows: list[dict[str, Any]], now: dict[str, Any]) -> None:
+    """Writes rows beside those of other shapes, formats, activations and tokens.
+
+    Args:
+        path: the results file.
+        rows: of this run.
+        now: its circumstances.
+    """
+    every = merged(earlier_rows(path, now), rows)
+    alone = "one-thread" in path.name
     report = {
         "command": f"python benchmarks/quantized.py --save{' --one-thread' * alone}"
-        + " --activations exact int8" * any(row["activations"] == "int8" for row in rows)
-        + " --kt-kernel FOLDER" * any("over_kt_kernel" in row for row in rows),
-        "machine": facts | {"isa": require_native().isa, "threads": require_native().num_threads},
-        "versions": versions(),
-        "commit": head,
-        "rows": rows,
+        + " --activations exact int8" * any(row["activations"] == "int8" for row in every)
+        + " --kt-kernel FOLDER" * any("over_kt_kernel" in row for row in every),
+        **now,
+        "rows": every,
     }
     write_text(path, json.dumps(report, indent=1) + "\n")
     print(f"written to {path.name}")
@@ -298,7 +357,7 @@ def _arguments() -> argparse.Namespace:
     one = "one thread, in its processor time: for a machine that others use meanwhile"
     parser.add_argument("--one-thread", action="store_true", help=one)
     parser.add_argument("--kt-kernel", type=Path, metavar="FOLDER", help="its wheel, unpacked")
-    parser.add_argument("--save", action="store_true", help="write this machine's results file")
+    parser.add_argument("--save", action="store_true", help="into this machine's results file")
     arguments = parser.parse_args()
     if arguments.one_thread and arguments.kt_kernel:
         parser.error("--one-thread times this process alone: leave out --kt-kernel")

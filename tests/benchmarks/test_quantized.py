@@ -122,3 +122,17 @@ def test_a_peer_ends_with_an_error_of_ours_and_says_when_it_ended_itself() -> No
             peer.call_ms(1)
     with pytest.raises(PeerEndedError, match="ended"):
         WaitingProcess([sys.executable, "-c", "print('no answer')"])
+
+
+def test_saved_rows_stand_beside_earlier_ones_or_in_their_place(tmp_path: Path) -> None:
+    def row(kind: str, tokens: int, ms: float) -> dict[str, object]:
+        own = {"shape": "deepseek-v3", "format": kind, "activations": "exact"}
+        return {**own, "tokens": tokens, "commit": "a", "ms": ms}
+
+    path, now = tmp_path / "rows.json", {"machine": "one", "versions": "old"}
+    quantized.save(path, [row("fp8", 16, 1.0), row("fp8", 1, 2.0)], now)
+    quantized.save(path, [row("bf16", 1, 3.0), row("fp8", 16, 4.0)], now)
+    kept = quantized.earlier_rows(path, now)
+    assert kept == [row("bf16", 1, 3.0), row("fp8", 1, 2.0), row("fp8", 16, 4.0)]
+    with pytest.raises(ValueError, match="another versions; move that file away"):
+        quantized.earlier_rows(path, now | {"versions": "new"})
