@@ -6,9 +6,8 @@ The two take turns, and every call has other routing than the one before, so tha
 memory. Only as many experts are made as fit in `--memory`; routing is uniform over them.
 `--kt-kernel FOLDER`, the unpacked wheel, lets kt-kernel's operators take turns with ours: the same
 shape, format and number of experts, with one thread and with as many as ours, each in a process of
-its own that stands still while it is not its turn; the faster of the two counts. `--activations
-exact int8` adds rows of products that round what they multiply to int8, as
-`load(activations="int8")` does; kt-kernel's int4 products always do. `--save` keeps the rows of
+its own that stands still while it is not its turn; the faster of the two counts. Its int4
+products round what they multiply to int8; ours are exact. `--save` keeps the rows of
 other shapes, formats and tokens that the results file of the machine has.
 """
 
@@ -20,7 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -86,15 +85,12 @@ def main() -> None:
             for num_tokens in arguments.tokens:
                 folder = arguments.kt_kernel
                 with _peers(folder, kind, SHAPES[name], len(experts), num_tokens) as peers:
-                    for own in activations_of(kind, arguments.activations):
-                        row = {"shape": name, "format": kind, "tokens": num_tokens}
-                        row |= {"activations": own, "commit": head}
-                        some = rounding(experts) if own == "int8" else experts
-                        row |= measure(
-                            SHAPES[name], some, num_tokens, arguments.rounds, clock, peers
-                        )
-                        rows.append(row)
-                        print(_line(row), flush=True)
+                    row = {"shape": name, "format": kind, "tokens": num_tokens, "commit": head}
+                    row |= measure(
+                        SHAPES[name], experts, num_tokens, arguments.rounds, clock, peers
+                    )
+                    rows.append(row)
+                    print(_line(row), flush=True)
     if arguments.save:
         save(path, rows, now)
 
@@ -105,21 +101,6 @@ def make_experts(shape: Shape, kind: WeightFormat | None, memory: int) -> list[E
     up, down = (_matrix(kind, *size) for size in sizes)
     count = max(shape.top_k, min(shape.num_experts, memory // (2 * up.nbytes + down.nbytes)))
     return [ExpertWeights(_copied(up), _copied(up), _copied(down)) for _ in range(count)]
-
-
-def activations_of(kind: str, asked: list[str]) -> list[str]:
-    """What of `exact` and `int8` a format's products take: integers, or halves of some."""
-    return [own for own in asked if own == "exact" or kind in ("mxfp4", "int4")]
-
-
-def rounding(experts: list[ExpertWeights]) -> list[ExpertWeights]:
-    """The same weights in the same memory, whose products round what they multiply to int8."""
-
-    def one(matrix: object) -> QuantizedMatrix:
-        assert isinstance(matrix, QuantizedMatrix)
-        return replace(matrix, format=replace(matrix.format, rounds_x=True))
-
-    return [ExpertWeights(one(own.gate), one(own.up), one(own.down)) for own in experts]
 
 
 def _matrix(kind: WeightFormat | None, num_rows: int, num_cols: int) -> Tensor | QuantizedMatrix:
@@ -265,7 +246,7 @@ def _timed(clock: Callable[[], float], call: Callable[..., object], *arguments: 
 
 def _line(row: dict[str, Any]) -> str:
     gb_per_s = row["visited"] * row["expert_bytes"] / row["ms"]["experts"] / 1e6
-    name = f"{row['shape']:>14} {row['format']:>5} {row['activations']:>5} T={row['tokens']:<3}"
+    name = f"{row['shape']:>14} {row['format']:>5} T={row['tokens']:<3}"
     return (
         f"{name} {row['ms']['experts']:8.2f} ms"
         f"  {gb_per_s:5.1f} GB/s  {row['of_read']:4.2f} of a plain read"
@@ -306,24 +287,22 @@ def earlier_rows(path: Path, now: dict[str, Any]) -> list[dict[str, Any]]:
             f"the rows in {path.name} cannot be kept: they have another {', '.join(differing)}; "
             "move that file away, or leave out --save"
         )
-    # files of before rows were kept have one commit for all, and exact activations only
-    return [{"activations": "exact", "commit": old.get("commit")} | row for row in old["rows"]]
+    # files of before rows were kept have one commit for all
+    return [{"commit": old.get("commit")} | row for row in old["rows"]]
 
 
 def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows by shape, format, activations and tokens; a new one stands in the place of its old."""
-    places = [list(SHAPES), list(FORMATS), ["exact", "int8"]]
-    names = ("shape", "format", "activations")
+    """Rows by shape, format and tokens; a new one stands in the place of its old."""
 
     def place(row: dict[str, Any]) -> tuple[int, ...]:
-        return *(p.index(row[n]) for p, n in zip(places, names, strict=True)), row["tokens"]
+        return [*SHAPES].index(row["shape"]), [*FORMATS].index(row["format"]), row["tokens"]
 
     rows = {place(row): row for row in [*old, *new]}
     return [rows[own] for own in sorted(rows)]
 
 
 def save(path: Path, rows: list[dict[str, Any]], now: dict[str, Any]) -> None:
-    """Writes rows beside those of other shapes, formats, activations and tokens.
+    """Writes rows beside those of other shapes, formats and tokens.
 
     Args:
         path: the results file.
@@ -334,7 +313,6 @@ def save(path: Path, rows: list[dict[str, Any]], now: dict[str, Any]) -> None:
     alone = "one-thread" in path.name
     report = {
         "command": f"python benchmarks/quantized.py --save{' --one-thread' * alone}"
-        + " --activations exact int8" * any(row["activations"] == "int8" for row in every)
         + " --kt-kernel FOLDER" * any("over_kt_kernel" in row for row in every),
         **now,
         "rows": every,
@@ -347,10 +325,6 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
-    rounded = "exact, int8: what quantised experts multiply"
-    parser.add_argument(
-        "--activations", nargs="+", choices=("exact", "int8"), default=["exact"], help=rounded
-    )
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--rounds", type=int, default=24, help="turns of experts and reads")
     parser.add_argument("--memory", default="2GiB", help="for the experts of a layer")

@@ -162,7 +162,6 @@ def require_types(kinds: Mapping[str, tuple[type, ...]], given: Mapping[str, obj
 
 SHARES = ("auto", "even", "adaptive")
 CACHE_CODES = ("none", "planes")
-ACTIVATIONS = ("exact", "int8")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -126,8 +126,6 @@ def expert_ffn(
 
 def row_limit(library: NativeLibrary, shape: ExpertShape) -> int:
     """Rows of an expert up to which `impl="auto"` takes the native kernel."""
-    if any(getattr(kind, "rounds_x", False) for kind in shape.formats):
-        return UNLIMITED
     if shape.formats and "planes" not in shape.formats:
         return products.quantized_row_limit(library)
     return native_row_limit(library, shape.dtype)

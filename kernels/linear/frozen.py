@@ -17,7 +17,7 @@ from moe_runtime.kernels.linear.op import (
     linear_of_few_shapes,
     takes_native,
 )
-from moe_runtime.kernels.linear.quantized import quantized_linear, refuse_gradient, values_of
+from moe_runtime.kernels.linear.quantized import quantized_linear, values_of
 from moe_runtime.kernels.lossless import PlanesMatrix
 from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.quantized import QuantizedMatrix
@@ -36,12 +36,7 @@ def frozen_linear(
 
     Returns:
         `[R, N]` in the dtype of `x`.
-
-    Raises:
-        UnsupportedUseError: a gradient is wanted through an `x` that is rounded.
     """
-    if isinstance(weight, QuantizedMatrix):
-        refuse_gradient(weight, x, bias)
     return cast(Tensor, _FrozenLinear.apply(x, weight, bias))
 
 

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from moe_runtime.errors import UnsupportedUseError
 from moe_runtime.kernels.linear.op import (
     ROWS_PER_CALL,
     UNLIMITED,
@@ -31,7 +29,6 @@ from moe_runtime.kernels.native import (
 )
 from moe_runtime.kernels.operands import precise_dtype
 from moe_runtime.kernels.quantized import QuantizedMatrix
-from moe_runtime.kernels.quantized.reference import round_to_int8
 
 Values = Callable[[QuantizedMatrix, torch.dtype], Tensor]
 """Gives the values of a matrix, `[N, K]`, in a dtype."""
@@ -57,7 +54,7 @@ def quantized_linear(
     """Applies `x @ weight.T + bias` with sums in fp32.
 
     Products of codes round no weight; where values are written out first, they have the dtype of
-    `x`. A format that says `rounds_x` multiplies `round_to_int8(x)`, for any number of rows.
+    `x`.
 
     Args:
         x: `[R, K]`; the kernel takes fp32 and bf16.
@@ -71,41 +68,22 @@ def quantized_linear(
 
     Raises:
         ValueError: `impl="native"` cannot take the input.
-        UnsupportedUseError: a gradient is wanted through an `x` that is rounded.
         NativeUnavailableError: `impl="native"` and the library was not built.
     """
     if isinstance(weight, PlanesMatrix):
         return linear(x, decode_planes(weight), bias, impl=impl)
-    refuse_gradient(weight, x, bias)
     library = require_native() if impl == "native" else native_library()
     if impl in ("auto", "native") and library is not None:
         problem = _native_problem(x, weight, bias)
         if impl == "native" and problem:
             raise ValueError(f"impl='native' cannot compute this: {problem}")
-        is_any = impl == "native" or weight.format.rounds_x
-        limit = UNLIMITED if is_any else quantized_row_limit(library)
+        limit = UNLIMITED if impl == "native" else quantized_row_limit(library)
         if not problem and len(x) <= limit:
             return _run(library, x, weight, bias)
-    if weight.format.rounds_x:
-        exact = replace(weight, format=replace(weight.format, rounds_x=False))
-        y = quantized_linear(round_to_int8(x), exact, bias, impl="reference", values=values)
-        return y.to(x.dtype)
     dtype = precise_dtype(x) if impl == "reference" else x.dtype
     write = values_of if impl == "auto" else QuantizedMatrix.dequantize
     wide = (values or write)(weight, dtype)
     return linear(x, wide, None if bias is None else bias.to(dtype), impl=impl)
-
-
-def refuse_gradient(weight: QuantizedMatrix, x: Tensor, bias: Tensor | None) -> None:
-    """Refuses a gradient through numbers that are rounded.
-
-    Raises:
-        UnsupportedUseError: a gradient of `x` or `bias` is wanted, and `x` would be rounded.
-    """
-    if weight.format.rounds_x and is_differentiated(x, bias):
-        raise UnsupportedUseError(
-            "activations that are rounded to int8 have no gradient; load with activations exact"
-        )
 
 
 def values_of(matrix: QuantizedMatrix | PlanesMatrix, dtype: torch.dtype) -> Tensor:

@@ -45,9 +45,6 @@ enum { STATUS_OK = 0, STATUS_NO_MEMORY = 1, STATUS_BAD_ROW = 2, STATUS_DAMAGED =
  *   KIND_QUANT      values written to memory as fp32, x as fp32 in order
  *   KIND_QUANT_F32  codes decoded to fp32 in registers, x as fp32, transposed: see pack_quantized
  *   KIND_QUANT_DOT4, KIND_QUANT_DOT8  codes of 4 and 8 bits decoded to pairs of bf16, x as bf16, transposed
- * and where x is rounded to int8, see round_group:
- *   KIND_QUANT_ROUNDED  as KIND_QUANT
- *   KIND_QUANT_INT8X4, KIND_QUANT_INT8X8  codes of 4 and 8 bits in the instruction for four bytes, see quantized_int8.h
  */
 enum {
     KIND_F32 = 0,
@@ -56,12 +53,9 @@ enum {
     KIND_BF16_DOT = 3,
     NUM_KINDS,
     KIND_QUANT = NUM_KINDS,
-    KIND_QUANT_ROUNDED,
     KIND_QUANT_F32,
     KIND_QUANT_DOT4,
-    KIND_QUANT_DOT8,
-    KIND_QUANT_INT8X4,
-    KIND_QUANT_INT8X8
+    KIND_QUANT_DOT8
 };
 enum { QUANT_BLOCK = 128 };
 

@@ -91,7 +91,6 @@ class WeightFormat:
         zero: What is subtracted from every integer code where there are no zero points.
         has_zero_points: Whether each group has a zero point of its own, a byte.
         global_scale: Whether one fp32 number multiplies or divides all scales (NVFP4).
-        rounds_x: Whether products round what they multiply by to int8, see `round_to_int8`; lossy.
     """
 
     codes: CodeName | BlockName
@@ -101,7 +100,6 @@ class WeightFormat:
     zero: int = 0
     has_zero_points: bool = False
     global_scale: GlobalScale = "none"
-    rounds_x: bool = False
 
     def __post_init__(self) -> None:
         """Checks the fields.

@@ -101,7 +101,6 @@ class QuantizedMatrix:
                 kind.group_cols,
                 kind.zero,
                 _GLOBAL_NUMBERS[kind.global_scale],
-                kind.rounds_x,
                 *_address_and_stride(self.scales),
                 *_address_and_stride(self.zero_points),
                 0 if self.global_scale is None else self.global_scale.data_ptr(),

@@ -36,34 +36,6 @@ def code_values(codes_NB: Tensor, kind: str, num_cols: int) -> Tensor:
     return torch.cat((magnitudes, -magnitudes))[nibbles_NK.int()]
 
 
-ROUNDED_GROUP = 32
-"""Elements of a row that are rounded to int8 with one scale."""
-
-
-def round_to_int8(x: Tensor) -> Tensor:
-    """What a weight whose format says `rounds_x` multiplies, in the place of `x`.
-
-    Each 32 elements of a row (the last group may have fewer) become the nearest multiples of their
-    largest magnitude over 127, as ggml rounds activations to Q8_0 but for the scale, which stays in
-    fp32.
-
-    Args:
-        x: `[..., K]`, floating point.
-
-    Returns:
-        fp32, shaped as `x`; NaN for groups that are not finite.
-    """
-    wide = x.float()
-    padding = -wide.shape[-1] % ROUNDED_GROUP
-    groups = torch.nn.functional.pad(wide, (0, padding)).unflatten(-1, (-1, ROUNDED_GROUP))
-    largest = groups.abs().amax(-1, keepdim=True)
-    most = torch.full_like(largest, 127.0)  # a number over a tensor is not one division
-    inverse = most / largest
-    codes = torch.where(inverse.isfinite(), (groups * inverse).round(), 0.0)
-    scales = torch.where(largest.isfinite(), largest / most, torch.nan)
-    return (codes * scales).flatten(-2)[..., : wide.shape[-1]]
-
-
 def scale_values(scales: Tensor, kind: str) -> Tensor:
     """The numbers that scales stand for: fp32, exact.
 

@@ -10,7 +10,6 @@ import typer
 from moe_runtime.cli.config_file import apply_config
 from moe_runtime.cli.console import require_address_space
 from moe_runtime.config import (
-    ACTIVATIONS,
     CACHE_CODES,
     SHARES,
     PrefetchMode,
@@ -156,14 +155,6 @@ CacheCode = Annotated[
         callback=_named("cache_code", lambda: CACHE_CODES),
         help="How bf16 experts lie in memory: none (as in the files), or planes, a code that loses "
         "nothing, so that a budget holds 1.4 times as many; on a CPU.",
-    ),
-]
-Activations = Annotated[
-    str,
-    typer.Option(
-        callback=_named("activations", lambda: ACTIVATIONS),
-        help="What quantised experts multiply: exact, or int8, which rounds where they are "
-        "in int4, int8 or fp4; on a CPU.",
     ),
 ]
 Prefetch = Annotated[

@@ -68,7 +68,6 @@ def load(
     predictor: str | Path = "next-gate",
     shares: str = "auto",
     cache_code: str = "none",
-    activations: str = "exact",
     trace: str | Path | None = None,
     timeline: str | Path | None = None,
     max_tokens: int | None = None,
@@ -106,8 +105,6 @@ def load(
             move to where misses cost most), or ``"auto"``: even, or what ``policy="auto"`` found.
         cache_code: how bf16 experts lie in memory: ``"none"``, as in the files, or ``"planes"``, in
             a code that loses nothing, so that a budget holds 1.4 times as many; only on a CPU.
-        activations: what quantised experts multiply: ``"exact"``, or ``"int8"``, which rounds and
-            is faster where experts have integer codes; lossy, only on a CPU, without gradients.
         trace: a file to record the routing in, see ``docs/trace-format.md``.
         timeline: a file for the times of layers, waits and reads, in the Chrome trace format.
         max_tokens: tokens to set memory aside for, prompts and answers of all sequences of a batch
@@ -140,7 +137,7 @@ def load(
         "host": parse_budget(host_memory, name="host_memory"),
         "device": parse_budget(device_memory, name="device_memory"),
     }
-    choosing.check_names(policy, shares, predictor, cache_code, activations)
+    choosing.check_names(policy, shares, predictor, cache_code)
     if io_threads < 1:
         raise ValueError(f"io_threads must be at least 1, got {io_threads}")
     mode = parse_mode(prefetch)
@@ -160,8 +157,6 @@ def load(
     # what is imported and set up by now is the libraries'; everything after this line is ours
     baseline = resident_bytes()
     experts = map_experts(model, checkpoint)
-    if activations != "exact":
-        options.round_activations(experts, place)
     if place.type != "cpu":
         experts.packed_dense.clear()  # dense layers have no products from codes there
     expert_bytes = sum(layout.tensor_bytes for layout in experts.layouts.values())

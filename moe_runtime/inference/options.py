@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         make_live_estimator as make_live_estimator,
     )
     from moe_runtime.inference.prediction.prefetching import open_prefetcher as open_prefetcher
-    from moe_runtime.inference.rounded_activations import round_activations as round_activations
     from moe_runtime.inference.routing_record import check_records as check_records
     from moe_runtime.inference.routing_record import open_record as open_record
     from moe_runtime.inference.step_times import StepTimes as StepTimes
@@ -49,8 +48,7 @@ else:
             "moe_runtime.inference.expert_partition": "divide_experts",
             # a device
             "moe_runtime.inference.device_stores": "open_device_stores",
-            # experts in a code, or multiplied as integers
-            "moe_runtime.inference.rounded_activations": "round_activations",
+            # experts in a code
             "moe_runtime.inference.cache_code": "coded_experts open_coded_stores",
             # gradients, norms of an expert's outputs
             "moe_runtime.kernels.expert_mlp": "frozen_expert",

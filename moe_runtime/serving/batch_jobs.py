@@ -114,7 +114,7 @@ class Batch:
         model: str,
         *,
         chat: bool,
-        arithmetic: Sequence[str],
+        arithmetic: str,
         stops: Sequence[str] = (),
     ) -> None:
         self._tokenizer = tokenizer
@@ -204,7 +204,7 @@ class Batch:
         options = [request.max_new_tokens, request.min_new_tokens, sorted(request.stop_ids)]
         sampling = dataclasses.asdict(request.sampling)
         asked = [self._name, line.custom_id, request.prompt_ids, options, sampling]
-        text = json.dumps([*asked, stops, line.ignore_eos, times, *self._arithmetic])
+        text = json.dumps([*asked, stops, line.ignore_eos, times, self._arithmetic])
         return f"batch_req_{hashlib.sha256(text.encode()).hexdigest()[:_HASH_DIGITS]}"
 
     def _grown(self, job: Job, answer: Answer) -> _GrowingText:

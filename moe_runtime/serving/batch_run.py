@@ -175,7 +175,7 @@ def _read(text: str, settings: BatchSettings) -> Batch:
         settings.model,
         chat=settings.chat,
         stops=stop_strings_of(config),
-        arithmetic=(str(checkpoint.dtype), settings.loading["activations"]),
+        arithmetic=str(checkpoint.dtype),
     )
 
 

@@ -39,24 +39,6 @@ def test_no_more_experts_than_fit() -> None:
     assert experts[0].up.data_ptr() != experts[3].up.data_ptr()  # type: ignore[union-attr]
 
 
-@pytest.mark.skipif(native_library() is None, reason="the native library was not built")
-@pytest.mark.parametrize("kind", quantized.FORMATS)
-def test_rounded_activations_are_measured_where_a_format_has_them(kind: str) -> None:
-    kinds = quantized.activations_of(kind, ["exact", "int8"])
-    assert kinds == (["exact", "int8"] if kind in ("mxfp4", "int4") else ["exact"])
-    experts = quantized.make_experts(SHAPE, quantized.FORMATS[kind], memory=1 << 20)
-    if "int8" not in kinds:
-        return
-    rounded = quantized.rounding(experts)
-    assert rounded[1].up.codes.data_ptr() == experts[1].up.codes.data_ptr()  # type: ignore[union-attr]
-    x_TD = torch.randn(1, SHAPE.dim_model).bfloat16()
-    routing = torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.25]])
-    with torch.no_grad():
-        outs = [quantized._runner(SHAPE, own, x_TD)(*routing) for own in (experts, rounded)]
-    assert not torch.equal(*outs)
-    assert torch.nn.functional.cosine_similarity(*outs).item() > 0.99
-
-
 SPINNING = """
 import sys, threading
 def spin():
@@ -126,7 +108,7 @@ def test_a_peer_ends_with_an_error_of_ours_and_says_when_it_ended_itself() -> No
 
 def test_saved_rows_stand_beside_earlier_ones_or_in_their_place(tmp_path: Path) -> None:
     def row(kind: str, tokens: int, ms: float) -> dict[str, object]:
-        own = {"shape": "deepseek-v3", "format": kind, "activations": "exact"}
+        own = {"shape": "deepseek-v3", "format": kind}
         return {**own, "tokens": tokens, "commit": "a", "ms": ms}
 
     path, now = tmp_path / "rows.json", {"machine": "one", "versions": "old"}

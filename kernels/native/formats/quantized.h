@@ -35,9 +35,9 @@ static const struct {
 enum { SCALE_E8M0 = 0, SCALE_E4M3 = 1, SCALE_BF16 = 2, SCALE_F16 = 3, SCALE_F32 = 4 };
 enum { GLOBAL_NONE = 0, GLOBAL_MULTIPLY = 1, GLOBAL_DIVIDE = 2 };
 
-/* As kernels/quantized writes it, but for CODE_PLANES, whose number begins a PlanesMatrix instead (planes.h). zeros and global_scale may be NULL. A group of 0 rows or columns is all of them. rounds_x: products round x to int8. */
+/* As kernels/quantized writes it, but for CODE_PLANES, whose number begins a PlanesMatrix instead (planes.h). zeros and global_scale may be NULL. A group of 0 rows or columns is all of them. */
 struct Quantized {
-    int64_t codes, scale_type, group_rows, group_cols, zero, global, rounds_x;
+    int64_t codes, scale_type, group_rows, group_cols, zero, global;
     const char *scales;
     int64_t scale_stride;
     const char *zeros;

@@ -1,30 +1,26 @@
 /* Products of quantised matrices whose codes are decoded in registers; a part of quantized_template.h.
  *
- * KIND_QUANT_F32 takes codes as fp32, KIND_QUANT_DOT4 and _DOT8 as pairs of bf16, which is exact; KIND_QUANT_INT8X4 and
- * _INT8X8 multiply them as integers by an x that was rounded to integers (quantized_int8.h). Every 32-bit lane of the
- * decoded vectors belongs to one group. The lane's sum is taken from zero and multiplied by the group's scale; no weight
- * is rounded.
+ * KIND_QUANT_F32 takes codes as fp32, KIND_QUANT_DOT4 and _DOT8 as pairs of bf16, which is exact. Every
+ * 32-bit lane of the decoded vectors belongs to one group. The lane's sum is taken from zero and multiplied by the group's
+ * scale; no weight is rounded.
  *
  * F32 and DOT4: a block of 128 codes fills the lanes of a vector, eight to a lane: lane l belongs to elements 8 l to
  * 8 l + 7, for groups of a multiple of 8. DOT8: of 64 codes the two vectors of pairs have elements 16 q to 16 q + 15 in
- * lanes 4 q to 4 q + 3, where bytes that are interleaved lie, for groups of a multiple of 16. INT8X4: as DOT4. INT8X8: of 64
- * codes lane l has elements 4 l to 4 l + 3, for groups of a multiple of 8.
+ * lanes 4 q to 4 q + 3, where bytes that are interleaved lie, for groups of a multiple of 16.
  */
 
 /* How codes are decoded: 4 bits by a table; 4 bits and a zero point for each group; fp8; 8-bit integers and a zero point
  * for each group; 4 bits and a zero point beyond the table. */
 enum { DECODE_TABLE4, DECODE_ZEROS4, DECODE_E4M3, DECODE_BYTES, DECODE_ANY4, NUM_DECODERS };
 enum { NUM_LANES = 16, LARGEST_TABLE_ZERO = 16 };
-enum { E2M1_ZERO = 12 }; /* with it, twice the values of e2m1 are unsigned */
-enum { WIDE, PAIRS, FOURS, NUM_MODES }; /* of products: as fp32, of pairs of bf16, of fours of int8 */
+enum { WIDE, PAIRS, NUM_MODES }; /* of products: as fp32, of pairs of bf16 */
 
 typedef struct {
     const RowGroups *row;
     int shift;             /* binary logarithm of a group's columns */
     __m512i expand;        /* group of each lane, counted from the first of the block, or of the 64 codes of a DOT8 */
     __m512i table, flip;   /* bf16 values of codes; what makes codes unsigned */
-    __m512i bytes;         /* high bytes of bf16 by the upper four bits of fp8 codes; of e2m1 twice the values and E2M1_ZERO */
-    __m512i x_groups;      /* group of rounded x of each lane */
+    __m512i bytes;         /* high bytes of bf16 by the upper four bits of fp8 codes */
     __m512 wide_table;     /* fp32 values of codes */
 } Lanes;
 
@@ -186,18 +182,8 @@ INLINE void decode_nibbles(int decoder, const Lanes *lanes, const char *codes, i
 
 /* ---- one weight row by one panel ---- */
 
-#if HAS_INT8_DOT
-#include "formats/quantized_vnni.h"
-#endif
-
 INLINE void lanes_block(int mode, int decoder, int panel_rows, const Lanes *lanes, const char *codes, int64_t bytes,
                         const char *x, int64_t block, Vec acc[PANEL_ROWS]) {
-#if HAS_INT8_DOT
-    if (mode == FOURS) {
-        int8_block(decoder, panel_rows, lanes, codes, bytes, x, block, acc);
-        return;
-    }
-#endif
 #if HAS_BF16_DOT
     if (mode == PAIRS) {
         const int is_byte = decoder == DECODE_E4M3 || decoder == DECODE_BYTES, parts = is_byte ? 2 : 1, planes = 4 / parts;
@@ -250,7 +236,7 @@ INLINE void lanes_row(int mode, int decoder, int panel_rows, const Lanes *lanes,
         UNROLL for (int i = 0; i < 4; i++) four[i] = first + i < panel_rows ? acc[first + i] : vec_zero();
         vec_four_sums(four[0], four[1], four[2], four[3], sums);
         UNROLL for (int i = 0; i < 4; i++)
-            if (first + i < panel_rows) out[(first + i) * ldo] = mode == FOURS && decoder == DECODE_TABLE4 ? 0.5f * sums[i] : sums[i];
+            if (first + i < panel_rows) out[(first + i) * ldo] = sums[i];
     }
 }
 
@@ -279,21 +265,12 @@ DEFINE_DECODER(1, DECODE_E4M3)
 DEFINE_DECODER(1, DECODE_BYTES)
 DEFINE_DECODER(1, DECODE_ANY4)
 #endif
-#if HAS_INT8_DOT
-DEFINE_DECODER(2, DECODE_TABLE4)
-DEFINE_DECODER(2, DECODE_ZEROS4)
-DEFINE_DECODER(2, DECODE_BYTES)
-#endif
 
 static const LanesRow LANES_ROWS[NUM_MODES][NUM_DECODERS][PANEL_ROWS] = {
     {NAME_DECODER(0, DECODE_TABLE4), NAME_DECODER(0, DECODE_ZEROS4), NAME_DECODER(0, DECODE_E4M3), NAME_DECODER(0, DECODE_BYTES)},
 #if HAS_BF16_DOT
     {NAME_DECODER(1, DECODE_TABLE4), NAME_DECODER(1, DECODE_ZEROS4), NAME_DECODER(1, DECODE_E4M3), NAME_DECODER(1, DECODE_BYTES),
      NAME_DECODER(1, DECODE_ANY4)},
-#endif
-#if HAS_INT8_DOT
-    {[DECODE_TABLE4] = NAME_DECODER(2, DECODE_TABLE4), [DECODE_ZEROS4] = NAME_DECODER(2, DECODE_ZEROS4),
-     [DECODE_BYTES] = NAME_DECODER(2, DECODE_BYTES)},
 #endif
 };
 
@@ -306,20 +283,18 @@ static int quantized_kind(const Quantized *format, int x_dtype) {
     const int64_t group = format->group_cols;
     const int is_half = format->codes == CODE_E2M1 || format->codes == CODE_UINT4;
     const int has_lanes = !is_in_blocks(format) && (!group || (group >= 8 && !(group & (group - 1))));
-    if (format->rounds_x && (!HAS_INT8_DOT || !has_lanes || format->codes == CODE_E4M3)) return KIND_QUANT_ROUNDED;
-    if (format->rounds_x) return is_half ? KIND_QUANT_INT8X4 : KIND_QUANT_INT8X8;
     if (!has_lanes) return KIND_QUANT;
     if (!HAS_BF16_DOT || x_dtype != DTYPE_BF16 || (group == 8 && !is_half)) return KIND_QUANT_F32;
     return is_half ? KIND_QUANT_DOT4 : KIND_QUANT_DOT8;
 }
 
-static int mode_of(int kind) { return kind == KIND_QUANT_F32 ? WIDE : kind < KIND_QUANT_INT8X4 ? PAIRS : FOURS; }
+static int mode_of(int kind) { return kind == KIND_QUANT_F32 ? WIDE : PAIRS; }
 
 static int decoder_of(const Quantized *format) {
     switch (format->codes) {
         case CODE_E2M1: return DECODE_TABLE4;
         case CODE_E4M3: return DECODE_E4M3;
-        case CODE_UINT4: return format->zeros || format->rounds_x ? DECODE_ZEROS4 : DECODE_TABLE4;
+        case CODE_UINT4: return format->zeros ? DECODE_ZEROS4 : DECODE_TABLE4;
         default: return DECODE_BYTES;
     }
 }
@@ -329,15 +304,14 @@ static void prepare_lanes(int kind, Lanes *lanes, RowGroups *row) {
     float wide[32];
     uint16_t narrow[32];
     uint8_t bytes[16];
-    int32_t expand[NUM_LANES], x_groups[NUM_LANES];
+    int32_t expand[NUM_LANES];
     lanes->row = row;
-    if (format->codes == CODE_INT8 || (format->codes == CODE_E2M1 && mode_of(kind) == FOURS))
-        for (int64_t i = 0; i < row->groups; i++) row->zeros[i] = format->codes == CODE_INT8 ? 128 : E2M1_ZERO;
+    if (format->codes == CODE_INT8)
+        for (int64_t i = 0; i < row->groups; i++) row->zeros[i] = 128;
     lanes->shift = group_shift(format);
     for (int lane = 0; lane < NUM_LANES; lane++) {
-        const int element = kind == KIND_QUANT_DOT8 ? lane / 4 * 16 : kind == KIND_QUANT_INT8X8 ? 4 * lane : 8 * lane;
+        const int element = kind == KIND_QUANT_DOT8 ? lane / 4 * 16 : 8 * lane;
         expand[lane] = (int32_t)((int64_t)element >> lanes->shift);
-        x_groups[lane] = element / ROUNDED_GROUP;
     }
     for (int i = 0; i < 32; i++) {
         switch (decoder_of(format)) {
@@ -348,11 +322,9 @@ static void prepare_lanes(int kind, Lanes *lanes, RowGroups *row) {
         narrow[i] = f32_to_bf16(wide[i]);
     }
     lanes->expand = _mm512_loadu_si512(expand);
-    lanes->x_groups = _mm512_loadu_si512(x_groups);
     lanes->table = _mm512_loadu_si512(narrow);
     lanes->wide_table = _mm512_loadu_ps(wide);
-    for (int i = 0; i < 16; i++)
-        bytes[i] = (uint8_t)(format->codes == CODE_E2M1 ? DOUBLED_E2M1[i] + E2M1_ZERO : (i & 8) << 4 | (0x3c + (i & 7)));
+    for (int i = 0; i < 16; i++) bytes[i] = (uint8_t)((i & 8) << 4 | (0x3c + (i & 7)));
     lanes->bytes = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)bytes));
     lanes->flip = _mm512_set1_epi8(format->codes == CODE_INT8 ? (char)0x80 : 0);
 }

@@ -5,7 +5,7 @@
  * sum runs over the blocks of one row from the first to the last, whatever the other rows are.
  *
  * Here are the parts that every instruction set has: the values of rows, and the product that first writes the
- * values of a row to memory (KIND_QUANT, and with rounded x KIND_QUANT_ROUNDED). A file that defines HAS_QUANT_LANES has decoded codes in registers.
+ * values of a row to memory (KIND_QUANT). A file that defines HAS_QUANT_LANES has decoded codes in registers.
  */
 
 /* Numbers of groups are read as a whole vector at a time. */
@@ -202,17 +202,11 @@ INLINE float load_element(const char *src, int dtype, int64_t i) {
     return dtype == DTYPE_BF16 ? bf16_to_f32(load_u16(src + 2 * i)) : f16_to_f32(load_u16(src + 2 * i));
 }
 
-#include "formats/quantized_int8.h"
-
 /* Lane l of every vector of a block belongs to its elements 8 l to 8 l + 7, and so to one group; but for DOT8, where
  * elements lie as interleaved bytes do: of every 16 the first eight in one vector, the last eight in the next. */
 static void pack_quantized(int kind, const char *src, int dtype, int64_t count, char *panel, int64_t first_k, int row,
                            int panel_rows, int64_t k) {
     const int64_t last_k = first_k + count;
-    if (rounds_x(kind)) {
-        pack_rounded(kind, src, dtype, count, panel, first_k, row, panel_rows, k);
-        return;
-    }
     const int64_t end = last_k == k ? (k + QUANT_BLOCK - 1) / QUANT_BLOCK * QUANT_BLOCK : last_k;
     for (int64_t at = first_k; at < end; at += 8) {
         float values[8] = {0};
@@ -238,15 +232,15 @@ static void pack_quantized(int kind, const char *src, int dtype, int64_t count, 
 #include "formats/quantized_avx512.h"
 #else
 static int quantized_kind(const Quantized *format, int x_dtype) {
-    (void)x_dtype;
-    return format->rounds_x ? KIND_QUANT_ROUNDED : KIND_QUANT;
+    (void)format, (void)x_dtype;
+    return KIND_QUANT;
 }
 #endif
 
 static void multiply_quantized(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
                                float *out, int64_t ldo, Matrix next) {
 #if HAS_QUANT_LANES
-    if (kind != KIND_QUANT && kind != KIND_QUANT_ROUNDED) {
+    if (kind != KIND_QUANT) {
         multiply_lanes(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next);
         return;
     }

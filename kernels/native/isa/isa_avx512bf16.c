@@ -1,8 +1,7 @@
-/* x86-64 with AVX-512 and its instructions for pairs of bf16 and fours of int8 (Zen 4, Cooper Lake and newer). */
+/* x86-64 with AVX-512 and its instruction for pairs of bf16 (Zen 4, Cooper Lake and newer). */
 #define ISA_NAME "avx512bf16"
 #define ISA_SYMBOL isa_avx512bf16
 #define HAS_BF16_DOT 1
-#define HAS_INT8_DOT 1
 
 #include "isa/vec_avx512.h"
 
