@@ -109,6 +109,22 @@ def test_native_takes_weights_that_lie_transposed(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_native_transposed_reads_rows_of_x_wherever_they_lie(
+    isa: str, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    """Rows that begin at odd elements, with poison around them, have the bits of their copies."""
+    for k in (1, 2, 64, 67, 300):
+        weight = random(generator, k, 150, dtype=dtype).T
+        for first, width in ((0, k + 2), (1, k + 3), (3, k + 4)):
+            memory = torch.full((40, width), math.nan, dtype=dtype)
+            x = memory[:, first : first + k]
+            x.copy_(random(generator, 40, k, dtype=dtype))
+            y = linear(x, weight, impl="native")
+            assert torch.equal(y, linear(x.clone(), weight, impl="native"))
+            assert_close_to_fp64(y, x, weight, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_native_transposed_row_depends_on_no_other_and_on_no_thread(
     isa: str, dtype: torch.dtype, library: NativeLibrary, generator: torch.Generator
 ) -> None:

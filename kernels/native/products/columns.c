@@ -73,6 +73,12 @@ MOE_CLONES static void copy_row(char *out, int kind, const char *x, int dtype, i
         for (int64_t i = 0; i < count; i++) values[i] = load_f16(x + 2 * i);
 }
 
+/* Whether rows of x already lie as the products read them: fp32, or whole pairs of bf16 at addresses of pairs. */
+static int is_as_read(int kind, const char *x, int64_t x_stride, int x_dtype, int64_t dim_in) {
+    if (kind == KIND_BF16_DOT) return dim_in % 2 == 0 && (uintptr_t)x % 4 == 0 && x_stride % 4 == 0;
+    return x_dtype == DTYPE_F32;
+}
+
 /* Arguments as those of moe_linear, with `weight` [dim_in, dim_out]. */
 MOE_EXPORT int moe_linear_transposed(const char *x, int64_t x_stride, int64_t num_rows, const char *weight,
                                      int64_t weight_stride, const char *bias, char *out, int64_t out_stride, int64_t dim_in,
@@ -87,11 +93,18 @@ MOE_EXPORT int moe_linear_transposed(const char *x, int64_t x_stride, int64_t nu
     pool_begin();
     const int64_t threads = pool_threads(), x_bytes = (num_rows * row_bytes + 63) / 64 * 64;
     call.block = block_columns(dim_out, num_rows, isa->k_step, threads);
-    char *scratch = pool_scratch(x_bytes + 2 * threads * num_rows * call.block * (int64_t)sizeof(float));
+    const int64_t copied = is_as_read(kind, x, x_stride, x_dtype, dim_in) ? 0 : x_bytes;
+    char *scratch = pool_scratch(copied + 2 * threads * num_rows * call.block * (int64_t)sizeof(float));
     if (scratch) {
-        for (int64_t m = 0; m < num_rows; m++) copy_row(scratch + m * row_bytes, kind, x + m * x_stride, x_dtype, dim_in, padded);
-        call.x = scratch;
-        call.sums = (float *)(scratch + x_bytes);
+        if (!copied) {
+            call.x = x;
+            call.x_stride = x_stride;
+        } else {
+            for (int64_t m = 0; m < num_rows; m++)
+                copy_row(scratch + m * row_bytes, kind, x + m * x_stride, x_dtype, dim_in, padded);
+            call.x = scratch;
+        }
+        call.sums = (float *)(scratch + copied);
         pool_run(compute_blocks, &call, share_threads);
     }
     pool_end();

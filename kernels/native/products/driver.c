@@ -42,7 +42,7 @@ static int64_t take(Range *range, int from_end) {
     }
 }
 
-/* The next item for a thread that last took `last`. */
+/* The next item for a thread that last took `last`: from its own range, or from the others' once it is empty. */
 static Item take_item(Call *call, int thread, Item last) {
     for (; last.stage < NUM_STAGES; last.stage++) {
         int64_t number = -1;
@@ -56,6 +56,18 @@ static Item take_item(Call *call, int thread, Item last) {
         return last;
     }
     return last;
+}
+
+/* Whether the next item would be another thread's. Its owner may come for it yet, unless this thread is idle. */
+static int would_steal(Call *call, int thread, int stage) {
+    for (; stage < NUM_STAGES; stage++) {
+        for (int i = 0; i < call->num_threads; i++) {
+            Range *range = &call->ranges[stage * call->num_threads + (thread + i) % call->num_threads];
+            const unsigned long long items = atomic_load_explicit(&range->items, memory_order_relaxed);
+            if ((uint32_t)(items >> 32) < (uint32_t)items) return i > 0;
+        }
+    }
+    return 0;
 }
 
 static Matrix rows_from(Matrix matrix, int64_t row) {
@@ -176,7 +188,8 @@ static void compute_out(Call *call, ExpertWork *work, int64_t index, Local *loca
     }
 }
 
-/* Runs items until there are none. The next is taken before the present one runs, so that its weights can be fetched. */
+/* Runs items until there are none. The next of its own is taken before the present one runs, so that its weights can be
+ * fetched; another thread's only afterwards. */
 static void work_on(void *context) {
     Call *call = context;
     const int thread = atomic_fetch_add(&call->next_thread, 1);
@@ -185,14 +198,15 @@ static void work_on(void *context) {
     Local local = {.packed = buffer, .sums = (float *)sums, .decoded = sums + call->sums_bytes};
     Item item = take_item(call, thread, (Item){STAGE_HIDDEN, 0, 0});
     while (item.stage < NUM_STAGES) {
-        const Item following = take_item(call, thread, item);
-        const Matrix next = first_weights(call, following);
+        const int waits = would_steal(call, thread, item.stage);
+        Item following = waits ? item : take_item(call, thread, item);
+        const Matrix next = waits ? (Matrix){0} : first_weights(call, following);
         ExpertWork *work = &call->work[item.expert];
         if (item.stage == STAGE_HIDDEN)
             compute_hidden(call, work, item.index, &local, next);
         else
             compute_out(call, work, item.index, &local, next);
-        item = following;
+        item = waits ? take_item(call, thread, item) : following;
     }
 }
 

@@ -12,9 +12,12 @@ enum { BLOCK_BYTES = 128 << 10, MAX_BLOCK_ROWS = 512, MAX_BLOCK_SUMS = 1 << 14 }
  * be sure that no other thread is inside. A small router is such a call. */
 enum { ALONE_BYTES = 32 << 10 };
 
-static int64_t block_rows(int64_t row_bytes, int64_t num_rows) {
+/* Every thread has a block, where there are rows enough. */
+static int64_t block_rows(int64_t row_bytes, int64_t num_rows, int64_t weight_rows, int64_t threads) {
     int64_t rows = BLOCK_ROWS;
-    while (rows * 2 * row_bytes <= BLOCK_BYTES && rows * 2 <= MAX_BLOCK_ROWS && rows * 2 * num_rows <= MAX_BLOCK_SUMS) rows *= 2;
+    while (rows * 2 * row_bytes <= BLOCK_BYTES && rows * 2 <= MAX_BLOCK_ROWS && rows * 2 * num_rows <= MAX_BLOCK_SUMS &&
+           rows * 2 * threads <= weight_rows)
+        rows *= 2;
     return rows;
 }
 
@@ -47,8 +50,8 @@ static int64_t largest_packed_row(const Call *call) {
 static void plan_expert(Call *call, ExpertWork *work) {
     const int64_t rows = work->num_rows;
     const int64_t depth = call->dim_hidden ? call->dim_hidden : call->dim_in;
-    work->hidden_block = block_rows(weight_row_bytes(call, &work->weights->up, call->dim_in), rows);
-    work->out_block = block_rows(weight_row_bytes(call, &work->weights->down, depth), rows);
+    work->hidden_block = block_rows(weight_row_bytes(call, &work->weights->up, call->dim_in), rows, call->dim_hidden, call->num_threads);
+    work->out_block = block_rows(weight_row_bytes(call, &work->weights->down, depth), rows, call->dim_out, call->num_threads);
     if (rows) {
         work->hidden_items = (call->dim_hidden + work->hidden_block - 1) / work->hidden_block;
         work->out_items = (call->dim_out + work->out_block - 1) / work->out_block;
