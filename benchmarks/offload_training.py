@@ -21,6 +21,7 @@ import json
 import mmap
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -181,13 +182,18 @@ def compare(shape: Shape, steps: int, folder: Path) -> dict[str, Any]:
     ours, resident = offloaded(shape, folder), in_memory(shape)
     training = ours.optimizer
     assert isinstance(training, OffloadedTraining)
+    file, bounds = folder / "as-large", list[float]()
+    shutil.copyfile(next(folder.glob("experts-*")), file)
     before = training.stats().traffic
     for step in range(steps + 1):
         if step == 1:
             before = training.stats().traffic
-        ids = windows(shape, step)
+        ids, earlier = windows(shape, step), training.stats().traffic
         for runner in (resident, ours):
             runner.step(ids)
+        moved = training.stats().traffic
+        read = moved.read_bytes - earlier.read_bytes
+        bounds.append(raw_seconds(file, read, moved.written_bytes - earlier.written_bytes))
     if ours.losses != resident.losses:
         raise SystemExit(f"the losses differ: {ours.losses} and {resident.losses}")
     after, stats = training.stats().traffic, training.stats()
@@ -195,7 +201,7 @@ def compare(shape: Shape, steps: int, folder: Path) -> dict[str, Any]:
     training.close()
     read = (after.read_bytes - before.read_bytes) // steps
     written = (after.written_bytes - before.written_bytes) // steps
-    bound_s = raw_seconds(next(folder.glob("experts-*")), read, written)
+    bound_s = statistics.median(bounds[1:])
     seconds = {
         "offloaded": statistics.median(ours.seconds[1:]),
         "in_memory": statistics.median(resident.seconds[1:]),
@@ -214,7 +220,11 @@ def compare(shape: Shape, steps: int, folder: Path) -> dict[str, Any]:
         "stall_share": (after.stall_s - before.stall_s) / sum(ours.seconds[1:]),
         "experts_in_memory": stats.resident_experts,
         "experts": stats.num_experts,
-        "seconds": {"offloaded": ours.seconds[1:], "in_memory": resident.seconds[1:]},
+        "seconds": {
+            "offloaded": ours.seconds[1:],
+            "in_memory": resident.seconds[1:],
+            "io_bound": bounds[1:],
+        },
     }
 
 
@@ -225,6 +235,9 @@ def raw_seconds(file: Path, read: int, written: int) -> float:
     random.Random(0).shuffle(kinds)
     descriptor = os.open(file, os.O_RDWR | os.O_DIRECT)
     buffers = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(IO_THREADS)]
+    for buffer in buffers:
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+        buffer.write(bytes(BLOCK_BYTES))
 
     def move(thread: int) -> None:
         for index in range(thread, len(kinds), IO_THREADS):
@@ -374,7 +387,7 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, help="only this one")
-    parser.add_argument("--steps", type=int, default=2, help="timed steps of each system")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of each system")
     parser.add_argument("--folder", type=Path, default=None, help="for the experts; a fast disk")
     parser.add_argument("--systems", default="", help="others to compare with, commas between")
     parser.add_argument(
