@@ -25,7 +25,7 @@
 #endif
 
 /* Raised with every incompatible change of this interface; library.py refuses another number. */
-#define MOE_ABI_VERSION 21
+#define MOE_ABI_VERSION 22
 
 enum { DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_F16 = 2 };
 
@@ -70,6 +70,13 @@ typedef struct {
     int64_t first_row;
 } Matrix;
 
+/* Rows that are multiplied by whole lines of a matrix, in panels of max_panel_rows rows. A step is four bytes of a row: a pair
+ * of bf16 or one fp32. Distances are in bytes: of rows of a panel, of steps of a row, and of panels. */
+typedef struct {
+    const char *data;
+    int64_t row, step, panel;
+} Rows;
+
 /* Values that lie `stride` bytes apart; data may be NULL. */
 typedef struct {
     const char *data;
@@ -104,8 +111,8 @@ typedef struct {
                             float *out, int64_t ldo);
     /* out[row * ldo + n] = dot(x row, column n of a matrix [k, num_columns]). Rows of x are bf16 for KIND_BF16_DOT, with a zero
      * behind an odd k, else fp32; ldo is a multiple of k_step, `sums` has num_rows * ldo elements. */
-    void (*multiply_columns)(int kind, Matrix weight, int64_t k, int64_t num_columns, const char *x, int64_t x_stride,
-                             int64_t num_rows, float *sums, float *out, int64_t ldo);
+    void (*multiply_columns)(int kind, Matrix weight, int64_t k, int64_t num_columns, Rows x, int64_t num_rows, float *sums,
+                             float *out, int64_t ldo);
     /* values[i] = act(values[i]) * factor[i]; factor may be NULL. */
     void (*activate)(int activation, float *values, const float *factor, int64_t count);
     /* Adds the values of a bias from the first on. */

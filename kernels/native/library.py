@@ -18,7 +18,7 @@ import torch
 from moe_runtime.errors import MoERuntimeError
 
 LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
-ABI_VERSION = 21
+ABI_VERSION = 22
 # Long enough to bridge the small operations between two products of a model's layer.
 SPIN_S = 300e-6
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -41,13 +41,14 @@ _CONTROLS: _Signatures = {
     "moe_read": (ctypes.c_float, [_POINTER, _INT64]),
 }
 # x, x_stride, num_rows, weight, weight_stride, bias, out, out_stride, dim_in, dim_out, x_dtype,
-# weight_dtype, share_threads
+# weight_dtype, share_threads; the weight of `moe_linear_transposed` is [dim_in, dim_out]
 _LINEAR = [_POINTER, *[_INT64] * 2, _POINTER, _INT64, *[_POINTER] * 2, *[_INT64] * 3, *[_INT] * 3]
 # Each is an attribute of `NativeLibrary`, by its name without `moe_`.
 _KERNELS: _Signatures = {
     "moe_linear": (_INT, _LINEAR),
-    # The weight is [dim_in, dim_out].
     "moe_linear_transposed": (_INT, _LINEAR),
+    # left, stride, right, stride, lines, out, stride, dim_a, dim_b, dtype, adds, share_threads
+    "moe_outer": (_INT, [*[_POINTER, _INT64] * 2, _INT64, _POINTER, *[_INT64] * 3, *[_INT] * 3]),
     # x, x_stride, num_rows, matrix, bias, bias_dtype, out, out_stride, dim_in, dim_out, x_dtype,
     # share_threads
     "moe_quantized_linear": (

@@ -18,6 +18,7 @@ from moe_runtime.kernels.linear.op import (
     linear_of_few_shapes,
     native_row_limit,
 )
+from moe_runtime.kernels.linear.outer import outer_into
 from moe_runtime.kernels.native import NativeLibrary
 
 # Rows from which torch's product takes less time than the C kernel's, measured with two threads on
@@ -88,6 +89,7 @@ class NativeProducts(Products):
             few = _FEW_ROWS_WIDE
         few = _FEW_ROWS_WIDENED if self._widens else few
         self.row_limit = min(few, native_row_limit(library, dtype))
+        self._has_outer = dtype == torch.bfloat16 and library.isa == "avx512bf16"
         self._scratch = torch.empty(0)
 
     def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -115,9 +117,21 @@ class NativeProducts(Products):
             torch.addmm(out_nK, grad_nN[:, block], wide, beta=beta, out=out_nK)
 
     def outer(self, left_nA: Tensor, right_nB: Tensor, out_AB: Tensor, *, is_first: bool) -> None:
-        if not self._widens:
+        # torch would widen both sides: 1.4 to 2.5 times as long
+        if (
+            self._has_outer
+            and out_AB.numel() <= SMALL_WEIGHT
+            and _lie_by_rows(left_nA, right_nB, out_AB)
+        ):
+            outer_into(left_nA, right_nB, out_AB, adds=not is_first)
+        elif not self._widens:
             super().outer(left_nA, right_nB, out_AB, is_first=is_first)
-            return
+        else:
+            self._outer_widened(left_nA, right_nB, out_AB, is_first=is_first)
+
+    def _outer_widened(
+        self, left_nA: Tensor, right_nB: Tensor, out_AB: Tensor, *, is_first: bool
+    ) -> None:
         for block in _blocks(out_AB):
             wide = self._part(out_AB[block])
             if not is_first:
@@ -171,6 +185,10 @@ class RoundedProducts(Products):
     def _rounded(self, matrix: Tensor) -> Tensor:
         self._scratch, narrow = _memory_like(matrix, self._scratch)
         return narrow.copy_(matrix)
+
+
+def _lie_by_rows(*matrices: Tensor) -> bool:
+    return all(matrix.stride(1) == 1 for matrix in matrices)
 
 
 def _memory_like(matrix: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:

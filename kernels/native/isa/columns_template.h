@@ -33,28 +33,28 @@ INLINE Vec add_product(int kind, Vec sum, const char *weights, const char *x) {
 
 /* sums[m] += x[m] times these lines, for `rows` rows. Sums of all rows lie side by side: a power of two apart they would
  * share few sets of the cache. */
-INLINE void add_lines(int kind, int rows, const Lines *lines, int64_t steps, const char *x, int64_t x_stride, float *sums) {
+INLINE void add_lines(int kind, int rows, const Lines *lines, int64_t steps, const char *x, int64_t row, int64_t step,
+                      float *sums) {
     Vec acc[PANEL_ROWS][2];
     UNROLL for (int i = 0; i < 2 * rows; i++) acc[i / 2][i % 2] = vec_load_f32(sums + i * LANES);
-    for (int64_t s = 0; s < steps; s++, x += 4)
+    for (int64_t s = 0; s < steps; s++, x += step)
         UNROLL for (int m = 0; m < rows; m++)
             UNROLL for (int half = 0; half < 2; half++)
-                acc[m][half] = add_product(kind, acc[m][half], lines->vectors[s] + half * LANES * 4, x + m * x_stride);
+                acc[m][half] = add_product(kind, acc[m][half], lines->vectors[s] + half * LANES * 4, x + m * row);
     UNROLL for (int i = 0; i < 2 * rows; i++) vec_store_f32(sums + i * LANES, acc[i / 2][i % 2]);
 }
 
-INLINE void add_lines_to_rows(int kind, const Lines *lines, int64_t steps, const char *x, int64_t x_stride, int64_t num_rows,
-                              float *sums) {
-    for (int64_t m = 0; m < num_rows; m += PANEL_ROWS, x += PANEL_ROWS * x_stride, sums += PANEL_ROWS * K_STEP) {
+INLINE void add_lines_to_rows(int kind, const Lines *lines, int64_t steps, Rows x, int64_t num_rows, float *sums) {
+    for (int64_t m = 0; m < num_rows; m += PANEL_ROWS, x.data += x.panel, sums += PANEL_ROWS * K_STEP) {
         switch (num_rows - m) {
-            case 1: add_lines(kind, 1, lines, steps, x, x_stride, sums); break;
-            case 2: add_lines(kind, 2, lines, steps, x, x_stride, sums); break;
-            case 3: add_lines(kind, 3, lines, steps, x, x_stride, sums); break;
+            case 1: add_lines(kind, 1, lines, steps, x.data, x.row, x.step, sums); break;
+            case 2: add_lines(kind, 2, lines, steps, x.data, x.row, x.step, sums); break;
+            case 3: add_lines(kind, 3, lines, steps, x.data, x.row, x.step, sums); break;
 #if PANEL_ROWS == 6
-            case 4: add_lines(kind, 4, lines, steps, x, x_stride, sums); break;
-            case 5: add_lines(kind, 5, lines, steps, x, x_stride, sums); break;
+            case 4: add_lines(kind, 4, lines, steps, x.data, x.row, x.step, sums); break;
+            case 5: add_lines(kind, 5, lines, steps, x.data, x.row, x.step, sums); break;
 #endif
-            default: add_lines(kind, PANEL_ROWS, lines, steps, x, x_stride, sums);
+            default: add_lines(kind, PANEL_ROWS, lines, steps, x.data, x.row, x.step, sums);
         }
     }
 }
@@ -95,33 +95,32 @@ INLINE void order_lines(int kind, const char *w, int64_t stride, int64_t num_lin
     }
 }
 
-INLINE void columns(int kind, Matrix weight, int64_t k, int64_t num_columns, const char *x, int64_t x_stride, int64_t num_rows,
-                    float *sums, float *out, int64_t ldo) {
+INLINE void columns(int kind, Matrix weight, int64_t k, int64_t num_columns, Rows x, int64_t num_rows, float *sums, float *out,
+                    int64_t ldo) {
     const int width = kind == KIND_F32 ? 4 : 2, together = lines_of_step(kind);
     const int64_t depth = num_rows < ROWS_FOR_DEPTH ? COLUMN_DEPTH / 2 : COLUMN_DEPTH;
     Lines lines __attribute__((aligned(64)));
     memset(sums, 0, (size_t)(ldo * num_rows) * sizeof *sums);
-    for (int64_t first = 0; first < k; first += depth, x += depth / together * 4) {
+    for (int64_t first = 0; first < k; first += depth, x.data += depth / together * x.step) {
         const int64_t num_lines = k - first < depth ? k - first : depth;
         const char *w = weight.data + first * weight.stride;
         for (int64_t column = 0; column < num_columns; column += K_STEP) {
             order_lines(kind, w + column * width, weight.stride, num_lines, depth, (num_columns - column) * width,
                         &lines);
-            add_lines_to_rows(kind, &lines, (num_lines + together - 1) / together, x, x_stride, num_rows,
-                              sums + column * num_rows);
+            add_lines_to_rows(kind, &lines, (num_lines + together - 1) / together, x, num_rows, sums + column * num_rows);
         }
     }
     for (int64_t m = 0; m < num_rows; m++) put_columns_in_order(kind, sums, num_rows, m, num_columns, out + m * ldo);
 }
 
-static void multiply_columns(int kind, Matrix weight, int64_t k, int64_t num_columns, const char *x, int64_t x_stride,
-                             int64_t num_rows, float *sums, float *out, int64_t ldo) {
+static void multiply_columns(int kind, Matrix weight, int64_t k, int64_t num_columns, Rows x, int64_t num_rows, float *sums,
+                             float *out, int64_t ldo) {
     switch (kind) {
-        case KIND_F32: columns(KIND_F32, weight, k, num_columns, x, x_stride, num_rows, sums, out, ldo); break;
-        case KIND_F16: columns(KIND_F16, weight, k, num_columns, x, x_stride, num_rows, sums, out, ldo); break;
-        case KIND_BF16: columns(KIND_BF16, weight, k, num_columns, x, x_stride, num_rows, sums, out, ldo); break;
+        case KIND_F32: columns(KIND_F32, weight, k, num_columns, x, num_rows, sums, out, ldo); break;
+        case KIND_F16: columns(KIND_F16, weight, k, num_columns, x, num_rows, sums, out, ldo); break;
+        case KIND_BF16: columns(KIND_BF16, weight, k, num_columns, x, num_rows, sums, out, ldo); break;
 #if HAS_BF16_DOT
-        case KIND_BF16_DOT: columns(KIND_BF16_DOT, weight, k, num_columns, x, x_stride, num_rows, sums, out, ldo); break;
+        case KIND_BF16_DOT: columns(KIND_BF16_DOT, weight, k, num_columns, x, num_rows, sums, out, ldo); break;
 #endif
     }
 }
