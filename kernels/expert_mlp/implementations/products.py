@@ -89,7 +89,8 @@ class NativeProducts(Products):
             few = _FEW_ROWS_WIDE
         few = _FEW_ROWS_WIDENED if self._widens else few
         self.row_limit = min(few, native_row_limit(library, dtype))
-        self._has_outer = dtype == torch.bfloat16 and library.isa == "avx512bf16"
+        multiplies_pairs = library.isa == "avx512bf16" and not self._widens
+        self._has_outer = dtype == torch.bfloat16 and multiplies_pairs
         self._scratch = torch.empty(0)
 
     def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
