@@ -41,6 +41,7 @@ WRITTEN = {
         ("Several processes", "docs/scaling.md", "guides/scaling.md"),
         ("Placement of experts", "docs/placement.md", "guides/placement.md"),
         ("Benchmarks", "benchmarks/README.md", "guides/benchmarks.md"),
+        ("Examples", "examples/README.md", "guides/examples.md"),
         ("Contributing", "CONTRIBUTING.md", "guides/contributing.md"),
     ],
     "Concepts": [
