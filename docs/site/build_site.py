@@ -45,6 +45,12 @@ WRITTEN = {
         ("Contributing", "CONTRIBUTING.md", "guides/contributing.md"),
     ],
     "Concepts": [
+        ("Life of a token", "docs/concept-token.md", "concepts/token.md"),
+        ("Life of an expert's bytes", "docs/concept-expert.md", "concepts/expert.md"),
+        ("Life of a gradient", "docs/concept-gradient.md", "concepts/gradient.md"),
+        ("Caching and prediction", "docs/concept-prediction.md", "concepts/caching.md"),
+        ("What lossless means", "docs/concept-lossless.md", "concepts/lossless.md"),
+        ("Budgets", "docs/concept-budget.md", "concepts/budget.md"),
         ("Architecture", "docs/architecture.md", "concepts/architecture.md"),
         ("Eviction policies", "docs/policies.md", "concepts/policies.md"),
         ("Prediction and prefetch", "docs/prediction.md", "concepts/prediction.md"),
@@ -80,6 +86,8 @@ WRITTEN = {
         ),
         ("Zeroth order", "moe_runtime/research/zeroth_order/README.md", "systems/zeroth-order.md"),
     ],
+    "Comparison": [("Comparison", "docs/comparison.md", "comparison.md")],
+    "Troubleshooting": [("Troubleshooting", "docs/troubleshooting.md", "troubleshooting.md")],
     "Changelog": [("Changelog", "CHANGELOG.md", "changelog.md")],
 }
 

@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+import pictures
 import pytest
 from command_lines import require_sound
 
@@ -89,3 +90,15 @@ def test_wrong_keys_are_found() -> None:
     require_key("run.offload.moments")
     with pytest.raises(AssertionError):
         require_key("run.offload.momentum")
+
+
+def test_the_comparison_names_results_files() -> None:
+    text = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    named = [name for name in CODE.findall(text) if name.endswith(".json")]
+    assert len(named) > 8
+    assert all((ROOT / "benchmarks" / "results" / name).is_file() for name in named)
+
+
+def test_pictures_are_up_to_date() -> None:
+    for name, text in pictures.drawn().items():
+        assert (pictures.FOLDER / name).read_text(encoding="utf-8") == text, "run pictures.py"
