@@ -28,6 +28,7 @@ from moe_runtime.cli.commands.run import run
 from moe_runtime.cli.commands.serve import serve
 from moe_runtime.cli.commands.simulate import simulate
 from moe_runtime.cli.commands.train import train
+from moe_runtime.cli.completion import Shell, completion_script
 from moe_runtime.cli.console import Session
 from moe_runtime.cli.stopping import StopRequest, terminable
 from moe_runtime.cli.streams import release_broken_streams
@@ -138,10 +139,16 @@ def build_app() -> typer.Typer:
 def _first_screen(
     ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    completion: Annotated[
+        Shell | None,
+        typer.Option(metavar="SHELL", help="Print a script of completions for bash, zsh or fish."),
+    ] = None,
 ) -> None:
     """Run Mixture-of-Experts models whose experts do not fit in memory."""
     if version:
         print(f"moe-runtime {moe_runtime.__version__}")
+    elif completion is not None:
+        print(completion_script(completion, ctx.command), end="")
     elif ctx.invoked_subcommand is None:
         print(_FIRST_SCREEN)
 
