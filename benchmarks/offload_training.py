@@ -4,14 +4,12 @@
 everything in memory and with a budget of a quarter of the experts' weights and fp32 states, and
 compares tokens per second and losses (they must be equal). Shape `many` has over 2,000 tokens for
 every expert in a step, so that computation is the limit. Shape `few` has eight, so that the disk
-is; there the bound is the time that the same bytes take without any computation. Memory is measured
-in a process of its own, by the kernel's counter of the highest resident size, from which what was
-resident before the model was built is taken off.
+is; there the bound is the time that the same bytes take alone. Memory is measured in a process of
+its own, by the kernel's highest resident size less what was resident before the model was built.
 
 `--systems transformers,accelerate,deepspeed:cpu,deepspeed:nvme` trains the same first weights and
-tokens in other systems afterwards, each in a process of its own; `--deepspeed-python` names the
-interpreter of an environment that has DeepSpeed. What cannot train says why. These results are
-saved in a file of their own.
+tokens in other systems, each in a process of its own; `--deepspeed-python` names the interpreter of
+an environment that has DeepSpeed. These results are saved in a file of their own.
 """
 
 from __future__ import annotations
