@@ -90,18 +90,19 @@ def experts_table(results: Results) -> list[str]:
 def layer_table(runs: list[Results]) -> list[str]:
     """Seconds of `MoELayer` and how much longer the others take: `layer.py`."""
     lines = [
-        "| `MoELayer`, both passes (`benchmarks/layer.py`) | ours | transformers | GShard | "
-        "products | activation | routing, dispatch, all else |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+        "| `MoELayer`, both passes and, where it has a share, the optimizer's step "
+        "(`benchmarks/layer.py`) | ours | transformers | GShard | "
+        "products | activation | optimizer | routing, dispatch, all else |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for run in runs:
         medians, settings = run["medians"], run["settings"]
         ours = medians["ours"]
         peer = min(medians[name] for name in ("grouped_mm", "eager") if name in medians)
-        cells = ["–"] * 3
-        if "shares_of_ours" in run:
-            shares = list(run["shares_of_ours"].values())
-            cells = [f"{share:.1%}" for share in [*shares, 1 - sum(shares)]]
+        shares = run.get("shares_of_ours", {})
+        found = [shares.get(part) for part in ("products", "activation", "optimizer")]
+        found.append(1 - sum(shares.values()) if shares else None)
+        cells = ["–" if share is None else f"{share:.1%}" for share in found]
         lines.append(
             f"| {settings['tokens']} tokens, H={settings['hidden']}, I={settings['inter']}, "
             f"E={settings['experts']}, K={settings['top_k']}, {settings['dtype']} | {ours:.2f} s | "

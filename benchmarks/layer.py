@@ -1,12 +1,12 @@
 """`MoELayer` beside transformers' block and GShard's einsums: `python benchmarks/layer.py`.
 
-Forward and backward of one layer, routing included, on the same weights and tokens; the systems
-take turns and the median of each counts. Of our own calls it is also measured how long the matrix
-products and the activations between them take; what is left is routing, dispatch and combination,
-conversions and Python. GShard's formulation pads to a capacity factor of 1 in groups of 1024
-tokens, which is to its advantage: at real loads it drops tokens that the others compute.
-transformers' `eager` has to be asked for (`--systems`): its backward pass fills a gradient of all
-experts for each of them.
+Forward, backward and the step of a fused AdamW, routing included, on the same weights and tokens,
+as in a training loop of one's own. The systems take turns and the median of each counts. Of our own
+calls it is also measured how long the matrix products, the activations between them and the
+optimizer take; what is left is routing, dispatch and combination, conversions and Python. GShard's
+formulation pads to a capacity factor of 1 in groups of 1024 tokens, which is to its advantage: at
+real loads it drops tokens that the others compute. transformers' `eager` has to be asked for
+(`--systems`): its backward pass fills a gradient of all experts for each of them.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def seeded() -> torch.Generator:
 def make_call(
     name: str, arguments: argparse.Namespace, dtype: torch.dtype
 ) -> Callable[[Tensor], None]:
-    """Forward and backward of one system; weights drawn from the same seed."""
+    """A step of one system; weights drawn from the same seed."""
     torch.manual_seed(0)
     layer = MoELayer(
         arguments.hidden, arguments.inter, arguments.experts, arguments.top_k, dtype=dtype
@@ -123,9 +123,12 @@ def make_call(
     elif name != "ours":
         module = transformers_block(name, layer, arguments)
 
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+
     def call(x: Tensor) -> None:
-        module.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         module(x).sum().backward()
+        optimizer.step()
 
     return call
 
@@ -190,6 +193,7 @@ class PartTimes:
     METHODS: ClassVar[dict[str, list[tuple[type, str]]]] = {
         "products": [(NativeProducts, name) for name in ("forward", "backward", "outer")],
         "activation": [(NativeSteps, name) for name in ("activate", "activate_backward")],
+        "optimizer": [(torch.optim.AdamW, "step")],
     }
 
     def __init__(self) -> None:
@@ -229,7 +233,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--dtype", choices=list(DTYPES), default="fp32")
     parser.add_argument("--systems", nargs="*", default=list(DEFAULT_SYSTEMS), choices=SYSTEMS)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, help="results file to write")
     parser.add_argument("--no-results", action="store_true", help="print only")

@@ -47,9 +47,11 @@ def test_what_the_layer_spends_its_time_on() -> None:
     medians = {"ours": 2.0, "grouped_mm": 3.0, "gshard": 8.0}
     run = {**HEAD, "settings": settings, "medians": medians}
     shares = {"products": 0.85, "activation": 0.06}
-    lines = kernels_table.layer_table([run | {"shares_of_ours": shares}, run])
-    assert lines[2].endswith("| 2.00 s | **1.50×** | **4.00×** | 85.0% | 6.0% | 9.0% |")
-    assert lines[3].endswith("| 2.00 s | **1.50×** | **4.00×** | – | – | – |")
+    runs = [run | {"shares_of_ours": shares | extra} for extra in ({}, {"optimizer": 0.04})]
+    lines = kernels_table.layer_table([*runs, run])
+    assert lines[2].endswith("| 2.00 s | **1.50×** | **4.00×** | 85.0% | 6.0% | – | 9.0% |")
+    assert lines[3].endswith("| 2.00 s | **1.50×** | **4.00×** | 85.0% | 6.0% | 4.0% | 5.0% |")
+    assert lines[4].endswith("| 2.00 s | **1.50×** | **4.00×** | – | – | – | – |")
 
 
 def test_ops_and_their_backward_passes() -> None:
