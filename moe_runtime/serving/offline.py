@@ -168,9 +168,9 @@ class _Flow:
             if self._on_token(number, answer):
                 self._handles[number].cancel()
                 self._end(number, answer, "stop", None)
-        elif event.reason == "cancelled":
+        elif isinstance(event, Finished) and event.reason == "cancelled":
             raise EngineClosedError(event.message or "the engine was closed")
-        else:
+        elif isinstance(event, Finished):
             self._end(number, answer, event.reason, event.message)
 
     def _release_followers(self, number: int) -> None:

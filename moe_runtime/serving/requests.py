@@ -193,6 +193,11 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class Started:
+    """The request waits no longer: it has a KV cache. Sent once, before all others."""
+
+
+@dataclass(frozen=True, slots=True)
 class PromptRead:
     """The prompt was read; sent once, before the first token.
 
@@ -240,7 +245,7 @@ class Finished:
     is_constrained: bool = False
 
 
-Event = PromptRead | NewToken | Finished
+Event = Started | PromptRead | NewToken | Finished
 OnEvent = Callable[[Event], None]
 
 

@@ -15,6 +15,7 @@ from moe_runtime.serving.requests import (
     NewToken,
     OnEvent,
     PromptRead,
+    Started,
     TokenLogprob,
 )
 
@@ -92,7 +93,7 @@ class Sequence:
         self.is_cancelled = False
         self.is_finished = False
         self._on_event = on_event
-        self._is_read = False
+        self._is_started = self._is_read = False
         self._cached_tokens = 0
         self._logprobs: list[TokenLogprob | None] = [None]
 
@@ -119,6 +120,9 @@ class Sequence:
         self._logprobs = [None]
         if not self._is_read:
             self._cached_tokens = num_cached
+        if not self._is_started:
+            self._is_started = True
+            self._tell(Started())
 
     def stop(self) -> None:
         """It loses its cache."""

@@ -45,7 +45,7 @@ def test_sequences_that_do_not_fit_together_are_computed_again_later(
     assert [answer.ids for answer in answers] == texts
     assert found.preemptions > 0
     assert found.kv_capacity == 128
-    assert all(len(answer.events) == NEW + 2 for answer in answers), "nothing is told twice"
+    assert all(len(answer.events) == NEW + 3 for answer in answers), "nothing is told twice"
     with Engine(pocket, options) as engine:
         roomy = ask_all(engine, asked)
         assert engine.statistics().preemptions == 0

@@ -25,6 +25,7 @@ from moe_runtime.serving.requests import (
     ExpertStatistics,
     GenerationRequest,
     OnEvent,
+    Started,
 )
 
 TEMPLATE = """\
@@ -181,7 +182,7 @@ class ScriptedEngine:
         self.cancelled = threading.Event()
 
     def submit(self, request: GenerationRequest, on_event: OnEvent) -> "ScriptedEngine":
-        for event in self.script(request):
+        for event in (Started(), *self.script(request)):
             on_event(event)
         self.asked.set()
         return self

@@ -20,6 +20,7 @@ from moe_runtime.serving.requests import (
     NewToken,
     PromptRead,
     RequestHandle,
+    Started,
 )
 
 
@@ -84,7 +85,7 @@ class Generation:
     limit_s: float
     usage: Usage = field(default_factory=Usage)
     finish_reasons: list[str] = field(default_factory=list)
-    _events: asyncio.Queue[tuple[int, Event]] = field(default_factory=asyncio.Queue)
+    _events: asyncio.Queue[tuple[int, Event, float]] = field(default_factory=asyncio.Queue)
     _handles: list[RequestHandle] = field(default_factory=list)
     _started_s: float = field(default_factory=time.monotonic)
 
@@ -98,9 +99,11 @@ class Generation:
 
         def listener(index: int):
             def hear(event: Event) -> None:
-                # From the engine's thread. A server that was stopped at once hears nothing more.
+                # From the engine's thread, whose times count. A server that was stopped at once
+                # hears nothing more.
+                now_s = self.times.clock()
                 with contextlib.suppress(RuntimeError):
-                    loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+                    loop.call_soon_threadsafe(self._events.put_nowait, (index, event, now_s))
 
             return hear
 
@@ -132,20 +135,20 @@ class Generation:
         with contextlib.ExitStack() as at_end:
             at_end.callback(self.cancel)
             while num_open:
-                index, event = await self._next()
+                index, event, now_s = await self._next()
                 choice = self.choices[index]
                 if choice.finished:
                     continue
-                piece = self._take(index, choice, event)
+                piece = self._take(index, choice, event, now_s)
                 if piece is None:
                     continue
                 if piece.finish is not None:
                     choice.finished = True
                     num_open -= 1
-                    self._end(index, choice, piece.finish)
+                    self._end(index, choice, piece.finish, now_s)
                 yield index, piece
 
-    async def _next(self) -> tuple[int, Event]:
+    async def _next(self) -> tuple[int, Event, float]:
         left_s = max(self._started_s + self.limit_s - time.monotonic(), 0)
         try:
             # Not `wait_for`, which forgets a cancellation that comes together with an event.
@@ -158,7 +161,10 @@ class Generation:
                 code="timeout",
             ) from None
 
-    def _take(self, index: int, choice: AnswerChoice, event: Event) -> Piece | None:
+    def _take(self, index: int, choice: AnswerChoice, event: Event, now_s: float) -> Piece | None:
+        if isinstance(event, Started):
+            self.times.started(index, now_s)
+            return None
         if isinstance(event, PromptRead):
             choice.prompt = event
             if choice.is_first:
@@ -166,7 +172,7 @@ class Generation:
             return None
         if isinstance(event, NewToken):
             self.usage.completion_tokens += 1
-            self.times.token(index)
+            self.times.token(index, now_s)
             return choice.text.add(event)
         assert isinstance(event, Finished)
         if event.is_constrained:
@@ -183,8 +189,9 @@ class Generation:
             raise ApiError("the server is shutting down", status=503, code="shutting_down")
         return choice.text.end(event.reason)
 
-    def _end(self, index: int, choice: AnswerChoice, reason: str) -> None:
+    def _end(self, index: int, choice: AnswerChoice, reason: str, now_s: float) -> None:
         self.finish_reasons.append(reason)
-        self.times.ended(index, len(choice.request.prompt_ids), choice.text.num_tokens, reason)
+        num_prompt = len(choice.request.prompt_ids)
+        self.times.ended(index, now_s, num_prompt, choice.text.num_tokens, reason)
         # Where a stop string ended it, the engine does not know yet.
         self._handles[index].cancel()

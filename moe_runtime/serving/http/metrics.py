@@ -21,7 +21,10 @@ _SECONDS = {
     "inter_token_latency_seconds": "Seconds from one token of an answer to the next.",
     "request_time_per_output_token_seconds": "Mean seconds a token after the first, by request.",
     "e2e_request_latency_seconds": "Seconds from a request's arrival to its end.",
+    "request_queue_time_seconds": "Seconds from a request's arrival to its start.",
+    "request_prefill_time_seconds": "Seconds from a request's start to its first token.",
     "request_decode_time_seconds": "Seconds from a request's first token to its last.",
+    "request_inference_time_seconds": "Seconds from a request's start to its last token.",
 }
 _TOKENS = {
     "request_prompt_tokens": "Tokens of a prompt.",
@@ -156,14 +159,18 @@ class RequestTimes:
     def __init__(self, metrics: Metrics, model_name: str, clock=time.perf_counter) -> None:
         self._metrics = metrics
         self._labels = (model_name, "0")
-        self._clock = clock
+        self.clock = clock
         self._arrived_s = clock()
+        self._started_s: dict[int, float] = {}
         self._first_s: dict[int, float] = {}
         self._last_s: dict[int, float] = {}
 
-    def token(self, index: int) -> None:
+    def started(self, index: int, now_s: float) -> None:
+        """One of the answers waits no longer; ``now_s`` is by `clock`, as everywhere here."""
+        self._started_s[index] = now_s
+
+    def token(self, index: int, now_s: float) -> None:
         """A token of one of the answers came."""
-        now_s = self._clock()
         if index in self._last_s:
             self._observe("inter_token_latency_seconds", now_s - self._last_s[index])
         else:
@@ -171,15 +178,27 @@ class RequestTimes:
             self._observe("time_to_first_token_seconds", now_s - self._arrived_s)
         self._last_s[index] = now_s
 
-    def ended(self, index: int, prompt_tokens: int, new_tokens: int, reason: str) -> None:
-        """One of the answers is whole."""
+    def ended(
+        self, index: int, now_s: float, prompt_tokens: int, new_tokens: int, reason: str
+    ) -> None:
+        """One of the answers is whole.
+
+        Queue, prefill and decode time add up to the time of the last token. An answer without a
+        token has no prefill and no decode time.
+        """
         metrics, labels = self._metrics, self._labels
-        self._observe("e2e_request_latency_seconds", self._clock() - self._arrived_s)
+        self._observe("e2e_request_latency_seconds", now_s - self._arrived_s)
+        started_s = self._started_s.get(index, now_s)
+        last_s = self._last_s.get(index, now_s)
+        self._observe("request_queue_time_seconds", started_s - self._arrived_s)
+        self._observe("request_inference_time_seconds", last_s - started_s)
         if index in self._first_s:
-            decode_s = self._last_s[index] - self._first_s[index]
-            self._observe("request_decode_time_seconds", decode_s)
+            first_s = self._first_s[index]
+            self._observe("request_prefill_time_seconds", first_s - started_s)
+            self._observe("request_decode_time_seconds", last_s - first_s)
             if new_tokens > 1:
-                self._observe("request_time_per_output_token_seconds", decode_s / (new_tokens - 1))
+                a_token_s = (last_s - first_s) / (new_tokens - 1)
+                self._observe("request_time_per_output_token_seconds", a_token_s)
         metrics.tokens["request_prompt_tokens"].labels(*labels).observe(prompt_tokens)
         metrics.tokens["request_generation_tokens"].labels(*labels).observe(new_tokens)
         metrics.success.labels(*labels, reason).inc()
