@@ -7,7 +7,7 @@ slots, and from there it is encoded into the slot that it is computed from.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,7 +90,7 @@ def open_coded_stores(
     plan: MemoryPlan,
     new_policy: Callable[[MemoryPlan], LayerShares],
     bind: Callable[[ExpertKey, Tensor], ExpertWeights],
-    listeners: tuple[StoreListener | None, StoreListener | None],
+    listeners: Sequence[StoreListener | None],
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[Tensor]]:
     """The store that experts are computed from, and that of the landing slots below it.
 

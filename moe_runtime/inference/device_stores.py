@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 
+from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.inference.budget import MemoryPlan
+from moe_runtime.inference.expert_weights import bind_slots
 from moe_runtime.kernels.expert_mlp import ExpertWeights
-from moe_runtime.memory.device import CudaDevice
+from moe_runtime.memory.device import Device
+from moe_runtime.memory.device_layout import CopyPart, copy_parts, lay_out_on_device
 from moe_runtime.memory.entries import StoreListener
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.memory.slab import Slab
@@ -19,14 +22,23 @@ from moe_runtime.policies.eviction import LayerShares
 from moe_runtime.types import ExpertKey
 
 
+def experts_on_device(experts: ExpertMap) -> ExpertMap:
+    """The same experts, those of a layer alike in their slots."""
+    layouts = {
+        key: lay_out_on_device(layout, experts.matrices[key.layer])
+        for key, layout in experts.layouts.items()
+    }
+    return replace(experts, layouts=layouts)
+
+
 def open_device_stores(
     source: ExpertSource,
     slab: Slab,
     plans: dict[str, MemoryPlan],
     new_policy: Callable[[MemoryPlan], LayerShares],
-    bind: Callable[[ExpertKey, Tensor], ExpertWeights],
-    listeners: tuple[StoreListener | None, StoreListener | None],
-    place: torch.device,
+    experts: dict[str, ExpertMap],
+    listeners: Sequence[StoreListener | None],
+    device: Device,
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[Tensor]]:
     """The store that experts are computed from, and that of the host's memory below it.
 
@@ -35,14 +47,21 @@ def open_device_stores(
         slab: slots in the host's memory, which are locked there.
         plans: of the device and of the host.
         new_policy: makes the policy of a tier.
-        bind: turns a slot of the device into an expert's weights.
+        experts: where they lie in slots of the device and of the host.
         listeners: of the two stores.
-        place: the device.
+        device: whose slots experts are computed from.
 
     Raises:
         CapacityError: memory cannot be had, or not be locked.
     """
-    device, there, here = CudaDevice(place), plans["device"], plans["host"]
+    there, here = plans["device"], plans["host"]
+    found: dict[ExpertKey, tuple[CopyPart, ...]] = {}
+
+    def moves_of(key: ExpertKey) -> tuple[CopyPart, ...]:
+        if key not in found:
+            found[key] = copy_parts(experts["host"].layouts[key], experts["device"].layouts[key])
+        return found[key]
+
     device.pin(slab.bytes, slab.slot_bytes)
     below: ExpertStore[Tensor] = ExpertStore(
         source,
@@ -54,10 +73,10 @@ def open_device_stores(
     )
     above = DeviceStore(
         device,
-        TierFetcher(below, device),
+        TierFetcher(below, device, moves_of),
         Slab(there.num_slots, there.slot_bytes, allocate=device.allocate),
         new_policy(there),
-        bind,
+        bind_slots(experts["device"]),
         stream_slots=there.stream_slots,
         listener=listeners[0],
     )

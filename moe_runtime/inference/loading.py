@@ -165,9 +165,11 @@ def load(
     if transport is not None:
         share = options.divide_experts(transport, experts, signature, placement)
     is_first = share is None or share.transport.rank == 0
-    cached, landing_bytes = experts, 0
+    cached, landing_bytes = {"host": experts, "device": experts}, 0
     if cache_code != "none":
-        cached, landing_bytes = options.coded_experts(experts, place)
+        cached["host"], landing_bytes = options.coded_experts(experts, place)
+    if place.type != "cpu":
+        cached["device"] = options.experts_on_device(experts)
     modules = replace_experts(
         model,
         experts,
@@ -200,9 +202,7 @@ def load(
     times = None
     if timeline is not None and is_first:
         times = options.StepTimes(options.Timeline(timeline))
-    store, host_store = _open_stores(
-        source, slab, (experts, cached), plans, new_policy, place, times
-    )
+    store, host_store = _open_stores(source, slab, experts, cached, plans, new_policy, place, times)
     stores: list[ExpertStore[Any]] = [store] if host_store is None else [store, host_store]
     steps = Steps(stores, [*inspect.signature(model.forward).parameters])
     listeners = steps.listeners
@@ -306,7 +306,7 @@ def finish_dense(
 
 def _plan(
     checkpoint: Checkpoint,
-    experts: ExpertMap,
+    cached: dict[str, ExpertMap],
     budgets: dict[str, Budget],
     free: dict[str, int],
     dense_bytes: int,
@@ -314,6 +314,7 @@ def _plan(
     extra_bytes: int,
 ) -> dict[str, MemoryPlan]:
     """Divides the budgets: all on the host for a CPU, dense weights on the device for a GPU."""
+    experts = cached["host"]
     reserve = extra_bytes + reserve_for(
         checkpoint.config,
         checkpoint.dtype,
@@ -330,7 +331,7 @@ def _plan(
             resolve_budget(budgets[place], free_bytes, names[place]),
             dense_bytes=dense_bytes if place == dense_place else 0,
             reserve_bytes=reserve if place == dense_place else 0,
-            slot_bytes=experts.slot_bytes,
+            slot_bytes=cached[place].slot_bytes,
             num_experts=len(experts.layouts),
             max_tokens=max_tokens,
         )
@@ -341,7 +342,8 @@ def _plan(
 def _open_stores(
     source: ExpertSource,
     slab: Slab,
-    experts: tuple[ExpertMap, ExpertMap],
+    experts: ExpertMap,
+    cached: dict[str, ExpertMap],
     plans: dict[str, MemoryPlan],
     new_policy: Callable[[MemoryPlan], LayerShares],
     place: torch.device,
@@ -349,20 +351,24 @@ def _open_stores(
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[torch.Tensor] | None]:
     """The store that experts are computed from and, for a device or a code, the one below it.
 
-    ``experts`` is where they lie in the files, and where in slots.
+    ``experts`` is where they lie in the files, ``cached`` where in slots.
     """
-    bind = bind_slots(experts[1])
     host = plans["host"]
-    fast, slow = (None if times is None else options.StoreTimes(times, tier) for tier in (0, 1))
-    if experts[0] is not experts[1]:
-        return options.open_coded_stores(
-            source, slab, *experts, host, new_policy, bind, (fast, slow)
+    listeners = tuple(None if times is None else options.StoreTimes(times, n) for n in (0, 1))
+    if "device" in plans:
+        device = options.CudaDevice(place)
+        return options.open_device_stores(
+            source, slab, plans, new_policy, cached, listeners, device
         )
-    if "device" not in plans:
-        return ExpertStore(
-            source, slab, new_policy(host), bind, stream_slots=host.stream_slots, listener=fast
-        ), None
-    return options.open_device_stores(source, slab, plans, new_policy, bind, (fast, slow), place)
+    bind, code = bind_slots(cached["host"]), cached["host"]
+    if experts is not code:
+        return options.open_coded_stores(
+            source, slab, experts, code, host, new_policy, bind, listeners
+        )
+    fast, streams = listeners[0], host.stream_slots
+    return ExpertStore(
+        source, slab, new_policy(host), bind, stream_slots=streams, listener=fast
+    ), None
 
 
 def signature_of(checkpoint: Checkpoint, experts: ExpertMap) -> ModelSignature:

@@ -7,6 +7,7 @@ from moe_runtime.lazy import lazy_names
 if TYPE_CHECKING:
     from moe_runtime.inference.cache_code import coded_experts as coded_experts
     from moe_runtime.inference.cache_code import open_coded_stores as open_coded_stores
+    from moe_runtime.inference.device_stores import experts_on_device as experts_on_device
     from moe_runtime.inference.device_stores import open_device_stores as open_device_stores
     from moe_runtime.inference.expert_gradients import (
         differentiable_experts as differentiable_experts,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from moe_runtime.lab.traces.recent import read_recent as read_recent
     from moe_runtime.lab.traces.recorder import TraceRecorder as TraceRecorder
     from moe_runtime.lab.traces.timeline import Timeline as Timeline
+    from moe_runtime.memory.device import CudaDevice as CudaDevice
     from moe_runtime.parallel.dispatch import as_transport as as_transport
 else:
     __getattr__ = lazy_names(
@@ -47,7 +49,8 @@ else:
             "moe_runtime.parallel.dispatch": "as_transport",
             "moe_runtime.inference.expert_partition": "divide_experts",
             # a device
-            "moe_runtime.inference.device_stores": "open_device_stores",
+            "moe_runtime.inference.device_stores": "experts_on_device open_device_stores",
+            "moe_runtime.memory.device": "CudaDevice",
             # experts in a code
             "moe_runtime.inference.cache_code": "coded_experts open_coded_stores",
             # gradients, norms of an expert's outputs

@@ -73,13 +73,16 @@ class Device(Protocol):
         ...
 
     def copy(
-        self, source: torch.Tensor, slot: torch.Tensor, after: Sequence[Any], priority: Priority
+        self,
+        parts: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        after: Sequence[Any],
+        priority: Priority,
     ) -> Event:
-        """Queues a copy into a vacated slot behind what ``vacate`` returned, and does not wait.
+        """Queues copies into a vacated slot behind what ``vacate`` returned, and does not wait.
 
         Args:
-            source: host memory, unchanged until the event.
-            slot: of as many bytes; nobody reads it but behind the event.
+            parts: host memory, unchanged until the event, and as many bytes of the slot, which
+                nobody reads but behind the event; both ``uint8``.
             after: what ``vacate`` returned.
             priority: a demand is not queued behind what is read ahead.
         """
@@ -142,14 +145,18 @@ class CudaDevice:
         return [stream.record_event() for stream in tuple(self._computing.values())]
 
     def copy(
-        self, source: torch.Tensor, slot: torch.Tensor, after: Sequence[Any], priority: Priority
+        self,
+        parts: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        after: Sequence[Any],
+        priority: Priority,
     ) -> torch.cuda.Event:
         """As ``Device.copy``."""
         stream, done = self._copies[priority], torch.cuda.Event(blocking=True)
         for event in after:
             stream.wait_event(event)
         with torch.cuda.stream(stream):
-            slot.copy_(source, non_blocking=True)
+            for source, target in parts:
+                target.copy_(source, non_blocking=True)
         done.record(stream)
         return done
 

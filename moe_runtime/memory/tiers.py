@@ -10,6 +10,7 @@ import torch
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.memory.changes import Changes
 from moe_runtime.memory.device import Device, Event
+from moe_runtime.memory.device_layout import CopyPart
 from moe_runtime.memory.io_queue import Read, ReadQueue
 from moe_runtime.memory.lease import Lease
 from moe_runtime.memory.residency import ExpertStore
@@ -42,8 +43,21 @@ class TierFetcher:
             ``changed`` held.
     """
 
-    def __init__(self, lower: ExpertStore[torch.Tensor], device: Device | None = None) -> None:
+    def __init__(
+        self,
+        lower: ExpertStore[torch.Tensor],
+        device: Device | None = None,
+        moves: Callable[[ExpertKey], Sequence[CopyPart]] | None = None,
+    ) -> None:
+        """Takes the tier below.
+
+        Args:
+            lower: see above.
+            device: whose slots are filled; None for those of the host.
+            moves: where the bytes of an expert go in a slot of the device; as they lie if omitted.
+        """
         self.lower = lower
+        self._moves = moves
         self.changed = Changes()
         num_ahead = max(1, min(COPY_THREADS, lower.num_slots - COPY_THREADS))
         self._copies = ReadQueue(num_ahead, num_for_demands=COPY_THREADS)
@@ -81,35 +95,48 @@ class TierFetcher:
 
     def _copy(self, key: ExpertKey, slot: torch.Tensor, read: Read, after: Sequence[Any]) -> int:
         lease, is_done = self.lower.lease([key], streaming=read.passes, above=read), False
+        num_bytes = len(slot)
         try:
             with lease:
                 for group in lease:
                     for key, source in group:
                         if self._device:
-                            self._send(source, slot, after, read)
+                            num_bytes = self._send(key, source, slot, after, read)
                         else:
                             self._move(key, source, slot)
             is_done = True
         finally:
             if not is_done:
                 self.lower.give_up(lease)
-        return len(slot)
+        return num_bytes
 
     def _move(self, key: ExpertKey, source: torch.Tensor, slot: torch.Tensor) -> None:
         slot.copy_(source[: len(slot)])
 
     def _send(
-        self, source: torch.Tensor, slot: torch.Tensor, after: Sequence[Any], read: Read
-    ) -> None:
+        self,
+        key: ExpertKey,
+        source: torch.Tensor,
+        slot: torch.Tensor,
+        after: Sequence[Any],
+        read: Read,
+    ) -> int:
+        """Returns the bytes that were copied, when they are there."""
         assert self._device is not None
         is_done = False
+        moves = [CopyPart(0, 0, len(slot))] if self._moves is None else self._moves(key)
+        parts = [
+            (source[move.source :][: move.num_bytes], slot[move.place :][: move.num_bytes])
+            for move in moves
+        ]
         try:
-            copied = self._device.copy(source[: len(slot)], slot, after, read.priority)
+            copied = self._device.copy(parts, after, read.priority)
             with self.changed:
                 self.queued[read] = _Copy(copied)
                 self.changed.notify_all()
             copied.synchronize()
             is_done = True
+            return sum(move.num_bytes for move in moves)
         finally:
             try:
                 if (

@@ -147,7 +147,7 @@ def test_copies_run_beside_work_that_was_queued_after_they_were_asked_for() -> N
     for slot in slots:
         after = device.vacate(slot)
         device.compute(lambda: None, duration_s=1e-3)
-        copies.append(device.copy(source, slot, after, DEMAND))
+        copies.append(device.copy([(source, slot)], after, DEMAND))
     device.finish()
     # two copies and two pieces of work of a millisecond; the second copy waits for the first work
     assert [copy.time_s for copy in copies] == pytest.approx([1e-3, 2e-3])
@@ -158,13 +158,13 @@ def test_a_slot_is_poison_until_its_copy_is_done() -> None:
     device = EmulatedDevice()
     source, slot = torch.zeros(16, dtype=torch.uint8), device.allocate(16)
     device.pin(source, 16)
-    device.copy(source, slot, device.vacate(slot), AHEAD).synchronize()
+    device.copy([(source, slot)], device.vacate(slot), AHEAD).synchronize()
     assert slot.unique().tolist() == [0]
     after = device.vacate(slot)
     assert slot.unique().tolist() == [POISON]
     assert slot.view(torch.bfloat16).isnan().all()
     assert slot.view(torch.float32).isnan().all()
-    copy = device.copy(source, slot, after, AHEAD)
+    copy = device.copy([(source, slot)], after, AHEAD)
     assert not copy.query()
     assert slot.unique().tolist() == [POISON]
     copy.synchronize()
@@ -353,7 +353,7 @@ def test_a_cuda_device_copies_behind_the_work_of_every_stream_that_computes() ->
         sums.append(slot.sum())
         after = device.vacate(slot)
     for priority in Priority:
-        done = device.copy(source, slot, after, priority)
+        done = device.copy([(source, slot)], after, priority)
         assert priority is AHEAD or not done.query()
     with torch.cuda.stream(torch.cuda.Stream()):
         device.compute_here()

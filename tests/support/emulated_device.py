@@ -100,21 +100,23 @@ class EmulatedDevice:
 
     def copy(
         self,
-        source: torch.Tensor,
-        slot: torch.Tensor,
+        parts: Sequence[tuple[torch.Tensor, torch.Tensor]],
         after: Sequence[EmulatedEvent],
         priority: Priority,
     ) -> EmulatedEvent | _Failing:
         with self._lock:
             if self.faults:
                 raise self.faults.pop()
-            assert any(source.data_ptr() in memory for memory in self.pinned)
+            for source, target in parts:
+                assert any(source.data_ptr() in memory for memory in self.pinned)
+                assert source.shape == target.shape
+            num_bytes = sum(len(source) for source, _ in parts)
             streams_s = self._link_s, self._copies_s[priority]
             begin = max(self.now_s, *streams_s, *(event.time_s for event in after))
-            end = begin + self._latency_s + len(source) / self._bytes_per_s
+            end = begin + self._latency_s + num_bytes / self._bytes_per_s
             self._link_s = self._copies_s[priority] = end
-            self._at(begin, lambda: slot.fill_(POISON))
-            self._at(end, lambda: slot.copy_(source))
+            self._at(begin, lambda: [target.fill_(POISON) for _, target in parts])
+            self._at(end, lambda: [target.copy_(source) for source, target in parts])
             done = EmulatedEvent(self, end)
             return _Failing(done, self.late_faults.pop()) if self.late_faults else done
 

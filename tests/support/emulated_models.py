@@ -1,0 +1,70 @@
+"""Loaded models whose experts lie in slots of an emulated device."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from emulated_device import EmulatedDevice
+
+import moe_runtime
+from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.inference.device_stores import experts_on_device, open_device_stores
+from moe_runtime.inference.expert_layer import OffloadedExperts
+from moe_runtime.inference.handle import RuntimeHandle
+from moe_runtime.memory.slab import Slab
+from moe_runtime.memory.source import ExpertSource
+from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
+
+
+class EagerDevice(EmulatedDevice):
+    """An emulated device beside which torch computes at once: what a stream waits for is done."""
+
+    def wait_here(self, event: Any) -> None:
+        super().wait_here(event)
+        event.synchronize()
+
+
+def map_of(checkpoint: Path, dtype: str = "auto") -> ExpertMap:
+    opened = open_checkpoint(checkpoint, dtype)
+    return map_experts(build_on_meta(opened), opened)
+
+
+def load_on_emulated_device(checkpoint: Path, *, slots_a_layer: int, dtype: str = "auto") -> Any:
+    """A model on the CPU whose experts are computed from slots of an emulated device.
+
+    Its ``moe`` is the handle of the two stores.
+    """
+    model: Any = moe_runtime.load(checkpoint, device="cpu", dtype=dtype, max_tokens=64)
+    facts = model.moe.facts
+    model.moe.close()
+    experts, device = map_of(checkpoint, dtype), EagerDevice()
+    there = experts_on_device(experts)
+    num_slots = slots_a_layer * len(experts.modules)
+    plans = {
+        place: dataclasses.replace(facts.host_plan, num_slots=number, slot_bytes=part.slot_bytes)
+        for place, part, number in (("device", there, num_slots), ("host", experts, num_slots + 2))
+    }
+    stores = open_device_stores(
+        ExpertSource(experts.layouts, io_threads=2),
+        Slab(plans["host"].num_slots, plans["host"].slot_bytes),
+        plans,
+        lambda plan: LayerShares(LRU, even_shares(plan.num_slots, len(experts.modules))),
+        {"host": experts, "device": there},
+        (None, None),
+        device,
+    )
+    for module in model.modules():
+        if isinstance(module, OffloadedExperts):
+            module.store = stores[0]
+    model._steps._stores = [*stores]
+    model.moe = RuntimeHandle(stores[0], facts, host_store=stores[1])
+    return model
+
+
+def logits_of(model: Any, prompts: list[torch.Tensor]) -> list[torch.Tensor]:
+    with torch.inference_mode():
+        return [model(prompt).logits for prompt in prompts]
