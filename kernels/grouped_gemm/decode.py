@@ -61,99 +61,199 @@ def decode_expert_mlp(
         ids_TK: `[T, K]` integers; an id that names no expert adds nothing. A token may name an
             expert twice.
         weights_TK: `[T, K]` gate weights.
-        gate_up_SZD: `[S, Z, D]`, any strides; or packed, of the gate, or of up without one.
-        down_SDF: `[S, D, F]`, any strides; or packed.
-        spec: The activation.
-        layout: Of the pre-activations.
-        gate_up_bias_SZ: `[S, Z]` or None.
-        down_bias_SD: `[S, D]` or None.
-        up: Weights and bias of up, where weights are packed and there is a gate.
+        gate_up_SZD: As in `DecodeProducts.add`, and so the others.
+        down_SDF: See there.
+        spec: See there.
+        layout: See there.
+        gate_up_bias_SZ: See there.
+        down_bias_SD: See there.
+        up: See there.
         slot_of_expert: `[E]` or None.
         device: What the kernels must fit in, instead of the one that `x` lies on.
 
     Returns:
         `[T, D]` in the dtype of `x`.
     """
-    num_tokens, num_choices = ids_TK.shape
-    dim_d, dim_f = down_SDF.shape[1:]
-    out_TD = torch.empty(num_tokens, dim_d, dtype=x_TD.dtype, device=x_TD.device)
-    num_slots = num_tokens * num_choices
-    if not num_slots or not dim_d:
-        return out_TD.zero_()
-    ids_TK = ids_TK.contiguous()
     num_experts = down_SDF.shape[0] if slot_of_expert is None else len(slot_of_expert)
-    common: dict[str, Any] = {
-        "ids_ptr": ids_TK,
-        "slots_ptr": ids_TK if slot_of_expert is None else slot_of_expert,
-        "num_experts": num_experts,
-        "NUM_CHOICES": num_choices,
-        "HAS_SLOTS": slot_of_expert is not None,
-        "BLOCK_C": triton.next_power_of_2(num_choices),
-    }
-    products: dict[str, Any] = {
-        "num_tokens": num_tokens,
-        "PRECISION": precision_of(x_TD),
-        "BLOCK_T": MAX_TOKENS,
-        "BLOCK_N": _BLOCK_N,
-        "num_warps": 4,
-    }
-    device = device or describe_device(x_TD.device)
-    num_stages = _num_stages(x_TD, device)
-    hidden = torch.empty(num_slots, dim_f, dtype=x_TD.dtype, device=x_TD.device)
-    step, to_up = (2, 1) if layout.has_gate and not layout.is_concatenated else (1, dim_f)
-    weight = codes_of(gate_up_SZD)
-    bias = weight[:, :, 0] if gate_up_bias_SZ is None else gate_up_bias_SZ
-    to_up_w, to_up_b = weight.stride(1) * to_up, bias.stride(1) * to_up
-    if weight is not gate_up_SZD:
-        # of packed weights up is a tensor of its own, or there is no gate
-        to_up_w = 0 if up is None else distance(weight, codes_of(up[0]))
-        to_up_b = 0 if up is None or up[1] is None else distance(bias, up[1])
-    block_k = _block_k(x_TD, gate_up_SZD, has_gate=layout.has_gate)
-    launch(
-        decode_up, (num_slots, triton.cdiv(dim_f, _BLOCK_N)),
-        x_ptr=x_TD, weight_ptr=weight, bias_ptr=bias, hidden_ptr=hidden,
-        dim_n=dim_f, dim_k=dim_d,
-        stride_xt=x_TD.stride(0), stride_xk=x_TD.stride(1),
-        stride_ws=weight.stride(0), stride_wn=weight.stride(1) * step,
-        stride_wk=weight.stride(2), stride_w_up=to_up_w,
-        stride_bs=bias.stride(0), stride_bn=bias.stride(1) * step,
-        stride_b_up=to_up_b, stride_hr=hidden.stride(0),
-        IS_GATED=layout.has_gate, HAS_BIAS=gate_up_bias_SZ is not None,
-        BLOCK_K=block_k, EVEN_N=dim_f % _BLOCK_N == 0, EVEN_K=dim_d % block_k == 0,
-        ACTIVATION=spec,
-        num_stages=stages_of(gate_up_SZD, num_stages, _DEPTH, block_k),
-        **packed_arguments(gate_up_SZD, None if up is None else up[0], x_TD),
-        **common, **products,
-    )  # fmt: skip
-    weight = codes_of(down_SDF)
-    block_k = _block_k(x_TD, down_SDF, has_gate=False)
-    programs = min(num_slots, num_experts) * triton.cdiv(dim_d, _BLOCK_N)
-    num_parts, split_k = _parts(programs, dim_f, block_k, device)
-    partial = torch.empty(num_parts, num_slots, dim_d, dtype=torch.float32, device=x_TD.device)
-    bias = weight[:, :, 0] if down_bias_SD is None else down_bias_SD
-    launch(
-        decode_down, (num_slots, triton.cdiv(dim_d, _BLOCK_N), num_parts),
-        hidden_ptr=hidden, weight_ptr=weight, bias_ptr=bias, partial_ptr=partial,
-        dim_n=dim_d, dim_k=dim_f, split_k=split_k,
-        stride_hr=hidden.stride(0), stride_ws=weight.stride(0), stride_wn=weight.stride(1),
-        stride_wk=weight.stride(2), stride_bs=bias.stride(0), stride_bn=bias.stride(1),
-        stride_ps=partial.stride(0), stride_pr=partial.stride(1),
-        HAS_BIAS=down_bias_SD is not None, BLOCK_K=block_k,
-        EVEN_N=dim_d % _BLOCK_N == 0, EVEN_K=dim_f % block_k == 0,
-        num_stages=stages_of(down_SDF, num_stages, _DEPTH, block_k),
-        **packed_arguments(down_SDF, None, x_TD), **common, **products,
-    )  # fmt: skip
-    block_d = 256
-    launch(
-        decode_combine, (num_tokens, triton.cdiv(dim_d, block_d)),
-        partial_ptr=partial, weights_ptr=weights_TK, out_ptr=out_TD,
-        num_parts=num_parts, dim=dim_d,
-        stride_ps=partial.stride(0), stride_pr=partial.stride(1),
-        stride_wt=weights_TK.stride(0), stride_wk=weights_TK.stride(1), stride_ot=out_TD.stride(0),
-        BLOCK_D=block_d,
-        **common,
-    )  # fmt: skip
-    return out_TD
+    products = DecodeProducts(x_TD, ids_TK, weights_TK, num_experts, device)
+    products.add(
+        gate_up_SZD,
+        down_SDF,
+        spec,
+        layout,
+        gate_up_bias_SZ=gate_up_bias_SZ,
+        down_bias_SD=down_bias_SD,
+        up=up,
+        slot_of_expert=slot_of_expert,
+    )
+    return products.sums(slot_of_expert)
+
+
+class DecodeProducts:
+    """The same for experts that come a few at a time, each once.
+
+    Every expert's rows are computed by programs of its own and summed at the end, a token's choices
+    in their order: the bits do not depend on who came when.
+    """
+
+    def __init__(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        num_experts: int,
+        device: GpuLimits | None = None,
+    ) -> None:
+        """Takes what `decode_expert_mlp` takes, and how many experts ids may name."""
+        self._x_TD, self._weights_TK = x_TD, weights_TK
+        self._ids_TK = ids_TK.contiguous()
+        self._device = device or describe_device(x_TD.device)
+        self._num_choices = ids_TK.shape[1]
+        self._num_experts = num_experts
+        self._hidden = self._partial = None
+        self._dim = x_TD.shape[1]
+
+    def add(
+        self,
+        gate_up_SZD: Weights,
+        down_SDF: Weights,
+        spec: ActivationSpec,
+        layout: GateLayout,
+        *,
+        gate_up_bias_SZ: Tensor | None = None,
+        down_bias_SD: Tensor | None = None,
+        up: tuple[Weights, Tensor | None] | None = None,
+        slot_of_expert: Tensor | None = None,
+    ) -> None:
+        """Computes the rows of the experts that have a slot.
+
+        Args:
+            gate_up_SZD: `[S, Z, D]`, any strides; or packed, of the gate, or of up without one.
+            down_SDF: `[S, D, F]`, any strides; or packed.
+            spec: The activation.
+            layout: Of the pre-activations.
+            gate_up_bias_SZ: `[S, Z]` or None.
+            down_bias_SD: `[S, D]` or None.
+            up: Weights and bias of up, where weights are packed and there is a gate.
+            slot_of_expert: `[E]` or None; below 0 for experts that are computed by another call.
+        """
+        x_TD, num_slots = self._x_TD, self._ids_TK.numel()
+        self._dim, dim_f = down_SDF.shape[1:]
+        if not num_slots or not self._dim:
+            return
+        if self._hidden is None:
+            self._hidden = x_TD.new_empty(num_slots, dim_f)
+        common = self._common(slot_of_expert)
+        products: dict[str, Any] = {
+            "num_tokens": len(x_TD),
+            "PRECISION": precision_of(x_TD),
+            "BLOCK_T": MAX_TOKENS,
+            "BLOCK_N": _BLOCK_N,
+            "num_warps": 4,
+        }
+        num_stages = _num_stages(x_TD, self._device)
+        self._add_up(
+            gate_up_SZD, up, gate_up_bias_SZ, spec, layout, num_stages, **common, **products
+        )
+        self._add_down(down_SDF, down_bias_SD, num_stages, **common, **products)
+
+    def _common(self, slot_of_expert: Tensor | None) -> dict[str, Any]:
+        return {
+            "ids_ptr": self._ids_TK,
+            "slots_ptr": self._ids_TK if slot_of_expert is None else slot_of_expert,
+            "num_experts": self._num_experts,
+            "NUM_CHOICES": self._num_choices,
+            "HAS_SLOTS": slot_of_expert is not None,
+            "BLOCK_C": triton.next_power_of_2(self._num_choices),
+        }
+
+    def _add_up(
+        self,
+        gate_up_SZD: Weights,
+        up: tuple[Weights, Tensor | None] | None,
+        gate_up_bias_SZ: Tensor | None,
+        spec: ActivationSpec,
+        layout: GateLayout,
+        num_stages: int,
+        **arguments: Any,
+    ) -> None:
+        x_TD, hidden = self._x_TD, self._hidden
+        assert hidden is not None
+        dim_f, dim_d = hidden.shape[1], x_TD.shape[1]
+        step, to_up = (2, 1) if layout.has_gate and not layout.is_concatenated else (1, dim_f)
+        weight = codes_of(gate_up_SZD)
+        bias = weight[:, :, 0] if gate_up_bias_SZ is None else gate_up_bias_SZ
+        to_up_w, to_up_b = weight.stride(1) * to_up, bias.stride(1) * to_up
+        if weight is not gate_up_SZD:
+            # of packed weights up is a tensor of its own, or there is no gate
+            to_up_w = 0 if up is None else distance(weight, codes_of(up[0]))
+            to_up_b = 0 if up is None or up[1] is None else distance(bias, up[1])
+        block_k = _block_k(x_TD, gate_up_SZD, has_gate=layout.has_gate)
+        launch(
+            decode_up, (len(hidden), triton.cdiv(dim_f, _BLOCK_N)),
+            x_ptr=x_TD, weight_ptr=weight, bias_ptr=bias, hidden_ptr=hidden,
+            dim_n=dim_f, dim_k=dim_d,
+            stride_xt=x_TD.stride(0), stride_xk=x_TD.stride(1),
+            stride_ws=weight.stride(0), stride_wn=weight.stride(1) * step,
+            stride_wk=weight.stride(2), stride_w_up=to_up_w,
+            stride_bs=bias.stride(0), stride_bn=bias.stride(1) * step,
+            stride_b_up=to_up_b, stride_hr=hidden.stride(0),
+            IS_GATED=layout.has_gate, HAS_BIAS=gate_up_bias_SZ is not None,
+            BLOCK_K=block_k, EVEN_N=dim_f % _BLOCK_N == 0, EVEN_K=dim_d % block_k == 0,
+            ACTIVATION=spec,
+            num_stages=stages_of(gate_up_SZD, num_stages, _DEPTH, block_k),
+            **packed_arguments(gate_up_SZD, None if up is None else up[0], x_TD),
+            **arguments,
+        )  # fmt: skip
+
+    def _add_down(
+        self, down_SDF: Weights, down_bias_SD: Tensor | None, num_stages: int, **arguments: Any
+    ) -> None:
+        x_TD, hidden = self._x_TD, self._hidden
+        assert hidden is not None
+        num_slots, dim_f = hidden.shape
+        weight, dim_d = codes_of(down_SDF), self._dim
+        block_k = _block_k(x_TD, down_SDF, has_gate=False)
+        programs = min(num_slots, self._num_experts) * triton.cdiv(dim_d, _BLOCK_N)
+        num_parts, split_k = _parts(programs, dim_f, block_k, self._device)
+        if self._partial is None:
+            self._partial = x_TD.new_empty(num_parts, num_slots, dim_d, dtype=torch.float32)
+        partial = self._partial
+        bias = weight[:, :, 0] if down_bias_SD is None else down_bias_SD
+        launch(
+            decode_down, (num_slots, triton.cdiv(dim_d, _BLOCK_N), num_parts),
+            hidden_ptr=hidden, weight_ptr=weight, bias_ptr=bias, partial_ptr=partial,
+            dim_n=dim_d, dim_k=dim_f, split_k=split_k,
+            stride_hr=hidden.stride(0), stride_ws=weight.stride(0), stride_wn=weight.stride(1),
+            stride_wk=weight.stride(2), stride_bs=bias.stride(0), stride_bn=bias.stride(1),
+            stride_ps=partial.stride(0), stride_pr=partial.stride(1),
+            HAS_BIAS=down_bias_SD is not None, BLOCK_K=block_k,
+            EVEN_N=dim_d % _BLOCK_N == 0, EVEN_K=dim_f % block_k == 0,
+            num_stages=stages_of(down_SDF, num_stages, _DEPTH, block_k),
+            **packed_arguments(down_SDF, None, x_TD), **arguments,
+        )  # fmt: skip
+
+    def sums(self, slot_of_expert: Tensor | None = None) -> Tensor:
+        """The output, once every expert was added that an id names and that has a slot here.
+
+        Args:
+            slot_of_expert: `[E]`, below 0 for experts that take no part; None if all do.
+        """
+        partial, weights_TK = self._partial, self._weights_TK
+        out_TD = self._x_TD.new_empty(len(self._x_TD), self._dim)
+        if partial is None:
+            return out_TD.zero_()
+        block_d = 256
+        launch(
+            decode_combine, (len(out_TD), triton.cdiv(self._dim, block_d)),
+            partial_ptr=partial, weights_ptr=weights_TK, out_ptr=out_TD,
+            num_parts=len(partial), dim=self._dim,
+            stride_ps=partial.stride(0), stride_pr=partial.stride(1),
+            stride_wt=weights_TK.stride(0), stride_wk=weights_TK.stride(1),
+            stride_ot=out_TD.stride(0), BLOCK_D=block_d,
+            **self._common(slot_of_expert),
+        )  # fmt: skip
+        return out_TD
 
 
 def _block_k(x: Tensor, weight: Weights, *, has_gate: bool) -> int:

@@ -219,11 +219,7 @@ class OffloadedExperts(AbsentParameters):
         """The outputs of the experts before they are summed: ``[T * K, D]``, a row a choice."""
         num_tokens, top_k = top_k_index.shape
         rows = self.rows_of(top_k_index)
-        if self.listeners.routed and not _is_recomputing():
-            keys = [self._keys[expert] for expert in rows]
-            routing = LayerRouting(self.layer, keys, hidden_TD, top_k_index, top_k_weights)
-            for listener in self.listeners.routed:
-                listener.routed(routing)
+        self._announce(rows, hidden_TD, top_k_index, top_k_weights)
         num_rows = sum(map(len, rows.values()))
         # rows of skipped slots are summed with the others, so they must be zero
         make = torch.empty if num_rows == num_tokens * top_k else torch.zeros
@@ -234,10 +230,16 @@ class OffloadedExperts(AbsentParameters):
         if num_rows:
             keys = [self._keys[expert] for expert in own_rows]
             routing = LayerRouting(self.layer, keys, hidden_TD, top_k_index, top_k_weights)
-            self._compute(routing, own_rows, out_RD)
+            self._compute(routing, partial(self._add_rows, routing, own_rows, out_RD))
         if num_rows and self.share is not None:
             self.share.exchange(self.layer, rows, out_RD)
         return out_RD
+
+    def _announce(self, rows: Iterable[int], *routed: torch.Tensor) -> None:
+        if self.listeners.routed and not _is_recomputing():
+            keys = [self._keys[expert] for expert in rows]
+            for listener in self.listeners.routed:
+                listener.routed(LayerRouting(self.layer, keys, *routed))
 
     def rows_of(self, top_k_index: torch.Tensor) -> dict[int, list[int]]:
         """Maps each visited expert to its routed rows: those of most rows last, and of equals the
@@ -273,7 +275,7 @@ class OffloadedExperts(AbsentParameters):
     def _activation_now(self) -> KernelGate | GateFunction:
         """The module's own activation where somebody looks into it: a kernel would not call it."""
         module = self._modules.get("act_fn")
-        if module is None or not _is_kernels(self._activation):
+        if module is None or not is_kernels(self._activation):
             return self._activation
         is_seen = is_observed(module) or torch.nn.modules.module._has_any_global_hook()
         return _own_gate(self.__dict__["replaced"]) if is_seen else self._activation
@@ -285,7 +287,7 @@ class OffloadedExperts(AbsentParameters):
 
     def _make_step(self, weights: ExpertWeights) -> ExpertStep | None:
         """The short way of steps of a few tokens, if the layer is one that it knows."""
-        if self._norms_outputs or not _is_kernels(self._activation):
+        if self._norms_outputs or not is_kernels(self._activation):
             return None
         return ExpertStep(weights.shape, self._activation)
 
@@ -293,14 +295,25 @@ class OffloadedExperts(AbsentParameters):
         y_RD = options.frozen_expert(x_RD, weights, self._activation_now())
         return self.get_submodule("post_expert_norm")(y_RD) if self._norms_outputs else y_RD
 
-    def _compute(
-        self, routing: LayerRouting, rows: dict[int, list[int]], out_RD: torch.Tensor
-    ) -> None:
+    def _add_rows(self, routing: LayerRouting, rows: Any, out_RD: torch.Tensor, group: Any) -> None:
+        destinations = [row for key, _ in group for row in rows[key.expert]]
+        if self._step is None:
+            self._step = self._make_step(group[0][1])
+        expert_ffn(
+            routing.hidden_TD,
+            [weights for _, weights in group],
+            [len(rows[key.expert]) for key, _ in group],
+            [row // routing.ids_TK.shape[1] for row in destinations],
+            destinations,
+            out_RD,
+            activation=self._activation_now(),
+        )
+
+    def _compute(self, routing: LayerRouting, use: Callable[[Any], None]) -> None:
+        """Gives experts as they arrive to ``use``, in lists of keys and weights."""
         assert self.store is not None
-        num_tokens, top_k = routing.ids_TK.shape
-        streaming = num_tokens > 1 and len(rows) > self.store.share(self.layer)
-        visits_all = streaming and len(rows) >= _NEARLY_ALL * len(self._keys)
-        activation = self._activation_now()
+        streaming = len(routing.ids_TK) > 1 and len(routing.keys) > self.store.share(self.layer)
+        visits_all = streaming and len(routing.keys) >= _NEARLY_ALL * len(self._keys)
         waiting = [] if _is_recomputing() else [*self.listeners.demanded]
 
         def tell() -> None:
@@ -315,19 +328,7 @@ class OffloadedExperts(AbsentParameters):
                 for group in lease:
                     if visits_all and lease.all_started:
                         self.store.read_ahead(self._following)
-                    counts = [len(rows[key.expert]) for key, _ in group]
-                    destinations = [row for key, _ in group for row in rows[key.expert]]
-                    if self._step is None:
-                        self._step = self._make_step(group[0][1])
-                    expert_ffn(
-                        routing.hidden_TD,
-                        [weights for _, weights in group],
-                        counts,
-                        [row // top_k for row in destinations],
-                        destinations,
-                        out_RD,
-                        activation=activation,
-                    )
+                    use(group)
                     tell()
             is_done = True
         finally:
@@ -357,7 +358,7 @@ def _activation(experts: Any) -> KernelGate | GateFunction:
     return _own_gate(experts) if formula is None else formula
 
 
-def _is_kernels(activation: KernelGate | GateFunction) -> TypeGuard[KernelGate]:
+def is_kernels(activation: KernelGate | GateFunction) -> TypeGuard[KernelGate]:
     return isinstance(activation, (str, ActivationSpec))
 
 

@@ -170,10 +170,11 @@ def load(
         cached["host"], landing_bytes = options.coded_experts(experts, place)
     if place.type != "cpu":
         cached["device"] = options.experts_on_device(experts)
+    kind = OffloadedExperts if place.type == "cpu" else options.DeviceExperts
     modules = replace_experts(
         model,
         experts,
-        lambda module, layer: OffloadedExperts(
+        lambda module, layer: kind(
             module, layer, [key for key in experts.layouts if key.layer == layer + 1]
         ),
     )

@@ -7,6 +7,7 @@ from moe_runtime.lazy import lazy_names
 if TYPE_CHECKING:
     from moe_runtime.inference.cache_code import coded_experts as coded_experts
     from moe_runtime.inference.cache_code import open_coded_stores as open_coded_stores
+    from moe_runtime.inference.device_experts import DeviceExperts as DeviceExperts
     from moe_runtime.inference.device_stores import experts_on_device as experts_on_device
     from moe_runtime.inference.device_stores import open_device_stores as open_device_stores
     from moe_runtime.inference.expert_gradients import (
@@ -49,6 +50,7 @@ else:
             "moe_runtime.parallel.dispatch": "as_transport",
             "moe_runtime.inference.expert_partition": "divide_experts",
             # a device
+            "moe_runtime.inference.device_experts": "DeviceExperts",
             "moe_runtime.inference.device_stores": "experts_on_device open_device_stores",
             "moe_runtime.memory.device": "CudaDevice",
             # experts in a code

@@ -52,8 +52,20 @@ class Device(Protocol):
         """
         ...
 
-    def compute_here(self) -> None:
-        """The caller's current stream computes from slots from now on."""
+    def compute_here(self) -> int:
+        """The caller's current stream computes from slots from now on; returns its number."""
+        ...
+
+    def upload(self, numbers: Sequence[int]) -> torch.Tensor:
+        """Numbers as int32 of the device, for work that is queued on the current stream."""
+        ...
+
+    def download(self, numbers: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        """Copies numbers to the host behind what the current stream has queued; does not wait.
+
+        Returns:
+            Host memory, and the event behind which it holds them.
+        """
         ...
 
     def wait_here(self, event: Any) -> None:
@@ -127,7 +139,7 @@ class CudaDevice:
         """As ``Device.pin``."""
         pin_in_parts(torch.cuda.cudart(), memory, slot_bytes)
 
-    def compute_here(self) -> None:
+    def compute_here(self) -> int:
         """As ``Device.compute_here``."""
         stream = torch.cuda.current_stream(self._place)
         if stream.cuda_stream not in self._computing:
@@ -135,6 +147,20 @@ class CudaDevice:
                 if memory is not None:
                     memory.record_stream(stream)
             self._computing[stream.cuda_stream] = stream
+        return stream.cuda_stream
+
+    def upload(self, numbers: Sequence[int]) -> torch.Tensor:
+        """As ``Device.upload``."""
+        pinned = torch.tensor(numbers, dtype=torch.int32, pin_memory=True)
+        return pinned.to(self._place, non_blocking=True)
+
+    def download(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """As ``Device.download``."""
+        found = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        found.copy_(numbers, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(self._place))
+        return found, copied
 
     def wait_here(self, event: torch.cuda.Event) -> None:
         """As ``Device.wait_here``."""

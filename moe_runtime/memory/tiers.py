@@ -17,7 +17,6 @@ from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.types import ExpertKey
 
 W = TypeVar("W")
-R = TypeVar("R")
 
 COPY_THREADS = 2
 """Threads that only copy what is demanded: one waits for its expert to be read while another uses
@@ -223,77 +222,3 @@ class TierStore(ExpertStore[W]):
         """As ``ExpertStore.let_go``."""
         if not self.fetcher.is_within_lower():
             super().let_go()
-
-
-class DeviceLease(TierLease[W]):
-    """A hold on experts of a device, which are handed out when their copies are queued.
-
-    The caller's current stream waits for the copies of what is handed out, the host for none. A
-    policy that decides after the use whether to keep an expert is asked once it has arrived, so
-    then the host waits too.
-    """
-
-    _store: "DeviceStore[W]"  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    def _take_ready(self) -> list[ExpertKey]:
-        """What is there goes first; then one expert after the other, so that the device computes
-        one while the next is copied."""
-        ready = super()._take_ready()
-        if ready or self._decides_later:
-            return ready
-        queued, entries = self._store.fetcher.queued, self._store._entries
-        for key in self._arriving:
-            copy = queued.get(entries[key].read)
-            if copy is not None:
-                copy.has_users = True
-                self._arriving.remove(key)
-                return [key]
-        return []
-
-    def _weights(self, key: ExpertKey) -> W:
-        store = self._store
-        copy = store.fetcher.queued.get(store._entries[key].read)
-        if copy is not None:
-            store.device.wait_here(copy.event)
-        store.fetcher.raise_failure()
-        return super()._weights(key)
-
-
-class DeviceStore(TierStore[W]):
-    """Experts in slots of a device.
-
-    A lease is for work that is queued on the caller's current stream while the lease yields: it may
-    be any stream, and may change from lease to lease.
-
-    Attributes:
-        device: whose slots they are.
-    """
-
-    def __init__(self, device: Device, fetcher: TierFetcher, *args: Any, **kwargs: Any) -> None:
-        """Takes the device, and what ``ExpertStore`` takes."""
-        super().__init__(fetcher, *args, **kwargs)
-        self.device = device
-
-    def lease(
-        self, keys: Sequence[ExpertKey], *, streaming: bool = False, above: Read | None = None
-    ) -> DeviceLease[W]:
-        """As ``ExpertStore.lease``.
-
-        Raises:
-            MoERuntimeError: a copy failed that earlier work was queued behind.
-        """
-        self.fetcher.raise_failure()
-        self.device.compute_here()
-        return DeviceLease(self, keys, streaming=streaming, above=above)
-
-    def use_resident(
-        self, keys: Sequence[ExpertKey], use: Callable[[list[W]], R | None]
-    ) -> R | None:
-        """As ``ExpertStore.use_resident``, for work that is queued on the current stream.
-
-        Raises:
-            MoERuntimeError: a copy failed that earlier work was queued behind.
-        """
-        self.fetcher.raise_failure()
-        self.device.compute_here()
-        return super().use_resident(keys, use)

@@ -4,81 +4,20 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Sequence
 from functools import partial
 
 import pytest
 import torch
+from device_tiers import Interrupted, Tiers
 from emulated_device import POISON, EmulatedDevice
-from fake_tier import NUM_EXPERTS, NUM_LAYERS, SLOT_BYTES, FakeTier, content, keys, make_store
+from fake_tier import NUM_EXPERTS, NUM_LAYERS, keys
 
 from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError
 from moe_runtime.memory.device import CudaDevice, Device, pin_in_parts
 from moe_runtime.memory.io_queue import Priority
 from moe_runtime.memory.slab import Slab, aligned_bytes
-from moe_runtime.memory.tiers import DeviceStore, TierFetcher
-from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
-from moe_runtime.types import ExpertKey
 
 DEMAND, AHEAD = Priority.DEMAND, Priority.READAHEAD
-
-
-class Interrupted(KeyboardInterrupt):
-    """What the computation is cut short by."""
-
-
-class Tiers:
-    """An emulated device over host memory over a disk, and work that reads slots when it runs."""
-
-    def __init__(self, *, on_device: int = 6, on_host: int = 7) -> None:
-        self.disk, self.device = FakeTier(), EmulatedDevice()
-        self.host = make_store(self.disk, on_host)
-        self.device.pin(self.host._slab.bytes, SLOT_BYTES)
-        self.store = DeviceStore(
-            self.device,
-            TierFetcher(self.host, self.device),
-            Slab(on_device, SLOT_BYTES, allocate=self.device.allocate),
-            LayerShares(LRU, even_shares(on_device, NUM_LAYERS)),
-            lambda _, slot: slot,
-            stream_slots=2,
-        )
-        self.seen: list[tuple[ExpertKey, list[int]]] = []
-
-    def use(self, wanted: Sequence[ExpertKey], *, streaming: bool, cut_at: int = -1) -> None:
-        """Queues work on each expert, which reads it when the device gets there."""
-        is_done = False
-        lease = self.store.lease(wanted, streaming=streaming)
-        try:
-            with lease:
-                for group in lease:
-                    for key, slot in group:
-                        self.device.compute(partial(self._look, key, slot))
-                        cut_at -= 1
-                        if not cut_at:
-                            raise Interrupted
-            is_done = True
-        finally:
-            if not is_done:
-                self.store.give_up(lease)
-
-    def _look(self, key: ExpertKey, slot: torch.Tensor) -> None:
-        self.seen.append((key, slot.unique().tolist()))
-
-    def settle(self) -> None:
-        """Waits until the host knows that all reads have ended."""
-        while self.store._link.under_way:
-            time.sleep(1e-4)
-
-    def check(self) -> None:
-        self.store.check()
-        self.host.check()
-
-    def close(self) -> None:
-        self.store.close()
-        self.check()
-        self.device.finish()
-        assert self.seen
-        assert [found for found in self.seen if found[1] != [content(found[0])]] == []
 
 
 def run_schedule(seed: int, num_steps: int) -> Tiers:
@@ -93,8 +32,12 @@ def run_schedule(seed: int, num_steps: int) -> Tiers:
         device, fault = tiers.device, MemoryError("as asked")
         kind = drawn.randrange(8)
         (device.faults if kind == 0 else device.late_faults if kind == 1 else []).append(fault)
-        if drawn.random() < 0.2:
+        action = drawn.random()
+        if action < 0.2:
             tiers.store.read_ahead(wanted)
+        elif action < 0.4:
+            with contextlib.suppress(MoERuntimeError), tiers.device.stream(drawn.randrange(3)):
+                tiers.use_residents(layer)
         else:
             streaming, cut_at = drawn.random() < 0.5, drawn.choice([-1, -1, 1, 2])
             here = tiers.device.stream(drawn.randrange(3))
@@ -363,3 +306,21 @@ def test_a_cuda_device_copies_behind_the_work_of_every_stream_that_computes() ->
     assert [int(total) for total in sums] == [1 << 24, 7 << 24]
     assert bool((slot == 7).all())
     device.drain()
+
+
+def test_work_on_residents_looks_at_nobody_who_was_evicted() -> None:
+    tiers, (first, second) = Tiers(on_device=3), keys(0, 0, 1)  # one slot for each layer
+    for layer in (1, 2, 0):
+        tiers.use(keys(layer, 0), streaming=False)
+    tiers.settle()
+    tiers.use_residents(0)
+    waits, lease = HeldWaits(tiers), tiers.store.lease([second])
+    with lease:
+        for _ in lease:  # its copy is queued, and has not ended
+            tiers.use_residents(0)
+    tiers.use_residents(0)
+    waits.let_go()
+    tiers.settle()
+    tiers.use_residents(0)
+    tiers.close()
+    assert {first, second} < {key for key, _ in tiers.seen}

@@ -82,8 +82,21 @@ class EmulatedDevice:
     def _current(self) -> int:
         return getattr(self._here, "number", 0)
 
-    def compute_here(self) -> None:
+    def compute_here(self) -> int:
         self.computing.add(self._current)
+        return self._current
+
+    def upload(self, numbers: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32)
+
+    def download(self, numbers: torch.Tensor) -> tuple[torch.Tensor, EmulatedEvent]:
+        """They arrive when somebody waits; until then they are no expert's."""
+        with self._lock, torch.inference_mode(False):
+            source = numbers.clone()
+            found = torch.full_like(source, -(2**30))
+            end = max(self.now_s, self._streams_s.get(self._current, 0.0)) + self._latency_s
+            self._at(end, lambda: found.copy_(source))
+            return found, EmulatedEvent(self, end)
 
     def wait_here(self, event: EmulatedEvent | _Failing) -> None:
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from emulated_device import EmulatedDevice
@@ -12,6 +13,8 @@ from emulated_device import EmulatedDevice
 import moe_runtime
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.inference import loading
+from moe_runtime.inference.device_experts import DeviceExperts
 from moe_runtime.inference.device_stores import experts_on_device, open_device_stores
 from moe_runtime.inference.expert_layer import OffloadedExperts
 from moe_runtime.inference.handle import RuntimeHandle
@@ -38,7 +41,8 @@ def load_on_emulated_device(checkpoint: Path, *, slots_a_layer: int, dtype: str 
 
     Its ``moe`` is the handle of the two stores.
     """
-    model: Any = moe_runtime.load(checkpoint, device="cpu", dtype=dtype, max_tokens=64)
+    with patch.object(loading, "OffloadedExperts", DeviceExperts):
+        model: Any = moe_runtime.load(checkpoint, device="cpu", dtype=dtype, max_tokens=64)
     facts = model.moe.facts
     model.moe.close()
     experts, device = map_of(checkpoint, dtype), EagerDevice()
@@ -68,3 +72,7 @@ def load_on_emulated_device(checkpoint: Path, *, slots_a_layer: int, dtype: str 
 def logits_of(model: Any, prompts: list[torch.Tensor]) -> list[torch.Tensor]:
     with torch.inference_mode():
         return [model(prompt).logits for prompt in prompts]
+
+
+def experts_modules_of(model: Any) -> list[DeviceExperts]:
+    return [module for module in model.modules() if isinstance(module, DeviceExperts)]

@@ -1,0 +1,111 @@
+"""A layer whose experts come into slots a few at a time: the bits of one call with all of them.
+
+Shape suffixes: T tokens, K top-k, R routed rows = T * K, E experts, D model, F hidden.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_runtime.kernels.combine.kernel import launch_combine_fwd
+from moe_runtime.kernels.expert_mlp.experts import StackedExperts
+from moe_runtime.kernels.expert_mlp.op import resolve_activation, validate_routing
+from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS, DecodeProducts
+from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
+from moe_runtime.kernels.grouped_gemm.groups import Groups
+from moe_runtime.kernels.operands.activation import ActivationName, ActivationSpec
+from moe_runtime.kernels.token_sort import token_sort
+from moe_runtime.kernels.triton_support import check_triton_dtype, require_triton
+
+
+class SlottedProducts:
+    """The routed feed-forward by Triton kernels, without a backward pass or a wait for the device.
+
+    The number of tokens alone chooses the kernels, never what is in which slot or since when, and
+    each expert's rows are computed apart from those of the others. Rows are summed once, at the
+    end, in the order of a token's choices.
+    """
+
+    def __init__(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        num_experts: int,
+        activation: ActivationName | ActivationSpec,
+    ) -> None:
+        """Sorts the rows, where there are many.
+
+        Args:
+            x_TD: `[T, D]` fp32, bf16 or fp16.
+            ids_TK: `[T, K]` int32 or int64; an id that names no expert adds nothing.
+            weights_TK: `[T, K]` gate weights.
+            num_experts: That ids may name.
+            activation: A name or a formula.
+
+        Raises:
+            ValueError: Shapes, dtypes or devices do not fit.
+        """
+        require_triton(x_TD.device)
+        check_triton_dtype(x_TD)
+        validate_routing(x_TD, ids_TK, weights_TK)
+        spec = resolve_activation(activation)
+        assert isinstance(spec, ActivationSpec), "names are formulas"
+        self._x_TD, self._weights_TK, self._spec = x_TD, weights_TK, spec
+        self._few = self._order = self._hidden_RF = None
+        self._y_RD = x_TD.new_empty(0)
+        if len(x_TD) <= MAX_TOKENS:
+            self._few = DecodeProducts(x_TD, ids_TK, weights_TK, num_experts)
+        else:
+            self._order = token_sort(ids_TK, num_experts, impl="triton")
+
+    def add(self, experts: StackedExperts) -> None:
+        """Computes the rows of the experts that have a slot; each comes once."""
+        x_TD, slots, layout = self._x_TD, experts.slot_of_expert, experts.layout
+        gate_up, down = experts.gate_up, experts.down
+        if experts.is_transposed:
+            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+        biases = experts.gate_up_bias, experts.down_bias
+        if self._few is not None:
+            self._few.add(
+                gate_up,
+                down,
+                self._spec,
+                layout,
+                gate_up_bias_SZ=biases[0],
+                down_bias_SD=biases[1],
+                slot_of_expert=slots,
+            )
+            return
+        order = self._order
+        assert order is not None
+        num_rows, num_choices = len(order.order_R), self._weights_TK.shape[1]
+        if self._hidden_RF is None:
+            self._hidden_RF = x_TD.new_empty(num_rows, experts.dim_hidden)
+            self._y_RD = x_TD.new_empty(num_rows, experts.dim_model)
+        groups = Groups(order.offsets_E1, num_rows, slots, order.order_R, num_choices)
+        activated_product(
+            x_TD,
+            gate_up,
+            groups,
+            self._spec,
+            layout,
+            out=self._hidden_RF,
+            pre=None,
+            bias_SZ=biases[0],
+            gathers=True,
+        )
+        plain_product(self._hidden_RF, down, groups, out=self._y_RD, bias_SN=biases[1])
+
+    def sums(self) -> Tensor:
+        """`[T, D]` in the dtype of `x`, once every expert was added that an id names."""
+        if self._few is not None:
+            return self._few.sums()
+        order = self._order
+        assert order is not None
+        if self._hidden_RF is None:  # no id names an expert
+            return self._x_TD.new_zeros(self._x_TD.shape)
+        num_choices = self._weights_TK.shape[1]
+        return launch_combine_fwd(
+            self._y_RD, self._weights_TK, order.inverse_R, order.offsets_E1[-1:], num_choices
+        )

@@ -1,0 +1,80 @@
+"""Experts in slots of a device: residents in one launch, arrivals in launches of their own.
+
+Shape suffixes: T tokens, K top-k, E experts, D model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from moe_runtime.inference.expert_layer import OffloadedExperts, is_kernels
+from moe_runtime.inference.steps import LayerRouting
+from moe_runtime.kernels.expert_mlp import ExpertWeights
+from moe_runtime.kernels.expert_mlp.implementations.slotted import SlottedProducts
+from moe_runtime.memory.device_store import DeviceStore
+from moe_runtime.types import ExpertKey
+
+
+class DeviceExperts(OffloadedExperts):
+    """As `OffloadedExperts`, for a store of slots that kernels take as one stack.
+
+    What is resident is launched before the host knows which experts were chosen: kernels find the
+    slot of an expert in a table on the device. The choices are copied to the host beside that. A
+    layer that is resident as a whole waits for nothing; any other for this copy, which was queued
+    before the products. Then only what was not resident is computed, as it arrives, and the sums
+    are made once, in the order of the choices: the same bits whoever was resident.
+
+    Experts that differ from each other, that are quantised or normed, that have a gate of their own
+    or compute in another dtype go the way of `OffloadedExperts`.
+    """
+
+    def _make_step(self, weights: ExpertWeights) -> None:
+        """That step is the host's."""
+
+    def compute(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """As `OffloadedExperts.compute`."""
+        store, activation = self.store, self._activation_now()
+        if (
+            not isinstance(store, DeviceStore)
+            or self.share is not None
+            or self._norms_outputs
+            or not is_kernels(activation)
+            or not store.has_stack(self.layer, hidden_states.dtype)
+            or not top_k_index.numel()
+        ):
+            return super().compute(hidden_states, top_k_index, top_k_weights)
+        found, copied = store.device.download(top_k_index)
+        products = SlottedProducts(
+            hidden_states, top_k_index, top_k_weights, self.num_experts, activation
+        )
+        residents, is_done = None, False
+        try:
+            residents = store.launch_residents(self.layer, products.add)
+            listens = self.listeners.routed or self.listeners.demanded
+            if residents.are_all and not listens and store.listener is None:
+                store.count_later(copied, lambda: [self._keys[e] for e in self.rows_of(found)])
+                is_done = True
+                return products.sums()
+            is_done = True
+        finally:
+            if not is_done:
+                store.let_go()
+        copied.synchronize()
+        rows = self.rows_of(found)
+        self._announce(rows, hidden_states, top_k_index, top_k_weights)
+
+        def add(group: Sequence[tuple[ExpertKey, Any]]) -> None:
+            arrived = [key for key, _ in group if key.expert not in residents.experts]
+            if arrived:
+                products.add(store.stack_of(arrived))
+
+        if rows:
+            keys = [self._keys[expert] for expert in rows]
+            routing = LayerRouting(self.layer, keys, hidden_states, top_k_index, top_k_weights)
+            self._compute(routing, add)
+        return products.sums()

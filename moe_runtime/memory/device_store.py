@@ -1,0 +1,244 @@
+"""The store of experts in slots of a device, and the leases of work that is queued there."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from moe_runtime.memory.device import Device, Event
+from moe_runtime.memory.io_queue import Read
+from moe_runtime.memory.tiers import TierFetcher, TierLease, TierStore
+from moe_runtime.types import ExpertKey, StoreStats
+
+W = TypeVar("W")
+R = TypeVar("R")
+
+
+class DeviceLease(TierLease[W]):
+    """A hold on experts of a device, which are handed out when their copies are queued.
+
+    The caller's current stream waits for the copies of what is handed out, the host for none. A
+    policy that decides after the use whether to keep an expert is asked once it has arrived, so
+    then the host waits too.
+    """
+
+    _store: DeviceStore[W]  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def _take_ready(self) -> list[ExpertKey]:
+        """What is there goes first; then one expert after the other, so that the device computes
+        one while the next is copied."""
+        ready = super()._take_ready()
+        if ready or self._decides_later:
+            return ready
+        queued, entries = self._store.fetcher.queued, self._store._entries
+        for key in self._arriving:
+            copy = queued.get(entries[key].read)
+            if copy is not None:
+                copy.has_users = True
+                self._arriving.remove(key)
+                return [key]
+        return []
+
+    def _weights(self, key: ExpertKey) -> W:
+        store = self._store
+        copy = store.fetcher.queued.get(store._entries[key].read)
+        if copy is not None:
+            store.device.wait_here(copy.event)
+        store.fetcher.raise_failure()
+        return super()._weights(key)
+
+
+class SlotStacks(Protocol):
+    """How kernels take the experts of a layer where they lie in the slots of a device."""
+
+    def takes(self, layer: int, dtype: torch.dtype) -> bool:
+        """Whether kernels take the slots of a layer as one stack, for rows of this type."""
+        ...
+
+    def num_experts(self, layer: int) -> int:
+        """Experts of the layer."""
+        ...
+
+    def stack(self, layer: int, slots: Sequence[int]) -> Any:
+        """All slots, and for each expert of the layer the one that it lies in, below 0 for none.
+
+        For work that is queued on the caller's current stream.
+        """
+        ...
+
+
+class Residents(NamedTuple):
+    """The experts of a layer that are in slots of a device.
+
+    Attributes:
+        experts: who they are.
+        stack: what kernels take; None where there is nobody.
+        are_all: whether they are the whole layer, kept by the policy.
+        stream: on whose stream kernels may take them.
+    """
+
+    experts: frozenset[int]
+    stack: Any
+    are_all: bool
+    stream: int
+
+
+class DeviceStore(TierStore[W]):
+    """Experts in slots of a device.
+
+    A lease is for work that is queued on the caller's current stream while the lease yields: it may
+    be any stream, and may change from lease to lease.
+
+    Attributes:
+        device: whose slots they are.
+        stacks: how kernels take them, if they do.
+    """
+
+    def __init__(self, device: Device, fetcher: TierFetcher, *args: Any, **kwargs: Any) -> None:
+        """Takes the device, and what ``ExpertStore`` takes."""
+        super().__init__(fetcher, *args, **kwargs)
+        self.device = device
+        self.stacks: SlotStacks | None = None
+        self._residents: dict[int, Residents] = {}
+        self._uncounted: deque[tuple[Event, Callable[[], Sequence[ExpertKey]]]] = deque()
+
+    def lease(
+        self, keys: Sequence[ExpertKey], *, streaming: bool = False, above: Read | None = None
+    ) -> DeviceLease[W]:
+        """As ``ExpertStore.lease``.
+
+        Raises:
+            MoERuntimeError: a copy failed that earlier work was queued behind.
+        """
+        self.fetcher.raise_failure()
+        self.device.compute_here()
+        self._count_uses(waits=True)
+        return DeviceLease(self, keys, streaming=streaming, above=above)
+
+    def use_resident(
+        self, keys: Sequence[ExpertKey], use: Callable[[list[W]], R | None]
+    ) -> R | None:
+        """As ``ExpertStore.use_resident``, for work that is queued on the current stream.
+
+        Raises:
+            MoERuntimeError: a copy failed that earlier work was queued behind.
+        """
+        self.fetcher.raise_failure()
+        self.device.compute_here()
+        return super().use_resident(keys, use)
+
+    def has_stack(self, layer: int, dtype: torch.dtype) -> bool:
+        """Whether kernels take the experts of a layer as one stack, for rows of this type."""
+        return self.stacks is not None and self.stacks.takes(layer, dtype)
+
+    def launch_residents(self, layer: int, launch: Callable[[Any], object]) -> Residents:
+        """Queues work on all experts of a layer that are in their slots; nothing is waited for.
+
+        Nobody is evicted while it is queued, and what fills a slot later runs behind it.
+
+        Args:
+            layer: one with a stack.
+            launch: is given the stack, unless nobody is there; it must not wait.
+
+        Raises:
+            MoERuntimeError: a copy failed that earlier work was queued behind.
+        """
+        self.fetcher.raise_failure()
+        stream = self.device.compute_here()
+        with self._changed:
+            found = self._residents.get(layer)
+            if found is None or found.stream != stream:
+                found = self._residents[layer] = self._find_residents(layer, stream)
+            if found.experts:
+                launch(found.stack)
+            return found
+
+    def stack_of(self, keys: Sequence[ExpertKey]) -> Any:
+        """What kernels take of experts of one layer that a lease has just yielded."""
+        assert self.stacks is not None, "the layer has a stack"
+        layer = keys[0].layer
+        slots = [-1] * self.stacks.num_experts(layer)
+        with self._changed:
+            for key in keys:
+                slots[key.expert] = self._entries[key].slot
+        return self.stacks.stack(layer, slots)
+
+    def count_later(self, event: Event, used: Callable[[], Sequence[ExpertKey]]) -> None:
+        """Counts the use of residents once the device has told who they were.
+
+        Args:
+            event: when it has.
+            used: says who, those wanted most last; called behind the event.
+        """
+        with self._changed:
+            self._uncounted.append((event, used))
+        self._count_uses(waits=False)
+
+    def stats(self) -> StoreStats:
+        """As ``ExpertStore.stats``; waits for the device where it has not told who was used."""
+        self._count_uses(waits=True)
+        return super().stats()
+
+    def reset_stats(self) -> None:
+        """As ``ExpertStore.reset_stats``."""
+        self._count_uses(waits=True)
+        super().reset_stats()
+
+    def close(self) -> None:
+        """As ``ExpertStore.close``; what kernels take lives on with who still has it."""
+        self._residents.clear()
+        self.stacks = None
+        super().close()
+
+    def _count_uses(self, *, waits: bool) -> None:
+        with self._changed:
+            while self._uncounted and (waits or self._uncounted[0][0].query()):
+                event, used = self._uncounted[0]
+                event.synchronize()
+                for key in used():
+                    self._count_use(key)
+                self._uncounted.popleft()
+
+    # What follows is called with the lock held.
+
+    def _count_use(self, key: ExpertKey) -> None:
+        self._counters.hits += 1
+        entry = self._entries.get(key)
+        if entry is not None and entry.arrived:  # else it has left meanwhile
+            self._counters.useful_guesses += entry.guessed
+            entry.guessed = False
+            if key not in self._streamed:
+                self._policy.touch(key)
+
+    def _find_residents(self, layer: int, stream: int) -> Residents:
+        assert self.stacks is not None, "the layer has a stack"
+        keys = [ExpertKey(layer, expert) for expert in range(self.stacks.num_experts(layer))]
+        slots, are_kept = [-1] * len(keys), True
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is not None and entry.arrived and entry.read.error is None:
+                slots[key.expert] = entry.slot
+                are_kept = are_kept and key not in self._streamed
+        experts = frozenset(expert for expert, slot in enumerate(slots) if slot >= 0)
+        stack = self.stacks.stack(layer, slots) if experts else None
+        return Residents(experts, stack, are_kept and len(experts) == len(keys), stream)
+
+    def _arrive(self, key: ExpertKey, read: Read) -> None:
+        with self._changed:
+            self._residents.pop(key.layer, None)
+            super()._arrive(key, read)
+
+    def _keep(self, key: ExpertKey) -> None:
+        self._residents.pop(key.layer, None)
+        super()._keep(key)
+
+    def _drop(self, key: ExpertKey) -> None:
+        self._residents.pop(key.layer, None)
+        super()._drop(key)
+
+    def _mend(self) -> None:
+        self._residents.clear()
+        super()._mend()

@@ -1,0 +1,146 @@
+"""Models whose experts are computed from slots of an emulated device, by Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulated_models import experts_modules_of, load_on_emulated_device, logits_of
+from moe_families import Family
+from tiny_checkpoints import PROMPT, save, tiny_model
+from torch.overrides import TorchFunctionMode
+from triton_interpreter import repair_interpreter
+
+import moe_runtime
+from moe_runtime.inference.device_experts import DeviceExperts
+from moe_runtime.memory.device_store import DeviceStore
+from moe_runtime.types import ExpertKey
+
+pytest.importorskip("triton")
+NUM_EXPERTS = 6
+# One token, and more than the kernels for a few tokens take.
+PROMPTS = [PROMPT[:, :1], torch.cat((PROMPT, PROMPT[:, :6]), 1), PROMPT[:, 2:3]]
+# Gate and up in turn, with biases, and an activation that is a formula.
+FAMILY = Family("gpt_oss", "GptOssForCausalLM", {"num_hidden_layers": 2})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreter() -> None:
+    if not torch.cuda.is_available():
+        repair_interpreter()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tiny_model(FAMILY), tmp_path_factory.mktemp("family"), sharded=True)
+
+
+def test_the_same_bits_whoever_is_resident(checkpoint: Path) -> None:
+    found = []
+    for slots in (NUM_EXPERTS, 2):
+        model = load_on_emulated_device(checkpoint, slots_a_layer=slots)
+        with model.moe:
+            found.append(logits_of(model, PROMPTS))
+            model.moe.check()
+    assert all(map(torch.equal, *found))
+    with (on_host := moe_runtime.load(checkpoint, device="cpu", max_tokens=64)).moe:
+        expected = logits_of(on_host, PROMPTS)
+    # fp32 products of at most 48 terms in two layers, in another order
+    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
+
+
+class Asked(TorchFunctionMode):
+    """The calls that wait until the device has computed a number, or a shape."""
+
+    NAMES = frozenset(
+        {"tolist", "item", "cpu", "numpy", "nonzero", "unique", "equal", "masked_select"}
+        | {"__bool__", "__int__", "__index__", "__float__", "__array__"}
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in self.NAMES:
+            self.calls.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def a_layer(checkpoint: Path, num_resident: int) -> tuple[Any, DeviceExperts, list[None]]:
+    """A model, a layer of it of whose experts the first so many are resident, and waits to come."""
+    model = load_on_emulated_device(checkpoint, slots_a_layer=num_resident)
+    layer = experts_modules_of(model)[1]
+    make_resident(layer, num_resident)
+    waits: list[None] = []
+    store = layer.store
+    assert isinstance(store, DeviceStore)
+    store.device.hesitate = lambda: waits.append(None)  # type: ignore[attr-defined]
+    return model, layer, waits
+
+
+def make_resident(layer: DeviceExperts, number: int) -> None:
+    store = layer.store
+    assert store is not None
+    with store.lease([ExpertKey(layer.layer, expert) for expert in range(number)]) as lease:
+        for _ in lease:
+            pass
+    while not all(entry.arrived for entry in store._entries.values()):
+        pass
+
+
+@pytest.mark.parametrize("num_tokens", [1, 17])
+@pytest.mark.parametrize("num_resident", [NUM_EXPERTS, NUM_EXPERTS - 1])
+def test_a_step_without_misses_asks_the_device_for_nothing_but_the_choices(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, num_tokens: int, num_resident: int
+) -> None:
+    from triton.runtime.jit import KernelInterface
+
+    started: list[str] = []
+
+    def getitem(kernel: Any, grid: Any) -> Callable[..., None]:
+        started.append(kernel.fn.__name__)
+        return lambda **arguments: None
+
+    monkeypatch.setattr(KernelInterface, "__getitem__", getitem)
+    model, layer, waits = a_layer(checkpoint, num_resident)
+    with model.moe, torch.inference_mode(), Asked() as asked:
+        ids = torch.tensor([[0, 3]]).expand(num_tokens, 2).contiguous()
+        assert [*asked.calls, *waits] == []
+        layer(torch.zeros(num_tokens, 32), ids, torch.ones(num_tokens, 2))
+        # of a layer that is not resident as a whole, the host must know who is missing
+        own = [] if num_resident == NUM_EXPERTS else ["tolist"]
+        assert asked.calls == own
+        assert len(waits) == len(own)
+        num_products = started.count("decode_down") + started.count("grouped_gemm_fwd")
+        assert num_products == (1 if num_tokens == 1 else 2)  # one launch of each for everybody
+        ids.tolist()
+        assert asked.calls == [*own, "tolist"]  # what is asked is seen
+        assert model.moe.stats().hits == 2
+        model.moe.check()
+
+
+@pytest.mark.parametrize("slots", [NUM_EXPERTS, 3])
+def test_what_is_counted_is_what_leases_count(checkpoint: Path, slots: int) -> None:
+    counted = []
+    for has_stack in (True, False):
+        model = load_on_emulated_device(checkpoint, slots_a_layer=slots)
+        layer = experts_modules_of(model)[0]
+        store = layer.store
+        assert isinstance(store, DeviceStore)
+        if not has_stack:
+            store.stacks = None
+        with model.moe, torch.inference_mode():
+            for first in (0, 1, 2, 0, 4, 3, 0, 1):
+                ids = torch.tensor([[first, first + 1]])
+                layer(torch.zeros(1, 32), ids, torch.ones(1, 2))
+            stats, order = model.moe.stats(), [*store._policy.layers[0]._order]  # type: ignore
+        counted.append((stats.misses, stats.hits + stats.late_hits, order))
+    assert counted[0] == counted[1]
+    assert counted[0][0] + counted[0][1] == 16

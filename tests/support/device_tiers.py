@@ -1,0 +1,100 @@
+"""An emulated device over host memory over a disk, with work that looks at slots when it runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from emulated_device import EmulatedDevice
+from fake_tier import NUM_EXPERTS, NUM_LAYERS, SLOT_BYTES, FakeTier, content, make_store
+
+from moe_runtime.memory.device_store import DeviceStore
+from moe_runtime.memory.slab import Slab
+from moe_runtime.memory.tiers import TierFetcher
+from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
+from moe_runtime.types import ExpertKey
+
+
+class Interrupted(KeyboardInterrupt):
+    """What the computation is cut short by."""
+
+
+class Slots:
+    """Kernels that take the slots of a layer's experts, or below 0 for none."""
+
+    def takes(self, layer: int, dtype: torch.dtype) -> bool:
+        return True
+
+    def num_experts(self, layer: int) -> int:
+        return NUM_EXPERTS
+
+    def stack(self, layer: int, slots: Sequence[int]) -> Sequence[int]:
+        return slots
+
+
+class Tiers:
+    """An emulated device over host memory over a disk, and work that reads slots when it runs."""
+
+    def __init__(self, *, on_device: int = 6, on_host: int = 7) -> None:
+        self.disk, self.device = FakeTier(), EmulatedDevice()
+        self.host = make_store(self.disk, on_host)
+        self.device.pin(self.host._slab.bytes, SLOT_BYTES)
+        self.store = DeviceStore(
+            self.device,
+            TierFetcher(self.host, self.device),
+            Slab(on_device, SLOT_BYTES, allocate=self.device.allocate),
+            LayerShares(LRU, even_shares(on_device, NUM_LAYERS)),
+            lambda _, slot: slot,
+            stream_slots=2,
+        )
+        self.store.stacks = Slots()
+        self.seen: list[tuple[ExpertKey, list[int]]] = []
+
+    def use(self, wanted: Sequence[ExpertKey], *, streaming: bool, cut_at: int = -1) -> None:
+        """Queues work on each expert, which reads it when the device gets there."""
+        is_done = False
+        lease = self.store.lease(wanted, streaming=streaming)
+        try:
+            with lease:
+                for group in lease:
+                    for key, slot in group:
+                        self.device.compute(partial(self._look, key, slot))
+                        cut_at -= 1
+                        if not cut_at:
+                            raise Interrupted
+            is_done = True
+        finally:
+            if not is_done:
+                self.store.give_up(lease)
+
+    def use_residents(self, layer: int) -> None:
+        """Queues work on whoever is in a slot now."""
+
+        def launch(slots: Sequence[int]) -> None:
+            for expert, slot in enumerate(slots):
+                if slot >= 0:
+                    memory = self.store._slab.slot(slot)
+                    self.device.compute(partial(self._look, ExpertKey(layer, expert), memory))
+
+        self.store.launch_residents(layer, launch)
+
+    def _look(self, key: ExpertKey, slot: torch.Tensor) -> None:
+        self.seen.append((key, slot.unique().tolist()))
+
+    def settle(self) -> None:
+        """Waits until the host knows that all reads have ended."""
+        while self.store._link.under_way:
+            time.sleep(1e-4)
+
+    def check(self) -> None:
+        self.store.check()
+        self.host.check()
+
+    def close(self) -> None:
+        self.store.close()
+        self.check()
+        self.device.finish()
+        assert self.seen
+        assert [found for found in self.seen if found[1] != [content(found[0])]] == []
