@@ -7,6 +7,7 @@ import shutil
 import struct
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import gguf_checkpoints
@@ -15,7 +16,8 @@ import pytest
 from gguf_checkpoints import SAMPLES, Written
 
 from moe_runtime.checkpoints.expert_map import map_experts
-from moe_runtime.checkpoints.gguf.header import BLOCK_SIZES, read_header
+from moe_runtime.checkpoints.gguf.architectures import architecture_of, settings_of
+from moe_runtime.checkpoints.gguf.header import BLOCK_SIZES, GgufHeader, read_header
 from moe_runtime.checkpoints.model_files import load_tokenizer
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
@@ -26,6 +28,12 @@ SAMPLE = SAMPLES[1]
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     return gguf_checkpoints.write(SAMPLE, tmp_path_factory.mktemp("gguf"))
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    sample = next(sample for sample in SAMPLES if sample.name == "deepseek2-softmax")
+    return gguf_checkpoints.write(sample, tmp_path_factory.mktemp("gguf"))
 
 
 def data_begin(file: Path) -> int:
@@ -115,6 +123,39 @@ def test_what_is_not_read_is_named_in_one_line(written: Written, tmp_path: Path)
         file = replaced(written, tmp_path, old, new)
         with pytest.raises(kind, match=words):
             read(file)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("attention.key_length", 8, "key_length and value_length beyond"),
+        ("attention.kv_lora_rank", None, "kv_lora_rank among its metadata"),
+        ("expert_gating_func", 3, "or a sigmoid, found expert_gating_func 3"),
+        ("expert_weights_norm", True, "not normalised"),
+        ("attention.temperature_scale", 0.5, "no attention.temperature_scale, found 0.5"),
+    ],
+)
+def test_latent_attention_that_a_model_has_not_is_refused(
+    latent: Written, key: str, value: Any, words: str
+) -> None:
+    header = read_header(latent.folder)
+    metadata = header.metadata | {f"deepseek2.{key}": value}
+    if value is None:
+        del metadata[f"deepseek2.{key}"]
+    changed = GgufHeader(metadata, header.tensors)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=words):
+        settings_of(changed, architecture_of(changed, latent.folder), latent.folder)
+
+
+def test_keys_and_values_are_together_or_apart(latent: Written, tmp_path: Path) -> None:
+    file = replaced(latent, tmp_path, b"blk.1.attn_kv_b.weight", b"blk.1.attn_v_bb.weight")
+    with pytest.raises(UnsupportedModelError, match="attn_v_bb"):
+        read(file)
+    header = read_header(latent.folder)
+    both = replace(header.tensors[0], name="blk.1.attn_k_b.weight")
+    changed = GgufHeader(header.metadata, [*header.tensors, both])
+    with pytest.raises(CheckpointError, match="either attn_kv_b, or"):
+        architecture_of(changed, latent.folder)
 
 
 def tensor_record(written: Written, name: str) -> tuple[bytes, int, bytes]:

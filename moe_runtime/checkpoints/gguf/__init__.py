@@ -156,15 +156,17 @@ def _packed(name: str, tensor: GgufTensor, expert: int, file: Path) -> PackedWei
             f"{one_line(str(file))}: {clipped(tensor.name)} has ggml's type {tensor.type_id}; "
             f"expected F32, F16, BF16 or {', '.join(kind.upper() for kind in BLOCKS)}"
         )
-    if len(tensor.shape) != (2 if expert < 0 else 3):
+    is_stack = expert >= 0 or tensor.name.endswith(("attn_k_b.weight", "attn_v_b.weight"))
+    if len(tensor.shape) != (3 if is_stack else 2):
         raise CheckpointError(
             f"{one_line(str(file))}: expected {clipped(tensor.name)}, which is quantised, to be a "
-            f"matrix or one for each expert, found {[*tensor.shape]}"
+            f"matrix or one for each expert or head, found {[*tensor.shape]}"
         )
     kind = WeightFormat(_BLOCKS[tensor.type_id])
     *lead, num_rows, num_cols = tensor.shape
     codes = _entry(name, tensor, expert, "U8", (*lead, num_rows, kind.row_bytes(num_cols)))
-    return PackedWeight(name, (), num_rows, num_cols, kind, codes)
+    sizes = () if expert >= 0 else tuple(lead)
+    return PackedWeight(name, sizes, num_rows, num_cols, kind, codes)
 
 
 def _config(model_type: str, values: dict[str, Any], file: Path) -> PreTrainedConfig:

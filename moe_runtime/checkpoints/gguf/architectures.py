@@ -28,7 +28,7 @@ _TABLES = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_ATTENTION = {
+ATTENTION = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -41,11 +41,12 @@ _SHARED = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
 }
-_EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
+EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
 _SINKS = "self_attn.sinks"
+CORRECTION = "mlp.gate.e_score_correction_bias"
 _BLOCK = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
 
-_FIELDS = {
+FIELDS = {
     "max_position_embeddings": "context_length",
     "num_hidden_layers": "block_count",
     "num_attention_heads": "attention.head_count",
@@ -55,7 +56,7 @@ _FIELDS = {
     "num_experts_per_tok": "expert_used_count",
 }
 _TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-_EXPERT_WIDTH = ("ffn_gate_exps", -2)
+EXPERT_WIDTH = ("ffn_gate_exps", -2)
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Architecture:
     parts: Mapping[str, str]
     sizes: Mapping[str, tuple[str, int]]
     constants: Mapping[str, Any] = field(default_factory=dict)
-    fields: Mapping[str, str] = field(default_factory=lambda: _FIELDS)
+    fields: Mapping[str, str] = field(default_factory=lambda: FIELDS)
     rope: Mapping[str, Any] = field(default_factory=dict)
     conversions: Callable[[], list[WeightTransform]] = list
 
@@ -122,15 +123,15 @@ ARCHITECTURES = {
         "gpt_oss",
         "GptOssForCausalLM",
         {
-            **_ATTENTION,
+            **ATTENTION,
             "post_attention_norm": "post_attention_layernorm",
             "attn_sinks": _SINKS,
             "ffn_gate_inp": "mlp.router",
-            **_EXPERTS,
+            **EXPERTS,
         },
-        {"intermediate_size": _EXPERT_WIDTH},
+        {"intermediate_size": EXPERT_WIDTH},
         fields={
-            **_FIELDS,
+            **FIELDS,
             "head_dim": "attention.key_length",
             "sliding_window": "attention.sliding_window",
         },
@@ -141,29 +142,29 @@ ARCHITECTURES = {
         "mixtral",
         "MixtralForCausalLM",
         {
-            **_ATTENTION,
+            **ATTENTION,
             "ffn_gate_inp": "block_sparse_moe.gate",
             "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
             "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
             "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
         },
-        {"intermediate_size": _EXPERT_WIDTH},
+        {"intermediate_size": EXPERT_WIDTH},
         {"sliding_window": None},
         conversions=_turned_heads,
     ),
     "olmoe": Architecture(
         "olmoe",
         "OlmoeForCausalLM",
-        {**_ATTENTION, **_HEAD_NORMS, "ffn_gate_inp": "mlp.gate", **_EXPERTS},
-        {"intermediate_size": _EXPERT_WIDTH},
+        {**ATTENTION, **_HEAD_NORMS, "ffn_gate_inp": "mlp.gate", **EXPERTS},
+        {"intermediate_size": EXPERT_WIDTH},
         {"norm_topk_prob": False},
     ),
     "qwen2moe": Architecture(
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
-        {**_ATTENTION, **_SHARED, "ffn_gate_inp": "mlp.gate", **_EXPERTS},
+        {**ATTENTION, **_SHARED, "ffn_gate_inp": "mlp.gate", **EXPERTS},
         {
-            "moe_intermediate_size": _EXPERT_WIDTH,
+            "moe_intermediate_size": EXPERT_WIDTH,
             "shared_expert_intermediate_size": ("ffn_gate_shexp", -2),
         },
         {"norm_topk_prob": False, "decoder_sparse_step": 1},
@@ -171,15 +172,15 @@ ARCHITECTURES = {
     "qwen3moe": Architecture(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        {**_ATTENTION, **_HEAD_NORMS, "ffn_gate_inp": "mlp.gate", **_EXPERTS},
+        {**ATTENTION, **_HEAD_NORMS, "ffn_gate_inp": "mlp.gate", **EXPERTS},
         {
-            "moe_intermediate_size": _EXPERT_WIDTH,
+            "moe_intermediate_size": EXPERT_WIDTH,
             "head_dim": ("attn_q_norm", -1),
         },
         {"norm_topk_prob": True, "decoder_sparse_step": 1},
     ),
 }
-"""By `general.architecture`."""
+"""By `general.architecture`; a row of `deepseek2` is made for each file."""
 
 
 def architecture_of(header: GgufHeader, file: Path) -> Architecture:
@@ -189,9 +190,14 @@ def architecture_of(header: GgufHeader, file: Path) -> Architecture:
         UnsupportedModelError: there is none.
     """
     name = header.metadata.get("general.architecture")
+    if name == "deepseek2":
+        from moe_runtime.checkpoints.gguf.deepseek import deepseek2
+
+        return deepseek2(header, file)
     if not isinstance(name, str) or name not in ARCHITECTURES:
+        known = ", ".join(sorted([*ARCHITECTURES, "deepseek2"]))
         raise UnsupportedModelError(
-            f"{one_line(str(file))}: expected a GGUF file of {', '.join(ARCHITECTURES)}, found "
+            f"{one_line(str(file))}: expected a GGUF file of {known}, found "
             f"architecture {clipped(name)}; its safetensors checkpoint may be supported"
         )
     return ARCHITECTURES[name]
@@ -222,11 +228,12 @@ def named_weights(
             )
         prefix, end = f"model.layers.{int(found[1])}.", f".{found[3]}"
         if "{}" not in part:
-            yield prefix + part + ("" if part == _SINKS else end), tensor, -1
+            is_whole = part in (_SINKS, CORRECTION)
+            yield prefix + part + ("" if is_whole else end), tensor, -1
             continue
         num_dims = 2 if found[3] == "bias" else 3
         if len(tensor.shape) != num_dims:
-            _refuse(file, f"{tensor.name} of {num_dims} dimensions", clipped([*tensor.shape]))
+            refuse(file, f"{tensor.name} of {num_dims} dimensions", clipped([*tensor.shape]))
         for expert in range(tensor.shape[0]):
             yield prefix + part.format(expert) + end, tensor, expert
 
@@ -242,11 +249,11 @@ def settings_of(header: GgufHeader, architecture: Architecture, file: Path) -> d
     values: dict[str, Any] = dict(architecture.constants)
     for setting, key in architecture.fields.items():
         if f"{name}.{key}" not in metadata:
-            _refuse(file, f"{name}.{key} among its metadata", "no such key")
+            refuse(file, f"{name}.{key} among its metadata", "no such key")
         values[setting] = metadata[f"{name}.{key}"]
     tensors = {tensor.name: tensor for tensor in header.tensors}
     if "token_embd.weight" not in tensors or len(tensors["token_embd.weight"].shape) != 2:
-        _refuse(file, "a matrix token_embd.weight", "none")
+        refuse(file, "a matrix token_embd.weight", "none")
     values["vocab_size"], values["hidden_size"] = tensors["token_embd.weight"].shape
     parts = {
         found[2]: tensor
@@ -287,5 +294,10 @@ def _positions(metadata: Mapping[str, Any], name: str, file: Path) -> dict[str, 
     return values
 
 
-def _refuse(file: Path, expected: str, found: str) -> NoReturn:
+def refuse(file: Path, expected: str, found: str) -> NoReturn:
+    """Says what a file lacks.
+
+    Raises:
+        CheckpointError: always.
+    """
     raise CheckpointError(f"{one_line(str(file))}: expected {expected}, found {found}")

@@ -18,6 +18,7 @@ import numpy as np
 import tiny_checkpoints
 import torch
 from gguf import GGMLQuantizationType as Kind
+from gguf_latent_attention import add_latent_attention, heads_apart, heads_together
 from moe_families import Family
 from quantized_matrices import HALVES, any_blocks
 from safetensors.torch import load_file, save_file
@@ -49,7 +50,7 @@ class Sample:
     kinds: dict[str, Kind] = field(default_factory=dict)
 
     def kind_of(self, name: str) -> Kind:
-        if re.search(r"norm|\.bias$|_inp|_sinks", name):
+        if re.search(r"norm|\.bias$|_inp|_sinks|probs", name):
             return Kind.F32
         return next((kind for key, kind in self.kinds.items() if re.search(key, name)), Kind.BF16)
 
@@ -64,6 +65,14 @@ class Written:
 
 
 WIDE = {"hidden_size": 256, "num_hidden_layers": 2, "head_dim": 64}
+LATENT = {
+    **{"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32},
+    **{"kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 64, "num_key_value_heads": 4},
+    "rope_parameters": {
+        **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0},
+        **{"original_max_position_embeddings": 32, "mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+}
 SAMPLES = [
     Sample(
         "olmoe-q4_k",
@@ -115,6 +124,28 @@ SAMPLES = [
             {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "sliding_window": None},
         ),
         {"attn_q": Kind.Q8_0, "attn_v": Kind.Q8_0, "gate_exps": Kind.Q4_0, "exps": Kind.Q8_0},
+    ),
+    Sample(
+        "deepseek2-softmax",
+        "deepseek2",
+        Family(
+            "deepseek_v2",
+            "DeepseekV2ForCausalLM",
+            LATENT | {"q_lora_rank": None, "routed_scaling_factor": 1.5},
+        ),
+        {"exps": Kind.Q4_0, "shexp": Kind.Q8_0, "attn_kv_b": Kind.Q8_0, "attn_q": Kind.Q8_0},
+    ),
+    Sample(
+        "deepseek2-sigmoid",
+        "deepseek2",
+        Family(
+            "deepseek_v3",
+            "DeepseekV3ForCausalLM",
+            LATENT
+            | {"q_lora_rank": 32, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+            | {"num_mtp_layers": 0},
+        ),
+        {"down_exps": Kind.Q5_1, "exps": Kind.Q8_0, "attn": Kind.Q8_0, "ffn": Kind.Q8_0},
     ),
     Sample("olmoe-bf16", "olmoe", Family("olmoe", "OlmoeForCausalLM", {"hidden_size": 64})),
 ]
@@ -177,6 +208,8 @@ def _add_tensors(
     names = gguf.get_tensor_name_map(architecture, num_layers)
     if sample.architecture == "gpt-oss":
         stored = _apart(stored)
+    if is_apart := sample.name == "deepseek2-sigmoid":
+        stored = heads_apart(stored)
     groups: dict[str, list[str]] = defaultdict(list)
     for name in sorted(stored, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]):
         found = EXPERT.fullmatch(name)
@@ -193,6 +226,8 @@ def _add_tensors(
         if name.endswith("ffn_gate_inp_shexp.weight"):
             stacked = stacked[0]  # a vector in the files of llama.cpp
         writer.add_tensor(name, stacked, raw_dtype=kind)
+    if is_apart:
+        return heads_together(values)
     return _together(values) if sample.architecture == "gpt-oss" else values
 
 
@@ -262,7 +297,10 @@ def _add_metadata(writer: Any, config: Any) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_expert_count(config.num_experts)
+    if config.model_type.startswith("deepseek"):
+        add_latent_attention(writer, config)
+    else:
+        writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     if config.model_type == "gpt_oss":
         writer.add_key_length(config.head_dim)
