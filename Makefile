@@ -22,6 +22,13 @@ VERSIONS_ROOMS ?= $(addprefix tests/,checkpoints compatibility inference)
 # .venv/bin/pip install -c constraints.txt -e ".[peers]"
 BENCH_ARGS ?= --quick
 
+# What `make gpu` runs: whose tests a GPU can fail, which layers get tiles of their own, and seconds
+# for the tests, the tiles and the measurements. Each part keeps what it has found when its time ends.
+GPU_PYTEST_ARGS ?= --numprocesses 4
+GPU_TESTS ?= $(addprefix tests/,inference/test_device_experts.py memory/test_device_tier.py kernels)
+GPU_SHAPES ?= 16384,2048,768,128,8 1,2048,768,128,8
+GPU_SECONDS ?= 200 120 200
+
 # What `make demo` runs. The budget is smaller than the model (22 MiB); what dense weights, context
 # and working space leave of it holds a few of its experts.
 DEMO_MODEL ?= models/pocket
@@ -38,7 +45,7 @@ INSTALLED := $(VENV)/.installed
 NATIVE_SOURCES := $(wildcard setup.py kernels/*/*.[ch] kernels/native/*/*.[ch] kernels/*/*.cpp policies/*/*.[ch])
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-isa test-versions test-long check docs bench format clean
+.PHONY: help install demo test test-isa test-versions test-long gpu check docs bench format clean
 
 help:
 	@echo "make demo    install, then generate text with two thirds of the experts left on disk"
@@ -46,6 +53,7 @@ help:
 	@echo "make test-isa   install, then test what the native kernels reach with each instruction set"
 	@echo "make test-versions  install, then test the engine with the oldest and newest transformers"
 	@echo "make test-long  install, then run the tests that take minutes: every layout of 8 processes"
+	@echo "make gpu     install, then test on a GPU, choose tiles there and measure: nine minutes"
 	@echo "make check   install, then ruff and pyright"
 	@echo "make docs    install, then build the documentation as a site: build/site/index.html"
 	@echo "make bench   install, then time generation on a tiny checkpoint; BENCH_ARGS= for everything"
@@ -97,6 +105,14 @@ test-versions: $(INSTALLED)
 
 test-long: $(INSTALLED)
 	$(BIN)/pytest -m long
+
+# Tests first: no figure counts where they fail. Whoever has the time gives more of it.
+gpu: $(INSTALLED)
+	timeout --signal INT $(word 1,$(GPU_SECONDS)) $(BIN)/pytest \
+	  $(GPU_PYTEST_ARGS) $(GPU_TESTS)
+	-timeout --signal INT $(word 2,$(GPU_SECONDS)) $(BIN)/moe-runtime bench kernels --tune \
+	  $(addprefix --shape ,$(GPU_SHAPES))
+	-timeout --signal INT $(word 3,$(GPU_SECONDS)) $(BIN)/python benchmarks/kernels.py --save
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

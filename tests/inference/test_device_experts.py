@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from triton_interpreter import repair_interpreter
 
 import moe_runtime
+from moe_runtime.errors import CapacityError
 from moe_runtime.inference.device_experts import DeviceExperts
 from moe_runtime.memory.device_store import DeviceStore
 from moe_runtime.types import ExpertKey
@@ -25,6 +26,11 @@ NUM_EXPERTS = 6
 PROMPTS = [PROMPT[:, :1], torch.cat((PROMPT, PROMPT[:, :6]), 1), PROMPT[:, 2:3]]
 # Gate and up in turn, with biases, and an activation that is a formula.
 FAMILY = Family("gpt_oss", "GptOssForCausalLM", {"num_hidden_layers": 2})
+
+
+emulated = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels run on the GPU here, which sees no emulated device"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,6 +44,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tiny_model(FAMILY), tmp_path_factory.mktemp("family"), sharded=True)
 
 
+@emulated
 def test_the_same_bits_whoever_is_resident(checkpoint: Path) -> None:
     found = []
     for slots in (NUM_EXPERTS, 2):
@@ -95,6 +102,7 @@ def make_resident(layer: DeviceExperts, number: int) -> None:
         pass
 
 
+@emulated
 @pytest.mark.parametrize("num_tokens", [1, 17])
 @pytest.mark.parametrize("num_resident", [NUM_EXPERTS, NUM_EXPERTS - 1])
 def test_a_step_without_misses_asks_the_device_for_nothing_but_the_choices(
@@ -126,6 +134,7 @@ def test_a_step_without_misses_asks_the_device_for_nothing_but_the_choices(
         model.moe.check()
 
 
+@emulated
 @pytest.mark.parametrize("slots", [NUM_EXPERTS, 3])
 def test_what_is_counted_is_what_leases_count(checkpoint: Path, slots: int) -> None:
     counted = []
@@ -144,3 +153,53 @@ def test_what_is_counted_is_what_leases_count(checkpoint: Path, slots: int) -> N
         counted.append((stats.misses, stats.hits + stats.late_hits, order))
     assert counted[0] == counted[1]
     assert counted[0][0] + counted[0][1] == 16
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def typed_checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    model = tiny_model(FAMILY).to(getattr(torch, request.param))
+    return save(model, tmp_path_factory.mktemp("typed"), sharded=True)
+
+
+@pytest.mark.gpu
+def test_a_gpu_generates_the_same_bits_at_every_device_memory(typed_checkpoint: Path) -> None:
+    with pytest.raises(CapacityError) as refused:
+        moe_runtime.load(typed_checkpoint, device="cuda", max_tokens=64, device_memory=1)
+    smallest = refused.value.smallest_bytes
+    assert smallest is not None
+    found = []
+    for budget in ("1GiB", smallest + 20_000, smallest):
+        model: Any = moe_runtime.load(
+            typed_checkpoint, device="cuda", max_tokens=64, device_memory=budget
+        )
+        with model.moe:
+            prompts = [prompt.to("cuda") for prompt in PROMPTS]
+            tokens = model.generate(prompts[1], max_new_tokens=12, do_sample=False)
+            found.append([*logits_of(model, prompts), tokens])
+            model.moe.check()
+    for other in found[1:]:
+        assert all(map(torch.equal, other, found[0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 17])
+def test_a_gpu_is_not_waited_for_where_a_layer_is_resident(
+    typed_checkpoint: Path, num_tokens: int
+) -> None:
+    model: Any = moe_runtime.load(typed_checkpoint, device="cuda", max_tokens=64)
+    layer = experts_modules_of(model)[0]
+    make_resident(layer, NUM_EXPERTS)
+    ids = torch.tensor([[0, 3]], device="cuda").expand(num_tokens, 2).contiguous()
+    hidden = torch.randn(num_tokens, 32, device="cuda", dtype=model.dtype)
+    weights = torch.full((num_tokens, 2), 0.5, device="cuda")
+    with model.moe, torch.inference_mode():
+        expected = layer(hidden, ids, weights)  # compiles
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = layer(hidden, ids, weights)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(found, expected)
+        assert model.moe.stats().hits == 4
