@@ -27,8 +27,8 @@ class DeviceExperts(OffloadedExperts):
     before the products. Then only what was not resident is computed, as it arrives, and the sums
     are made once, in the order of the choices: the same bits whoever was resident.
 
-    Experts that differ from each other, that are quantised or normed, that have a gate of their own
-    or compute in another dtype go the way of `OffloadedExperts`.
+    Experts that are normed, have a gate of their own, compute in another dtype, or are quantised in
+    a format that the kernels do not read go the way of `OffloadedExperts`.
     """
 
     def _make_step(self, weights: ExpertWeights) -> None:

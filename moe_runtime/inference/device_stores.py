@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.inference.budget import MemoryPlan
+from moe_runtime.inference.device_stacks import DeviceStacks
 from moe_runtime.inference.expert_weights import bind_slots
-from moe_runtime.kernels.expert_mlp import ExpertWeights, StackedExperts
+from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.memory.device import Device
-from moe_runtime.memory.device_layout import CopyPart, copy_parts, lay_out_on_device, stack_slots
+from moe_runtime.memory.device_layout import CopyPart, copy_parts, lay_out_on_device
 from moe_runtime.memory.device_store import DeviceStore
 from moe_runtime.memory.entries import StoreListener
-from moe_runtime.memory.layout import ExpertLayout
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.memory.slab import Slab
 from moe_runtime.memory.source import ExpertSource
@@ -86,34 +85,3 @@ def open_device_stores(
     )
     above.stacks = DeviceStacks(device, slots, experts["device"])
     return above, below
-
-
-class DeviceStacks:
-    """The slots of a device as kernels take the experts of each layer."""
-
-    def __init__(self, device: Device, slab: Slab, experts: ExpertMap) -> None:
-        """Takes the slots and how experts lie in them."""
-        self._device = device
-        self._stacks: dict[int, StackedExperts] = {}
-        self._num_experts = [module.num_experts for module in experts.modules]
-        forms: list[dict[object, ExpertLayout]] = [{} for _ in experts.modules]
-        for key, layout in experts.layouts.items():
-            forms[key.layer][layout.form] = layout
-        for layer, names in enumerate(experts.matrices):
-            if len(forms[layer]) == 1:
-                (layout,) = forms[layer].values()
-                found = stack_slots(slab.bytes, slab.slot_bytes, layout, names)
-                if found is not None:
-                    self._stacks[layer] = StackedExperts(**found._asdict())
-
-    def takes(self, layer: int, dtype: torch.dtype) -> bool:
-        """As ``SlotStacks.takes``."""
-        return layer in self._stacks and self._stacks[layer].dtype == dtype
-
-    def num_experts(self, layer: int) -> int:
-        """As ``SlotStacks.num_experts``."""
-        return self._num_experts[layer]
-
-    def stack(self, layer: int, slots: Sequence[int]) -> StackedExperts:
-        """As ``SlotStacks.stack``."""
-        return replace(self._stacks[layer], slot_of_expert=self._device.upload(slots))

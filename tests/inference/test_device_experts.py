@@ -10,6 +10,7 @@ import pytest
 import torch
 from emulated_models import experts_modules_of, load_on_emulated_device, logits_of
 from moe_families import Family
+from quantized_checkpoints import SAMPLES, Quantized, write
 from tiny_checkpoints import PROMPT, save, tiny_model
 from torch.overrides import TorchFunctionMode
 from triton_interpreter import repair_interpreter
@@ -57,6 +58,37 @@ def test_the_same_bits_whoever_is_resident(checkpoint: Path) -> None:
         expected = logits_of(on_host, PROMPTS)
     # fp32 products of at most 48 terms in two layers, in another order
     torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
+
+
+# Codes of 4 bits with scales of 32 columns, gate and up in turn; codes with zero points, reordered.
+PACKED = [sample for sample in SAMPLES if sample.name in ("gpt_oss-mxfp4", "qwen3_moe-gptq")]
+
+
+@emulated
+@pytest.mark.parametrize("sample", PACKED, ids=str)
+def test_quantised_experts_are_computed_in_their_slots(sample: Quantized, tmp_path: Path) -> None:
+    folder, found = write(sample, tmp_path).folder, []
+    for slots, has_stack in ((NUM_EXPERTS, True), (2, True), (2, False)):
+        model = load_on_emulated_device(folder, slots_a_layer=slots)
+        layer = experts_modules_of(model)[1]
+        store = layer.store
+        assert isinstance(store, DeviceStore)
+        assert store.has_stack(layer.layer, model.dtype)
+        if not has_stack:
+            store.stacks = None
+        drawn = torch.Generator().manual_seed(5)
+        outputs = []
+        with model.moe, torch.inference_mode():
+            # many tokens are launched alike whatever the format: one of them will do
+            for num_tokens in (1, 17)[: 2 if "mxfp4" in sample.name else 1]:
+                hidden = torch.randn(num_tokens, model.config.hidden_size, generator=drawn)
+                weights, ids = torch.rand(num_tokens, NUM_EXPERTS, generator=drawn).topk(2)
+                outputs.append(layer(hidden.to(model.dtype), ids, weights.to(model.dtype)))
+            model.moe.check()
+        found.append(outputs)
+    assert all(map(torch.equal, found[0], found[1]))
+    # bf16 is rounded to 8 bits: hidden values, the rows of experts and their sums
+    torch.testing.assert_close(found[1], found[2], rtol=2**-6, atol=2**-6)
 
 
 class Asked(TorchFunctionMode):

@@ -10,9 +10,11 @@ from torch import Tensor
 from moe_runtime.kernels.combine.kernel import launch_combine_fwd
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
 from moe_runtime.kernels.expert_mlp.op import resolve_activation, validate_routing
+from moe_runtime.kernels.expert_mlp.quantized.quantized_experts import QuantizedExperts
 from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS, DecodeProducts
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
+from moe_runtime.kernels.grouped_gemm.packed import Weights
 from moe_runtime.kernels.operands.activation import ActivationName, ActivationSpec
 from moe_runtime.kernels.token_sort import token_sort
 from moe_runtime.kernels.triton_support import check_triton_dtype, require_triton
@@ -59,23 +61,18 @@ class SlottedProducts:
         else:
             self._order = token_sort(ids_TK, num_experts, impl="triton")
 
-    def add(self, experts: StackedExperts) -> None:
-        """Computes the rows of the experts that have a slot; each comes once."""
-        x_TD, slots, layout = self._x_TD, experts.slot_of_expert, experts.layout
-        gate_up, down = experts.gate_up, experts.down
-        if experts.is_transposed:
-            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-        biases = experts.gate_up_bias, experts.down_bias
+    def add(self, experts: StackedExperts | QuantizedExperts) -> None:
+        """Computes the rows of the experts that have a slot; each comes once.
+
+        Quantised ones must have no `quantized_triton.problem`.
+        """
+        x_TD, slots, layout, spec = self._x_TD, experts.slot_of_expert, experts.layout, self._spec
+        matrix, bias, up, down = _products(experts)
         if self._few is not None:
             self._few.add(
-                gate_up,
-                down,
-                self._spec,
-                layout,
-                gate_up_bias_SZ=biases[0],
-                down_bias_SD=biases[1],
-                slot_of_expert=slots,
-            )
+                matrix, down, spec, layout,
+                gate_up_bias_SZ=bias, down_bias_SD=experts.down_bias, up=up, slot_of_expert=slots,
+            )  # fmt: skip
             return
         order = self._order
         assert order is not None
@@ -84,18 +81,11 @@ class SlottedProducts:
             self._hidden_RF = x_TD.new_empty(num_rows, experts.dim_hidden)
             self._y_RD = x_TD.new_empty(num_rows, experts.dim_model)
         groups = Groups(order.offsets_E1, num_rows, slots, order.order_R, num_choices)
-        activated_product(
-            x_TD,
-            gate_up,
-            groups,
-            self._spec,
-            layout,
-            out=self._hidden_RF,
-            pre=None,
-            bias_SZ=biases[0],
-            gathers=True,
-        )
-        plain_product(self._hidden_RF, down, groups, out=self._y_RD, bias_SN=biases[1])
+        hidden_RF = activated_product(
+            x_TD, matrix, groups, spec, layout,
+            out=self._hidden_RF, pre=None, bias_SZ=bias, up=up, gathers=True,
+        )  # fmt: skip
+        plain_product(hidden_RF, down, groups, out=self._y_RD, bias_SN=experts.down_bias)
 
     def sums(self) -> Tensor:
         """`[T, D]` in the dtype of `x`, once every expert was added that an id names."""
@@ -109,3 +99,17 @@ class SlottedProducts:
         return launch_combine_fwd(
             self._y_RD, self._weights_TK, order.inverse_R, order.offsets_E1[-1:], num_choices
         )
+
+
+def _products(
+    experts: StackedExperts | QuantizedExperts,
+) -> tuple[Weights, Tensor | None, tuple[Weights, Tensor | None] | None, Weights]:
+    """Weights and bias of the first product, those of up where they are apart, and down."""
+    if isinstance(experts, StackedExperts):
+        gate_up, down = experts.gate_up, experts.down
+        if experts.is_transposed:
+            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+        return gate_up, experts.gate_up_bias, None, down
+    if experts.gate is None:
+        return experts.up, experts.up_bias, None, experts.down
+    return experts.gate, experts.gate_bias, (experts.up, experts.up_bias), experts.down
