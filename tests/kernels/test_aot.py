@@ -95,3 +95,18 @@ def test_products_use_the_matrix_units(target: tuple[str, ...], unit: str, least
         assert rows is not None
         if int(rows[1] or rows[2]) >= least_rows:
             assert kernel[unit] > 0, kernel
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("target", [("sm_90", "all"), ("sm_80",)], ids=["sm_90", "sm_80"])
+def test_experts_in_slots_are_loaded_ahead_and_16_bytes_at_once(target: tuple[str, ...]) -> None:
+    found = [kernel for kernel in report(*target) if kernel["what"].startswith("slots ")]
+    assert [kernel["name"] for kernel in found] == [
+        *("decode_up", "decode_down", "decode_combine"),
+        *("tile_map", "grouped_gemm_fwd", "grouped_gemm_fwd"),
+    ]
+    for kernel in found:
+        is_product = kernel["name"] not in ("decode_combine", "tile_map")
+        assert (kernel["copies"] > 0) == is_product, kernel
+        assert kernel["copies_of_16_bytes"] == kernel["copies"], kernel

@@ -7,6 +7,7 @@ compiler for good. Usage: `python aot_report.py sm_90 [all]`.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -27,7 +28,7 @@ from moe_runtime.kernels.block_sparse.topology import BlockTopology, Gather, exp
 from moe_runtime.kernels.combine.kernel import launch_combine_bwd, launch_combine_fwd
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
 from moe_runtime.kernels.grouped_gemm.columns import BLOCK_SIZES, ExpertColumns
-from moe_runtime.kernels.grouped_gemm.decode import decode_expert_mlp
+from moe_runtime.kernels.grouped_gemm.decode import DecodeProducts, decode_expert_mlp
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, ProductKind, Tile
@@ -136,6 +137,34 @@ def few_tokens(model: str, dtype: torch.dtype, device: GpuLimits) -> None:
         slot_of_expert=meta(E, dtype=torch.int64) if is_gpt_oss else None,
         device=device,
     )
+
+
+def from_slab(tile: Tile | None, device: GpuLimits) -> None:
+    """The products of experts that lie in slots of a slab, read through a table of slots.
+
+    Args:
+        tile: None for those of eight tokens.
+        device: What they must fit in.
+    """
+    T, K, E, D, F = QWEN3.values()
+    slab, slots = meta(E + 8, 3 * D * F), meta(E, dtype=torch.int32)
+    up = slab.as_strided((E + 8, 2 * F, D), (3 * D * F, D, 1))
+    down = slab.as_strided((E + 8, D, F), (3 * D * F, F, 1), 2 * F * D)
+    spec, layout = ActivationSpec("silu"), GateLayout()
+    if tile is None:
+        ids, weights = meta(8, K, dtype=torch.int64), meta(8, K)
+        products = DecodeProducts(meta(8, D), ids, weights, E, device)
+        products.add(up, down, spec, layout, slot_of_expert=slots)
+        products.sums()
+        return
+    rows = T * K
+    groups = Groups(
+        meta(E + 1, dtype=torch.int64), rows, slots, meta(rows, dtype=torch.int64), num_choices=K
+    )
+    out = meta(rows, F)
+    more: dict[str, Any] = {"out": out, "pre": None, "gathers": True, "tile": tile}
+    activated_product(meta(T, D), up, groups, spec, layout, **more)
+    plain_product(out, down, groups, out=meta(rows, D), tile=tile)
 
 
 def packed_stack(kind: WeightFormat, num_slots: int, num_rows: int, num_cols: int) -> Any:
@@ -255,6 +284,9 @@ def meta_topology(columns: ExpertColumns, num_rows: int, block_rows: int) -> Blo
 def calls(target: str, *, every_tile: bool) -> Iterator[tuple[str, Callable[[], None]]]:
     """Everything to compile, with a description."""
     yield "small kernels", partial(small_kernels, DEVICES[target])
+    yield "slots few tokens", partial(from_slab, None, DEVICES[target])
+    many = TILES_16_BIT["gated"][-1][1].fitted(torch.bfloat16.itemsize, DEVICES[target])
+    yield f"slots {many}", partial(from_slab, many, DEVICES[target])
     yield from packed_calls(DEVICES[target], every_tile=every_tile)
     blocks = [(torch.bfloat16, rows, False) for rows in BLOCK_SIZES]
     blocks = blocks if every_tile else blocks[-1:]
@@ -287,6 +319,11 @@ def main() -> None:
             entry = asdict(binary)
             text = entry.pop("instructions")
             entry["wgmma"] = text.count("wgmma.mma_async")
+            copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (0x[0-9a-f]+|\d+)", text)
+            entry["copies"], entry["copies_of_16_bytes"] = (
+                len(copies),
+                sum(int(n, 0) == 16 for n in copies),
+            )
             entry["tcgen05"] = text.count("tcgen05.mma")
             entry["what"] = description
             sys.stdout.write(json.dumps(entry) + "\n")
