@@ -166,6 +166,20 @@ def test_native_row_does_not_depend_on_others(
     assert torch.equal(few, together)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_long_rows_in_parts_and_portions_have_the_bits_of_one_pass(
+    isa: str, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    """Rows too long for the cache: k in several parts, the last with a rest, rows in portions."""
+    dim_in, dim_out, num_rows = 9001, 37, 270
+    x = random(generator, num_rows, dim_in, dtype=dtype)
+    weight = random(generator, dim_out, dim_in, dtype=dtype)
+    together = linear(x, weight, impl="native")
+    for row in range(0, num_rows, 9):
+        assert torch.equal(together[row : row + 1], linear(x[row : row + 1], weight, impl="native"))
+    assert_close_to_fp64(together, x, weight, None)
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_native_threads_do_not_change_bits(
     library: NativeLibrary, num_threads: int, generator: torch.Generator

@@ -23,6 +23,9 @@
 #define CACHE_LINE 64
 /* Packed rows that are multiplied with a block of weights before the next rows are: they stay in the second-level cache. */
 #define GROUP_BYTES (256 << 10)
+/* Bytes of a weight row beyond which even a few panels would not: many rows take such a matrix a part of k at a time. */
+#define PART_BYTES (8 << 10)
+enum { PART_WEIGHT_ROWS = 32, PART_PANELS = 16 };
 #define SINGLE_ROW_BYTES (16 << 10)
 
 /* The loops over a tile are unrolled before anything else: only then do its sums stay in registers. */
@@ -119,9 +122,16 @@ INLINE void store_sums(int tile_rows, int panel_rows, Vec acc[PANEL_ROWS][TILE_R
     }
 }
 
-/* A tile of sums over all of k, which fetches `lines` times as many bytes ahead as one weight row has. */
-INLINE void tile(int kind, int tile_rows, int panel_rows, int lines, Matrix weight, int64_t k, const char *x, float *out, int64_t ldo,
-                 const Ahead *ahead) {
+/* A part of k. The vectors of sums go from one part to the next as they are: the result has the bits of one pass. */
+typedef struct {
+    int64_t first, count;
+    int is_first, is_last;
+    Vec *sums; /* NULL where the part is all of k */
+} Part;
+
+/* A tile of sums over a part of k, which fetches `lines` times as many bytes ahead as one weight row has. */
+INLINE void tile(int kind, int tile_rows, int panel_rows, int lines, Matrix weight, const Part *part, Vec *sums, const char *x,
+                 float *out, int64_t ldo, const Ahead *ahead) {
     const int width = kind == KIND_F32 ? 4 : 2;
     const int step_bytes = K_STEP * width, ahead_bytes = lines * step_bytes;
     const int x_step_bytes = panel_rows * K_STEP * (kind == KIND_BF16_DOT ? 2 : 4);
@@ -129,12 +139,12 @@ INLINE void tile(int kind, int tile_rows, int panel_rows, int lines, Matrix weig
     const char *w[TILE_ROWS];
     UNROLL for (int n = 0; n < tile_rows; n++) w[n] = weight.data + n * weight.stride;
     UNROLL for (int m = 0; m < panel_rows; m++)
-        UNROLL for (int n = 0; n < tile_rows; n++) acc[m][n] = vec_zero();
+        UNROLL for (int n = 0; n < tile_rows; n++) acc[m][n] = part->is_first ? vec_zero() : sums[m * tile_rows + n];
 
-    int64_t steps = k / K_STEP;
-    for (int part = 0; part < AHEAD_PARTS(tile_rows, lines); part++) {
-        const char *line = ahead[part].data;
-        for (int64_t left = ahead[part].steps; left > 0; left--, steps--) {
+    int64_t steps = part->count / K_STEP;
+    for (int i = 0; i < AHEAD_PARTS(tile_rows, lines); i++) {
+        const char *line = ahead[i].data;
+        for (int64_t left = ahead[i].steps; left > 0; left--, steps--) {
             UNROLL for (int b = 0; b < ahead_bytes; b += CACHE_LINE) __builtin_prefetch(line + b, 0, 2);
             line += ahead_bytes;
             step(kind, tile_rows, panel_rows, acc, w, x);
@@ -147,7 +157,7 @@ INLINE void tile(int kind, int tile_rows, int panel_rows, int lines, Matrix weig
         UNROLL for (int n = 0; n < tile_rows; n++) w[n] += step_bytes;
         x += x_step_bytes;
     }
-    const int64_t rest = k % K_STEP;
+    const int64_t rest = part->count % K_STEP;
     if (rest) {
         /* The row may end at the end of the mapped memory: never read past it. */
         char padded[TILE_ROWS][K_STEP * 4];
@@ -158,12 +168,17 @@ INLINE void tile(int kind, int tile_rows, int panel_rows, int lines, Matrix weig
         }
         step(kind, tile_rows, panel_rows, acc, w, x);
     }
-    store_sums(tile_rows, panel_rows, acc, out, ldo);
+    if (part->is_last) {
+        store_sums(tile_rows, panel_rows, acc, out, ldo);
+        return;
+    }
+    UNROLL for (int m = 0; m < panel_rows; m++)
+        UNROLL for (int n = 0; n < tile_rows; n++) sums[m * tile_rows + n] = acc[m][n];
 }
 
 /* Tiles one below the other, for one panel of x. */
-INLINE void strip(int kind, int tile_rows, int panel_rows, int lines, const Stream *stream, int64_t row, int64_t num_tiles, int64_t k,
-                  const char *x, int64_t panel, float *out, int64_t ldo) {
+INLINE void strip(int kind, int tile_rows, int panel_rows, int lines, const Stream *stream, int64_t row, int64_t num_tiles,
+                  const Part *part, Vec *sums, const char *x, int64_t panel, float *out, int64_t ldo) {
     for (; num_tiles > 0; num_tiles--, row += tile_rows) {
         const Matrix here = {.data = stream->weight.data + row * stream->weight.stride, .stride = stream->weight.stride};
         Ahead ahead[AHEAD_PARTS(tile_rows, lines)];
@@ -171,18 +186,18 @@ INLINE void strip(int kind, int tile_rows, int panel_rows, int lines, const Stre
             ahead_of_row(stream, row, ahead);
         else
             ahead_of_tile(stream, row, tile_rows, lines, panel, ahead);
-        tile(kind, tile_rows, panel_rows, lines, here, k, x, out + row, ldo, ahead);
+        tile(kind, tile_rows, panel_rows, lines, here, part, sums, x, out + row, ldo, ahead);
     }
 }
 
-typedef void (*StripFn)(const Stream *stream, int64_t row, int64_t num_tiles, int64_t k, const char *x, int64_t panel,
-                        float *out, int64_t ldo);
+typedef void (*StripFn)(const Stream *stream, int64_t row, int64_t num_tiles, const Part *part, Vec *sums, const char *x,
+                        int64_t panel, float *out, int64_t ldo);
 
 #define DEFINE_STRIP(kind, rows, panel_rows, lines)                                                                 \
     static void strip_##kind##_##rows##_##panel_rows##_##lines(const Stream *stream, int64_t row, int64_t num_tiles, \
-                                                               int64_t k, const char *x, int64_t panel, float *out, \
-                                                               int64_t ldo) {                                       \
-        strip(kind, rows, panel_rows, lines, stream, row, num_tiles, k, x, panel, out, ldo);                        \
+                                                               const Part *part, Vec *sums, const char *x,          \
+                                                               int64_t panel, float *out, int64_t ldo) {            \
+        strip(kind, rows, panel_rows, lines, stream, row, num_tiles, part, sums, x, panel, out, ldo);               \
     }
 #define NAME_STRIP(kind, rows, panel_rows, lines) strip_##kind##_##rows##_##panel_rows##_##lines
 
@@ -258,20 +273,23 @@ static Stream plan_stream(Matrix weight, int64_t num_rows, Matrix next, int heig
     return stream;
 }
 
-/* All panels from `first_panel` to `last_panel` with all weight rows. */
-static void multiply_panels(int kind, const Stream *stream, int shape, int64_t k, const char *packed, int64_t num_rows,
-                            int64_t first_panel, int64_t last_panel, float *out, int64_t ldo) {
+/* All panels from `first_panel` to `last_panel` with all weight rows, over a part of k. */
+static void multiply_panels(int kind, const Stream *stream, int shape, int64_t k, const Part *part, const char *packed,
+                            int64_t num_rows, int64_t first_panel, int64_t last_panel, float *out, int64_t ldo) {
     const int64_t panels = num_panels(num_rows, PANEL_ROWS), row_bytes = packed_row_bytes(kind, k, K_STEP);
     const int64_t small = num_rows / panels, num_larger = num_rows % panels;
+    const int64_t skipped = packed_row_bytes(kind, part->first, K_STEP), first_row = panel_start(first_panel, panels, num_rows);
     for (int64_t n = 0; n < stream->num_rows; shape = SHAPE_SINGLE) {
         const int64_t height = SHAPE_ROWS[shape], tiles = (stream->num_rows - n) / height;
         /* One panel takes the whole strip; several take turns on a tile while it is in the cache. */
         const int64_t turn = panels == 1 ? tiles : 1;
         for (const int64_t last = n + tiles * height; n < last; n += turn * height) {
-            int64_t row = panel_start(first_panel, panels, num_rows);
+            int64_t row = first_row;
             for (int64_t p = first_panel; p < last_panel; p++) {
                 const int64_t rows = small + (p < num_larger);
-                STRIPS[kind][rows - 1][shape](stream, n, turn, k, packed + row * row_bytes, p, out + row * ldo, ldo);
+                Vec *sums = part->sums ? part->sums + (row - first_row) * PART_WEIGHT_ROWS + n * rows : NULL;
+                STRIPS[kind][rows - 1][shape](stream, n, turn, part, sums, packed + row * row_bytes + rows * skipped, p,
+                                              out + row * ldo, ldo);
                 row += rows;
             }
         }
@@ -280,16 +298,39 @@ static void multiply_panels(int kind, const Stream *stream, int shape, int64_t k
 
 #include "formats/quantized_template.h"
 
+static int64_t weight_bytes(int kind) { return kind == KIND_F32 ? 4 : 2; }
+
 static void multiply_tiles(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
                            float *out, int64_t ldo, Matrix next, int shape, int64_t distance) {
     const int64_t panels = num_panels(num_rows, PANEL_ROWS);
     const int64_t panel_bytes = PANEL_ROWS * packed_row_bytes(kind, k ? k : 1, K_STEP);
     const int64_t group = panel_bytes * 4 < GROUP_BYTES ? GROUP_BYTES / panel_bytes : 4;
     const Stream stream = plan_stream(weight, num_weight_rows, next, SHAPE_ROWS[shape], distance, k / K_STEP,
-                                      K_STEP * (kind == KIND_F32 ? 4 : 2));
+                                      K_STEP * weight_bytes(kind));
+    const Part whole = {.count = k, .is_first = 1, .is_last = 1};
     for (int64_t first = 0; first < panels; first += group) {
         const int64_t last = first + group < panels ? first + group : panels;
-        multiply_panels(kind, &stream, shape, k, packed, num_rows, first, last, out, ldo);
+        multiply_panels(kind, &stream, shape, k, &whole, packed, num_rows, first, last, out, ldo);
+    }
+}
+
+/* The same for rows so long that few panels of them would fill the second-level cache. */
+static void multiply_parts(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
+                           float *out, int64_t ldo) {
+    const int64_t panels = num_panels(num_rows, PANEL_ROWS), width = weight_bytes(kind), most = PART_BYTES / width;
+    Vec sums[PART_PANELS * PANEL_ROWS * PART_WEIGHT_ROWS];
+    for (int64_t n = 0; n < num_weight_rows; n += PART_WEIGHT_ROWS) {
+        const int64_t count = num_weight_rows - n < PART_WEIGHT_ROWS ? num_weight_rows - n : PART_WEIGHT_ROWS;
+        for (int64_t first = 0; first < panels; first += PART_PANELS) {
+            const int64_t last = first + PART_PANELS < panels ? first + PART_PANELS : panels;
+            for (int64_t start = 0; start < k; start += most) {
+                const Part part = {.first = start, .count = k - start < most ? k - start : most, .is_first = start == 0,
+                                   .is_last = k - start <= most, .sums = sums};
+                const Matrix here = {.data = weight.data + n * weight.stride + start * width, .stride = weight.stride};
+                const Stream stream = plan_stream(here, count, (Matrix){0}, TILE_ROWS, 0, part.count / K_STEP, K_STEP * width);
+                multiply_panels(kind, &stream, SHAPE_TALL, k, &part, packed, num_rows, first, last, out + n, ldo);
+            }
+        }
     }
 }
 
@@ -299,7 +340,12 @@ static void multiply(int kind, Matrix weight, int64_t num_weight_rows, int64_t k
         multiply_quantized(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next);
         return;
     }
-    const int shape = tile_shape(num_rows, num_panels(num_rows, PANEL_ROWS), num_rows * packed_row_bytes(kind, k, K_STEP));
+    const int64_t panels = num_panels(num_rows, PANEL_ROWS);
+    if (panels > PART_PANELS && k * weight_bytes(kind) > PART_BYTES) {
+        multiply_parts(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo);
+        return;
+    }
+    const int shape = tile_shape(num_rows, panels, num_rows * packed_row_bytes(kind, k, K_STEP));
     multiply_tiles(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next, shape, ahead_distance(kind, shape, num_rows));
 }
 

@@ -19,6 +19,7 @@ typedef struct {
     _Alignas(64) atomic_ullong items;
 } Range;
 
+/* An expert, or a portion of its rows. */
 typedef struct {
     const Expert *weights;
     int64_t first_row, num_rows;
@@ -33,7 +34,7 @@ typedef struct {
     const Isa *isa;
     int kinds[NUM_MATRICES], x_dtype, weight_dtype, bias_dtype, activation;
     const float *formula; /* NULL: the activation without bounds and offsets */
-    int64_t dim_in, dim_hidden, dim_out, num_experts;
+    int64_t dim_in, dim_hidden, dim_out, num_works;
     const char *x;
     int64_t x_stride;
     const int64_t *token_ids, *destinations; /* NULL: row r of x, row r of out */
@@ -59,6 +60,6 @@ static inline int64_t thread_bytes(const Call *call) { return call->packed_bytes
 
 /* Cuts the call into items, shares them among threads and lays everything out in the pool's scratch memory, whose lock is
  * held. `call->work` is the caller's to free, also after STATUS_NO_MEMORY. */
-int plan_call(Call *call, const Expert *experts, const int64_t *counts);
+int plan_call(Call *call, const Expert *experts, const int64_t *counts, int64_t num_experts);
 
 #endif

@@ -51,7 +51,7 @@ static Item take_item(Call *call, int thread, Item last) {
         if (number < 0) continue;
         const ExpertWork *work = call->work;
         while (number < work[last.expert].first_item[last.stage]) last.expert--;
-        while (last.expert + 1 < call->num_experts && number >= work[last.expert + 1].first_item[last.stage]) last.expert++;
+        while (last.expert + 1 < call->num_works && number >= work[last.expert + 1].first_item[last.stage]) last.expert++;
         last.index = number - work[last.expert].first_item[last.stage];
         return last;
     }
@@ -213,8 +213,8 @@ static void work_on(void *context) {
 /* ---- calls ---- */
 
 /* The pool's lock is held. */
-static int run_call(Call *call, const Expert *experts, const int64_t *counts) {
-    int status = plan_call(call, experts, counts);
+static int run_call(Call *call, const Expert *experts, const int64_t *counts, int64_t num_experts) {
+    int status = plan_call(call, experts, counts, num_experts);
     if (status == STATUS_OK) {
         if (call->num_threads == 1)
             work_on(call);
@@ -228,9 +228,8 @@ static int run_call(Call *call, const Expert *experts, const int64_t *counts) {
 
 /* A linear layer is an expert without hidden values. */
 static int run_linear(Call *call, const Expert *layer, int64_t num_rows) {
-    call->num_experts = 1;
     pool_begin();
-    const int status = run_call(call, layer, &num_rows);
+    const int status = run_call(call, layer, &num_rows, 1);
     pool_end();
     return status;
 }
@@ -269,7 +268,7 @@ MOE_EXPORT int moe_expert_ffn(const Expert *experts, int64_t num_experts, const 
                               int share_threads) {
     Call call = {.x_dtype = x_dtype, .weight_dtype = weight_dtype, .bias_dtype = bias_dtype, .activation = activation,
                  .formula = formula, .dim_in = dim_in,
-                 .dim_hidden = dim_hidden, .dim_out = dim_out, .num_experts = num_experts, .x = x, .x_stride = x_stride,
+                 .dim_hidden = dim_hidden, .dim_out = dim_out, .x = x, .x_stride = x_stride,
                  .token_ids = token_ids, .destinations = destinations, .out = out, .out_stride = out_stride,
                  .share_threads = share_threads};
     int64_t num_rows = 0;
@@ -277,7 +276,7 @@ MOE_EXPORT int moe_expert_ffn(const Expert *experts, int64_t num_experts, const 
     if (!rows_in_range(token_ids, num_rows, num_tokens) || !rows_in_range(destinations, num_rows, num_out_rows))
         return STATUS_BAD_ROW;
     pool_begin();
-    int status = run_call(&call, experts, counts);
+    int status = run_call(&call, experts, counts, num_experts);
     pool_end();
     return status;
 }

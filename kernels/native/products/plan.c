@@ -8,6 +8,10 @@
 enum { BLOCK_ROWS = 32 };
 enum { BLOCK_BYTES = 128 << 10, MAX_BLOCK_ROWS = 512, MAX_BLOCK_SUMS = 1 << 14 };
 
+/* Packed rows of an expert that its weights are multiplied with at once: those of two threads stay in the cache they share.
+ * An expert with more is computed in portions, each like an expert of its own. */
+enum { PORTION_BYTES = 4 << 20 };
+
 /* Weights times rows, in bytes, up to which the calling thread works alone: a few microseconds, as long as it takes to
  * be sure that no other thread is inside. A small router is such a call. */
 enum { ALONE_BYTES = 32 << 10 };
@@ -47,6 +51,14 @@ static int64_t largest_packed_row(const Call *call) {
     return bytes;
 }
 
+/* How many portions an expert's rows are computed in. */
+static int64_t num_portions(const Call *call, int64_t num_rows) {
+    const int64_t k_step = call->isa->k_step;
+    const int64_t hidden = packed_row_bytes(call->kinds[DOWN], call->dim_hidden, k_step);
+    const int64_t most = max64(1, PORTION_BYTES / max64(1, max64(hidden, largest_packed_row(call))));
+    return max64(1, (num_rows + most - 1) / most);
+}
+
 static void plan_expert(Call *call, ExpertWork *work) {
     const int64_t rows = work->num_rows;
     const int64_t depth = call->dim_hidden ? call->dim_hidden : call->dim_in;
@@ -66,7 +78,7 @@ static void plan_expert(Call *call, ExpertWork *work) {
 static void share_items(Call *call) {
     for (int stage = 0; stage < NUM_STAGES; stage++) {
         int64_t total = 0;
-        for (int64_t e = 0; e < call->num_experts; e++) {
+        for (int64_t e = 0; e < call->num_works; e++) {
             ExpertWork *work = &call->work[e];
             work->first_item[stage] = total;
             total += stage == STAGE_HIDDEN ? work->hidden_items : work->out_items;
@@ -78,29 +90,35 @@ static void share_items(Call *call) {
     }
 }
 
-static int is_small(const Call *call, const int64_t *counts) {
+static int is_small(const Call *call, const int64_t *counts, int64_t num_experts) {
     const int64_t depth = call->dim_hidden ? call->dim_hidden : call->dim_in;
     const int64_t expert_bytes =
         (2 * call->dim_hidden * call->dim_in + depth * call->dim_out) * dtype_bytes(call->weight_dtype);
     int64_t bytes = 0;
-    for (int64_t e = 0; e < call->num_experts && bytes <= ALONE_BYTES; e++) bytes += counts[e] * expert_bytes;
+    for (int64_t e = 0; e < num_experts && bytes <= ALONE_BYTES; e++) bytes += counts[e] * expert_bytes;
     return bytes <= ALONE_BYTES;
 }
 
 /* ---- the whole call ---- */
 
-int plan_call(Call *call, const Expert *experts, const int64_t *counts) {
+int plan_call(Call *call, const Expert *experts, const int64_t *counts, int64_t num_experts) {
     call->isa = current_isa();
     choose_kinds(call, experts);
-    call->num_threads = is_small(call, counts) ? 1 : pool_threads();
-    call->work = calloc((size_t)call->num_experts, sizeof *call->work);
+    call->num_threads = is_small(call, counts, num_experts) ? 1 : pool_threads();
+    for (int64_t e = 0; e < num_experts; e++) call->num_works += num_portions(call, counts[e]);
+    call->work = calloc((size_t)call->num_works, sizeof *call->work);
     if (!call->work) return STATUS_NO_MEMORY;
+    ExpertWork *work = call->work;
     int64_t total_rows = 0;
-    for (int64_t e = 0; e < call->num_experts; e++) {
-        call->work[e].weights = &experts[e];
-        call->work[e].first_row = total_rows;
-        call->work[e].num_rows = counts[e];
-        plan_expert(call, &call->work[e]);
+    for (int64_t e = 0; e < num_experts; e++) {
+        const int64_t portions = num_portions(call, counts[e]);
+        for (int64_t p = 0; p < portions; p++, work++) {
+            const int64_t start = panel_start(p, portions, counts[e]);
+            work->weights = &experts[e];
+            work->first_row = total_rows + start;
+            work->num_rows = panel_start(p + 1, portions, counts[e]) - start;
+            plan_expert(call, work);
+        }
         total_rows += counts[e];
     }
     const int64_t range_bytes = NUM_STAGES * call->num_threads * (int64_t)sizeof(Range);
@@ -110,7 +128,7 @@ int plan_call(Call *call, const Expert *experts, const int64_t *counts) {
     if (!scratch) return STATUS_NO_MEMORY;
     call->ranges = (Range *)scratch;
     call->buffers = scratch + range_bytes + hidden_bytes;
-    for (int64_t e = 0; e < call->num_experts; e++) call->work[e].hidden = scratch + range_bytes + call->work[e].first_row * row_bytes;
+    for (int64_t e = 0; e < call->num_works; e++) call->work[e].hidden = scratch + range_bytes + call->work[e].first_row * row_bytes;
     share_items(call);
     return STATUS_OK;
 }
