@@ -25,7 +25,7 @@
 #define GROUP_BYTES (256 << 10)
 /* Bytes of a weight row beyond which even a few panels would not: many rows take such a matrix a part of k at a time. */
 #define PART_BYTES (8 << 10)
-enum { PART_WEIGHT_ROWS = 32, PART_PANELS = 16 };
+enum { PART_WEIGHT_ROWS = 32, PART_PANELS = 22 };
 #define SINGLE_ROW_BYTES (16 << 10)
 
 /* The loops over a tile are unrolled before anything else: only then do its sums stay in registers. */
