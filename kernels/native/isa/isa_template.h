@@ -4,7 +4,7 @@
  *   ISA_NAME, ISA_SYMBOL   printable name and name of the exported table
  *   Vec, LANES             a vector of fp32 and how many it holds
  *   TILE_ROWS, PANEL_ROWS  most weight rows by x rows whose sums are kept in registers
- *   SINGLE_ROW_LIMIT       x rows up to which weight rows are taken one by one
+ *   SINGLE_WEIGHT_ROWS     1 when one x row takes weight rows one by one: where one chain of sums keeps up with memory
  *   HAS_BF16_DOT           1 when dot_bf16(acc, w, x) multiplies pairs of bf16; then also vec_load_bf16_pairs, vec_bf16_pair
  *                          (the same pair in every lane) and vec_pair_rows (the elements of two rows as pairs)
  *   HAS_QUANT_LANES        1 when quantized_avx512.h can be compiled
@@ -26,7 +26,6 @@
 /* Bytes of a weight row beyond which even a few panels would not: many rows take such a matrix a part of k at a time. */
 #define PART_BYTES (8 << 10)
 enum { PART_WEIGHT_ROWS = 32, PART_PANELS = 22 };
-#define SINGLE_ROW_BYTES (16 << 10)
 
 /* The loops over a tile are unrolled before anything else: only then do its sums stay in registers. */
 #if defined(__clang__)
@@ -244,21 +243,19 @@ static const StripFn STRIPS[NUM_KINDS][PANEL_ROWS][NUM_SHAPES] = {
 #endif
 };
 
-/* Few rows of x: one weight row after another, which is the one forward stream that memory serves fastest (measured on
- * Zen 4: four rows at once are a third slower), as long as x stays in half of the first-level cache. More rows need the
- * reuse of a taller tile to keep up with memory; its panels share the fetching as evenly as they can, because fetches in
- * a burst hold up the loads between them. */
-static int tile_shape(int64_t num_rows, int64_t panels, int64_t packed_bytes) {
-    if (num_rows == 1 || (num_rows <= SINGLE_ROW_LIMIT && packed_bytes <= SINGLE_ROW_BYTES)) return SHAPE_SINGLE;
+/* One row of x: one weight row after another, which is the one forward stream that memory serves fastest (measured on
+ * Zen 4: four rows at once are a third slower), where the vectors are wide enough. Narrower ones wait for their one chain of
+ * sums (measured on Zen 5: AVX2 reads 25 GB/s so, and 34 by pairs of rows). More rows of x need the reuse of a taller tile
+ * to keep up with memory; its panels share the fetching as evenly as they can, because fetches in a burst hold up the
+ * loads between them. */
+static int tile_shape(int64_t num_rows, int64_t panels) {
+    if (SINGLE_WEIGHT_ROWS && num_rows == 1) return SHAPE_SINGLE;
     return panels == 1 ? SHAPE_TALL_ALONE : panels < TILE_ROWS ? SHAPE_TALL_PAIR : SHAPE_TALL;
 }
 
 /* How far ahead of its use a line is fetched, in bytes: the slower the tile takes lines, the farther the processor's
  * own window of loads falls short (measured on Zen 4). */
-static int64_t ahead_distance(int kind, int shape, int64_t num_rows) {
-    if (shape != SHAPE_SINGLE) return 16 << 10;
-    return num_rows <= (kind == KIND_F16 ? 1 : 2) ? 2 << 10 : 8 << 10;
-}
+static int64_t ahead_distance(int shape) { return shape == SHAPE_SINGLE ? 2 << 10 : 16 << 10; }
 
 static Stream plan_stream(Matrix weight, int64_t num_rows, Matrix next, int height, int64_t distance, int64_t steps,
                           int64_t step_bytes) {
@@ -345,8 +342,8 @@ static void multiply(int kind, Matrix weight, int64_t num_weight_rows, int64_t k
         multiply_parts(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo);
         return;
     }
-    const int shape = tile_shape(num_rows, panels, num_rows * packed_row_bytes(kind, k, K_STEP));
-    multiply_tiles(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next, shape, ahead_distance(kind, shape, num_rows));
+    const int shape = tile_shape(num_rows, panels);
+    multiply_tiles(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next, shape, ahead_distance(shape));
 }
 
 /* Weights that are in the first-level cache: tiles have as many sums as there are registers, and nothing is fetched. */

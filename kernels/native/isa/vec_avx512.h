@@ -4,7 +4,7 @@
 #define LANES 16
 #define TILE_ROWS 4
 #define PANEL_ROWS 6
-#define SINGLE_ROW_LIMIT 4
+#define SINGLE_WEIGHT_ROWS 1
 #define HAS_QUANT_LANES 1
 
 #define INLINE static inline __attribute__((always_inline))
