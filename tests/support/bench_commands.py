@@ -113,6 +113,25 @@ BENCH_CASES = {
         },
         dict.fromkeys(("shape", "quick", "output"), "tests/bench/test_layer_blocks.py"),
     ),
+    "bench training": Case(
+        (
+            "moe_runtime.bench.expert_layers.sizes_of_model",
+            "moe_runtime.bench.training_steps.measure_training",
+        ),
+        (str(ROOT / "models" / "pocket"),),
+        {
+            "model": ("", ("model", "pocket")),
+            "layers": ("--layers 3", ("layers", 3)),
+            "sequences": ("--sequences 7", ("sequences", 7)),
+            "context": ("--context 19", ("context", 19)),
+            "dtype": ("--dtype bfloat16", ("dtype", "bfloat16")),
+            "host_memory": ("--host-memory 3GiB", ("host_memory", 3 << 30)),
+            "threads": ("--threads 1", ("num_threads", 1)),
+            "max_s": ("--time 37", ("max_s", 37.0)),
+            "precision": ("--precision 0.17", ("precision", 0.17)),
+        },
+        dict.fromkeys(("shape", "quick", "output"), "tests/bench/test_training_steps.py"),
+    ),
     "bench policies": Case(
         (
             "moe_runtime.lab.traces.readers.read_any_trace",
@@ -156,6 +175,7 @@ BENCH_INPUTS = {
     "bench experts": [(["bench", "experts", "MODEL", "--output"], "MODEL/config.json")],
     "bench policies": [(["bench", "policies", "TRACE", "--output"], "TRACE")],
     "bench layer": [(["bench", "layer", "MODEL", "--output"], "MODEL/config.json")],
+    "bench training": [(["bench", "training", "MODEL", "--output"], "MODEL/config.json")],
     "bench serve": [(["bench", "serve", "--prompts", "FILE", "--output"], "FILE")],
     "bench report": [(["bench", "report", "FILE", "--output"], "FILE")],
     "bench kernels": [],  # reads nothing

@@ -13,6 +13,7 @@ from moe_runtime.cli.bench_cases.io import bench_io
 from moe_runtime.cli.bench_cases.layer import bench_layer
 from moe_runtime.cli.bench_cases.policies import bench_policies
 from moe_runtime.cli.bench_cases.throughput import bench_throughput
+from moe_runtime.cli.bench_cases.training import bench_training
 from moe_runtime.cli.commands.bench_compare import bench_compare
 from moe_runtime.cli.commands.bench_latency import bench_latency
 from moe_runtime.cli.commands.bench_report import bench_report
@@ -59,6 +60,7 @@ def bench_app() -> typer.Typer:
     app.command("io", cls=StrictCommand)(bench_io)
     app.command("experts", cls=StrictCommand)(bench_experts)
     app.command("layer", cls=StrictCommand)(bench_layer)
+    app.command("training", cls=StrictCommand)(bench_training)
     app.command("policies", cls=StrictCommand)(bench_policies)
     app.command("serve", cls=StrictCommand)(bench_serve)
     app.command("compare", cls=StrictCommand)(bench_compare)

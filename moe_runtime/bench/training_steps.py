@@ -1,0 +1,316 @@
+"""The case ``training``: steps of one language model here and in transformers, fused AdamW in all.
+
+All begin with the same weights and are given the same tokens in turn. The first steps are not
+timed: their losses are compared with this project's, which an update that differs moves too.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moe_runtime.bench.expert_layers import OURS, LayerSizes
+from moe_runtime.bench.results import Metric, describe_system, make_results, versions
+from moe_runtime.bench.runner import Number, PeerFailedError, Rules, run_in_turn
+from moe_runtime.config import format_bytes, require_known
+from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
+from moe_runtime.models.lm.export import export_hugging_face
+from moe_runtime.models.lm.model import LanguageModel
+from moe_runtime.training.offload import AdamW
+from moe_runtime.training.offload.offloading import offload_training
+from moe_runtime.training.optimizer import Optimizer
+from moe_runtime.training.run_config import OptimizerConfig
+
+OFFLOADED = f"{OURS}:offloaded"
+METRIC = "step_s"
+SHAPES = {
+    "pocket": LayerSizes(16, 2, 256, 128),
+    "small": LayerSizes(64, 8, 512, 256),
+    "300m": LayerSizes(64, 4, 512, 512),
+}
+"""Experts a layer, top-k, model width and expert width."""
+# Largest difference of losses that rounding explains. Logits of a model at its start lie within
+# about 3: rounded to bf16 at two places they are 1e-2 apart, after sums in another order in fp32
+# less than 1e-4.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
+_COMPARED_STEPS = 3
+_RATE, _DECAY, _BETAS = 3e-4, 0.1, (0.9, 0.95)
+_VOCABULARY = 4096
+# Weight, gradient and two moments in fp32.
+_STATE_BYTES = 16
+# Eager's backward fills a gradient of all experts for each of them.
+_FEW = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingPlan:
+    """What is asked of every system.
+
+    Attributes:
+        sizes: of a layer of experts; every layer has them.
+        layers: of the model.
+        sequences, context: of a step.
+        dtype: of products; bfloat16 under autocast, weights and states are float32.
+        host_memory: budget of the offloaded training in bytes; None leaves it out.
+    """
+
+    sizes: LayerSizes
+    layers: int
+    sequences: int
+    context: int
+    dtype: torch.dtype
+    host_memory: int | None = None
+
+    def config(self) -> LanguageModelConfig:
+        """The model: attention of heads 64 wide, no auxiliary loss."""
+        width = self.sizes.dim_model
+        heads = max(1, width // 64)
+        return LanguageModelConfig(
+            hidden_size=width,
+            num_layers=self.layers,
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=width // heads,
+            max_positions=self.context,
+            vocab_size=_VOCABULARY,
+            moe=ExpertsConfig(
+                num_experts=self.sizes.num_experts,
+                top_k=self.sizes.top_k,
+                intermediate_size=self.sizes.dim_hidden,
+                loss_weights={},
+            ),
+        )
+
+    def windows(self, step: int) -> Tensor:
+        """Tokens ``[B, C + 1]`` of a step, as unevenly frequent as words are."""
+        generator = torch.Generator().manual_seed(step)
+        shares = 1 / torch.arange(1, _VOCABULARY + 1, dtype=torch.float64)
+        size = self.sequences * (self.context + 1)
+        drawn = torch.multinomial(shares, size, replacement=True, generator=generator)
+        return drawn.view(self.sequences, -1)
+
+    def peers(self) -> list[str]:
+        """Implementations of transformers that take part."""
+        return ["grouped_mm", "eager"] if self.sizes.num_experts <= _FEW else ["grouped_mm"]
+
+    def needed_bytes(self) -> int:
+        """Weights, gradients and moments of all systems in memory."""
+        with torch.device("meta"):
+            count = sum(one.numel() for one in LanguageModel(self.config()).parameters())
+        return _STATE_BYTES * count * (1 + len(self.peers())) + (self.host_memory or 0)
+
+
+class _Optimizer(Protocol):
+    """The two calls that `Optimizer` and the offloaded training have in common."""
+
+    def backward(self, parts: list[Callable[[], Tensor]], *, rate: float) -> object: ...
+    def step(self, rate: float) -> object: ...
+
+
+class TrainingSystem:
+    """A model under training.
+
+    Attributes:
+        name: of the system.
+        compared, equal: losses that were compared, and how many agreed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        optimizer: Any,
+        plan: TrainingPlan,
+        expected: list[float],
+    ) -> None:
+        self.name, self._plan, self._expected = name, plan, expected
+        self._loss, self._optimizer = loss, cast(_Optimizer, optimizer)
+        self._steps = self.compared = self.equal = 0
+
+    def step(self) -> float:
+        """One optimizer step on the next tokens; its loss before the update."""
+        windows, found = self._plan.windows(self._steps), list[Tensor]()
+        half = self._plan.dtype == torch.bfloat16
+
+        def loss() -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+                found.append(self._loss(windows[:, :-1], windows[:, 1:]))
+            return found[0]
+
+        self._optimizer.backward([loss], rate=_RATE)
+        self._optimizer.step(_RATE)
+        self._steps += 1
+        return float(found[0].detach())
+
+    def repeat(self) -> Mapping[str, Number]:
+        """Times a step; before the first time, compares losses.
+
+        Raises:
+            PeerFailedError: it cannot train this model, or its losses differ.
+        """
+        try:
+            if not self.compared:
+                self._compare()
+            begin = time.perf_counter()
+            self.step()
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            lines = str(error).splitlines() or [type(error).__name__]
+            raise PeerFailedError(lines[0]) from None
+        took = time.perf_counter() - begin
+        return {METRIC: took, "tokens_per_s": self._plan.sequences * self._plan.context / took}
+
+    def _compare(self) -> None:
+        losses = [self.step() for _ in self._expected]
+        # What is computed elsewhere than in memory must not differ by a bit.
+        bound = 0.0 if self.name in (OURS, OFFLOADED) else TOLERANCE[self._plan.dtype]
+        far = [abs(a - b) for a, b in zip(losses, self._expected, strict=True)]
+        self.compared, self.equal = len(far), sum(one <= bound for one in far)
+        if self.equal < self.compared:
+            raise PeerFailedError(
+                f"a loss differs by {max(far):.2g}, expected at most {bound:g}; its times would "
+                "be those of another training"
+            )
+
+
+def sizes_of_training_shape(name: str) -> LayerSizes:
+    """Sizes of a known shape.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    require_known("shape", name, tuple(SHAPES))
+    return SHAPES[name]
+
+
+def ours_in_memory(plan: TrainingPlan, expected: list[float]) -> TrainingSystem:
+    """This project's training, everything in memory."""
+    model = _first_model(plan)
+    config = OptimizerConfig(peak_rate=_RATE, betas=_BETAS, weight_decay=_DECAY, clip_norm=0.0)
+    return TrainingSystem(OURS, _loss_of(model), Optimizer(model, config), plan, expected)
+
+
+def in_transformers(
+    name: str, plan: TrainingPlan, folder: Path, expected: list[float]
+) -> TrainingSystem:
+    """The model that a folder holds, trained as users of transformers do."""
+    from transformers import AutoModelForCausalLM
+
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation=name
+    )
+    model: Any = loaded.train()
+
+    def loss(ids: Tensor, targets: Tensor) -> Tensor:
+        logits = model(ids, use_cache=False).logits.float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    return TrainingSystem(name, loss, FusedAdamW(model), plan, expected)
+
+
+class FusedAdamW:
+    """torch's fused AdamW; matrices decay, norms do not."""
+
+    def __init__(self, model: nn.Module, rate: float = _RATE) -> None:
+        groups = [
+            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": _DECAY},
+            {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        ]
+        self._adamw = torch.optim.AdamW(groups, lr=rate, betas=_BETAS, fused=True)
+
+    def backward(self, parts: list[Callable[[], Tensor]], *, rate: float) -> None:
+        """Adds up the gradients of the losses; ``rate`` stands in the groups."""
+        del rate
+        for part in parts:
+            part().backward()
+
+    def step(self, rate: float) -> None:
+        """Updates, and lets the gradients go."""
+        del rate
+        self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+
+
+@contextmanager
+def _systems(plan: TrainingPlan, folder: Path) -> Iterator[list[TrainingSystem]]:
+    # The losses that all are held to come from a run of ours that ends before any other begins.
+    reference = ours_in_memory(plan, [])
+    expected = [reference.step() for _ in range(_COMPARED_STEPS)]
+    del reference
+    systems, offloaded = [ours_in_memory(plan, expected)], None
+    export_hugging_face(_first_model(plan), folder / "model")
+    systems += [in_transformers(one, plan, folder / "model", expected) for one in plan.peers()]
+    if plan.host_memory is not None:
+        model = _first_model(plan)
+        (folder / "experts").mkdir()
+        offloaded = offload_training(
+            model,
+            host_memory=plan.host_memory,
+            storage_dir=folder / "experts",
+            optimizer=AdamW(betas=_BETAS, weight_decay=_DECAY),
+        )
+        systems.append(TrainingSystem(OFFLOADED, _loss_of(model), offloaded, plan, expected))
+    try:
+        yield systems
+    finally:
+        if offloaded is not None:
+            offloaded.close()
+
+
+def _first_model(plan: TrainingPlan) -> LanguageModel:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return LanguageModel(plan.config()).train()
+
+
+def _loss_of(model: LanguageModel) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda ids, targets: model.losses(ids, targets).cross_entropy
+
+
+def measure_training(
+    plan: TrainingPlan,
+    rules: Rules,
+    clock: Callable[[], float],
+    *,
+    free_bytes: int,
+    settings: Mapping[str, Any],
+    on_repetition: Callable[[str, int], None] = lambda name, number: None,
+    is_stopping: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """Measures steps of all systems; the content of a results file.
+
+    Args:
+        free_bytes: memory that may be taken.
+
+    Raises:
+        ValueError: all systems side by side need more memory than that.
+        CapacityError: the budget of the offloaded training is too small.
+    """
+    needed = plan.needed_bytes()
+    if needed > free_bytes:
+        raise ValueError(
+            f"weights and states of all systems take {format_bytes(needed)}, and "
+            f"{format_bytes(free_bytes)} are free; fewer --layers or a smaller --shape take less"
+        )
+    with tempfile.TemporaryDirectory() as folder, _systems(plan, Path(folder)) as systems:
+        found, ended = run_in_turn(
+            systems, rules, clock, on_repetition=on_repetition, is_stopping=is_stopping
+        )
+    metrics = {METRIC: Metric("s"), "tokens_per_s": Metric("tokens/s", "more", is_judged=False)}
+    measured = [
+        describe_system(
+            one.name,
+            found[one.name],
+            metrics,
+            system_versions=versions(),
+            quality={"compared": one.compared, "equal": one.equal} if one.compared else None,
+        )
+        for one in systems
+    ]
+    return make_results("training", settings, ended, measured)

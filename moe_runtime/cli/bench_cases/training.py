@@ -1,0 +1,146 @@
+"""``moe-runtime bench training``: steps of a language model beside those of transformers."""
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moe_runtime.cli import options
+from moe_runtime.cli.bench_cases import shared
+from moe_runtime.cli.bench_cases.expert_layer import Model, Quick, parse_dtype
+from moe_runtime.cli.console import Session, print_table, quiet_transformers
+from moe_runtime.cli.stopping import stop_on_signals
+from moe_runtime.config import parse_budget
+from moe_runtime.files import check_output_path
+
+Shape = Annotated[
+    str | None,
+    typer.Option(help="Instead of MODEL: pocket, small or 300m, without any file."),
+]
+Layers = Annotated[int, typer.Option(min=1, max=1000, help="Layers of the model.")]
+Sequences = Annotated[int, typer.Option(min=1, max=1 << 16, help="Sequences of a step.")]
+Context = Annotated[int, typer.Option(min=1, max=1 << 16, help="Tokens of a sequence.")]
+Dtype = Annotated[
+    str, typer.Option(help="float32, or bfloat16 under autocast; weights stay float32.")
+]
+Offloaded = Annotated[
+    str | None,
+    typer.Option(
+        "--host-memory",
+        help="Also our training with experts and their states off memory beyond this: 2GiB, or a "
+        "share such as 0.25.",
+    ),
+]
+
+
+def bench_training(
+    ctx: typer.Context,
+    model: Model = None,
+    shape: Shape = None,
+    layers: Layers = 2,
+    sequences: Sequences = 4,
+    context: Context = 256,
+    dtype: Dtype = "float32",
+    host_memory: Offloaded = None,
+    threads: shared.Threads = None,
+    max_s: shared.Time = None,
+    precision: shared.Precision = 0.05,
+    quick: Quick = False,
+    output: shared.Output = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Time optimizer steps on the CPU: ours, and transformers with torch's fused AdamW.
+
+    The model has --layers layers with the sizes of MODEL's first layer of experts, 4,096 words, and
+    random weights that all begin with. Systems take turns. One whose losses differ from ours by
+    more than roundings allow gets no numbers. Ctrl-C shows what was measured so far.
+    """
+    session: Session = ctx.obj
+    session.begin(debug=debug, as_json=as_json)
+    if (model is None) == (shape is None):
+        raise ValueError("expected MODEL or --shape, one of them: whose sizes are taken?")
+    budget = None if host_memory is None else parse_budget(host_memory, name="--host-memory")
+    if output is not None:
+        check_output_path(output, "results")
+    quiet_transformers(session)
+    import torch
+
+    from moe_runtime.bench.expert_layers import sizes_of_model
+    from moe_runtime.bench.runner import Rules
+    from moe_runtime.bench.training_steps import (
+        METRIC,
+        TOLERANCE,
+        TrainingPlan,
+        measure_training,
+        sizes_of_training_shape,
+    )
+    from moe_runtime.inference.budget import available_host_bytes
+    from moe_runtime.lab.this_machine import num_usable_cores
+
+    asked = parse_dtype(dtype)
+    if asked not in TOLERANCE:
+        raise ValueError(f"--dtype must be float32 or bfloat16, got {dtype!r}")
+    num_threads = threads or num_usable_cores()
+    torch.set_num_threads(num_threads)
+    if shape is not None:
+        sizes = sizes_of_training_shape(shape)
+    else:
+        assert model is not None
+        sizes, _ = sizes_of_model(model, "auto")
+    free = available_host_bytes()
+    plan = TrainingPlan(
+        sizes=sizes,
+        layers=layers,
+        sequences=sequences,
+        context=context,
+        dtype=asked,
+        host_memory=None if budget is None else budget.resolve(free, auto_share=0.5),
+    )
+    rules = Rules(judged=(METRIC,), precision=precision, max_s=max_s or (60.0 if quick else 300.0))
+    with stop_on_signals(shared.STOPPING) as stop:
+        results = measure_training(
+            plan,
+            rules,
+            time.monotonic,
+            free_bytes=free,
+            settings={
+                "model": shape or Path(model or "").name,
+                **sizes._asdict(),
+                "layers": layers,
+                "sequences": sequences,
+                "context": context,
+                "dtype": dtype,
+                "host_memory": plan.host_memory,
+                "num_threads": num_threads,
+                "precision": precision,
+                "max_s": rules.max_s,
+            },
+            on_repetition=shared.say_repetition,
+            is_stopping=lambda: stop.is_set,
+        )
+    shared.end_case(results, output, stop, show_training, as_json=as_json)
+
+
+def show_training(results: dict[str, Any]) -> None:
+    """Prints a row for each system."""
+    settings = results["settings"]
+    title = (
+        f"training of {settings['model']}: {settings['layers']} layers, {settings['sequences']} x "
+        f"{settings['context']} tokens, {settings['dtype']}"
+    )
+    columns = ("repetitions", "step, ms", "tokens/s", "losses equal")
+    rows = [
+        [
+            one["system"],
+            str(len(one["repetitions"])),
+            shared.with_interval(one, "step_s", 1e3),
+            f"{one['summary']['tokens_per_s']['median']:.4g}",
+            f"{one['quality']['equal']} of {one['quality']['compared']}",
+        ]
+        for one in results["measurements"]
+        if one["summary"]
+    ]
+    if rows:
+        print_table(title, [("", "left"), *((name, "right") for name in columns)], rows)
