@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -103,7 +103,11 @@ class TrainingPlan:
     def needed_bytes(self) -> int:
         """Weights, gradients and moments of all systems in memory."""
         with torch.device("meta"):
-            count = sum(one.numel() for one in LanguageModel(self.config()).parameters())
+            one, two = (
+                sum(part.numel() for part in LanguageModel(config).parameters())
+                for config in (replace(self.config(), num_layers=count) for count in (1, 2))
+            )
+        count = one + (self.layers - 1) * (two - one)
         return _STATE_BYTES * count * (1 + len(self.peers())) + (self.host_memory or 0)
 
 
