@@ -1,0 +1,70 @@
+"""Quantised experts in slots of an emulated device: by Triton's interpreter where it reads them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf_checkpoints
+import pytest
+import quantized_checkpoints
+import torch
+from emulated_models import experts_modules_of, load_on_emulated_device, logits_of
+from tiny_checkpoints import PROMPT
+from triton_interpreter import repair_interpreter
+
+import moe_runtime
+from moe_runtime.inference.device_experts import DeviceExperts
+from moe_runtime.memory.device_store import DeviceStore
+
+pytest.importorskip("triton")
+# One token, and more than the kernels for a few tokens take.
+ONE, MANY = PROMPT[:, :1], torch.cat((PROMPT, PROMPT[:, :6]), 1)
+SAMPLES = {sample.name: sample for sample in quantized_checkpoints.SAMPLES}
+READ = ("gpt_oss-mxfp4", "qwen3_moe-fp8-ragged", "deepseek_v3-int4")
+FROM_VALUES = ("mixtral-nvfp4", "olmoe-q4_k")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreter() -> None:
+    if not torch.cuda.is_available():
+        repair_interpreter()
+
+
+def write(name: str, folder: Path) -> Path:
+    if name in SAMPLES:
+        sample = SAMPLES[name]
+        family = replace(sample.family, config={**sample.family.config, "num_hidden_layers": 2})
+        return quantized_checkpoints.write(replace(sample, family=family), folder).folder
+    blocks = next(sample for sample in gguf_checkpoints.SAMPLES if sample.name == name)
+    return gguf_checkpoints.write(blocks, folder).folder
+
+
+def has_stacks(model: Any) -> list[bool]:
+    layers: list[DeviceExperts] = experts_modules_of(model)
+    stores = [layer.store for layer in layers]
+    assert all(isinstance(store, DeviceStore) for store in stores)
+    return [
+        store.has_stack(layer.layer, torch.float32)
+        for layer, store in zip(layers, stores, strict=True)
+        if isinstance(store, DeviceStore)
+    ]
+
+
+@pytest.mark.parametrize("name", [*READ, *FROM_VALUES])
+def test_they_are_computed_whichever_product_reads_them(name: str, tmp_path: Path) -> None:
+    """Of formats that no Triton product reads, experts are computed one by one from values."""
+    checkpoint, found = write(name, tmp_path), []
+    prompts = [MANY] if name == "gpt_oss-mxfp4" else [ONE]  # the interpreter takes its time
+    for slots in (6, 2):
+        model = load_on_emulated_device(checkpoint, slots_a_layer=slots, dtype="float32")
+        assert set(has_stacks(model)) == {name in READ}
+        with model.moe:
+            found.append(logits_of(model, prompts))
+            model.moe.check()
+    assert all(map(torch.equal, *found))
+    with (on_host := moe_runtime.load(checkpoint, device="cpu", dtype="float32")).moe:
+        expected = logits_of(on_host, prompts)
+    # the same values, fp32 sums of at most 256 terms in a few layers, in another order
+    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
