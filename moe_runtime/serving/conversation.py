@@ -10,7 +10,9 @@ from typing import Any
 
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.generation import encode_messages
+from moe_runtime.serving.http.answers.answer_sections import Kind
 from moe_runtime.serving.http.answers.answer_text import AnswerText, IncrementalText, Piece
+from moe_runtime.serving.http.answers.harmony import HARMONY_MARKS, HarmonySections, is_harmony
 from moe_runtime.serving.requests import (
     Event,
     Finished,
@@ -82,6 +84,10 @@ class Conversation:
         self._sampling = sampling
         self._max_new_tokens = max_new_tokens
         self._system = system
+        self._is_harmony = is_harmony(str(tokenizer.chat_template))
+        marks = HARMONY_MARKS if self._is_harmony else ()
+        shown = set(tokenizer.convert_tokens_to_ids(list(marks)))
+        self._skipped = frozenset(tokenizer.all_special_ids) - shown
         self.messages: list[dict[str, Any]] = []
         self.turns: list[Turn] = []
         self.reset()
@@ -108,7 +114,8 @@ class Conversation:
 
         Args:
             text: of the message.
-            on_text: called with each piece of the answer.
+            on_text: called with each piece of the answer. The analysis of gpt-oss is shown, with an
+                empty line behind it, and not remembered.
             is_stopped: whether to end the answer here; looked at all the time.
 
         Raises:
@@ -142,15 +149,9 @@ class Conversation:
         on_text: Callable[[str], None],
         is_stopped: Callable[[], bool],
     ) -> tuple[str, Turn]:
-        decoded = IncrementalText(self._decode, frozenset(self._tokenizer.all_special_ids))
+        decoded = IncrementalText(self._decode, self._skipped)
         text, reason = AnswerText(decoded, self._stops, frozenset()), None
-        pieces: list[str] = []
-
-        def show(piece: Piece) -> FinishReason | None:
-            if piece.text:
-                pieces.append(piece.text)
-                on_text(piece.text)
-            return piece.finish
+        answer = _Answer(on_text, HarmonySections() if self._is_harmony else None)
 
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         started_s = time.perf_counter()
@@ -166,7 +167,7 @@ class Conversation:
                     cached_tokens = event.cached_tokens
                 elif isinstance(event, NewToken):
                     times_s.append(time.perf_counter())
-                    reason = show(text.add(event))
+                    reason = answer.show(text.add(event))
                 elif isinstance(event, Finished):
                     break
                 if reason is not None:
@@ -176,9 +177,9 @@ class Conversation:
         if isinstance(event, Finished):
             if event.reason == "error":
                 raise MoERuntimeError(event.message or "the model failed")
-            reason = show(text.end(event.reason))
+            reason = answer.show(text.end(event.reason))
         assert reason is not None
-        return "".join(pieces), Turn(
+        return answer.content, Turn(
             prompt_tokens=len(request.prompt_ids),
             cached_tokens=cached_tokens,
             new_tokens=len(times_s),
@@ -189,6 +190,39 @@ class Conversation:
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+class _Answer:
+    """Shows an answer as it comes, and keeps what is to be remembered of it."""
+
+    def __init__(self, on_text: Callable[[str], None], sections: HarmonySections | None) -> None:
+        self._on_text = on_text
+        self._sections = sections
+        self._was_thought = False
+        self.content = ""
+
+    def show(self, piece: Piece) -> FinishReason | None:
+        """Takes a piece; gives why the answer ends, if it does."""
+        sections = self._sections
+        if sections is None:
+            self._say("content", piece.text)
+            return piece.finish
+        # Without tools no part is a call.
+        parts = [*sections.add(piece.text), *(sections.end() if piece.finish else ())]
+        for kind, text in (part for part in parts if isinstance(part, tuple)):
+            self._say(kind, text)
+        return piece.finish
+
+    def _say(self, kind: Kind, text: str) -> None:
+        if not text:
+            return
+        if kind == "content":
+            gap = "\n\n" if self._was_thought else ""
+            self._was_thought = False
+            self.content += text
+        else:
+            gap, self._was_thought = "", True
+        self._on_text(gap + text)
 
 
 def _next(events: queue.SimpleQueue[Event]) -> Event | None:

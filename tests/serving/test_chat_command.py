@@ -1,5 +1,6 @@
 """`moe-runtime chat`: turns that go on from one another, what can be typed, how answers end."""
 
+import copy
 import io
 import json
 import shutil
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 from command_line import all_commands
-from http_server import TEMPLATE
+from http_server import TEMPLATE, ScriptedEngine
 
 from moe_runtime.cli.main import main
 from moe_runtime.cli.streams import TextOutput
@@ -19,7 +20,8 @@ from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving import conversation
 from moe_runtime.serving.conversation import Conversation
 from moe_runtime.serving.engine import Engine
-from moe_runtime.serving.requests import SamplingOptions
+from moe_runtime.serving.http.answers.harmony import HARMONY_MARKS
+from moe_runtime.serving.requests import Finished, NewToken, SamplingOptions
 
 OPTIONS = ["--host-memory", "64MiB", "--dtype", "float32", "-n", "12", "--policy", "lru"]
 FIRST, SECOND = "What is a list in Python, and how is it made?", "And a tuple?"
@@ -40,6 +42,24 @@ def talking(pocket: Any, tokenizer: Any) -> Any:
             max_new_tokens=12,
             system="Be brief.",
         )
+
+
+def test_analysis_of_gpt_oss_is_shown_and_not_remembered(tokenizer: Any) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(HARMONY_MARKS)})
+    tokenizer.chat_template = "<|start|><|channel|><|message|>{{ messages[-1].content }}"
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    text += "<|channel|>final<|message|>Ho."
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    events = [*(NewToken(one, None, ()) for one in ids), Finished("stop")]
+    engine: Any = ScriptedEngine(lambda request: events)
+    talking = Conversation(
+        engine, tokenizer, end_ids=frozenset(), sampling=SamplingOptions(), max_new_tokens=9
+    )
+    pieces: list[str] = []
+    talking.ask("Hi", pieces.append, never)
+    assert "".join(pieces) == "Hm.\n\nHo."
+    assert talking.messages[-1] == {"role": "assistant", "content": "Ho."}
 
 
 def test_a_turn_goes_on_from_what_the_last_one_computed(talking: Conversation) -> None:

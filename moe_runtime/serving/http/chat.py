@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_runtime.serving.http import grammars
 from moe_runtime.serving.http.answers.answer_sections import AnswerSections
+from moe_runtime.serving.http.answers.harmony import HARMONY_MARKS, HarmonySections
 from moe_runtime.serving.http.api_errors import FieldError
 from moe_runtime.serving.http.asking import choices_for, encode_prompt
 from moe_runtime.serving.http.generating import AnswerChoice
@@ -24,6 +25,7 @@ class ChatPlan:
         choices: the sequences.
         functions: tools that the model may call.
         template: of the conversation.
+        prompt: the conversation as the template writes it.
         opens_reasoning: the prompt ends with the mark that opens reasoning.
         calls_tools: the answer is searched for calls.
     """
@@ -31,11 +33,14 @@ class ChatPlan:
     choices: list[AnswerChoice]
     functions: Sequence[Function]
     template: ChatTemplate
+    prompt: str
     opens_reasoning: bool
     calls_tools: bool
 
-    def sections(self) -> AnswerSections:
+    def sections(self) -> AnswerSections | HarmonySections:
         """Splits one of the answers."""
+        if self.template.is_harmony:
+            return HarmonySections(self.functions, self.prompt)
         return AnswerSections(
             self.template.reasoning,
             self.template.tools if self.calls_tools else None,
@@ -55,7 +60,7 @@ def prepare(body: ChatBody, model: ServedModel) -> ChatPlan:
         raise without_template(model.name)
     _check_combinations(body)
     tools = _tools_in_use(body)
-    if tools and template.tools is None:
+    if tools and template.tools is None and not template.is_harmony:
         raise FieldError(
             "tools", "this model's way of calling them is not known", code="unsupported_parameter"
         )
@@ -71,7 +76,10 @@ def prepare(body: ChatBody, model: ServedModel) -> ChatPlan:
     opens_reasoning = template.opens_reasoning(prompt)
     functions = [tool.function for tool in tools]
     grammar = _grammar(body, template, functions)
-    if grammar is not None and not template.closes_reasoning(prompt):
+    if grammar is not None and template.is_harmony:
+        if not HarmonySections(prompt=prompt).is_within_message:
+            grammar = _in_channels(grammar, body)
+    elif grammar is not None and not template.closes_reasoning(prompt):
         grammar = _after_reasoning(grammar, body, template, opens_reasoning=opens_reasoning)
     given = body.max_completion_tokens
     choices = choices_for(
@@ -83,7 +91,7 @@ def prepare(body: ChatBody, model: ServedModel) -> ChatPlan:
         matcher=grammar and model.grammars.compile(*grammar),
         shown_tokens=_shown_tokens(template, has_tools=bool(tools)),
     )
-    return ChatPlan(choices, functions, template, opens_reasoning, bool(tools))
+    return ChatPlan(choices, functions, template, prompt, opens_reasoning, bool(tools))
 
 
 def _check_combinations(body: ChatBody) -> None:
@@ -127,6 +135,8 @@ def _variables(body: ChatBody, template: ChatTemplate) -> dict[str, Any]:
 
 
 def _shown_tokens(template: ChatTemplate, *, has_tools: bool) -> tuple[str, ...]:
+    if template.is_harmony:
+        return HARMONY_MARKS
     marks = template.reasoning
     shown = () if marks is None else (marks.opens, marks.closes)
     return (*shown, *template.tools.shown_tokens) if has_tools and template.tools else shown
@@ -140,24 +150,37 @@ def _grammar(
     asked = body.response_format
     grammar, param = grammars.of_response_format(asked) if asked else None, "response_format"
     is_strict = any(function.strict for function in functions)
-    if functions and (needs_call or is_strict or body.parallel_tool_calls is False):
+    # In channels a call ends the answer: there is one at most.
+    is_alone = body.parallel_tool_calls is False and not template.is_harmony
+    if functions and (needs_call or is_strict or is_alone):
         if grammar is not None:
             raise FieldError("response_format", "cannot be combined with tools that are enforced")
-        assert template.tools is not None
         param = "tool_choice" if needs_call else "tools" if is_strict else "parallel_tool_calls"
-        grammar = grammars.of_tools(
-            functions,
-            template.tools,
-            is_needed=needs_call,
-            may_repeat=body.parallel_tool_calls is not False,
-        )
+        if template.tools is None:
+            grammar = grammars.of_harmony_call(functions) if needs_call else None
+        else:
+            grammar = grammars.of_tools(
+                functions,
+                template.tools,
+                is_needed=needs_call,
+                may_repeat=body.parallel_tool_calls is not False,
+            )
         if grammar is None:
+            name = "harmony" if template.tools is None else template.tools.name
             raise FieldError(
                 param,
-                f"cannot be enforced with calls as this model writes them ({template.tools.name})",
+                f"cannot be enforced with calls as this model writes them ({name})",
                 code="unsupported_parameter",
             )
     return None if grammar is None else (grammar, param)
+
+
+def _in_channels(grammar: tuple[str, str], body: ChatBody) -> tuple[str, str]:
+    """The grammar in a message of gpt-oss, behind its analysis."""
+    text, param = grammar
+    if body.response_format is not None and body.response_format.get("type") == "grammar":
+        raise FieldError(param, "a grammar of one's own cannot follow this model's analysis")
+    return grammars.after_analysis(text, is_call=param != "response_format"), param
 
 
 def _after_reasoning(

@@ -188,6 +188,24 @@ def after_reasoning(grammar: str, marks: ReasoningMarks, *, is_open: bool) -> st
     return f"start: {first} answer\n{thought}GAP: /\\s*/\n{body}"
 
 
+def of_harmony_call(functions: Sequence[Function]) -> str:
+    """A grammar of one call as gpt-oss writes it, arguments as their schema says."""
+    calls = [
+        f'<|channel|> {_text(f"commentary to=functions.{function.name} ")} <|constrain|> "json" '
+        f"<|message|> {_json(function.parameters or _ANY_OBJECT, **_ONE_LINE)}"
+        for function in functions
+    ]
+    return "start: " + " | ".join(f"({call})" for call in calls)
+
+
+def after_analysis(grammar: str, *, is_call: bool) -> str:
+    """A grammar whose text gpt-oss may write behind its analysis: a call, or its final message."""
+    body = grammar.replace("start:", "answer:", 1)
+    header = "" if is_call else '<|channel|> "final" <|message|> '
+    analysis = '<|channel|> "analysis" <|message|> THOUGHT <|end|> <|start|> "assistant"'
+    return f"start: ({analysis})? {header}answer\nTHOUGHT: /(.|\\n)*/\n{body}"
+
+
 def _dead_end(matcher: llguidance.LLMatcher) -> str | None:
     """Why no text can follow, where none can and what there is is not whole."""
     if not matcher.is_error():

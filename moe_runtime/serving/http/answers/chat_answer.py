@@ -10,6 +10,7 @@ from typing import Any
 
 from moe_runtime.serving.http.answers.answer_sections import AnswerSections, Part
 from moe_runtime.serving.http.answers.answer_text import AnswerToken, Piece
+from moe_runtime.serving.http.answers.harmony import HarmonySections
 from moe_runtime.serving.http.answers.log_probabilities import chat_logprobs
 from moe_runtime.serving.http.answers.tool_formats import ParsedCall
 from moe_runtime.serving.http.chat import ChatPlan
@@ -20,7 +21,7 @@ from moe_runtime.serving.http.schema import ChatBody
 class _Message:
     """One answer: its sections, and what of them was said."""
 
-    def __init__(self, sections: AnswerSections) -> None:
+    def __init__(self, sections: AnswerSections | HarmonySections) -> None:
         self._sections = sections
         self.num_calls = 0
 

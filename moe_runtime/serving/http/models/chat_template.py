@@ -9,6 +9,7 @@ from typing import Any
 
 from moe_runtime.errors import blamed_on
 from moe_runtime.serving.http.answers.answer_sections import reasoning_marks_of
+from moe_runtime.serving.http.answers.harmony import is_harmony
 from moe_runtime.serving.http.answers.tool_formats import tool_format_of
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
 from moe_runtime.serving.http.schema import Message, TextPart, Tool
@@ -33,14 +34,17 @@ class ChatTemplate:
     Attributes:
         reasoning: marks of reasoning; None where the template has none.
         tools: how the model calls tools; None where the template has none that is known.
+        is_harmony: answers are messages in channels, calls of tools among them; then the two above
+            are None.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         found = tokenizer.chat_template
         self._source = found if isinstance(found, str) else "\n".join(found.values())
-        self.reasoning = reasoning_marks_of(self._source)
-        self.tools = tool_format_of(self._source)
+        self.is_harmony = is_harmony(self._source)
+        self.reasoning = None if self.is_harmony else reasoning_marks_of(self._source)
+        self.tools = None if self.is_harmony else tool_format_of(self._source)
 
     def knows(self, variable: str) -> bool:
         """Whether the template's source has a name."""
@@ -95,6 +99,9 @@ class ChatTemplate:
         if message.role == "developer" and not self.knows("developer"):
             plain["role"] = "system"
         content = message.content
+        if self.is_harmony and message.reasoning_content and not (content and message.tool_calls):
+            # gpt-oss's template has this name for it, and takes one of the two beside calls.
+            plain["thinking"] = plain.pop("reasoning_content")
         plain["content"] = content if isinstance(content, str) else _joined(content or ())
         if message.role != "assistant" and content is None:
             raise FieldError(f"messages.{at}.content", "is missing")

@@ -1,0 +1,205 @@
+"""Answers of gpt-oss: channels, calls and grammars, however the text is cut."""
+
+import json
+from typing import Any
+
+import pytest
+from http_server import ScriptedEngine, model_of, served
+
+from moe_runtime.checkpoints.model_files import load_tokenizer
+from moe_runtime.models.pocket import pocket_path
+from moe_runtime.serving.http.answers.harmony import HARMONY_MARKS, HarmonySections, is_harmony
+from moe_runtime.serving.http.answers.tool_formats import ParsedCall
+from moe_runtime.serving.http.grammars import Grammars, after_analysis, of_harmony_call
+from moe_runtime.serving.http.models.vocabulary import Vocabulary
+from moe_runtime.serving.http.schema import Function
+from moe_runtime.serving.requests import Finished, GenerationRequest, NewToken, PromptRead
+
+# What the published template does with a conversation, without its system message.
+TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.thinking %}<|channel|>analysis<|message|>"
+    "{{ m.thinking }}<|end|><|start|>{{ m.role }}{% endif %}<|message|>{{ m.content }}<|end|>"
+    "{% endfor %}{% if tools %}{{ tools }}{% endif %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+WEATHER = Function(
+    name="weather", parameters={"type": "object", "properties": {"city": {"type": "string"}}}
+)
+ANALYSIS = "<|channel|>analysis<|message|>"
+FINAL = "<|channel|>final<|message|>"
+CALL = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+ROLE = "<|start|>assistant"
+CASES: list[tuple[str, list[Any]]] = [
+    (
+        f"{ANALYSIS}well \n<|end|>{ROLE}{FINAL} Hello\n",
+        [("reasoning", "well \n"), ("content", " Hello\n")],
+    ),
+    (f"{FINAL}Hello<|return|>", [("content", "Hello")]),
+    (f"{ANALYSIS}never ends", [("reasoning", "never ends")]),
+    (
+        f"{ANALYSIS}one<|end|>{ROLE}{ANALYSIS}two<|end|>{ROLE}{FINAL}",
+        [("reasoning", "one\ntwo")],
+    ),
+    (
+        "<|channel|>commentary<|message|>I look.<|end|>"
+        f'{ROLE}{CALL}{{"city": "Rom\\u00e9"}}<|call|>',
+        [("content", "I look."), ParsedCall("weather", '{"city": "Romé"}')],
+    ),
+    # the recipient in the role, and calls after each other
+    (
+        " to=functions.weather<|channel|>commentary json<|message|>{}<|call|>"
+        f"{ROLE} to=functions.weather<|channel|>commentary<|message|><|call|>",
+        [ParsedCall("weather", "{}"), ParsedCall("weather", "{}")],
+    ),
+    (f'{CALL}{{"city": "Ro', [("content", '{"city": "Ro')]),
+    (f"{CALL}[7]<|call|>", [("content", "[7]")]),
+    (f"{CALL}{'[' * 5000}", [("content", "[" * 5000)]),
+    ("<|channel|>analysis to=python code<|message|>1+1<|call|>", [("reasoning", "1+1")]),
+    # an end that is missing
+    (f"{ANALYSIS}well{ROLE}{FINAL}Hello", [("reasoning", "well"), ("content", "Hello")]),
+    (f"{ANALYSIS}well{FINAL}Hello", [("reasoning", "well"), ("content", "Hello")]),
+    (f"{FINAL}a < b <| c", [("content", "a < b <| c")]),
+    ("Hello without marks <", [("content", "Hello without marks <")]),
+    (f"{FINAL}Hello<|end|>there", [("content", "Hello\nthere")]),
+    ("<|channel|>final", []),
+    ("", []),
+]
+
+
+def parts_of(sections: HarmonySections, text: str, step: int) -> list[Any]:
+    found: list[Any] = []
+    parts = [
+        part for at in range(0, len(text), step) for part in sections.add(text[at : at + step])
+    ]
+    for part in [*parts, *sections.end()]:
+        if isinstance(part, tuple) and found and found[-1][:1] == part[:1]:
+            found[-1] = (part[0], found[-1][1] + part[1])
+        else:
+            found.append(part)
+    return found
+
+
+@pytest.mark.parametrize("step", [1, 3, 10_000])
+@pytest.mark.parametrize(("text", "expected"), CASES)
+def test_sections(text: str, expected: list[Any], step: int) -> None:
+    prompt = f"<|start|>user<|message|>Hi<|end|>{ROLE}"
+    assert parts_of(HarmonySections([WEATHER], prompt), text, step) == expected
+    assert parts_of(HarmonySections([WEATHER]), ROLE * bool(text.startswith("<")) + text, step) == (
+        expected
+    )
+
+
+def test_calls_without_tools_are_content() -> None:
+    assert parts_of(HarmonySections(), f"{CALL}{{}}<|call|>", 1) == [("content", "{}")]
+
+
+@pytest.mark.parametrize(
+    ("begun", "text", "expected"),
+    [
+        (f"{ROLE}{FINAL}Hel<", "lo", [("content", "lo")]),
+        (f"{ROLE}{ANALYSIS}", f"w<|end|>{ROLE}{FINAL}H", [("reasoning", "w"), ("content", "H")]),
+        (f"{ROLE}<|channel|>final", "<|message|>H", [("content", "H")]),
+        (f"{ROLE}{FINAL}Hello<|end|>", f"{ROLE}{FINAL}H", [("content", "H")]),
+    ],
+)
+def test_a_prompt_may_end_anywhere(begun: str, text: str, expected: list[Any]) -> None:
+    assert parts_of(HarmonySections([WEATHER], f"<|start|>user{begun}"), text, 2) == expected
+
+
+def test_templates_in_channels_are_known() -> None:
+    assert is_harmony(TEMPLATE)
+    assert not is_harmony("{% for m in messages %}<|im_start|>{{ m.role }}")
+
+
+@pytest.fixture(scope="module")
+def harmony_tokenizer() -> Any:
+    found = load_tokenizer(pocket_path())
+    found.add_special_tokens({"additional_special_tokens": list(HARMONY_MARKS)})
+    found.chat_template = TEMPLATE
+    return found
+
+
+def is_let_through(tokenizer: Any, grammar: str, text: str) -> bool:
+    """Whether a grammar allows each token of a text and the end behind it."""
+    grammars = Grammars(Vocabulary(tokenizer, 4110, [0]))
+    constraint, ids = grammars.constraint(grammars.compile(grammar, "it")), []
+    for token_id in [*tokenizer(text, add_special_tokens=False)["input_ids"], 0]:
+        mask = constraint.allowed(ids)
+        assert mask is not None
+        if not mask[token_id]:
+            return False
+        ids.append(token_id)
+    return True
+
+
+def test_grammars_stand_in_the_channels(harmony_tokenizer: Any) -> None:
+    final, call = 'start: "yes" | "no"', of_harmony_call([WEATHER])
+    for grammar, is_call, text, is_right in [
+        (final, False, f"{FINAL}yes", True),
+        (final, False, f"{ANALYSIS}well, no<|end|>{ROLE}{FINAL}no", True),
+        (final, False, f"{FINAL}perhaps", False),
+        (final, False, "yes", False),
+        (final, False, f"{ANALYSIS}yes", False),
+        (call, True, f'{CALL}{{"city": "Rome"}}', True),
+        (call, True, f'{ANALYSIS}w<|end|>{ROLE}{CALL}{{"city": "Rome"}}', True),
+        (call, True, f'{CALL}{{"city": 7}}', False),
+        (call, True, f"{FINAL}Hello", False),
+    ]:
+        wrapped = after_analysis(grammar, is_call=is_call)
+        assert is_let_through(harmony_tokenizer, wrapped, text) == is_right, text
+
+
+def test_over_http(harmony_tokenizer: Any) -> None:
+    """Scripted answers of a served model; and what its prompts say of earlier reasoning."""
+    texts = [
+        f"{ANALYSIS}Well.<|end|>{ROLE}{FINAL}Hello",
+        f'{ANALYSIS}Well.<|end|>{ROLE}{CALL}{{"city": "Rome"}}',
+    ]
+    prompts: list[str] = []
+
+    def script(request: GenerationRequest) -> list[Any]:
+        prompts.append(harmony_tokenizer.decode(request.prompt_ids))
+        text = texts[1 if "weather" in prompts[-1] else 0]
+        ids = harmony_tokenizer(text, add_special_tokens=False)["input_ids"]
+        return [PromptRead(0), *(NewToken(one, None, ()) for one in ids), Finished("stop")]
+
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Ho", "reasoning_content": "Hm"},
+        {"role": "user", "content": "Hi"},
+    ]
+    tools = [{"type": "function", "function": WEATHER.model_dump(exclude_none=True)}]
+    model = model_of("oss", ScriptedEngine(script), harmony_tokenizer, 4110)
+    with served([model]) as site:
+        status, found = site.ask("/v1/chat/completions", {"messages": messages})
+        assert status == 200
+        assert found["choices"][0]["message"] == {
+            "role": "assistant",
+            "content": "Hello",
+            "reasoning_content": "Well.",
+        }
+        assert f"{ANALYSIS}Hm<|end|>{ROLE}<|message|>Ho<|end|>" in prompts[0]
+        assert prompts[0].endswith(ROLE)
+        for more in ({}, {"tool_choice": "required"}, {"parallel_tool_calls": False}):
+            status, found = site.ask(
+                "/v1/chat/completions", {"messages": messages, "tools": tools, **more}
+            )
+            assert status == 200, found
+            assert found["choices"][0]["finish_reason"] == "tool_calls"
+            assert found["choices"][0]["message"]["reasoning_content"] == "Well."
+            (call,) = found["choices"][0]["message"]["tool_calls"]
+            assert call["function"]["name"] == "weather"
+            assert json.loads(call["function"]["arguments"]) == {"city": "Rome"}
+        chunks = site.stream("/v1/chat/completions", {"messages": messages, "stream": True})
+        deltas = [one["choices"][0]["delta"] for one in chunks if isinstance(one, dict)]
+        assert "".join(delta.get("content") or "" for delta in deltas) == "Hello"
+        assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "Well."
+        for more, param in [
+            (
+                {"tools": [{**tools[0], "function": {**tools[0]["function"], "strict": True}}]},
+                "tools",
+            ),
+            ({"response_format": {"type": "grammar", "grammar": 'start: "x"'}}, "response_format"),
+        ]:
+            status, found = site.ask("/v1/chat/completions", {"messages": messages, **more})
+            assert (status, found["error"]["param"]) == (400, param)
