@@ -1,13 +1,11 @@
 """ExpertFlow's token scheduler: regroup two batches so that each touches fewer experts.
 
-He et al., arXiv 2410.17954. Sequences whose next tokens take similar paths are decoded together;
-which batch a sequence is decoded in, and in which row, changes nothing of what it computes, as long
-as its key-value cache moves with it.
+He et al., arXiv 2410.17954. Sequences whose next tokens take similar paths are decoded together.
+`benchmarks/regrouping.py` asks what that would save a server here.
 
 Legend: N sequences of both batches, L layers, E experts.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,19 +29,6 @@ class Regrouping:
     second: np.ndarray
     cost: int
     cost_before: int
-
-    @property
-    def order(self) -> np.ndarray:
-        """``[N]``: row ``i`` of the regrouped batches, one after the other, held row ``order[i]``.
-
-        The index with which hidden states, token ids and key-value caches are reordered.
-        """
-        return np.concatenate((self.first, self.second))
-
-    @property
-    def inverse(self) -> np.ndarray:
-        """``[N]``: where the row that was ``i`` stands now; undoes ``order``."""
-        return np.argsort(self.order)
 
 
 def regroup(paths_NLE: np.ndarray, *, max_rounds: int = MAX_ROUNDS) -> Regrouping:
@@ -75,22 +60,6 @@ def regroup(paths_NLE: np.ndarray, *, max_rounds: int = MAX_ROUNDS) -> Regroupin
         cost=_cost(flat_NX, best),
         cost_before=_cost(flat_NX, given),
     )
-
-
-def regroup_cache(
-    layers: Sequence[tuple[np.ndarray, np.ndarray]], regrouping: Regrouping
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Moves the rows of a key-value cache along with their sequences.
-
-    Args:
-        layers: keys and values of each layer, ``[N, heads, positions, width]``; arrays or tensors.
-        regrouping: what ``regroup`` returned.
-
-    Returns:
-        The same, in the new order. No number changes: each row is copied as it is.
-    """
-    order = regrouping.order
-    return [(keys[order], values[order]) for keys, values in layers]
 
 
 def _cost(flat_NX: np.ndarray, side: np.ndarray) -> int:
