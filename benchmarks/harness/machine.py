@@ -12,7 +12,13 @@ from moe_runtime.lab.this_machine import versions as versions
 
 
 def machine_name(facts: dict[str, object]) -> str:
-    """A file-name-safe name made of processor, cores and memory."""
+    """A file-name-safe name made of processor, cores and memory.
+
+    Virtual machines call every AMD server "AMD EPYC": one without AVX-512 has "avx2" in its name.
+    """
     gib = round(int(str(facts["memory_bytes"])) / 2**30)
-    words = f"{facts['cpu']}-{facts['num_cores']}c-{gib}g".lower()
+    features = facts.get("cpu_features", ())
+    assert isinstance(features, list | tuple)
+    older = "-avx2" if "avx2" in features and "avx512f" not in features else ""
+    words = f"{facts['cpu']}{older}-{facts['num_cores']}c-{gib}g".lower()
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)|processor|cpu", "", words)).strip("-")

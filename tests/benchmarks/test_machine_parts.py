@@ -97,6 +97,9 @@ def test_machine_name_is_a_file_name() -> None:
     assert describe_machine()["num_cores"] == len(os.sched_getaffinity(0))
     facts = {"cpu": "Intel(R) Xeon(R) CPU @ 2.20GHz", "num_cores": 2, "memory_bytes": 25 << 30}
     assert machine_name(facts) == "intel-xeon-2-20ghz-2c-25g"
+    older = facts | {"cpu": "AMD EPYC", "cpu_features": ["avx2", "fma"]}
+    assert machine_name(older) == "amd-epyc-avx2-2c-25g"
+    assert machine_name(older | {"cpu_features": ["avx2", "avx512f"]}) == "amd-epyc-2c-25g"
 
 
 @needs_caps
