@@ -1,7 +1,7 @@
 """Writes a synthetic Mixture-of-Experts checkpoint, one weight in memory at a time.
 
 The files are laid out as Hugging Face publishes them: safetensors shards, wide elements before
-narrow ones in each, `model.safetensors.index.json`, `config.json`.
+narrow ones in each, `model.safetensors.index.json`, `config.json`, a tokenizer.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from harness.families import config_of, plan_tensors
 from harness.shapes import Shape
 from harness.tensors import ITEM_BYTES, Part, TensorPlan, make_parts
+from harness.tokenizer import TOKENIZER_NAME, write_tokenizer
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -42,6 +43,7 @@ def write_checkpoint(
                 done += plan.num_bytes
                 if progress is not None:
                     progress(done, shape.total_bytes)
+    write_tokenizer(folder, shape.vocab_size)
     _write_json(folder / "config.json", config_of(shape))
     _write_json(folder / "generation_config.json", {"do_sample": False})
     _write_json(
@@ -53,7 +55,7 @@ def write_checkpoint(
 def is_complete(shape: Shape, folder: Path, *, seed: int = 0) -> bool:
     """Whether `folder` already holds this checkpoint, whole and made from the same seed."""
     index = folder / INDEX_NAME
-    if not index.is_file():
+    if not index.is_file() or not (folder / TOKENIZER_NAME).is_file():
         return False
     content = json.loads(index.read_text())
     if content["metadata"] != {"total_size": shape.total_bytes, "seed": seed}:

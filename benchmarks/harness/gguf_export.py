@@ -2,13 +2,13 @@
 
 Tensor names, types and the stacking of experts are those that llama.cpp's own converter gives such
 a model: matrices in bf16, experts of gpt-oss in MXFP4 as they are, norms, biases, sinks and routers
-in fp32, the experts of a layer in one tensor. The file has no vocabulary, because the benchmark
-feeds token ids.
+in fp32, the experts of a layer in one tensor. The vocabulary is that of the checkpoint's tokenizer.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ import numpy as np
 from harness.families import MAX_POSITIONS, config_of
 from harness.safetensors_files import TensorPlace, locate_tensors
 from harness.shapes import MXFP4_GROUP, GptOssShape, Shape
+from harness.tokenizer import END_OF_TEXT, TOKENIZER_NAME
 
 TABLES = {
     "model.embed_tokens": "token_embd",
@@ -99,6 +100,7 @@ def write_gguf(
     unfinished = target.with_suffix(".partial")
     writer = gguf.GGUFWriter(unfinished, "gpt-oss" if isinstance(shape, GptOssShape) else "olmoe")
     _add_metadata(writer, gguf, shape)
+    _add_vocabulary(writer, gguf, checkpoint / TOKENIZER_NAME)
     for tensor in tensors:
         writer.add_tensor_info(
             tensor.name,
@@ -202,7 +204,6 @@ def _add_metadata(writer: Any, gguf: ModuleType, shape: Shape) -> None:
     writer.add_expert_count(shape.num_experts)
     writer.add_expert_used_count(shape.top_k)
     writer.add_vocab_size(shape.vocab_size)
-    writer.add_tokenizer_model("none")
     writer.add_rope_freq_base(float(str(settings["rope_theta"])))
     writer.add_head_count_kv(int(str(settings["num_key_value_heads"])))
     if isinstance(shape, GptOssShape):
@@ -210,3 +211,17 @@ def _add_metadata(writer: Any, gguf: ModuleType, shape: Shape) -> None:
         writer.add_value_length(shape.head_dim)
         writer.add_expert_feed_forward_length(shape.expert_width)
         writer.add_sliding_window(settings["sliding_window"])
+
+
+def _add_vocabulary(writer: Any, gguf: ModuleType, tokenizer: Path) -> None:
+    """Byte pairs as `harness.tokenizer` writes them, in llama.cpp's words."""
+    model = json.loads(tokenizer.read_text())["model"]
+    ids = model["vocab"]
+    kinds = gguf.TokenType
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(sorted(ids, key=ids.__getitem__))
+    writer.add_token_types([kinds.NORMAL] * (len(ids) - 1) + [kinds.CONTROL])
+    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+    writer.add_eos_token_id(ids[END_OF_TEXT])
+    writer.add_add_bos_token(False)

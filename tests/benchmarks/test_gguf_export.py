@@ -46,7 +46,7 @@ def test_experts_of_gpt_oss_keep_their_codes(tmp_path: Path) -> None:
         num_heads=2,
         num_kv_heads=1,
         head_dim=32,
-        vocab_size=96,
+        vocab_size=320,
         shard_bytes=20_000,
     )
     write_checkpoint(shape, tmp_path / "model", seed=3)
