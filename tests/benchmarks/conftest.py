@@ -23,7 +23,7 @@ def shape() -> Shape:
         model_width=64,
         expert_width=32,
         num_heads=2,
-        vocab_size=128,
+        vocab_size=320,
         shard_bytes=70_000,
     )
 
