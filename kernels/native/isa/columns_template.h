@@ -95,16 +95,63 @@ INLINE void order_lines(int kind, const char *w, int64_t stride, int64_t num_lin
     }
 }
 
+/* Narrow vectors take less than a cache line of each line in a step, so few rows of x would wait for a line of another page
+ * at every step. They go along LINES_IN_PLACE lines instead; sums, in the first-level cache, run over k as elsewhere. */
+enum { FEW_ROWS = LANES < 16 ? 4 : 0, LINES_IN_PLACE = 8 };
+
+INLINE void add_lines_in_place(int kind, int rows, int num_lines, const char *w, int64_t stride, int64_t ahead,
+                               int64_t num_columns, const char *x, int64_t row, int64_t step, float *sums) {
+    const int width = kind == KIND_F32 ? 4 : 2;
+    for (int64_t column = 0; column < num_columns; column += K_STEP, w += K_STEP * width, sums += rows * K_STEP) {
+        Vec acc[PANEL_ROWS][2];
+        UNROLL for (int i = 0; i < 2 * rows; i++) acc[i / 2][i % 2] = vec_load_f32(sums + i * LANES);
+        UNROLL for (int d = 0; d < num_lines; d++) {
+            __builtin_prefetch(w + d * stride + ahead, 0, 2);
+            UNROLL for (int half = 0; half < 2; half++) {
+                const Vec weights = load_weight(kind, half, w + d * stride);
+                UNROLL for (int m = 0; m < rows; m++)
+                    acc[m][half] = vec_fma(acc[m][half], weights, vec_all(load_f32(x + m * row + d * step)));
+            }
+        }
+        UNROLL for (int i = 0; i < 2 * rows; i++) vec_store_f32(sums + i * LANES, acc[i / 2][i % 2]);
+    }
+}
+
+INLINE void lines_of_few_rows(int kind, int rows, Matrix weight, int64_t k, int64_t num_columns, Rows x, float *sums) {
+    const int64_t ahead = LINES_IN_PLACE * weight.stride;
+    const char *w = weight.data;
+    int64_t d = 0;
+    for (; d + LINES_IN_PLACE <= k; d += LINES_IN_PLACE, w += ahead)
+        add_lines_in_place(kind, rows, LINES_IN_PLACE, w, weight.stride, ahead, num_columns, x.data + d * x.step, x.row, x.step, sums);
+    for (; d < k; d++, w += weight.stride)
+        add_lines_in_place(kind, rows, 1, w, weight.stride, weight.stride, num_columns, x.data + d * x.step, x.row, x.step, sums);
+}
+
+/* Whole steps of columns for few rows; how many columns that were, none where the other way is better. */
+INLINE int64_t columns_of_few_rows(int kind, Matrix weight, int64_t k, int64_t num_columns, Rows x, int64_t num_rows,
+                                   float *sums) {
+    const int64_t whole = num_columns / K_STEP * K_STEP;
+    if (lines_of_step(kind) > 1 || num_rows > FEW_ROWS) return 0;
+    switch (num_rows) {
+        case 1: lines_of_few_rows(kind, 1, weight, k, whole, x, sums); break;
+        case 2: lines_of_few_rows(kind, 2, weight, k, whole, x, sums); break;
+        case 3: lines_of_few_rows(kind, 3, weight, k, whole, x, sums); break;
+        default: lines_of_few_rows(kind, 4, weight, k, whole, x, sums);
+    }
+    return whole;
+}
+
 INLINE void columns(int kind, Matrix weight, int64_t k, int64_t num_columns, Rows x, int64_t num_rows, float *sums, float *out,
                     int64_t ldo) {
     const int width = kind == KIND_F32 ? 4 : 2, together = lines_of_step(kind);
     const int64_t depth = num_rows < ROWS_FOR_DEPTH ? COLUMN_DEPTH / 2 : COLUMN_DEPTH;
     Lines lines __attribute__((aligned(64)));
     memset(sums, 0, (size_t)(ldo * num_rows) * sizeof *sums);
-    for (int64_t first = 0; first < k; first += depth, x.data += depth / together * x.step) {
+    const int64_t done = columns_of_few_rows(kind, weight, k, num_columns, x, num_rows, sums);
+    for (int64_t first = 0; first < k && done < num_columns; first += depth, x.data += depth / together * x.step) {
         const int64_t num_lines = k - first < depth ? k - first : depth;
         const char *w = weight.data + first * weight.stride;
-        for (int64_t column = 0; column < num_columns; column += K_STEP) {
+        for (int64_t column = done; column < num_columns; column += K_STEP) {
             order_lines(kind, w + column * width, weight.stride, num_lines, depth, (num_columns - column) * width,
                         &lines);
             add_lines_to_rows(kind, &lines, (num_lines + together - 1) / together, x, num_rows, sums + column * num_rows);
