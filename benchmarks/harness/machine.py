@@ -12,7 +12,13 @@ from moe_runtime.lab.this_machine import versions as versions
 
 
 def machine_name(facts: dict[str, object]) -> str:
-    """A file-name-safe name made of processor, cores and memory."""
+    """A file-name-safe name made of processor, cores and memory.
+
+    A processor that has AVX2 and no AVX-512 says so: "AMD EPYC" is the name of both kinds.
+    """
     gib = round(int(str(facts["memory_bytes"])) / 2**30)
-    words = f"{facts['cpu']}-{facts['num_cores']}c-{gib}g".lower()
+    features = facts.get("cpu_features")
+    features = features if isinstance(features, list) else []
+    kind = "-avx2" * ("avx2" in features and "avx512f" not in features)
+    words = f"{facts['cpu']}{kind}-{facts['num_cores']}c-{gib}g".lower()
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)|processor|cpu", "", words)).strip("-")

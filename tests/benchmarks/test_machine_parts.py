@@ -97,6 +97,10 @@ def test_machine_name_is_a_file_name() -> None:
     assert describe_machine()["num_cores"] == len(os.sched_getaffinity(0))
     facts = {"cpu": "Intel(R) Xeon(R) CPU @ 2.20GHz", "num_cores": 2, "memory_bytes": 25 << 30}
     assert machine_name(facts) == "intel-xeon-2-20ghz-2c-25g"
+    newer = facts | {"cpu": "AMD EPYC", "cpu_features": ["avx2", "avx512f"]}
+    assert machine_name(newer) == "amd-epyc-2c-25g"
+    older = newer | {"cpu_features": ["avx2", "fma"]}
+    assert machine_name(older) == "amd-epyc-avx2-2c-25g"
 
 
 @needs_caps
