@@ -142,6 +142,8 @@ def _quantised_kernels() -> Finding:
         how = "by torch, from their values, written out for every product"
     elif isa.startswith("avx512"):
         how = "from their codes, decoded in registers"
+    elif isa == "avx2":
+        how = "from their codes, decoded in registers (avx2); GGUF's blocks a row at a time"
     else:
         how = f"from their codes, decoded a row at a time ({isa}); AVX-512 is several times as fast"
     return Finding(name="quantised experts", status="ok", value=f"{', '.join(FORMATS)}: {how}")

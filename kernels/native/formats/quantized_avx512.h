@@ -276,9 +276,6 @@ static const LanesRow LANES_ROWS[NUM_MODES][NUM_DECODERS][PANEL_ROWS] = {
 
 /* ---- whole matrices ---- */
 
-/* Groups of all columns count as the largest power of two. */
-static int group_shift(const Quantized *format) { return format->group_cols ? __builtin_ctzll((uint64_t)format->group_cols) : 62; }
-
 static int quantized_kind(const Quantized *format, int x_dtype) {
     const int64_t group = format->group_cols;
     const int is_half = format->codes == CODE_E2M1 || format->codes == CODE_UINT4;
@@ -338,21 +335,12 @@ static int prepare_row(RowGroups *row, int64_t index, int decoder, int mode) {
     return is_large ? DECODE_ANY4 : decoder;
 }
 
-static void fetch_scales(Matrix weight, int64_t row, int64_t bytes) {
-    const Quantized *format = weight.quantized;
-    const char *scales = format->scales + group_of(weight.first_row + row, format->group_rows) * format->scale_stride;
-    for (int64_t i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch(scales + i, 0, 2);
-}
-
-/* How far ahead of its use a line is fetched, in bytes. */
-enum { LANES_AHEAD = 4 << 10 };
-
 static void multiply_lanes(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
                            float *out, int64_t ldo, Matrix next) {
     const int mode = mode_of(kind), decoder = decoder_of(weight.quantized);
     const int64_t panels = num_panels(num_rows, PANEL_ROWS), row_bytes = packed_row_bytes(kind, k, K_STEP);
     const int64_t code_bytes = code_row_bytes(weight.quantized, k), rows_ahead = LANES_AHEAD / (code_bytes + 1) + 1;
-    const int64_t scale_bytes = weight.quantized->group_cols ? groups_of_row(weight.quantized, k) * SCALE_BYTES[weight.quantized->scale_type] : 0;
+    const int64_t scale_bytes = fetched_scale_bytes(weight.quantized, k);
     const Stream stream = {.weight = weight, .next = next, .num_rows = num_weight_rows};
     Lanes lanes;
     ROW_GROUPS(row, weight, k);

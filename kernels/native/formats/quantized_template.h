@@ -203,7 +203,8 @@ INLINE float load_element(const char *src, int dtype, int64_t i) {
 }
 
 /* Lane l of every vector of a block belongs to its elements 8 l to 8 l + 7, and so to one group; but for DOT8, where
- * elements lie as interleaved bytes do: of every 16 the first eight in one vector, the last eight in the next. */
+ * elements lie as interleaved bytes do: of every 16 the first eight in one vector, the last eight in the next; and but for
+ * vectors of eight lanes, see quantized_avx2.h. */
 static void pack_quantized(int kind, const char *src, int dtype, int64_t count, char *panel, int64_t first_k, int row,
                            int panel_rows, int64_t k) {
     const int64_t last_k = first_k + count;
@@ -215,6 +216,9 @@ static void pack_quantized(int kind, const char *src, int dtype, int64_t count, 
         const int64_t block = (at / QUANT_BLOCK * panel_rows + row) * QUANT_BLOCK, lane = at % QUANT_BLOCK / 8;
         if (kind == KIND_QUANT) {
             memcpy((float *)panel + block + at % QUANT_BLOCK, values, sizeof values);
+        } else if (kind == KIND_QUANT_F32 && LANES == 8) {
+            float *place = (float *)panel + block + lane / 8 * 64 + lane / 2 % 2 * 32 + lane / 4 % 2 * 4 + lane % 2 * 2;
+            for (int j = 0; j < 8; j++) place[j % 4 * 8 + j / 4] = values[j];
         } else if (kind == KIND_QUANT_F32) {
             for (int j = 0; j < 8; j++) ((float *)panel)[block + 16 * j + lane] = values[j];
         } else if (kind == KIND_QUANT_DOT4) {
@@ -229,7 +233,28 @@ static void pack_quantized(int kind, const char *src, int dtype, int64_t count, 
 }
 
 #if HAS_QUANT_LANES
+/* Groups of all columns count as the largest power of two. */
+static int group_shift(const Quantized *format) { return format->group_cols ? __builtin_ctzll((uint64_t)format->group_cols) : 62; }
+
+/* Of the scales of a row, where it has more than one. */
+static int64_t fetched_scale_bytes(const Quantized *format, int64_t k) {
+    return format->group_cols ? groups_of_row(format, k) * SCALE_BYTES[format->scale_type] : 0;
+}
+
+static void fetch_scales(Matrix weight, int64_t row, int64_t bytes) {
+    const Quantized *format = weight.quantized;
+    const char *scales = format->scales + group_of(weight.first_row + row, format->group_rows) * format->scale_stride;
+    for (int64_t i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch(scales + i, 0, 2);
+}
+
+/* How far ahead of its use a line is fetched, in bytes. */
+enum { LANES_AHEAD = 4 << 10 };
+
+#if LANES == 8
+#include "formats/quantized_avx2.h"
+#else
 #include "formats/quantized_avx512.h"
+#endif
 #else
 static int quantized_kind(const Quantized *format, int x_dtype) {
     (void)format, (void)x_dtype;

@@ -8,7 +8,7 @@
 #define PANEL_ROWS 4
 #define HAS_BF16_DOT 0
 #define SINGLE_WEIGHT_ROWS 0
-#define HAS_QUANT_LANES 0
+#define HAS_QUANT_LANES 1
 
 #define INLINE static inline __attribute__((always_inline))
 typedef __m256 Vec;

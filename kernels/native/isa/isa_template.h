@@ -7,7 +7,7 @@
  *   SINGLE_WEIGHT_ROWS     1 when one x row takes weight rows one by one: where one chain of sums keeps up with memory
  *   HAS_BF16_DOT           1 when dot_bf16(acc, w, x) multiplies pairs of bf16; then also vec_load_bf16_pairs, vec_bf16_pair
  *                          (the same pair in every lane) and vec_pair_rows (the elements of two rows as pairs)
- *   HAS_QUANT_LANES        1 when quantized_avx512.h can be compiled
+ *   HAS_QUANT_LANES        1 when quantized_avx512.h, or with eight lanes quantized_avx2.h, can be compiled
  *   vec_zero, vec_all, vec_load_f32, vec_store_f32, vec_load_f16, vec_load_bf16_even, vec_load_bf16_odd, vec_fma, vec_four_sums
  *
  * One step covers K_STEP = 2 * LANES elements of k for every kind of weight.
