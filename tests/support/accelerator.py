@@ -8,6 +8,7 @@ that is, copies between the two are counted, and so is whatever makes the host w
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,9 +36,11 @@ class Crossings:
         to_device_bytes, from_device_bytes: by copies of either direction, as CUDA makes them: a
             copy that the host waits for changes types on the host, others on the device.
         num_waits: reads of values by the host.
+        on_work: called with the name and the tensors of what the device computes.
     """
 
     def __init__(self) -> None:
+        self.on_work: Callable[[str, list[Tensor]], object] = lambda name, tensors: None
         self.to_device_bytes = self.from_device_bytes = self.num_waits = 0
 
 
@@ -85,6 +88,8 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
         _count(args, kwargs, is_here)
     else:
         _refuse_foreigners(func, tensors)
+        if is_here:
+            CROSSINGS.on_work(name, tensors)
     if name in ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero"):
         CROSSINGS.num_waits += 1
     known = {id(t.host): t for t in tensors if isinstance(t, DeviceTensor)}

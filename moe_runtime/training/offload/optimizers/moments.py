@@ -165,7 +165,7 @@ def moment_codec(storage: MomentStorage) -> MomentCodec:
 
 
 def _dice(step: int, salt: int, like: Tensor) -> Tensor:
-    """A number in [0, 2**16) for each of the first elements of a chunk (``int32``), on its device."""
+    """A number in [0, 2**16) for each element of a chunk (``int32``), on its device."""
     factor = _mix(2 * step + salt) | 1
     # as a signed number, which is what torch multiplies
     factor = factor - 2**32 if factor >= 2**31 else factor
