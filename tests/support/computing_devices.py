@@ -50,6 +50,8 @@ def computing_on(name: str, device: ForeignDevice | None = None) -> Iterator[tor
     before = vars(CROSSINGS).copy()
     vars(CROSSINGS).update(vars(Crossings()), on_work=device.work)
     with (
+        # torch counts its threads of backward passes once, perhaps before there was this device
+        torch.autograd.set_multithreading_enabled(False),
         patch.object(computing_device, "open_device", lambda place: device),
         patch.object(computing_device, "available_device_bytes", lambda place: 2**34),
     ):

@@ -151,9 +151,7 @@ class DeviceLink:
         """Memory on the device for gradients of one micro-batch, which are summed there."""
         return list(_carve(self._part.memory, like, dtype))
 
-    def send_back(
-        self, found: Sequence[Tensor], targets: Sequence[Tensor], *, adds: bool
-    ) -> None:
+    def send_back(self, found: Sequence[Tensor], targets: Sequence[Tensor], *, adds: bool) -> None:
         """Queues the way back of gradients, behind what computes them.
 
         Args:
