@@ -25,7 +25,8 @@ BENCH_ARGS ?= --quick
 # What `make gpu` runs: whose tests a GPU can fail, which layers get tiles of their own, and seconds
 # for the tests, the tiles and the measurements. Each part keeps what it has found when its time ends.
 GPU_PYTEST_ARGS ?= --numprocesses 4
-GPU_TESTS ?= $(addprefix tests/,inference/test_device_experts.py memory/test_device_tier.py kernels)
+GPU_TESTS ?= $(addprefix tests/,inference/test_device_experts.py memory/test_device_tier.py \
+  offload/test_computing_device.py offload/test_device_updates.py training/test_runs_on_a_device.py kernels)
 GPU_SHAPES ?= 16384,2048,768,128,8 1,2048,768,128,8
 GPU_SECONDS ?= 200 120 200
 

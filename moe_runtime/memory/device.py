@@ -100,6 +100,15 @@ class Device(Protocol):
         """
         ...
 
+    def copy_back(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+        """Queues copies to the host behind what the current stream has queued; does not wait.
+
+        Args:
+            parts: memory of the device, unchanged until the event, and as many bytes of host memory
+                that was pinned, which nobody touches but behind the event; both ``uint8``.
+        """
+        ...
+
     def drain(self) -> None:
         """Returns when no copy writes any more: for where an exception left one to itself."""
         ...
@@ -108,8 +117,8 @@ class Device(Protocol):
 class CudaDevice:
     """A CUDA or ROCm device.
 
-    Copies run on two streams, demands and read-aheads, which are made once. Nothing here waits for
-    the computation: the copies do, on the device.
+    Copies run on three streams, demands, read-aheads and those back to the host, which are made
+    once. Nothing here waits for the computation: the copies do, on the device.
     """
 
     def __init__(self, place: torch.device) -> None:
@@ -118,6 +127,7 @@ class CudaDevice:
             priority: torch.cuda.Stream(place, priority=-(priority is Priority.DEMAND))
             for priority in Priority
         }
+        self._back = torch.cuda.Stream(place)
         self._computing: dict[int, torch.cuda.Stream] = {}  # by their handles
         self._allocated: list[weakref.ref[torch.Tensor]] = []
         self.compute_here()
@@ -130,7 +140,7 @@ class CudaDevice:
             size = format_bytes(num_bytes)
             raise CapacityError(f"cannot allocate {size} on {self._place}") from None
         # torch gives the memory to others when it goes, once these streams have come so far
-        for stream in (*self._copies.values(), *self._computing.values()):
+        for stream in (*self._copies.values(), self._back, *self._computing.values()):
             memory.record_stream(stream)
         self._allocated.append(weakref.ref(memory))
         return memory
@@ -186,10 +196,31 @@ class CudaDevice:
         done.record(stream)
         return done
 
+    def copy_back(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
+        """As ``Device.copy_back``."""
+        done = torch.cuda.Event(blocking=True)
+        self._back.wait_stream(torch.cuda.current_stream(self._place))
+        with torch.cuda.stream(self._back):
+            for source, target in parts:
+                target.copy_(source, non_blocking=True)
+        done.record(self._back)
+        return done
+
     def drain(self) -> None:
         """As ``Device.drain``."""
-        for stream in self._copies.values():
+        for stream in (*self._copies.values(), self._back):
             stream.synchronize()
+
+
+def open_device(place: torch.device) -> Device:
+    """The device of a place that is not the CPU.
+
+    Raises:
+        ValueError: it is none of CUDA or ROCm.
+    """
+    if place.type != "cuda":
+        raise ValueError(f"experts are computed on the CPU or on a CUDA device, not on {place}")
+    return CudaDevice(place)
 
 
 def pin_in_parts(

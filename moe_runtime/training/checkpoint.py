@@ -189,6 +189,20 @@ def check_settings(
         )
 
 
+def on_host(state: Any) -> Any:
+    """Nested dictionaries and lists of a state, with a device's tensors copied to the host.
+
+    A device would have no room for the copy that is written while training goes on.
+    """
+    if isinstance(state, torch.Tensor):
+        return state.cpu()
+    if isinstance(state, Mapping):
+        return {name: on_host(value) for name, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(on_host(value) for value in state)
+    return state
+
+
 def random_states() -> dict[str, torch.Tensor]:
     """States of torch's generators: of the CPU and of every CUDA device in use."""
     states = {"cpu": torch.get_rng_state()}

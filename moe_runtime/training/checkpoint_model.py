@@ -136,14 +136,14 @@ class MergedAdapters:
         self._before: list[Tensor] = []
 
     def __enter__(self) -> dict[str, Tensor]:
-        """Merges; returns the model's state under the names without adapters."""
+        """Merges; returns the model's state on the host, under the names without adapters."""
         for layer in self._layers:
             base: Any = layer.get_base_layer()  # type: ignore[operator]
             self._before.append(base.weight.detach().clone())
             layer.merge()  # type: ignore[operator]
         state = self._model.state_dict()
         return {
-            name.replace(".base_layer.", "."): tensor
+            name.replace(".base_layer.", "."): tensor.cpu()
             for name, tensor in state.items()
             if ".lora_" not in name and ".adapters." not in name
         }

@@ -20,6 +20,7 @@ from moe_runtime.models.lm.loss import CHUNK_BYTES
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.parallel import ExpertSlots
 from moe_runtime.training.checkpoint import TrainingState
+from moe_runtime.training.offload.computing_device import CPU
 from moe_runtime.training.offload.execution.adapters import AdapterTraining
 from moe_runtime.training.offload.expert_training import ExpertTraining
 from moe_runtime.training.offload.handle import OffloadedTraining
@@ -69,6 +70,11 @@ def build_model(config: TrainConfig, *, is_offloaded: bool) -> tuple[LanguageMod
                 f"run.host_memory cannot be used with this gate: {left_out[0]} is no expert"
             )
     return model, streamed
+
+
+def move_around_experts(model: LanguageModel, device: torch.device) -> None:
+    """Moves a model that `build_model` gave to a device; its experts are nowhere yet."""
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
 def offloaded_optimizer(
@@ -168,10 +174,15 @@ def optimizer_settings(config: LoopConfig) -> AdamW:
     )
 
 
-def offload_plan(config: TrainConfig, model: LanguageModel, ranks: OneRank) -> dict[str, Any]:
+def offload_plan(
+    config: TrainConfig,
+    model: LanguageModel,
+    ranks: OneRank,
+    place: torch.device = CPU,
+) -> dict[str, Any]:
     """Where experts would live, and the bytes of a step in which every expert gets tokens.
 
-    Of several processes, this one's experts and bytes.
+    Of several processes, this one's experts and bytes. `place` is what computes.
 
     Raises:
         CapacityError: the budget is too small; names the smallest that works.
@@ -183,7 +194,7 @@ def offload_plan(config: TrainConfig, model: LanguageModel, ranks: OneRank) -> d
         sites[number] = dataclasses.replace(site, own=tuple(slots.experts_of(ranks.rank)))
     memory = plan_memory(
         model, sites, config.run.host_memory, activation_bytes(config, ranks.num_data_ranks),
-        has_disk=True, state=settings.state_format,
+        has_disk=True, state=settings.state_format, place=place,
     )  # fmt: skip
     return plan_of(memory, layouts_of(sites, settings.state_format), settings)
 

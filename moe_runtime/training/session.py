@@ -54,7 +54,12 @@ from moe_runtime.training.offload.handle import OffloadedTraining
 from moe_runtime.training.offload.offloading import find_sites
 from moe_runtime.training.offload.optimizers.dense_adamw import state_order
 from moe_runtime.training.offload.states.initial import StreamedInit
-from moe_runtime.training.offloaded import build_model, export_of_all, offloaded_optimizer
+from moe_runtime.training.offloaded import (
+    build_model,
+    export_of_all,
+    move_around_experts,
+    offloaded_optimizer,
+)
 from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.run_config import TrainConfig
@@ -157,7 +162,9 @@ def prepare(
     torch.manual_seed(config.run.seed)
     is_offloaded = config.run.host_memory is not None
     model, first_experts = build_model(config, is_offloaded=is_offloaded)
-    if not is_offloaded:
+    if is_offloaded:
+        move_around_experts(model, device)
+    else:
         model = model.to(device)
     for layer in model.routed_layers():
         check_groups(layer.gate.num_groups, config.data, held_out)

@@ -218,6 +218,8 @@ CASES = {
             "sequences": ("--sequences 12", 19 * 12),
             "micro_batches": ("--micro-batches 6", ("micro_batches", 6)),
             "host_memory": ("--host-memory 7GiB", "7GiB"),
+            "device_memory": ("--device-memory 5GiB", "5GiB"),
+            "device": ("--device cuda:1", "cuda:1"),
             "precision": ("--precision bfloat16", ("precision", "bfloat16")),
             "recompute": ("--recompute", ("recompute", True)),
             "checkpoint_every": ("--checkpoint-every 241", 241),

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerator import PLACES, place_of
 from offloaded_models import (
     EXPERTS,
     LAYERS,
@@ -22,7 +23,13 @@ from moe_runtime.training.offload.optimizers.device_updates import (
     measure_speeds,
     planned_updates,
 )
-from moe_runtime.training.offload.states.records import Sections
+from moe_runtime.training.offload.optimizers.updates import UpdateStep, take_steps
+from moe_runtime.training.offload.states.records import (
+    ExpertTensor,
+    RecordLayout,
+    Sections,
+    StateFormat,
+)
 from moe_runtime.types import ExpertKey
 
 CPU = torch.device("cpu")
@@ -84,3 +91,38 @@ def test_measured_speeds_make_a_plan() -> None:
 def test_unusable_stride(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="update_stride"):
         offloaded(stack(), moe_runtime.AdamW(), tmp_path, experts_in_memory=0, update_stride=0)
+
+
+@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize(
+    "state",
+    [StateFormat(), StateFormat(moments="bf16"), StateFormat(moments="fp8"), StateFormat(rank=3)],
+    ids=str,
+)
+def test_steps_of_a_record_that_is_on_a_device(state: StateFormat, name: str) -> None:
+    """All that an update needs is on the device too: step numbers, chances, bases."""
+    place = place_of(name)
+    layout = RecordLayout(
+        [ExpertTensor("matrix", (24, 40), True), ExpertTensor("bias", (24,), False)],
+        torch.float32,
+        state,
+    )
+    generator = torch.Generator().manual_seed(5)
+    here = torch.zeros(layout.record_bytes, dtype=torch.uint8)
+    for section in (Sections.PARAMETERS, Sections.GRADIENT):
+        for view in layout.views(here, section):
+            view.normal_(generator=generator)
+    there = here.to(place)
+    for record in (here, there):
+        for number in (1, 2):
+            gradient = layout.flat(record, Sections.GRADIENT)
+            step = [UpdateStep(number, 1e-2)]
+            take_steps(layout, record, moe_runtime.AdamW(), step, gradient, refreshes=number == 1)
+    found = layout.flat(there.cpu(), Sections.PARAMETERS)
+    expected = layout.flat(here, Sections.PARAMETERS)
+    # The emulated device computes as the CPU does. A GPU rounds divisions and roots of a step of
+    # 1e-2 otherwise: two steps, a few ulp of each; in narrow formats a moment may then be the next
+    # number, 2**-3 of it in fp8 (COAT's codes), and a step moves by as much of itself.
+    narrow = state.moments != "full" or state.rank
+    tolerance = 0.0 if name == "emulated" else 2 * 1e-2 * (2**-3 if narrow else 2**-18)
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)

@@ -59,6 +59,7 @@ class EmulatedDevice:
         self._bytes_per_s, self._latency_s = bytes_per_s, latency_s
         self._here = threading.local()  # the number of a thread's current stream
         self._link_s = 0.0  # when it will have nothing to do, as what follows
+        self._back_s = 0.0  # the other direction of the link
         self._streams_s: dict[int, float] = {}
         self._copies_s = dict.fromkeys(Priority, 0.0)
         self._queued: list[tuple[float, int, Callable[[], object]]] = []
@@ -133,6 +134,19 @@ class EmulatedDevice:
             done = EmulatedEvent(self, end)
             return _Failing(done, self.late_faults.pop()) if self.late_faults else done
 
+    def copy_back(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> EmulatedEvent:
+        with self._lock:
+            for source, target in parts:
+                assert any(target.data_ptr() in memory for memory in self.pinned)
+                assert source.shape == target.shape
+            num_bytes = sum(len(source) for source, _ in parts)
+            begin = max(self.now_s, self._back_s, self._streams_s.get(self._current, 0.0))
+            self._back_s = end = begin + self._latency_s + num_bytes / self._bytes_per_s
+            for _, target in parts:  # whoever looks too early sees what no gradient is
+                target.fill_(POISON)
+            self._at(end, lambda: [target.copy_(source) for source, target in parts])
+            return EmulatedEvent(self, end)
+
     def compute(self, work: Callable[[], object], duration_s: float = 1e-5) -> EmulatedEvent:
         """Queues work that reads slots when it begins and when it ends."""
         with self._lock:
@@ -144,11 +158,11 @@ class EmulatedDevice:
 
     def drain(self) -> None:
         self.num_drains += 1
-        self.wait_until(max(self._copies_s.values()))
+        self.wait_until(max(self._back_s, *self._copies_s.values()))
 
     def finish(self) -> None:
         """Does everything that is queued."""
-        self.wait_until(max(self._link_s, *self._streams_s.values(), 0.0))
+        self.wait_until(max(self._link_s, self._back_s, *self._streams_s.values(), 0.0))
 
     def wait_until(self, time_s: float) -> None:
         with self._lock:

@@ -110,6 +110,8 @@ def finetune(
     sequences: Sequences = 8,
     micro_batches: MicroBatches = 1,
     host_memory: options.HostMemory = "auto",
+    device_memory: options.DeviceMemory = "auto",
+    device: options.Device = "cpu",
     storage_dir: StorageDir = None,
     precision: Precision = "float32",
     recompute: Recompute = False,
@@ -140,6 +142,7 @@ def finetune(
             "finetune works in one process; start it without torchrun (train takes several)"
         )
     parse_budget(host_memory, name="--host-memory")
+    parse_budget(device_memory, name="--device-memory")
     from moe_runtime.training.config_tree import build_tree
     from moe_runtime.training.finetune.settings import FinetuneConfig
 
@@ -154,6 +157,8 @@ def finetune(
             "precision": precision,
             "recompute": recompute,
             "host_memory": host_memory,
+            "device_memory": device_memory,
+            "device": device,
             "log_every": 1,
             "checkpoint_every": checkpoint_every,
         },

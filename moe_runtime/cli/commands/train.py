@@ -215,7 +215,7 @@ def _offload_plan(preparation: "Preparation", ranks: "OneRank") -> dict[str, Any
         return {}
     from moe_runtime.training.offloaded import offload_plan
 
-    return offload_plan(preparation.config, preparation.model, ranks)
+    return offload_plan(preparation.config, preparation.model, ranks, preparation.device)
 
 
 def _timed_offload_plan(preparation: "Preparation", ranks: "OneRank") -> dict[str, Any]:

@@ -62,6 +62,7 @@ from moe_runtime.training.finetune.adapter_export import (
     require_exportable,
     write_adapters,
 )
+from moe_runtime.training.finetune.devices import device_of, memory_of
 from moe_runtime.training.finetune.memory import divide_budget, slots_plan
 from moe_runtime.training.finetune.settings import FinetuneConfig
 from moe_runtime.training.loop import Trainer, TrainingRun
@@ -98,6 +99,7 @@ class FinetunePreparation:
         exporter: writes checkpoints like it; None where adapters alone are written.
         sites: the experts, as training sees them.
         memory: how the budget is divided.
+        device: where everything but the experts lies, and what computes.
         num_parameters, num_active_parameters: of the model.
     """
 
@@ -113,6 +115,7 @@ class FinetunePreparation:
     exporter: LikeCheckpoint | None
     sites: list[ExpertsModuleSpec]
     memory: TrainingMemory | MemoryPlan
+    device: torch.device
     num_parameters: int
     num_active_parameters: int
 
@@ -150,6 +153,7 @@ def prepare(
     """
     output = config.run.output.expanduser()
     trace = config.run.trace and config.run.trace.expanduser()
+    device = device_of(config)
     on_stage("reading the checkpoint's headers")
     torch.manual_seed(config.run.seed)
     dtype = torch.float32 if config.lora is None else DTYPES[config.run.precision]
@@ -163,7 +167,7 @@ def prepare(
     model = build_on_meta(checkpoint)
     experts = map_experts(model, checkpoint)
     sites = find_sites(model)
-    memory = divide_budget(config, checkpoint, model, experts, sites)
+    memory = divide_budget(config, checkpoint, model, experts, sites, device)
     on_stage("reading the text")
     corpora = {
         name: read_corpus(name, source, config.data, Path())
@@ -197,6 +201,7 @@ def prepare(
         exporter=exporter_for(model, checkpoint, experts),
         sites=sites,
         memory=memory,
+        device=device,
         num_parameters=total,
         num_active_parameters=total - round(in_experts * idle),
     )
@@ -227,7 +232,7 @@ def start(
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     _, state = find_state(preparation, resume=resume, reschedule=reschedule)
-    place = torch.device("cpu")
+    place = preparation.device
     load_around_experts(model, preparation.checkpoint, preparation.experts, place, progress)
     model.train()
     if config.run.recompute:
@@ -309,9 +314,8 @@ def _offloaded(preparation: FinetunePreparation, *, resumes: bool) -> ExpertTrai
     with _reading(preparation) as source:
         return config.method.offload(
             preparation.model,
-            host_memory=memory.budget_bytes,
+            **memory_of(config, memory, preparation.device),
             storage_dir=preparation.storage,
-            activation_memory=memory.activation_bytes,
             initial=source.tensors_of,
             resumes=resumes,
         )

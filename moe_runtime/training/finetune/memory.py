@@ -31,6 +31,7 @@ def divide_budget(
     model: PreTrainedModel,
     experts: ExpertMap,
     sites: list[ExpertsModuleSpec],
+    place: torch.device,
 ) -> TrainingMemory | MemoryPlan:
     """The budget's division, before anything of the model is in memory.
 
@@ -57,7 +58,7 @@ def divide_budget(
     if config.lora is None:
         return plan_memory(
             model, sites, host_memory, activations,
-            has_disk=True, state=method.state_format,
+            has_disk=True, state=method.state_format, place=place,
         )  # fmt: skip
     budget = resolve_budget(
         parse_budget(host_memory, name="host_memory"), available_host_bytes(), "the host"

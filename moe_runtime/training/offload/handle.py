@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from moe_runtime.errors import CheckpointError
 from moe_runtime.training.offload.checkpoint import ExpertCheckpoints
 from moe_runtime.training.offload.execution.activations import ActivationPolicy
+from moe_runtime.training.offload.execution.device_link import DeviceLink
 from moe_runtime.training.offload.execution.offloaded_experts import OffloadedTrainingExperts
 from moe_runtime.training.offload.execution.passes import LayerExecutor
 from moe_runtime.training.offload.execution.window import MicroBatchBarrier, run_window
@@ -57,13 +58,14 @@ class OffloadedTraining(ExpertTraining):
         device_updates: DeviceUpdates | None = None,
         copy_bytes: int = 0,
         processes: OneProcess | None = None,
+        link: DeviceLink | None = None,
     ) -> None:
         self._processes = processes or OneProcess()
         checkpoints = ExpertCheckpoints(states, sites, settings.state_format, self._processes)
         super().__init__(model, sites, states, memory, checkpoints)
         self.optimizer = ExpertOptimizer(states, settings, device_updates, self._processes)
         self._passes = LayerExecutor(
-            sites, self.optimizer, activations=activations, copy_bytes=copy_bytes
+            sites, self.optimizer, activations=activations, copy_bytes=copy_bytes, link=link
         )
         self.activations = self._passes.activations
         self._settings = settings
@@ -168,8 +170,8 @@ class OffloadedTraining(ExpertTraining):
 
     def discard(self) -> None:
         """Forgets the gradients since the last step, and takes back what they changed."""
+        self._passes.copies.forget()  # first: no copy may reach into a record that is given back
         self.optimizer.discard()
-        self._passes.copies.forget()
         self.dense.forget()
         self._final_rate = None
         self._passes.begin()
@@ -202,6 +204,7 @@ class OffloadedTraining(ExpertTraining):
 
     def close(self) -> None:
         """As of `ExpertTraining`; activations on the disk end, too."""
+        self._passes.copies.forget()
         with contextlib.closing(self.activations):
             super().close()
 

@@ -40,6 +40,8 @@ class TrainingMemory:
         budget_bytes: all of it.
         dense_bytes: weights, gradients and moments of everything but the routed experts.
         activation_bytes: set aside for the forward and backward pass.
+        link_bytes: buffers of the way to a device that computes; then the device, and not the
+            budget, holds dense parameters and activations. 0 where the CPU computes.
         copy_bytes: for weights that are kept in the type of products.
         record_bytes: one slot: an expert's weights, moments and gradient.
         ring_slots: slots that experts pass through; 0 when all live in memory.
@@ -50,6 +52,7 @@ class TrainingMemory:
     budget_bytes: int
     dense_bytes: int
     activation_bytes: int
+    link_bytes: int
     copy_bytes: int
     record_bytes: int
     ring_slots: int
@@ -104,6 +107,7 @@ def divide(
     activations: int,
     has_disk: bool,
     copies: int = 0,
+    link: int = 0,
 ) -> TrainingMemory:
     """Gives what dense parameters and activations leave of a budget to experts.
 
@@ -114,6 +118,7 @@ def divide(
         activations: bytes of the forward and backward pass.
         has_disk: whether experts may live on the disk.
         copies: bytes for weights that are kept in the type of products.
+        link: bytes of buffers where a device computes, and holds what is dense.
 
     Raises:
         CapacityError: the budget is too small; names the smallest that works.
@@ -121,7 +126,8 @@ def divide(
     # a process whose experts are all elsewhere has an empty slot
     record = max((layout.record_bytes for layout in layouts.values()), default=BLOCK_BYTES)
     # one more record for the gradient of a second micro-batch or of another dtype
-    fixed = dense + activations + copies + record
+    here = (0, 0) if link else (dense, activations)
+    fixed = sum(here) + copies + link + record
     slots = max(0, budget_bytes - fixed) // record
     num_experts = len(layouts)
     if slots >= num_experts:
@@ -130,7 +136,7 @@ def divide(
         fewest = MIN_RING_SLOTS if has_disk else num_experts
         if slots < fewest:
             raise CapacityError(
-                _too_small(budget_bytes, fixed, fewest, record, dense, activations, has_disk),
+                _too_small(budget_bytes, fixed, fewest, record, *here, has_disk),
                 smallest_bytes=fixed + fewest * record,
             )
         ring = min(slots, max(MIN_RING_SLOTS + 1, min(slots // 4, RING_BYTES // record)))
@@ -139,6 +145,7 @@ def divide(
         budget_bytes=budget_bytes,
         dense_bytes=dense,
         activation_bytes=activations,
+        link_bytes=link,
         copy_bytes=copies,
         record_bytes=record,
         ring_slots=ring,

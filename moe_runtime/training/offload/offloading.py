@@ -13,13 +13,16 @@ from moe_runtime.checkpoints.expert_map import find_experts
 from moe_runtime.checkpoints.transformers_private import gate_of
 from moe_runtime.config import MemorySize, parse_budget, require_types
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
-from moe_runtime.inference.budget import (
-    available_device_bytes,
-    available_host_bytes,
-    resolve_budget,
-)
+from moe_runtime.inference.budget import available_host_bytes, resolve_budget
 from moe_runtime.inference.hugging_face.gate_formulas import recognise_activation
 from moe_runtime.parallel import LayoutGroups
+from moe_runtime.training.offload.computing_device import (
+    CPU,
+    computing_device,
+    device_shares,
+    link_bytes,
+    open_link,
+)
 from moe_runtime.training.offload.execution.activation_swap import SLOT_BYTES, ActivationSwap
 from moe_runtime.training.offload.execution.activations import ActivationPolicy, Activations
 from moe_runtime.training.offload.expert_training import fill
@@ -128,25 +131,32 @@ def offload_training(
     settings = optimizer or AdamW()
     return_freed_blocks()
     sites = find_sites(model)
-    _check_device(model, device_memory)
+    place = computing_device(model, expert_parameters(sites))
+    _check_device(place, device_memory, copy_memory, groups)
     processes = processes_of(groups, sites, model.parameters())
     layouts = layouts_of(sites, settings.state_format)
     memory = plan_memory(
         model, sites, host_memory, activation_memory,
         has_disk=storage_dir is not None, state=settings.state_format, copy_memory=copy_memory,
-        sharing=processes.here,
+        sharing=processes.here, place=place,
     )  # fmt: skip
+    elsewhere = _device_updates(place, update_stride)
+    room, copies = memory.activation_bytes, memory.copy_bytes
+    if place.type != "cpu":
+        room, copies = device_shares(
+            device_memory, activation_memory, place, [*layouts.values()],
+            dense=memory.dense_bytes, updates=elsewhere,
+        )  # fmt: skip
     folder = None if storage_dir is None else own_folder(Path(storage_dir), processes)
     states = open_states(layouts, memory, folder, io_threads, direct)
     if not resumes:
         fill(states, layouts, initial or stacked_parameters(sites))
-    policy = _activation_policy(activations, sites, memory, folder, direct)
-    elsewhere = _device_updates(model, update_stride)
-    copies = memory.copy_bytes or _device_copy_bytes(model, sites, device_memory, memory)
+    policy = _activation_policy(activations, sites, room, folder, direct)
     require_whole_saves(model, sites)
     return OffloadedTraining(
-        model, sites, states, settings, memory, policy, elsewhere, copies, processes
-    )
+        model, sites, states, settings, memory, policy, elsewhere, copies, processes,
+        open_link(states, place),
+    )  # fmt: skip
 
 
 def plan_memory(
@@ -159,6 +169,7 @@ def plan_memory(
     state: StateFormat | None = None,
     copy_memory: MemorySize = 0,
     sharing: int = 1,
+    place: torch.device = CPU,
 ) -> TrainingMemory:
     """How `offload_training` would divide a budget; allocates nothing.
 
@@ -169,13 +180,14 @@ def plan_memory(
         has_disk: whether experts may live on the disk.
         state: what records hold; full moments when omitted.
         sharing: processes that share what this machine has free.
+        place: where the model computes; its dense parameters and activations are there.
 
     Raises:
         CapacityError: the budget is too small; names the smallest that works.
         ValueError: a size cannot be read.
     """
-    parameters = [site.module.get_parameter(n) for site in sites for n in site.parameter_names]
-    held = sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
+    parameters = expert_parameters(sites)
+    held = sum(p.numel() * p.element_size() for p in model.parameters() if p.is_cpu)
     budget = resolve_budget(
         parse_budget(host_memory, name="host_memory"),
         available_host_bytes() // sharing + held,
@@ -187,13 +199,15 @@ def plan_memory(
     copies = 0
     if copy_memory:
         copies = parse_budget(copy_memory, name="copy_memory").resolve(budget, auto_share=0.0)
+    layouts = layouts_of(sites, state)
     return divide(
         budget,
-        layouts_of(sites, state),
+        layouts,
         dense=dense_bytes(model, parameters),
         activations=activations,
         copies=copies,
         has_disk=has_disk,
+        link=link_bytes(layouts.values(), place),
     )
 
 
@@ -212,6 +226,11 @@ def find_sites(model: nn.Module) -> list[ExpertsModuleSpec]:
             "experts interface, so there is nothing to offload"
         )
     return sites
+
+
+def expert_parameters(sites: Sequence[ExpertsModuleSpec]) -> list[nn.Parameter]:
+    """The stacked parameters of all experts, in the order of their sites."""
+    return [site.module.get_parameter(n) for site in sites for n in site.parameter_names]
 
 
 def layouts_of(
@@ -291,52 +310,49 @@ def stacked_parameters(sites: Sequence[ExpertsModuleSpec]) -> Callable[[ExpertKe
 def _activation_policy(
     kind: Activations,
     sites: Sequence[ExpertsModuleSpec],
-    memory: TrainingMemory,
+    room: int,
     folder: Path | None,
     direct: bool,
 ) -> ActivationPolicy:
     swap = None
     if kind in ("swap", "auto") and folder is not None:
         # in both directions, and what a layer computes with comes on top
-        buffers = max(4 * SLOT_BYTES, memory.activation_bytes // 16)
+        buffers = max(4 * SLOT_BYTES, room // 16)
         swap = ActivationSwap(folder, direct=direct, buffer_bytes=buffers)
     own = [site.recompute for site in sites]
-    return ActivationPolicy(kind, own, swap, memory.activation_bytes // 2)
+    return ActivationPolicy(kind, own, swap, room // 2)
 
 
-def _device_updates(model: nn.Module, stride: int | Literal["auto"] | None) -> DeviceUpdates | None:
-    devices = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
-    device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+def _device_updates(
+    place: torch.device, stride: int | Literal["auto"] | None
+) -> DeviceUpdates | None:
     if stride == "auto":
-        return None if device.type == "cpu" else planned_updates(device)
+        return None if place.type == "cpu" else planned_updates(place)
     if stride is not None and stride < 1:
         raise ValueError(f"update_stride must be at least 1, None or 'auto', got {stride}")
-    return None if stride is None else DeviceUpdates(device, stride)
+    return None if stride is None else DeviceUpdates(place, stride)
 
 
-def _device_copy_bytes(
-    model: nn.Module,
-    sites: Sequence[ExpertsModuleSpec],
+def _check_device(
+    place: torch.device,
     device_memory: MemorySize,
-    memory: TrainingMemory,
-) -> int:
-    """What a budget on the GPU leaves for weights of experts; none without one."""
-    if device_memory == "auto":
-        return 0
-    parameters = [p for p in model.parameters() if p.is_cuda]
-    budget = resolve_budget(
-        parse_budget(device_memory, name="device_memory"),
-        available_device_bytes(parameters[0].device),
-        "the device",
-    )
-    # the expert in use: its weights, its gradient, and a sum of gradients
-    in_use = 3 * max((layout.section_bytes for layout in layouts_of(sites).values()), default=0)
-    return max(0, budget - memory.dense_bytes - memory.activation_bytes - in_use)
-
-
-def _check_device(model: nn.Module, device_memory: MemorySize) -> None:
-    has_gpu = any(parameter.is_cuda for parameter in model.parameters())
-    if not has_gpu and device_memory != "auto":
+    copy_memory: MemorySize,
+    groups: LayoutGroups | None,
+) -> None:
+    """Refuses what does not go with where the model computes."""
+    if place.type == "cpu":
+        if device_memory != "auto":
+            raise ValueError(
+                "device_memory is for models on a GPU; this one is on the CPU, "
+                f"got {device_memory!r}"
+            )
+        return
+    if copy_memory:
         raise ValueError(
-            f"device_memory is for models on a GPU; this one is on the CPU, got {device_memory!r}"
+            f"copy_memory is for models on the CPU; this one is on {place}: give device_memory"
+        )
+    if groups is not None and groups.layout.world_size > 1:
+        raise UnsupportedModelError(
+            f"experts that are trained from host memory by several processes are computed on the "
+            f"CPU, this model is on {place}"
         )

@@ -13,12 +13,13 @@ Hecate (2025) for who keeps a copy: the experts used most, chosen again as loads
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from moe_runtime.planning.record_tiers import UseCounts, spread
+from moe_runtime.training.offload.execution.device_link import DeviceLink, kept_bytes
 from moe_runtime.types import ExpertKey
 
 
@@ -43,6 +44,7 @@ class _Copy:
 
     step: int
     tensors: list[Tensor]
+    num_bytes: int
 
 
 class ComputeCopies:
@@ -51,13 +53,18 @@ class ComputeCopies:
     Args:
         keys: all experts, in order.
         num_bytes: that copies may take from one pass to the next; 0 keeps none.
+        link: to the device that computes; None where that is the CPU.
 
     Attributes:
+        link: as given.
         traffic: what crossed so far.
         kept_bytes: of the copies that are there.
     """
 
-    def __init__(self, keys: Iterable[ExpertKey], num_bytes: int = 0) -> None:
+    def __init__(
+        self, keys: Iterable[ExpertKey], num_bytes: int = 0, link: DeviceLink | None = None
+    ) -> None:
+        self.link = link
         self.traffic = LinkTraffic()
         self._keys = list(keys)
         self._num_bytes = num_bytes
@@ -89,16 +96,43 @@ class ComputeCopies:
             return kept.tensors
         self.traffic.to_device_bytes += size
         if kept is not None and is_alike:
-            for ours, theirs in zip(kept.tensors, tensors, strict=True):
-                ours.copy_(theirs)
+            self._bring(tensors, like, kept.tensors)
             kept.step = step
             return kept.tensors
-        found = [tensor.to(like.device, like.dtype, copy=True) for tensor in tensors]
         self._drop(key)
-        if self._is_resident(key, size):
-            self._copies[key] = _Copy(step, found)
-            self.kept_bytes += size
+        room = size if self.link is None else kept_bytes(tensors, like.dtype)
+        if not self._is_resident(key, room):
+            return self._bring(tensors, like)
+        found = None if self.link is None else self.link.keep(tensors, like.dtype)
+        found = self._bring(tensors, like, found)
+        self._copies[key] = _Copy(step, found, room)
+        self.kept_bytes += room
         return found
+
+    def _bring(
+        self, tensors: Sequence[Tensor], like: Tensor, into: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Weights in the type of `like` and where it is; in given memory, or for this use."""
+        if self.link is not None:
+            return self.link.bring(tensors, like.dtype, into)
+        if into is None:
+            return [tensor.to(like.device, like.dtype, copy=True) for tensor in tensors]
+        for ours, theirs in zip(into, tensors, strict=True):
+            ours.copy_(theirs)
+        return list(into)
+
+    def let_go(self, action: Callable[[], object]) -> None:
+        """All work with the last weights is queued; calls what gives their record up, once the
+        device needs it no more: soon."""
+        if self.link is None:
+            action()
+        else:
+            self.link.let_go(action)
+
+    def finish(self) -> None:
+        """Returns when every record has been given up."""
+        if self.link is not None:
+            self.link.finish()
 
     def take_back(self, gradients: Sequence[Tensor]) -> None:
         """Counts gradients that cross the link to their expert's tier."""
@@ -118,13 +152,15 @@ class ComputeCopies:
 
     def forget(self) -> None:
         """Drops all copies: weights become what they were, or what a checkpoint has."""
+        if self.link is not None:
+            self.link.abandon()
         self._copies.clear()
         self.kept_bytes = 0
         self._used.clear()
 
     def _drop(self, key: ExpertKey) -> None:
         if (copy := self._copies.pop(key, None)) is not None:
-            self.kept_bytes -= sum(t.numel() * t.element_size() for t in copy.tensors)
+            self.kept_bytes -= copy.num_bytes
 
     def _is_resident(self, key: ExpertKey, size: int) -> bool:
         if self._tiers is None:

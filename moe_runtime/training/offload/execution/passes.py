@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.kernels.expert_mlp.streamed import StreamedExperts
 from moe_runtime.training.offload.execution.activations import ActivationPolicy, Pass
 from moe_runtime.training.offload.execution.compute_copies import ComputeCopies, crosses
+from moe_runtime.training.offload.execution.device_link import DeviceLink
 from moe_runtime.training.offload.optimizers.optimizer import ExpertOptimizer
 from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.training.offload.states.record_slots import Need
@@ -66,6 +68,7 @@ class LayerExecutor:
         trains: whether experts have gradients; frozen ones are only passed through.
         activations: what is kept of them; as each layer says when omitted.
         copy_bytes: for experts' weights that stay where products are computed.
+        link: to the device that computes; None where that is the CPU.
 
     Attributes:
         activations: likewise.
@@ -80,6 +83,7 @@ class LayerExecutor:
         trains: bool = True,
         activations: ActivationPolicy | None = None,
         copy_bytes: int = 0,
+        link: DeviceLink | None = None,
     ) -> None:
         own = [site.recompute for site in sites]
         self.activations = activations or ActivationPolicy("model", own)
@@ -87,7 +91,7 @@ class LayerExecutor:
         self._optimizer = optimizer
         self._states = optimizer.states
         self._trains = trains
-        self.copies = ComputeCopies(optimizer.states.experts, copy_bytes)
+        self.copies = ComputeCopies(optimizer.states.experts, copy_bytes, link)
         self._scratch: dict[tuple[int, torch.dtype, torch.device, bool], list[Tensor]] = {}
         self._widths = [site.dim_preactivation for site in sites]
         self._last_visited: dict[int, list[ExpertKey]] = {}
@@ -142,7 +146,8 @@ class LayerExecutor:
                 weights = self._weights(key, record, here[0].x_TD)
                 for call in here:
                     call.forward(key.expert, weights)
-                self._states.release(key)
+                self.copies.let_go(partial(self._states.release, key))
+            self.copies.finish()
         return calls, [call.output() for call in calls]
 
     def backward(
@@ -168,6 +173,7 @@ class LayerExecutor:
         with self._observed("backward", layer, ()):
             for key in keys:
                 self._step_back(key, calls, self.visits.rate if is_only_call else None)
+            self.copies.finish()
         return [call.input_gradients() for call in calls]
 
     @contextlib.contextmanager
@@ -198,13 +204,18 @@ class LayerExecutor:
         if not self._trains:
             for call in here:
                 call.backward(key.expert, weights, None)
-            self._states.release(key)
+            self.copies.let_go(partial(self._states.release, key))
             return
         layout = self._states.experts[key].layout
         has_gradient = self._states.experts[key].has_gradient
         gradients = layout.views(record, Sections.GRADIENT)
         if not has_gradient:
             layout.clear_padding(record, Sections.GRADIENT)
+        accept = partial(self._optimizer.accept, key, record, rate)
+        if self.copies.link is not None:
+            self._send_gradients(self.copies.link, key, here, weights, gradients)
+            self.copies.let_go(accept)
+            return
         is_away = crosses(gradients[0], here[0].x_TD)
         # several micro-batches' gradients are summed before they cross
         totals = gradients
@@ -225,7 +236,35 @@ class LayerExecutor:
             self.copies.take_back(totals)
             for gradient, total in zip(gradients, totals, strict=True):
                 gradient.copy_(total)
-        self._optimizer.accept(key, record, rate)
+        accept()
+
+    def _send_gradients(
+        self,
+        link: DeviceLink,
+        key: ExpertKey,
+        here: Sequence[StreamedExperts],
+        weights: StackedExperts,
+        gradients: Sequence[Tensor],
+    ) -> None:
+        """Queues the products of an expert's gradient on the device, and its way back."""
+        adds = self._states.experts[key].has_gradient
+        record_type = gradients[0].dtype
+        # several micro-batches' gradients are summed before they cross
+        sums = len(here) > 1 and not adds
+        totals = link.gradients(gradients, record_type) if sums else None
+        for number, call in enumerate(here):
+            find = link.part if sums else link.gradients
+            found = find(gradients, weights.dtype)
+            call.backward(key.expert, weights, self._in_slot(key, found))
+            if totals is None:
+                self.copies.take_back(found)
+                link.send_back(found, gradients, adds=adds)
+                continue
+            for total, part in zip(totals, found, strict=True):
+                total.add_(part) if number else total.copy_(part)
+        if totals is not None:
+            self.copies.take_back(totals)
+            link.send_back(totals, gradients, adds=False)
 
     @contextlib.contextmanager
     def _observed(

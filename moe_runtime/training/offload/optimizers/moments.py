@@ -93,7 +93,7 @@ class Bf16Moments(MomentCodec):
         halves = stored.view(torch.int16)
         for begin in range(0, len(values), CHUNK_ELEMENTS):
             some = values[begin : begin + CHUNK_ELEMENTS].float()
-            bits = some.view(torch.int32) + _dice(step, salt, len(some))
+            bits = some.view(torch.int32) + _dice(step, salt, some)
             place = start + begin
             halves[place : place + len(some)] = (bits >> 16).to(torch.int16)
 
@@ -164,17 +164,17 @@ def moment_codec(storage: MomentStorage) -> MomentCodec:
     return _CODECS[storage]()
 
 
-def _dice(step: int, salt: int, length: int) -> Tensor:
-    """A number in [0, 2**16) for each of the first elements of a chunk (``int32``)."""
+def _dice(step: int, salt: int, like: Tensor) -> Tensor:
+    """A number in [0, 2**16) for each element of a chunk (``int32``), on its device."""
     factor = _mix(2 * step + salt) | 1
     # as a signed number, which is what torch multiplies
     factor = factor - 2**32 if factor >= 2**31 else factor
-    return (_hashed_places()[:length] * factor >> 16) & 0xFFFF
+    return (_hashed_places(like.device)[: len(like)] * factor >> 16) & 0xFFFF
 
 
 @functools.cache
-def _hashed_places() -> Tensor:
-    places = torch.arange(CHUNK_ELEMENTS, dtype=torch.int64)
+def _hashed_places(device: torch.device) -> Tensor:
+    places = torch.arange(CHUNK_ELEMENTS, dtype=torch.int64, device=device)
     for shift in (16, 15, 16):
         places = ((places ^ (places >> shift)) * 0x45D9F3B + 0x9E3779B9) & 0xFFFFFFFF
     return torch.where(places >= 2**31, places - 2**32, places).to(torch.int32)

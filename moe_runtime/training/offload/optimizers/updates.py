@@ -215,6 +215,8 @@ def _adamw(
     decay: float,
     step: UpdateStep,
 ) -> None:
+    # the fused kernel of a device reads the step's number there
+    number = parameters.new_full((), float(step.number), dtype=torch.float32)
     # what torch.optim.AdamW(fused=True) itself calls
     torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
         [parameters],
@@ -222,7 +224,7 @@ def _adamw(
         [mean],
         [variance],
         [],
-        [torch.tensor(float(step.number))],
+        [number],
         lr=step.rate,
         beta1=settings.betas[0],
         beta2=settings.betas[1],

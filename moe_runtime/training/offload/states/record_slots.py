@@ -72,6 +72,11 @@ class RecordSlots:
         self._failure: MoERuntimeError | None = None
         self.traffic = Traffic()
 
+    @property
+    def slab(self) -> Slab:
+        """All slots, for who locks them in place."""
+        return self._slab
+
     def expect(self, needs: Iterable[Need]) -> None:
         """Says which sections will be acquired next, in order; replaces what was said before."""
         with self._changed:

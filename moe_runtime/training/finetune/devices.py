@@ -1,0 +1,49 @@
+"""What of fine-tuning can be computed on a device, and what it may take there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.training.finetune.settings import FinetuneConfig
+from moe_runtime.training.machine import resolve_device
+from moe_runtime.training.offload.memory import TrainingMemory
+
+
+def device_of(config: FinetuneConfig) -> torch.device:
+    """Where a run computes; "auto" is a GPU, if there is one, where every parameter is trained.
+
+    Raises:
+        UnsupportedModelError: adapters or forward passes alone on a device.
+        ValueError: there is no such device, or a budget of a device that does not compute.
+    """
+    trains_all = config.lora is None and config.method.has_backward
+    name = config.run.device
+    place = resolve_device("cpu" if name == "auto" and not trains_all else name)
+    if place.type == "cpu":
+        if config.run.device_memory != "auto":
+            raise ValueError(
+                f"device_memory is for a GPU; this run is on the CPU, got "
+                f"{config.run.device_memory!r}"
+            )
+    elif not trains_all:
+        option = "--zeroth-order" if config.lora is None else "--lora"
+        raise UnsupportedModelError(
+            f"{option} computes on the CPU so far; give --device cpu, or train every parameter"
+        )
+    return place
+
+
+def memory_of(
+    config: FinetuneConfig, memory: TrainingMemory, place: torch.device
+) -> dict[str, Any]:
+    """The budgets of `TrainingMethod.offload`, which only asks for a device where there is one."""
+    budgets: dict[str, Any] = {
+        "host_memory": memory.budget_bytes,
+        "activation_memory": memory.activation_bytes,
+    }
+    if place.type != "cpu":
+        budgets["device_memory"] = config.run.device_memory
+    return budgets

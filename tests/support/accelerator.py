@@ -1,0 +1,207 @@
+"""An accelerator of torch on the host: a device type of its own, whose tensors are foreign here.
+
+Torch lets a backend be written in Python. This one computes with the CPU's own kernels, so results
+are those of the CPU to the bit; but a tensor that is not on the device raises when it meets one
+that is, copies between the two are counted, and so is whatever makes the host wait.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME = "emulated"
+
+_PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_product_attention")
+"""What autocast computes in its type, as far as models here need it."""
+
+_AUTOCAST_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+
+
+class ForeignTensorError(RuntimeError):
+    """A tensor of the host met one of the device, as a GPU would not let it."""
+
+
+class Crossings:
+    """What went over the link, and how often the host waited for the device.
+
+    Attributes:
+        to_device_bytes, from_device_bytes: by copies of either direction, as CUDA makes them: a
+            copy that the host waits for changes types on the host, others on the device.
+        num_waits: reads of values by the host.
+        on_work: called with the name and the tensors of what the device computes.
+    """
+
+    def __init__(self) -> None:
+        self.on_work: Callable[[str, list[Tensor]], object] = lambda name, tensors: None
+        self.to_device_bytes = self.from_device_bytes = self.num_waits = 0
+
+
+CROSSINGS = Crossings()
+
+
+class DeviceTensor(Tensor):
+    """A tensor of the device; `host` holds its values."""
+
+    host: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, host: Tensor) -> DeviceTensor:
+        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, host.size(), strides=host.stride(), storage_offset=host.storage_offset(),
+            dtype=host.dtype, layout=host.layout, device=torch.device(NAME, 0),
+        )  # fmt: skip
+        made.host = host
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"DeviceTensor({self.host})"
+
+    def tolist(self) -> Any:
+        CROSSINGS.num_waits += 1
+        return self.host.tolist()
+
+    def data_ptr(self) -> int:
+        return self.host.data_ptr()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, *args, **(kwargs or {}))
+
+
+def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    wanted = kwargs.get("device")
+    is_here = any(isinstance(tensor, DeviceTensor) for tensor in tensors)
+    if wanted is not None:
+        is_here = torch.device(wanted).type == NAME
+    name = func._schema.name
+    if name in ("aten::copy_", "aten::_to_copy"):
+        _count(args, kwargs, is_here)
+    else:
+        _refuse_foreigners(func, tensors)
+        if is_here:
+            CROSSINGS.on_work(name, tensors)
+    if name in ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero"):
+        CROSSINGS.num_waits += 1
+    known = {id(t.host): t for t in tensors if isinstance(t, DeviceTensor)}
+    found = func(*tree_map(_host, args), **tree_map(_host, kwargs))
+
+    def wrap(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) in known:
+            return known[id(value)]
+        return DeviceTensor(value) if is_here else value
+
+    return tree_map(wrap, found)
+
+
+def _host(value: Any) -> Any:
+    if isinstance(value, DeviceTensor):
+        return value.host
+    is_device = isinstance(value, torch.device) and value.type == NAME
+    return torch.device("cpu") if is_device else value
+
+
+def _refuse_foreigners(func: Any, tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        # a number of the host may be an operand of what is computed element by element
+        is_number = tensor.ndim == 0 and torch.Tag.pointwise in func.tags
+        if not isinstance(tensor, DeviceTensor) and not is_number:
+            shape = tuple(tensor.shape)
+            raise ForeignTensorError(f"{func}: a tensor {shape} of the host meets the device")
+
+
+def _count(args: Any, kwargs: Any, is_here: bool) -> None:
+    """Counts a copy that crosses."""
+    is_copy_into = len(args) > 1 and isinstance(args[1], Tensor)
+    source = args[1] if is_copy_into else args[0]
+    is_to_device = isinstance(args[0], DeviceTensor) if is_copy_into else is_here
+    if isinstance(source, DeviceTensor) == is_to_device:
+        return
+    waits = not (kwargs.get("non_blocking") or (is_copy_into and len(args) > 2 and args[2]))
+    dtype = args[0].dtype if is_copy_into else kwargs.get("dtype") or source.dtype
+    crossing = dtype if waits == is_to_device else source.dtype
+    num_bytes = source.numel() * crossing.itemsize
+    if is_to_device:
+        CROSSINGS.to_device_bytes += num_bytes
+    else:
+        CROSSINGS.from_device_bytes += num_bytes
+    CROSSINGS.num_waits += waits and not is_to_device
+
+
+class _Module:
+    """What torch asks of a backend, as `torch.cuda` has it."""
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Numbers are the host's."""
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+@functools.cache
+def _registered() -> tuple[torch.library.Library, ...]:
+    # once in a process, which torch asks for
+    _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+    every = torch.library.Library("_", "IMPL")
+    every.fallback(_run, "PrivateUse1")
+    every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    aten = torch.library.Library("aten", "IMPL")
+    for product in _PRODUCTS:
+        aten.impl(product, _autocast(product), "AutocastPrivateUse1")
+    return every, aten
+
+
+def _autocast(name: str) -> Any:
+    """A product whose operands get autocast's type first."""
+    op = getattr(torch.ops.aten, name)
+
+    def cast(value: Any) -> Any:
+        is_number = isinstance(value, Tensor) and value.dtype == torch.float32
+        return value.to(torch.get_autocast_dtype(NAME)) if is_number else value
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEY):
+            return op(*map(cast, args), **{key: cast(value) for key, value in kwargs.items()})
+
+    return run
+
+
+def accelerator() -> torch.device:
+    """The device; tells torch of it."""
+    _registered()
+    return torch.device(NAME, 0)
+
+
+PLACES = [NAME, pytest.param("cuda", marks=pytest.mark.gpu)]
+"""Where tests of training on a device run: on the emulated one, and on a GPU if there is one."""
+
+
+def place_of(name: str) -> torch.device:
+    """The device of a name in `PLACES`."""
+    return accelerator() if name == NAME else torch.device(name)

@@ -1,0 +1,59 @@
+"""Training on a device: the streams of an emulated one beside torch's emulated accelerator."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import torch
+from accelerator import CROSSINGS, NAME, Crossings, DeviceTensor, accelerator, place_of
+from emulated_models import EagerDevice
+from torch import Tensor
+
+from moe_runtime.training.offload import computing_device
+
+
+class ForeignDevice(EagerDevice):
+    """Slots are tensors of the accelerator, and its products take virtual time.
+
+    Args:
+        bytes_per_s: of the link, in either direction.
+        flops_per_s: of products; infinite for none that take time.
+    """
+
+    def __init__(self, *, bytes_per_s: float = 1e9, flops_per_s: float = float("inf")) -> None:
+        super().__init__(bytes_per_s=bytes_per_s, latency_s=0.0)
+        self.compute_s = 0.0
+        self._flops_per_s = flops_per_s
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        return DeviceTensor(super().allocate(num_bytes))
+
+    def work(self, name: str, tensors: list[Tensor]) -> None:
+        """Products begin when their stream is ready, and take the time of their operations."""
+        if name not in ("aten::mm", "aten::addmm", "aten::addmm_"):
+            return
+        left, right = tensors[-2:]
+        duration_s = 2 * left.numel() * right.shape[-1] / self._flops_per_s
+        self.compute_s += duration_s
+        self.compute(lambda: None, duration_s)
+
+
+@contextlib.contextmanager
+def computing_on(name: str, device: ForeignDevice | None = None) -> Iterator[torch.device]:
+    """The place of a name of `accelerator.PLACES`; on the emulated one, this device's streams."""
+    if name != NAME:
+        yield place_of(name)
+        return
+    device = device or ForeignDevice()
+    before = vars(CROSSINGS).copy()
+    vars(CROSSINGS).update(vars(Crossings()), on_work=device.work)
+    with (
+        # torch counts its threads of backward passes once, perhaps before there was this device
+        torch.autograd.set_multithreading_enabled(False),
+        patch.object(computing_device, "open_device", lambda place: device),
+        patch.object(computing_device, "available_device_bytes", lambda place: 2**34),
+    ):
+        yield accelerator()
+    vars(CROSSINGS).update(before)

@@ -1,0 +1,92 @@
+"""`train` and `finetune` on a device: the losses of the CPU, files that load there, refusals."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerator import NAME, PLACES
+from computing_devices import computing_on
+from finetuning_runs import MIXTRAL, checkpoint_of, config_of, finetuned, train, with_run
+from safetensors.torch import load_file
+from training_runs import write_run
+
+from moe_runtime.cli.main import main
+from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.training.config_tree import read_tree
+from moe_runtime.training.finetune.finetuning import prepare
+from moe_runtime.training.run_config import TrainConfig
+from moe_runtime.training.session import finish, start
+from moe_runtime.training.session import prepare as prepare_training
+
+TOLERANCE = 1e-3
+"""Of losses after few steps, on a GPU, whose sums have another order: they are of about 6."""
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_all_parameters_of_a_checkpoint(tmp_path: Path, name: str) -> None:
+    """The emulated device computes with the CPU's kernels, but for attention and experts."""
+    folder = checkpoint_of(MIXTRAL, tmp_path / "model")
+    found: dict[str, Any] = {}
+    for kind in ("cpu", name):
+        (tmp_path / kind).mkdir()
+        with computing_on(name) as place:
+            device = "cpu" if kind == "cpu" else str(place)
+            config = with_run(config_of(folder, tmp_path / kind), device=device, steps=2)
+            losses, summary = finetuned(config)
+        weights = load_file(Path(summary["model"]) / "model.safetensors")
+        found[kind] = losses, weights
+    assert found[name][0] == pytest.approx(found["cpu"][0], abs=TOLERANCE)
+    assert found[name][1].keys() == found["cpu"][1].keys()
+
+
+@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("host_memory", [None, "1GiB"], ids=["in-memory", "offloaded"])
+def test_a_run_of_train(tmp_path: Path, name: str, host_memory: str | None) -> None:
+    """Steps, held-out text, a checkpoint that is gone on from, and an exported model."""
+    found: dict[str, list[float]] = {}
+    file = write_run(tmp_path)
+    for kind in ("cpu", name):
+        with computing_on(name) as place:
+            device = "cpu" if kind == "cpu" else str(place)
+            settings = [f"run.device={device}", f"run.output={kind}", "run.steps=2"]
+            # `Module.to` keeps what is tied where it may exchange data, which is not so here
+            settings.append("model.tie_embeddings=false")
+            if host_memory is not None:
+                settings.append(f"run.host_memory={host_memory}")
+            config = read_tree(TrainConfig, file, settings=tuple(settings))
+            preparation = prepare_training(config, tmp_path)
+            trainer = start(preparation, resume=False)
+            losses = train(trainer, stop_after=1)
+            trainer.close()
+            preparation = prepare_training(config, tmp_path)
+            trainer = start(preparation, resume=True)
+            found[kind] = losses + train(trainer, stop_after=2)
+            finish(preparation, trainer, export=True)
+            trainer.close()
+    assert found[name] == pytest.approx(found["cpu"], abs=TOLERANCE)
+    assert len(found[name]) == 2
+    for kind in ("cpu", name):
+        assert (tmp_path / kind / "model" / "model.safetensors").exists()
+
+
+def test_what_computes_on_the_cpu_alone_is_refused_on_a_device(tmp_path: Path) -> None:
+    folder = checkpoint_of(MIXTRAL, tmp_path / "model")
+    config = config_of(folder, tmp_path, lora={"rank": 2})
+    with computing_on(NAME) as place:
+        with pytest.raises(UnsupportedModelError, match="--lora computes on the CPU so far"):
+            prepare(with_run(config, device=str(place)))
+        assert prepare(with_run(config, device="auto")).device == torch.device("cpu")
+
+
+def test_a_device_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    folder = checkpoint_of(MIXTRAL, tmp_path / "model")
+    config_of(folder, tmp_path)
+    line = ["finetune", str(folder), str(tmp_path / "text.txt"), "-o", str(tmp_path / "out")]
+    assert main([*line, "--device", "cuda"]) == 2
+    assert "torch sees no CUDA device" in capsys.readouterr().err
+    assert main([*line, "--device-memory", "1GiB"]) == 2
+    assert "device_memory is for a GPU" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
