@@ -11,6 +11,7 @@ import torch
 
 from moe_runtime.config import (
     CACHE_CODES,
+    MISSES,
     SHARES,
     PrefetchMode,
     require_known,
@@ -38,7 +39,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "path_or_id": (str, Path),
     "device": (str, int, torch.device),
     "dtype": (str, torch.dtype),
-    **dict.fromkeys(("policy", "prefetch", "shares", "cache_code"), (str,)),
+    **dict.fromkeys(("policy", "prefetch", "shares", "cache_code", "misses"), (str,)),
     "predictor": (str, Path),
     **dict.fromkeys(("trace", "timeline", "placement"), (str, Path, _NONE)),
     "max_tokens": (int, _NONE),
@@ -105,6 +106,19 @@ def check_types(given: Mapping[str, object]) -> None:
         TypeError: one has; memory sizes and the group are looked at where they are read.
     """
     require_types(_TYPES, given)
+
+
+def check_misses(misses: str, place: torch.device) -> None:
+    """Refuses a way to treat missing experts that there is none of, or none of here.
+
+    Raises:
+        ValueError: nothing has the name, or the model is not on a device.
+    """
+    require_known("misses", misses, MISSES)
+    if place.type == "cpu" and misses != MISSES[0]:
+        raise ValueError(
+            f"misses is for models on a GPU; this one is on the CPU, got {misses!r}: leave it out"
+        )
 
 
 def check_names(policy: str, shares: str, predictor: str | Path, cache_code: str) -> None:
