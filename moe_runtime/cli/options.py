@@ -162,9 +162,9 @@ Misses = Annotated[
     str,
     typer.Option(
         callback=_named("misses", lambda: MISSES),
-        help="Who computes experts that a GPU lacks: device (once they are copied), cpu (where they "
-        "lie in RAM, for a few tokens), or auto (what is faster); but for device the last bits of "
-        "a result depend on which experts were there.",
+        help="Who computes experts that a GPU lacks: device (once they are copied); cpu (where "
+        "they lie in RAM, for a few tokens) or auto (what is faster), with which the last bits of "
+        "a result depend on the experts that were there.",
     ),
 ]
 Prefetch = Annotated[

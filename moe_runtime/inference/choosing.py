@@ -11,7 +11,6 @@ import torch
 
 from moe_runtime.config import (
     CACHE_CODES,
-    MISSES,
     SHARES,
     PrefetchMode,
     require_known,
@@ -106,19 +105,6 @@ def check_types(given: Mapping[str, object]) -> None:
         TypeError: one has; memory sizes and the group are looked at where they are read.
     """
     require_types(_TYPES, given)
-
-
-def check_misses(misses: str, place: torch.device) -> None:
-    """Refuses a way to treat missing experts that there is none of, or none of here.
-
-    Raises:
-        ValueError: nothing has the name, or the model is not on a device.
-    """
-    require_known("misses", misses, MISSES)
-    if place.type == "cpu" and misses != MISSES[0]:
-        raise ValueError(
-            f"misses is for models on a GPU; this one is on the CPU, got {misses!r}: leave it out"
-        )
 
 
 def check_names(policy: str, shares: str, predictor: str | Path, cache_code: str) -> None:

@@ -123,9 +123,13 @@ class DeviceExperts(OffloadedExperts):
         num_choices = routing.ids_TK.shape[1]
         part = HostPart(misses, keys, rows, values_TD, num_choices, activation)
         others = [key for key in routing.keys if key.expert not in plan.computed]
+        kept = [self._keys[expert] for expert in plan.kept]
 
         def add(group: Sequence[tuple[ExpertKey, Any]]) -> None:
             before_s = misses.clock()
+            if kept:  # now that the others are held
+                misses.store.bring(kept)
+                kept.clear()
             self._add(misses.store, products, residents, group)
             if any(key.expert not in residents for key, _ in group):
                 misses.speeds.launch.add(misses.clock() - before_s)
@@ -134,6 +138,7 @@ class DeviceExperts(OffloadedExperts):
         if others:
             self._compute(routing._replace(keys=others), add)
         else:
+            misses.store.bring(kept)
             for listener in self.listeners.demanded:
                 listener.demanded(routing)
         if keys:

@@ -151,7 +151,8 @@ def load(
         raise ValueError(
             f"device_memory is for models on a GPU; this one is on the CPU, got {device_memory!r}"
         )
-    choosing.check_misses(misses, place)
+    if misses != "device":
+        options.check_misses(misses, place)
     transport = None if group is None and placement is None else options.as_transport(group)
     checkpoint = open_checkpoint(path_or_id, dtype)
     if trace is not None or timeline is not None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from moe_runtime.memory.device import Device, Event
-from moe_runtime.memory.io_queue import Read
+from moe_runtime.memory.io_queue import Priority, Read
 from moe_runtime.memory.tiers import TierFetcher, TierLease, TierStore
 from moe_runtime.types import ExpertKey, StoreStats
 
@@ -198,6 +198,21 @@ class DeviceStore(TierStore[W]):
         with self._changed:
             self._uncounted.append((event, used))
         self._count_uses(waits=False)
+
+    def bring(self, keys: Sequence[ExpertKey]) -> None:
+        """Begins to copy experts behind all demands, and keeps them as if a lease had asked.
+
+        For what was computed elsewhere and will perhaps be asked for again. Nobody waits for it,
+        and what is leased stays. A policy that decides after a use is not asked: it gets nothing.
+        """
+        with self._changed:
+            for key in keys if not self.decides_later else ():
+                if key in self._entries:
+                    continue
+                slot = self._take_slot(key, keep=True)
+                if slot is None:
+                    return
+                self._start(key, slot, keep=True, priority=Priority.READAHEAD)
 
     def count_misses(
         self,

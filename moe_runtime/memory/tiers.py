@@ -10,11 +10,11 @@ import torch
 
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.memory.changes import Changes
+from moe_runtime.memory.copy_speed import CopySpeed
 from moe_runtime.memory.device import Device, Event
 from moe_runtime.memory.device_layout import CopyPart
 from moe_runtime.memory.io_queue import Read, ReadQueue
 from moe_runtime.memory.lease import Lease
-from moe_runtime.memory.link_meter import CopySpeed
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.types import ExpertKey
 

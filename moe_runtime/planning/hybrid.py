@@ -5,6 +5,9 @@ before the host knows who was chosen: what is left to decide is the missing expe
 the heaviest ones, the CPU takes the others; how many are brought is tried out, each number is
 simulated and the best one wins. Experts that come from disk are there later than the others, so
 one more plan is tried, which takes them in the order in which they are there.
+
+What the CPU computes would be missing the next time as well. So the link, as long as it has nothing
+else to do, brings some of that too, for later layers' calls: nothing waits for it.
 """
 
 from __future__ import annotations
@@ -42,11 +45,13 @@ class MissPlan(NamedTuple):
         copied: experts that are brought to the device, and stay there.
         computed: experts that the CPU computes.
         seconds: predicted, until both are done.
+        kept: those of `computed` that the link brings meanwhile, to be there the next time.
     """
 
     copied: tuple[int, ...]
     computed: tuple[int, ...]
     seconds: float
+    kept: tuple[int, ...] = ()
 
 
 class _Miss(NamedTuple):
@@ -88,7 +93,8 @@ def plan_misses(rows: Mapping[int, int], on_disk: Collection[int], costs: MissCo
     ends = [(_seconds_of(*both, costs), -len(both[0])) for both in choices]
     best = min(range(len(ends)), key=ends.__getitem__)
     copied, computed = ([miss.expert for miss in side] for side in choices[best])
-    return MissPlan((*copied,), (*computed,), ends[best][0])
+    in_ram = [expert for expert in computed if expert not in on_disk]
+    return _with_kept(copied, computed, ends[best][0], in_ram, costs)
 
 
 def _plan_in_ram(order: list[int], cpu_s: list[float], costs: MissCosts) -> MissPlan:
@@ -104,7 +110,16 @@ def _plan_in_ram(order: list[int], cpu_s: list[float], costs: MissCosts) -> Miss
             best_s, number = end_s, brought
         elif device_s >= best_s:
             break
-    return MissPlan((*order[:number],), (*order[number:],), best_s)
+    return _with_kept(order[:number], order[number:], best_s, order[number:], costs)
+
+
+def _with_kept(
+    copied: list[int], computed: list[int], seconds: float, worth: list[int], costs: MissCosts
+) -> MissPlan:
+    """With as many of those that are worth it as the link has time for."""
+    idle_s = seconds - len(copied) * costs.copy_s
+    number = min(len(worth), int(idle_s / costs.copy_s)) if worth and costs.copy_s else 0
+    return MissPlan((*copied,), (*computed,), seconds, (*worth[:number],))
 
 
 def _seconds_of(copied: list[_Miss], computed: list[_Miss], costs: MissCosts) -> float:

@@ -8,8 +8,8 @@ from moe_runtime.planning.hybrid import MissCosts, MissPlan, plan_misses
 
 WEIGHT = 0.1
 """Of the latest measurement in a running mean: the last ten or so count."""
-UNSEEN = 200
-"""Plans after which a side that had nothing to do gets one expert, so that its speed is known."""
+TRIED = 0.01
+"""Of the planned time that a side had nothing to do: so much may go into finding out its speed."""
 
 
 class RunningMean:
@@ -42,7 +42,7 @@ class MissSpeeds:
         self.launch = RunningMean()
         self.back = RunningMean()
         self._cpu: dict[int, RunningMean] = {}  # by number of rows
-        self._since_cpu = self._since_copy = 0
+        self._no_cpu_s = self._no_copy_s = 0.0  # planned since the last one of each
 
     def computed(self, num_rows: int, seconds: float) -> None:
         """The CPU computed an expert for so many rows."""
@@ -93,12 +93,12 @@ class MissSpeeds:
             residents_s=self.launch.seconds * has_residents,
         )
         plan = plan_misses(rows, on_disk, costs)
-        self._since_cpu = 0 if plan.computed else self._since_cpu + 1
-        self._since_copy = 0 if plan.copied else self._since_copy + 1
-        if self._since_cpu > UNSEEN:
-            self._since_cpu = 0
+        self._no_cpu_s = 0.0 if plan.computed else self._no_cpu_s + plan.seconds
+        self._no_copy_s = 0.0 if plan.copied or plan.kept else self._no_copy_s + plan.seconds
+        if plan.copied and TRIED * self._no_cpu_s > self.cpu_s(rows[heaviest_first[-1]]):
+            self._no_cpu_s = 0.0
             return MissPlan((*heaviest_first[:-1],), (heaviest_first[-1],), 0.0)
-        if self._since_copy > UNSEEN:
-            self._since_copy = 0
+        if plan.computed and TRIED * self._no_copy_s > copy_s:
+            self._no_copy_s = 0.0
             return MissPlan((heaviest_first[0],), (*heaviest_first[1:],), 0.0)
         return plan

@@ -130,14 +130,20 @@ def test_every_plan_gives_the_values_and_what_is_counted(
     store = layer.store
     assert store is not None
     copied = tuple(expert for expert in (2, 3, 4) if expert not in computed)
-    monkeypatch.setattr(Misses, "plan", lambda *_: MissPlan(copied, computed, 0.25))
+    plan = MissPlan(copied, computed, 0.25, computed[:1])
+    monkeypatch.setattr(Misses, "plan", lambda *_: plan)
     with model.moe, torch.inference_mode():
         torch.testing.assert_close(call(layer, ids), expected, rtol=1e-5, atol=1e-5)
         model.moe.check()
         while store._link.under_way:
             pass
         stats = model.moe.stats()
-        assert {key.expert for key in store._entries} == {0, 1, *copied}  # what is copied stays
+        assert {key.expert for key in store._entries} == {
+            0,
+            1,
+            *copied,
+            *plan.kept,
+        }  # what is copied stays
     assert (stats.hits, stats.misses, stats.computed_misses) == (1, 3, len(computed))
     assert stats.planned_s == 0.25
     assert stats.spent_s > 0

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def least_seconds(rows: dict[int, int], on_disk: frozenset[int], costs: MissCost
 
 def test_example_of_the_paper() -> None:
     plan = plan_misses({A: 1, B: 1, C: 3}, (), COSTS)
-    assert plan == ((C,), (A, B), 4.0)
+    assert plan == ((C,), (A, B), 4.0, ())
     rows = {A: 1, B: 1, C: 3}
     there_s = dict.fromkeys(rows, 0.0)
     times = [seconds_of(some, rows, there_s, COSTS) for some in ([], [C], [C, A], [C, A, B])]
@@ -95,9 +96,18 @@ def test_close_to_the_best_of_all_choices(most_late: int) -> None:
     assert np.mean(np.isclose(ratios, 1)) > 0.9
 
 
+def test_an_idle_link_brings_what_the_cpu_computes_too() -> None:
+    costs = MissCosts(cpu_s=lambda count: 1.0, copy_s=1.2, launch_s=0.1, read_s=0.2)
+    assert plan_misses({A: 1}, (), costs) == ((), (A,), 1.0, ())  # it has no time
+    costs = replace(costs, copy_s=0.6, launch_s=1.0)
+    assert plan_misses({A: 1}, (), costs) == ((), (A,), 1.0, (A,))
+    assert plan_misses({A: 1, B: 1}, (), costs) == ((A,), (B,), 1.6, (B,))
+    assert plan_misses({A: 1, B: 1}, {B}, costs).kept == ()  # what comes from disk comes late
+
+
 def test_of_equal_plans_that_which_brings_more() -> None:
     costs = MissCosts(cpu_s=lambda count: 1.0, copy_s=0.9, launch_s=0.1)
     assert plan_misses({A: 1}, (), costs).copied == (A,)
-    assert plan_misses({}, (), costs) == ((), (), 0.0)
+    assert plan_misses({}, (), costs) == ((), (), 0.0, ())
     with pytest.raises(ValueError, match="at least one row"):
         plan_misses({A: 0}, (), costs)
