@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from moe_runtime.inference.expert_layer import KernelGate
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
+from moe_runtime.kernels.expert_mlp.expert_runs import ExpertActivation
 from moe_runtime.kernels.expert_mlp.implementations.slotted import SlottedProducts
 from moe_runtime.memory.device_store import DeviceStore
 from moe_runtime.memory.prefetch_slots import Guesses
@@ -100,7 +100,7 @@ class HostPart:
         rows: Mapping[int, Sequence[int]],
         x_TD: torch.Tensor,
         num_choices: int,
-        activation: KernelGate,
+        activation: ExpertActivation,
     ) -> None:
         """Computes nothing yet.
 

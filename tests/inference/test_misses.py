@@ -220,4 +220,5 @@ def test_a_model_on_the_cpu_has_no_device_to_spare(checkpoint: Path) -> None:
         moe_runtime.load(checkpoint, device="cpu", misses="auto")
     with pytest.raises(ValueError, match="unknown misses 'gpu'"):
         moe_runtime.load(checkpoint, device="cpu", misses="gpu")
-    moe_runtime.load(checkpoint, device="cpu", misses="device", max_tokens=64).moe.close()
+    model: Any = moe_runtime.load(checkpoint, device="cpu", misses="device", max_tokens=64)
+    model.moe.close()
