@@ -162,6 +162,7 @@ def require_types(kinds: Mapping[str, tuple[type, ...]], given: Mapping[str, obj
 
 SHARES = ("auto", "even", "adaptive")
 CACHE_CODES = ("none", "planes")
+MISSES = ("device", "cpu", "auto")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

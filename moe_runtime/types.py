@@ -46,6 +46,10 @@ class ExpertCounters:
         hits: experts that lay in the fastest tier when a layer asked for them.
         late_hits: experts that were on their way when a layer asked for them.
         misses: experts that a layer had to demand from a slower tier.
+        computed_misses: the misses that the CPU computed where they lay, for a model on a device;
+            the others were copied there.
+        planned_s: predicted seconds of the misses that were planned (``load(misses="auto")``).
+        spent_s: seconds that these took, until the CPU had done its part and the last copy ended.
         stall_s: seconds that computation waited for experts.
         readahead_bytes: the part of the bytes read that was read before it was asked for.
         expert_slots: experts that fit into the fastest tier at once.
@@ -60,6 +64,9 @@ class ExpertCounters:
     hits: int = 0
     late_hits: int = 0
     misses: int = 0
+    computed_misses: int = 0
+    planned_s: float = 0.0
+    spent_s: float = 0.0
     stall_s: float = 0.0
     readahead_bytes: int = 0
     expert_slots: int = 0

@@ -111,6 +111,7 @@ class DecodeProducts:
         self._num_choices = ids_TK.shape[1]
         self._num_experts = num_experts
         self._hidden = self._partial = None
+        self._given: list[tuple[Tensor, Tensor]] = []
         self._dim = x_TD.shape[1]
 
     def add(
@@ -233,6 +234,16 @@ class DecodeProducts:
             **packed_arguments(down_SDF, None, x_TD), **arguments,
         )  # fmt: skip
 
+    def give(self, rows_N: Tensor, y_ND: Tensor) -> None:
+        """Takes rows that somebody else computed, of experts that are never added here.
+
+        Args:
+            rows_N: integers, places in the flattened ids.
+            y_ND: what their experts make of them, not yet weighted.
+        """
+        self._given.append((rows_N.long(), y_ND))
+        self._dim = y_ND.shape[1]
+
     def sums(self, slot_of_expert: Tensor | None = None) -> Tensor:
         """The output, once every expert was added that an id names and that has a slot here.
 
@@ -240,6 +251,13 @@ class DecodeProducts:
             slot_of_expert: `[E]`, below 0 for experts that take no part; None if all do.
         """
         partial, weights_TK = self._partial, self._weights_TK
+        if partial is None and self._given:
+            shape = 1, self._ids_TK.numel(), self._dim
+            partial = self._x_TD.new_empty(shape, dtype=torch.float32)
+        for rows_N, y_ND in self._given:
+            assert partial is not None
+            partial[1:, rows_N] = 0.0
+            partial[0, rows_N] = y_ND.float()
         out_TD = self._x_TD.new_empty(len(self._x_TD), self._dim)
         if partial is None:
             return out_TD.zero_()

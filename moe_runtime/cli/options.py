@@ -11,6 +11,7 @@ from moe_runtime.cli.config_file import apply_config
 from moe_runtime.cli.console import require_address_space
 from moe_runtime.config import (
     CACHE_CODES,
+    MISSES,
     SHARES,
     PrefetchMode,
     parse_bytes,
@@ -155,6 +156,15 @@ CacheCode = Annotated[
         callback=_named("cache_code", lambda: CACHE_CODES),
         help="How bf16 experts lie in memory: none (as in the files), or planes, a code that loses "
         "nothing, so that a budget holds 1.4 times as many; on a CPU.",
+    ),
+]
+Misses = Annotated[
+    str,
+    typer.Option(
+        callback=_named("misses", lambda: MISSES),
+        help="Who computes experts that a GPU lacks: device (once they are copied); cpu (where "
+        "they lie in RAM, for a few tokens) or auto (what is faster), with which the last bits of "
+        "a result depend on the experts that were there.",
     ),
 ]
 Prefetch = Annotated[

@@ -92,9 +92,20 @@ def runtime_rows(stats: "RuntimeStats", *, verbose: bool = False) -> list[tuple[
             f"{asked}: {hit_share} in memory, {stats.late_hits} on their way, {stats.misses} read",
         ),
         ("read from disk", f"{format_bytes(stats.bytes_read)}, waited {stats.stall_s:.2f} s"),
+        *_miss_rows(stats),
         *_policy_rows(stats, verbose=verbose),
         *_prefetch_rows(stats, verbose=verbose),
     ]
+
+
+def _miss_rows(stats: "RuntimeStats") -> list[tuple[str, str]]:
+    if not stats.computed_misses and not stats.planned_s:
+        return []
+    copied = stats.misses - stats.computed_misses
+    row = f"{stats.computed_misses} computed on the CPU, {copied} copied"
+    if stats.planned_s:
+        row += f"; planned {stats.planned_s:.2f} s, took {stats.spent_s:.2f} s"
+    return [("misses", row)]
 
 
 def _policy_rows(stats: "RuntimeStats", *, verbose: bool) -> list[tuple[str, str]]:

@@ -38,7 +38,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "path_or_id": (str, Path),
     "device": (str, int, torch.device),
     "dtype": (str, torch.dtype),
-    **dict.fromkeys(("policy", "prefetch", "shares", "cache_code"), (str,)),
+    **dict.fromkeys(("policy", "prefetch", "shares", "cache_code", "misses"), (str,)),
     "predictor": (str, Path),
     **dict.fromkeys(("trace", "timeline", "placement"), (str, Path, _NONE)),
     "max_tokens": (int, _NONE),

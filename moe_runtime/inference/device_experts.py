@@ -6,11 +6,13 @@ Shape suffixes: T tokens, K top-k, E experts, D model.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from moe_runtime.inference.expert_layer import OffloadedExperts, is_kernels
+from moe_runtime.inference.misses import HostPart, Misses
 from moe_runtime.inference.steps import LayerRouting
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.kernels.expert_mlp.implementations.slotted import SlottedProducts
@@ -27,9 +29,14 @@ class DeviceExperts(OffloadedExperts):
     before the products. Then only what was not resident is computed, as it arrives, and the sums
     are made once, in the order of the choices: the same bits whoever was resident.
 
+    With `misses`, the CPU may compute experts of a few tokens that are not resident, where they lie
+    in the host's memory. Its rows join the same sums, but are not the bits of the device.
+
     Experts that are normed, have a gate of their own, compute in another dtype, or are quantised in
     a format that the kernels do not read go the way of `OffloadedExperts`.
     """
+
+    misses: Misses | None = None
 
     def _make_step(self, weights: ExpertWeights) -> None:
         """That step is the host's."""
@@ -52,6 +59,9 @@ class DeviceExperts(OffloadedExperts):
         products = SlottedProducts(
             hidden_states, top_k_index, top_k_weights, self.num_experts, activation
         )
+        values, plans = None, self._plans(products, hidden_states, top_k_weights)
+        if plans:
+            values, copied = store.device.download(hidden_states)
         residents, is_done = None, False
         try:
             residents = store.launch_residents(self.layer, products.add)
@@ -68,13 +78,71 @@ class DeviceExperts(OffloadedExperts):
         rows = self.rows_of(found)
         self._announce(rows, hidden_states, top_k_index, top_k_weights)
 
-        def add(group: Sequence[tuple[ExpertKey, Any]]) -> None:
-            arrived = [key for key, _ in group if key.expert not in residents.experts]
-            if arrived:
-                products.add(store.stack_of(arrived))
-
-        if rows:
-            keys = [self._keys[expert] for expert in rows]
-            routing = LayerRouting(self.layer, keys, hidden_states, top_k_index, top_k_weights)
-            self._compute(routing, add)
+        keys = [self._keys[expert] for expert in rows]
+        routing = LayerRouting(self.layer, keys, hidden_states, top_k_index, top_k_weights)
+        if plans and values is not None:
+            self._compute_planned(routing, rows, residents.experts, products, values)
+        elif rows:
+            self._compute(routing, partial(self._add, store, products, residents.experts))
         return products.sums()
+
+    def _plans(self, products: SlottedProducts, *differentiated: torch.Tensor) -> bool:
+        """Whether the CPU may compute a part: not of long prompts, nor where there are gradients,
+        which are of what the device computes."""
+        return (
+            self.misses is not None
+            and products.takes_rows
+            and not self._wants_gradient(*differentiated)
+        )
+
+    def _add(
+        self,
+        store: DeviceStore[ExpertWeights],
+        products: SlottedProducts,
+        residents: frozenset[int],
+        group: Sequence[tuple[ExpertKey, Any]],
+    ) -> None:
+        arrived = [key for key, _ in group if key.expert not in residents]
+        if arrived:
+            products.add(store.stack_of(arrived))
+
+    def _compute_planned(
+        self,
+        routing: LayerRouting,
+        rows: dict[int, list[int]],
+        residents: frozenset[int],
+        products: SlottedProducts,
+        values_TD: torch.Tensor,
+    ) -> None:
+        """Computes what is not resident, the CPU its part while the others are copied."""
+        misses, activation = self.misses, self._activation_now()
+        assert misses is not None
+        assert is_kernels(activation)
+        plan, begun_s = misses.plan(self.layer, rows, residents), misses.clock()
+        keys = [self._keys[expert] for expert in plan.computed]
+        num_choices = routing.ids_TK.shape[1]
+        part = HostPart(misses, keys, rows, values_TD, num_choices, activation)
+        others = [key for key in routing.keys if key.expert not in plan.computed]
+        kept = [self._keys[expert] for expert in plan.kept]
+
+        def add(group: Sequence[tuple[ExpertKey, Any]]) -> None:
+            before_s = misses.clock()
+            if kept:  # now that the others are held
+                misses.store.bring(kept)
+                kept.clear()
+            self._add(misses.store, products, residents, group)
+            if any(key.expert not in residents for key, _ in group):
+                misses.speeds.launch.add(misses.clock() - before_s)
+            part.compute_next()  # while the next one is copied
+
+        if others:
+            self._compute(routing._replace(keys=others), add)
+        else:
+            misses.store.bring(kept)
+            for listener in self.listeners.demanded:
+                listener.demanded(routing)
+        if keys:
+            part.finish(products)
+        if keys or plan.seconds:
+            copied = [self._keys[expert] for expert in plan.copied]
+            misses.store.count_misses(copied, len(keys), plan.seconds, begun_s, misses.clock())

@@ -35,6 +35,7 @@ from moe_runtime.types import ExpertKey, ModelSignature, RuntimeStats
 
 _SUMMED = (
     *("hits", "late_hits", "misses", "bytes_read", "readahead_bytes", "expert_slots"),
+    *("computed_misses", "planned_s", "spent_s"),
     *("budget_bytes", "baseline_rss_bytes", "peak_rss_bytes"),
     *("guesses", "useful_guesses", "late_guesses", "wasted_guesses"),
 )

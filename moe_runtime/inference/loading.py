@@ -68,6 +68,7 @@ def load(
     predictor: str | Path = "next-gate",
     shares: str = "auto",
     cache_code: str = "none",
+    misses: str = "device",
     trace: str | Path | None = None,
     timeline: str | Path | None = None,
     max_tokens: int | None = None,
@@ -105,6 +106,10 @@ def load(
             move to where misses cost most), or ``"auto"``: even, or what ``policy="auto"`` found.
         cache_code: how bf16 experts lie in memory: ``"none"``, as in the files, or ``"planes"``, in
             a code that loses nothing, so that a budget holds 1.4 times as many; only on a CPU.
+        misses: who computes experts that a GPU lacks: ``"device"``, once they are copied;
+            ``"cpu"``, where they lie in the host's memory, for steps of up to 16 tokens; or
+            ``"auto"``, whichever measured speeds say. Except for ``"device"`` the last bits of a
+            result depend on which experts were there.
         trace: a file to record the routing in, see ``docs/trace-format.md``.
         timeline: a file for the times of layers, waits and reads, in the Chrome trace format.
         max_tokens: tokens to set memory aside for, prompts and answers of all sequences of a batch
@@ -146,6 +151,8 @@ def load(
         raise ValueError(
             f"device_memory is for models on a GPU; this one is on the CPU, got {device_memory!r}"
         )
+    if misses != "device":
+        options.check_misses(misses, place)
     transport = None if group is None and placement is None else options.as_transport(group)
     checkpoint = open_checkpoint(path_or_id, dtype)
     if trace is not None or timeline is not None:
@@ -210,6 +217,8 @@ def load(
     for module in modules:
         module.store, module.share, module.listeners = store, share, listeners
         module.list_parameters(checkpoint.dtype, place)
+    if misses != "device":
+        options.open_misses(misses, modules, store, host_store, bind_slots(cached["host"]))
     as_loaded_model(model, checkpoint.folder, source.versions(), steps, max_tokens)
     facts = LoadedFacts(
         signature=signature,

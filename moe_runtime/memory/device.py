@@ -68,6 +68,10 @@ class Device(Protocol):
         """
         ...
 
+    def send(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of the host on the device, for work that is queued on the current stream."""
+        ...
+
     def wait_here(self, event: Any) -> None:
         """The caller's current stream goes on behind a copy; the host does not wait.
 
@@ -171,6 +175,10 @@ class CudaDevice:
         copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(self._place))
         return found, copied
+
+    def send(self, values: torch.Tensor) -> torch.Tensor:
+        """As ``Device.send``."""
+        return values.pin_memory().to(self._place, non_blocking=True)
 
     def wait_here(self, event: torch.cuda.Event) -> None:
         """As ``Device.wait_here``."""

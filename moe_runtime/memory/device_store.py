@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from moe_runtime.memory.device import Device, Event
-from moe_runtime.memory.io_queue import Read
+from moe_runtime.memory.io_queue import Priority, Read
 from moe_runtime.memory.tiers import TierFetcher, TierLease, TierStore
 from moe_runtime.types import ExpertKey, StoreStats
 
@@ -86,6 +86,22 @@ class Residents(NamedTuple):
     stream: int
 
 
+class Planned(NamedTuple):
+    """Misses of a layer whose copies may be under way still.
+
+    Attributes:
+        seconds: predicted.
+        begun_s: when the copies were asked for.
+        host_s: when the CPU had done its part.
+        reads: the copies.
+    """
+
+    seconds: float
+    begun_s: float
+    host_s: float
+    reads: Sequence[Read]
+
+
 class DeviceStore(TierStore[W]):
     """Experts in slots of a device.
 
@@ -103,6 +119,7 @@ class DeviceStore(TierStore[W]):
         self.device = device
         self.stacks: SlotStacks | None = None
         self._residents: dict[int, Residents] = {}
+        self._planned: deque[Planned] = deque()
         self._uncounted: deque[tuple[Event, Callable[[], Sequence[ExpertKey]]]] = deque()
 
     def lease(
@@ -129,6 +146,11 @@ class DeviceStore(TierStore[W]):
         self.fetcher.raise_failure()
         self.device.compute_here()
         return super().use_resident(keys, use)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot."""
+        return self._slab.slot_bytes
 
     def has_stack(self, layer: int, dtype: torch.dtype) -> bool:
         """Whether kernels take the experts of a layer as one stack, for rows of this type."""
@@ -177,14 +199,58 @@ class DeviceStore(TierStore[W]):
             self._uncounted.append((event, used))
         self._count_uses(waits=False)
 
+    def bring(self, keys: Sequence[ExpertKey]) -> None:
+        """Begins to copy experts behind all demands, and keeps them as if a lease had asked.
+
+        For what was computed elsewhere and will perhaps be asked for again. Nobody waits for it,
+        and what is leased stays. A policy that decides after a use is not asked: it gets nothing.
+        """
+        with self._changed:
+            for key in keys if not self.decides_later else ():
+                if key in self._entries:
+                    continue
+                slot = self._take_slot(key, keep=True)
+                if slot is None:
+                    return
+                self._start(key, slot, keep=True, priority=Priority.READAHEAD)
+
+    def count_misses(
+        self,
+        copied: Sequence[ExpertKey],
+        num_computed: int,
+        seconds: float,
+        begun_s: float,
+        host_s: float,
+    ) -> None:
+        """Counts misses of a layer: what the CPU computed, and the time of those that were planned.
+
+        Args:
+            copied: those that a lease has just demanded.
+            num_computed: those that the CPU computed.
+            seconds: predicted for both; 0 if that was no plan.
+            begun_s: when that began, of ``time.perf_counter``.
+            host_s: when the CPU had done its part.
+        """
+        with self._changed:
+            self._counters.misses += num_computed
+            self._counters.computed_misses += num_computed
+            if seconds:
+                entries = (self._entries.get(key) for key in copied)
+                reads = [entry.read for entry in entries if entry is not None]
+                self._planned.append(Planned(seconds, begun_s, host_s, reads))
+            self._count_plans()
+
     def stats(self) -> StoreStats:
         """As ``ExpertStore.stats``; waits for the device where it has not told who was used."""
         self._count_uses(waits=True)
+        with self._changed:
+            self._count_plans()
         return super().stats()
 
     def reset_stats(self) -> None:
         """As ``ExpertStore.reset_stats``."""
         self._count_uses(waits=True)
+        self._planned.clear()
         super().reset_stats()
 
     def close(self) -> None:
@@ -203,6 +269,14 @@ class DeviceStore(TierStore[W]):
                 self._uncounted.popleft()
 
     # What follows is called with the lock held.
+
+    def _count_plans(self) -> None:
+        """Adds up plans whose copies have ended."""
+        while self._planned and all(read.ended_s for read in self._planned[0].reads):
+            plan = self._planned.popleft()
+            ended_s = max([plan.host_s, *(read.ended_s for read in plan.reads)])
+            self._counters.planned_s += plan.seconds
+            self._counters.spent_s += ended_s - plan.begun_s
 
     def _count_use(self, key: ExpertKey) -> None:
         self._counters.hits += 1

@@ -1,6 +1,7 @@
 """One tier filled from another: experts copied from host slots to device slots."""
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -9,6 +10,7 @@ import torch
 
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.memory.changes import Changes
+from moe_runtime.memory.copy_speed import CopySpeed
 from moe_runtime.memory.device import Device, Event
 from moe_runtime.memory.device_layout import CopyPart
 from moe_runtime.memory.io_queue import Read, ReadQueue
@@ -38,6 +40,7 @@ class TierFetcher:
 
     Attributes:
         lower: the store of the tier below.
+        speed: of copies to a device.
         queued: copies that the device has not finished, as far as is known; changed with the lock
             ``changed`` held.
     """
@@ -61,6 +64,7 @@ class TierFetcher:
         num_ahead = max(1, min(COPY_THREADS, lower.num_slots - COPY_THREADS))
         self._copies = ReadQueue(num_ahead, num_for_demands=COPY_THREADS)
         self._device = device
+        self.speed = CopySpeed()
         self.queued: dict[Read, _Copy] = {}
         self._failure: BaseException | None = None
 
@@ -128,6 +132,7 @@ class TierFetcher:
             (source[move.source :][: move.num_bytes], slot[move.place :][: move.num_bytes])
             for move in moves
         ]
+        num_bytes, begun_s = sum(move.num_bytes for move in moves), time.perf_counter()
         try:
             copied = self._device.copy(parts, after, read.priority)
             with self.changed:
@@ -135,7 +140,8 @@ class TierFetcher:
                 self.changed.notify_all()
             copied.synchronize()
             is_done = True
-            return sum(move.num_bytes for move in moves)
+            self.speed.ended(num_bytes, begun_s=begun_s, now_s=time.perf_counter())
+            return num_bytes
         finally:
             try:
                 if (

@@ -1,132 +1,151 @@
-"""HybriMoE's schedule of one layer: which experts the CPU computes, the GPU computes, or moves.
+"""Who computes the experts that a device lacks: the CPU where they lie, or the device once copied.
 
-Per layer (arXiv 2504.05897): the GPU takes experts that it holds or that have arrived, heaviest
-first; the CPU takes those that it does not hold, lightest first, and then helps with light ones
-that the GPU holds; the link brings the heaviest missing ones. How many are brought is tried out:
-each number is simulated and the best one wins.
+HybriMoE's schedule of one layer (arXiv 2504.05897), for an engine that launches what is resident
+before the host knows who was chosen: what is left to decide is the missing experts. The link brings
+the heaviest ones, the CPU takes the others; how many are brought is tried out, each number is
+simulated and the best one wins. Experts that come from disk are there later than the others, so
+one more plan is tried, which takes them in the order in which they are there.
+
+What the CPU computes would be missing the next time as well. So the link, as long as it has nothing
+else to do, brings some of that too, for later layers' calls: nothing waits for it.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HybridCosts:
+class MissCosts:
     """Measured seconds.
 
     Attributes:
-        cpu_s: of one expert on the CPU, by its number of tokens.
-        gpu_s: of one expert on the GPU, by its number of tokens.
-        transfer_s: to bring one expert to the GPU; one after the other.
-        shared_s: of shared experts, which the GPU computes first.
+        cpu_s: of one expert on the CPU, by its number of rows.
+        copy_s: to bring one expert from RAM to the device; one after the other.
+        launch_s: of the product of an expert that was brought; one after the other.
+        read_s: to read one expert from disk into RAM; one after the other.
+        return_s: to bring what the CPU computed to the device, once for all of it.
+        residents_s: of the products that the device computes before those of arrivals.
     """
 
     cpu_s: Callable[[int], float]
-    gpu_s: Callable[[int], float]
-    transfer_s: float
-    shared_s: float = 0.0
+    copy_s: float
+    launch_s: float
+    read_s: float = 0.0
+    return_s: float = 0.0
+    residents_s: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HybridPlan:
+class MissPlan(NamedTuple):
     """Who computes what, in order.
 
     Attributes:
-        gpu: experts that the GPU computes, in this order; those of ``transferred`` once they are
-            there.
-        cpu: experts that the CPU computes, in this order.
-        transferred: experts that are brought to the GPU, in this order.
-        makespan_s: predicted time until both are done.
+        copied: experts that are brought to the device, and stay there.
+        computed: experts that the CPU computes.
+        seconds: predicted, until both are done.
+        kept: those of `computed` that the link brings meanwhile, to be there the next time.
     """
 
-    gpu: tuple[int, ...]
-    cpu: tuple[int, ...]
-    transferred: tuple[int, ...]
-    makespan_s: float
+    copied: tuple[int, ...]
+    computed: tuple[int, ...]
+    seconds: float
+    kept: tuple[int, ...] = ()
 
 
-def plan_hybrid(
-    tokens: Mapping[int, int], cached: frozenset[int], costs: HybridCosts
-) -> HybridPlan:
-    """Plans the active experts of one layer for the least predicted time.
+class _Miss(NamedTuple):
+    """A missing expert, the seconds it takes the CPU, and when it is in RAM."""
+
+    expert: int
+    cpu_s: float
+    there_s: float
+
+
+def plan_misses(rows: Mapping[int, int], on_disk: Collection[int], costs: MissCosts) -> MissPlan:
+    """Plans the missing experts of a layer for the least predicted time.
 
     Args:
-        tokens: number of tokens of each active expert.
-        cached: experts that the GPU holds; inactive ones are ignored.
-        costs: measured costs.
+        rows: number of rows of each missing expert.
+        on_disk: those of them that are not in RAM; they are read heaviest first.
+        costs: measured ones.
 
     Raises:
-        ValueError: an expert without tokens.
+        ValueError: an expert without rows.
     """
-    if any(count < 1 for count in tokens.values()):
-        raise ValueError("tokens must list active experts only, each with at least one token")
-    missing = _by_load((expert for expert in tokens if expert not in cached), tokens)
-    plans = [
-        simulate_hybrid(tokens, cached, costs, num_transfers=count)
-        for count in range(len(missing) + 1)
-    ]
-    # Equal times: the plan that moves less.
-    return min(plans, key=lambda plan: (plan.makespan_s, len(plan.transferred)))
+    if any(count < 1 for count in rows.values()):
+        raise ValueError("rows must list experts that are asked for, each with at least one row")
+    order = sorted(rows, key=lambda expert: (-rows[expert], expert))
+    if not on_disk:
+        return _plan_in_ram(order, [costs.cpu_s(rows[expert]) for expert in order], costs)
+    misses, there_s = [], 0.0
+    for expert in order:
+        is_late = expert in on_disk
+        there_s += is_late * costs.read_s
+        misses.append(_Miss(expert, costs.cpu_s(rows[expert]), there_s if is_late else 0.0))
+    choices = [(misses[:number], misses[number:]) for number in range(len(misses) + 1)]
+    for both in choices:
+        for side in both:
+            side.sort(key=lambda miss: miss.there_s)
+    misses.sort(key=lambda miss: miss.there_s)
+    choices.append(_first_to_end(misses, costs))
+    # of equal times that of the plan which brings more: what is brought is there the next time
+    ends = [(_seconds_of(*both, costs), -len(both[0])) for both in choices]
+    best = min(range(len(ends)), key=ends.__getitem__)
+    copied, computed = ([miss.expert for miss in side] for side in choices[best])
+    in_ram = [expert for expert in computed if expert not in on_disk]
+    return _with_kept(copied, computed, ends[best][0], in_ram, costs)
 
 
-def simulate_hybrid(
-    tokens: Mapping[int, int], cached: frozenset[int], costs: HybridCosts, *, num_transfers: int
-) -> HybridPlan:
-    """The schedule in which the ``num_transfers`` heaviest missing experts are brought.
-
-    Of the next tasks of GPU and CPU, the one that would end first is taken, until none is left.
-    """
-    missing = _by_load((expert for expert in tokens if expert not in cached), tokens)
-    transferred, cpu_queue = missing[:num_transfers], missing[num_transfers:]
-    arrival = {expert: (i + 1) * costs.transfer_s for i, expert in enumerate(transferred)}
-    held = _by_load((expert for expert in tokens if expert in cached), tokens)
-    gpu_time, cpu_time = costs.shared_s, 0.0
-    gpu: list[int] = []
-    cpu: list[int] = []
-    while held or arrival or cpu_queue:
-        from_gpu = _next_for_gpu(held, arrival, gpu_time, tokens)
-        from_cpu = cpu_queue[-1] if cpu_queue else (held[-1] if held else None)
-        gpu_end = cpu_end = float("inf")
-        if from_gpu is not None:
-            start = max(gpu_time, arrival.get(from_gpu, 0.0))
-            gpu_end = start + costs.gpu_s(tokens[from_gpu])
-        if from_cpu is not None:
-            cpu_end = cpu_time + costs.cpu_s(tokens[from_cpu])
-        if from_gpu is not None and gpu_end <= cpu_end:
-            gpu_time = gpu_end
-            gpu.append(from_gpu)
-            arrival.pop(from_gpu, None)
-            held = [expert for expert in held if expert != from_gpu]
-        elif from_cpu is not None:
-            cpu_time = cpu_end
-            cpu.append(from_cpu)
-            (cpu_queue if cpu_queue else held).pop()
-    return HybridPlan(
-        gpu=tuple(gpu),
-        cpu=tuple(cpu),
-        transferred=tuple(transferred),
-        makespan_s=max(gpu_time, cpu_time),
-    )
+def _plan_in_ram(order: list[int], cpu_s: list[float], costs: MissCosts) -> MissPlan:
+    """The same where nothing is read; each number of copies follows from the one before."""
+    link_s, device_s, left_s = 0.0, costs.residents_s, sum(cpu_s) + costs.return_s
+    best_s, number = max(device_s, left_s if order else 0.0), 0
+    for brought, own_s in enumerate(cpu_s, 1):
+        link_s += costs.copy_s
+        device_s = max(device_s, link_s) + costs.launch_s
+        left_s -= own_s
+        end_s = device_s if brought == len(order) or device_s > left_s else left_s
+        if end_s <= best_s:
+            best_s, number = end_s, brought
+        elif device_s >= best_s:
+            break
+    return _with_kept(order[:number], order[number:], best_s, order[number:], costs)
 
 
-def prefetch_impact(
-    expert: int, tokens: Mapping[int, int], cached: frozenset[int], costs: HybridCosts
-) -> float:
-    """Seconds that a (predicted) layer gains when this expert is brought to the GPU beforehand."""
-    without = plan_hybrid(tokens, cached, costs).makespan_s
-    return without - plan_hybrid(tokens, cached | {expert}, costs).makespan_s
+def _with_kept(
+    copied: list[int], computed: list[int], seconds: float, worth: list[int], costs: MissCosts
+) -> MissPlan:
+    """With as many of those that are worth it as the link has time for."""
+    idle_s = seconds - len(copied) * costs.copy_s
+    number = min(len(worth), int(idle_s / costs.copy_s)) if worth and costs.copy_s else 0
+    return MissPlan((*copied,), (*computed,), seconds, (*worth[:number],))
 
 
-def _by_load(experts: Iterable[int], tokens: Mapping[int, int]) -> list[int]:
-    """Heaviest first, the lower id first among equals."""
-    return sorted(experts, key=lambda expert: (-tokens[expert], expert))
+def _seconds_of(copied: list[_Miss], computed: list[_Miss], costs: MissCosts) -> float:
+    """Predicted seconds until the device and the CPU have computed these, in this order."""
+    link_s, device_s = 0.0, costs.residents_s
+    for _, _, there_s in copied:
+        link_s = max(link_s, there_s) + costs.copy_s
+        device_s = max(device_s, link_s) + costs.launch_s
+    cpu_s = 0.0
+    for _, own_s, there_s in computed:
+        cpu_s = max(cpu_s, there_s) + own_s
+    return max(device_s, cpu_s + costs.return_s) if computed else device_s
 
 
-def _next_for_gpu(
-    held: list[int], arrival: Mapping[int, float], now: float, tokens: Mapping[int, int]
-) -> int | None:
-    """The heaviest expert that is there, else the one that arrives next."""
-    there = _by_load([*held, *(e for e, time in arrival.items() if time <= now)], tokens)
-    if there:
-        return there[0]
-    return min(arrival, key=arrival.__getitem__, default=None)
+def _first_to_end(misses: list[_Miss], costs: MissCosts) -> tuple[list[_Miss], list[_Miss]]:
+    """Each expert to whoever has it done first."""
+    copied: list[_Miss] = []
+    computed: list[_Miss] = []
+    link_s, cpu_s = 0.0, costs.return_s
+    for miss in misses:
+        brought_s = max(link_s, miss.there_s) + costs.copy_s
+        done_s = max(cpu_s, miss.there_s + costs.return_s) + miss.cpu_s
+        if done_s < brought_s + costs.launch_s:
+            cpu_s = done_s
+            computed.append(miss)
+        else:
+            link_s = brought_s
+            copied.append(miss)
+    return copied, computed

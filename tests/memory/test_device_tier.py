@@ -33,8 +33,11 @@ def run_schedule(seed: int, num_steps: int) -> Tiers:
         kind = drawn.randrange(8)
         (device.faults if kind == 0 else device.late_faults if kind == 1 else []).append(fault)
         action = drawn.random()
-        if action < 0.2:
+        if action < 0.1:
             tiers.store.read_ahead(wanted)
+        elif action < 0.2:
+            with contextlib.suppress(MoERuntimeError):
+                tiers.store.bring(wanted[:2])
         elif action < 0.4:
             with contextlib.suppress(MoERuntimeError), tiers.device.stream(drawn.randrange(3)):
                 tiers.use_residents(layer)

@@ -195,7 +195,12 @@ def test_options_arrive(
     given = {
         **{"model": str(model), "system": "Hm", "max_new_tokens": 23, "host_memory": "60MiB"},
         **{"device_memory": "auto", "max_tokens": 237, "policy": "sieve", "shares": "adaptive"},
-        **{"cache_code": "none", "prefetch": "observe", "predictor": "popularity"},
+        **{
+            "cache_code": "none",
+            "misses": "device",
+            "prefetch": "observe",
+            "predictor": "popularity",
+        },
         **{"device": "cpu", "dtype": "bfloat16"},
     }
     sampling = SamplingOptions(temperature=0.375, top_p=0.17, seed=241)

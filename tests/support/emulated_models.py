@@ -17,7 +17,9 @@ from moe_runtime.inference import loading
 from moe_runtime.inference.device_experts import DeviceExperts
 from moe_runtime.inference.device_stores import experts_on_device, open_device_stores
 from moe_runtime.inference.expert_layer import OffloadedExperts
+from moe_runtime.inference.expert_weights import bind_slots
 from moe_runtime.inference.handle import RuntimeHandle
+from moe_runtime.inference.misses import open_misses
 from moe_runtime.memory.slab import Slab
 from moe_runtime.memory.source import ExpertSource
 from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
@@ -36,7 +38,9 @@ def map_of(checkpoint: Path, dtype: str = "auto") -> ExpertMap:
     return map_experts(build_on_meta(opened), opened)
 
 
-def load_on_emulated_device(checkpoint: Path, *, slots_a_layer: int, dtype: str = "auto") -> Any:
+def load_on_emulated_device(
+    checkpoint: Path, *, slots_a_layer: int, dtype: str = "auto", misses: str = "device"
+) -> Any:
     """A model on the CPU whose experts are computed from slots of an emulated device.
 
     Its ``moe`` is the handle of the two stores.
@@ -64,6 +68,8 @@ def load_on_emulated_device(checkpoint: Path, *, slots_a_layer: int, dtype: str 
     for module in model.modules():
         if isinstance(module, OffloadedExperts):
             module.store = stores[0]
+    if misses != "device":
+        open_misses(misses, experts_modules_of(model), *stores, bind_slots(experts))
     model._steps._stores = [*stores]
     model.moe = RuntimeHandle(stores[0], facts, host_store=stores[1])
     return model

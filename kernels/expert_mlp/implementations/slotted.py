@@ -87,6 +87,21 @@ class SlottedProducts:
         )  # fmt: skip
         plain_product(hidden_RF, down, groups, out=self._y_RD, bias_SN=experts.down_bias)
 
+    @property
+    def takes_rows(self) -> bool:
+        """Whether there are so few tokens that rows may come from elsewhere (`give`)."""
+        return self._few is not None
+
+    def give(self, rows_N: Tensor, y_ND: Tensor) -> None:
+        """Takes rows that somebody else computed, of experts that are never added.
+
+        Args:
+            rows_N: integers, places in the flattened ids.
+            y_ND: what their experts make of them; summed in the same order as all others.
+        """
+        assert self._few is not None, "rows are taken of few tokens only"
+        self._few.give(rows_N, y_ND)
+
     def sums(self) -> Tensor:
         """`[T, D]` in the dtype of `x`, once every expert was added that an id names."""
         if self._few is not None:

@@ -1,0 +1,20 @@
+"""The option that says who computes experts which a device lacks."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_runtime.config import MISSES, require_known
+
+
+def check_misses(misses: str, place: torch.device) -> None:
+    """Refuses a way to treat missing experts that there is none of, or none of here.
+
+    Raises:
+        ValueError: nothing has the name, or the model is not on a device.
+    """
+    require_known("misses", misses, MISSES)
+    if place.type == "cpu" and misses != "device":
+        raise ValueError(
+            f"misses is for models on a GPU; this one is on the CPU, got {misses!r}: leave it out"
+        )

@@ -1,0 +1,192 @@
+"""Experts that a device lacks, computed by the CPU where they lie in the host's memory.
+
+Shape suffixes: T tokens, N rows of some experts, D model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
+from moe_runtime.kernels.expert_mlp.expert_runs import ExpertActivation
+from moe_runtime.kernels.expert_mlp.implementations.slotted import SlottedProducts
+from moe_runtime.memory.device_store import DeviceStore
+from moe_runtime.memory.prefetch_slots import Guesses
+from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.planning.hybrid import MissPlan
+from moe_runtime.planning.miss_speeds import MissSpeeds
+from moe_runtime.types import ExpertKey
+
+Bind = Callable[[ExpertKey, torch.Tensor], ExpertWeights]
+
+
+class Misses:
+    """Who computes missing experts of few rows: the device once they are copied, or the CPU.
+
+    The two sum in different orders, so the last bits of a result depend on who computed it.
+
+    Attributes:
+        speeds: measured while it runs.
+    """
+
+    def __init__(
+        self,
+        store: DeviceStore[ExpertWeights],
+        lower: ExpertStore[torch.Tensor],
+        bind: Bind,
+        *,
+        is_planned: bool,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Takes the tiers of a model.
+
+        Args:
+            store: of the device.
+            lower: of the host.
+            bind: a slot of the host as the weights of an expert.
+            is_planned: whether speeds decide; otherwise the CPU computes every missing expert.
+            clock: seconds, as the reads of the stores have them.
+        """
+        self.store = store
+        self.lower = lower
+        self.bind = bind
+        self.clock = clock
+        self.speeds = MissSpeeds()
+        self._is_planned = is_planned
+
+    def plan(
+        self, layer: int, rows: Mapping[int, Sequence[int]], residents: frozenset[int]
+    ) -> MissPlan:
+        """What becomes of the experts of a layer that are neither resident nor on their way.
+
+        Args:
+            layer: whose experts they are.
+            rows: routed rows of each expert that is asked for.
+            residents: experts that the device computes already.
+        """
+        wanted = [(ExpertKey(layer, e), 1.0) for e in rows if e not in residents]
+        missing = [key for key, _ in Guesses(self.store).absent(wanted)] if wanted else []
+        if not missing:
+            return MissPlan((), (), 0.0)
+        if not self._is_planned:
+            return MissPlan((), tuple(key.expert for key in missing), 0.0)
+        below = Guesses(self.lower)
+        late = below.absent([(key, 1.0) for key in missing])
+        slot_bytes = self.store.slot_bytes
+        return self.speeds.plan(
+            {key.expert: len(rows[key.expert]) for key in missing},
+            {key.expert for key, _ in late},
+            copy_s=self.store.fetcher.speed.seconds_per_byte * slot_bytes,
+            read_s=below.link().transfer_s,
+            has_residents=bool(residents),
+        )
+
+
+class HostPart:
+    """The experts of one layer that the CPU computes, one after another.
+
+    Attributes:
+        left: those to come.
+    """
+
+    def __init__(
+        self,
+        misses: Misses,
+        keys: Sequence[ExpertKey],
+        rows: Mapping[int, Sequence[int]],
+        x_TD: torch.Tensor,
+        num_choices: int,
+        activation: ExpertActivation,
+    ) -> None:
+        """Computes nothing yet.
+
+        Args:
+            misses: of the model.
+            keys: the experts.
+            rows: routed rows of each.
+            x_TD: what they are given, on the host.
+            num_choices: experts of a token.
+            activation: of the experts.
+        """
+        self._misses = misses
+        self.left = [*reversed(keys)]
+        self._rows = rows
+        self._x_TD = x_TD
+        self._num_choices = num_choices
+        self._activation = activation
+        self._places: list[int] = []
+        self._done: list[torch.Tensor] = []
+
+    def compute_next(self) -> None:
+        """Computes one expert, if any is left; it is read from disk first if it has to be.
+
+        Nothing of a tier is held between two calls: copies to the device need slots here too.
+
+        Raises:
+            CheckpointError: it could not be read.
+        """
+        if not self.left:
+            return
+        misses, key = self._misses, self.left.pop()
+        lease, is_done = misses.lower.lease([key]), False
+        try:
+            with lease:
+                for group in lease:
+                    for _, slot in group:
+                        self._compute(key, slot)
+            is_done = True
+        finally:
+            if not is_done:
+                misses.lower.give_up(lease)
+
+    def _compute(self, key: ExpertKey, slot: torch.Tensor) -> None:
+        misses, rows = self._misses, self._rows[key.expert]
+        begun_s = misses.clock()
+        y_ND = self._x_TD.new_empty(len(rows), self._x_TD.shape[1])
+        expert_ffn(
+            self._x_TD,
+            [misses.bind(key, slot)],
+            [len(rows)],
+            [row // self._num_choices for row in rows],
+            [*range(len(rows))],
+            y_ND,
+            activation=self._activation,
+        )
+        misses.speeds.computed(len(rows), misses.clock() - begun_s)
+        self._places += rows
+        self._done.append(y_ND)
+
+    def finish(self, products: SlottedProducts) -> None:
+        """Computes what is left, and gives all rows to the sums on the device."""
+        while self.left:
+            self.compute_next()
+        device, begun_s = self._misses.store.device, self._misses.clock()
+        products.give(device.upload(self._places), device.send(torch.cat(self._done)))
+        self._misses.speeds.back.add(self._misses.clock() - begun_s)
+
+
+def open_misses(
+    mode: str,
+    modules: Iterable[Any],
+    store: Any,
+    lower: ExpertStore[torch.Tensor] | None,
+    bind: Bind,
+) -> None:
+    """Has the CPU compute missing experts.
+
+    Args:
+        mode: ``"cpu"`` for all of them, or ``"auto"``.
+        modules: the `DeviceExperts` of the model.
+        store: the tier that experts are computed from.
+        lower: the tier below, of the host.
+        bind: a slot of the host as the weights of an expert.
+    """
+    assert isinstance(store, DeviceStore), "load has looked for a device"
+    assert lower is not None, "a device has a tier below"
+    misses = Misses(store, lower, bind, is_planned=mode == "auto")
+    for module in modules:
+        module.misses = misses
