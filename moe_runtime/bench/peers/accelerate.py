@@ -1,6 +1,6 @@
 """transformers with accelerate: layers that do not fit in memory are read from disk at each use.
 
-Memory for weights is what the cap leaves (``--cap``), and half of the checkpoint's without one.
+Memory for weights is what ``cap_bytes`` leaves, and half of the checkpoint's without one.
 """
 
 import tempfile
@@ -17,7 +17,6 @@ class Peer:
     """Needs ``model``, ``num_threads`` and ``cap_bytes``."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        import accelerate as _  # says so now where it is missing
         import torch
         import transformers
 

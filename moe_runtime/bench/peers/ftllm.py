@@ -1,5 +1,8 @@
 """fastllm: a program in C++ with a Python face. It generates by itself, and cannot be given tokens.
 
+Version 1.9.0 needs ``num_experts`` in the configuration, and an output matrix in the file:
+``=MODEL`` is a copy that has them where transformers 5 wrote neither.
+
 Variants say where experts lie: in memory (``cpu``) or in the checkpoint's files (``disk``).
 """
 

@@ -14,6 +14,7 @@ Requests, each answered by one line:
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -117,7 +118,7 @@ def _listen(peer: Any, ids: list[int], num_new: int) -> dict[str, Any]:
     after = _io()
     if len(likeliest) != num_new:
         raise RuntimeError(f"{len(likeliest)} tokens came, {num_new} were asked for")
-    between_s = [later - sooner for sooner, later in zip(at_s, at_s[1:], strict=False)]
+    between_s = [later - sooner for sooner, later in itertools.pairwise(at_s)]
     io = {name: after[name] - before[name] for name in after}
     return {"first_token_s": at_s[0], "between_tokens_s": between_s, "ids": likeliest, **io}
 
@@ -199,7 +200,7 @@ def _status_bytes(field: str) -> int:
 
 
 if __name__ == "__main__":
-    # What libraries print must not come between the answers, and one that waits for a key finds none.
+    # What libraries print must not come between the answers; one that waits for a key finds none.
     stream, requests = os.fdopen(os.dup(1), "w"), os.fdopen(os.dup(0))
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
