@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_runtime.bench.padded_exchange import RankExchange, ExchangeShape
+from moe_runtime.bench.padded_exchange import ExchangeShape, RankExchange
 from moe_runtime.bench.results import Metric, describe_system, make_results, versions
 from moe_runtime.bench.runner import Number, PeerFailedError, Rules, run_in_turn
 
