@@ -55,26 +55,31 @@ def describe_peer(file: Path) -> dict[str, Any]:
 
 
 def find_peer(asked: str, settings: dict[str, Any]) -> PeerProgram:
-    """Reads ``NAME[:VARIANT][@PYTHON]``, such as ``transformers:eager@peers/bin/python``.
+    """Reads ``NAME[:VARIANT][@PYTHON][=MODEL]``, as in ``llama_cpp@peers/bin/python=olmoe.gguf``.
 
     Args:
-        asked: the peer's name or file, a variant that its file names, its interpreter.
-        settings: of the run; the variant is added.
+        asked: the peer's name or file, a variant that its file names, its interpreter, and the
+            same model in the form that it reads.
+        settings: of the run; the variant is added, and the model is replaced.
 
     Raises:
-        ValueError: there is no such peer or variant.
+        ValueError: there is no such peer, variant or model.
     """
-    named, _, python = asked.partition("@")
+    words, _, model = asked.partition("=")
+    named, _, python = words.partition("@")
     name, _, variant = named.partition(":")
     file = peer_file(name)
     described = describe_peer(file)
     if variant:
         require_known(f"variant of {file.stem}", variant, described["VARIANTS"])
+    if model and not Path(model).exists():
+        raise ValueError(f"--peer {asked}: {model} is not there")
+    own = {"model": str(Path(model).absolute())} if model else {}
     return PeerProgram(
         name=file.stem + (f":{variant}" if variant else ""),
         file=file,
         python=Path(python).absolute() if python else this_python(),
-        settings={**settings, "variant": variant or None},
+        settings={**settings, **own, "variant": variant or None},
     )
 
 

@@ -148,6 +148,21 @@ BENCH_CASES = {
         },
         dict.fromkeys(("num_experts", "quick", "output"), "tests/bench/test_policy_replays.py"),
     ),
+    "bench dispatch": Case(
+        ("moe_runtime.bench.dispatch_rounds.ranks_here",),
+        (),
+        {
+            "ranks": ("--ranks 4", 4),
+            "tokens": ("--tokens 37", ("num_tokens", 37)),
+            "dim": ("--dim 19", ("dim", 19)),
+            "experts": ("--experts 48", ("num_experts", 48)),
+            "top_k": ("--top-k 3", ("top_k", 3)),
+        },
+        dict.fromkeys(
+            ("load", "dtype", "max_s", "precision", "quick", "output"),
+            "tests/bench/test_dispatch_rounds.py",
+        ),
+    ),
     "bench compare": Case(
         (), (), {}, dict.fromkeys(("before", "after", "bound"), "tests/bench/test_judging.py")
     ),
@@ -178,6 +193,7 @@ BENCH_INPUTS = {
     "bench training": [(["bench", "training", "MODEL", "--output"], "MODEL/config.json")],
     "bench serve": [(["bench", "serve", "--prompts", "FILE", "--output"], "FILE")],
     "bench report": [(["bench", "report", "FILE", "--output"], "FILE")],
-    "bench kernels": [],  # reads nothing
+    "bench dispatch": [],  # reads nothing
+    "bench kernels": [],
 }
 """By command: words that would overwrite an input, and which one."""

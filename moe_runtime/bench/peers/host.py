@@ -14,6 +14,7 @@ Requests, each answered by one line:
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -89,6 +90,8 @@ def measure(peer: Any, ids: list[int], num_new: int, given: list[int] | None) ->
         after the prompt and after each one appended; bytes and page faults as the kernel counts
         them (``read_call_bytes`` through system calls, ``storage_bytes`` from the disk itself).
     """
+    if hasattr(peer, "stream"):
+        return _listen(peer, ids, num_new)
     prefill, step = _of_one(peer)
     before = _io()
     begin = time.perf_counter()
@@ -103,6 +106,21 @@ def measure(peer: Any, ids: list[int], num_new: int, given: list[int] | None) ->
     after = _io()
     io = {name: after[name] - before[name] for name in after}
     return {"first_token_s": first_token_s, "between_tokens_s": between_s, "ids": likeliest, **io}
+
+
+def _listen(peer: Any, ids: list[int], num_new: int) -> dict[str, Any]:
+    """As ``measure``, of a peer that generates by itself: the tokens are its own."""
+    before, begin = _io(), time.perf_counter()
+    likeliest, at_s = [], []
+    for token in peer.stream(ids, num_new):
+        likeliest.append(token)
+        at_s.append(time.perf_counter() - begin)
+    after = _io()
+    if len(likeliest) != num_new:
+        raise RuntimeError(f"{len(likeliest)} tokens came, {num_new} were asked for")
+    between_s = [later - sooner for sooner, later in itertools.pairwise(at_s)]
+    io = {name: after[name] - before[name] for name in after}
+    return {"first_token_s": at_s[0], "between_tokens_s": between_s, "ids": likeliest, **io}
 
 
 def _of_one(peer: Any) -> tuple[Callable[[list[int]], int], Callable[[int], int]]:
@@ -182,7 +200,8 @@ def _status_bytes(field: str) -> int:
 
 
 if __name__ == "__main__":
-    # What libraries print must not come between the answers.
-    stream = os.fdopen(os.dup(1), "w")
+    # What libraries print must not come between the answers; one that waits for a key finds none.
+    stream, requests = os.fdopen(os.dup(1), "w"), os.fdopen(os.dup(0))
     os.dup2(2, 1)
-    answer_requests(sys.argv[1], sys.stdin, stream)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    answer_requests(sys.argv[1], requests, stream)

@@ -27,9 +27,10 @@ Peers = Annotated[
     list[str] | None,
     typer.Option(
         "--peer",
-        metavar="NAME[:VARIANT][@PYTHON]",
+        metavar="NAME[:VARIANT][@PYTHON][=MODEL]",
         help="Another system beside this one, several times if wanted: transformers (variants "
-        "eager, grouped_mm), llama_cpp, or a file PEER.py; PYTHON is its environment's.",
+        "eager, grouped_mm), accelerate, llama_cpp, openvino, ftllm (cpu, disk), vllm, sglang, or "
+        "a file PEER.py; PYTHON is its environment's, MODEL the same model as a file it reads.",
     ),
 ]
 Prompts = Annotated[
@@ -88,6 +89,7 @@ def common_settings(
         "model": model,
         "num_threads": threads or num_usable_cores(),
         "max_tokens": max(map(len, prompts)) + num_new,
+        "cap_bytes": None,
     }
 
 

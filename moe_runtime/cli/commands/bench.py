@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from moe_runtime.cli import options
+from moe_runtime.cli.bench_cases.dispatch import bench_dispatch
 from moe_runtime.cli.bench_cases.expert_layer import bench_experts
 from moe_runtime.cli.bench_cases.io import bench_io
 from moe_runtime.cli.bench_cases.layer import bench_layer
@@ -62,6 +63,7 @@ def bench_app() -> typer.Typer:
     app.command("layer", cls=StrictCommand)(bench_layer)
     app.command("training", cls=StrictCommand)(bench_training)
     app.command("policies", cls=StrictCommand)(bench_policies)
+    app.command("dispatch", cls=StrictCommand)(bench_dispatch)
     app.command("serve", cls=StrictCommand)(bench_serve)
     app.command("compare", cls=StrictCommand)(bench_compare)
     app.command("report", cls=StrictCommand)(bench_report)

@@ -1,0 +1,50 @@
+"""fastllm: a program in C++ with a Python face. It generates by itself, and cannot be given tokens.
+
+Version 1.9.0 needs ``num_experts`` in the configuration, and an output matrix in the file:
+``=MODEL`` is a copy that has them where transformers 5 wrote neither.
+
+Variants say where experts lie: in memory (``cpu``) or in the checkpoint's files (``disk``).
+"""
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+INSTALL = "pip install ftllm"
+PACKAGES = ("ftllm",)
+VARIANTS = ("cpu", "disk")
+
+
+class Peer:
+    """Needs ``model``, ``num_threads``, ``max_tokens`` and ``variant``."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        from ftllm import llm  # type: ignore[import-not-found]
+
+        self._api: Any = llm
+        self._settings = settings
+        llm.set_cpu_threads(settings["num_threads"])
+        llm.set_device_map("cpu")
+        llm.set_device_map(settings["variant"] or "cpu", is_moe=True)
+        self._model: Any = None
+
+    def load(self) -> None:
+        """Loads all weights, or all but the experts."""
+        # On processors it computes in fp16 alone.
+        self._model = self._api.model(self._settings["model"], dtype="float16")
+
+    def stream(self, ids: list[int], num_new: int) -> Iterator[int]:
+        """Reads the ids and gives its own likeliest tokens, one after another."""
+        library, number = self._api.fastllm_lib, self._model.model
+        given = (ctypes.c_int * len(ids))(*ids)
+        nothing = (ctypes.c_int * 1)()
+        handle = library.launch_response_llm_model(
+            *(number, len(ids), given, num_new, num_new),  # at most and at least so many tokens
+            *(False, 1.0, 1, 1.0, 1.0, False, 0, nothing),  # greedy, without penalties
+        )
+        while (token := library.fetch_response_llm_model(number, handle)) > -1:
+            yield token
+
+    def close(self) -> None:
+        """Frees the weights."""
+        self._model.release_memory()
