@@ -2,8 +2,9 @@
 
 The `WeightFormat` is one constexpr, `FORMAT`, so that each format is compiled to its own few
 instructions. A code, less its zero point, is exact in bf16, fp16 and fp32. Where the scale is a
-power of two and the product with it still exact (MXFP4), the decoded tile is multiplied by it;
-elsewhere a group's partial sum is, in fp32. So no weight is rounded.
+power of two or in fp8, and the product with it still exact (MXFP4, NVFP4), the decoded tile is
+multiplied by it; elsewhere a group's partial sum is, in fp32, and by a global scale all of a sum.
+So no weight is rounded.
 
 Names: `N` rows of the weights, `K` the summed dimension.
 """
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from moe_runtime.kernels.grouped_gemm.block_kernel import block_step
 
 # Bits of codes, put where fp32 has its exponent and mantissa, are numbers this much too small.
 _E2M1_UNIT = tl.constexpr(2.0**126)
@@ -83,6 +86,19 @@ def row_of_scales(rows, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def times_global(acc, ptrs, FORMAT: tl.constexpr):
+    """Sums multiplied or divided by the global scale of their weights, rounded once.
+
+    Args:
+        acc: fp32 `[M, N]`.
+        ptrs: Where the scale is: of all columns, or `[N]`.
+        FORMAT: Says which.
+    """
+    factor = tl.load(ptrs) + tl.zeros_like(acc)
+    return tl.div_rn(acc, factor) if FORMAT.global_scale == "divide" else acc * factor
+
+
+@triton.jit
 def packed_step(
     acc, x, codes_ptrs, scales_ptrs, zeros_ptrs, mask_n, first_k, dim_k,
     FORMAT: tl.constexpr, SCALES_TILE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
@@ -102,6 +118,10 @@ def packed_step(
         SCALES_TILE: Whether decoded values are multiplied by their scales. Otherwise the product
             is, and all columns of a step share a scale.
     """
+    if FORMAT.block_codes > 0:
+        return block_step(
+            acc, x, codes_ptrs, mask_n, first_k, FORMAT, EVEN_N, PRECISION, BLOCK_N
+        )  # fmt: skip
     PER_BYTE: tl.constexpr = 8 // FORMAT.bits
     BYTES: tl.constexpr = BLOCK_K // PER_BYTE
     GROUP: tl.constexpr = FORMAT.group_cols
