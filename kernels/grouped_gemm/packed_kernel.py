@@ -99,7 +99,7 @@ def times_global(acc, ptrs, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def packed_step(
+def _row_step(
     acc, x, codes_ptrs, scales_ptrs, zeros_ptrs, mask_n, first_k, dim_k,
     FORMAT: tl.constexpr, SCALES_TILE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -118,10 +118,6 @@ def packed_step(
         SCALES_TILE: Whether decoded values are multiplied by their scales. Otherwise the product
             is, and all columns of a step share a scale.
     """
-    if FORMAT.block_codes > 0:
-        return block_step(
-            acc, x, codes_ptrs, mask_n, first_k, FORMAT, EVEN_N, PRECISION, BLOCK_N
-        )  # fmt: skip
     PER_BYTE: tl.constexpr = 8 // FORMAT.bits
     BYTES: tl.constexpr = BLOCK_K // PER_BYTE
     GROUP: tl.constexpr = FORMAT.group_cols
@@ -157,6 +153,23 @@ def packed_step(
     scale = _scale(tl.load(scales_ptrs + group, mask=mask_n, other=0), FORMAT)
     part = tl.dot(x, tl.trans(weight.to(x.dtype)), input_precision=PRECISION)
     return acc + part * scale[None, :]
+
+
+@triton.jit
+def packed_step(
+    acc, x, codes_ptrs, scales_ptrs, zeros_ptrs, mask_n, first_k, dim_k,
+    FORMAT: tl.constexpr, SCALES_TILE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """As `_row_step`, of weights in blocks too."""
+    if FORMAT.block_codes > 0:
+        acc = block_step(acc, x, codes_ptrs, mask_n, first_k, FORMAT, EVEN_N, PRECISION, BLOCK_N)
+    else:
+        acc = _row_step(
+            acc, x, codes_ptrs, scales_ptrs, zeros_ptrs, mask_n, first_k, dim_k,
+            FORMAT, SCALES_TILE, EVEN_N, EVEN_K, PRECISION, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    return acc
 
 
 @triton.jit
