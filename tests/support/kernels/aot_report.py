@@ -31,9 +31,14 @@ from moe_runtime.kernels.grouped_gemm.columns import BLOCK_SIZES, ExpertColumns
 from moe_runtime.kernels.grouped_gemm.decode import DecodeProducts, decode_expert_mlp
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
-from moe_runtime.kernels.grouped_gemm.packed import BLOCKS_READ, scales_tile
+from moe_runtime.kernels.grouped_gemm.packed import BLOCKS_READ
 from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, ProductKind, Tile
-from moe_runtime.kernels.grouped_gemm.tiles import TILES_16_BIT, TILES_32_BIT, TILES_PACKED
+from moe_runtime.kernels.grouped_gemm.tiles import (
+    TILES_16_BIT,
+    TILES_32_BIT,
+    TILES_PACKED,
+    packed_table,
+)
 from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
 from moe_runtime.kernels.quantized import SCALES, QuantizedStack, WeightFormat
 from moe_runtime.kernels.token_sort import SortedTokens
@@ -232,8 +237,7 @@ def packed_calls(
         if every_tile or name not in SELDOM:
             few = partial(packed_products, name, None, torch.bfloat16, device)
             yield f"packed {name} few tokens", few
-        is_exact = scales_tile(PACKED[name], torch.bfloat16)
-        table = TILES_PACKED["scaled codes" if is_exact else "scaled sums"]
+        table = TILES_PACKED[packed_table(PACKED[name], torch.bfloat16)]
         tiles = [tile for _, tile in table] if every_tile else [table[-1][1]]
         is_compiled = name == "fp8-block" or name not in {*SELDOM, "int4-zeros"}
         for tile in tiles if every_tile or is_compiled else ():
