@@ -7,8 +7,9 @@ rows is, and subtracted. Layouts are those of `quantized/block_reference.py`.
 Names: `N` rows of the weights, `K` the summed dimension.
 """
 
-# pyright: reportAttributeAccessIssue=false
-# Triton reads attributes of a constexpr from its value, which the type checker does not know of.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false
+# Triton reads attributes of a constexpr from its value and makes one of a number, which the type
+# checker does not know of.
 
 from __future__ import annotations
 

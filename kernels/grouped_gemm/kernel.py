@@ -233,11 +233,10 @@ def grouped_gemm_fwd(
         w_columns = offs_n.to(tl.int64) * stride_wn
         b_columns = offs_n.to(tl.int64) * stride_bn
     acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    if HAS_BIAS:
+    if HAS_BIAS and not HAS_GLOBAL:
         # Where sums start, not what is added to them: the epilogue has no registers to spare.
         bias = tl.load(bias_ptr + slot * stride_bs + b_columns, mask=mask_n, other=0.0)
-        if not HAS_GLOBAL:
-            acc += bias.to(tl.float32)[None, :]
+        acc += bias.to(tl.float32)[None, :]
     x_ptrs = x_ptr + x_rows[:, None] * stride_xr + offs_k[None, :] * stride_xk
     weight_ptr += slot * stride_ws
     if FORMAT is not None:
@@ -264,6 +263,7 @@ def grouped_gemm_fwd(
             ptrs = global_ptr + slot * stride_gs + is_up * stride_g_up
             acc = times_global(acc, ptrs[None, :], FORMAT)
             if HAS_BIAS:
+                bias = tl.load(bias_ptr + slot * stride_bs + b_columns, mask=mask_n, other=0.0)
                 acc += bias.to(tl.float32)[None, :]
     else:
         acc = tile_product(
