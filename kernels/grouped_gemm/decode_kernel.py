@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from moe_runtime.kernels.grouped_gemm.activation_kernel import activate, gate_fwd
-from moe_runtime.kernels.grouped_gemm.packed_kernel import packed_step, row_of_scales
+from moe_runtime.kernels.grouped_gemm.packed_kernel import packed_step, row_of_scales, times_global
 
 
 @triton.jit
@@ -46,14 +46,15 @@ def _users(
 @triton.jit(do_not_specialize=["num_tokens"])
 def decode_up(
     x_ptr, weight_ptr, bias_ptr, hidden_ptr, ids_ptr, slots_ptr, scales_ptr, zeros_ptr,
-    num_tokens, num_experts, dim_n, dim_k,
+    global_ptr, num_tokens, num_experts, dim_n, dim_k,
     stride_xt, stride_xk, stride_ws, stride_wn, stride_wk, stride_w_up,
-    stride_ss, stride_sn, stride_s_up, stride_zs, stride_zn, stride_z_up,
+    stride_ss, stride_sn, stride_s_up, stride_zs, stride_zn, stride_z_up, stride_gs, stride_g_up,
     stride_bs, stride_bn, stride_b_up, stride_hr,
     IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, NUM_CHOICES: tl.constexpr,
     HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
-    SCALES_TILE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    SCALES_TILE: tl.constexpr, HAS_GLOBAL: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """`hidden[slot of (t, expert)] = activation(x[t] @ weight.T + bias)`; N: hidden columns.
 
@@ -102,6 +103,11 @@ def decode_up(
                 ptrs += stride_w_up
             weight = tl.load(ptrs, mask=mask_w, other=0.0)
             up = tl.dot(x, weight, up, input_precision=PRECISION)
+    if HAS_GLOBAL:
+        ptr = global_ptr + slot * stride_gs
+        if IS_GATED:
+            gate = times_global(gate, ptr, FORMAT)
+        up = times_global(up, ptr + stride_g_up, FORMAT)
     if HAS_BIAS:
         bias_ptrs = bias_ptr + slot * stride_bs + offs_n.to(tl.int64) * stride_bn
         if IS_GATED:
@@ -120,13 +126,13 @@ def decode_up(
 @triton.jit(do_not_specialize=["num_tokens"])
 def decode_down(
     hidden_ptr, weight_ptr, bias_ptr, partial_ptr, ids_ptr, slots_ptr, scales_ptr, zeros_ptr,
-    num_tokens, num_experts, dim_n, dim_k, split_k,
+    global_ptr, num_tokens, num_experts, dim_n, dim_k, split_k,
     stride_hr, stride_ws, stride_wn, stride_wk, stride_ss, stride_sn, stride_s_up, stride_zs,
-    stride_zn, stride_z_up, stride_bs, stride_bn, stride_ps, stride_pr,
+    stride_zn, stride_z_up, stride_gs, stride_g_up, stride_bs, stride_bn, stride_ps, stride_pr,
     NUM_CHOICES: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, SCALES_TILE: tl.constexpr, EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, SCALES_TILE: tl.constexpr,
+    HAS_GLOBAL: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """`partial[part, slot of (t, expert)]`: the down product over one part of the hidden columns.
 
@@ -166,6 +172,8 @@ def decode_down(
             ptrs = weight_ptrs[None, :] + k.to(tl.int64)[:, None] * stride_wk
             weight = tl.load(ptrs, mask=mask_w, other=0.0)
             acc = tl.dot(hidden, weight, acc, input_precision=PRECISION)
+    if HAS_GLOBAL:
+        acc = times_global(acc, global_ptr + slot * stride_gs, FORMAT)
     if HAS_BIAS:
         bias_ptrs = bias_ptr + slot * stride_bs + offs_n.to(tl.int64) * stride_bn
         bias = tl.load(bias_ptrs, mask=mask_n, other=0.0).to(tl.float32)

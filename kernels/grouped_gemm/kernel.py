@@ -13,7 +13,11 @@ import triton
 import triton.language as tl
 
 from moe_runtime.kernels.grouped_gemm.activation_kernel import activate, gate_fwd
-from moe_runtime.kernels.grouped_gemm.packed_kernel import packed_product, row_of_scales
+from moe_runtime.kernels.grouped_gemm.packed_kernel import (
+    packed_product,
+    row_of_scales,
+    times_global,
+)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -138,10 +142,10 @@ def _gated_slice(
 @triton.jit(do_not_specialize=["num_tiles_m"])
 def grouped_gemm_fwd(
     x_ptr, weight_ptr, bias_ptr, out_ptr, pre_ptr, scale_ptr, order_ptr, slots_ptr, offsets_ptr,
-    starts_ptr, values_ptr, tile_expert_ptr, tile_row_ptr, scales_ptr, zeros_ptr,
+    starts_ptr, values_ptr, tile_expert_ptr, tile_row_ptr, scales_ptr, zeros_ptr, global_ptr,
     num_tiles_m, dim_n, dim_k,
     stride_xr, stride_xk, stride_ws, stride_wn, stride_wk, stride_w_up,
-    stride_ss, stride_sn, stride_s_up, stride_zs, stride_zn, stride_z_up,
+    stride_ss, stride_sn, stride_s_up, stride_zs, stride_zn, stride_z_up, stride_gs, stride_g_up,
     stride_bs, stride_bn, stride_b_up, stride_or, stride_pr, stride_p_up,
     EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
     IN_HALVES: tl.constexpr, GATHER_DIVISOR: tl.constexpr, SCATTERS: tl.constexpr,
@@ -149,7 +153,7 @@ def grouped_gemm_fwd(
     HAS_SCALE: tl.constexpr, STORES_PRE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, NUM_SLICES: tl.constexpr, FORMAT: tl.constexpr,
-    SCALES_TILE: tl.constexpr,
+    SCALES_TILE: tl.constexpr, HAS_GLOBAL: tl.constexpr,
 ):  # fmt: skip
     """`out[r] = epilogue(x[row r reads] @ weight[slot].T + bias[slot])`.
 
@@ -164,6 +168,7 @@ def grouped_gemm_fwd(
     an activation, else K. The dimension is that of the widest.
 
     With FORMAT, weights are codes, addressed in bytes, and have scales and zero points.
+    HAS_GLOBAL: and a scale of all, that gate and up have each.
     """
     COLUMNS: tl.constexpr = BLOCK_N // 2 if EPILOGUE == "gated" else BLOCK_N
     tile_m, tile_n = tile_of_program(num_tiles_m, tl.cdiv(dim_n, COLUMNS), GROUP_M)
@@ -228,7 +233,7 @@ def grouped_gemm_fwd(
         w_columns = offs_n.to(tl.int64) * stride_wn
         b_columns = offs_n.to(tl.int64) * stride_bn
     acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    if HAS_BIAS:
+    if HAS_BIAS and not HAS_GLOBAL:
         # Where sums start, not what is added to them: the epilogue has no registers to spare.
         bias = tl.load(bias_ptr + slot * stride_bs + b_columns, mask=mask_n, other=0.0)
         acc += bias.to(tl.float32)[None, :]
@@ -254,6 +259,12 @@ def grouped_gemm_fwd(
             BLOCK_N,
             BLOCK_K,
         )
+        if HAS_GLOBAL:
+            ptrs = global_ptr + slot * stride_gs + is_up * stride_g_up
+            acc = times_global(acc, ptrs[None, :], FORMAT)
+            if HAS_BIAS:
+                bias = tl.load(bias_ptr + slot * stride_bs + b_columns, mask=mask_n, other=0.0)
+                acc += bias.to(tl.float32)[None, :]
     else:
         acc = tile_product(
             acc,

@@ -17,22 +17,31 @@ Weights: TypeAlias = "Tensor | QuantizedStack"
 _LEAST_DEPTH = 16
 
 
+BLOCKS_READ = ("q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k", "mxfp4_block")
+"""Blocks that the kernels decode."""
+
+
 def takes_format(kind: WeightFormat) -> bool:
     """Whether the Triton products read weights of this format as they lie."""
-    return (
-        kind.global_scale == "none"
-        and kind.group_cols % _LEAST_DEPTH == 0
-        and 0 <= kind.zero <= LARGEST_ZERO
-    )
+    if kind.block_codes:
+        return kind.codes in BLOCKS_READ
+    if kind.global_scale != "none" and not scales_tile(kind, torch.float16):
+        return False
+    return kind.group_cols % _LEAST_DEPTH == 0 and 0 <= kind.zero <= LARGEST_ZERO
 
 
 def scales_tile(kind: WeightFormat, dtype: torch.dtype) -> bool:
     """Whether decoded weights times their scales are exact in the dtype of the rows.
 
-    fp4 times a power of two is, down to the smallest one, in what has the exponents of fp32.
+    fp4 times a power of two is, down to the smallest one, in what has the exponents of fp32. fp4
+    times fp8, six bits of at least 2 ** -10, is in all.
     """
+    if kind.codes != "e2m1" or kind.group_rows != 1:
+        return False
+    if kind.scales == "e4m3":
+        return kind.group_cols in (16, 32)
     is_wide = dtype in (torch.bfloat16, torch.float32)
-    return kind.codes == "e2m1" and kind.scales == "e8m0" and kind.group_cols == 32 and is_wide
+    return kind.scales == "e8m0" and kind.group_cols == 32 and is_wide
 
 
 def depth_of(kind: WeightFormat, dtype: torch.dtype, block_k: int, dim_k: int) -> int:
@@ -40,6 +49,8 @@ def depth_of(kind: WeightFormat, dtype: torch.dtype, block_k: int, dim_k: int) -
 
     Half of it where that divides `dim_k` and all of it does not, so that nothing is masked.
     """
+    if kind.block_codes:
+        return 16 if kind.codes == "q6_k" else 32
     if not scales_tile(kind, dtype) and kind.group_cols:
         return math.gcd(block_k, kind.group_cols)
     is_half = dim_k % block_k == block_k // 2
@@ -69,24 +80,32 @@ def packed_arguments(weight: Weights, up: Weights | None, x: Tensor) -> dict[str
             "scales_ptr": weight, "zeros_ptr": weight,
             "stride_ss": 0, "stride_sn": 0, "stride_s_up": 0,
             "stride_zs": 0, "stride_zn": 0, "stride_z_up": 0,
+            "global_ptr": weight, "stride_gs": 0, "stride_g_up": 0, "HAS_GLOBAL": False,
             "FORMAT": None, "SCALES_TILE": False,
         }  # fmt: skip
     other = weight if up is None else up
     assert not isinstance(other, Tensor), "gate and up have one format"
-    scales, zeros = weight.scales, weight.zero_points
-    zeros = weight.codes if zeros is None else zeros
-    other_zeros = other.codes if other.zero_points is None else other.zero_points
+    scales, to_scales = _part(weight.scales, other.scales, weight)
+    zeros, to_zeros = _part(weight.zero_points, other.zero_points, weight)
+    factors, to_factor = _part(weight.global_scale, other.global_scale, weight)
     if scales.dtype == torch.float8_e4m3fn:
         # not every GPU knows the type
         scales = scales.view(torch.uint8)
     return {
         "scales_ptr": scales, "zeros_ptr": zeros,
-        "stride_ss": scales.stride(0), "stride_sn": scales.stride(1),
-        "stride_s_up": distance(weight.scales, other.scales),
-        "stride_zs": zeros.stride(0), "stride_zn": zeros.stride(1),
-        "stride_z_up": distance(zeros, other_zeros),
+        "stride_ss": scales.stride(0), "stride_sn": scales.stride(1), "stride_s_up": to_scales,
+        "stride_zs": zeros.stride(0), "stride_zn": zeros.stride(1), "stride_z_up": to_zeros,
+        "global_ptr": factors, "stride_gs": factors.stride(0), "stride_g_up": to_factor,
+        "HAS_GLOBAL": weight.global_scale is not None,
         "FORMAT": weight.format, "SCALES_TILE": scales_tile(weight.format, x.dtype),
     }  # fmt: skip
+
+
+def _part(own: Tensor | None, of_up: Tensor | None, weight: QuantizedStack) -> tuple[Tensor, int]:
+    """A part of the weights, and how far from it that of up lies; the codes where there is none."""
+    if own is None:
+        return weight.codes, 0
+    return own, 0 if of_up is None else distance(own, of_up)
 
 
 def distance(first: Tensor, second: Tensor) -> int:

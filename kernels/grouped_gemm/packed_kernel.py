@@ -2,8 +2,9 @@
 
 The `WeightFormat` is one constexpr, `FORMAT`, so that each format is compiled to its own few
 instructions. A code, less its zero point, is exact in bf16, fp16 and fp32. Where the scale is a
-power of two and the product with it still exact (MXFP4), the decoded tile is multiplied by it;
-elsewhere a group's partial sum is, in fp32. So no weight is rounded.
+power of two or in fp8, and the product with it still exact (MXFP4, NVFP4), the decoded tile is
+multiplied by it; elsewhere a group's partial sum is, in fp32, and by a global scale all of a sum.
+So no weight is rounded.
 
 Names: `N` rows of the weights, `K` the summed dimension.
 """
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from moe_runtime.kernels.grouped_gemm.block_kernel import block_step
 
 # Bits of codes, put where fp32 has its exponent and mantissa, are numbers this much too small.
 _E2M1_UNIT = tl.constexpr(2.0**126)
@@ -83,7 +86,20 @@ def row_of_scales(rows, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def packed_step(
+def times_global(acc, ptrs, FORMAT: tl.constexpr):
+    """Sums multiplied or divided by the global scale of their weights, rounded once.
+
+    Args:
+        acc: fp32 `[M, N]`.
+        ptrs: Where the scale is: of all columns, or `[N]`.
+        FORMAT: Says which.
+    """
+    factor = tl.load(ptrs) + tl.zeros_like(acc)
+    return tl.div_rn(acc, factor) if FORMAT.global_scale == "divide" else acc * factor
+
+
+@triton.jit
+def _row_step(
     acc, x, codes_ptrs, scales_ptrs, zeros_ptrs, mask_n, first_k, dim_k,
     FORMAT: tl.constexpr, SCALES_TILE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -137,6 +153,23 @@ def packed_step(
     scale = _scale(tl.load(scales_ptrs + group, mask=mask_n, other=0), FORMAT)
     part = tl.dot(x, tl.trans(weight.to(x.dtype)), input_precision=PRECISION)
     return acc + part * scale[None, :]
+
+
+@triton.jit
+def packed_step(
+    acc, x, codes_ptrs, scales_ptrs, zeros_ptrs, mask_n, first_k, dim_k,
+    FORMAT: tl.constexpr, SCALES_TILE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """As `_row_step`, of weights in blocks too."""
+    if FORMAT.block_codes > 0:
+        acc = block_step(acc, x, codes_ptrs, mask_n, first_k, FORMAT, EVEN_N, PRECISION, BLOCK_N)
+    else:
+        acc = _row_step(
+            acc, x, codes_ptrs, scales_ptrs, zeros_ptrs, mask_n, first_k, dim_k,
+            FORMAT, SCALES_TILE, EVEN_N, EVEN_K, PRECISION, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    return acc
 
 
 @triton.jit

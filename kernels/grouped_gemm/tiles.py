@@ -63,6 +63,12 @@ TILES_PACKED: dict[str, tuple[tuple[int, Tile], ...]] = {
         (48, Tile(32, 128, 64, 4, 4)),
         (_UNBOUNDED, Tile(64, 128, 64, 4, 4)),
     ),
+    # decoding takes registers: wider tiles spill
+    "blocks": (
+        (24, Tile(16, 64, 128, 4, 4)),
+        (48, Tile(32, 64, 64, 4, 4)),
+        (_UNBOUNDED, Tile(64, 64, 64, 4, 4)),
+    ),
     "32-bit rows": ((24, Tile(16, 64, 64, 4, 3)), (_UNBOUNDED, Tile(64, 64, 32, 8, 3))),
 }
 
@@ -92,7 +98,7 @@ def choose_tile(
     """
     room = describe_device(device)
     if packed is not None:
-        table = TILES_PACKED[_packed_table(packed, dtype)]
+        table = TILES_PACKED[packed_table(packed, dtype)]
         return _first_fit(table, num_rows / max(1, num_experts), dim_n).fitted(dtype.itemsize, room)
     sizes = {"num_rows": num_rows, "num_experts": num_experts, "dim_n": dim_n}
     if device.type == "cuda":
@@ -111,9 +117,12 @@ def tile_by_rule(
     return _first_fit(tables[kind], num_rows / max(1, num_experts), dim_n)
 
 
-def _packed_table(kind: WeightFormat, dtype: torch.dtype) -> str:
+def packed_table(kind: WeightFormat, dtype: torch.dtype) -> str:
+    """The name of the table in `TILES_PACKED` for weights of a format and rows of a dtype."""
     if dtype == torch.float32:
         return "32-bit rows"
+    if kind.block_codes:
+        return "blocks"
     return "scaled codes" if scales_tile(kind, dtype) else "scaled sums"
 
 

@@ -128,6 +128,21 @@ class WeightFormat:
         """Bits of a code that lies in no block."""
         return CODES[self.codes]
 
+    @property
+    def block_codes(self) -> int:
+        """Codes of a block; 0 where codes lie in none."""
+        return BLOCKS[self.codes].num_codes if self.codes in BLOCKS else 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block; 0 where codes lie in none."""
+        return BLOCKS[self.codes].num_bytes if self.codes in BLOCKS else 0
+
+    @property
+    def has_minima(self) -> bool:
+        """Whether blocks hold numbers that are subtracted from scaled codes, or added."""
+        return self.codes in ("q4_1", "q5_1", "q2_k", "q4_k", "q5_k")
+
     def row_bytes(self, num_cols: int) -> int:
         """Bytes of the codes of a row.
 

@@ -17,19 +17,21 @@ class QuantizedStack:
     """Weights `[S, N, K]` of one format, each row-major. Slots and rows may lie at any distance.
 
     Attributes:
-        format: What the numbers mean. Without a global scale, not in blocks.
+        format: What the numbers mean.
         num_cols: K.
         codes: `uint8 [S, N, ceil(K * bits / 8)]`, unit stride along its last dimension.
         scales: `[S, groups of rows, groups of columns]`, likewise, of the element type that
-            `SCALES` names.
+            `SCALES` names; None where blocks hold them.
         zero_points: `uint8`, shaped as the scales, or None.
+        global_scale: `fp32 [S, 1]`, any stride between slots, or None.
     """
 
     format: WeightFormat
     num_cols: int
     codes: Tensor
-    scales: Tensor
+    scales: Tensor | None = None
     zero_points: Tensor | None = None
+    global_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Checks that the parts belong together.
@@ -48,10 +50,14 @@ class QuantizedStack:
                 )
             if part.stride(2) != 1 and part.shape[2] > 1:
                 raise ValueError(f"{name} must have unit stride in a row, got {part.stride()}")
-        if self.format.scales == "none":
-            raise ValueError(f"matrices in blocks of {self.format.codes} cannot be stacked")
-        if self.format.global_scale != "none":
-            raise ValueError("matrices with a global scale of their own cannot be stacked")
+        factors = self.global_scale
+        if factors is not None and (
+            factors.shape != (len(self.codes), 1) or factors.device != self.device
+        ):
+            raise ValueError(
+                f"global scales must be {[len(self.codes), 1]} on {self.device}, got "
+                f"{list(factors.shape)} on {factors.device}"
+            )
         if len(self.codes):
             self.matrix(0)
 
@@ -66,10 +72,9 @@ class QuantizedStack:
 
     def matrix(self, slot: int) -> QuantizedMatrix:
         """Views of what lies in one slot."""
-        zeros = None if self.zero_points is None else self.zero_points[slot]
-        return QuantizedMatrix(
-            self.format, self.num_cols, self.codes[slot], self.scales[slot], zeros
-        )
+        parts = (self.scales, self.zero_points, self.global_scale)
+        others = (None if part is None else part[slot] for part in parts)
+        return QuantizedMatrix(self.format, self.num_cols, self.codes[slot], *others)
 
     def dequantize(self, slots: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values of some slots, `[len(slots), N, K]`: the specification of every kernel.
@@ -79,8 +84,9 @@ class QuantizedStack:
             dtype: As in `QuantizedMatrix.dequantize`.
         """
         some, num_rows = self.select(slots), self.shape[1]
-        if not self.format.group_rows or num_rows % self.format.group_rows:
-            # groups of rows end where a matrix ends
+        is_apart = self.global_scale is not None
+        if is_apart or not self.format.group_rows or num_rows % self.format.group_rows:
+            # a matrix has a scale of its own, or groups of rows end where it ends
             values = [some.matrix(i).dequantize(dtype) for i in range(len(slots))]
             return torch.stack(values) if values else some.codes.new_empty(some.shape, dtype=dtype)
         parts = (some.codes, some.scales, some.zero_points)
@@ -89,8 +95,11 @@ class QuantizedStack:
 
     def select(self, slots: Tensor) -> QuantizedStack:
         """A copy of some slots."""
-        zeros = None if self.zero_points is None else self.zero_points[slots]
-        return replace(self, codes=self.codes[slots], scales=self.scales[slots], zero_points=zeros)
+        names = ("codes", "scales", "zero_points", "global_scale")
+        parts = {name: getattr(self, name) for name in names}
+        return replace(
+            self, **{n: None if part is None else part[slots] for n, part in parts.items()}
+        )
 
     def halves(self) -> tuple[QuantizedStack, QuantizedStack]:
         """The upper and the lower rows, as views; scales are repeated if they cover both."""
@@ -112,8 +121,9 @@ class QuantizedStack:
                 kind,
                 self.num_cols,
                 self.codes[:, first : first + size],
-                half(self.scales, groups),  # type: ignore[arg-type]
+                half(self.scales, groups),
                 half(self.zero_points, groups),
+                self.global_scale,
             )
 
         return cut(0), cut(size)
@@ -126,14 +136,9 @@ class QuantizedStack:
         """
         if self.format.group_rows != 1:
             raise ValueError("rows that lie in turn must have scales of their own")
-        zeros = self.zero_points
+        parts = {name: getattr(self, name) for name in ("codes", "scales", "zero_points")}
         even, odd = (
-            replace(
-                self,
-                codes=self.codes[:, first::2],
-                scales=self.scales[:, first::2],
-                zero_points=None if zeros is None else zeros[:, first::2],
-            )
+            replace(self, **{n: None if p is None else p[:, first::2] for n, p in parts.items()})
             for first in (0, 1)
         )
         return even, odd

@@ -78,12 +78,13 @@ def _stack(
         if name.endswith("_bias"):
             found[name] = _every_slot(slab, part)
             continue
-        is_packed = isinstance(part, QuantizedMatrix)
-        if not is_packed or part.scales is None or part.global_scale is not None:
+        if not isinstance(part, QuantizedMatrix):
             return None
-        parts = (part.codes, part.scales, part.zero_points)
-        every = [None if tensor is None else _every_slot(slab, tensor) for tensor in parts]
-        found[name] = QuantizedStack(part.format, part.num_cols, *every)  # type: ignore[arg-type]
+        codes = _every_slot(slab, part.codes)
+        factor = None if part.global_scale is None else part.global_scale.view(1)
+        parts = (part.scales, part.zero_points, factor)
+        every = (None if tensor is None else _every_slot(slab, tensor) for tensor in parts)
+        found[name] = QuantizedStack(part.format, part.num_cols, codes, *every)
     return QuantizedExperts(gate=found.pop("gate", None), **found)
 
 

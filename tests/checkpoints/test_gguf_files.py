@@ -14,12 +14,14 @@ import gguf_checkpoints
 import numpy as np
 import pytest
 from gguf_checkpoints import SAMPLES, Written
+from gguf_rewriting import rewritten, tensors_of
 
 from moe_runtime.checkpoints.expert_map import map_experts
 from moe_runtime.checkpoints.gguf.architectures import architecture_of, settings_of
 from moe_runtime.checkpoints.gguf.header import BLOCK_SIZES, GgufHeader, read_header
 from moe_runtime.checkpoints.model_files import load_tokenizer
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 
 SAMPLE = SAMPLES[1]
@@ -187,24 +189,89 @@ def test_types_and_places_of_tensors_are_judged(written: Written, tmp_path: Path
 def test_types_without_a_decoder_are_named(tmp_path: Path) -> None:
     """NVFP4: 64 codes in 36 bytes."""
     written = gguf_checkpoints.write(SAMPLES[-1], tmp_path)
-    reader = gguf.GGUFReader(written.folder)
-    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "olmoe")
-    for key, field in reader.fields.items():
-        if key.startswith("olmoe."):
-            writer.add_key_value(key, field.contents(), field.types[0])
-    for tensor in reader.tensors:
-        if tensor.name == "blk.0.ffn_up_exps.weight":
-            rows = tuple(tensor.shape.tolist())[::-1]
-            codes = np.zeros((*rows[:-1], rows[-1] // 64 * 36), np.uint8)
-            writer.add_tensor(tensor.name, codes, raw_dtype=gguf.GGMLQuantizationType.NVFP4)
-        else:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    name, kind = "blk.0.ffn_up_exps.weight", gguf.GGMLQuantizationType.NVFP4
+    codes = np.zeros((6, 48, 64 // 64 * 36), np.uint8)
+    file = rewritten(written.folder, tmp_path / "other.gguf", instead={name: (codes, kind)})
     with pytest.raises(UnsupportedModelError, match=r"blk\.0\.ffn_up_exps\.weight.* type 40"):
-        read(tmp_path / "other.gguf")
+        read(file)
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    sample = next(sample for sample in SAMPLES if sample.architecture == "gpt-oss")
+    return gguf_checkpoints.write(sample, tmp_path_factory.mktemp("gpt-oss"))
+
+
+@pytest.mark.parametrize("part", ["gate", "up", "down"])
+@pytest.mark.parametrize("end", ["weight", "bias"])
+def test_an_expert_part_that_is_missing_is_named(
+    gpt_oss: Written, tmp_path: Path, part: str, end: str
+) -> None:
+    name, file = f"blk.1.ffn_{part}_exps.{end}", tmp_path / "a.gguf"
+    rewritten(gpt_oss.folder, file, without=[name])
+    with pytest.raises(CheckpointError, match=f"expected {name} of 6 experts .*, found none"):
+        read(file)
+    stack, kind = tensors_of(gpt_oss.folder)[name]
+    rewritten(gpt_oss.folder, file, instead={name: (stack[:5], kind)})
+    with pytest.raises(CheckpointError, match=r"expected .* experts beside .*, found [56]"):
+        read(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("blk.1.attn_sinks.weight", "layers.1.self_attn.sinks"),
+        ("blk.1.ffn_gate_inp.bias", "layers.1.mlp.router.bias"),
+        ("blk.1.attn_k.bias", "layers.1.self_attn.k_proj.bias"),
+    ],
+)
+def test_a_dense_part_of_gpt_oss_that_is_missing_is_one_line_of_the_command(
+    gpt_oss: Written, tmp_path: Path, name: str, words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = rewritten(gpt_oss.folder, tmp_path / "a.gguf", without=[name])
+    line = ["run", str(file), "--prompt", "#ab!", "--host-memory", "64MiB"]
+    assert main(line) == 2
+    said = capfd.readouterr().err.strip()
+    assert words in said
+    assert "\n" not in said
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """As in the files of GLM-4.5, whose number of blocks counts them."""
+    sample = next(sample for sample in SAMPLES if sample.architecture == "glm4moe")
+    written = gguf_checkpoints.write(sample, tmp_path)
+    plain = open_checkpoint(written.folder, "auto")
+    more = {
+        name.replace("blk.2.", "blk.3."): stored
+        for name, stored in tensors_of(written.folder).items()
+        if name.startswith("blk.2.")
+    }
+    more["blk.3.nextn.eh_proj.weight"] = more["blk.3.attn_q.weight"]
+    numbers = {"glm4moe.block_count": 4, "glm4moe.nextn_predict_layers": 1}
+    file = rewritten(written.folder, tmp_path / "more.gguf", instead=more, numbers=numbers)
+    found = open_checkpoint(file, "auto")
+    assert found.config.num_hidden_layers == plain.config.num_hidden_layers == 3
+    assert found.entries.keys() == plain.entries.keys()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "numbers", "words"),
+    [
+        ("glm4moe", {"expert_gating_func": 1}, "expert_gating_func 2, a sigmoid, found 1"),
+        ("glm4moe", {"rope.dimension_count": 99}, "rope.dimension_count of 1 to 16, found 99"),
+        ("minimax-m2", {"attention.head_count": 7}, "as many rows for each head, found 7"),
+        ("ernie4_5-moe", {"rope.dimension_count": 8}, "turn all values of a head"),
+    ],
+)
+def test_what_a_family_does_not_compute_is_refused(
+    tmp_path: Path, architecture: str, numbers: dict[str, int], words: str
+) -> None:
+    sample = next(sample for sample in SAMPLES if sample.architecture == architecture)
+    written = gguf_checkpoints.write(sample, tmp_path)
+    named = {f"{architecture}.{key}": number for key, number in numbers.items()}
+    file = rewritten(written.folder, tmp_path / "a.gguf", numbers=named)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=words):
+        read(file)
 
 
 @pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.F32])

@@ -32,7 +32,9 @@ def problem(x_TD: Tensor, experts: QuantizedExperts) -> str | None:
     gate, up, down = experts.gate, experts.up, experts.down
     for stack in (up, down):
         if not takes_format(stack.format):
-            return f"{stack.format} has a global scale, or groups of {stack.format.group_cols}"
+            kind = stack.format
+            what = "lies in such blocks" if kind.block_codes else f"has groups of {kind.group_cols}"
+            return f"{kind} {what}"
     if gate is None:
         return None
     if gate.format != up.format:
@@ -44,7 +46,7 @@ def problem(x_TD: Tensor, experts: QuantizedExperts) -> str | None:
 
 
 def _parts(stack: Any) -> tuple[Tensor | None, ...]:
-    return stack.codes, stack.scales, stack.zero_points
+    return stack.codes, stack.scales, stack.zero_points, stack.global_scale
 
 
 def infer(

@@ -37,6 +37,8 @@ _BLOCKS: dict[int, BlockName] = {
     **{13: "q5_k", 14: "q6_k", 20: "iq4_nl", 23: "iq4_xs", 39: "mxfp4_block"},
 }
 """ggml's numbers of types."""
+_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.(weight|bias)")
+_ONE_ROW = "moe_statics.e_score_correction_bias"
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -73,6 +75,7 @@ def read_model(
             packed[name] = _packed(name, tensor, expert, file)
             entries[name] = packed[name].codes
         elements[_PLAIN.get(tensor.type_id, "BF16")] += entries[name].num_bytes
+    _require_whole(header.tensors, file)
     _require_narrow(header.tensors, file)
     config = _config(architecture.model_type, values, file)
     config.architectures = [architecture.model_class]
@@ -80,6 +83,25 @@ def read_model(
     config.dtype = {"F32": torch.float32, "F16": torch.float16}.get(most, torch.bfloat16)
     check_layers(config, entries, file)
     return config, entries, packed, architecture.conversions()
+
+
+def _require_whole(tensors: list[GgufTensor], file: Path) -> None:
+    """Refuses experts of which a matrix or a bias is missing, or is there for fewer of them."""
+    by_layer: dict[str, dict[tuple[str, str], GgufTensor]] = defaultdict(dict)
+    for tensor in tensors:
+        if found := _EXPERTS.fullmatch(tensor.name):
+            by_layer[found[1]][found[2], found[3]] = tensor
+    for layer, stacks in by_layer.items():
+        some = next(iter(stacks.values()))
+        for end in sorted({end for _, end in stacks}, reverse=True):
+            for part in ("gate", "up", "down"):
+                name, stack = f"blk.{layer}.ffn_{part}_exps.{end}", stacks.get((part, end))
+                if stack is None or stack.shape[0] != some.shape[0]:
+                    found_here = "none" if stack is None else str(stack.shape[0])
+                    raise CheckpointError(
+                        f"{one_line(str(file))}: expected {name} of {some.shape[0]} experts beside "
+                        f"{some.name}, found {found_here}"
+                    )
 
 
 def _require_narrow(tensors: list[GgufTensor], file: Path) -> None:
@@ -142,8 +164,9 @@ def _entry(
 ) -> TensorEntry:
     """A tensor, or one expert of it, of this type and these sizes."""
     if expert < 0:
-        # gates of one output are vectors here
-        shape = (1, *shape) if len(shape) == 1 and name.endswith("_gate.weight") else shape
+        # gates of one output are vectors here, and so are ERNIE's corrections
+        if len(shape) == 1 and name.endswith(("_gate.weight", _ONE_ROW)):
+            shape = (1, *shape)
         return TensorEntry(name, tensor.file, dtype, shape, tensor.offset, tensor.num_bytes)
     num_bytes = tensor.num_bytes // tensor.shape[0]
     offset = tensor.offset + expert * num_bytes

@@ -19,6 +19,7 @@ from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.gguf.header import GgufHeader, GgufTensor
 from moe_runtime.checkpoints.strict_json import clipped, one_line
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
+from moe_runtime.lazy import LazyTable
 
 if TYPE_CHECKING:
     from moe_runtime.checkpoints.transformers_private import WeightTransform
@@ -36,14 +37,23 @@ ATTENTION = {
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
 }
-_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _SHARED = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
 }
 EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
 _SINKS = "self_attn.sinks"
-CORRECTION = "mlp.gate.e_score_correction_bias"
+CORRECTION = "e_score_correction_bias"
+SHARED_EXPERTS = {
+    f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
+}
+DENSE = {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+MIXTRAL_EXPERTS = {
+    f"ffn_{part}_exps": f"block_sparse_moe.experts.{{}}.{name}"
+    for part, name in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
+}
+_LAYER = re.compile(r"blk\.(\d{1,5})\.")
 _BLOCK = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
 
 FIELDS = {
@@ -72,6 +82,7 @@ class Architecture:
         fields: settings that metadata have, by the ends of their keys.
         rope: of positions that are extended, as `constants`.
         conversions: gives what makes such weights those of the model.
+        rotated: the share of a head's values that positions turn.
     """
 
     model_type: str
@@ -82,6 +93,7 @@ class Architecture:
     fields: Mapping[str, str] = field(default_factory=lambda: FIELDS)
     rope: Mapping[str, Any] = field(default_factory=dict)
     conversions: Callable[[], list[WeightTransform]] = list
+    rotated: float = 1.0
 
 
 def _interleaved_experts() -> list[WeightTransform]:
@@ -144,9 +156,7 @@ ARCHITECTURES = {
         {
             **ATTENTION,
             "ffn_gate_inp": "block_sparse_moe.gate",
-            "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
-            "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
-            "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+            **MIXTRAL_EXPERTS,
         },
         {"intermediate_size": EXPERT_WIDTH},
         {"sliding_window": None},
@@ -155,7 +165,7 @@ ARCHITECTURES = {
     "olmoe": Architecture(
         "olmoe",
         "OlmoeForCausalLM",
-        {**ATTENTION, **_HEAD_NORMS, "ffn_gate_inp": "mlp.gate", **EXPERTS},
+        {**ATTENTION, **HEAD_NORMS, "ffn_gate_inp": "mlp.gate", **EXPERTS},
         {"intermediate_size": EXPERT_WIDTH},
         {"norm_topk_prob": False},
     ),
@@ -172,7 +182,7 @@ ARCHITECTURES = {
     "qwen3moe": Architecture(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        {**ATTENTION, **_HEAD_NORMS, "ffn_gate_inp": "mlp.gate", **EXPERTS},
+        {**ATTENTION, **HEAD_NORMS, "ffn_gate_inp": "mlp.gate", **EXPERTS},
         {
             "moe_intermediate_size": EXPERT_WIDTH,
             "head_dim": ("attn_q_norm", -1),
@@ -180,7 +190,18 @@ ARCHITECTURES = {
         {"norm_topk_prob": True, "decoder_sparse_step": 1},
     ),
 }
-"""By `general.architecture`; a row of `deepseek2` is made for each file."""
+"""By `general.architecture`, where all files of one have the same row."""
+
+_HERE = "moe_runtime.checkpoints.gguf"
+_MADE: Mapping[str, Callable[[GgufHeader, Path], Architecture]] = LazyTable(
+    {
+        "deepseek2": f"{_HERE}.deepseek:deepseek2",
+        "ernie4_5-moe": f"{_HERE}.corrected_gates:ernie4_5_moe",
+        "glm4moe": f"{_HERE}.corrected_gates:glm4moe",
+        "minimax-m2": f"{_HERE}.corrected_gates:minimax_m2",
+    }
+)
+"""What makes the row of a file, where files differ."""
 
 
 def architecture_of(header: GgufHeader, file: Path) -> Architecture:
@@ -190,12 +211,10 @@ def architecture_of(header: GgufHeader, file: Path) -> Architecture:
         UnsupportedModelError: there is none.
     """
     name = header.metadata.get("general.architecture")
-    if name == "deepseek2":
-        from moe_runtime.checkpoints.gguf.deepseek import deepseek2
-
-        return deepseek2(header, file)
+    if isinstance(name, str) and name in _MADE:
+        return _MADE[name](header, file)
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        known = ", ".join(sorted([*ARCHITECTURES, "deepseek2"]))
+        known = ", ".join(sorted([*ARCHITECTURES, *_MADE]))
         raise UnsupportedModelError(
             f"{one_line(str(file))}: expected a GGUF file of {known}, found "
             f"architecture {clipped(name)}; its safetensors checkpoint may be supported"
@@ -208,15 +227,21 @@ def named_weights(
 ) -> Iterator[tuple[str, GgufTensor, int]]:
     """What a checkpoint of `transformers` calls each tensor, and which expert of it that is.
 
+    Layers behind the model's own, which predict further tokens, are left out.
+
     Yields:
         Name, tensor and -1, or the number of an expert.
 
     Raises:
         UnsupportedModelError: nothing of the architecture has such a name.
     """
+    num_layers = _num_layers(header)
     for tensor in header.tensors:
         if tensor.name in _TABLES:
             yield _TABLES[tensor.name], tensor, -1
+            continue
+        layer = _LAYER.match(tensor.name)
+        if num_layers is not None and layer is not None and int(layer[1]) >= num_layers:
             continue
         found = _BLOCK.fullmatch(tensor.name)
         part = None if found is None else architecture.parts.get(found[2])
@@ -228,7 +253,7 @@ def named_weights(
             )
         prefix, end = f"model.layers.{int(found[1])}.", f".{found[3]}"
         if "{}" not in part:
-            is_whole = part in (_SINKS, CORRECTION)
+            is_whole = part.endswith((_SINKS, CORRECTION))
             yield prefix + part + ("" if is_whole else end), tensor, -1
             continue
         num_dims = 2 if found[3] == "bias" else 3
@@ -251,6 +276,8 @@ def settings_of(header: GgufHeader, architecture: Architecture, file: Path) -> d
         if f"{name}.{key}" not in metadata:
             refuse(file, f"{name}.{key} among its metadata", "no such key")
         values[setting] = metadata[f"{name}.{key}"]
+    if (num_layers := _num_layers(header)) is not None:
+        values["num_hidden_layers"] = num_layers
     tensors = {tensor.name: tensor for tensor in header.tensors}
     if "token_embd.weight" not in tensors or len(tensors["token_embd.weight"].shape) != 2:
         refuse(file, "a matrix token_embd.weight", "none")
@@ -267,9 +294,22 @@ def settings_of(header: GgufHeader, architecture: Architecture, file: Path) -> d
     values["rope_parameters"] = positions = _positions(metadata, name, file)
     if positions["rope_type"] != "default":
         positions.update(architecture.rope)
+    if architecture.rotated != 1:
+        positions["partial_rotary_factor"] = architecture.rotated
     for setting, key in _TOKENS.items():
         values[setting] = metadata.get(f"tokenizer.ggml.{key}_token_id")
     return values
+
+
+def _num_layers(header: GgufHeader) -> int | None:
+    """Layers of the model itself, where others are behind them; else None."""
+    name = header.metadata.get("general.architecture")
+    every, further = (
+        header.metadata.get(f"{name}.{key}") for key in ("block_count", "nextn_predict_layers")
+    )
+    if type(every) is int and type(further) is int and 0 < further < every:
+        return every - further
+    return None
 
 
 def _positions(metadata: Mapping[str, Any], name: str, file: Path) -> dict[str, Any]:

@@ -18,9 +18,11 @@ from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.gguf.architectures import (
     ATTENTION,
     CORRECTION,
+    DENSE,
     EXPERT_WIDTH,
     EXPERTS,
     FIELDS,
+    SHARED_EXPERTS,
     Architecture,
     refuse,
 )
@@ -46,8 +48,8 @@ _PARTS = {
     "attn_v_b": HEADS[1],
     "ffn_gate_inp": "mlp.gate",
     **EXPERTS,
-    **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
-    **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+    **DENSE,
+    **SHARED_EXPERTS,
 }
 _FIELDS = {
     **{setting: key for setting, key in FIELDS.items() if "num_experts" not in setting},
@@ -103,7 +105,7 @@ def deepseek2(header: GgufHeader, file: Path) -> Architecture:
         "topk_group": value("expert_group_used_count", 1),
         "norm_topk_prob": is_normed,
     }
-    own = {"exp_probs_b": CORRECTION, **_PARTS} if gating == _SIGMOID else _PARTS
+    own = {"exp_probs_b": f"mlp.gate.{CORRECTION}", **_PARTS} if gating == _SIGMOID else _PARTS
     kind = "3" if gating == _SIGMOID else "2"
     if gating == _SOFTMAX:
         constants["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from low_precision import UNIT_ROUNDOFF
@@ -16,6 +18,7 @@ from quantized_matrices import (
     MXFP4,
     MXFP8,
     NVFP4,
+    NVFP4_DIVIDED,
     random_stack,
 )
 from torch import Tensor
@@ -41,20 +44,17 @@ FORMATS = {
     "awq": AWQ,
     "int8": INT8,
     "gptq8": GPTQ8,
+    "nvfp4": NVFP4,
+    "nvfp4-divided": NVFP4_DIVIDED,
 }
 
 
 def moved(stack: QuantizedStack) -> QuantizedStack:
     if DEVICE == "cpu":
         return stack
-    zeros = stack.zero_points
-    return QuantizedStack(
-        stack.format,
-        stack.num_cols,
-        stack.codes.to(DEVICE),
-        stack.scales.to(DEVICE),
-        None if zeros is None else zeros.to(DEVICE),
-    )
+    parts = (stack.codes, stack.scales, stack.zero_points, stack.global_scale)
+    every = (None if part is None else part.to(DEVICE) for part in parts)
+    return QuantizedStack(stack.format, stack.num_cols, *every)  # type: ignore[arg-type]
 
 
 def product(x: Tensor, stack: QuantizedStack, counts: list[int], **options: object) -> Tensor:
@@ -104,7 +104,7 @@ def test_odd_sizes_against_the_values(name: str, generator: torch.Generator) -> 
 @pytest.mark.usefixtures("poisoned_memory")
 def test_many_rows_of_even_sizes(generator: torch.Generator) -> None:
     """The widest tiles, without masks; gathered rows, written back in the order of the choices."""
-    for name in ("mxfp4", "fp8-block", "int4-64-zeros"):
+    for name in ("mxfp4", "fp8-block", "int4-64-zeros", "nvfp4"):
         stack = random_stack(FORMATS[name], 2, 256, 256, generator)
         ids = torch.randint(0, 2, (150, 2), generator=generator)
         order = token_sort(ids.to(DEVICE), 2, impl="reference")
@@ -171,6 +171,36 @@ def test_every_code_under_every_scale(
     assert torch.equal(found, values.T.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("factor", [2.0**-5, 1 / 3, 0.00123])
+def test_every_code_under_every_scale_of_nvfp4(factor: float, dtype: torch.dtype) -> None:
+    """All codes under all scales of fp8 but NaN; the global scale rounds once, at the end.
+
+    The specification rounds scale times global scale too: a factor that is a power of two gives
+    its bits, others those of the exact product.
+    """
+    scales = torch.arange(256).to(torch.uint8)
+    scales = scales[scales & 127 != 127].view(torch.float8_e4m3fn)
+    global_scale = torch.tensor([[factor]])
+    low = torch.arange(0, 16, 2)
+    codes = torch.cat((low | (low + 1) << 4, (low + 1) | low << 4)).to(torch.uint8)
+    for kind in (NVFP4, NVFP4_DIVIDED):
+        plain = QuantizedStack(
+            replace(kind, global_scale="none"),
+            32,
+            codes.expand(1, len(scales), -1).contiguous(),
+            scales[None, :, None].expand(1, -1, 2).contiguous(),
+        )
+        stack = replace(plain, format=kind, global_scale=global_scale)
+        found = product(torch.eye(stack.num_cols, dtype=dtype), stack, [stack.num_cols])
+        values = plain.matrix(0).dequantize().double()
+        wide = global_scale.double()
+        exact = (values * wide if kind is NVFP4 else values / wide).float()
+        assert torch.equal(found, exact.T.to(dtype))
+        if factor == 2.0**-5:
+            assert torch.equal(exact, stack.matrix(0).dequantize())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_no_number_stays_none(dtype: torch.dtype, generator: torch.Generator) -> None:
     """A scale of 255 and the codes 127 and 255 of fp8 reach the rows of the weights they are of."""
@@ -233,8 +263,12 @@ def test_what_does_not_fit_is_refused(generator: torch.Generator) -> None:
     odd = random_stack(WeightFormat("uint4", "bf16", group_cols=8), 2, 24, 32, generator)
     with pytest.raises(ValueError, match="cannot read"):
         product(x.detach(), odd, [2, 3])
-    with pytest.raises(ValueError, match="cannot be stacked"):
-        QuantizedStack(NVFP4, 32, stack.codes, stack.scales)
+    factors = torch.ones(3, 1)
+    with pytest.raises(ValueError, match=r"global scales must be \[2, 1\] on cpu"):
+        QuantizedStack(NVFP4, 32, stack.codes, stack.scales, global_scale=factors)
+    odd = replace(NVFP4, codes="uint4")
+    with pytest.raises(ValueError, match="cannot read"):
+        product(x.detach(), random_stack(odd, 2, 24, 32, generator), [2, 3])
     with pytest.raises(ValueError, match="2 slots on cpu like the codes"):
         QuantizedStack(INT4, 32, stack.codes, stack.scales[:1])
     with pytest.raises(ValueError, match="scales must be"):

@@ -18,11 +18,14 @@ import numpy as np
 import tiny_checkpoints
 import torch
 from gguf import GGMLQuantizationType as Kind
+from gguf_corrected_gates import CORRECTED, add_corrected_gates
 from gguf_latent_attention import add_latent_attention, heads_apart, heads_together
 from moe_families import Family
 from quantized_matrices import HALVES, any_blocks
 from safetensors.torch import load_file, save_file
 
+_CORRECTION = ("correction_bias", "correction.bias")
+"""What a name ends with, and as it is mapped."""
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 VOCABULARY = (
     [chr(ord("!") + i) for i in range(89)]
@@ -65,6 +68,7 @@ class Written:
 
 
 WIDE = {"hidden_size": 256, "num_hidden_layers": 2, "head_dim": 64}
+ALL_HEADS = {"num_key_value_heads": 4}
 LATENT = {
     **{"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32},
     **{"kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 64, "num_key_value_heads": 4},
@@ -77,7 +81,7 @@ SAMPLES = [
     Sample(
         "olmoe-q4_k",
         "olmoe",
-        Family("olmoe", "OlmoeForCausalLM", {**WIDE, "intermediate_size": 256}),
+        Family("olmoe", "OlmoeForCausalLM", WIDE | ALL_HEADS | {"intermediate_size": 256}),
         {
             r"1\.ffn_down_exps": Kind.Q6_K,
             "down_exps": Kind.Q5_K,
@@ -147,7 +151,17 @@ SAMPLES = [
         ),
         {"down_exps": Kind.Q5_1, "exps": Kind.Q8_0, "attn": Kind.Q8_0, "ffn": Kind.Q8_0},
     ),
-    Sample("olmoe-bf16", "olmoe", Family("olmoe", "OlmoeForCausalLM", {"hidden_size": 64})),
+    *(
+        Sample(
+            f"{architecture}-q8_0", architecture, family, {"gate_exps": Kind.Q4_0, "": Kind.Q8_0}
+        )
+        for architecture, family in CORRECTED.items()
+    ),
+    Sample(
+        "olmoe-bf16",
+        "olmoe",
+        Family("olmoe", "OlmoeForCausalLM", {"hidden_size": 64} | ALL_HEADS),
+    ),
 ]
 
 
@@ -208,6 +222,7 @@ def _add_tensors(
     names = gguf.get_tensor_name_map(architecture, num_layers)
     if sample.architecture == "gpt-oss":
         stored = _apart(stored)
+    stored = {name.replace(*_CORRECTION): tensor for name, tensor in stored.items()}
     if is_apart := sample.name == "deepseek2-sigmoid":
         stored = heads_apart(stored)
     groups: dict[str, list[str]] = defaultdict(list)
@@ -223,9 +238,12 @@ def _add_tensors(
         codes, found = _written(np.stack([stored[part].numpy() for part in parts]), kind)
         values |= {part: value.contiguous() for part, value in zip(parts, found, strict=True)}
         stacked = codes if len(parts) > 1 else codes[0]
+        if name.endswith("probs_b.bias"):
+            stacked = stacked.reshape(-1)
         if name.endswith("ffn_gate_inp_shexp.weight"):
             stacked = stacked[0]  # a vector in the files of llama.cpp
         writer.add_tensor(name, stacked, raw_dtype=kind)
+    values = {name.replace(*_CORRECTION[::-1]): tensor for name, tensor in values.items()}
     if is_apart:
         return heads_together(values)
     return _together(values) if sample.architecture == "gpt-oss" else values
@@ -299,11 +317,18 @@ def _add_metadata(writer: Any, config: Any) -> None:
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if config.model_type.startswith("deepseek"):
         add_latent_attention(writer, config)
+    elif config.model_type in ("glm4_moe", "ernie4_5_moe", "minimax_m2"):
+        add_corrected_gates(writer, config)
     else:
         writer.add_expert_count(config.num_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
+    width = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    writer.add_expert_feed_forward_length(width)
+    if (shared := getattr(config, "shared_expert_intermediate_size", None)) is not None:
+        writer.add_expert_shared_feed_forward_length(shared)
+    writer.add_expert_used_count(getattr(config, "moe_k", None) or config.num_experts_per_tok)
     if config.model_type == "gpt_oss":
         writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
         writer.add_sliding_window(config.sliding_window)
         positions = config.rope_parameters
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)

@@ -11,11 +11,10 @@ import gguf
 from torch import Tensor, cat
 
 NUM_HEADS, KEY_ROWS = 4, 32
-_CORRECTION = "e_score_correction"
 
 
 def heads_apart(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`kv_b_proj` as two stacks, and the correction of scores by the name that it is mapped by."""
+    """`kv_b_proj` as two stacks."""
     found = {}
     for name, tensor in stored.items():
         if "kv_b_proj" in name:
@@ -24,7 +23,7 @@ def heads_apart(stored: dict[str, Tensor]) -> dict[str, Tensor]:
             found[name.replace("kv_b", "k_b")] = keys.contiguous()
             found[name.replace("kv_b", "v_b")] = values.contiguous()
         else:
-            found[name.replace(f"{_CORRECTION}_bias", f"{_CORRECTION}.bias")] = tensor
+            found[name] = tensor
     return found
 
 
@@ -36,7 +35,7 @@ def heads_together(values: dict[str, Tensor]) -> dict[str, Tensor]:
             whole = cat((tensor.transpose(1, 2), values[name.replace("k_b", "v_b")]), dim=1)
             found[name.replace("k_b", "kv_b")] = whole.flatten(0, 1).contiguous()
         elif ".v_b_proj" not in name:
-            found[name.replace(f"{_CORRECTION}.bias", f"{_CORRECTION}_bias")] = tensor
+            found[name] = tensor
     return found
 
 

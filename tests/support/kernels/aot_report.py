@@ -31,8 +31,14 @@ from moe_runtime.kernels.grouped_gemm.columns import BLOCK_SIZES, ExpertColumns
 from moe_runtime.kernels.grouped_gemm.decode import DecodeProducts, decode_expert_mlp
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
+from moe_runtime.kernels.grouped_gemm.packed import BLOCKS_READ
 from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, ProductKind, Tile
-from moe_runtime.kernels.grouped_gemm.tiles import TILES_16_BIT, TILES_32_BIT, TILES_PACKED
+from moe_runtime.kernels.grouped_gemm.tiles import (
+    TILES_16_BIT,
+    TILES_32_BIT,
+    TILES_PACKED,
+    packed_table,
+)
 from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
 from moe_runtime.kernels.quantized import SCALES, QuantizedStack, WeightFormat
 from moe_runtime.kernels.token_sort import SortedTokens
@@ -47,7 +53,11 @@ PACKED = {
     "mxfp4": WeightFormat("e2m1", "e8m0", group_cols=32),
     "fp8-block": WeightFormat("e4m3", "f32", group_rows=128, group_cols=128),
     "int4-zeros": WeightFormat("uint4", "bf16", group_cols=32, has_zero_points=True),
+    "nvfp4": WeightFormat("e2m1", "e4m3", group_cols=16, global_scale="divide"),
+    **{name: WeightFormat(name) for name in BLOCKS_READ},  # type: ignore[arg-type]
 }
+SELDOM = {"fp8-block", *BLOCKS_READ} - {"q4_k"}
+"""Formats of which every tile is compiled or none."""
 DEVICES = {
     "sm_80": GpuLimits(shared_bytes=163 * 1024, has_wide_accumulators=False),
     "sm_90": GpuLimits(),
@@ -173,8 +183,9 @@ def packed_stack(kind: WeightFormat, num_slots: int, num_rows: int, num_cols: in
         kind,
         num_cols,
         meta(num_slots, num_rows, kind.row_bytes(num_cols), dtype=torch.uint8),
-        meta(num_slots, *groups, dtype=SCALES[kind.scales]),
+        None if kind.block_codes else meta(num_slots, *groups, dtype=SCALES[kind.scales]),
         meta(num_slots, *groups, dtype=torch.uint8) if kind.has_zero_points else None,
+        None if kind.global_scale == "none" else meta(num_slots, 1, dtype=torch.float32),
     )
 
 
@@ -223,12 +234,13 @@ def packed_calls(
     Unless it is every tile, each format is compiled for few rows or for many.
     """
     for name in PACKED:
-        if every_tile or name != "fp8-block":
+        if every_tile or name not in SELDOM:
             few = partial(packed_products, name, None, torch.bfloat16, device)
             yield f"packed {name} few tokens", few
-        table = TILES_PACKED["scaled codes" if name == "mxfp4" else "scaled sums"]
+        table = TILES_PACKED[packed_table(PACKED[name], torch.bfloat16)]
         tiles = [tile for _, tile in table] if every_tile else [table[-1][1]]
-        for tile in tiles if every_tile or name != "int4-zeros" else ():
+        is_compiled = name == "fp8-block" or name not in {*SELDOM, "int4-zeros"}
+        for tile in tiles if every_tile or is_compiled else ():
             fitted = tile.fitted(torch.bfloat16.itemsize, device)
             many = partial(packed_products, name, fitted, torch.bfloat16, device)
             yield f"packed {name} {fitted}", many

@@ -133,8 +133,13 @@ def random_stack(
         view.copy_(values.flatten(1).contiguous().view(torch.uint8).view(num_slots, size))
         return view.view(values.dtype).unflatten(1, values.shape[1:])
 
+    scales = None if kind.scales == "none" else stacked("scales")
     zeros = stacked("zero_points") if kind.has_zero_points else None
-    return QuantizedStack(kind, num_cols, stacked("codes"), stacked("scales"), zeros)
+    factors = None
+    if kind.global_scale != "none":
+        # each matrix has its own
+        factors = stacked("global_scale") * (1 + torch.arange(num_slots)[:, None] / 7)
+    return QuantizedStack(kind, num_cols, stacked("codes"), scales, zeros, factors)
 
 
 def assert_right(weight: QuantizedMatrix, x_RK: Tensor, bias: Tensor | None = None) -> None:
