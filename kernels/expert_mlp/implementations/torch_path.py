@@ -244,7 +244,9 @@ class Call:
         )
         if self.tokens_R is not None:
             if one.down_bias is not None:
-                weight_grad_n = weight_grad_n + grad_nD @ one.down_bias.to(grad_nD.dtype)
+                # rounded as in the forward pass, whatever products are widened to
+                bias_D = one.down_bias.to(self.x_TD.dtype).to(grad_nD.dtype)
+                weight_grad_n = weight_grad_n + grad_nD @ bias_D
             self._part("weights_grad_R", self._weights_grad_R, group).copy_(weight_grad_n)
         num_inputs = len(one.inputs)
         own = [
