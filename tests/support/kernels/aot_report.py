@@ -56,7 +56,7 @@ PACKED = {
     "nvfp4": WeightFormat("e2m1", "e4m3", group_cols=16, global_scale="divide"),
     **{name: WeightFormat(name) for name in BLOCKS_READ},  # type: ignore[arg-type]
 }
-SELDOM = {"fp8-block", *BLOCKS_READ} - {"q4_k"}
+SELDOM = {"fp8-block", *BLOCKS_READ} - {"q8_0"}
 """Formats of which every tile is compiled or none."""
 DEVICES = {
     "sm_80": GpuLimits(shared_bytes=163 * 1024, has_wide_accumulators=False),
