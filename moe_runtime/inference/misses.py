@@ -117,7 +117,7 @@ class HostPart:
         self._rows = rows
         self._x_TD = x_TD
         self._num_choices = num_choices
-        self._activation = activation
+        self._activation: ExpertActivation = activation
         self._places: list[int] = []
         self._done: list[torch.Tensor] = []
 
