@@ -94,7 +94,16 @@ def test_committed_results_are_still_read() -> None:
     names = ("latency-*", "throughput-*", "io-*", "bench-*")
     found = [read_results(path) for name in names for path in sorted(folder.glob(f"{name}.json"))]
     cases = {one["case"] for one in found}
-    assert cases == {"latency", "throughput", "io", "experts", "layer", "policies", "training"}
+    assert cases == {
+        "latency",
+        "throughput",
+        "io",
+        "experts",
+        "layer",
+        "policies",
+        "training",
+        "dispatch",
+    }
     for one in found:
         for measured in one["measurements"]:
             assert measured["quality"]["equal"] >= 0.9 * measured["quality"]["compared"] > 0
