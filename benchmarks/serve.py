@@ -27,7 +27,7 @@ from harness.checkpoints import is_complete, write_checkpoint
 from harness.gguf_export import write_gguf
 from harness.interruption import stop_on_termination
 from harness.machine import commit, describe_machine, machine_name, num_usable_cores, versions
-from harness.memory_cap import drop_page_cache, memory_cap
+from harness.memory_cap import drop_page_cache, memory_cap, why_unavailable
 from harness.plan import cap_label
 from harness.shapes import SHAPES
 
@@ -53,8 +53,10 @@ def main() -> None:
         write_checkpoint(shape, checkpoint)
     if LLAMA_CPP in options.systems and not gguf.is_file():
         write_gguf(shape, checkpoint, gguf)
-    prompts = options.data / "prompts.txt"
-    write_prompts(prompts, options.requests, options.prompt_tokens)
+    if (reason := why_unavailable()) and any(options.caps):
+        print(f"without caps: {reason}")
+        options.caps = [cap for cap in options.caps if cap is None]
+    prompts = write_prompts(options.data, options)
     rows: list[dict[str, Any]] = []
     for cap_bytes in options.caps:
         for _ in range(options.rounds):
@@ -79,11 +81,16 @@ def main() -> None:
         write_text(HERE / "results" / name, json.dumps(report, indent=1) + "\n")
 
 
-def write_prompts(path: Path, count: int, tokens: int) -> None:
-    """A prompt in each line, one after another from the text, none like another."""
-    words = language_reference().split()
-    lines, line = [], []
-    for word in words:
+def write_prompts(folder: Path, options: argparse.Namespace) -> dict[int, Path]:
+    """A file of prompts for each number of clients: a server keeps prefixes, so none comes twice.
+
+    The last line of each is for the load generator's probe alone.
+    """
+    counts = {clients: num_requests(clients, options) for clients in options.clients}
+    count, tokens = sum(counts.values()) + len(counts), options.prompt_tokens
+    lines: list[str] = []
+    line: list[str] = []
+    for word in language_reference().split():
         line.append(word)
         if sum(map(len, line)) + len(line) >= tokens * CHARACTERS_PER_TOKEN:
             lines.append(" ".join(line))
@@ -92,7 +99,17 @@ def write_prompts(path: Path, count: int, tokens: int) -> None:
             break
     if len(lines) < count:
         raise SystemExit(f"the text has {len(lines)} prompts of {tokens} tokens, not {count}")
-    write_text(path, "\n".join(lines) + "\n")
+    paths: dict[int, Path] = {}
+    for clients, number in counts.items():
+        mine, lines = lines[: number + 1], lines[number + 1 :]
+        paths[clients] = folder / f"prompts-{clients}.txt"
+        write_text(paths[clients], "\n".join(mine) + "\n")
+    return paths
+
+
+def num_requests(clients: int, options: argparse.Namespace) -> int:
+    """As many for each client, whatever their number."""
+    return max(clients, options.requests * clients // max(options.clients))
 
 
 def server_command(
@@ -102,7 +119,7 @@ def server_command(
     most = max(options.clients)
     room = most * 2 * (options.prompt_tokens + options.output_tokens)
     port = str(options.port)
-    threads = str(options.threads)
+    threads = str(num_usable_cores())
     if system == OURS:
         command = [str(PROGRAM), "serve", str(checkpoint), "--port", port]
         return [*command, "--max-tokens", str(room)]
@@ -115,7 +132,10 @@ def server_command(
 
 
 def press(
-    command: Sequence[str], options: argparse.Namespace, prompts: Path, cap_bytes: int | None
+    command: Sequence[str],
+    options: argparse.Namespace,
+    prompts: dict[int, Path],
+    cap_bytes: int | None,
 ) -> Iterator[dict[str, Any]]:
     """One server's life: a row for each number of clients, or one that says why there is none."""
     drop_page_cache()
@@ -127,14 +147,22 @@ def press(
             yield {"error": str(error)}
             return
         for clients in options.clients:
-            number = max(clients, options.requests * clients // max(options.clients))
-            load = [str(PROGRAM), "bench", "serve", "--url", url, "--prompts", str(prompts)]
-            load += ["--concurrency", str(clients), "--requests", str(number), "--json"]
+            number = str(num_requests(clients, options))
+            load = [str(PROGRAM), "bench", "serve", "--url", url]
+            load += ["--prompts", str(prompts[clients])]
+            load += ["--concurrency", str(clients), "--requests", number, "--json"]
             load += ["--output-tokens", str(options.output_tokens), "--timeout", str(READY_S)]
             done = subprocess.run(load, capture_output=True, text=True, check=False)
             if done.returncode:
-                yield {"clients": clients, "error": done.stderr.strip().splitlines()[-1]}
+                said = done.stderr.strip().splitlines() or ["the load ended without a word"]
+                yield {"clients": clients, "error": said[-1]}
                 continue
+            if process.poll() is not None:
+                yield {
+                    "clients": clients,
+                    "error": f"another server answers at port {options.port}",
+                }
+                return
             (level,) = json.loads(done.stdout)["levels"]
             yield {"clients": clients, "peak_bytes": peak_bytes(), **level}
 
@@ -230,7 +258,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3, help="turns of every server")
-    parser.add_argument("--threads", type=int, default=num_usable_cores())
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--llama-server", type=Path, default=Path("llama-server"))
     parser.add_argument("--save", action="store_true", help="write this machine's results file")

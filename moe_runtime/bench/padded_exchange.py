@@ -126,7 +126,8 @@ class RankExchange:
         self._transport.row_bytes = 0
         ours_TD = self.ours()
         assert self._transport.row_bytes == self.sent_bytes()["moe_runtime"]
-        return int((ours_TD == self.padded()).all(-1).sum())
+        ours, theirs = (x_TD.contiguous().view(torch.uint8) for x_TD in (ours_TD, self.padded()))
+        return int((ours == theirs).all(-1).sum())
 
     def sent_bytes(self) -> dict[str, int]:
         """Bytes that leave this rank, there and back, by side; a collective."""

@@ -5,17 +5,24 @@ import pytest
 import serve
 
 
-def test_prompts_are_of_a_length_and_none_begins_as_another(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.txt"
-    serve.write_prompts(path, 40, 32)
-    lines = path.read_text().splitlines()
-    assert len(lines) == len({line[:40] for line in lines}) == 40
-    assert all(127 <= len(line) < 127 + 80 for line in lines)
+def options_of(**others: object) -> Namespace:
+    known = {"clients": [1, 8], "requests": 16, "prompt_tokens": 32, "output_tokens": 4, "port": 1}
+    return Namespace(**known | {"llama_server": "it"} | others)
+
+
+def test_no_prompt_comes_twice(tmp_path: Path) -> None:
+    """A line more than requests, which only the load generator's probe asks."""
+    paths = serve.write_prompts(tmp_path, options_of())
+    lines = {clients: path.read_text().splitlines() for clients, path in paths.items()}
+    assert {clients: len(found) for clients, found in lines.items()} == {1: 2 + 1, 8: 16 + 1}
+    every = [line for found in lines.values() for line in found]
+    assert len({line[:40] for line in every}) == len(every)
+    assert all(127 <= len(line) < 127 + 80 for line in every)
 
 
 def test_more_prompts_than_the_text_has_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"the text has \d+ prompts of 100000 tokens, not 90"):
-        serve.write_prompts(tmp_path / "prompts.txt", 90, 100_000)
+    with pytest.raises(SystemExit, match=r"the text has \d+ prompts of 100000 tokens, not 20"):
+        serve.write_prompts(tmp_path, options_of(prompt_tokens=100_000))
     assert not list(tmp_path.iterdir())
 
 
@@ -34,9 +41,7 @@ def test_the_median_of_a_systems_turns_counts_and_failures_do_not() -> None:
 
 
 def test_every_server_has_room_for_all_clients() -> None:
-    options = Namespace(
-        clients=[1, 8], prompt_tokens=100, output_tokens=28, port=1, threads=2, llama_server="it"
-    )
+    options = options_of(prompt_tokens=100, output_tokens=28)
     places = Path("model"), Path("model.gguf")
     ours = serve.server_command(serve.OURS, options, *places)
     peer = serve.server_command(serve.LLAMA_CPP, options, *places)

@@ -82,7 +82,7 @@ class Architecture:
         fields: settings that metadata have, by the ends of their keys.
         rope: of positions that are extended, as `constants`.
         conversions: gives what makes such weights those of the model.
-        rotated: the share of a head's values that positions turn.
+        rotated: the share of a head's values that positions turn; None for the family's own.
     """
 
     model_type: str
@@ -93,7 +93,7 @@ class Architecture:
     fields: Mapping[str, str] = field(default_factory=lambda: FIELDS)
     rope: Mapping[str, Any] = field(default_factory=dict)
     conversions: Callable[[], list[WeightTransform]] = list
-    rotated: float = 1.0
+    rotated: float | None = None
 
 
 def _interleaved_experts() -> list[WeightTransform]:
@@ -294,7 +294,7 @@ def settings_of(header: GgufHeader, architecture: Architecture, file: Path) -> d
     values["rope_parameters"] = positions = _positions(metadata, name, file)
     if positions["rope_type"] != "default":
         positions.update(architecture.rope)
-    if architecture.rotated != 1:
+    if architecture.rotated is not None:
         positions["partial_rotary_factor"] = architecture.rotated
     for setting, key in _TOKENS.items():
         values[setting] = metadata.get(f"tokenizer.ggml.{key}_token_id")
