@@ -244,7 +244,7 @@ def test_prompts_have_the_tokens_asked_for_as_the_server_counts_them() -> None:
 
 
 def test_own_prompts_are_sent_in_turn() -> None:
-    """The first request has the last prompt, so that a server that keeps prefixes has not theirs."""
+    """The first request has the last prompt: a server that keeps prefixes has not theirs then."""
     chosen = settings(texts=["one", "two"], num_requests=3, levels=[Level(1, None)])
     asked = asked_with(chosen, lambda body: pieces([0.1]))[2]
     assert [body["prompt"] for body in asked] == ["two", "one", "two", "one"]
