@@ -137,7 +137,8 @@ def _machine_line(results: Results) -> str:
     machine = results["machine"]
     rows = [results] if "commit" in results else results.get("rows") or results["runs"]
     commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
-    features = [name for name in machine["cpu_features"] if name.startswith(("avx512", "amx"))]
+    wide = [name for name in machine["cpu_features"] if name.startswith(("avx512", "amx"))]
+    features = wide or [name for name in machine["cpu_features"] if name == "avx2"]
     return (
         f"{machine['cpu']} ({', '.join(features)}), "
         f"{machine['num_cores']} cores, {format_bytes(machine['memory_bytes'])}; "
