@@ -152,7 +152,7 @@ def load(
             f"device_memory is for models on a GPU; this one is on the CPU, got {device_memory!r}"
         )
     if misses != "device":
-        options.check_misses(misses, place)
+        options.check_misses(misses, place, is_alone=group is None and placement is None)
     transport = None if group is None and placement is None else options.as_transport(group)
     checkpoint = open_checkpoint(path_or_id, dtype)
     if trace is not None or timeline is not None:

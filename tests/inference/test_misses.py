@@ -17,6 +17,7 @@ import moe_runtime
 from moe_runtime.errors import CheckpointError
 from moe_runtime.inference import misses as misses_module
 from moe_runtime.inference.device_experts import DeviceExperts
+from moe_runtime.inference.miss_option import check_misses
 from moe_runtime.inference.misses import Misses
 from moe_runtime.memory.device_store import DeviceStore
 from moe_runtime.planning.hybrid import MissPlan
@@ -222,3 +223,11 @@ def test_a_model_on_the_cpu_has_no_device_to_spare(checkpoint: Path) -> None:
         moe_runtime.load(checkpoint, device="cpu", misses="gpu")
     model: Any = moe_runtime.load(checkpoint, device="cpu", misses="device", max_tokens=64)
     model.moe.close()
+
+
+def test_processes_that_divide_experts_leave_misses_to_the_device() -> None:
+    place = torch.device("cuda")
+    check_misses("device", place, is_alone=False)
+    check_misses("cpu", place, is_alone=True)
+    with pytest.raises(ValueError, match=r"misses is for one process; .*got 'cpu'"):
+        check_misses("cpu", place, is_alone=False)

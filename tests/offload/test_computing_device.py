@@ -23,6 +23,7 @@ from offloaded_models import (
 
 import moe_runtime
 from moe_runtime.errors import CapacityError
+from moe_runtime.training.offload import computing_device
 from moe_runtime.training.offload.handle import OffloadedTraining
 
 LAYERS, EXPERTS = 2, 4
@@ -218,6 +219,27 @@ def test_the_budget_of_the_host_is_for_experts_alone() -> None:
         smallest = found.value.smallest_bytes
         training, _ = on_device(place, None, share=1.0, device_memory=smallest)
         training.close()
+
+
+def test_dense_weights_that_are_on_the_device_already_are_not_counted_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is free there when training begins is less by them."""
+    with computing_on(NAME) as place:
+        with pytest.raises(CapacityError) as found:
+            on_device(place, None, share=1.0, device_memory=2**14)
+        smallest = found.value.smallest_bytes
+        assert smallest is not None
+        model = small()
+        experts = sum(p.numel() for layer in model.layers for p in layer.experts.parameters())
+        held = 4 * (sum(p.numel() for p in model.parameters()) - experts)
+        for free, fits in ((smallest - held, True), (smallest - held - 1, False)):
+            monkeypatch.setattr(computing_device, "available_device_bytes", lambda _, b=free: b)
+            if fits:
+                on_device(place, None, share=1.0, device_memory=smallest)[0].close()
+                continue
+            with pytest.raises(CapacityError):
+                on_device(place, None, share=1.0, device_memory=smallest)
 
 
 def test_what_does_not_go_with_a_device_is_refused() -> None:

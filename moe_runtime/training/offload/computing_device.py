@@ -67,6 +67,7 @@ def device_shares(
     layouts: Sequence[RecordLayout],
     *,
     dense: int,
+    held: int,
     updates: DeviceUpdates | None,
 ) -> tuple[int, int]:
     """What a budget on the device is divided into: activations, and weights of experts that stay.
@@ -77,6 +78,7 @@ def device_shares(
         place: the device.
         layouts: of the experts' records.
         dense: bytes of everything else with its states.
+        held: bytes of it that are on the device already, and not free.
         updates: that are made there, of one record at a time.
 
     Raises:
@@ -85,7 +87,7 @@ def device_shares(
     """
     activations = parse_budget(activation_memory, name="activation_memory")
     budget = parse_budget(device_memory, name="device_memory")
-    free = available_device_bytes(place)
+    free = available_device_bytes(place) + held
     given = resolve_budget(budget, free, "the device")
     kept = activations.resolve(given, auto_share=DEFAULT_ACTIVATION_SHARE)
     in_use = DEVICE_BUFFERS * buffer_bytes(_largest(layouts))

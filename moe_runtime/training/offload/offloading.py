@@ -143,19 +143,23 @@ def offload_training(
     elsewhere = _device_updates(place, update_stride)
     room, copies = memory.activation_bytes, memory.copy_bytes
     if place.type != "cpu":
+        experts = {id(parameter) for parameter in expert_parameters(sites)}
+        dense = [p for p in model.parameters() if p.device == place and id(p) not in experts]
+        held = sum(p.numel() * p.element_size() for p in dense)
         room, copies = device_shares(
             device_memory, activation_memory, place, [*layouts.values()],
-            dense=memory.dense_bytes, updates=elsewhere,
+            dense=memory.dense_bytes, held=held, updates=elsewhere,
         )  # fmt: skip
     folder = None if storage_dir is None else own_folder(Path(storage_dir), processes)
     states = open_states(layouts, memory, folder, io_threads, direct)
+    link = open_link(states, place)  # may refuse: before every expert is written
     if not resumes:
         fill(states, layouts, initial or stacked_parameters(sites))
     policy = _activation_policy(activations, sites, room, folder, direct)
     require_whole_saves(model, sites)
     return OffloadedTraining(
         model, sites, states, settings, memory, policy, elsewhere, copies, processes,
-        open_link(states, place),
+        link,
     )  # fmt: skip
 
 
