@@ -157,11 +157,9 @@ def press(
                 said = done.stderr.strip().splitlines() or ["the load ended without a word"]
                 yield {"clients": clients, "error": said[-1]}
                 continue
-            if process.poll() is not None:
-                yield {
-                    "clients": clients,
-                    "error": f"another server answers at port {options.port}",
-                }
+            if (code := process.poll()) is not None:
+                # whoever answered was another server at this port
+                yield {"clients": clients, "error": f"the server ended with exit code {code}"}
                 return
             (level,) = json.loads(done.stdout)["levels"]
             yield {"clients": clients, "peak_bytes": peak_bytes(), **level}
