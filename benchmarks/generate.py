@@ -22,7 +22,7 @@ from harness.prompt import Prompt, make_prompt
 from harness.report import print_report, write_results
 from harness.session import Findings, measure_disk, prepare_files, run_all, trace_routes
 from harness.shapes import SHAPES
-from harness.systems import SYSTEM_NAMES, TRANSFORMERS_VARIANTS
+from harness.systems import SYSTEM_NAMES, VARIANTS
 from rich.console import Console
 
 from moe_runtime.config import parse_bytes
@@ -31,6 +31,7 @@ HERE = Path(__file__).resolve().parent
 POCKET_MODEL = HERE.parent / "models" / "pocket"
 WARMUP_TOKENS = 2
 LEAST_WIDTH = 110
+DEFAULT_SHAPE = "olmoe-1b-7b"
 EXAMPLES = """examples:
   python benchmarks/generate.py --quick
       everything on a checkpoint of 19 MB in under a minute: does it all work here?
@@ -44,7 +45,8 @@ EXAMPLES = """examples:
       make the files now, measure later
 
 systems: ours, transformers (also transformers:eager, transformers:grouped_mm), accelerate,
-llama.cpp. Peers need `pip install '.[peers]'`; those not installed are left out with a word."""
+llama.cpp; ours:planes reads the checkpoint that `moe-runtime pack --code planes` made of it.
+Peers need `pip install '.[peers]'`; those not installed are left out with a word."""
 
 
 def main() -> int:
@@ -78,9 +80,9 @@ def parse(arguments: list[str]) -> tuple[Settings, argparse.Namespace]:
     if options.max_decode_s is None:
         options.max_decode_s = 3.0 if options.quick else 60.0
     systems = tuple(options.systems.split(","))
-    known = ", ".join((*SYSTEM_NAMES, *TRANSFORMERS_VARIANTS))
+    known = ", ".join((*SYSTEM_NAMES, *VARIANTS))
     for system in systems:
-        if system not in (*SYSTEM_NAMES, *TRANSFORMERS_VARIANTS):
+        if system not in (*SYSTEM_NAMES, *VARIANTS):
             raise ValueError(f"expected systems among {known}, got {system!r}")
     for name in ("repeats", "prompt_tokens", "new_tokens", "threads"):
         if getattr(options, name) < 1:
@@ -132,7 +134,9 @@ def run(settings: Settings, options: argparse.Namespace, console: Console) -> in
     say(f"commit {facts['commit']}, {facts['versions']}")
     prompt = _prompt(settings)
     facts["prompt"] = prompt.source
-    results = options.results or HERE / "results" / f"generate-{machine_name(machine)}.json"
+    which = "" if options.shape == DEFAULT_SHAPE else f"-{options.shape}"
+    name = f"generate{which}-{machine_name(machine)}.json"
+    results = options.results or HERE / "results" / name
     if options.quick and options.results is None:
         results = settings.data / "generate-quick.json"
     if options.keep:
@@ -206,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--quick", action="store_true", help="the tiny shape, one repeat, under a minute")
     add("--only", choices=("prepare", "disk"), help="stop after making files / measuring the disk")
-    add("--shape", choices=tuple(SHAPES), default="olmoe-1b-7b", help="(default: %(default)s)")
+    add("--shape", choices=tuple(SHAPES), default=DEFAULT_SHAPE, help="(default: %(default)s)")
     add("--systems", default=",".join(SYSTEM_NAMES), help="comma-separated (default: %(default)s)")
     add("--caps", help="comma-separated memory caps (default: none,10GiB,7GiB,5GiB)")
     add("--repeats", type=int, default=3, help="runs of each (default: %(default)s)")
@@ -230,7 +234,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--no-trace", action="store_true", help="skip the replay of LRU and Belady's optimum")
     add("--seed", type=int, default=0, help="seed of the weights")
     add("--data", type=Path, default=HERE / "data", help="folder for checkpoints")
-    add("--results", type=Path, help="results file (default: results/generate-<machine>.json)")
+    add("--results", type=Path, help="(default: results/generate-[SHAPE-]MACHINE.json)")
     add(
         "--keep",
         action="store_true",

@@ -18,6 +18,8 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- benchmarks/readme_table.py: begin -->", "<!-- end -->"
 OURS = "ours"
+DEFAULT_SHAPE = "olmoe-1b-7b"
+COMPARED = {OURS, "transformers", "llama.cpp"}
 
 
 def table_of(results: dict[str, Any]) -> str:
@@ -62,6 +64,12 @@ def _systems(results: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(row["system"] for row in results["summary"]))
 
 
+def _is_full(results: dict[str, Any]) -> bool:
+    """Whether it has the shape that `generate.py` takes by itself, and the main peers."""
+    systems = {system.partition(":")[0] for system in _systems(results)}
+    return results["shape"]["name"] == DEFAULT_SHAPE and systems >= COMPARED
+
+
 def _memory(cap: int | None) -> str:
     return "all of it" if cap is None else f"{cap / 2**30:.0f} GiB"
 
@@ -88,11 +96,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--results", type=Path, help="a results file (default: the newest)")
+    parser.add_argument(
+        "--results", type=Path, help="a results file (default: the newest full one)"
+    )
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when stale")
     options = parser.parse_args()
     files = [options.results] if options.results else RESULTS.glob("generate-*.json")
     found = [json.loads(file.read_text()) for file in files]
+    if not options.results:
+        found = [results for results in found if _is_full(results)]
     if not found:
         print("benchmarks/results has no results file; run benchmarks/generate.py", file=sys.stderr)
         return 2

@@ -12,6 +12,7 @@ from typing import Any
 from harness.shapes import GroupedShape, Qwen3Fp8Shape, Shape
 
 GIB = 1 << 30
+OURS_PACKED = "ours:planes"
 NEEDED_PACKAGES = {
     "ours": "moe_runtime",
     "transformers": "transformers",
@@ -53,6 +54,11 @@ class Settings:
         return self.data / self.shape.name
 
     @property
+    def packed(self) -> Path:
+        """The checkpoint in the lossless code of `moe-runtime pack --code planes`."""
+        return self.data / f"{self.shape.name}-planes"
+
+    @property
     def gguf(self) -> Path:
         return self.data / f"{self.shape.name}.gguf"
 
@@ -89,6 +95,8 @@ def cannot_work(system: str, cap_bytes: int | None, shape: Shape) -> str | None:
     if find_spec(NEEDED_PACKAGES[name]) is None:
         extra = "-e ." if name == "ours" else "'.[peers]'"
         return f"{NEEDED_PACKAGES[name]} is not installed (pip install {extra})"
+    if system == OURS_PACKED and isinstance(shape, GroupedShape | Qwen3Fp8Shape):
+        return "packs experts in bf16 alone"
     if name == "llama.cpp" and isinstance(shape, Qwen3Fp8Shape):
         return "has no type for FP8 in blocks"
     if name in ("transformers", "accelerate") and isinstance(shape, GroupedShape):

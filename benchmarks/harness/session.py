@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ from harness.checkpoints import is_complete, write_checkpoint
 from harness.disk import Measurement, ReadMode, measure, sweep
 from harness.gguf_export import write_gguf
 from harness.memory_cap import drop_page_cache
-from harness.plan import PlannedRun, Settings, cannot_work, cap_label, planned_runs
+from harness.plan import OURS_PACKED, PlannedRun, Settings, cannot_work, cap_label, planned_runs
 from harness.processes import Outcome, RunSpec, run_worker
 from harness.prompt import Prompt
 from harness.replay import Routes, read_routes
@@ -49,6 +51,7 @@ def prepare_files(settings: Settings, say: Say) -> None:
 
     Raises:
         OSError: the disk has too little room.
+        subprocess.CalledProcessError: packing failed; it has said why.
     """
     shape = settings.shape
     settings.data.mkdir(parents=True, exist_ok=True)
@@ -57,6 +60,7 @@ def prepare_files(settings: Settings, say: Say) -> None:
         say(f"writing checkpoint {settings.checkpoint} ({shape.total_bytes / 1e9:.1f} GB)")
         for derived in (settings.gguf, settings.trace_file):
             derived.unlink(missing_ok=True)
+        shutil.rmtree(settings.packed, ignore_errors=True)
         write_checkpoint(
             shape, settings.checkpoint, seed=settings.seed, progress=_progress(say, "checkpoint")
         )
@@ -65,6 +69,11 @@ def prepare_files(settings: Settings, say: Say) -> None:
         _require_room(settings.data, shape.total_bytes)
         say(f"writing {settings.gguf} ({shape.total_bytes / 1e9:.1f} GB)")
         write_gguf(shape, settings.checkpoint, settings.gguf, progress=_progress(say, "GGUF"))
+    if OURS_PACKED in settings.systems and cannot_work(OURS_PACKED, None, shape) is None:
+        say(f"packing {settings.packed}")
+        program = Path(sys.executable).with_name("moe-runtime")
+        # takes up what an interrupted run has written, and leaves what is whole as it is
+        subprocess.run([program, "pack", settings.checkpoint, settings.packed], check=True)
 
 
 def measure_disk(settings: Settings, findings: Findings, say: Say) -> None:
@@ -131,7 +140,7 @@ def _execute(
 ) -> Outcome:
     spec = RunSpec(
         system=run.system,
-        checkpoint=str(settings.checkpoint),
+        checkpoint=str(settings.packed if run.system == OURS_PACKED else settings.checkpoint),
         gguf=str(settings.gguf),
         prompt_ids=prompt.ids,
         decode_ids=prompt.continuation,

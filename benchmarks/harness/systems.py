@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from harness.plan import OURS_PACKED
 from harness.processes import RunSpec
 
 SYSTEM_NAMES = ("ours", "transformers", "accelerate", "llama.cpp")
-TRANSFORMERS_VARIANTS = ("transformers:eager", "transformers:grouped_mm")
+# Systems that run only when they are named.
+VARIANTS = (OURS_PACKED, "transformers:eager", "transformers:grouped_mm")
 UBATCH_TOKENS = 512
 # What accelerate must leave free of a cap: interpreter and libraries, one layer's experts twice
 # (as read and as fused), activations.
@@ -52,9 +54,14 @@ def make_system(spec: RunSpec) -> System:
     Raises:
         ValueError: no such system.
     """
-    if spec.system == "transformers" or spec.system in TRANSFORMERS_VARIANTS:
+    if spec.system.partition(":")[0] == "transformers":
         return InMemoryTransformers(spec, spec.system.partition(":")[2] or None)
-    systems = {"ours": Ours, "accelerate": AccelerateOffload, "llama.cpp": LlamaCpp}
+    systems = {
+        "ours": Ours,
+        OURS_PACKED: Ours,
+        "accelerate": AccelerateOffload,
+        "llama.cpp": LlamaCpp,
+    }
     if spec.system not in systems:
         raise ValueError(f"unknown system {spec.system!r}")
     return systems[spec.system](spec)
