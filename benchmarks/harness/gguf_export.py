@@ -2,7 +2,8 @@
 
 Tensor names, types and the stacking of experts are those that llama.cpp's own converter gives such
 a model: matrices in bf16, experts of gpt-oss in MXFP4 as they are, norms, biases, sinks and routers
-in fp32, the experts of a layer in one tensor. The vocabulary is that of the checkpoint's tokenizer.
+in fp32, the experts of a layer in one tensor. For FP8 in blocks llama.cpp has no type: each matrix
+of such a model becomes Q8_0, rounded once more. The vocabulary is the checkpoint's tokenizer's.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ import numpy as np
 
 from harness.families import MAX_POSITIONS, config_of
 from harness.safetensors_files import TensorPlace, locate_tensors
-from harness.shapes import MXFP4_GROUP, GptOssShape, Shape
+from harness.shapes import (
+    FP8_BLOCK,
+    MXFP4_GROUP,
+    GptOssShape,
+    GroupedShape,
+    Qwen3Fp8Shape,
+    Shape,
+)
 from harness.tokenizer import END_OF_TEXT, TOKENIZER_NAME
 
 TABLES = {
@@ -53,6 +61,8 @@ EXPERT_PARTS = {
 FLOAT32_PARTS = ("_norm.weight", "ffn_gate_inp.weight", "attn_sinks.weight", ".bias")
 BLOCK_BYTES = 1 + MXFP4_GROUP // 2
 """Of 32 values in MXFP4: the exponent, then the codes of elements j and j + 16 in byte j."""
+Q8_GROUP, Q8_BYTES = 32, 34
+"""Values of a block in Q8_0, and its bytes: a scale in fp16 and a signed byte each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +70,7 @@ class GgufTensor:
     """A tensor of the GGUF file: its kind and the shape of its values, and what reads them."""
 
     name: str
-    kind: Literal["F32", "BF16", "MXFP4"]
+    kind: Literal["F32", "BF16", "MXFP4", "Q8_0"]
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
 
@@ -69,6 +79,8 @@ class GgufTensor:
         num_values = math.prod(self.shape)
         if self.kind == "MXFP4":
             return num_values // MXFP4_GROUP * BLOCK_BYTES
+        if self.kind == "Q8_0":
+            return num_values // Q8_GROUP * Q8_BYTES
         return num_values * (4 if self.kind == "F32" else 2)
 
     @property
@@ -96,9 +108,11 @@ def write_gguf(
     """
     gguf = importlib.import_module("gguf")
     tensors = list(_plan(shape, locate_tensors(checkpoint)))
+    if isinstance(shape, Qwen3Fp8Shape):
+        tensors = [_as_q8_0(tensor, gguf) for tensor in tensors]
     total = sum(tensor.num_bytes for tensor in tensors)
     unfinished = target.with_suffix(".partial")
-    writer = gguf.GGUFWriter(unfinished, "gpt-oss" if isinstance(shape, GptOssShape) else "olmoe")
+    writer = gguf.GGUFWriter(unfinished, _architecture(shape))
     _add_metadata(writer, gguf, shape)
     _add_vocabulary(writer, gguf, checkpoint / TOKENIZER_NAME)
     for tensor in tensors:
@@ -122,6 +136,12 @@ def write_gguf(
     unfinished.rename(target)
 
 
+def _architecture(shape: Shape) -> str:
+    if isinstance(shape, GptOssShape):
+        return "gpt-oss"
+    return "qwen3moe" if isinstance(shape, Qwen3Fp8Shape) else "olmoe"
+
+
 def _plan(shape: Shape, places: dict[str, TensorPlace]) -> Iterator[GgufTensor]:
     for key, name in TABLES.items():
         yield _plain(f"{name}.weight", places[f"{key}.weight"])
@@ -130,17 +150,16 @@ def _plan(shape: Shape, places: dict[str, TensorPlace]) -> Iterator[GgufTensor]:
         block, prefix = f"blk.{layer}", f"model.layers.{layer}"
         for key, name in (GPT_OSS_PARTS if is_gpt_oss else OLMOE_PARTS).items():
             for end in ("weight", "bias"):
-                if (place := places.get(f"{prefix}.{key}.{end}")) is not None:
-                    yield _plain(f"{block}.{name}.{end}", place)
+                if f"{prefix}.{key}.{end}" in places:
+                    yield _matrices(f"{block}.{name}.{end}", [f"{prefix}.{key}.{end}"], places)
         if is_gpt_oss:
             yield _plain(f"{block}.attn_sinks.weight", places[f"{prefix}.self_attn.sinks"])
             yield from _gpt_oss_experts(block, f"{prefix}.mlp.experts", places)
             continue
         for key, name in EXPERT_PARTS.items():
             stems = (f"{prefix}.mlp.experts.{expert}" for expert in range(shape.num_experts))
-            yield _plain(
-                f"{block}.{name}.weight", *(places[f"{stem}.{key}.weight"] for stem in stems)
-            )
+            names = [f"{stem}.{key}.weight" for stem in stems]
+            yield _matrices(f"{block}.{name}.weight", names, places)
 
 
 def _plain(name: str, *places: TensorPlace, rows: slice = slice(None)) -> GgufTensor:
@@ -160,6 +179,52 @@ def _plain(name: str, *places: TensorPlace, rows: slice = slice(None)) -> GgufTe
 
     stacked = one if len(places) == 1 else (len(places), *one)
     return GgufTensor(name, "F32" if is_float32 else "BF16", stacked, read)
+
+
+def _matrices(name: str, keys: list[str], places: dict[str, TensorPlace]) -> GgufTensor:
+    """Tensors as they are, or in fp32 where a checkpoint has FP8; several are stacked."""
+    matrices = [places[key] for key in keys]
+    if f"{keys[0]}_scale_inv" not in places:
+        return _plain(name, *matrices)
+    scales = [places[f"{key}_scale_inv"] for key in keys]
+
+    def read() -> np.ndarray:
+        found = [*map(_from_fp8, matrices, scales)]
+        return np.stack(found) if len(found) > 1 else found[0]
+
+    one = matrices[0].shape
+    return GgufTensor(name, "F32", one if len(keys) == 1 else (len(keys), *one), read)
+
+
+def _from_fp8(matrix: TensorPlace, scales: TensorPlace) -> np.ndarray:
+    """Codes in E4M3 times the scale of their block of 128 x 128."""
+    rows, cols = matrix.shape
+    bits = scales.read_bfloat16_bits().astype(np.uint32) << np.uint32(16)
+    blocks = bits.view(np.float32).repeat(FP8_BLOCK, 0).repeat(FP8_BLOCK, 1)
+    return _e4m3()[matrix.read_bytes()] * blocks[:rows, :cols]
+
+
+def _e4m3() -> np.ndarray:
+    """The value of each code: sign, four bits of exponent, three of mantissa; 127 and 255: NaN."""
+    codes = np.arange(256)
+    exponents, mantissas = codes >> 3 & 15, codes & 7
+    normal, subnormal = (8 + mantissas) * 2.0 ** (exponents - 10), mantissas * 2.0**-9
+    values = np.where(exponents > 0, normal, subnormal) * np.where(codes & 128, -1, 1)
+    return np.where(codes & 127 == 127, np.nan, values).astype(np.float32)
+
+
+def _as_q8_0(tensor: GgufTensor, gguf: ModuleType) -> GgufTensor:
+    """A matrix in Q8_0; what llama.cpp wants in fp32 stays."""
+    if tensor.name.endswith(FLOAT32_PARTS):
+        return tensor
+
+    def read() -> np.ndarray:
+        values = tensor.read()
+        if tensor.kind == "BF16":
+            values = (values.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+
+    return GgufTensor(tensor.name, "Q8_0", tensor.shape, read)
 
 
 def _gpt_oss_experts(block: str, stem: str, places: dict[str, TensorPlace]) -> Iterator[GgufTensor]:
@@ -194,7 +259,8 @@ def _add_metadata(writer: Any, gguf: ModuleType, shape: Shape) -> None:
     kinds, settings = gguf.LlamaFileType, config_of(shape)
     is_gpt_oss = isinstance(shape, GptOssShape)
     writer.add_name(shape.name)
-    writer.add_file_type(kinds.MOSTLY_MXFP4_MOE if is_gpt_oss else kinds.MOSTLY_BF16)
+    plain = kinds.MOSTLY_Q8_0 if isinstance(shape, Qwen3Fp8Shape) else kinds.MOSTLY_BF16
+    writer.add_file_type(kinds.MOSTLY_MXFP4_MOE if is_gpt_oss else plain)
     writer.add_context_length(MAX_POSITIONS)
     writer.add_embedding_length(shape.model_width)
     writer.add_block_count(shape.num_layers)
@@ -206,10 +272,11 @@ def _add_metadata(writer: Any, gguf: ModuleType, shape: Shape) -> None:
     writer.add_vocab_size(shape.vocab_size)
     writer.add_rope_freq_base(float(str(settings["rope_theta"])))
     writer.add_head_count_kv(int(str(settings["num_key_value_heads"])))
-    if isinstance(shape, GptOssShape):
+    if isinstance(shape, GroupedShape):
         writer.add_key_length(shape.head_dim)
         writer.add_value_length(shape.head_dim)
         writer.add_expert_feed_forward_length(shape.expert_width)
+    if is_gpt_oss:
         writer.add_sliding_window(settings["sliding_window"])
 
 

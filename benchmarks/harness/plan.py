@@ -97,8 +97,6 @@ def cannot_work(system: str, cap_bytes: int | None, shape: Shape) -> str | None:
         return f"{NEEDED_PACKAGES[name]} is not installed (pip install {extra})"
     if system == OURS_PACKED and isinstance(shape, GroupedShape | Qwen3Fp8Shape):
         return "packs experts in bf16 alone"
-    if name == "llama.cpp" and isinstance(shape, Qwen3Fp8Shape):
-        return "has no type for FP8 in blocks"
     if name in ("transformers", "accelerate") and isinstance(shape, GroupedShape):
         return "has no code for these quantised experts on a CPU"
     if name == "accelerate" and cap_bytes is None:

@@ -179,6 +179,20 @@ SHAPES: dict[str, Shape] = {
             vocab_size=151936,
             shard_bytes=4 * 10**9,
         ),
+        # A quarter of the layers: for a machine whose disk has no room for two files of 30 GB.
+        Qwen3Fp8Shape(
+            name="qwen3-30b-a3b-fp8-12-layers",
+            num_layers=12,
+            num_experts=128,
+            top_k=8,
+            model_width=2048,
+            expert_width=768,
+            num_heads=32,
+            num_kv_heads=4,
+            head_dim=128,
+            vocab_size=151936,
+            shard_bytes=4 * 10**9,
+        ),
         Qwen3Fp8Shape(
             name="qwen3-tiny-fp8",
             num_layers=3,

@@ -1,11 +1,14 @@
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from harness.checkpoints import write_checkpoint
 from harness.gguf_export import write_gguf
 from harness.safetensors_files import locate_tensors
-from harness.shapes import GptOssShape, Shape
+from harness.shapes import SHAPES, GptOssShape, Shape
+from safetensors import safe_open
 
 gguf = pytest.importorskip("gguf", reason="extra peers is not installed")
 
@@ -73,3 +76,33 @@ def test_experts_of_gpt_oss_keep_their_codes(tmp_path: Path) -> None:
         )
     assert tensors["blk.0.attn_sinks.weight"].shape.tolist() == [2]
     assert tensors["blk.0.post_attention_norm.weight"].shape.tolist() == [64]
+
+
+def test_fp8_in_blocks_becomes_q8_0(tmp_path: Path) -> None:
+    """Within half a step of Q8_0, whose step is the largest magnitude of 32 values over 127."""
+    shape = SHAPES["qwen3-tiny-fp8"]
+    write_checkpoint(shape, tmp_path / "model", seed=5)
+    write_gguf(shape, tmp_path / "model", tmp_path / "model.gguf")
+    reader = gguf.GGUFReader(tmp_path / "model.gguf")
+    assert reader.get_field("general.architecture").contents() == "qwen3moe"
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    weights = tensor_of(tmp_path / "model", "model.layers.2.mlp.experts.9.down_proj.weight")
+    scales = tensor_of(
+        tmp_path / "model", "model.layers.2.mlp.experts.9.down_proj.weight_scale_inv"
+    )
+    blocks = scales.float().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    expected = (weights.float() * blocks).numpy()
+    tensor = tensors["blk.2.ffn_down_exps.weight"]
+    assert tensor.tensor_type == gguf.GGMLQuantizationType.Q8_0
+    found = gguf.quants.dequantize(tensor.data[9], tensor.tensor_type)
+    steps = np.abs(expected).reshape(len(expected), -1, 32).max(-1).repeat(32, -1) / 127
+    # up to 127 steps, each rounded to fp16 (2^-25 where that is subnormal), and half a step
+    assert (np.abs(found - expected) <= 127 * np.maximum(steps / 2**11, 2**-25) + steps / 2).all()
+    assert tensors["output.weight"].tensor_type == gguf.GGMLQuantizationType.Q8_0
+    assert tensors["blk.0.attn_q_norm.weight"].tensor_type == gguf.GGMLQuantizationType.F32
+
+
+def tensor_of(folder: Path, name: str) -> torch.Tensor:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    with safe_open(folder / index["weight_map"][name], "pt") as file:
+        return file.get_tensor(name)
