@@ -2,9 +2,10 @@
 
 `moe-runtime serve`, llama.cpp's `llama-server` and `transformers serve` answer the same requests on
 the same synthetic weights, in turn, each in a process of its own, with all memory there is and
-under memory caps. `moe-runtime bench serve` presses them. Prompts are pieces of Python's language
-reference; answers are greedy and have their full length. A random model's answers wander through
-the vocabulary, so decoding finds no more of its experts in memory than chance has it.
+under memory caps. `moe-runtime bench serve` presses them, once unmeasured: weights are read and
+memory is touched for the first time then. Prompts are pieces of Python's language reference;
+answers are greedy and have their full length. A random model's answers wander through the
+vocabulary, so decoding finds no more of its experts in memory than chance has it.
 """
 
 from __future__ import annotations
@@ -84,9 +85,11 @@ def main() -> None:
 def write_prompts(folder: Path, options: argparse.Namespace) -> dict[int, Path]:
     """A file of prompts for each number of clients: a server keeps prefixes, so none comes twice.
 
-    The last line of each is for the load generator's probe alone.
+    That of 0 clients is for warming up: a prompt for each of the most clients. The last line of
+    each is for the load generator's probe alone.
     """
     counts = {clients: num_requests(clients, options) for clients in options.clients}
+    counts[0] = max(options.clients)
     count, tokens = sum(counts.values()) + len(counts), options.prompt_tokens
     lines: list[str] = []
     line: list[str] = []
@@ -105,6 +108,14 @@ def write_prompts(folder: Path, options: argparse.Namespace) -> dict[int, Path]:
         paths[clients] = folder / f"prompts-{clients}.txt"
         write_text(paths[clients], "\n".join(mine) + "\n")
     return paths
+
+
+def load_command(url: str, clients: int, prompts: Path, options: argparse.Namespace) -> list[str]:
+    """How a number of clients press a server with all prompts of a file but the last."""
+    number = len(prompts.read_text().splitlines()) - 1
+    command = [str(PROGRAM), "bench", "serve", "--url", url, "--prompts", str(prompts)]
+    command += ["--concurrency", str(clients), "--requests", str(number), "--json"]
+    return [*command, "--output-tokens", str(options.output_tokens), "--timeout", str(READY_S)]
 
 
 def num_requests(clients: int, options: argparse.Namespace) -> int:
@@ -146,13 +157,13 @@ def press(
         except RuntimeError as error:
             yield {"error": str(error)}
             return
-        for clients in options.clients:
-            number = str(num_requests(clients, options))
-            load = [str(PROGRAM), "bench", "serve", "--url", url]
-            load += ["--prompts", str(prompts[clients])]
-            load += ["--concurrency", str(clients), "--requests", number, "--json"]
-            load += ["--output-tokens", str(options.output_tokens), "--timeout", str(READY_S)]
-            done = subprocess.run(load, capture_output=True, text=True, check=False)
+        for clients in (0, *options.clients):
+            done = subprocess.run(
+                load_command(url, clients or max(options.clients), prompts[clients], options),
+                capture_output=True,
+                text=True,
+                check=False,
+            )
             if done.returncode:
                 said = done.stderr.strip().splitlines() or ["the load ended without a word"]
                 yield {"clients": clients, "error": said[-1]}
@@ -161,6 +172,8 @@ def press(
                 # whoever answered was another server at this port
                 yield {"clients": clients, "error": f"the server ended with exit code {code}"}
                 return
+            if not clients:
+                continue
             (level,) = json.loads(done.stdout)["levels"]
             yield {"clients": clients, "peak_bytes": peak_bytes(), **level}
 

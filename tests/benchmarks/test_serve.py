@@ -11,17 +11,21 @@ def options_of(**others: object) -> Namespace:
 
 
 def test_no_prompt_comes_twice(tmp_path: Path) -> None:
-    """A line more than requests, which only the load generator's probe asks."""
+    """A line more than requests, which only the load generator's probe asks; 0: for warming up."""
     paths = serve.write_prompts(tmp_path, options_of())
     lines = {clients: path.read_text().splitlines() for clients, path in paths.items()}
-    assert {clients: len(found) for clients, found in lines.items()} == {1: 2 + 1, 8: 16 + 1}
+    assert {clients: len(found) for clients, found in lines.items()} == {
+        0: 8 + 1,
+        1: 2 + 1,
+        8: 16 + 1,
+    }
     every = [line for found in lines.values() for line in found]
     assert len({line[:40] for line in every}) == len(every)
     assert all(127 <= len(line) < 127 + 80 for line in every)
 
 
 def test_more_prompts_than_the_text_has_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"the text has \d+ prompts of 100000 tokens, not 20"):
+    with pytest.raises(SystemExit, match=r"the text has \d+ prompts of 100000 tokens, not 29"):
         serve.write_prompts(tmp_path, options_of(prompt_tokens=100_000))
     assert not list(tmp_path.iterdir())
 
@@ -47,3 +51,10 @@ def test_every_server_has_room_for_all_clients() -> None:
     peer = serve.server_command(serve.LLAMA_CPP, options, *places)
     assert ours[ours.index("--max-tokens") + 1] == peer[peer.index("--ctx-size") + 1] == "2048"
     assert peer[peer.index("--parallel") + 1] == "8"
+
+
+def test_all_prompts_but_the_probes_are_asked(tmp_path: Path) -> None:
+    paths = serve.write_prompts(tmp_path, options_of())
+    command = serve.load_command("http://it", 8, paths[0], options_of())
+    assert command[command.index("--requests") + 1] == "8"
+    assert command[command.index("--prompts") + 1] == str(paths[0])
