@@ -80,10 +80,11 @@ def find_peer(asked: str, settings: dict[str, Any]) -> PeerProgram:
         file=file,
         python=Path(python).absolute() if python else this_python(),
         settings={**settings, **own, "variant": variant or None},
+        cap_bytes=settings.get("cap_bytes"),
     )
 
 
-def our_program(settings: dict[str, Any]) -> PeerProgram:
-    """This project as a peer among the others."""
-    file = _FOLDER / f"{OURS}.py"
-    return PeerProgram(name=OURS, file=file, python=this_python(), settings=settings)
+def our_program(settings: dict[str, Any], cap_bytes: int | None = None) -> PeerProgram:
+    """This project as a peer among the others, its memory capped if need be."""
+    file, python = _FOLDER / f"{OURS}.py", this_python()
+    return PeerProgram(name=OURS, file=file, python=python, settings=settings, cap_bytes=cap_bytes)

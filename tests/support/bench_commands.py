@@ -41,7 +41,8 @@ BENCH_CASES = {
             "precision": ("--precision 0.17", ("precision", 0.17)),
             "agreement": ("--agreement 0.375", ("agreement", 0.375)),
         },
-        dict.fromkeys(("prompts", "quick", "output"), "tests/bench/test_latency.py"),
+        dict.fromkeys(("prompts", "quick", "output"), "tests/bench/test_latency.py")
+        | {"cap": "tests/bench/test_memory_cap.py"},
     ),
     "bench throughput": Case(
         (
@@ -64,7 +65,8 @@ BENCH_CASES = {
             "precision": ("--precision 0.17", ("precision", 0.17)),
             "agreement": ("--agreement 0.375", ("agreement", 0.375)),
         },
-        dict.fromkeys(("prompts", "quick", "output"), "tests/bench/test_throughput.py"),
+        dict.fromkeys(("prompts", "quick", "output"), "tests/bench/test_throughput.py")
+        | {"cap": "tests/bench/test_memory_cap.py"},
     ),
     "bench io": Case(
         ("moe_runtime.bench.disk_reads.measure_reads",),

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from moe_runtime.cli import options
 from moe_runtime.cli.console import print_json, print_table
 from moe_runtime.cli.prompts import read_prompts
 from moe_runtime.cli.stopping import StopRequest
@@ -53,6 +54,14 @@ Precision = Annotated[
         min=0.0001, max=1.0, help="Half of the confidence interval that is narrow enough."
     ),
 ]
+Cap = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Cap each system's memory, page cache included, as in 7GiB: by a control group or "
+        "systemd. Each repetition then begins with the model out of the page cache.",
+    ),
+]
 Agreement = Annotated[
     float,
     typer.Option(
@@ -79,8 +88,28 @@ def prompt_ids(
     return [encode_prompt(tokenizer, text)["input_ids"][0].tolist() for text in texts]
 
 
+def cap_bytes(cap: str | None) -> int | None:
+    """The bytes of ``--cap``.
+
+    Raises:
+        ValueError: it is no size, or memory cannot be capped here.
+    """
+    if cap is None:
+        return None
+    from moe_runtime.bench.memory_cap import why_unavailable
+
+    limit = options.bytes_of(cap, "--cap")
+    if reason := why_unavailable():
+        raise ValueError(f"--cap {cap}: memory cannot be capped here: {reason}")
+    return limit
+
+
 def common_settings(
-    model: str, threads: int | None, prompts: Sequence[list[int]], num_new: int
+    model: str,
+    threads: int | None,
+    prompts: Sequence[list[int]],
+    num_new: int,
+    cap: int | None = None,
 ) -> dict[str, Any]:
     """Settings of every system."""
     from moe_runtime.lab.this_machine import num_usable_cores
@@ -89,7 +118,7 @@ def common_settings(
         "model": model,
         "num_threads": threads or num_usable_cores(),
         "max_tokens": max(map(len, prompts)) + num_new,
-        "cap_bytes": None,
+        "cap_bytes": cap,
     }
 
 

@@ -45,6 +45,7 @@ def bench_throughput(
     policy: options.Policy = "auto",
     prefetch: options.Prefetch = "auto",
     threads: shared.Threads = None,
+    cap: shared.Cap = None,
     max_s: shared.Time = None,
     precision: shared.Precision = 0.05,
     agreement: shared.Agreement = 0.9,
@@ -66,6 +67,7 @@ def bench_throughput(
     if prompts is not None:
         words = "has no effect where --prompts says what to ask"
         refuse_given(ctx, {"prompt_tokens", "batches"}, words)
+    limit = shared.cap_bytes(cap)
     from moe_runtime.bench.peer_files import find_peer, our_program
 
     # Who is unknown is refused before anything is read.
@@ -90,13 +92,13 @@ def bench_throughput(
         precision=precision,
         max_s=max_s or (60.0 if quick else 300.0),
     )
-    given = shared.common_settings(str(find_checkpoint(model)), threads, ids, plan.num_new)
+    given = shared.common_settings(str(find_checkpoint(model)), threads, ids, plan.num_new, limit)
     given["max_tokens"] *= min(batch, len(ids))
     ours = {name: given[name] for name in ("model", "num_threads", "max_tokens")}
     ours |= {"host_memory": host_memory, "policy": policy, "prefetch": prefetch, "device": "cpu"}
     with stop_on_signals(shared.STOPPING) as stop:
         results = measure_throughput(
-            our_program(ours),
+            our_program(ours, limit),
             [find_peer(asked, given) for asked in peer or ()],
             plan,
             rules,
@@ -104,6 +106,7 @@ def bench_throughput(
             settings={
                 **{name: value for name, value in ours.items() if name != "model"},
                 "model": Path(model).name,
+                "cap_bytes": limit,
                 "batch": batch,
                 "prompt_tokens": [len(one) for one in ids],
                 "new_tokens": plan.num_new,

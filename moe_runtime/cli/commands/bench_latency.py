@@ -37,6 +37,7 @@ def bench_latency(
     policy: options.Policy = "auto",
     prefetch: options.Prefetch = "auto",
     threads: shared.Threads = None,
+    cap: shared.Cap = None,
     max_s: shared.Time = None,
     precision: shared.Precision = 0.05,
     agreement: shared.Agreement = 0.9,
@@ -57,6 +58,7 @@ def bench_latency(
     parse_budget(host_memory, name="--host-memory")
     if prompts is not None:
         refuse_given(ctx, {"prompt_tokens"}, "has no effect where --prompts says what to ask")
+    limit = shared.cap_bytes(cap)
     from moe_runtime.bench.peer_files import find_peer, our_program
 
     # Who is unknown is refused before anything is read.
@@ -79,12 +81,14 @@ def bench_latency(
         precision=precision,
         max_s=max_s or (60.0 if quick else 300.0),
     )
-    given = shared.common_settings(str(find_checkpoint(model)), threads, plan.prompts, plan.num_new)
+    given = shared.common_settings(
+        str(find_checkpoint(model)), threads, plan.prompts, plan.num_new, limit
+    )
     ours = {name: given[name] for name in ("model", "num_threads", "max_tokens")}
     ours |= {"host_memory": host_memory, "policy": policy, "prefetch": prefetch, "device": "cpu"}
     with stop_on_signals(shared.STOPPING) as stop:
         results = measure_latency(
-            our_program(ours),
+            our_program(ours, limit),
             [find_peer(asked, given) for asked in peer or ()],
             plan,
             rules,
@@ -92,6 +96,7 @@ def bench_latency(
             settings={
                 **{name: value for name, value in ours.items() if name != "model"},
                 "model": Path(model).name,
+                "cap_bytes": limit,
                 "prompt_tokens": [len(ids) for ids in plan.prompts],
                 "new_tokens": plan.num_new,
                 "precision": precision,
