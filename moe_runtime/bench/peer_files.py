@@ -1,6 +1,10 @@
 """Which peers there are, and which environment each runs in."""
 
 import ast
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ from moe_runtime.config import require_known
 _FOLDER = Path(__file__).resolve().parent / "peers"
 _NOT_PEERS = ("__init__", "host", "moe_runtime")
 OURS = "moe_runtime"
+_WORD = re.compile(r"[\w.-]+")
 
 
 def peer_names() -> list[str]:
@@ -63,15 +68,15 @@ def find_peer(asked: str, settings: dict[str, Any]) -> PeerProgram:
         settings: of the run; the variant is added, and the model is replaced.
 
     Raises:
-        ValueError: there is no such peer, variant or model.
+        ValueError: there is no such peer, variant, interpreter or model.
     """
-    words, _, model = asked.partition("=")
-    named, _, python = words.partition("@")
-    name, _, variant = named.partition(":")
+    name, variant, python, model = split_peer(asked)
     file = peer_file(name)
     described = describe_peer(file)
     if variant:
         require_known(f"variant of {file.stem}", variant, described["VARIANTS"])
+    if python and not Path(python).is_file():
+        raise ValueError(f"--peer {asked}: no interpreter {python}")
     if model and not Path(model).exists():
         raise ValueError(f"--peer {asked}: {model} is not there")
     own = {"model": str(Path(model).absolute())} if model else {}
@@ -81,6 +86,50 @@ def find_peer(asked: str, settings: dict[str, Any]) -> PeerProgram:
         python=Path(python).absolute() if python else this_python(),
         settings={**settings, **own, "variant": variant or None},
         cap_bytes=settings.get("cap_bytes"),
+    )
+
+
+def find_peers(asked: Sequence[str], settings: dict[str, Any]) -> list[PeerProgram]:
+    """Reads all of ``--peer``. One that comes again, of another environment say, has a number."""
+    found, taken = [], {OURS}
+    for one in asked:
+        program = find_peer(one, settings)
+        numbered = (f"{program.name}#{number}" for number in count(2))
+        name = next(name for name in chain([program.name], numbered) if name not in taken)
+        taken.add(name)
+        found.append(replace(program, name=name))
+    return found
+
+
+def split_peer(asked: str) -> tuple[str, str, str, str]:
+    """Name, variant, interpreter and model of ``NAME[:VARIANT][@PYTHON][=MODEL]``.
+
+    Paths may hold the signs that divide the parts. Of all ways to divide, the first counts whose
+    files are there; without one, the first of all, so that the complaint is about what was meant.
+    """
+    ways = [
+        (name, variant, python, model)
+        for words, model in _ways(asked, "=")
+        for named, python in _ways(words, "@")
+        for name, variant in _ways(named, ":")
+    ]
+    return next((way for way in ways if _is_there(*way)), ways[0])
+
+
+def _ways(text: str, sign: str) -> Iterator[tuple[str, str]]:
+    """Every way to divide a text at a sign, the first one first; undivided last."""
+    for place in (place for place, char in enumerate(text) if char == sign):
+        yield text[:place], text[place + 1 :]
+    yield text, ""
+
+
+def _is_there(name: str, variant: str, python: str, model: str) -> bool:
+    is_peer = Path(name).is_file() if name.endswith(".py") else _WORD.fullmatch(name) is not None
+    return (
+        is_peer
+        and (not variant or _WORD.fullmatch(variant) is not None)
+        and (not python or Path(python).is_file())
+        and (not model or Path(model).exists())
     )
 
 

@@ -151,7 +151,7 @@ BENCH_CASES = {
         dict.fromkeys(("num_experts", "quick", "output"), "tests/bench/test_policy_replays.py"),
     ),
     "bench dispatch": Case(
-        ("moe_runtime.bench.dispatch_rounds.ranks_here",),
+        ("moe_runtime.bench.dispatch_ranks.ranks_here",),
         (),
         {
             "ranks": ("--ranks 4", 4),

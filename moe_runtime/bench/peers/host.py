@@ -64,7 +64,7 @@ def answer_requests(peer_file: str, requests: Any, answers: Any) -> None:
         begin, imported = time.perf_counter(), clock.spent_s
         if asked["do"] == "start":
             module = _read(peer_file)
-            peer = module.Peer(asked["settings"])
+            peer = _made(module, asked["settings"])
             found = {"start_s": time.perf_counter() - begin, "versions": _versions(module)}
             found["rss_after_imports_bytes"] = _status_bytes("VmRSS")
         elif asked["do"] == "load":
@@ -169,6 +169,14 @@ def _read(peer_file: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def _made(module: Any, settings: dict[str, Any]) -> Any:
+    try:
+        return module.Peer(settings)
+    except ImportError as error:
+        reason = f"{type(error).__name__}: {error}"
+        sys.exit(f"{reason}; its environment ({sys.executable}) needs: {module.INSTALL}")
 
 
 def _versions(module: Any) -> dict[str, str]:

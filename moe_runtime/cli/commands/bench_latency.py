@@ -59,11 +59,10 @@ def bench_latency(
     if prompts is not None:
         refuse_given(ctx, {"prompt_tokens"}, "has no effect where --prompts says what to ask")
     limit = shared.cap_bytes(cap)
-    from moe_runtime.bench.peer_files import find_peer, our_program
+    from moe_runtime.bench.peer_files import find_peers, our_program
 
     # Who is unknown is refused before anything is read.
-    for asked in peer or ():
-        find_peer(asked, {})
+    find_peers(peer or (), {})
     if output is not None:
         check_output_path(output, "results")
     quiet_transformers(session)
@@ -89,7 +88,7 @@ def bench_latency(
     with stop_on_signals(shared.STOPPING) as stop:
         results = measure_latency(
             our_program(ours, limit),
-            [find_peer(asked, given) for asked in peer or ()],
+            find_peers(peer or (), given),
             plan,
             rules,
             time.monotonic,
