@@ -14,6 +14,8 @@ from moe_runtime.config import require_known
 _FOLDER = Path(__file__).resolve().parent / "peers"
 _NOT_PEERS = ("__init__", "host", "moe_runtime")
 OURS = "moe_runtime"
+TEXT_CASES = ("latency", "throughput")
+"""What a peer takes part in that names nothing else."""
 _WORD = re.compile(r"[\w.-]+")
 
 
@@ -38,7 +40,7 @@ def peer_file(name: str) -> Path:
 
 
 def describe_peer(file: Path) -> dict[str, Any]:
-    """The constants ``INSTALL``, ``PACKAGES`` and ``VARIANTS`` of a peer's file, which is not run.
+    """``INSTALL``, ``PACKAGES``, ``VARIANTS`` and ``CASES`` of a peer's file, which is not run.
 
     Raises:
         ValueError: it is not Python, or ``INSTALL`` or ``PACKAGES`` is missing.
@@ -50,22 +52,23 @@ def describe_peer(file: Path) -> dict[str, Any]:
             for node in tree.body
             if isinstance(node, ast.Assign)
             and isinstance(node.targets[0], ast.Name)
-            and node.targets[0].id in ("INSTALL", "PACKAGES", "VARIANTS")
+            and node.targets[0].id in ("INSTALL", "PACKAGES", "VARIANTS", "CASES")
         }
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{file}: not the file of a peer: {error}") from None
     if missing := [name for name in ("INSTALL", "PACKAGES") if name not in found]:
         raise ValueError(f"{file}: not the file of a peer: it says no {' and no '.join(missing)}")
-    return {"VARIANTS": (), **found}
+    return {"VARIANTS": (), "CASES": TEXT_CASES, **found}
 
 
-def find_peer(asked: str, settings: dict[str, Any]) -> PeerProgram:
+def find_peer(asked: str, settings: dict[str, Any], case: str = "latency") -> PeerProgram:
     """Reads ``NAME[:VARIANT][@PYTHON][=MODEL]``, as in ``llama_cpp@peers/bin/python=olmoe.gguf``.
 
     Args:
         asked: the peer's name or file, a variant that its file names, its interpreter, and the
             same model in the form that it reads.
         settings: of the run; the variant is added, and the model is replaced.
+        case: what it shall take part in.
 
     Raises:
         ValueError: there is no such peer, variant, interpreter or model.
@@ -73,6 +76,9 @@ def find_peer(asked: str, settings: dict[str, Any]) -> PeerProgram:
     name, variant, python, model = split_peer(asked)
     file = peer_file(name)
     described = describe_peer(file)
+    if case not in described["CASES"]:
+        cases = " and ".join(f"bench {one}" for one in described["CASES"])
+        raise ValueError(f"--peer {asked}: takes part in {cases}, not in bench {case}")
     if variant:
         require_known(f"variant of {file.stem}", variant, described["VARIANTS"])
     if python and not Path(python).is_file():
@@ -89,11 +95,13 @@ def find_peer(asked: str, settings: dict[str, Any]) -> PeerProgram:
     )
 
 
-def find_peers(asked: Sequence[str], settings: dict[str, Any]) -> list[PeerProgram]:
+def find_peers(
+    asked: Sequence[str], settings: dict[str, Any], case: str = "latency"
+) -> list[PeerProgram]:
     """Reads all of ``--peer``. One that comes again, of another environment say, has a number."""
     found, taken = [], {OURS}
     for one in asked:
-        program = find_peer(one, settings)
+        program = find_peer(one, settings, case)
         numbered = (f"{program.name}#{number}" for number in count(2))
         name = next(name for name in chain([program.name], numbered) if name not in taken)
         taken.add(name)

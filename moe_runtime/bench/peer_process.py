@@ -70,7 +70,10 @@ class PeerProcess:
             requests.flush()
         except BrokenPipeError:
             raise PeerFailedError(self._why()) from None
-        return json.loads(self._line(what))
+        answer = json.loads(self._line(what))
+        if "error" in answer:
+            raise PeerFailedError(answer["error"][:_SHOWN])
+        return answer
 
     def _line(self, what: str) -> bytes:
         answers = self._process.stdout

@@ -89,6 +89,7 @@ BENCH_CASES = {
         (str(ROOT / "models" / "pocket"),),
         {
             "model": ("", ("model", "pocket")),
+            "peer": ("--peer kt_kernel", ("name", "kt_kernel")),
             "tokens": ("--tokens 7", ("tokens", [7])),
             "training": ("--training", ("trains", True)),
             "dtype": ("--dtype float16", ("dtype", "float16")),
@@ -148,7 +149,9 @@ BENCH_CASES = {
             "max_s": ("--time 37", ("max_s", 37.0)),
             "precision": ("--precision 0.17", ("precision", 0.17)),
         },
-        dict.fromkeys(("num_experts", "quick", "output"), "tests/bench/test_policy_replays.py"),
+        dict.fromkeys(
+            ("num_experts", "golden", "quick", "output"), "tests/bench/test_policy_replays.py"
+        ),
     ),
     "bench dispatch": Case(
         ("moe_runtime.bench.dispatch_ranks.ranks_here",),
@@ -190,7 +193,10 @@ BENCH_INPUTS = {
     ],
     "bench io": [(["bench", "io", "MODEL", "--output"], "MODEL/config.json")],
     "bench experts": [(["bench", "experts", "MODEL", "--output"], "MODEL/config.json")],
-    "bench policies": [(["bench", "policies", "TRACE", "--output"], "TRACE")],
+    "bench policies": [
+        (["bench", "policies", "TRACE", "--output"], "TRACE"),
+        (["bench", "policies", "TRACE", "--golden", "FILE", "--output"], "FILE"),
+    ],
     "bench layer": [(["bench", "layer", "MODEL", "--output"], "MODEL/config.json")],
     "bench training": [(["bench", "training", "MODEL", "--output"], "MODEL/config.json")],
     "bench serve": [(["bench", "serve", "--prompts", "FILE", "--output"], "FILE")],

@@ -31,6 +31,16 @@ Shape = Annotated[
 Tokens = Annotated[
     str | None, typer.Option(help="Tokens of a call, with commas. [1,16,64,256; quick: 1,16,256]")
 ]
+Peers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--peer",
+        metavar="NAME[@PYTHON][=FOLDER]",
+        help="Another system beside these, forward alone, several times if wanted: kt_kernel (in "
+        "bf16), or a file PEER.py; FOLDER is its wheel unpacked where PYTHON's environment has "
+        "none.",
+    ),
+]
 Training = Annotated[bool, typer.Option("--training", help="Calls with backward, too.")]
 Dtype = Annotated[
     str, typer.Option(help="Type of weights and tokens; auto is the checkpoint's, or bfloat16.")
@@ -42,6 +52,7 @@ def bench_experts(
     ctx: typer.Context,
     model: Model = None,
     shape: Shape = None,
+    peer: Peers = None,
     tokens: Tokens = None,
     training: Training = False,
     dtype: Dtype = "auto",
@@ -64,13 +75,17 @@ def bench_experts(
     if (model is None) == (shape is None):
         raise ValueError("expected MODEL or --shape, one of them: whose experts are measured?")
     numbers = parse_tokens(tokens or ("1,16,256" if quick else "1,16,64,256"))
+    from moe_runtime.bench.peer_files import find_peers
+
+    find_peers(peer or (), {}, "experts")
     if output is not None:
         check_output_path(output, "results")
     quiet_transformers(session)
     import torch
 
-    from moe_runtime.bench.expert_backends import ExpertsPlan, measure_experts
+    from moe_runtime.bench.expert_backends import measure_experts
     from moe_runtime.bench.expert_layers import layer_of_model, synthetic_layer
+    from moe_runtime.bench.expert_results import ExpertsPlan
     from moe_runtime.bench.runner import Rules
     from moe_runtime.lab.this_machine import num_usable_cores
 
@@ -106,6 +121,16 @@ def bench_experts(
                 "precision": precision,
                 "max_s": rules.max_s,
             },
+            peers=find_peers(
+                peer or (),
+                {
+                    "model": None,
+                    "num_threads": num_threads,
+                    "top_k": layer.top_k,
+                    "most_tokens": numbers[-1],
+                },
+                "experts",
+            ),
             on_repetition=shared.say_repetition,
             is_stopping=lambda: stop.is_set,
         )

@@ -71,7 +71,7 @@ def bench_throughput(
     from moe_runtime.bench.peer_files import find_peers, our_program
 
     # Who is unknown is refused before anything is read.
-    find_peers(peer or (), {})
+    find_peers(peer or (), {}, "throughput")
     if output is not None:
         check_output_path(output, "results")
     quiet_transformers(session)
@@ -98,7 +98,7 @@ def bench_throughput(
     with stop_on_signals(shared.STOPPING) as stop:
         results = measure_throughput(
             our_program(ours, limit),
-            find_peers(peer or (), given),
+            find_peers(peer or (), given, "throughput"),
             plan,
             rules,
             time.monotonic,
