@@ -94,6 +94,18 @@ def compare(before: dict[str, Any], after: dict[str, Any], bound: float) -> list
     return found
 
 
+def lost_systems(before: dict[str, Any], after: dict[str, Any]) -> dict[str, str | None]:
+    """Systems with numbers before and none after, by name: why; None where it was not asked for."""
+    others = {one["system"]: one for one in after["measurements"]}
+    lost = {}
+    for one in before["measurements"]:
+        other = others.get(one["system"])
+        if one["summary"] and (other is None or not other["summary"]):
+            unmeasured = other is None or other["failure"] is None
+            lost[one["system"]] = None if unmeasured else other["failure"]
+    return lost
+
+
 def differing_settings(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """What else differs between two results, a line for each: machine, then settings."""
     lines = []
