@@ -128,6 +128,11 @@ def say_repetition(name: str, number: int) -> None:
     print(f"moe-runtime: {name}: {done}", file=sys.stderr, flush=True)
 
 
+def command_line() -> str:
+    """The words of this process."""
+    return shlex.join(["moe-runtime", *sys.argv[1:]])
+
+
 def end_case(
     results: dict[str, Any],
     output: Path | None,
@@ -144,7 +149,7 @@ def end_case(
     """
     from moe_runtime.bench.results import write_results
 
-    results["command"] = shlex.join(["moe-runtime", *sys.argv[1:]])
+    results["command"] = command_line()
     if output is not None:
         write_results(output, results)
     if as_json:
