@@ -127,7 +127,7 @@ def started(program: PeerProgram, timeout_s: float) -> Iterator[PeerProcess]:
     ):
         if cap is not None:
             command = cap.wrap(command)
-            forget(_files_of(Path(program.settings["model"])))
+            forget(files_under(Path(program.settings["model"])))
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -147,7 +147,8 @@ def started(program: PeerProgram, timeout_s: float) -> Iterator[PeerProcess]:
                     _close(stream)
 
 
-def _files_of(model: Path) -> list[Path]:
+def files_under(model: Path) -> list[Path]:
+    """The file, or all files of the folder, that a model is."""
     return [file for file in (model, *model.rglob("*")) if file.is_file()]
 
 

@@ -253,3 +253,15 @@ def test_what_is_not_there_is_one_line(
     err = capsys.readouterr().err
     assert complaint in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("read", ["counting.py", "model=a/openvino_model.xml"])
+def test_results_replace_nothing_that_a_peer_reads(
+    read: str, bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (tmp_path / read).read_text()
+    peers = ["--peer", str(bench.counting), "--peer", f"openvino={bench.model}"]
+    words = ["bench", "latency", "models/pocket", *peers, "-o", str(tmp_path / read)]
+    assert main(words) == 2
+    assert "would replace" in capsys.readouterr().err
+    assert (tmp_path / read).read_text() == before

@@ -10,7 +10,6 @@ from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
 from moe_runtime.cli.console import Session, print_table, quiet_transformers
 from moe_runtime.cli.stopping import stop_on_signals
-from moe_runtime.files import check_output_path
 
 if TYPE_CHECKING:
     import torch
@@ -77,9 +76,7 @@ def bench_experts(
     numbers = parse_tokens(tokens or ("1,16,256" if quick else "1,16,64,256"))
     from moe_runtime.bench.peer_files import find_peers
 
-    find_peers(peer or (), {}, "experts")
-    if output is not None:
-        check_output_path(output, "results")
+    shared.check_results(output, find_peers(peer or (), {}, "experts"))
     quiet_transformers(session)
     import torch
 

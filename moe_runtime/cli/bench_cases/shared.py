@@ -4,7 +4,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,11 @@ from moe_runtime.cli import options
 from moe_runtime.cli.console import print_json, print_table
 from moe_runtime.cli.prompts import read_prompts
 from moe_runtime.cli.stopping import StopRequest
+from moe_runtime.files import check_output_path
+from moe_runtime.reading import require_not_read
+
+if TYPE_CHECKING:
+    from moe_runtime.bench.peer_process import PeerProgram
 
 STOPPING = "showing what was measured so far; Ctrl-C once more stops at once"
 MEMORY_ROWS = {
@@ -126,6 +131,23 @@ def say_repetition(name: str, number: int) -> None:
     """A line of progress."""
     done = f"repetition {number}" if number else "has the text that all are given"
     print(f"moe-runtime: {name}: {done}", file=sys.stderr, flush=True)
+
+
+def check_results(output: Path | None, peers: Sequence["PeerProgram"]) -> None:
+    """Refuses a place where no results can be written, or where they would replace a peer's files.
+
+    Raises:
+        CheckpointError: no file can be written there.
+        ValueError: it is the file of a peer, or of the model that it is given.
+    """
+    if output is None:
+        return
+    from moe_runtime.bench.peer_process import files_under
+
+    models = [Path(one.settings["model"]) for one in peers if one.settings.get("model")]
+    read = [file for model in models for file in files_under(model)]
+    require_not_read(output, "results", [*(one.file for one in peers), *read])
+    check_output_path(output, "results")
 
 
 def command_line() -> str:

@@ -12,7 +12,6 @@ from moe_runtime.cli.console import Session, quiet_transformers
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import parse_budget
-from moe_runtime.files import check_output_path
 
 _SPREADS = {"tokens/s of a step": ("step_tokens_per_s", 1.0)}
 _SINGLES = {
@@ -71,9 +70,7 @@ def bench_throughput(
     from moe_runtime.bench.peer_files import find_peers, our_program
 
     # Who is unknown is refused before anything is read.
-    find_peers(peer or (), {}, "throughput")
-    if output is not None:
-        check_output_path(output, "results")
+    shared.check_results(output, find_peers(peer or (), {}, "throughput"))
     quiet_transformers(session)
     from moe_runtime.bench.runner import Rules
     from moe_runtime.bench.throughput import ThroughputPlan, measure_throughput

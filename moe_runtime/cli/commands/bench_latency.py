@@ -12,7 +12,6 @@ from moe_runtime.cli.console import Session, quiet_transformers
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import parse_budget
-from moe_runtime.files import check_output_path
 
 _SPREADS = {
     "first token, ms": ("first_token_s", 1e3),
@@ -62,9 +61,7 @@ def bench_latency(
     from moe_runtime.bench.peer_files import find_peers, our_program
 
     # Who is unknown is refused before anything is read.
-    find_peers(peer or (), {})
-    if output is not None:
-        check_output_path(output, "results")
+    shared.check_results(output, find_peers(peer or (), {}))
     quiet_transformers(session)
     from moe_runtime.bench.latency import LatencyPlan, measure_latency
     from moe_runtime.bench.runner import Rules
