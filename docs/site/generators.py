@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -200,6 +201,26 @@ def _calls(file: str, function: str) -> Iterator[tuple[str | None, list[ast.expr
             first = node.args[0]
             text = first.value if isinstance(first, ast.Constant) else None
             yield text if isinstance(text, str) else None, node.args
+
+
+def citation_page() -> str:
+    """How to cite, from the file that GitHub reads."""
+    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    title, version, license_ = (
+        re.findall(rf'^{name}: "?([^"\n]+)', text, re.MULTILINE)[0]
+        for name in ("title", "version", "license")
+    )
+    (author,) = re.findall(r'- name: "(.+)"', text)
+    return (
+        "# How to cite\n\n"
+        "The software as below, and the papers whose methods you switched on: [Systems]"
+        "(systems/index.md) names them, and says where each is.\n\n"
+        "```bibtex\n@software{moe_runtime,\n"
+        f"  title = {{{title}}},\n  author = {{{{{author}}}}},\n  version = {{{version}}},\n"
+        f"  license = {{{license_}}}\n}}\n```\n\n"
+        "In the repository `CITATION.cff` says the same. Name the commit as well where you say how "
+        "fast something was: `moe-runtime --version` prints it, and every results file has it.\n"
+    )
 
 
 def _families() -> ModuleType:
