@@ -161,6 +161,20 @@ def test_platform_of_the_built_library_agrees_with_binutils() -> None:
     assert found == f"manylinux_{newest[0]}_{newest[1]}_x86_64"
 
 
+def test_a_build_says_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["git", "rev-parse", "HEAD"]
+    head = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
+    script = setup_script()
+    monkeypatch.chdir(ROOT)
+    assert head.startswith(json.loads(script.build_facts())["commit"])
+    # Neither a checkout nor a source archive; then one of these.
+    monkeypatch.chdir(tmp_path)
+    assert script.build_facts() is None
+    script.BUILD_FACTS.parent.mkdir()
+    script.BUILD_FACTS.write_text('{"commit": "of the archive"}')
+    assert script.build_facts() == '{"commit": "of the archive"}'
+
+
 @pytest.mark.long
 def test_wheel_works_where_there_is_no_compiler(tmp_path: Path) -> None:
     """A wheel with its native library, in an environment of its own: version, bench and report.
