@@ -164,6 +164,9 @@ def _report(error: Exception, session: Session) -> int:
     if isinstance(error, BrokenPipeError) and broken:
         return 2
     code, message = describe(error, broken)
+    if not message:
+        # The help of a group that was given no command is on the terminal already.
+        return code
     with contextlib.suppress(OSError):
         if session.debug:
             traceback.print_exception(error)

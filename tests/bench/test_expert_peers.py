@@ -87,7 +87,8 @@ def test_peers_compute_the_same_layer_or_have_no_numbers(model: Path, tmp_path: 
 def test_another_type_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
     (found,) = measure(model, tmp_path, "", dtype=torch.float32)
     parts = "down_proj, gate_up_proj in float32"
-    assert found["failure"] == f"takes gate_up_proj and down_proj in bfloat16, not {parts}"
+    told = "takes gate_up_proj and down_proj in bfloat16; this layer has "
+    assert found["failure"] == told + parts
 
 
 def at(address: int, kind: Any, *shape: int) -> np.ndarray[Any, Any]:

@@ -49,6 +49,14 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["versions"]["python"] == platform.python_version()
 
 
+@pytest.mark.parametrize("group", ["bench", "predictor"])
+def test_a_group_alone_shows_its_help(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([group]) == 2
+    out, err = capsys.readouterr()
+    assert f"moe-runtime {group} [OPTIONS] COMMAND" in out
+    assert err == ""
+
+
 def test_json_alone_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--json"]) == 2
     assert "--json comes after the command's name" in capsys.readouterr().err
