@@ -46,7 +46,7 @@ INSTALLED := $(VENV)/.installed
 NATIVE_SOURCES := $(wildcard setup.py kernels/*/*.[ch] kernels/native/*/*.[ch] kernels/*/*.cpp policies/*/*.[ch])
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-isa test-versions test-long gpu check docs bench format clean
+.PHONY: help install demo test test-isa test-versions test-long wheel gpu check docs bench format clean
 
 help:
 	@echo "make demo    install, then generate text with two thirds of the experts left on disk"
@@ -54,6 +54,7 @@ help:
 	@echo "make test-isa   install, then test what the native kernels reach with each instruction set"
 	@echo "make test-versions  install, then test the engine with the oldest and newest transformers"
 	@echo "make test-long  install, then run the tests that take minutes: every layout of 8 processes"
+	@echo "make wheel   install, then build a wheel into dist, and try it where there is no compiler"
 	@echo "make gpu     install, then test on a GPU, choose tiles there and measure: nine minutes"
 	@echo "make check   install, then ruff and pyright"
 	@echo "make docs    install, then build the documentation as a site: build/site/index.html"
@@ -106,6 +107,12 @@ test-versions: $(INSTALLED)
 
 test-long: $(INSTALLED)
 	$(BIN)/pytest -m long
+
+# For every Python, and every Linux whose glibc has what the native library calls. No network.
+wheel: $(INSTALLED)
+	$(BIN)/pytest -m long tests/test_packaging.py
+	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	@ls dist/*.whl
 
 # Tests first: no figure counts where they fail. Whoever has the time gives more of it.
 gpu: $(INSTALLED)

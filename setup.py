@@ -1,26 +1,43 @@
-"""Builds two C libraries, optional parts of installing; the rest is in pyproject.toml.
+"""Builds two C libraries, optional parts of installing, and says which machines a wheel is for.
+
+The rest is in pyproject.toml.
 
 The CPU kernels (`moe_runtime.kernels.native.library` loads them) and the replay of simple eviction
 policies (`moe_runtime.policies.eviction.compiled`). Both are plain C behind ctypes and use nothing
-of Python's headers. Without a working C compiler the installation succeeds: the runtime computes
-with torch alone, and replays take longer.
+of Python's headers: a wheel is for every Python, and for every Linux whose C library has the
+functions that they call. Without a working C compiler the installation succeeds: the runtime
+computes with torch alone, and replays take longer.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import re
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 from setuptools.errors import CCompilerError, CompileError, ExecError, PlatformError
 
 SOURCES = Path("kernels/native")
 KERNELS = "moe_runtime.kernels.native.moe_kernels"
 REPLAY = "moe_runtime.policies.eviction.replay_loop"
+LIBRARIES = (KERNELS, REPLAY)
 REPLAY_SOURCE = Path("policies/eviction/replay_loop.c")
+BUILD_FACTS = Path("moe_runtime/build.json")
+"""Which commit it was built from: an installed package has no checkout to ask."""
+_OLDEST_GLIBC = (2, 17)
+"""What every Linux has that Python 3.11 and torch run on; older functions need no older tag."""
+_LIBRARIES_OF_EVERY_LINUX = frozenset(
+    {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1"}
+)
 COMMON_FLAGS = [
     "-std=gnu11",
     "-O3",
@@ -130,6 +147,9 @@ class BuildNativeLibrary(build_ext):
     def _link(self, ext: Extension, objects: list[str]) -> None:
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
+        # Where Python's own libraries lie on this machine is nothing to a wheel: these need none.
+        linker = [word for word in self.compiler.linker_so if not word.startswith("-Wl,-rpath")]
+        self.compiler.set_executables(linker_so=linker)
         self.compiler.link_shared_object(
             objects, str(target), libraries=["m"], extra_postargs=["-pthread"]
         )
@@ -144,20 +164,96 @@ class BuildNativeLibrary(build_ext):
         )
 
 
-setup(
-    ext_modules=[
-        Extension(
-            KERNELS,
-            sources=sorted(str(path) for path in SOURCES.rglob("*.c")),
-            depends=sorted(str(path) for path in SOURCES.rglob("*.h")),
-            optional=True,
-        ),
-        Extension(
-            REPLAY,
-            sources=[str(REPLAY_SOURCE)],
-            depends=[str(REPLAY_SOURCE.with_name("replay_cache.h"))],
-            optional=True,
-        ),
-    ],
-    cmdclass={"build_ext": BuildNativeLibrary},
-)
+class Wheel(bdist_wheel):
+    """Names a wheel after what its libraries need, not after the Python that built it."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        *_, platform_tag = super().get_tag()
+        folder = Path(self.bdist_dir)
+        libraries = [
+            path.read_bytes()
+            for path in (folder / Path(*name.split(".")).with_suffix(".so") for name in LIBRARIES)
+            if path.is_file()
+        ]
+        return ("py3", "none", platform_of(libraries, platform_tag) if libraries else "any")
+
+
+def platform_of(libraries: list[bytes], platform_tag: str) -> str:
+    """The platform tag of a wheel, by the newest function of glibc that its libraries call.
+
+    Args:
+        libraries: contents of shared libraries.
+        platform_tag: this machine's, as in ``linux_x86_64``.
+
+    Returns:
+        As in ``manylinux_2_34_x86_64``; the machine's own tag where a library needs what not every
+        Linux has, or is not one of Linux and glibc.
+    """
+    content = b"\0".join(libraries)
+    needed = {
+        word.decode() for word in re.findall(rb"(?<=\0)[\w.+-]+\.so(?:\.\d+)*(?=\0)", content)
+    }
+    found = re.findall(rb"(?<=\0)GLIBC_(\d+)\.(\d+)(?:\.\d+)*(?=\0)", content)
+    if not platform_tag.startswith("linux_") or not found or needed - _LIBRARIES_OF_EVERY_LINUX:
+        return platform_tag
+    major, minor = max(_OLDEST_GLIBC, *((int(one), int(other)) for one, other in found))
+    return f"manylinux_{major}_{minor}_{platform_tag.removeprefix('linux_')}"
+
+
+class BuildPython(build_py):
+    """Copies the modules, and says in a wheel which commit they are of."""
+
+    def run(self) -> None:
+        super().run()
+        facts = build_facts()
+        if not self.editable_mode and facts:
+            (Path(self.build_lib) / BUILD_FACTS).write_text(facts, encoding="utf-8")
+
+
+class SourceArchive(sdist):
+    """An archive of the sources, which says which commit they are of."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        facts = build_facts()
+        if facts:
+            (Path(base_dir) / BUILD_FACTS).write_text(facts, encoding="utf-8")
+
+
+def build_facts() -> str | None:
+    """What a source archive says, else what git says of this checkout; None without either."""
+    if BUILD_FACTS.is_file():
+        return BUILD_FACTS.read_text(encoding="utf-8")
+    if not Path(".git").exists():
+        return None
+    try:
+        words = ["git", "rev-parse", "--short=12", "HEAD"]
+        head = subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return json.dumps({"commit": head}) + "\n"
+
+
+if __name__ == "__main__":
+    setup(
+        ext_modules=[
+            Extension(
+                KERNELS,
+                sources=sorted(str(path) for path in SOURCES.rglob("*.c")),
+                depends=sorted(str(path) for path in SOURCES.rglob("*.h")),
+                optional=True,
+            ),
+            Extension(
+                REPLAY,
+                sources=[str(REPLAY_SOURCE)],
+                depends=[str(REPLAY_SOURCE.with_name("replay_cache.h"))],
+                optional=True,
+            ),
+        ],
+        cmdclass={
+            "bdist_wheel": Wheel,
+            "build_ext": BuildNativeLibrary,
+            "build_py": BuildPython,
+            "sdist": SourceArchive,
+        },
+    )

@@ -16,7 +16,6 @@ from pathlib import Path
 from harness.interruption import stop_on_termination
 from harness.kept import check_circumstances
 from harness.machine import commit, describe_machine, machine_name, num_usable_cores, versions
-from harness.memory_cap import CapUnavailableError, why_unavailable
 from harness.plan import Settings, cap_label
 from harness.prompt import Prompt, make_prompt
 from harness.report import print_report, write_results
@@ -25,6 +24,7 @@ from harness.shapes import SHAPES
 from harness.systems import SYSTEM_NAMES, VARIANTS
 from rich.console import Console
 
+from moe_runtime.bench.memory_cap import CapUnavailableError, why_unavailable
 from moe_runtime.config import parse_bytes
 
 HERE = Path(__file__).resolve().parent

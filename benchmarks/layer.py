@@ -20,13 +20,15 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from harness.machine import commit, describe_machine, machine_name, versions
 from torch import Tensor, nn
 
+from moe_runtime.bench.expert_layers import LayerSizes
+from moe_runtime.bench.layer_blocks import transformers_block
 from moe_runtime.files import write_text
 from moe_runtime.kernels.expert_mlp.implementations.native_path import NativeSteps
 from moe_runtime.kernels.expert_mlp.implementations.products import NativeProducts
@@ -121,7 +123,8 @@ def make_call(
     if name == "gshard":
         module = GShardEinsum(layer, arguments.top_k)
     elif name != "ours":
-        module = transformers_block(name, layer, arguments)
+        sizes = (arguments.experts, arguments.top_k, arguments.hidden, arguments.inter)
+        module = transformers_block(name, layer, LayerSizes(*sizes))
 
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
 
@@ -131,24 +134,6 @@ def make_call(
         optimizer.step()
 
     return call
-
-
-def transformers_block(name: str, layer: MoELayer, arguments: argparse.Namespace) -> nn.Module:
-    """Qwen3-MoE's block with one of transformers' backends, on the layer's weights."""
-    from transformers import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
-
-    config = Qwen3MoeConfig(
-        hidden_size=arguments.hidden,
-        moe_intermediate_size=arguments.inter,
-        num_experts=arguments.experts,
-        num_experts_per_tok=arguments.top_k,
-        norm_topk_prob=True,
-        **cast(Any, {"experts_implementation": name}),
-    )
-    block = Qwen3MoeSparseMoeBlock(config)
-    block.load_state_dict(layer.state_dict(), assign=True)
-    return block
 
 
 class GShardEinsum(nn.Module):

@@ -28,10 +28,10 @@ from harness.checkpoints import is_complete, write_checkpoint
 from harness.gguf_export import write_gguf
 from harness.interruption import stop_on_termination
 from harness.machine import commit, describe_machine, machine_name, num_usable_cores, versions
-from harness.memory_cap import drop_page_cache, memory_cap, why_unavailable
 from harness.plan import cap_label
 from harness.shapes import SHAPES
 
+from moe_runtime.bench.memory_cap import drop_page_cache, memory_cap, why_unavailable
 from moe_runtime.bench.texts import language_reference
 from moe_runtime.config import parse_bytes
 from moe_runtime.files import write_text

@@ -4,12 +4,17 @@ The first tests guard the arrangement of folders: three packages whose code lies
 `moe_runtime/`. They run in a checkout; a source archive has no links.
 """
 
+import importlib.util
+import json
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -90,6 +95,7 @@ def test_wheel_holds_everything_and_needs_no_compiler(tmp_path: Path) -> None:
     copy_tracked_tree(source)
     wheel, said = build_wheel(source, tmp_path, compiler=tmp_path / "no-such-compiler")
     assert "Install a C compiler" in said
+    assert wheel.name.endswith("-py3-none-any.whl")
     unpacked = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(unpacked)
@@ -110,6 +116,112 @@ def test_wheel_holds_everything_and_needs_no_compiler(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     subprocess.run([sys.executable, "-P", "-c", code], check=True, cwd=empty)
+
+
+def setup_script() -> ModuleType:
+    """`setup.py` as a module: it builds nothing when it is imported."""
+    spec = importlib.util.spec_from_file_location("setup_script", ROOT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("names", "tag"),
+    [
+        # The newest function decides, and numbers are no text: 2.9 is older than 2.34.
+        (["libc.so.6", "GLIBC_2.9", "GLIBC_2.34", "GLIBC_2.2.5"], "manylinux_2_34_x86_64"),
+        (["libc.so.6", "libm.so.6", "GLIBC_2.2.5"], "manylinux_2_17_x86_64"),
+        # What no other machine need have.
+        (["libc.so.6", "libgomp.so.1", "GLIBC_2.34"], "linux_x86_64"),
+        (["libc.musl-x86_64.so.1"], "linux_x86_64"),
+    ],
+)
+def test_platform_is_the_oldest_that_has_what_libraries_call(names: list[str], tag: str) -> None:
+    content = b"\x7fELF\0" + b"\0".join(name.encode() for name in names) + b"\0"
+    assert setup_script().platform_of([b"\0GLIBC_2.3\0", content], "linux_x86_64") == tag
+    assert setup_script().platform_of([content], "macosx_14_0_arm64") == "macosx_14_0_arm64"
+
+
+@pytest.mark.skipif(not shutil.which("readelf"), reason="needs binutils")
+def test_platform_of_the_built_library_agrees_with_binutils() -> None:
+    from moe_runtime.kernels.native import describe
+
+    path = describe().path
+    if not path.is_file():
+        pytest.skip("the native library was not built")
+    said = subprocess.run(
+        ["readelf", "-V", path], check=True, capture_output=True, text=True
+    ).stdout
+    asked = [word.removeprefix("GLIBC_") for word in said.split() if word.startswith("GLIBC_")]
+    newest = max((2, 17), *(tuple(map(int, one.split(".")[:2])) for one in asked))
+    found = setup_script().platform_of([path.read_bytes()], "linux_x86_64")
+    assert found == f"manylinux_{newest[0]}_{newest[1]}_x86_64"
+
+
+def test_a_build_says_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["git", "rev-parse", "HEAD"]
+    head = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
+    script = setup_script()
+    monkeypatch.chdir(ROOT)
+    assert head.startswith(json.loads(script.build_facts())["commit"])
+    # Neither a checkout nor a source archive; then one of these.
+    monkeypatch.chdir(tmp_path)
+    assert script.build_facts() is None
+    script.BUILD_FACTS.parent.mkdir()
+    script.BUILD_FACTS.write_text('{"commit": "of the archive"}')
+    assert script.build_facts() == '{"commit": "of the archive"}'
+
+
+@pytest.mark.long
+def test_wheel_works_where_there_is_no_compiler(tmp_path: Path) -> None:
+    """A wheel with its native library, in an environment of its own: version, bench and report.
+
+    The libraries below are those of the environment that the tests run in, so no network is needed.
+    """
+    source, site = tmp_path / "source", tmp_path / "venv"
+    copy_tracked_tree(source)
+    wheel, _ = build_wheel(source, tmp_path, compiler=Path(shutil.which("cc") or "cc"))
+    _, _, python_tag, abi_tag, platform_tag = wheel.stem.split("-")
+    assert (python_tag, abi_tag) == ("py3", "none")
+    assert platform_tag.startswith("manylinux_2_")
+    with zipfile.ZipFile(wheel) as archive:
+        libraries = [archive.read(name) for name in archive.namelist() if name.endswith(".so")]
+    assert len(libraries) == 2
+    # Nothing of the machine that built it.
+    assert not any(str(Path.home()).encode() in library for library in libraries)
+
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", site], check=True)
+    packages = sysconfig.get_path("purelib", vars={"base": str(site)})
+    pip = [sys.executable, "-m", "pip", "--python", site / "bin" / "python"]
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", wheel], check=True)
+    Path(packages, "below.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "env").symlink_to(shutil.which("env") or "env")
+
+    def run(*words: str | Path) -> str:
+        environment = {"PATH": f"{site / 'bin'}:{tools}", "HOME": str(tmp_path), "LANG": "C.UTF-8"}
+        command = [site / "bin" / "moe-runtime", *words]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    facts = json.loads(run("--version", "--json"))
+    assert facts["native"]["problem"] is None
+    assert {"avx2", "avx512", "portable"} <= set(facts["native"]["built"])
+    model = ROOT / "models" / "pocket"
+    few = ("--time", "1", "-n", "2", "--prompt-tokens", "4")
+    run("bench", "latency", model, "--peer", "transformers", *few, "-o", "r.json")
+    results = json.loads((tmp_path / "r.json").read_text())
+    assert [one["failure"] for one in results["measurements"]] == [None, None]
+    run("bench", "compare", "r.json", "r.json")
+    run("bench", "report", "r.json", "-o", "page.html")
+    assert "latency" in (tmp_path / "page.html").read_text()
 
 
 def build_wheel(source: Path, target: Path, compiler: Path) -> tuple[Path, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from moe_runtime.bench.results import commit as commit
+from moe_runtime.lab.this_machine import commit as commit
 from moe_runtime.lab.this_machine import describe_machine as describe_machine
 from moe_runtime.lab.this_machine import num_usable_cores as num_usable_cores
 from moe_runtime.lab.this_machine import total_memory_bytes as total_memory_bytes

@@ -14,8 +14,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness.interruption import interruptions_held
-from harness.memory_cap import MemoryCap, drop_page_cache, memory_cap
+from moe_runtime.bench.memory_cap import (
+    MemoryCap,
+    drop_page_cache,
+    interruptions_held,
+    memory_cap,
+)
 
 WORKER = Path(__file__).resolve().parent.parent / "worker.py"
 LOG_TAIL_LINES = 12

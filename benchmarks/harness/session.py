@@ -14,12 +14,12 @@ from typing import Any
 from harness.checkpoints import is_complete, write_checkpoint
 from harness.disk import Measurement, ReadMode, measure, sweep
 from harness.gguf_export import write_gguf
-from harness.memory_cap import drop_page_cache
 from harness.plan import OURS_PACKED, PlannedRun, Settings, cannot_work, cap_label, planned_runs
 from harness.processes import Outcome, RunSpec, run_worker
 from harness.prompt import Prompt
 from harness.replay import Routes, read_routes
 from harness.safetensors_files import expert_ranges
+from moe_runtime.bench.memory_cap import drop_page_cache
 
 SPARE_DISK_BYTES = 2 << 30
 PROGRESS_EVERY_S = 5.0

@@ -18,7 +18,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from generators import api_page, command_reference, model_table, public_names
+from generators import (
+    api_page,
+    citation_page,
+    command_reference,
+    model_table,
+    public_names,
+)
 from links import file_of, is_outside, replace_targets
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +37,10 @@ CODE = "code"
 
 # Section -> (title, file of the repository, place in the site).
 WRITTEN = {
-    "Start": [("First steps", "README.md", "index.md")],
+    "Start": [
+        ("Overview", "README.md", "index.md"),
+        ("First steps", "docs/start.md", "start.md"),
+    ],
     "Guides": [
         ("The command line", "docs/cli.md", "guides/cli.md"),
         ("Files of prompts", "docs/batches.md", "guides/batches.md"),
@@ -100,7 +109,11 @@ def generated() -> dict[str, list[tuple[str, str, Callable[[], str]]]]:
     for package in public_names():
         place = f"reference/api/{package}.md"
         reference.append((package, place, lambda package=package: api_page(package)))
-    return {"Reference": reference, "Models": [("Families", "models/families.md", model_table)]}
+    return {
+        "Reference": reference,
+        "Models": [("Families", "models/families.md", model_table)],
+        "Changelog": [("How to cite", "cite.md", citation_page)],
+    }
 
 
 def write_pages(folder: Path) -> dict[str, list[tuple[str, str]]]:

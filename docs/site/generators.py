@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,29 +121,48 @@ def api_page(package: str) -> str:
     return f"# {package}\n\n{entries}"
 
 
+_PROOFS = (
+    ("logits and text, whatever the budget", "tests/inference/test_families.py"),
+    ("what autocast makes of them", "tests/inference/test_autocast.py"),
+    ("gradients of inputs and of weights that stay", "tests/inference/test_gradients.py"),
+    ("writing them back", "tests/inference/test_saving.py"),
+    ("packing and quantising experts", "tests/checkpoints/test_packing.py"),
+    ("several requests in the server's batches", "tests/serving/test_engine_families.py"),
+    ("training with experts off memory", "tests/offload/test_exactness.py"),
+)
+"""What is compared with `transformers`, on all families or on those that differ in it."""
+
+
 def model_table() -> str:
     """Every model family that the tests run, and the ones that are refused."""
-    families = _families()
+    families, formats = _families(), tested_formats()
     lines = [
         "# Models\n",
         "Made from the table that the tests run: of each family a tiny random checkpoint is "
         "loaded, and its logits, its text and its gradients must equal those of `transformers` "
         f"({_transformers_range()}) with the same weights. A budget smaller than the experts "
         "changes no bit.\n",
-        "[Formats of weights](../reference/formats.md) are independent of the family. What a "
+        "[Formats of weights](../reference/formats.md) are independent of the family: the column "
+        "has those in which the tests write checkpoints of it, beside fp32 and bf16. What a "
         "loaded model can be asked is [tested row by row]"
         "(../reference/transformers-features.md).\n",
-        "| family | class | experts | text step by step |",
-        "|---|---|---|---|",
+        "| family | class | experts | text step by step | packed formats tested | oldest |",
+        "|---|---|---|---|---|---|",
     ]
     for experts, table in (("interface", families.TABLE), ("adapter", families.ADAPTED)):
         for family in table:
             steps = "yes" if family.decodes else "no, as in `transformers`"
-            lines.append(f"| `{family.folder}` | `{family.model_class}` | {experts} | {steps} |")
+            packed = ", ".join(formats.get(family.model_class, ()))
+            cells = (experts, steps, packed, _oldest(families, family.model_class))
+            lines.append(f"| `{family.folder}` | `{family.model_class}` | {' | '.join(cells)} |")
     lines += [
         "",
         "*Interface*: `transformers` builds the family with its experts interface. *Adapter*: "
-        "`moe_runtime.checkpoints.families` gives it one.\n",
+        "`moe_runtime.checkpoints.families` gives it one. *Oldest*: whether it also runs with the "
+        "oldest `transformers` of the range (`make test-versions`).\n",
+        "## What is compared\n",
+        *(f"- {what}: `{file}`" for what, file in _PROOFS),
+        "",
         "## Refused\n",
         "These have routed experts that are built otherwise; loading one says so in one line.\n",
         "| family | class |",
@@ -150,6 +170,57 @@ def model_table() -> str:
     ]
     lines += [f"| `{one.folder}` | `{one.model_class}` |" for one in families.UNSUPPORTED]
     return "\n".join(lines) + "\n"
+
+
+def _oldest(families: ModuleType, model_class: str) -> str:
+    if model_class in families.NOT_IN_5_17:
+        return "no"
+    return "fp32" if model_class in families.FP32_ONLY_IN_5_17 else "yes"
+
+
+def tested_formats() -> dict[str, list[str]]:
+    """Formats of the checkpoints that tests write, by the class of the model."""
+    found: dict[str, set[str]] = {}
+    for name, args in _calls("quantized_checkpoints.py", "Quantized"):
+        family = args[1]
+        if name is not None and isinstance(family, ast.Call):
+            _, model_class = (ast.literal_eval(one) for one in family.args[:2])
+            found.setdefault(model_class, set()).add(name.partition("-")[2])
+    for file in ("gguf_checkpoints.py", "gguf_corrected_gates.py"):
+        for _, args in _calls(file, "Family"):
+            found.setdefault(ast.literal_eval(args[1]), set()).add("GGUF")
+    return {model_class: sorted(names) for model_class, names in found.items()}
+
+
+def _calls(file: str, function: str) -> Iterator[tuple[str | None, list[ast.expr]]]:
+    """Calls in a table of the tests: the first argument where it is a text, and all of them."""
+    path = ROOT / "tests" / "support" / "checkpoints" / file
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        is_one = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if is_one and node.func.id == function and len(node.args) > 1:
+            first = node.args[0]
+            text = first.value if isinstance(first, ast.Constant) else None
+            yield text if isinstance(text, str) else None, node.args
+
+
+def citation_page() -> str:
+    """How to cite, from the file that GitHub reads."""
+    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    title, version, license_ = (
+        re.findall(rf'^{name}: "?([^"\n]+)', text, re.MULTILINE)[0]
+        for name in ("title", "version", "license")
+    )
+    (author,) = re.findall(r'- name: "(.+)"', text)
+    return (
+        "# How to cite\n\n"
+        "The software as below, and the papers whose methods you switched on: [Systems]"
+        "(systems/index.md) names them, and says where each is.\n\n"
+        "```bibtex\n@software{moe_runtime,\n"
+        f"  title = {{{title}}},\n  author = {{{{{author}}}}},\n  version = {{{version}}},\n"
+        f"  license = {{{license_}}}\n}}\n```\n\n"
+        "In the repository `CITATION.cff` says the same. Name the commit as well where you say how "
+        "fast something was: `moe-runtime --version` prints it, and every results file has it.\n"
+    )
 
 
 def _families() -> ModuleType:

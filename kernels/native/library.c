@@ -82,6 +82,21 @@ MOE_EXPORT const char *moe_isa_name(int index) {
     return index >= 0 && index < usable_isas(isas) ? isas[index]->name : NULL;
 }
 
+/* Variants that were compiled, whether or not this machine can run them. */
+MOE_EXPORT const char *moe_built_isas(void) {
+    return ""
+#if defined(MOE_HAVE_AVX512BF16)
+           "avx512bf16 "
+#endif
+#if defined(MOE_HAVE_AVX512)
+           "avx512 "
+#endif
+#if defined(MOE_HAVE_AVX2)
+           "avx2 "
+#endif
+           "portable";
+}
+
 MOE_EXPORT const char *moe_current_isa(void) { return current_isa()->name; }
 
 MOE_EXPORT int moe_select_isa(const char *name) {

@@ -30,6 +30,7 @@ _Signatures = dict[str, tuple[object, list[object]]]
 _CONTROLS: _Signatures = {
     "moe_abi_version": (_INT, []),
     "moe_isa_name": (ctypes.c_char_p, [_INT]),
+    "moe_built_isas": (ctypes.c_char_p, []),
     "moe_current_isa": (ctypes.c_char_p, []),
     "moe_select_isa": (_INT, [ctypes.c_char_p]),
     "moe_cpu_has_amx": (_INT, []),
@@ -199,6 +200,7 @@ class NativeDescription:
         path: The library's file, whether or not it exists.
         isa: Instruction set in use (`avx512bf16`, `avx512`, `avx2` or `portable`), or None.
         isas: All that this machine and this build can run, best first.
+        built: All that were compiled, best first, whether or not this machine can run them.
         num_threads: Threads that work on one call, or 0.
         problem: Why there is no library and what to do about it, or None.
     """
@@ -206,6 +208,7 @@ class NativeDescription:
     path: Path
     isa: str | None
     isas: tuple[str, ...]
+    built: tuple[str, ...]
     num_threads: int
     problem: str | None
 
@@ -264,6 +267,10 @@ class NativeLibrary:
         while (name := self._library.moe_isa_name(len(names))) is not None:
             names.append(name.decode())
         return tuple(names)
+
+    def built_isas(self) -> tuple[str, ...]:
+        """Instruction sets that this build has, best first, whether or not this machine does."""
+        return tuple(self._library.moe_built_isas().decode().split())
 
     @property
     def isa(self) -> str:
@@ -357,6 +364,7 @@ def describe() -> NativeDescription:
         path=LIBRARY_PATH,
         isa=library.isa if library else None,
         isas=library.isas() if library else (),
+        built=library.built_isas() if library else (),
         num_threads=library.num_threads if library else 0,
         problem=problem,
     )

@@ -7,7 +7,6 @@ the file holds: a system whose bytes differ gets no numbers.
 """
 
 import contextlib
-import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from moe_runtime.bench.memory_cap import forget
 from moe_runtime.bench.results import Metric, describe_system, make_results, versions
 from moe_runtime.bench.runner import Number, PeerFailedError, Rules, run_in_turn
 from moe_runtime.errors import MoERuntimeError
@@ -246,16 +246,6 @@ def measure_reads(
             for one in systems
         ],
     )
-
-
-def forget(files: set[Path]) -> None:
-    """Has the kernel drop what it keeps of files, as far as nobody maps them."""
-    for path in files:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
 
 
 def _storage_bytes() -> int:

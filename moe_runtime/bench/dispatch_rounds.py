@@ -6,8 +6,7 @@ where a bit differs on any rank, the peer gets no numbers.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,46 +170,3 @@ def measure_dispatch(
             for one in systems
         ],
     )
-
-
-@contextmanager
-def ranks_here(plan: DispatchBenchPlan, num_ranks: int, store: str) -> Iterator[None]:
-    """A default group of this process, the first rank, and others that follow within the block.
-
-    Args:
-        plan: what they measure.
-        num_ranks: in all.
-        store: a file that is not there yet.
-    """
-    processes = torch.multiprocessing.get_context("spawn")
-    others = [
-        processes.Process(target=_follow, args=(plan, rank, num_ranks, store), daemon=True)
-        for rank in range(1, num_ranks)
-    ]
-    for one in others:
-        one.start()
-    try:
-        _join(0, num_ranks, store)
-        yield
-        dist.destroy_process_group()
-        for one in others:
-            one.join()
-    finally:
-        for one in others:
-            one.kill()
-
-
-def _join(rank: int, num_ranks: int, store: str) -> None:
-    torch.set_num_threads(1)
-    place = f"file://{store}"
-    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=num_ranks)
-
-
-def _follow(plan: DispatchBenchPlan, rank: int, num_ranks: int, store: str) -> None:
-    import signal
-
-    # Ctrl-C reaches all processes of a terminal; the first one says when to end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _join(rank, num_ranks, store)
-    measure_dispatch(plan, Rules(judged=()), time.monotonic, settings={})
-    dist.destroy_process_group()

@@ -1,9 +1,7 @@
 """One layer's experts as transformers builds them, with random weights, to be measured."""
 
 import copy
-import math
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_runtime.bench.peers.host import time_block as time_block
 from moe_runtime.config import require_known
 
 PEERS = ("eager", "grouped_mm", "batched_mm")
@@ -19,8 +18,6 @@ PEERS = ("eager", "grouped_mm", "batched_mm")
 OURS = "moe_runtime"
 # batched_mm copies an expert for every row; beyond this many bytes it is no contender.
 _BATCHED_BYTES = 2 << 30
-# A call as long as this needs no other to warm up before it.
-_LONG_S = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,26 +212,6 @@ def _drawn(module: Any, dtype: torch.dtype, num_experts: int, top_k: int) -> Exp
         dim_model=dim_model,
         dim_hidden=dim_hidden,
     )
-
-
-def time_block(run: Callable[[int], object], block_s: float) -> list[float]:
-    """Seconds of calls: one untimed, then as many as fit into the block, from 1 to 200.
-
-    Args:
-        run: the call; it is given its number, so that it can do something else each time.
-        block_s: seconds of all calls.
-    """
-    start = time.perf_counter()
-    run(0)
-    first_s = time.perf_counter() - start
-    if first_s > _LONG_S:
-        return [first_s]
-    samples = []
-    for index in range(max(1, min(200, math.ceil(block_s / first_s) - 1))):
-        start = time.perf_counter()
-        run(index + 1)
-        samples.append(time.perf_counter() - start)
-    return samples
 
 
 def median_of_block(run: Callable[[int], object], block_s: float) -> float:

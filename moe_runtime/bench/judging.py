@@ -13,6 +13,7 @@ from typing import Any
 
 from moe_runtime.bench.runner import MeasuredSystem
 
+_MOST_EXACT = 100
 _CHANCE = 0.05
 _MOST = 1e9
 
@@ -58,7 +59,9 @@ def judge(
     was, now = median(before), median(after)
     change = min(now / was - 1, _MOST) if was else float(now != was)
     grew = now > was
-    tested = mannwhitneyu(after, before, alternative="greater" if grew else "less", method="exact")
+    # Exact chances of hundreds of requests take minutes, and are those of a normal distribution.
+    method = "exact" if max(len(before), len(after)) <= _MOST_EXACT else "asymptotic"
+    tested = mannwhitneyu(after, before, alternative="greater" if grew else "less", method=method)
     chance = float(tested.pvalue)
     if abs(change) <= bound or chance > _CHANCE:
         return "noise", change, chance
@@ -92,6 +95,18 @@ def compare(before: dict[str, Any], after: dict[str, Any], bound: float) -> list
             f"{', '.join(sorted(names[1])) or 'none'} after"
         )
     return found
+
+
+def lost_systems(before: dict[str, Any], after: dict[str, Any]) -> dict[str, str | None]:
+    """Systems with numbers before and none after, by name: why; None where it was not asked for."""
+    others = {one["system"]: one for one in after["measurements"]}
+    lost = {}
+    for one in before["measurements"]:
+        other = others.get(one["system"])
+        if one["summary"] and (other is None or not other["summary"]):
+            unmeasured = other is None or other["failure"] is None
+            lost[one["system"]] = None if unmeasured else other["failure"]
+    return lost
 
 
 def differing_settings(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

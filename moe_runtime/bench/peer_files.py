@@ -1,6 +1,10 @@
 """Which peers there are, and which environment each runs in."""
 
 import ast
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,9 @@ from moe_runtime.config import require_known
 _FOLDER = Path(__file__).resolve().parent / "peers"
 _NOT_PEERS = ("__init__", "host", "moe_runtime")
 OURS = "moe_runtime"
+TEXT_CASES = ("latency", "throughput")
+"""What a peer takes part in that names nothing else."""
+_WORD = re.compile(r"[\w.-]+")
 
 
 def peer_names() -> list[str]:
@@ -33,7 +40,7 @@ def peer_file(name: str) -> Path:
 
 
 def describe_peer(file: Path) -> dict[str, Any]:
-    """The constants ``INSTALL``, ``PACKAGES`` and ``VARIANTS`` of a peer's file, which is not run.
+    """``INSTALL``, ``PACKAGES``, ``VARIANTS`` and ``CASES`` of a peer's file, which is not run.
 
     Raises:
         ValueError: it is not Python, or ``INSTALL`` or ``PACKAGES`` is missing.
@@ -45,33 +52,37 @@ def describe_peer(file: Path) -> dict[str, Any]:
             for node in tree.body
             if isinstance(node, ast.Assign)
             and isinstance(node.targets[0], ast.Name)
-            and node.targets[0].id in ("INSTALL", "PACKAGES", "VARIANTS")
+            and node.targets[0].id in ("INSTALL", "PACKAGES", "VARIANTS", "CASES")
         }
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{file}: not the file of a peer: {error}") from None
     if missing := [name for name in ("INSTALL", "PACKAGES") if name not in found]:
         raise ValueError(f"{file}: not the file of a peer: it says no {' and no '.join(missing)}")
-    return {"VARIANTS": (), **found}
+    return {"VARIANTS": (), "CASES": TEXT_CASES, **found}
 
 
-def find_peer(asked: str, settings: dict[str, Any]) -> PeerProgram:
+def find_peer(asked: str, settings: dict[str, Any], case: str = "latency") -> PeerProgram:
     """Reads ``NAME[:VARIANT][@PYTHON][=MODEL]``, as in ``llama_cpp@peers/bin/python=olmoe.gguf``.
 
     Args:
         asked: the peer's name or file, a variant that its file names, its interpreter, and the
             same model in the form that it reads.
         settings: of the run; the variant is added, and the model is replaced.
+        case: what it shall take part in.
 
     Raises:
-        ValueError: there is no such peer, variant or model.
+        ValueError: there is no such peer, variant, interpreter or model.
     """
-    words, _, model = asked.partition("=")
-    named, _, python = words.partition("@")
-    name, _, variant = named.partition(":")
+    name, variant, python, model = split_peer(asked)
     file = peer_file(name)
     described = describe_peer(file)
+    if case not in described["CASES"]:
+        cases = " and ".join(f"bench {one}" for one in described["CASES"])
+        raise ValueError(f"--peer {asked}: takes part in {cases}, not in bench {case}")
     if variant:
         require_known(f"variant of {file.stem}", variant, described["VARIANTS"])
+    if python and not Path(python).is_file():
+        raise ValueError(f"--peer {asked}: no interpreter {python}")
     if model and not Path(model).exists():
         raise ValueError(f"--peer {asked}: {model} is not there")
     own = {"model": str(Path(model).absolute())} if model else {}
@@ -80,10 +91,57 @@ def find_peer(asked: str, settings: dict[str, Any]) -> PeerProgram:
         file=file,
         python=Path(python).absolute() if python else this_python(),
         settings={**settings, **own, "variant": variant or None},
+        cap_bytes=settings.get("cap_bytes"),
     )
 
 
-def our_program(settings: dict[str, Any]) -> PeerProgram:
-    """This project as a peer among the others."""
-    file = _FOLDER / f"{OURS}.py"
-    return PeerProgram(name=OURS, file=file, python=this_python(), settings=settings)
+def find_peers(
+    asked: Sequence[str], settings: dict[str, Any], case: str = "latency"
+) -> list[PeerProgram]:
+    """Reads all of ``--peer``. One that comes again, of another environment say, has a number."""
+    found, taken = [], {OURS}
+    for one in asked:
+        program = find_peer(one, settings, case)
+        numbered = (f"{program.name}#{number}" for number in count(2))
+        name = next(name for name in chain([program.name], numbered) if name not in taken)
+        taken.add(name)
+        found.append(replace(program, name=name))
+    return found
+
+
+def split_peer(asked: str) -> tuple[str, str, str, str]:
+    """Name, variant, interpreter and model of ``NAME[:VARIANT][@PYTHON][=MODEL]``.
+
+    Paths may hold the signs that divide the parts. Of all ways to divide, the first counts whose
+    files are there; without one, the first of all, so that the complaint is about what was meant.
+    """
+    ways = [
+        (name, variant, python, model)
+        for words, model in _ways(asked, "=")
+        for named, python in _ways(words, "@")
+        for name, variant in _ways(named, ":")
+    ]
+    return next((way for way in ways if _is_there(*way)), ways[0])
+
+
+def _ways(text: str, sign: str) -> Iterator[tuple[str, str]]:
+    """Every way to divide a text at a sign, the first one first; undivided last."""
+    for place in (place for place, char in enumerate(text) if char == sign):
+        yield text[:place], text[place + 1 :]
+    yield text, ""
+
+
+def _is_there(name: str, variant: str, python: str, model: str) -> bool:
+    is_peer = Path(name).is_file() if name.endswith(".py") else _WORD.fullmatch(name) is not None
+    return (
+        is_peer
+        and (not variant or _WORD.fullmatch(variant) is not None)
+        and (not python or Path(python).is_file())
+        and (not model or Path(model).exists())
+    )
+
+
+def our_program(settings: dict[str, Any], cap_bytes: int | None = None) -> PeerProgram:
+    """This project as a peer among the others, its memory capped if need be."""
+    file, python = _FOLDER / f"{OURS}.py", this_python()
+    return PeerProgram(name=OURS, file=file, python=python, settings=settings, cap_bytes=cap_bytes)

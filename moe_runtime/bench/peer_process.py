@@ -9,12 +9,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_runtime.bench.memory_cap import MemoryCap, forget, memory_cap
 from moe_runtime.bench.runner import PeerFailedError
+from moe_runtime.config import format_bytes
 
 _HOST = Path(__file__).resolve().parent / "peers" / "host.py"
 _SHOWN = 300
@@ -29,21 +31,30 @@ class PeerProgram:
         file: the peer's file.
         python: the interpreter of its environment.
         settings: what its constructor is given.
+        cap_bytes: of all its memory, page cache included; None for no cap.
     """
 
     name: str
     file: Path
     python: Path
     settings: dict[str, Any]
+    cap_bytes: int | None = None
 
 
 class PeerProcess:
     """A running peer."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Any, timeout_s: float) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        log: Any,
+        timeout_s: float,
+        cap: MemoryCap | None = None,
+    ) -> None:
         self._process = process
         self._log = log
         self._timeout_s = timeout_s
+        self._cap = cap
         self._unread = b""
 
     def ask(self, what: str, **more: Any) -> dict[str, Any]:
@@ -59,7 +70,10 @@ class PeerProcess:
             requests.flush()
         except BrokenPipeError:
             raise PeerFailedError(self._why()) from None
-        return json.loads(self._line(what))
+        answer = json.loads(self._line(what))
+        if "error" in answer:
+            raise PeerFailedError(answer["error"][:_SHOWN])
+        return answer
 
     def _line(self, what: str) -> bytes:
         answers = self._process.stdout
@@ -81,6 +95,8 @@ class PeerProcess:
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines()]
         last = next((line for line in reversed(lines) if line), "")
+        if self._cap is not None and self._cap.num_oom_kills():
+            return f"killed: it takes more than the cap of {format_bytes(self._cap.limit_bytes)}"
         if code < 0:
             name = signal.Signals(-code).name
             return f"killed by {name}" + (", for want of memory?" if name == "SIGKILL" else "")
@@ -91,8 +107,12 @@ class PeerProcess:
 def started(program: PeerProgram, timeout_s: float) -> Iterator[PeerProcess]:
     """Runs a peer within the block; it is killed with all that it started when the block ends.
 
+    Under a cap the files of its model are dropped from the page cache first: pages that another
+    process has read are charged to that one, and would cost this one nothing.
+
     Raises:
         PeerFailedError: its interpreter is not there.
+        CapUnavailableError: its memory cannot be capped here.
     """
     threads = program.settings["num_threads"]
     command = ["env", f"OMP_NUM_THREADS={threads}", "HF_HUB_OFFLINE=1"]
@@ -100,7 +120,14 @@ def started(program: PeerProgram, timeout_s: float) -> Iterator[PeerProcess]:
     command += [str(program.python), "-P", str(_HOST), str(program.file)]
     if not program.python.is_file():
         raise PeerFailedError(f"{program.python} is not there")
-    with tempfile.TemporaryFile() as log:
+    limit = program.cap_bytes
+    with (
+        tempfile.TemporaryFile() as log,
+        nullcontext() if limit is None else memory_cap(limit) as cap,
+    ):
+        if cap is not None:
+            command = cap.wrap(command)
+            forget(files_under(Path(program.settings["model"])))
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -109,7 +136,7 @@ def started(program: PeerProgram, timeout_s: float) -> Iterator[PeerProcess]:
             start_new_session=True,
         )
         try:
-            yield PeerProcess(process, log, timeout_s)
+            yield PeerProcess(process, log, timeout_s, cap)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -118,6 +145,11 @@ def started(program: PeerProgram, timeout_s: float) -> Iterator[PeerProcess]:
                 if stream is not None:
                     # What a dead peer never read cannot be flushed.
                     _close(stream)
+
+
+def files_under(model: Path) -> list[Path]:
+    """The file, or all files of the folder, that a model is."""
+    return [file for file in (model, *model.rglob("*")) if file.is_file()]
 
 
 def _close(stream: Any) -> None:

@@ -5,7 +5,6 @@ settings. ``schema.json`` says it all; a file that differs from it is neither wr
 """
 
 import json
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,13 +17,11 @@ from moe_runtime.bench.runner import MeasuredSystem
 from moe_runtime.bench.schema import read_schema, require_valid
 from moe_runtime.errors import CheckpointError
 from moe_runtime.files import write_text
-from moe_runtime.lab.this_machine import describe_machine, versions
+from moe_runtime.lab.this_machine import describe_machine, package_commit, versions
 from moe_runtime.reading import read_bounded
 
 FORMAT, VERSION = "moe-runtime-bench", 1
 _MAX_BYTES = 256 << 20
-# An installed package lies there in no checkout of its own, if perhaps in somebody's.
-_CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ def make_results(
         "case": case,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": "",
-        "commit": commit(_CHECKOUT) if (_CHECKOUT / ".git").exists() else "unknown",
+        "commit": package_commit(),
         "machine": describe_machine(),
         "versions": versions(),
         "settings": dict(settings),
@@ -131,25 +128,6 @@ def read_results(path: Path) -> dict[str, Any]:
             f"{path}: not results of moe-runtime bench, version {VERSION}: {error}"
         ) from None
     return found
-
-
-def commit(checkout: Path) -> str:
-    """The commit that a checkout is at, with ``+changes`` where files other than results differ.
-
-    ``unknown`` outside of checkouts, and without git.
-    """
-    own = (":/", ":(top,exclude)benchmarks/results")
-    try:
-        head = _git(checkout, "rev-parse", "--short=12", "HEAD")
-        changed = _git(checkout, "status", "--porcelain", "--untracked-files=no", "--", *own)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return head + ("+changes" if changed else "")
-
-
-def _git(checkout: Path, *words: str) -> str:
-    command = ["git", "-C", str(checkout), *words]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def _as_list(value: Any) -> list[float]:

@@ -12,7 +12,6 @@ from typing import Annotated
 
 import typer
 
-import moe_runtime
 from moe_runtime.cli.commands.bench import bench_app
 from moe_runtime.cli.commands.chat import chat
 from moe_runtime.cli.commands.doctor import doctor
@@ -33,6 +32,7 @@ from moe_runtime.cli.console import Session
 from moe_runtime.cli.stopping import StopRequest, terminable
 from moe_runtime.cli.streams import release_broken_streams
 from moe_runtime.cli.strict import StrictCommand
+from moe_runtime.cli.version import show_version
 from moe_runtime.errors import MoERuntimeError
 
 _FIRST_SCREEN = """\
@@ -138,15 +138,20 @@ def build_app() -> typer.Typer:
 
 def _first_screen(
     ctx: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print version and build.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --version: print one JSON object.")
+    ] = False,
     completion: Annotated[
         Shell | None,
         typer.Option(metavar="SHELL", help="Print a script of completions for bash, zsh or fish."),
     ] = None,
 ) -> None:
     """Run Mixture-of-Experts models whose experts do not fit in memory."""
+    if as_json and not version:
+        raise ValueError("--json comes after the command's name, or with --version")
     if version:
-        print(f"moe-runtime {moe_runtime.__version__}")
+        show_version(as_json=as_json)
     elif completion is not None:
         print(completion_script(completion, ctx.command), end="")
     elif ctx.invoked_subcommand is None:
@@ -159,6 +164,9 @@ def _report(error: Exception, session: Session) -> int:
     if isinstance(error, BrokenPipeError) and broken:
         return 2
     code, message = describe(error, broken)
+    if not message:
+        # The help of a group that was given no command is on the terminal already.
+        return code
     with contextlib.suppress(OSError):
         if session.debug:
             traceback.print_exception(error)

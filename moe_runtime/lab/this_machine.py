@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+# An installed package lies there in no checkout of its own, if perhaps in somebody's.
+_CHECKOUT = Path(__file__).resolve().parents[2]
+_BUILD_FACTS = Path(__file__).resolve().parents[1] / "build.json"
+"""What ``setup.py`` writes into a wheel."""
 PACKAGES = (
     "moe-runtime",
     "torch",
@@ -44,6 +50,34 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def package_commit() -> str:
+    """The commit of this package: its checkout's, or what its wheel says, or ``unknown``."""
+    if (_CHECKOUT / ".git").exists():
+        return commit(_CHECKOUT)
+    if _BUILD_FACTS.is_file():
+        return json.loads(_BUILD_FACTS.read_text(encoding="utf-8"))["commit"]
+    return "unknown"
+
+
+def commit(checkout: Path) -> str:
+    """The commit that a checkout is at, with ``+changes`` where files other than results differ.
+
+    ``unknown`` outside of checkouts, and without git.
+    """
+    own = (":/", ":(top,exclude)benchmarks/results")
+    try:
+        head = _git(checkout, "rev-parse", "--short=12", "HEAD")
+        changed = _git(checkout, "status", "--porcelain", "--untracked-files=no", "--", *own)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head + ("+changes" if changed else "")
+
+
+def _git(checkout: Path, *words: str) -> str:
+    command = ["git", "-C", str(checkout), *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def num_usable_cores() -> int:

@@ -1,16 +1,25 @@
 """`bench dispatch`: bytes of the closed form, equal results, and a peer that differs is out."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
+from moe_runtime.bench import dispatch_ranks
+from moe_runtime.bench.dispatch_ranks import join, ranks_here
 from moe_runtime.bench.dispatch_rounds import DispatchBenchPlan, DispatchSide
 from moe_runtime.bench.padded_exchange import LOADS, ExchangeShape
 from moe_runtime.bench.results import read_results
 from moe_runtime.bench.runner import PeerFailedError
 from moe_runtime.cli.main import main
+from moe_runtime.errors import RankFailureError
 
 
 def shape(load: str) -> ExchangeShape:
@@ -78,3 +87,96 @@ def test_bad_words_of_dispatch_are_one_line(
     err = capsys.readouterr().err
     assert complaint in err
     assert err.count("\n") == 1
+
+
+@pytest.fixture
+def one_thread() -> object:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+PLAN = DispatchBenchPlan(shapes=[shape("uniform")], rounds=1)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_rank_that_does_not_come_is_waited_for_until_the_limit(tmp_path: Path) -> None:
+    with pytest.raises(RankFailureError, match=r"^ranks 1, 2 of 3 did not join within 0.05 s$"):
+        join(0, 3, str(tmp_path / "store"), 0.05, lambda: [])
+    # Nobody waits for one that ended, whatever the limit.
+    with pytest.raises(RankFailureError, match=r"^rank 2 of 3 ended before") as caught:
+        join(1, 3, str(tmp_path / "other"), 1e9, lambda: [2])
+    assert caught.value.ranks == (2,)
+
+
+def stand_in(folder: Path, script: str) -> str:
+    """A program in place of Python, which the ranks are started with."""
+    program = folder / "python"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    return str(program)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_rank_that_cannot_start_is_named_with_its_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = stand_in(tmp_path, "echo one; echo 'MemoryError: no room' >&2; exit 1")
+    monkeypatch.setattr(sys, "executable", program)
+    with (
+        pytest.raises(RankFailureError, match=r"rank 1 of 2 ended: MemoryError: no room$"),
+        ranks_here(PLAN, 2, str(tmp_path / "store")),
+    ):
+        pytest.fail("the group was made")
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_rank_that_dies_within_the_block_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = stand_in(tmp_path, 'test "$4" = 2 && exit 1; exec sleep 1000')
+    monkeypatch.setattr(sys, "executable", program)
+    monkeypatch.setattr(dispatch_ranks, "join", lambda *_: None)
+    children: list[psutil.Process] = []
+
+    def exchange() -> None:
+        children.extend(psutil.Process().children())
+        while not any(one.status() == psutil.STATUS_ZOMBIE for one in children):
+            time.sleep(0.01)
+        raise RuntimeError("Connection closed by peer")
+
+    with (
+        pytest.raises(RankFailureError, match="rank 2 of 3 ended: it said nothing"),
+        ranks_here(PLAN, 3, str(tmp_path / "store")),
+    ):
+        exchange()
+    assert len(children) == 2
+    assert not any(one.is_running() for one in children)
+
+
+def test_an_interrupt_while_ranks_start_leaves_no_process_and_no_traceback(tmp_path: Path) -> None:
+    """The ranks are programs that never join; all processes are of one terminal."""
+    program = stand_in(tmp_path, f"echo $$ >> {tmp_path}/pids; exec sleep 1000")
+    code = (
+        "import sys; sys.argv[0] = 'moe-runtime'; real = sys.executable\n"
+        "from moe_runtime.bench import dispatch_ranks\n"
+        f"sys.executable = {program!r}\n"
+        "from moe_runtime.cli.main import main\n"
+        "sys.exit(main(['bench', 'dispatch', '--ranks', '3', '--experts', '6']))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    pids = tmp_path / "pids"
+    while process.poll() is None and (not pids.exists() or len(pids.read_text().split()) < 2):
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate()
+    assert (process.returncode, out, err) == (130, "", "")
+    started = list(map(int, pids.read_text().split()))
+    assert len(started) == 2
+    assert not any(map(psutil.pid_exists, started))

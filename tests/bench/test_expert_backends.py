@@ -9,8 +9,9 @@ import torch
 from text_checkpoint import save_text_checkpoint
 from torch import Tensor
 
-from moe_runtime.bench.expert_backends import ExpertsPlan, in_float64, measure_experts
+from moe_runtime.bench.expert_backends import measure_experts
 from moe_runtime.bench.expert_layers import ExpertLayer, layer_of_model
+from moe_runtime.bench.expert_results import ExpertsPlan, in_float64
 from moe_runtime.bench.results import read_results
 from moe_runtime.bench.runner import Rules
 from moe_runtime.checkpoints.transformers_private import ExpertsInterface

@@ -67,6 +67,25 @@ def test_a_regression_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "noise" in capsys.readouterr().out
 
 
+def test_a_system_that_lost_its_numbers_is_said_and_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [Path(put(tmp_path / f"{name}.json", [10.0, 11, 12])) for name in ("old", "new")]
+    old, new = (json.loads(path.read_text()) for path in paths)
+    # A second system with numbers before, which failed after, or was not asked for.
+    old["measurements"][1] = old["measurements"][0] | {"system": "gone"}
+    paths[0].write_text(json.dumps(old))
+    words = ["bench", "compare", *map(str, paths), "--json"]
+    assert main(words) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["lost"] == {"gone": "no room"}
+    assert err == "moe-runtime: gone: has no numbers after: no room\n"
+    del new["measurements"][1]
+    paths[1].write_text(json.dumps(new))
+    assert main(words) == 0
+    assert capsys.readouterr().err == "moe-runtime: gone: was not measured after\n"
+
+
 def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = put(tmp_path / "old.json", [10.0, 11, 12])
     other = put(tmp_path / "other.json", [10.0, 11, 12], case="io")

@@ -1,6 +1,7 @@
 """`bench policies`: hits are those of the policies themselves, and fewer hits are a regression."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ from synthetic_routes import make_routes
 from traces import trace_of
 
 from moe_runtime.bench import policy_replays
+from moe_runtime.bench.golden_counts import require_golden
 from moe_runtime.bench.policy_replays import PoliciesPlan, beginning, measure_policies
 from moe_runtime.bench.results import read_results, write_results
 from moe_runtime.bench.runner import Rules
 from moe_runtime.cli.main import main
+from moe_runtime.errors import CheckpointError
 from moe_runtime.lab.replay.experiment import Experiment, run_experiment
 from moe_runtime.lab.replay.untimed import DemandReplay
 from moe_runtime.lab.traces import write_trace
@@ -113,3 +116,76 @@ def test_bad_words_of_policies_are_one_line(
     err = capsys.readouterr().err
     assert complaint in err
     assert err.count("\n") == 1
+
+
+def golden_rows(trace: Trace) -> list[dict[str, Any]]:
+    """What a replay of two policies counts, as somebody else would write it down."""
+    rows = []
+    for policy, scope, slots in (("belady_bypass", "per_layer", 4), ("lru", "global", 24)):
+        share = slots * (3 if scope == "per_layer" else 1) / (3 * 16)
+        experiment = Experiment(
+            policies=[policy.replace("_", "-")],
+            capacities=[share],
+            scope=scope.replace("_", "-"),
+            reset_per_sequence=True,
+        )
+        (found,) = run_experiment(workload_of(trace), experiment, bounds=False)
+        accesses = len(workload_of(trace).key_numbers)
+        rows.append(
+            {
+                "policy": policy,
+                "scope": scope,
+                "capacity": slots,
+                "reset_per_sequence": 1,
+                "accesses": accesses,
+                "hits": round(found.hit_rate * accesses),
+                "all_k_hit_rate": round(found.all_resident_rate, 6),
+            }
+        )
+    return rows
+
+
+def test_golden_counts_are_found_again(trace: Trace, tmp_path: Path) -> None:
+    path = tmp_path / "golden.json"
+    rows = golden_rows(trace)
+    path.write_text(json.dumps({"rows": rows}))
+    assert require_golden(workload_of(trace), path) == 2
+    rows[1]["hits"] += 1
+    path.write_text(json.dumps(rows))
+    with pytest.raises(ValueError, match=r"row 1 \(lru, global, 24 slots\): expected .* hits"):
+        require_golden(workload_of(trace), path)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"policy": "lrru"}, r"row 0 \(lrru, .*unknown"),
+        ({"capacity": 0}, r"row 0 \(belady_bypass, per_layer, 0 slots\)"),
+        ({"scope": "everywhere"}, r"row 0 .*everywhere"),
+        ({"hits": "many"}, "row 0: expected a number as 'hits'"),
+        ({"accesses": None}, "row 0: expected a number as 'accesses'"),
+    ],
+)
+def test_rows_that_are_none_are_one_line(
+    change: dict[str, Any],
+    complaint: str,
+    trace: Trace,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_trace(tmp_path / "t.npz", trace)
+    path = tmp_path / "golden.json"
+    path.write_text(json.dumps([golden_rows(trace)[0] | change]))
+    words = ["bench", "policies", str(tmp_path / "t.npz"), "--quick", "--golden", str(path)]
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert re.search(complaint, err)
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", ["[", "[]", "{}", "[1]", '{"rows": 3}'])
+def test_a_file_without_rows_is_refused(content: str, trace: Trace, tmp_path: Path) -> None:
+    path = tmp_path / "golden.json"
+    path.write_text(content)
+    with pytest.raises(CheckpointError, match=r"golden\.json: "):
+        require_golden(workload_of(trace), path)

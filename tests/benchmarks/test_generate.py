@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 from harness.machine import commit
-from harness.memory_cap import CGROUP_ROOT, why_unavailable
+
+from moe_runtime.bench.memory_cap import CGROUP_ROOT, why_unavailable
 
 PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "generate.py"
 SHORT = ("--quick", "--prompt-tokens", "24", "--new-tokens", "6", "--max-decode-s", "3600")
@@ -72,7 +73,7 @@ def test_interruption_leaves_nothing_behind(tmp_path: Path, number: signal.Signa
     assert process.returncode == 130, output
     assert "interrupted" in output
     assert has_ended(worker)
-    assert not list(CGROUP_ROOT.glob(f"**/moe-benchmark-{process.pid}"))
+    assert not list(CGROUP_ROOT.glob(f"**/moe-benchmark-{process.pid}-*"))
     assert json.loads((tmp_path / "results.json").read_text())["runs"] == []
 
 

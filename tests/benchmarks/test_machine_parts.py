@@ -1,9 +1,6 @@
 """Prompts, sizes, the disk's measurement, control groups, processes."""
 
 import os
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +8,6 @@ import psutil
 import pytest
 from harness.disk import ReadMode, measure, sweep
 from harness.machine import describe_machine, machine_name
-from harness.memory_cap import CGROUP_ROOT, memory_cap, why_unavailable
 from harness.processes import RunSpec, run_worker
 from harness.prompt import cut, language_reference, make_prompt
 
@@ -26,14 +22,6 @@ SPEC = RunSpec(
     max_decode_s=1.0,
     num_threads=1,
 )
-
-needs_caps = pytest.mark.skipif(
-    why_unavailable() is not None, reason=f"no memory caps here: {why_unavailable()}"
-)
-
-
-def left_groups() -> list[Path]:
-    return list(CGROUP_ROOT.glob(f"**/moe-benchmark-{os.getpid()}"))
 
 
 def test_prompt_is_real_text_with_its_repetitions() -> None:
@@ -100,38 +88,6 @@ def test_machine_name_is_a_file_name() -> None:
     older = facts | {"cpu": "AMD EPYC", "cpu_features": ["avx2", "fma"]}
     assert machine_name(older) == "amd-epyc-avx2-2c-25g"
     assert machine_name(older | {"cpu_features": ["avx2", "avx512f"]}) == "amd-epyc-2c-25g"
-
-
-@needs_caps
-def test_a_process_over_its_cap_is_killed_and_the_group_removed() -> None:
-    script = "data = bytearray(300 << 20); print(len(data))"
-    with memory_cap(100 << 20) as cap:
-        command = cap.wrap([sys.executable, "-c", script])
-        over = subprocess.run(command, capture_output=True, check=False)
-        assert over.returncode == -signal.SIGKILL
-        assert cap.num_oom_kills() == 1
-        assert 90 << 20 < (cap.peak_bytes() or 100 << 20) <= 100 << 20
-    with memory_cap(600 << 20) as cap:
-        under = subprocess.run(cap.wrap([sys.executable, "-c", script]), check=False)
-        assert under.returncode == 0
-        assert cap.num_oom_kills() == 0
-    assert not left_groups()
-
-
-@needs_caps
-def test_the_page_cache_counts_against_the_cap(tmp_path: Path) -> None:
-    file = tmp_path / "large"
-    file.write_bytes(bytes(200 << 20))
-    os.sync()
-    with file.open("rb") as opened:
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    script = f"open({str(file)!r}, 'rb').readinto(bytearray(200 << 20))"
-    with memory_cap(400 << 20) as cap:
-        subprocess.run(cap.wrap([sys.executable, "-c", script]), check=True)
-        peak = cap.peak_bytes()
-    if peak is None:
-        pytest.skip("this kernel keeps no peak counter")
-    assert peak > 350 << 20
 
 
 def test_a_worker_that_fails_says_why() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -30,8 +31,35 @@ def test_alone_it_shows_where_to_begin(capsys: pytest.CaptureFixture[str]) -> No
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     from importlib.metadata import version
 
+    from moe_runtime.kernels.native import describe
+
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"moe-runtime {version('moe-runtime')}\n"
+    first, native, libraries = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"moe-runtime {version('moe-runtime')}")
+    assert str(describe().isa or describe().problem) in native
+    assert f"torch {version('torch')}, transformers {version('transformers')}" in libraries
+
+    assert main(["--version", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["version"] == version("moe-runtime")
+    assert found["native"]["isa"] == describe().isa
+    # A machine runs a part of what was built, the fastest of it.
+    usable, built = found["native"]["usable"], found["native"]["built"]
+    assert [isa for isa in built if isa in usable] == usable
+    assert found["versions"]["python"] == platform.python_version()
+
+
+@pytest.mark.parametrize("group", ["bench", "predictor"])
+def test_a_group_alone_shows_its_help(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([group]) == 2
+    out, err = capsys.readouterr()
+    assert f"moe-runtime {group} [OPTIONS] COMMAND" in out
+    assert err == ""
+
+
+def test_json_alone_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--json"]) == 2
+    assert "--json comes after the command's name" in capsys.readouterr().err
 
 
 def options_of(command: str) -> list[str]:

@@ -113,6 +113,23 @@ def test_the_table_of_models_has_every_family() -> None:
     accepted, _, refused = generators.model_table().partition("## Refused")
     assert all(f"`{family}`" in accepted for family in (*TABLE, *ADAPTED))
     assert all(f"`{family}`" in refused for family in UNSUPPORTED)
+    assert all((ROOT / file).is_file() for _, file in generators._PROOFS)
+
+
+def test_formats_of_the_table_are_those_that_tests_write() -> None:
+    import gguf_checkpoints
+    from gguf_corrected_gates import CORRECTED
+    from quantized_checkpoints import SAMPLES
+
+    expected: dict[str, set[str]] = {}
+    for sample in SAMPLES:
+        formats = expected.setdefault(str(sample.family), set())
+        formats.add(sample.name.partition("-")[2])
+    for family in (*(one.family for one in gguf_checkpoints.SAMPLES), *CORRECTED.values()):
+        expected.setdefault(str(family), set()).add("GGUF")
+    assert generators.tested_formats() == {
+        model_class: sorted(formats) for model_class, formats in expected.items()
+    }
 
 
 def test_links_hold_in_the_site(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import httpx2
 import pytest
 from virtual_time import Part, events, pieces, run_virtually, scripted
 
+from moe_runtime.bench.served_levels import serve_results
 from moe_runtime.serving.load.client import LoadClient, LoadError, TimedAnswer
 from moe_runtime.serving.load.generator import (
     Level,
@@ -19,7 +20,7 @@ from moe_runtime.serving.load.generator import (
     run_level,
     run_load,
 )
-from moe_runtime.serving.load.summary import each_request, parse_goodput, spread, summarize
+from moe_runtime.serving.load.summary import parse_goodput, spread, summarize
 from moe_runtime.serving.load.workload import Lengths, LoadRequest, arrivals, parse_lengths
 
 NEAR = 1e-6
@@ -88,7 +89,9 @@ def test_every_figure_is_that_of_the_delays() -> None:
         )
     assert row["goodput"]["share"] == 0.5
     assert row["goodput"]["requests_per_s"] == pytest.approx(2 / 0.68, rel=NEAR)
-    sent = sorted(one["sent_s"] for one in each_request(measured))
+    results = serve_results([measured], {}, settings={}, is_interrupted=False)
+    (level,) = results["measurements"]
+    sent = sorted(one["sent_s"] for one in level["repetitions"] if "sent_s" in one)
     assert sent == pytest.approx([0, 0, 0.14, 0.24], abs=NEAR)
 
 

@@ -11,6 +11,7 @@ import pytest
 from command_line import all_commands
 from http_server import Served
 
+from moe_runtime.bench.results import read_results
 from moe_runtime.cli.main import main
 from moe_runtime.serving.load import generator
 from moe_runtime.serving.load.client import TimedAnswer
@@ -108,14 +109,24 @@ def test_a_real_server_is_measured(
         assert (row["output_tokens"], row["are_tokens_counted"]) == (12, True)
         assert row["goodput"]["share"] == 1.0
         assert 0 < row["time_to_first_token_s"]["p50"] <= row["end_to_end_s"]["p50"]
-    kept = json.loads((tmp_path / "found.json").read_text())
-    assert {"machine", "versions", "command"} <= kept.keys()
-    assert [len(row.pop("each")) for row in kept["levels"]] == [4, 4]
-    assert {name: kept[name] for name in found} == found
+    kept = read_results(tmp_path / "found.json")
+    assert (kept["case"], kept["ended"]) == ("serve", "most")
+    assert kept["settings"]["prompt_tokens"] == "9:12"
+    for row, one, name in zip(
+        found["levels"], kept["measurements"], ("1 at a time", "4 at a time"), strict=True
+    ):
+        assert (one["system"], one["failure"], len(one["repetitions"])) == (name, None, 4 + 1)
+        for metric in ("time_to_first_token_s", "inter_token_s", "end_to_end_s"):
+            assert one["summary"][metric]["p90"] == pytest.approx(row[metric]["p90"])
+        assert one["summary"]["output_tokens_per_s"]["median"] == row["output_tokens_per_s"]
+        assert one["summary"]["within_bounds"]["median"] == 1.0
+    file = str(tmp_path / "found.json")
+    capsys.readouterr()
+    assert main(["bench", "compare", file, file]) == 0
 
 
 def test_ctrl_c_shows_what_was_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def measure(settings: LoadSettings, *, is_stopping: Any, **_: Any) -> Any:
         assert not is_stopping()
@@ -125,7 +136,12 @@ def test_ctrl_c_shows_what_was_measured(
         return "it", [MeasuredLevel(settings.levels[0], 0.0, 4.0, 9, answers)]
 
     monkeypatch.setattr(generator, "measure", measure)
-    assert main(["bench", "serve"]) == 130
+    path = tmp_path / "found.json"
+    assert main(["bench", "serve", "--output", str(path)]) == 130
+    kept = read_results(path)
+    assert (kept["ended"], kept["measurements"][0]["summary"]["failed"]["median"]) == (
+        *("interrupted", 1),
+    )
     out, err = capsys.readouterr()
     rows = {tuple(line.split()) for line in out.splitlines()}
     assert ("answered", "1", "of", "9") in rows
@@ -136,13 +152,18 @@ def test_ctrl_c_shows_what_was_measured(
 
 
 def test_no_answer_at_all_is_a_failure(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def measure(settings: LoadSettings, **_: Any) -> Any:
         return "it", [
-            MeasuredLevel(settings.levels[0], 0.0, 4.0, 1, [TimedAnswer(0.0, error="cut off")])
+            MeasuredLevel(
+                settings.levels[0], 0.0, 4.0, 1, [TimedAnswer(0.0, error="cut off", message="lost")]
+            )
         ]
 
     monkeypatch.setattr(generator, "measure", measure)
-    assert main(["bench", "serve"]) == 2
+    path = tmp_path / "found.json"
+    assert main(["bench", "serve", "-o", str(path)]) == 2
+    kept = read_results(path)
+    assert (kept["ended"], kept["measurements"][0]["failure"]) == ("failed", "1 failed: lost")
     assert "1 failed: cut off" in capsys.readouterr().err

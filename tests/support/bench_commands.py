@@ -41,7 +41,8 @@ BENCH_CASES = {
             "precision": ("--precision 0.17", ("precision", 0.17)),
             "agreement": ("--agreement 0.375", ("agreement", 0.375)),
         },
-        dict.fromkeys(("prompts", "quick", "output"), "tests/bench/test_latency.py"),
+        dict.fromkeys(("prompts", "quick", "output"), "tests/bench/test_latency.py")
+        | {"cap": "tests/bench/test_memory_cap.py"},
     ),
     "bench throughput": Case(
         (
@@ -64,7 +65,8 @@ BENCH_CASES = {
             "precision": ("--precision 0.17", ("precision", 0.17)),
             "agreement": ("--agreement 0.375", ("agreement", 0.375)),
         },
-        dict.fromkeys(("prompts", "quick", "output"), "tests/bench/test_throughput.py"),
+        dict.fromkeys(("prompts", "quick", "output"), "tests/bench/test_throughput.py")
+        | {"cap": "tests/bench/test_memory_cap.py"},
     ),
     "bench io": Case(
         ("moe_runtime.bench.disk_reads.measure_reads",),
@@ -87,6 +89,7 @@ BENCH_CASES = {
         (str(ROOT / "models" / "pocket"),),
         {
             "model": ("", ("model", "pocket")),
+            "peer": ("--peer kt_kernel", ("name", "kt_kernel")),
             "tokens": ("--tokens 7", ("tokens", [7])),
             "training": ("--training", ("trains", True)),
             "dtype": ("--dtype float16", ("dtype", "float16")),
@@ -146,10 +149,12 @@ BENCH_CASES = {
             "max_s": ("--time 37", ("max_s", 37.0)),
             "precision": ("--precision 0.17", ("precision", 0.17)),
         },
-        dict.fromkeys(("num_experts", "quick", "output"), "tests/bench/test_policy_replays.py"),
+        dict.fromkeys(
+            ("num_experts", "golden", "quick", "output"), "tests/bench/test_policy_replays.py"
+        ),
     ),
     "bench dispatch": Case(
-        ("moe_runtime.bench.dispatch_rounds.ranks_here",),
+        ("moe_runtime.bench.dispatch_ranks.ranks_here",),
         (),
         {
             "ranks": ("--ranks 4", 4),
@@ -188,7 +193,10 @@ BENCH_INPUTS = {
     ],
     "bench io": [(["bench", "io", "MODEL", "--output"], "MODEL/config.json")],
     "bench experts": [(["bench", "experts", "MODEL", "--output"], "MODEL/config.json")],
-    "bench policies": [(["bench", "policies", "TRACE", "--output"], "TRACE")],
+    "bench policies": [
+        (["bench", "policies", "TRACE", "--output"], "TRACE"),
+        (["bench", "policies", "TRACE", "--golden", "FILE", "--output"], "FILE"),
+    ],
     "bench layer": [(["bench", "layer", "MODEL", "--output"], "MODEL/config.json")],
     "bench training": [(["bench", "training", "MODEL", "--output"], "MODEL/config.json")],
     "bench serve": [(["bench", "serve", "--prompts", "FILE", "--output"], "FILE")],

@@ -1,21 +1,26 @@
 """Runs one peer: ``python host.py PEER.py``, with requests and answers as lines of JSON.
 
 It runs in the peer's own environment, so it uses the standard library alone and imports nothing of
-this project. An error ends it; the last line on standard error says why.
+this project. An error ends it.
 
 Requests, each answered by one line:
     {"do": "start", "settings": {...}}                      imports what the peer needs
     {"do": "load"}                                          loads the model
     {"do": "measure", "ids": [...], "num_new": N, "given": [...] or null}
     {"do": "measure_batch", "prompts": [[...], ...], "num_new": N, "given": [[...], ...] or null}
+    {"do": "load_experts", "folder": F}                     hands it a layer of experts
+    {"do": "experts", "folder": F, "tokens": T, "block_s": S}    times calls, or writes a result
     {"do": "end"}                                           its peak of memory; frees the model
+An error is answered as {"error": "..."}, and ends it.
 """
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
 import itertools
 import json
+import math
 import os
 import platform
 import sys
@@ -24,6 +29,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+# A call as long as this needs no other to warm up before it.
+_LONG_S = 4.0
 
 
 class ImportClock:
@@ -64,7 +72,7 @@ def answer_requests(peer_file: str, requests: Any, answers: Any) -> None:
         begin, imported = time.perf_counter(), clock.spent_s
         if asked["do"] == "start":
             module = _read(peer_file)
-            peer = module.Peer(asked["settings"])
+            peer = _made(module, asked["settings"])
             found = {"start_s": time.perf_counter() - begin, "versions": _versions(module)}
             found["rss_after_imports_bytes"] = _status_bytes("VmRSS")
         elif asked["do"] == "load":
@@ -75,11 +83,23 @@ def answer_requests(peer_file: str, requests: Any, answers: Any) -> None:
             found = measure(peer, asked["ids"], asked["num_new"], asked["given"])
         elif asked["do"] == "measure_batch":
             found = measure_batch(peer, asked["prompts"], asked["num_new"], asked["given"])
+        elif asked["do"] == "load_experts":
+            found = load_experts(peer, asked["folder"])
+        elif asked["do"] == "experts":
+            found = run_experts(peer, asked["folder"], asked["tokens"], asked["block_s"])
         else:
             found = {"peak_rss_bytes": _status_bytes("VmHWM")}
             peer.close()
         answers.write(json.dumps(found) + "\n")
         answers.flush()
+
+
+def answer_error(stream: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Says why the process ends, in one line; libraries may print more when they are unloaded."""
+    lines = str(error).strip().splitlines() or [""]
+    stream.write(json.dumps({"error": f"{kind.__name__}: {lines[0]}"}) + "\n")
+    stream.flush()
+    sys.__excepthook__(kind, error, trace)
 
 
 def measure(peer: Any, ids: list[int], num_new: int, given: list[int] | None) -> dict[str, Any]:
@@ -162,6 +182,60 @@ def measure_batch(
     return {"prompts_s": prompts_s, "steps_s": steps_s, "ids": likeliest, **io}
 
 
+def load_experts(peer: Any, folder: str) -> dict[str, Any]:
+    """Hands a peer ``gate.npy``, ``up.npy`` and ``down.npy`` of a folder."""
+    numpy: Any = importlib.import_module("numpy")
+    peer.load_experts(*(numpy.load(f"{folder}/{name}.npy") for name in ("gate", "up", "down")))
+    return {}
+
+
+def run_experts(peer: Any, folder: str, num_tokens: int, block_s: float | None) -> dict[str, Any]:
+    """Calls of a number of tokens, with another one of the routings of a file each time.
+
+    Args:
+        peer: has ``experts``.
+        folder: ``T.npz`` has ``x`` ``[T, D]``, ``ids`` and ``weights`` ``[R, T, K]``.
+        num_tokens: T.
+        block_s: seconds of all calls; None to write what the first routing gives to ``T.npy``.
+
+    Returns:
+        ``seconds`` of each call.
+    """
+    numpy: Any = importlib.import_module("numpy")
+    with numpy.load(f"{folder}/{num_tokens}.npz") as file:
+        x, ids, weights = (file[name] for name in ("x", "ids", "weights"))
+    out = numpy.zeros_like(x)
+
+    def call(number: int) -> None:
+        peer.experts(x, ids[number % len(ids)], weights[number % len(ids)], out)
+
+    if block_s is not None:
+        return {"seconds": time_block(call, block_s)}
+    call(0)
+    numpy.save(f"{folder}/{num_tokens}.npy", out)
+    return {}
+
+
+def time_block(run: Callable[[int], object], block_s: float) -> list[float]:
+    """Seconds of calls: one untimed, then as many as fit into the block, from 1 to 200.
+
+    Args:
+        run: the call; it is given its number, so that it can do something else each time.
+        block_s: seconds of all calls.
+    """
+    start = time.perf_counter()
+    run(0)
+    first_s = time.perf_counter() - start
+    if first_s > _LONG_S:
+        return [first_s]
+    samples = []
+    for index in range(max(1, min(200, math.ceil(block_s / first_s) - 1))):
+        start = time.perf_counter()
+        run(index + 1)
+        samples.append(time.perf_counter() - start)
+    return samples
+
+
 def _read(peer_file: str) -> Any:
     spec = importlib.util.spec_from_file_location("peer", peer_file)
     if spec is None or spec.loader is None:
@@ -169,6 +243,14 @@ def _read(peer_file: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def _made(module: Any, settings: dict[str, Any]) -> Any:
+    try:
+        return module.Peer(settings)
+    except ImportError as error:
+        needs = f"its environment ({sys.executable}) needs: {module.INSTALL}"
+        raise ImportError(f"{error}; {needs}") from error
 
 
 def _versions(module: Any) -> dict[str, str]:
@@ -204,4 +286,5 @@ if __name__ == "__main__":
     stream, requests = os.fdopen(os.dup(1), "w"), os.fdopen(os.dup(0))
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.excepthook = functools.partial(answer_error, stream)
     answer_requests(sys.argv[1], requests, stream)

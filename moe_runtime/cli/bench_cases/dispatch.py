@@ -112,7 +112,7 @@ def bench_dispatch(
 
 @contextlib.contextmanager
 def _started_here(plan: "DispatchBenchPlan", num_ranks: int) -> Iterator[None]:
-    from moe_runtime.bench.dispatch_rounds import ranks_here
+    from moe_runtime.bench.dispatch_ranks import ranks_here
 
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -10,7 +10,6 @@ from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
 from moe_runtime.cli.console import Session, print_table, quiet_transformers
 from moe_runtime.cli.stopping import stop_on_signals
-from moe_runtime.files import check_output_path
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +30,16 @@ Shape = Annotated[
 Tokens = Annotated[
     str | None, typer.Option(help="Tokens of a call, with commas. [1,16,64,256; quick: 1,16,256]")
 ]
+Peers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--peer",
+        metavar="NAME[@PYTHON][=FOLDER]",
+        help="Another system beside these, forward alone, several times if wanted: kt_kernel (in "
+        "bf16), or a file PEER.py; FOLDER is its wheel unpacked where PYTHON's environment has "
+        "none.",
+    ),
+]
 Training = Annotated[bool, typer.Option("--training", help="Calls with backward, too.")]
 Dtype = Annotated[
     str, typer.Option(help="Type of weights and tokens; auto is the checkpoint's, or bfloat16.")
@@ -42,6 +51,7 @@ def bench_experts(
     ctx: typer.Context,
     model: Model = None,
     shape: Shape = None,
+    peer: Peers = None,
     tokens: Tokens = None,
     training: Training = False,
     dtype: Dtype = "auto",
@@ -64,13 +74,15 @@ def bench_experts(
     if (model is None) == (shape is None):
         raise ValueError("expected MODEL or --shape, one of them: whose experts are measured?")
     numbers = parse_tokens(tokens or ("1,16,256" if quick else "1,16,64,256"))
-    if output is not None:
-        check_output_path(output, "results")
+    from moe_runtime.bench.peer_files import find_peers
+
+    shared.check_results(output, find_peers(peer or (), {}, "experts"))
     quiet_transformers(session)
     import torch
 
-    from moe_runtime.bench.expert_backends import ExpertsPlan, measure_experts
+    from moe_runtime.bench.expert_backends import measure_experts
     from moe_runtime.bench.expert_layers import layer_of_model, synthetic_layer
+    from moe_runtime.bench.expert_results import ExpertsPlan
     from moe_runtime.bench.runner import Rules
     from moe_runtime.lab.this_machine import num_usable_cores
 
@@ -106,6 +118,16 @@ def bench_experts(
                 "precision": precision,
                 "max_s": rules.max_s,
             },
+            peers=find_peers(
+                peer or (),
+                {
+                    "model": None,
+                    "num_threads": num_threads,
+                    "top_k": layer.top_k,
+                    "most_tokens": numbers[-1],
+                },
+                "experts",
+            ),
             on_repetition=shared.say_repetition,
             is_stopping=lambda: stop.is_set,
         )

@@ -1,6 +1,8 @@
 """``moe-runtime bench policies``: eviction policies on the user's trace."""
 
+import sys
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -29,6 +31,10 @@ Capacity = Annotated[
         "for a token's experts."
     ),
 ]
+Golden = Annotated[
+    Path | None,
+    typer.Option(help="First hold the replay to a file of exact hit counts on TRACE (JSON rows)."),
+]
 Time = Annotated[
     float | None,
     typer.Option(
@@ -45,6 +51,7 @@ def bench_policies(
     capacity: Capacity = None,
     scope: Scope = "per-layer",
     num_experts: NumExperts = None,
+    golden: Golden = None,
     max_s: Time = None,
     precision: shared.Precision = 0.05,
     quick: Quick = False,
@@ -78,6 +85,11 @@ def bench_policies(
         capacities=list(dict.fromkeys(shares or usual_capacities(recorded.signature, scope))),
         scope=scope,
     )
+    if golden is not None:
+        from moe_runtime.bench.golden_counts import require_golden
+
+        exact = require_golden(plan.workload, golden)
+        print(f"moe-runtime: {exact} rows of {golden.name} found again", file=sys.stderr)
     speeds = [name for name in metrics_of(plan) if name.startswith("accesses")]
     rules = Rules(judged=speeds, precision=precision, max_s=max_s or (30.0 if quick else 120.0))
     with stop_on_signals(shared.STOPPING) as stop:

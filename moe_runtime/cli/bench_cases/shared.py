@@ -4,13 +4,19 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moe_runtime.cli import options
 from moe_runtime.cli.console import print_json, print_table
 from moe_runtime.cli.prompts import read_prompts
 from moe_runtime.cli.stopping import StopRequest
+from moe_runtime.files import check_output_path
+from moe_runtime.reading import require_not_read
+
+if TYPE_CHECKING:
+    from moe_runtime.bench.peer_process import PeerProgram
 
 STOPPING = "showing what was measured so far; Ctrl-C once more stops at once"
 MEMORY_ROWS = {
@@ -53,6 +59,14 @@ Precision = Annotated[
         min=0.0001, max=1.0, help="Half of the confidence interval that is narrow enough."
     ),
 ]
+Cap = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Cap each system's memory, page cache included, as in 7GiB: by a control group or "
+        "systemd. Each repetition then begins with the model out of the page cache.",
+    ),
+]
 Agreement = Annotated[
     float,
     typer.Option(
@@ -79,8 +93,28 @@ def prompt_ids(
     return [encode_prompt(tokenizer, text)["input_ids"][0].tolist() for text in texts]
 
 
+def cap_bytes(cap: str | None) -> int | None:
+    """The bytes of ``--cap``.
+
+    Raises:
+        ValueError: it is no size, or memory cannot be capped here.
+    """
+    if cap is None:
+        return None
+    from moe_runtime.bench.memory_cap import why_unavailable
+
+    limit = options.bytes_of(cap, "--cap")
+    if reason := why_unavailable():
+        raise ValueError(f"--cap {cap}: memory cannot be capped here: {reason}")
+    return limit
+
+
 def common_settings(
-    model: str, threads: int | None, prompts: Sequence[list[int]], num_new: int
+    model: str,
+    threads: int | None,
+    prompts: Sequence[list[int]],
+    num_new: int,
+    cap: int | None = None,
 ) -> dict[str, Any]:
     """Settings of every system."""
     from moe_runtime.lab.this_machine import num_usable_cores
@@ -89,7 +123,7 @@ def common_settings(
         "model": model,
         "num_threads": threads or num_usable_cores(),
         "max_tokens": max(map(len, prompts)) + num_new,
-        "cap_bytes": None,
+        "cap_bytes": cap,
     }
 
 
@@ -97,6 +131,28 @@ def say_repetition(name: str, number: int) -> None:
     """A line of progress."""
     done = f"repetition {number}" if number else "has the text that all are given"
     print(f"moe-runtime: {name}: {done}", file=sys.stderr, flush=True)
+
+
+def check_results(output: Path | None, peers: Sequence["PeerProgram"]) -> None:
+    """Refuses a place where no results can be written, or where they would replace a peer's files.
+
+    Raises:
+        CheckpointError: no file can be written there.
+        ValueError: it is the file of a peer, or of the model that it is given.
+    """
+    if output is None:
+        return
+    from moe_runtime.bench.peer_process import files_under
+
+    models = [Path(one.settings["model"]) for one in peers if one.settings.get("model")]
+    read = [file for model in models for file in files_under(model)]
+    require_not_read(output, "results", [*(one.file for one in peers), *read])
+    check_output_path(output, "results")
+
+
+def command_line() -> str:
+    """The words of this process."""
+    return shlex.join(["moe-runtime", *sys.argv[1:]])
 
 
 def end_case(
@@ -115,7 +171,7 @@ def end_case(
     """
     from moe_runtime.bench.results import write_results
 
-    results["command"] = shlex.join(["moe-runtime", *sys.argv[1:]])
+    results["command"] = command_line()
     if output is not None:
         write_results(output, results)
     if as_json:

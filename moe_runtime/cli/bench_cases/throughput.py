@@ -12,7 +12,6 @@ from moe_runtime.cli.console import Session, quiet_transformers
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import parse_budget
-from moe_runtime.files import check_output_path
 
 _SPREADS = {"tokens/s of a step": ("step_tokens_per_s", 1.0)}
 _SINGLES = {
@@ -45,6 +44,7 @@ def bench_throughput(
     policy: options.Policy = "auto",
     prefetch: options.Prefetch = "auto",
     threads: shared.Threads = None,
+    cap: shared.Cap = None,
     max_s: shared.Time = None,
     precision: shared.Precision = 0.05,
     agreement: shared.Agreement = 0.9,
@@ -66,13 +66,11 @@ def bench_throughput(
     if prompts is not None:
         words = "has no effect where --prompts says what to ask"
         refuse_given(ctx, {"prompt_tokens", "batches"}, words)
-    from moe_runtime.bench.peer_files import find_peer, our_program
+    limit = shared.cap_bytes(cap)
+    from moe_runtime.bench.peer_files import find_peers, our_program
 
     # Who is unknown is refused before anything is read.
-    for asked in peer or ():
-        find_peer(asked, {})
-    if output is not None:
-        check_output_path(output, "results")
+    shared.check_results(output, find_peers(peer or (), {}, "throughput"))
     quiet_transformers(session)
     from moe_runtime.bench.runner import Rules
     from moe_runtime.bench.throughput import ThroughputPlan, measure_throughput
@@ -90,20 +88,21 @@ def bench_throughput(
         precision=precision,
         max_s=max_s or (60.0 if quick else 300.0),
     )
-    given = shared.common_settings(str(find_checkpoint(model)), threads, ids, plan.num_new)
+    given = shared.common_settings(str(find_checkpoint(model)), threads, ids, plan.num_new, limit)
     given["max_tokens"] *= min(batch, len(ids))
     ours = {name: given[name] for name in ("model", "num_threads", "max_tokens")}
     ours |= {"host_memory": host_memory, "policy": policy, "prefetch": prefetch, "device": "cpu"}
     with stop_on_signals(shared.STOPPING) as stop:
         results = measure_throughput(
-            our_program(ours),
-            [find_peer(asked, given) for asked in peer or ()],
+            our_program(ours, limit),
+            find_peers(peer or (), given, "throughput"),
             plan,
             rules,
             time.monotonic,
             settings={
                 **{name: value for name, value in ours.items() if name != "model"},
                 "model": Path(model).name,
+                "cap_bytes": limit,
                 "batch": batch,
                 "prompt_tokens": [len(one) for one in ids],
                 "new_tokens": plan.num_new,

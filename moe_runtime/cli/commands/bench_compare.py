@@ -27,21 +27,25 @@ def bench_compare(
 ) -> None:
     """Compare two results files: better, worse or noise, by a rank test and a bound.
 
-    Exit code 1 when a metric of any system became worse. What else differs between the two, such as
-    the machine, is said on stderr.
+    Exit code 1 when a metric of any system became worse, or one that had numbers failed. What else
+    differs between the two, such as the machine, is said on stderr.
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
-    from moe_runtime.bench.judging import compare, differing_settings
+    from moe_runtime.bench.judging import compare, differing_settings, lost_systems
     from moe_runtime.bench.results import read_results
 
     one, other = read_results(before), read_results(after)
     verdicts = compare(one, other, bound)
     for line in differing_settings(one, other):
         print(f"moe-runtime: {line}", file=sys.stderr)
+    lost = lost_systems(one, other)
+    for name, reason in lost.items():
+        why = "was not measured after" if reason is None else f"has no numbers after: {reason}"
+        print(f"moe-runtime: {name}: {why}", file=sys.stderr)
     if as_json:
         rows = [dataclasses.asdict(verdict) for verdict in verdicts]
-        print_json({"case": one["case"], "bound": bound, "verdicts": rows})
+        print_json({"case": one["case"], "bound": bound, "verdicts": rows, "lost": lost})
     else:
         columns = ["before", "after", "change", "chance", ""]
         print_table(
@@ -60,5 +64,6 @@ def bench_compare(
                 for found in verdicts
             ],
         )
-    if any(found.word == "worse" for found in verdicts):
+    has_failed = any(reason is not None for reason in lost.values())
+    if has_failed or any(found.word == "worse" for found in verdicts):
         raise typer.Exit(1)

@@ -12,7 +12,6 @@ from moe_runtime.cli.console import Session, quiet_transformers
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import parse_budget
-from moe_runtime.files import check_output_path
 
 _SPREADS = {
     "first token, ms": ("first_token_s", 1e3),
@@ -37,6 +36,7 @@ def bench_latency(
     policy: options.Policy = "auto",
     prefetch: options.Prefetch = "auto",
     threads: shared.Threads = None,
+    cap: shared.Cap = None,
     max_s: shared.Time = None,
     precision: shared.Precision = 0.05,
     agreement: shared.Agreement = 0.9,
@@ -57,13 +57,11 @@ def bench_latency(
     parse_budget(host_memory, name="--host-memory")
     if prompts is not None:
         refuse_given(ctx, {"prompt_tokens"}, "has no effect where --prompts says what to ask")
-    from moe_runtime.bench.peer_files import find_peer, our_program
+    limit = shared.cap_bytes(cap)
+    from moe_runtime.bench.peer_files import find_peers, our_program
 
     # Who is unknown is refused before anything is read.
-    for asked in peer or ():
-        find_peer(asked, {})
-    if output is not None:
-        check_output_path(output, "results")
+    shared.check_results(output, find_peers(peer or (), {}))
     quiet_transformers(session)
     from moe_runtime.bench.latency import LatencyPlan, measure_latency
     from moe_runtime.bench.runner import Rules
@@ -79,19 +77,22 @@ def bench_latency(
         precision=precision,
         max_s=max_s or (60.0 if quick else 300.0),
     )
-    given = shared.common_settings(str(find_checkpoint(model)), threads, plan.prompts, plan.num_new)
+    given = shared.common_settings(
+        str(find_checkpoint(model)), threads, plan.prompts, plan.num_new, limit
+    )
     ours = {name: given[name] for name in ("model", "num_threads", "max_tokens")}
     ours |= {"host_memory": host_memory, "policy": policy, "prefetch": prefetch, "device": "cpu"}
     with stop_on_signals(shared.STOPPING) as stop:
         results = measure_latency(
-            our_program(ours),
-            [find_peer(asked, given) for asked in peer or ()],
+            our_program(ours, limit),
+            find_peers(peer or (), given),
             plan,
             rules,
             time.monotonic,
             settings={
                 **{name: value for name, value in ours.items() if name != "model"},
                 "model": Path(model).name,
+                "cap_bytes": limit,
                 "prompt_tokens": [len(ids) for ids in plan.prompts],
                 "new_tokens": plan.num_new,
                 "precision": precision,

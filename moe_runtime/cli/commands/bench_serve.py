@@ -1,8 +1,6 @@
 """``moe-runtime bench serve``: how many tokens a server gives many clients, and how soon."""
 
 import importlib.util
-import json
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_runtime.cli import options
+from moe_runtime.cli.bench_cases.shared import command_line
 from moe_runtime.cli.commands.serve import read_keys
 from moe_runtime.cli.console import Session, print_json, print_table
 from moe_runtime.cli.prompts import read_prompts
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.files import check_output_path, write_text
+from moe_runtime.files import check_output_path
 
 if TYPE_CHECKING:
     from moe_runtime.serving.load.client import TimedAnswer
@@ -85,7 +84,7 @@ Timeout = Annotated[float, typer.Option(min=0.001, help="Seconds that a request 
 Output = Annotated[
     Path | None,
     typer.Option(
-        "--output", "-o", help="Write all of it, single requests too, with machine and versions."
+        "--output", "-o", help="Write everything measured, single requests too, to this file."
     ),
 ]
 
@@ -121,8 +120,10 @@ def bench_serve(
         raise UnsupportedModelError(
             "bench serve needs httpx2; install it with pip install 'moe-runtime[serve]'"
         )
+    from moe_runtime.bench.results import write_results
+    from moe_runtime.bench.served_levels import name_of, serve_results
     from moe_runtime.serving.load.generator import Level, LoadSettings, measure
-    from moe_runtime.serving.load.summary import each_request, parse_goodput, summarize
+    from moe_runtime.serving.load.summary import parse_goodput, summarize
     from moe_runtime.serving.load.workload import parse_lengths
 
     if concurrency is not None and rate is not None:
@@ -153,7 +154,7 @@ def bench_serve(
     def on_answer(level: "Level", answers: "Sequence[TimedAnswer]") -> None:
         done = len(answers)
         if done * _LINES // requests > (done - 1) * _LINES // requests:
-            line = f"moe-runtime: {_name(level._asdict())}: {done} of {requests} requests"
+            line = f"moe-runtime: {name_of(level)}: {done} of {requests} requests"
             print(line, file=sys.stderr, flush=True)
 
     with stop_on_signals(_STOPPING) as stop:
@@ -161,12 +162,23 @@ def bench_serve(
     rows = [summarize(measured, bounds) for measured in found]
     facts = {"url": url, "model": name, "is_interrupted": stop.is_set, "seed": seed}
     if output is not None and rows:
-        each = [{**row, "each": each_request(one)} for row, one in zip(rows, found, strict=True)]
-        _write(output, {**facts, "levels": each})
+        asked = ("requests", "prompt_tokens", "output_tokens", "chat", "ignore_eos", "goodput")
+        results = serve_results(
+            found,
+            bounds,
+            settings={
+                "url": url,
+                "model": name,
+                "seed": seed,
+                **{one: ctx.params[one] for one in asked},
+            },
+            is_interrupted=stop.is_set,
+        )
+        write_results(output, results | {"command": command_line()})
     if as_json:
         print_json({**facts, "levels": rows})
     elif rows:
-        _show(f"{name} at {url}", rows)
+        _show(f"{name} at {url}", [name_of(one.level) for one in found], rows)
     if stop.is_set:
         raise typer.Exit(stop.exit_code)
     if not any(row["answered"] for row in rows):
@@ -188,13 +200,7 @@ def _numbers(text: str, name: str, *, whole: bool) -> list[float]:
     return numbers
 
 
-def _name(row: dict[str, Any]) -> str:
-    """A level, as a column is headed."""
-    clients, rate = row["concurrency"], row["rate"]
-    return f"{rate:g} requests/s" if clients is None else f"{clients} at a time"
-
-
-def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:
+def _show(title: str, names: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
     """A column for each level; lengths of time in milliseconds."""
     lines = [
         ["answered", *(f"{row['answered']} of {row['requests']}" for row in rows)],
@@ -215,14 +221,14 @@ def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:
         lines.append(["within bounds", *(_share(row["goodput"]["share"]) for row in rows)])
         good = (_number(row["goodput"]["requests_per_s"]) for row in rows)
         lines.append(["within bounds, requests/s", *good])
-    print_table(title, [("", "left"), *((_name(row), "right") for row in rows)], lines)
-    for row in rows:
+    print_table(title, [("", "left"), *((name, "right") for name in names)], lines)
+    for name, row in zip(names, rows, strict=True):
         for kind, errors in row["errors"].items():
             said = f"{errors['count']} failed: {kind}: {errors['first']}"
-            print(f"moe-runtime: {_name(row)}: {said}", file=sys.stderr)
+            print(f"moe-runtime: {name}: {said}", file=sys.stderr)
         if not row["are_tokens_counted"]:
             said = "the server does not count tokens: pieces of its stream are counted instead"
-            print(f"moe-runtime: {_name(row)}: {said}", file=sys.stderr)
+            print(f"moe-runtime: {name}: {said}", file=sys.stderr)
 
 
 def _number(value: float | None) -> str:
@@ -231,16 +237,3 @@ def _number(value: float | None) -> str:
 
 def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
-
-
-def _write(path: Path, found: dict[str, Any]) -> None:
-    from moe_runtime.lab.this_machine import describe_machine, versions
-
-    result = {
-        "subject": "what clients of a server wait for",
-        "machine": describe_machine(),
-        "versions": versions(),
-        "command": shlex.join(["moe-runtime", *sys.argv[1:]]),
-        **found,
-    }
-    write_text(path, json.dumps(result, indent=1, allow_nan=False) + "\n")

@@ -104,21 +104,6 @@ def errors_by_kind(answers: Sequence[TimedAnswer]) -> dict[str, dict[str, Any]]:
     return kinds
 
 
-def each_request(measured: MeasuredLevel) -> list[dict[str, Any]]:
-    """What a results file keeps of single requests."""
-    return [
-        {
-            "sent_s": answer.sent_s - measured.began_s,
-            "end_to_end_s": answer.whole_s,
-            "time_to_first_token_s": answer.first_token_s if answer.pieces_s else None,
-            "prompt_tokens": answer.prompt_tokens,
-            "output_tokens": answer.output_tokens,
-            "error": answer.error,
-        }
-        for answer in measured.answers
-    ]
-
-
 def _is_within(answer: TimedAnswer, bounds: Mapping[str, float]) -> bool:
     per_token_s = answer.per_token_s
     took = {"ttft": answer.first_token_s, "itl": per_token_s or 0.0, "e2e": answer.whole_s}

@@ -1,0 +1,271 @@
+"""Caps on a process's memory, page cache included, by the kernel's control groups.
+
+A file that is mapped or read through the page cache counts against the cap, as on a machine that
+has only that much memory. Who may make a group makes one: root, or a user whom systemd or a
+container has handed a part of the tree. Else systemd is asked for a scope of the user's own.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_runtime.errors import MoERuntimeError
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM)
+_MEMBERSHIPS = Path("/proc/self/cgroup")
+_DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+_REMOVAL_ATTEMPTS, _REMOVAL_PAUSE_S = 50, 0.1
+_TRIAL_BYTES, _TRIAL_S = 1 << 30, 20.0
+# What a scope's memory controller says its limit is: systemd drops limits that it cannot set.
+_SAY_LIMIT = 'cat "/sys/fs/cgroup$(sed -n s/^0:://p /proc/self/cgroup)/memory.max"'
+
+
+class CapUnavailableError(MoERuntimeError):
+    """Memory cannot be capped here; the message says why."""
+
+
+class MemoryCap:
+    """A limit in force for the commands that are wrapped.
+
+    Attributes:
+        limit_bytes: of all memory, page cache included.
+    """
+
+    limit_bytes: int
+
+    def wrap(self, command: Sequence[str]) -> list[str]:
+        """The command that puts itself under the limit and then becomes ``command``."""
+        raise NotImplementedError
+
+    def peak_bytes(self) -> int | None:
+        """The kernel's peak counter; None where none is kept."""
+        raise NotImplementedError
+
+    def num_oom_kills(self) -> int:
+        """How many processes the kernel killed for memory, as far as it can be told."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCap(MemoryCap):
+    """A control group that exists, with its limit set."""
+
+    folder: Path
+    limit_bytes: int
+    unified: bool
+
+    def wrap(self, command: Sequence[str]) -> list[str]:
+        join = 'echo $$ > "$0" && exec "$@"'
+        return ["/bin/sh", "-c", join, str(self.folder / "cgroup.procs"), *command]
+
+    def peak_bytes(self) -> int | None:
+        name = "memory.peak" if self.unified else "memory.max_usage_in_bytes"
+        file = self.folder / name
+        return int(file.read_text()) if file.is_file() else None
+
+    def num_oom_kills(self) -> int:
+        file = self.folder / ("memory.events" if self.unified else "memory.oom_control")
+        counts = dict(line.split() for line in file.read_text().splitlines())
+        return int(counts.get("oom_kill", 0))
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeCap(MemoryCap):
+    """A scope of systemd's for each command; it is gone with its last process, counters and all."""
+
+    program: str
+    limit_bytes: int
+
+    def wrap(self, command: Sequence[str]) -> list[str]:
+        limits = ["-p", f"MemoryMax={self.limit_bytes}", "-p", "MemorySwapMax=0"]
+        return [self.program, "--user", "--scope", "--quiet", "--collect", *limits, "--", *command]
+
+    def peak_bytes(self) -> int | None:
+        return None
+
+    def num_oom_kills(self) -> int:
+        return 0
+
+
+@contextmanager
+def memory_cap(limit_bytes: int) -> Iterator[MemoryCap]:
+    """Sets a limit, by a control group of our own or else by systemd, and removes it at the end.
+
+    Raises:
+        CapUnavailableError: neither can be had; the message says why.
+    """
+    folder: Path | None = None
+    try:
+        try:
+            with interruptions_held():
+                parents, unified = _own_parents()
+                folder = make_group(parents)
+            set_limit(folder, limit_bytes, unified=unified)
+            cap: MemoryCap = GroupCap(folder, limit_bytes, unified)
+        except CapUnavailableError as reason:
+            cap = ScopeCap(require_scopes(reason), limit_bytes)
+        yield cap
+    finally:
+        if folder is not None:
+            with interruptions_held():
+                _remove(folder)
+
+
+def why_unavailable() -> str | None:
+    """Why memory cannot be capped here, in one line; None where a trial succeeds."""
+    try:
+        with memory_cap(_TRIAL_BYTES) as cap:
+            done = subprocess.run(cap.wrap(["true"]), capture_output=True, text=True, check=False)
+    except CapUnavailableError as reason:
+        return str(reason)
+    return None if done.returncode == 0 else f"no process can join a group: {done.stderr.strip()}"
+
+
+def forget(files: Iterable[Path]) -> None:
+    """Has the kernel drop what it keeps of files, as far as nobody maps them."""
+    for path in files:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def drop_page_cache() -> bool:
+    """Empties the page cache, so that the next run starts cold; False without the rights to."""
+    os.sync()
+    try:
+        _DROP_CACHES.write_text("3")
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def interruptions_held() -> Iterator[None]:
+    """Holds Ctrl-C and SIGTERM back until the block is left; then they arrive.
+
+    For steps that must be remembered to be undone: a process that has started but is not yet
+    assigned to a name would outlive its parent. Processes started inside inherit the hold.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTIONS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def usable_parents(root: Path, memberships: str, *, unified: bool) -> list[Path]:
+    """Groups in which another one with a memory limit might be made, the nearest first.
+
+    Args:
+        root: where the tree of groups lies.
+        memberships: content of ``/proc/self/cgroup``.
+        unified: whether it is the tree of the second version, where a group hands its memory
+            controller down, or does not.
+    """
+    rows = [line.split(":", 2) for line in memberships.splitlines()]
+    wanted = "" if unified else "memory"
+    own = next((path for _, names, path in rows if wanted in names.split(",")), "/")
+    group = root / own.lstrip("/")
+    levels = [level for level in (group, *group.parents) if level.is_relative_to(root)]
+    return [level for level in levels if level.is_dir() and (not unified or _hands_down(level))]
+
+
+def make_group(parents: Sequence[Path]) -> Path:
+    """Makes a group in the first of the parents that lets us.
+
+    Raises:
+        CapUnavailableError: none does.
+    """
+    problem = f"no group of {CGROUP_ROOT} hands down its memory controller"
+    for parent in parents:
+        try:
+            return Path(tempfile.mkdtemp(prefix=f"moe-benchmark-{os.getpid()}-", dir=parent))
+        except OSError as error:
+            problem = f"cannot make a control group in {parent}: {error.strerror}"
+    raise CapUnavailableError(problem)
+
+
+def set_limit(folder: Path, limit_bytes: int, *, unified: bool) -> None:
+    """Limits a group's memory, and its swap to none.
+
+    Raises:
+        CapUnavailableError: the kernel refuses.
+    """
+    limit = folder / ("memory.max" if unified else "memory.limit_in_bytes")
+    swap = folder / ("memory.swap.max" if unified else "memory.memsw.limit_in_bytes")
+    try:
+        if not limit.is_file():
+            raise CapUnavailableError(f"{folder.parent} does not hand down its memory controller")
+        limit.write_text(str(limit_bytes))
+    except OSError as error:
+        raise CapUnavailableError(f"cannot set {limit}: {error.strerror}") from error
+    # Kernels without swap accounting have no such file.
+    with suppress(OSError):
+        swap.write_text("0" if unified else str(limit_bytes))
+
+
+def require_scopes(
+    reason: CapUnavailableError, find: Callable[[str], str | None] = shutil.which
+) -> str:
+    """The path of ``systemd-run``, where it gives this user scopes whose limit is in force.
+
+    Args:
+        reason: why no group could be made; it comes first in the message.
+        find: finds a program.
+
+    Raises:
+        CapUnavailableError: it is absent, cannot make a scope, or drops the limit.
+    """
+    program = find("systemd-run")
+    if program is None:
+        raise CapUnavailableError(f"{reason}; there is no systemd-run either; run as root")
+    command = ScopeCap(program, _TRIAL_BYTES).wrap(["/bin/sh", "-c", _SAY_LIMIT])
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_TRIAL_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CapUnavailableError(f"{reason}; systemd-run --user: {error}") from None
+    if done.returncode:
+        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise CapUnavailableError(f"{reason}; systemd-run --user: {said}")
+    if done.stdout.strip() != str(_TRIAL_BYTES):
+        raise CapUnavailableError(f"{reason}; systemd's scopes of this user have no memory limit")
+    return program
+
+
+def _own_parents() -> tuple[list[Path], bool]:
+    unified = (CGROUP_ROOT / "cgroup.controllers").is_file()
+    root = CGROUP_ROOT if unified else CGROUP_ROOT / "memory"
+    if not root.is_dir() or not _MEMBERSHIPS.is_file():
+        raise CapUnavailableError(f"no memory controller under {CGROUP_ROOT}")
+    return usable_parents(root, _MEMBERSHIPS.read_text(), unified=unified), unified
+
+
+def _hands_down(group: Path) -> bool:
+    try:
+        return "memory" in (group / "cgroup.subtree_control").read_text().split()
+    except OSError:
+        return False
+
+
+def _remove(folder: Path) -> None:
+    # A group stays busy for a moment after its last process has ended.
+    for _ in range(_REMOVAL_ATTEMPTS):
+        try:
+            folder.rmdir()
+            return
+        except FileNotFoundError:
+            return
+        except OSError:
+            time.sleep(_REMOVAL_PAUSE_S)

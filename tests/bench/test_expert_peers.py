@@ -1,0 +1,212 @@
+"""Peers of `bench experts`: the layer arrives as it is, and results are held to ours."""
+
+import ctypes
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from text_checkpoint import save_text_checkpoint
+
+from moe_runtime.bench.expert_backends import measure_experts
+from moe_runtime.bench.expert_layers import layer_of_model
+from moe_runtime.bench.expert_results import ExpertsPlan
+from moe_runtime.bench.peer_files import find_peer
+from moe_runtime.bench.peers import kt_kernel
+from moe_runtime.bench.runner import Rules
+from moe_runtime.cli.main import main
+
+NUMPY = """
+import numpy as np
+INSTALL = "pip install numpy"
+PACKAGES = ("numpy",)
+CASES = ("experts",)
+VARIANTS = ("doubled", "dies")
+
+def f32(bits):
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+def bf16(values):
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+class Peer:
+    def __init__(self, settings):
+        self.variant = settings["variant"]
+    def load_experts(self, gate, up, down):
+        self.parts = [f32(part).astype(float) for part in (gate, up, down)]
+    def experts(self, x, ids, weights, out):
+        if self.variant == "dies":
+            raise ValueError("no room")
+        gate, up, down = self.parts
+        for number, token in enumerate(f32(x).astype(float)):
+            total = 0
+            for expert, weight in zip(ids[number], weights[number]):
+                hidden = gate[expert] @ token
+                hidden = hidden / (1 + np.exp(-hidden)) * (up[expert] @ token)
+                total = total + weight * (down[expert] @ hidden)
+            out[number] = bf16(total * (1 + (self.variant == "doubled")))
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_text_checkpoint(folder)
+    return folder
+
+
+def measure(
+    model: Path, folder: Path, *variants: str, dtype: torch.dtype = torch.bfloat16
+) -> list[dict[str, Any]]:
+    file = folder / "plain.py"
+    file.write_text(NUMPY)
+    plan = ExpertsPlan(
+        layer=layer_of_model(model, dtype), tokens=(1, 5), trains=True, block_s=0.001
+    )
+    settings = {"model": None, "num_threads": 1, "top_k": plan.layer.top_k, "most_tokens": 5}
+    peers = [find_peer(f"{file}{variant}", settings, "experts") for variant in variants]
+    rules = Rules(judged=("forward_1_s",), least=2, most=2)
+    results = measure_experts(plan, rules, lambda: 0.0, settings={}, peers=peers)
+    return results["measurements"][-len(variants) :]
+
+
+def test_peers_compute_the_same_layer_or_have_no_numbers(model: Path, tmp_path: Path) -> None:
+    plain, doubled, dies = measure(model, tmp_path, "", ":doubled", ":dies")
+    assert (plain["failure"], plain["quality"]) == (None, {"compared": 6, "equal": 6})
+    assert plain["summary"].keys() == {"forward_1_s", "forward_5_s"}
+    assert len(plain["repetitions"]) == 2
+    assert plain["versions"]["numpy"] == np.__version__
+    assert doubled["failure"].startswith("6 of 6 tokens differ by more than roundings allow")
+    assert (dies["failure"], dies["repetitions"]) == ("ValueError: no room", [])
+
+
+def test_another_type_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
+    (found,) = measure(model, tmp_path, "", dtype=torch.float32)
+    parts = "down_proj, gate_up_proj in float32"
+    told = "takes gate_up_proj and down_proj in bfloat16; this layer has "
+    assert found["failure"] == told + parts
+
+
+def at(address: int, kind: Any, *shape: int) -> np.ndarray[Any, Any]:
+    """What lies in memory at an address."""
+    size = int(np.prod(shape)) * np.dtype(kind).itemsize
+    return np.frombuffer((ctypes.c_char * size).from_address(address), kind).reshape(shape)
+
+
+class Pool:
+    """Stands in for kt-kernel's threads."""
+
+    backend_ = "backend"
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+
+    def submit(self, task: Any) -> None:
+        task()
+
+    def sync(self) -> None:
+        pass
+
+
+class Experts:
+    """Stands in for kt-kernel's class: the output of a token is the token."""
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.loaded = config, False
+
+    def load_weights_task(self, order: int) -> Any:
+        def load() -> None:
+            count, _, dim_model, dim_hidden, layer = self.config.sizes
+            assert layer == 0
+            assert at(order, np.int64, count).tolist() == list(range(count))
+            shapes = ((count, dim_hidden, dim_model),) * 2 + ((count, dim_model, dim_hidden),)
+            self.parts = [
+                at(getattr(self.config, f"{name}_proj"), np.uint16, *shape).copy()
+                for name, shape in zip(("gate", "up", "down"), shapes, strict=True)
+            ]
+
+        return load
+
+    def forward_task(self, count: int, top_k: int, *places: Any) -> Any:
+        *addresses, adds = places
+        ids, weights, x, out = addresses
+
+        def forward() -> None:
+            assert not adds
+            (tokens,) = at(count, np.int32, 1)
+            width = self.config.sizes[2]
+            self.given = (
+                at(ids, np.int64, tokens, top_k).tolist(),
+                at(weights, np.float32, tokens, top_k).tolist(),
+            )
+            ctypes.memmove(out, x, int(tokens) * width * 2)
+
+        return forward
+
+
+def test_kt_kernel_is_given_what_its_signature_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def config(*sizes: int) -> Any:
+        return SimpleNamespace(sizes=sizes)
+
+    moe = SimpleNamespace(MOEConfig=config, AVX2BF16_MOE=Experts)
+    api = SimpleNamespace(CPUInfer=Pool, moe=moe)
+    monkeypatch.setattr(kt_kernel, "find_extension", lambda folder: api)
+    peer = kt_kernel.Peer({"model": None, "num_threads": 3, "top_k": 2, "most_tokens": 100})
+    parts = [np.arange(3 * 4 * 5, dtype=np.uint16) + start for start in (0, 100, 200)]
+    gate, up, down = (
+        part.reshape(shape)
+        for part, shape in zip(parts, [(3, 4, 5), (3, 4, 5), (3, 5, 4)], strict=True)
+    )
+    peer.load_experts(gate, up, down)
+    experts = peer._experts
+    assert experts.config.sizes == (3, 2, 5, 4, 0)
+    assert (experts.config.max_len, experts.config.pool) == (100, "backend")
+    assert (experts.config.gate_scale, peer._pool.num_threads) == (0, 3)
+    for found, part in zip(experts.parts, (gate, up, down), strict=True):
+        np.testing.assert_array_equal(found, part)
+    x = np.arange(10, dtype=np.uint16).reshape(2, 5)
+    out = np.zeros_like(x)
+    ids = np.array([[0, 2], [1, 0]])
+    peer.experts(x, ids, np.array([[0.25, 0.75], [0.5, 0.5]], np.float32), out)
+    assert experts.given == (ids.tolist(), [[0.25, 0.75], [0.5, 0.5]])
+    np.testing.assert_array_equal(out, x)
+
+
+def test_kt_kernel_without_its_extension_says_where_it_looked(tmp_path: Path) -> None:
+    with pytest.raises(ImportError, match=f"no kt_kernel for .* in {tmp_path}"):
+        kt_kernel.find_extension(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["experts", "--shape", "olmoe-1b-7b", "--peer", "vllm"], "not in bench experts"),
+        (["latency", "models/pocket", "--peer", "kt_kernel"], "takes part in bench experts, not"),
+        (["throughput", "models/pocket", "--peer", "kt-kernel"], "not in bench throughput"),
+        (["experts", "--shape", "olmoe-1b-7b", "--peer", "kt_kernel=no"], "no is not there"),
+    ],
+)
+def test_a_peer_of_another_case_is_one_line(
+    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *words]) == 2
+    err = capsys.readouterr().err
+    assert complaint in err
+    assert err.count("\n") == 1
+
+
+def test_where_kt_kernel_is_not_installed_the_line_says_how(model: Path, tmp_path: Path) -> None:
+    plan = ExpertsPlan(
+        layer=layer_of_model(model, torch.bfloat16), tokens=(1,), trains=False, block_s=0.001
+    )
+    settings = {"model": str(tmp_path), "num_threads": 1, "top_k": 2, "most_tokens": 1}
+    peer = find_peer("kt_kernel", settings, "experts")
+    rules = Rules(judged=("forward_1_s",), least=1, most=1)
+    results = measure_experts(plan, rules, lambda: 0.0, settings={}, peers=[peer])
+    failure = results["measurements"][-1]["failure"]
+    assert failure.startswith("ImportError: no kt_kernel for ")
+    assert f"({sys.executable}) needs: pip install --no-deps kt-kernel" in failure

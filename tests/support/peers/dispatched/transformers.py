@@ -1,0 +1,27 @@
+"""Stands in for transformers with accelerate: a causal model whose cache is a sum."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from recorded_calls import note
+
+utils = SimpleNamespace(logging=SimpleNamespace(disable_progress_bar=lambda: note("no_bar")))
+
+
+class AutoModelForCausalLM:
+    @classmethod
+    def from_pretrained(cls, path: str, **options: Any) -> "AutoModelForCausalLM":
+        note("from_pretrained", path, **options)
+        return cls()
+
+    def eval(self) -> "AutoModelForCausalLM":
+        return self
+
+    def __call__(self, tokens: Any, *, past_key_values: Any, use_cache: bool) -> Any:
+        assert use_cache
+        count, width = tokens.shape
+        sums = tokens.sum(1) + (0 if past_key_values is None else past_key_values)
+        logits = np.zeros((count, width, 97))
+        logits[np.arange(count), -1, sums % 97] = 1
+        return SimpleNamespace(logits=logits, past_key_values=sums)

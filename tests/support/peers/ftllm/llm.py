@@ -1,0 +1,43 @@
+"""Stands in for fastllm's Python face, with the library that it calls through ctypes."""
+
+from typing import Any
+
+from recorded_calls import continuation, note
+
+
+def set_cpu_threads(count: int) -> None:
+    note("set_cpu_threads", count)
+
+
+def set_device_map(device: str, is_moe: bool = False) -> None:
+    note("set_device_map", device, is_moe)
+
+
+class Library:
+    """Greedy generation; a handle for each request, and -1 after its last token."""
+
+    def __init__(self) -> None:
+        self._left: list[int] = []
+
+    def launch_response_llm_model(self, model: int, length: int, ids: Any, *rest: Any) -> int:
+        most, least, samples, *_ = rest
+        note("launch", model, list(ids), most, least, samples)
+        assert length == len(ids)
+        self._left = continuation(list(ids), most)
+        return 3
+
+    def fetch_response_llm_model(self, model: int, handle: int) -> int:
+        assert (model, handle) == (7, 3)
+        return self._left.pop(0) if self._left else -1
+
+
+fastllm_lib = Library()
+
+
+class model:
+    def __init__(self, path: str, dtype: str) -> None:
+        note("model", path, dtype)
+        self.model = 7
+
+    def release_memory(self) -> None:
+        note("release_memory")
